@@ -32,7 +32,7 @@ JOBS ?= 2
 RECORD ?= outputs/test-slow.jsonl
 BIN := $(VENV)/bin
 CPU = $(if $(HAS_GPU),,DS_ACCELERATOR=cpu)
-SPHINX = $(BIN)/python -m sphinx -n -j $(JOBS)
+SPHINX = $(BIN)/python -m sphinx -n -j $(JOBS) -d docs/_build/doctrees
 PYTEST = $(CPU) $(BIN)/python -m pytest
 # Workers take groups of tests in the order of tests/conftest.py, the longest first.
 WORKERS = -n $(JOBS) --dist loadgroup --no-loadscope-reorder

@@ -72,6 +72,12 @@ linkcheck_retries = 1
 linkcheck_ignore = [r"http://localhost.*", r"http://127\.0\.0\.1.*"]
 
 
+def _is_plain_field(app: Sphinx, what: str, name: str, member: object, skip: bool, options: object) -> bool | None:
+    """Skip the fields of named tuples that only say "Alias for field number N"; their classes describe them."""
+    return True if str(getattr(member, "__doc__", "")).startswith("Alias for field number") else None
+
+
 def setup(app: Sphinx) -> None:
     """JSON Lines are shown as JSON."""
     app.add_lexer("jsonl", JsonLexer)
+    app.connect("autodoc-skip-member", _is_plain_field)

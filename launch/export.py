@@ -1,6 +1,6 @@
-"""Write a checkpoint, a model or an adapter as a full model: `python launch/export.py SOURCE OUT --dtype bfloat16`.
+"""Export a checkpoint, a model or an adapter as a full model: `python launch/export.py SOURCE OUT --dtype bfloat16`.
 
-For one process, on the host. The work is in `alignment/`.
+Runs in a single process, without a GPU. The implementation is in `alignment/`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 if (ROOT / "alignment" / "__init__.py").is_file():
-    # A source checkout runs without being installed, and before any other package called `alignment`.
+    # Run from a source checkout without installation, ahead of any other package called `alignment`.
     sys.path.insert(0, str(ROOT))
 
 from alignment.cli.export import main  # noqa: E402

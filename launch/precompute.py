@@ -1,7 +1,7 @@
-"""Compute and keep the log-probs of a reference: `deepspeed launch/precompute.py launch/recipes/kto.yaml`.
+"""Compute and store the log-probs of a reference: `deepspeed launch/precompute.py launch/recipes/kto.yaml`.
 
-The options are those of `train.py`, which computes what is missing itself. The same under `torchrun`, `srun` and plain
-`python` (one process). The work is in `alignment/`.
+Takes the options of `train.py`, which computes missing log-probs itself. Can be started with `deepspeed`, `torchrun`,
+`srun` or plain `python` (one process). The implementation is in `alignment/`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 if (ROOT / "alignment" / "__init__.py").is_file():
-    # A source checkout runs without being installed, and before any other package called `alignment`.
+    # Run from a source checkout without installation, ahead of any other package called `alignment`.
     sys.path.insert(0, str(ROOT))
 
 from alignment.cli.precompute import main  # noqa: E402

@@ -1,6 +1,7 @@
-"""Tokenise and plan a run without a GPU: `python launch/prepare.py launch/recipes/kto.yaml --ranks 16`.
+"""Tokenize the data and plan a run without a GPU: `python launch/prepare.py launch/recipes/kto.yaml --ranks 16`.
 
-The options are those of `train.py`, which then finds the tokenised rows in the cache. The work is in `alignment/`.
+Takes the options of `train.py`, which then reads the tokenized rows from the cache. The implementation is in
+`alignment/`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 if (ROOT / "alignment" / "__init__.py").is_file():
-    # A source checkout runs without being installed, and before any other package called `alignment`.
+    # Run from a source checkout without installation, ahead of any other package called `alignment`.
     sys.path.insert(0, str(ROOT))
 
 from alignment.cli.prepare import main  # noqa: E402

@@ -1,6 +1,6 @@
-"""Draw the report of a run, or compare several: `python launch/report.py outputs/kto`.
+"""Write the HTML report of a run, or compare several runs: `python launch/report.py outputs/kto`.
 
-It only reads the output folders, writes one HTML file, and needs no GPU. The work is in `alignment/`.
+Only reads the output folders and needs no GPU. The implementation is in `alignment/`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 if (ROOT / "alignment" / "__init__.py").is_file():
-    # A source checkout runs without being installed, and before any other package called `alignment`.
+    # Run from a source checkout without installation, ahead of any other package called `alignment`.
     sys.path.insert(0, str(ROOT))
 
 from alignment.cli.report import main  # noqa: E402

@@ -1,6 +1,6 @@
-"""Show where a run stands, from the files in its output folder: `python launch/status.py outputs/kto --follow`.
+"""Show the status of a run, read from its output folder: `python launch/status.py outputs/kto --follow`.
 
-It reads and changes nothing, and needs no GPU. The work is in `alignment/`.
+Changes nothing and needs no GPU. The implementation is in `alignment/`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 if (ROOT / "alignment" / "__init__.py").is_file():
-    # A source checkout runs without being installed, and before any other package called `alignment`.
+    # Run from a source checkout without installation, ahead of any other package called `alignment`.
     sys.path.insert(0, str(ROOT))
 
 from alignment.cli.status import main  # noqa: E402

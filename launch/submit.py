@@ -1,6 +1,6 @@
 """Submit training to SLURM: `python launch/submit.py launch/recipes/kto.yaml --nodes 2 --gpus 8 --time 1-00:00:00 …`.
 
-On a login node; without torch. The work is in `alignment/`.
+Run it on a login node. Does not import torch. The implementation is in `alignment/`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 if (ROOT / "alignment" / "__init__.py").is_file():
-    # A source checkout runs without being installed, and before any other package called `alignment`.
+    # Run from a source checkout without installation, ahead of any other package called `alignment`.
     sys.path.insert(0, str(ROOT))
 
 from alignment.cli.submit import main  # noqa: E402

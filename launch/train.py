@@ -1,6 +1,7 @@
-"""Train by a recipe: `deepspeed launch/train.py launch/recipes/kto.yaml --learning_rate 5e-7`.
+"""Train from a recipe: `deepspeed launch/train.py launch/recipes/kto.yaml --learning_rate 5e-7`.
 
-The same under `torchrun`, `srun` and plain `python` (one process). The work is in `alignment/`.
+Can be started with `deepspeed`, `torchrun`, `srun` or plain `python` (one process). The implementation is in
+`alignment/`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 if (ROOT / "alignment" / "__init__.py").is_file():
-    # A source checkout runs without being installed, and before any other package called `alignment`.
+    # Run from a source checkout without installation, ahead of any other package called `alignment`.
     sys.path.insert(0, str(ROOT))
 
 from alignment.cli.train import main  # noqa: E402

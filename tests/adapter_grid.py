@@ -1,4 +1,4 @@
-"""Every way to train adapters: the grid of ``test_adapter_grid.py``, its models, and the adapters it goes on with."""
+"""The grid of ``test_adapter_grid.py``: its cases, models and initial adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from split_grid import CHECKPOINTING
 from split_runs import order, prompt_rows, run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-# 11 rows are windows of 4, 4 and 3. New adapters begin with B at 0, so A has no gradient before the second.
+# 11 rows give windows of 4, 4 and 3. New adapters start with B = 0, so A has no gradient in the first step.
 ROWS, WINDOW = 11, 4
 RATE = {"KTO": 0.4, "CPO": 0.2, "DPO": 0.3, "SFT": 0.4, "OnlineDPO": 0.4, "Reward": 0.2}
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -33,14 +33,14 @@ BITS = {"qlora": 4, "qdora": 4, "int8": 8}
 
 
 def sampled() -> list[Combination]:
-    """A subset in which every pair of values meets."""
+    """Return a subset in which every pair of values occurs."""
     return pairwise(FACTORS)
 
 
 def part(method: str, kind: str) -> list[Combination]:
-    """Everything of one method and one kind of adapters, DoRA on 4-bit weights as well; checkpointing in turn.
+    """Return all cases of one method and one kind of adapters, including DoRA on 4-bit weights.
 
-    DoRA on 4-bit weights is refused at stage 3.
+    Checkpointing alternates. DoRA on 4-bit weights is not supported at stage 3.
     """
     ways = itertools.cycle(CHECKPOINTING)
     cases = everything({**FACTORS, "method": (method,), "kind": (kind,), "checkpointing": ("",)})
@@ -49,30 +49,30 @@ def part(method: str, kind: str) -> list[Combination]:
 
 
 def name_of(case: Combination) -> str:
-    """A name for tests and folders."""
+    """Return a name for tests and folders."""
     return "-".join(map(str, case.values()))
 
 
 def reference_of(case: Combination) -> Combination:
-    """The plainest run that must make the same update: one rank, no ZeRO, no checkpointing."""
+    """Return the simplest run that must make the same update: one rank, no ZeRO, no checkpointing."""
     return {**case, "stage": "stage0", "ranks": 1, "checkpointing": "unchecked"}
 
 
 def base_of(case: Combination) -> str:
-    """The name of a case's base model."""
+    """Return the name of a case's base model."""
     task = "classifier" if case["method"] == "Reward" else "model"
     return f"{task}-{'tied' if case['kind'] in _TIED else 'untied'}"
 
 
 def saved_of(case: Combination) -> list[str]:
-    """What is trained whole beside the adapters, as far as it has to be asked for."""
+    """Return the fully trained modules that must be requested explicitly."""
     if case["kind"] not in _SAVED:
         return []
     return ["embed_tokens"] if case["method"] == "Reward" else ["lm_head"]
 
 
 def make_bases(folder: Path, layers: int) -> dict[str, str]:
-    """The base models by name."""
+    """Create the base models, by name."""
     made = {}
     for kind in ("tied", "untied"):
         made[f"model-{kind}"] = make_model(folder / f"model-{kind}", kind, seed=1, layers=layers)
@@ -81,7 +81,7 @@ def make_bases(folder: Path, layers: int) -> dict[str, str]:
 
 
 def rows_of(method: str) -> list[dict[str, Any]]:
-    """11 rows; each window of KTO has labels of both kinds, the first one of Online DPO leaves 3 pairs of 4."""
+    """Return 11 rows. Each KTO window has both labels; 3 of 4 prompts in the first Online DPO window give a pair."""
     if method == "OnlineDPO":
         return prompt_rows(ROWS, (None, Kind.TIED))
     if method in ("KTO", "SFT"):
@@ -94,7 +94,7 @@ def rows_of(method: str) -> list[dict[str, Any]]:
 
 
 def start_of(case: Combination, models: dict[str, str], folder: Path) -> str:
-    """The folder of adapters that a case goes on with: random A and B, and all else unlike the base as well."""
+    """Return a folder of initial adapters: random A and B, with settings that differ from the base model's."""
     base, saved = base_of(case), saved_of(case)
     dora = case["kind"] in ("dora", "qdora")
     place = folder / "-".join(["start", base, *saved, *["dora"] * dora])
@@ -122,13 +122,13 @@ def start_of(case: Combination, models: dict[str, str], folder: Path) -> str:
 
 
 def adapter_run(case: Combination, models: dict[str, str], folder: Path, starts: Path) -> dict[str, Any]:
-    """The run of a case as ``drivers/adapter_runs.py`` takes it: three windows, by plain SGD.
+    """Return the run of a case for ``drivers/adapter_runs.py``: three windows with plain SGD.
 
     Args:
         case: a combination of the grid.
         models: paths of base models by name.
-        folder: where the run's own folder is made.
-        starts: where adapters to go on with are, or are made.
+        folder: folder in which the run's folder is created.
+        starts: folder of initial adapters, which are created if necessary.
     """
     world, method = case["ranks"], case["method"]
     micro = (WINDOW if case["stage"] == "stage3" else WINDOW // 2) // world
@@ -153,5 +153,5 @@ def adapter_run(case: Combination, models: dict[str, str], folder: Path, starts:
         **CHECKPOINTING[case["checkpointing"]],
         **options,
     )
-    made["args"].pop("ref_placement", None)  # the policy itself, by default
+    made["args"].pop("ref_placement", None)  # the initial policy by default
     return made | {"ref_model": None, "train": rows_of(method), "case": case}

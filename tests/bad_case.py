@@ -1,4 +1,4 @@
-"""One faulty command of ``test_bad_input``."""
+"""An invalid command for ``test_bad_input``."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ CHAT = {
     "completion": [{"role": "assistant", "content": "oh"}],
     "label": True,
 }
-DEEP = 5000  # levels of brackets that no reader follows
+DEEP = 5000  # nesting depth that no parser supports
 
 
 @dataclass(frozen=True)
 class Case:
-    """One faulty command.
+    """An invalid command.
 
-    ``says`` must all stand in the error's line; there and in options, ``@name`` is a path in the test's own folder. In
-    options, ``%name`` is a model's path.
-    ``model`` is one of :func:`write_models`; ``data`` are the rows or the text of ``@data.jsonl``; ``files`` are more
-    such files. An option of None is left out. ``arguments`` take the place of all options. ``make`` is called with the
-    test's folder and that of the models, for what is no text file. ``environment`` are variables, and None for those
-    that have to go. ``command`` is the module of the command.
+    All texts in ``says`` must occur in the error line; there and in options, ``@name`` is a path in the test's folder,
+    and ``%name`` in options is the path of a model. ``model`` is one of :func:`write_models`; ``data`` are the rows or
+    the text of ``@data.jsonl``; ``files`` are further files of this kind. Options that are None are omitted.
+    ``arguments`` replace all options. ``make`` is called with the test's folder and the models' folder to create
+    anything that is not a text file. ``environment`` are variables; None unsets a variable. ``command`` is the module
+    of the command.
     """
 
     name: str
@@ -44,13 +44,13 @@ class Case:
 def deepspeed_case(
     name: str, content: dict[str, Any], *says: str, key: str = "deepspeed", method: str = "kto", **options: Any
 ) -> Case:
-    """A fault in a DeepSpeed JSON."""
+    """An invalid DeepSpeed configuration."""
     files = {f"{key}.json": json.dumps(content)}
     return Case(name, says, {key: f"@{key}.json", **options}, method=method, files=files)
 
 
 def file_of(name: str, content: str | bytes) -> Callable[[Path, Path], object]:
-    """Makes a file with that content, in the place of one that is there."""
+    """Return a function that writes a file, replacing an existing one."""
 
     def make(folder: Path, models: Path) -> None:
         data = content if isinstance(content, bytes) else content.encode()
@@ -61,7 +61,7 @@ def file_of(name: str, content: str | bytes) -> Callable[[Path, Path], object]:
 
 
 def folder_of(*names: str) -> Callable[[Path, Path], object]:
-    """Makes folders, in the place of files that are there."""
+    """Return a function that creates folders, replacing existing files."""
 
     def make(folder: Path, models: Path) -> None:
         for name in names:

@@ -1,4 +1,4 @@
-"""Faulty commands for ``test_bad_input``; those of Online DPO and reward models are in ``bad_online_commands``."""
+"""Invalid commands for ``test_bad_input``; those of Online DPO and reward models are in ``bad_online_commands``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = [
     Case("negative beta", ("beta=-0.5", "greater than 0"), {"beta": "-0.5"}, method="cpo"),
     Case("empty batch", ("per_device_train_batch_size=0", "at least 1"), {"per_device_train_batch_size": "0"}),
     Case("other method's option", ("simpo_gamma='1'", "of method cpo"), {"simpo_gamma": "1"}),
-    Case("unknown method", ("method='ppo'", "no such method"), {"method": "ppo"}),
+    Case("unknown method", ("method='ppo'", "unknown method"), {"method": "ppo"}),
     Case("option to come", ("activation_offloading=True", "not supported yet"), {"activation_offloading": "true"}),
     Case("rank without adapters", ("lora_r=8", "set use_peft: true"), {"lora_r": "8"}),
     Case("4 bits without adapters", ("4-bit weights cannot be trained", "use_peft"), {"load_in_4bit": "true"}),
@@ -38,25 +38,25 @@ OPTIONS = [
         {"use_peft": "true", "lora_target_modules": "q_prj"},
     ),
     Case(
-        "the whole model as its own reference",
-        ("ref_placement='adapter': the whole model is trained", "set use_peft"),
+        "the full model as its own reference",
+        ("ref_placement='adapter': requires adapters", "set use_peft"),
         {"ref_placement": "adapter"},
     ),
     Case(
         "precomputed without a reference",
-        ("ref_placement='precomputed': CPO has no reference model",),
+        ("ref_placement='precomputed': CPO does not use a reference model",),
         {"ref_placement": "precomputed"},
         method="cpo",
     ),
     Case(
         "precomputed completions",
-        ("ref_placement='precomputed': Online DPO scores completions that do not exist",),
+        ("ref_placement='precomputed': Online DPO scores completions that are generated",),
         {"ref_placement": "precomputed"},
         method="online_dpo",
     ),
     Case(
         "two placements",
-        ("precompute_ref_log_probs=True and ref_placement='replica'", "leave one out"),
+        ("precompute_ref_log_probs=True and ref_placement='replica'", "remove one of them"),
         {"precompute_ref_log_probs": "true", "ref_placement": "replica"},
     ),
     Case(
@@ -87,12 +87,12 @@ OPTIONS = [
         ("lr_scheduler_type 'cosine'", "lr_scheduler_kwargs {'foo': 1}"),
         {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"foo": 1}'},
     ),
-    Case("no data set", ("dataset_name=None", "set dataset_name"), {"dataset_name": None}),
-    Case("no model", ("model_name_or_path=None", "set model_name_or_path"), {"model_name_or_path": None}),
+    Case("no data set", ("dataset_name is required", "set it to a file"), {"dataset_name": None}),
+    Case("no model", ("model_name_or_path is required", "set it to a folder"), {"model_name_or_path": None}),
     Case("no evaluation data", ("eval_strategy='steps'", "set dataset_test_split"), {"eval_strategy": "steps"}),
     Case(
         "window of one row",
-        ("gradient_accumulation_steps=1", "per_device_train_batch_size=1", ">= 2; 16 advised"),
+        ("gradient_accumulation_steps=1", "per_device_train_batch_size=1", "to 2 or more (16 recommended)"),
         {"per_device_train_batch_size": "1", "gradient_accumulation_steps": "1"},
     ),
     Case(
@@ -104,8 +104,12 @@ OPTIONS = [
 ]
 
 DATA = [
-    Case("missing file", ("@absent.jsonl", "no such file", "dataset_name"), {"dataset_name": "@absent.jsonl"}),
-    Case("torn file", ("@data.jsonl line 3: not valid JSON",), data='{"prompt": "a"}\n\n{"prompt": "b", "compl'),
+    Case(
+        "missing file",
+        ("@absent.jsonl", "file or folder does not exist", "dataset_name"),
+        {"dataset_name": "@absent.jsonl"},
+    ),
+    Case("torn file", ("@data.jsonl, line 3: invalid JSON",), data='{"prompt": "a"}\n\n{"prompt": "b", "compl'),
     Case("empty file", ("@data.jsonl", "contains no rows"), data=""),
     Case("missing split", ("@data.jsonl", "split 'test' does not exist", "train"), {"dataset_test_split": "test"}),
     Case(
@@ -117,17 +121,17 @@ DATA = [
     Case("kto without labels", ("missing column label", "prompt, completion"), data=UNLABELLED),
     Case(
         "label is a text",
-        ("@data.jsonl line 5: label is 'yes' (a string)", "true or false"),
+        ("@data.jsonl, line 5: label is 'yes' (a string)", "true or false"),
         data=[*unpaired_rows(4), {"prompt": "ab", "completion": "cd", "label": "yes"}],
     ),
     Case(
         "labels are numbers",
-        ("@data.jsonl row 1: label is 1 (an integer)", "true or false"),
+        ("@data.jsonl, row 1: label is 1 (an integer)", "true or false"),
         data=[{"prompt": "ab", "completion": "cd", "label": 1}] * 4,
     ),
     Case(
         "content is a number",
-        ("@data.jsonl line 2: prompt[0].content is 7 (an integer)", "string"),
+        ("@data.jsonl, line 2: prompt[0].content is 7 (an integer)", "string"),
         data=[CHAT, {**CHAT, "prompt": [{"role": "user", "content": 7}]}],
     ),
     Case(
@@ -142,8 +146,8 @@ DATA = [
         {"column_map": '{"prompt": "question"}'},
     ),
     Case(
-        "map the wrong way round",
-        ("column_map={'instruction': 'prompt'}", "as in {prompt: instruction}"),
+        "inverted column map",
+        ("column_map={'instruction': 'prompt'}", "{prompt: instruction}"),
         {"column_map": '{"instruction": "prompt"}'},
     ),
     Case(
@@ -153,18 +157,18 @@ DATA = [
     ),
     Case(
         "mixture with a missing part",
-        ("@b.jsonl: no such file",),
+        ("@b.jsonl: file or folder does not exist",),
         {"dataset_name": None, "dataset_mixture": '{"@data.jsonl": 1, "@b.jsonl": 2}'},
     ),
     Case(
         "fault in a part of a mixture",
-        ("@b.jsonl row 1: label is 3 (an integer)",),
+        ("@b.jsonl, row 1: label is 3 (an integer)",),
         {"dataset_name": None, "dataset_mixture": '{"@data.jsonl": 1, "@b.jsonl": 2}'},
         files={"b.jsonl": '{"prompt": "a", "completion": "b", "label": 3}\n'},
     ),
     Case(
         "image in a message",
-        ("@data.jsonl row 1: prompt[0].content[0] is of type 'image'", "only text"),
+        ("@data.jsonl, row 1: prompt[0].content[0] has type 'image'", "only text"),
         data=[{**CHAT, "prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}] * 4,
     ),
     Case(
@@ -176,7 +180,7 @@ DATA = [
     ),
     Case(
         "no chat template",
-        ("@data.jsonl row 1: is conversational", "no chat template", "tokenizer.chat_template"),
+        ("@data.jsonl, row 1: the row is conversational", "no chat template", "tokenizer.chat_template"),
         data=[CHAT] * 4,
         model="no-template",
     ),
@@ -254,13 +258,13 @@ DEEPSPEED = [
     deepspeed_case(
         "stage 2 reference",
         {"zero_optimization": {"stage": 2}},
-        "@ref_deepspeed.json: zero_optimization.stage=2: a frozen engine is stage 3 or 0",
+        "@ref_deepspeed.json: zero_optimization.stage=2: a frozen model requires stage 3",
         key="ref_deepspeed",
     ),
     Case("no such deepspeed file", ("'zero9': no such file", "zero2"), {"deepspeed": "zero9"}),
     Case(
         "torn deepspeed file",
-        ("@deepspeed.json line 2: not valid JSON",),
+        ("@deepspeed.json, line 2: invalid JSON",),
         {"deepspeed": "@deepspeed.json"},
         files={"deepspeed.json": '{\n"zero_optimization": '},
     ),
@@ -282,7 +286,7 @@ CASES = [*OPTIONS, *DATA, *MODEL, *DEEPSPEED, *OUTPUT, *ONLINE]
 
 
 def write_models(folder: Path) -> Path:
-    """Write models into ``folder``, which is returned: ``good``, and copies of it with one fault each."""
+    """Write models to ``folder`` and return it: ``good``, and copies of it with one defect each."""
     make_model(folder / "good")
     write_classifiers(folder)
 
@@ -315,7 +319,7 @@ def write_models(folder: Path) -> Path:
 
 
 def command(case: Case, folder: Path, models: Path) -> list[str]:
-    """Write the case's files into ``folder``; the arguments of its command."""
+    """Write the case's files to ``folder`` and return the arguments of its command."""
     if case.arguments is not None:
         return [in_folder(argument, folder) for argument in case.arguments]
     rows = case.data if case.data is not None else (unpaired_rows if case.method == "kto" else paired_rows)(8)
@@ -341,5 +345,5 @@ def command(case: Case, folder: Path, models: Path) -> list[str]:
 
 
 def in_folder(text: str, folder: Path) -> str:
-    """The text with ``@name`` as a path in ``folder``."""
+    """Replace ``@name`` with a path in ``folder``."""
     return text.replace("@", f"{folder}/")

@@ -1,4 +1,4 @@
-"""Faulty environments and folders for ``test_bad_input``."""
+"""Invalid environments and folders for ``test_bad_input``."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ LATEST = {"resume_from_checkpoint": "latest"}
 
 
 def torchrun(says: str, **variables: str | None) -> Case:
-    """A launcher's environment with these variables in the place of good ones."""
+    """A torchrun environment in which these variables replace valid ones."""
     name = f"environment: {' '.join(f'{key}={value}'[:40] for key, value in variables.items())}"
     return Case(name, (says,), environment={**TORCHRUN, **variables})
 
 
 def srun(says: str, **variables: str | None) -> Case:
-    """The same of ``srun``."""
+    """An srun environment in which these variables replace valid ones."""
     name = f"environment: {' '.join(f'{key}={value}'[:40] for key, value in variables.items())}"
     return Case(name, (says,), environment={**SRUN, **variables})
 
 
 def folder(name: str, make: Any, *says: str, **options: str) -> Case:
-    """Something in the output folder, or in its place."""
+    """A path in the output folder, or a replacement for the folder."""
     return Case(f"folder: {name}", says, {**options}, make=make)
 
 
 def manifest(name: str, content: str | bytes, *says: str) -> Case:
-    """A checkpoint with that manifest."""
+    """A checkpoint with this manifest."""
     make = file_of("out/checkpoint-4/manifest.json", content)
     return Case(f"manifest: {name}", ("can be resumed from: @out/checkpoint-4", *says), dict(LATEST), make=make)
 
@@ -85,7 +85,7 @@ ENVIRONMENT = [
     Case("environment: mpirun", ("mpirun is not supported",), environment={"OMPI_COMM_WORLD_SIZE": "4"}),
     Case(
         "environment: export",
-        ("runs in one process, and WORLD_SIZE is two",),
+        ("must run in a single process, but WORLD_SIZE is two",),
         arguments=("@a", "@b"),
         environment={**TORCHRUN, "WORLD_SIZE": "two"},
         command="alignment.cli.export",
@@ -108,7 +108,7 @@ FOLDERS = [
     folder("a checkpoint's name too long", None, "File name too long", resume_from_checkpoint="a" * 300),
     Case(
         "folder: export to NUL",
-        ("out='", "it has a NUL character"),
+        ("out='", "contains a NUL character"),
         arguments=("@data.jsonl", "@a\0b"),
         command="alignment.cli.export",
     ),

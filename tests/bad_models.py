@@ -1,4 +1,4 @@
-"""Faulty models and tokenizers for ``test_bad_input``: a good one with a file that is not as it should be."""
+"""Invalid models and tokenizers for ``test_bad_input``: copies of a valid model with one defective file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Edit = Callable[[Path], object]
 
 
 def model(name: str, edit: Edit, *says: str, kind: str = "model", data: Any = None, **options: str) -> Case:
-    """A copy of the good model after ``edit``."""
+    """A copy of the valid model, modified by ``edit``."""
 
     def make(folder: Path, models: Path) -> None:
         shutil.copytree(models / "good", folder / "m")
@@ -25,22 +25,22 @@ def model(name: str, edit: Edit, *says: str, kind: str = "model", data: Any = No
 
 
 def tokenizer(name: str, edit: Edit, *says: str, data: Any = None) -> Case:
-    """The same, with a fault in the tokenizer."""
+    """A copy of the valid model with a defective tokenizer."""
     return model(name, edit, *says, kind="tokenizer", data=data)
 
 
 def template(name: str, text: str | bytes, *says: str) -> Case:
-    """The same, with a chat template and a conversation."""
+    """A copy of the valid model with a chat template, and conversational data."""
     return tokenizer(f"template {name}", written("chat_template.jinja", text), *says, data=[CHAT])
 
 
 def written(name: str, content: str | bytes) -> Edit:
-    """Puts a file in the place of one that is there."""
+    """Return a function that replaces a file."""
     return lambda folder: (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def folder_instead(name: str) -> Edit:
-    """Puts a folder in the place of a file."""
+    """Return a function that replaces a file with a folder."""
 
     def edit(folder: Path) -> None:
         (folder / name).unlink()
@@ -50,17 +50,17 @@ def folder_instead(name: str) -> Edit:
 
 
 def changed(name: str, **values: Any) -> Edit:
-    """Changes values of a JSON file."""
+    """Return a function that changes values in a JSON file."""
     return lambda folder: (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **values}))
 
 
 def config(**values: Any) -> Edit:
-    """Changes the configuration."""
+    """Change the configuration."""
     return changed("config.json", **values)
 
 
 def own(**values: Any) -> Edit:
-    """Changes the tokenizer's configuration."""
+    """Change the tokenizer's configuration."""
     return changed("tokenizer_config.json", **values)
 
 
@@ -125,7 +125,7 @@ TOKENIZERS = [
     tokenizer("EOS a list", own(eos_token=["a"]), NO_TOKENIZER, "eos_token"),
     template("empty", "", "no chat template"),
     template("binary", bytes(range(256)), NO_TOKENIZER),
-    template("half written", "{% for %}", "@data.jsonl row 1: the chat template", "Expected an expression"),
+    template("half written", "{% for %}", "@data.jsonl, row 1: the chat template", "Expected an expression"),
     template("that refuses", "{{ raise_exception('no') }}", "the chat template", "fails on it: no;"),
     template("without its filter", "{{ messages | zebra }}", "the chat template", "No filter named 'zebra'"),
     template("that divides by zero", "{{ 1 / 0 }}", "the chat template", "division by zero"),

@@ -1,4 +1,4 @@
-"""Faulty commands of Online DPO and of reward-model training; see ``bad_commands``."""
+"""Invalid commands of Online DPO and reward model training; see ``bad_commands``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILES = {"rewards.py": REWARDS}
 
 
 def online(name: str, *says: str, data: object = None, files: dict[str, str] | None = None, **options: str) -> Case:
-    """A faulty command of Online DPO with a reward function, unless ``options`` have another source."""
+    """An invalid Online DPO command with a reward function, unless ``options`` set another source of rewards."""
     sources = ("reward_funcs", "reward_model_path", "judge")
     given = options if set(options) & set(sources) else {**FUNCTION, **options}
     return Case(name, says, dict(given), data=data, method="online_dpo", files={**FILES, **(files or {})})  # type: ignore[arg-type]
@@ -32,13 +32,13 @@ ONLINE = [
         "judge and rewards",
         "judge='@judges.py:Judge'",
         "reward_funcs='@rewards.py:letters'",
-        "leave one of them out",
+        "remove one of them",
         judge="@judges.py:Judge",
         reward_funcs="@rewards.py:letters",
     ),
-    online("vllm", "rollout_backend='vllm'", "not supported; set one of", rollout_backend="vllm"),
-    online("greedy", "temperature=0.0", "set it above 0", temperature="0"),
-    online("no room", "max_length=96", "no room for a prompt", "max_new_tokens=96", max_new_tokens=str(POSITIONS)),
+    online("vllm", "rollout_backend='vllm'", "not supported yet", rollout_backend="vllm"),
+    online("greedy", "temperature=0.0", "must be greater than 0", temperature="0"),
+    online("no room", "max_length=96", "no tokens for the prompt", "max_new_tokens=96", max_new_tokens=str(POSITIONS)),
     online(
         "prompts too long",
         "@data.jsonl: all 2 rows were dropped (2 × prompt longer than 16 tokens)",
@@ -48,10 +48,17 @@ ONLINE = [
         max_new_tokens="80",
     ),
     online("no prompt", "@data.jsonl: missing column prompt", "Online DPO", "text", data=[{"text": "a"}] * 2),
-    online("no such file", "reward_funcs='@none.py:f'", "cannot be read", reward_funcs="@none.py:f"),
-    online("no such function", "has no 'letter'", "did you mean 'letters'", reward_funcs="@rewards.py:letter"),
-    online("no function", "number is 3", "cannot be called", reward_funcs="@rewards.py:number"),
-    online("missing column", "'graded' needs 'answer'", "further columns", reward_funcs="@rewards.py:graded"),
+    online("no such file", "reward_funcs='@none.py:f'", "cannot read", reward_funcs="@none.py:f"),
+    online(
+        "no such function", "does not define 'letter'", "did you mean 'letters'", reward_funcs="@rewards.py:letter"
+    ),
+    online("no function", "number is 3", "expected a function or class", reward_funcs="@rewards.py:number"),
+    online(
+        "missing column",
+        "'graded' requires argument 'answer'",
+        "no such column (available: ",
+        reward_funcs="@rewards.py:graded",
+    ),
     online("too many weights", "reward_weights: 2 weights for 1 reward sources (letters)", reward_weights="[1, 2]"),
     online("penalty for a judge", "judge=", "missing_eos_penalty=1.0", judge="@j.py:J", missing_eos_penalty="1"),
     online("batch of no reward model", "reward_batch_size", "without a reward model", reward_batch_size="4"),
@@ -59,7 +66,7 @@ ONLINE = [
     online(
         "sampling option in the wrong place",
         "generation_kwargs",
-        "set it as top_k",
+        "set top_k outside generation_kwargs",
         generation_kwargs='{"top_k": 2}',
     ),
     online("no reward model", "reward_model_path: folder '@none' does not exist", reward_model_path="@none"),
@@ -67,16 +74,16 @@ ONLINE = [
     online("three labels", "reward_model_path", "num_labels=3", reward_model_path="%three-labels"),
     online(
         "no template of the reward model's",
-        "reward_processing_class: @data.jsonl row 1 is conversational",
+        "reward_processing_class: @data.jsonl, row 1 is conversational",
         "no chat template",
         data=[{"prompt": CHAT["prompt"]}] * 2,
         reward_model_path="%classifier-no-template",
     ),
-    online("no column of the map", "column_map takes prompt from 'question'", column_map='{"prompt": "question"}'),
+    online("no column of the map", "column_map maps prompt to column 'question'", column_map='{"prompt": "question"}'),
     deepspeed_case(
         "stage 2 reward model",
         {"zero_optimization": {"stage": 2}},
-        "@reward_deepspeed.json: zero_optimization.stage=2: a frozen engine is stage 3 or 0",
+        "@reward_deepspeed.json: zero_optimization.stage=2: a frozen model requires stage 3",
         key="reward_deepspeed",
         method="online_dpo",
         reward_model_path="%classifier",
@@ -89,7 +96,7 @@ ONLINE = [
     ),
     Case(
         "reference of a reward model",
-        ("ref_placement='replica': reward-model training has no reference",),
+        ("ref_placement='replica': reward model training does not use a reference model",),
         {"ref_placement": "replica"},
         method="reward",
     ),
@@ -97,7 +104,7 @@ ONLINE = [
 
 
 def write_classifiers(folder: Path) -> None:
-    """Write ``classifier`` and copies of it with one fault each into ``folder``."""
+    """Write ``classifier`` and copies of it with one defect each to ``folder``."""
     for name, labels in (("classifier", 1), ("three-labels", 3), ("classifier-no-template", 1)):
         config = tiny_config("tied")
         config.num_labels = labels

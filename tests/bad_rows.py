@@ -1,4 +1,4 @@
-"""Faulty data files for ``test_bad_input``."""
+"""Invalid data files for ``test_bad_input``."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ CHAT_END = [{"role": "assistant", "content": "b"}]
 
 
 def rows(name: str, content: str | bytes, *says: str, file: str = "x.jsonl", method: str = "kto") -> Case:
-    """A data file with that content."""
+    """A data file with this content."""
     return Case(f"rows: {name}", says, {"dataset_name": f"@{file}"}, method=method, make=file_of(file, content))
 
 
 def row(name: str, *says: str, **values: object) -> Case:
-    """A KTO row with these values in the place of good ones."""
+    """A KTO row in which these values replace valid ones."""
     return rows(name, json.dumps({**LABELLED, **values}) + "\n", *says)
 
 
 def chat(name: str, prompt: object, *says: str, **more: object) -> Case:
-    """A conversation with that prompt."""
+    """A conversation with this prompt."""
     return row(name, *says, prompt=prompt, completion=CHAT_END, **more)
 
 
 TEXTS = [
-    rows("UTF-16", OK.encode("utf-16"), "@x.jsonl line 1: not UTF-8 text"),
-    rows("Latin-1", OK.replace("a", "é").encode("latin-1"), "@x.jsonl line 1: not UTF-8 text"),
-    rows("NUL at the end", OK.encode() + bytes(9), "@x.jsonl line 2: not valid JSON"),
-    rows("compressed", gzip.compress(OK.encode()), "@x.jsonl line 1: not UTF-8 text"),
+    rows("UTF-16", OK.encode("utf-16"), "@x.jsonl, line 1: not UTF-8 text"),
+    rows("Latin-1", OK.replace("a", "é").encode("latin-1"), "@x.jsonl, line 1: not UTF-8 text"),
+    rows("NUL at the end", OK.encode() + bytes(9), "@x.jsonl, line 2: invalid JSON"),
+    rows("compressed", gzip.compress(OK.encode()), "@x.jsonl, line 1: not UTF-8 text"),
     rows("compressed by name", b"", "cannot read .gz", file="x.jsonl.gz"),
     rows("text by name", OK, "cannot read .txt", file="x.txt"),
     rows("no suffix", OK, "cannot read a file without suffix", file="x"),
     rows("nested", '{"prompt": ' + "[" * DEEP + "]" * DEEP + "}\n", "@x.jsonl: cannot be read: maximum recursion"),
-    rows("NaN", OK.replace("true", "NaN"), "@x.jsonl line 1: not valid JSON: NaN is not a JSON value"),
-    rows("5000 digits", OK.replace("true", "9" * 5000), "@x.jsonl line 1: not valid JSON: Exceeds the limit"),
-    rows("half a character", OK.replace('"a"', '"\\ud800"'), "@x.jsonl line 1: a string contains an unpaired surr"),
-    rows("strings", '"hello"\n', "@x.jsonl line 1: the row is 'hello' (a string)"),
-    rows("nulls", "null\n", "@x.jsonl line 1: the row is null"),
-    rows("lists", "[[1], [2]]", "@x.json row 1: the row is [1] (a list)", file="x.json"),
+    rows("NaN", OK.replace("true", "NaN"), "@x.jsonl, line 1: invalid JSON: NaN is not a JSON value"),
+    rows("5000 digits", OK.replace("true", "9" * 5000), "@x.jsonl, line 1: invalid JSON: Exceeds the limit"),
+    rows("half a character", OK.replace('"a"', '"\\ud800"'), "@x.jsonl, line 1: a string contains an unpaired surr"),
+    rows("strings", '"hello"\n', "@x.jsonl, line 1: the row is 'hello' (a string)"),
+    rows("nulls", "null\n", "@x.jsonl, line 1: the row is null"),
+    rows("lists", "[[1], [2]]", "@x.json, row 1: the row is [1] (a list)", file="x.json"),
     rows(
         "an object around them",
         '{"data": [1]}',
@@ -50,7 +50,7 @@ TEXTS = [
         "columns: data",
         file="x.json",
     ),
-    rows("trailing comma", '[{"prompt": "a"},]', "@x.json line 1: not valid JSON", file="x.json"),
+    rows("trailing comma", '[{"prompt": "a"},]', "@x.json, line 1: invalid JSON", file="x.json"),
     rows("empty list", "[]", "@x.json: contains no rows", file="x.json"),
     rows("empty objects", "{}\n{}\n", "@x.jsonl: contains no rows"),
     rows("blank lines", "\n\n", "@x.jsonl: contains no rows"),
@@ -58,18 +58,18 @@ TEXTS = [
     rows(
         "too few cells",
         "prompt,completion,label\na,b\n",
-        "@x.csv line 2: the row has 2 cells, but the header",
+        "@x.csv, line 2: the row has 2 cells, but the header",
         file="x.csv",
     ),
     rows(
         "too many cells",
         "prompt,completion\na,b,c\n",
-        "@x.csv line 2: the row has 3 cells, but the header",
+        "@x.csv, line 2: the row has 3 cells, but the header",
         file="x.csv",
     ),
-    rows("header twice", "prompt,prompt\na,b\n", "@x.csv line 1: the header contains column 'prompt'", file="x.csv"),
-    rows("open quote", 'prompt,label\n"a,true\n', "@x.csv line 2: not valid CSV", file="x.csv"),
-    rows("label in a table", "prompt,completion,label\na,b,1\n", "@x.csv line 2: label is '1'", file="x.csv"),
+    rows("header twice", "prompt,prompt\na,b\n", "@x.csv, line 1: the header contains column 'prompt'", file="x.csv"),
+    rows("open quote", 'prompt,label\n"a,true\n', "@x.csv, line 2: invalid CSV", file="x.csv"),
+    rows("label in a table", "prompt,completion,label\na,b,1\n", "@x.csv, line 2: label is '1'", file="x.csv"),
     rows("semicolons", "prompt;label\na;true\n", "columns: prompt;label", file="x.csv"),
     rows("torn Parquet", b"PAR1" + bytes(50), "@x.parquet: cannot be read", file="x.parquet"),
     rows("empty Parquet", b"", "@x.parquet: cannot be read", file="x.parquet"),
@@ -93,15 +93,15 @@ TEXTS = [
 ]
 
 CONTENTS = [
-    row("label null", "@x.jsonl row 1: label is null", label=None),
-    row("label of 400 digits", "@x.jsonl row 1: label is ", label=int("9" * 400)),
-    row("prompt null", "@x.jsonl row 1: prompt is missing", prompt=None),
-    row("prompt a number", "@x.jsonl row 1: prompt is 5 (an integer)", prompt=5),
-    row("completion null", "@x.jsonl row 1: completion is null", completion=None),
+    row("label null", "@x.jsonl, row 1: label is null", label=None),
+    row("label of 400 digits", "@x.jsonl, row 1: label is ", label=int("9" * 400)),
+    row("prompt null", "@x.jsonl, row 1: prompt is missing", prompt=None),
+    row("prompt a number", "@x.jsonl, row 1: prompt is 5 (an integer)", prompt=5),
+    row("completion null", "@x.jsonl, row 1: completion is null", completion=None),
     row("both empty", "@x.jsonl: none of the 1 rows is left", prompt="", completion=""),
     chat("prompt an object", {"role": "user"}, "prompt[0] has no content"),
-    chat("message a string", ["hi"], "@x.jsonl row 1: prompt[0] is 'hi' (a string)"),
-    chat("no role", [{"content": "a"}], "@x.jsonl row 1: prompt[0] has no role"),
+    chat("message a string", ["hi"], "@x.jsonl, row 1: prompt[0] is 'hi' (a string)"),
+    chat("no role", [{"content": "a"}], "@x.jsonl, row 1: prompt[0] has no role"),
     chat("role a number", [{"role": 3, "content": "a"}], "prompt[0].role is 3 (an integer)"),
     chat("no content", [{"role": "user"}], "prompt[0] has no content"),
     chat("a string beside messages", "a", "prompt is a string but completion is a list"),

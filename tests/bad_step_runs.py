@@ -1,4 +1,4 @@
-"""Combinations of the runs of ``test_bad_steps.py``, and what has to be equal of two of them."""
+"""The runs of ``test_bad_steps.py`` and the values that must be equal between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Case = tuple[str, str, int, str, str, str]
 STEPS, RESUMED = 8, 4
 FAULTS = (("gradient", [0, 2]), ("loss", [1, 0]), ("spike", [1, 2]))
 LEFT_OUT = [window for _, window in FAULTS]
-# Stage, dtype, ranks, method, what is trained, what is done about a bad step.
+# Stage, dtype, ranks, method, trained weights, handling of bad steps.
 BOTH = ("skip", "rewind")
 CASES: tuple[Case, ...] = (
     *(("stage0", "fp32", 1, "KTO", "full", action) for action in BOTH),
@@ -26,7 +26,7 @@ CASES: tuple[Case, ...] = (
     ("stage3-offload", "bf16", 2, "CPO", "full", "rewind"),
     ("stage2", "fp32", 2, "OnlineDPO", "full", "rewind"),
 )
-# In `make test-slow`; the last one with an optimizer that has to be compiled.
+# In `make test-slow`; the last one has an optimizer that must be compiled.
 MORE: tuple[Case, ...] = (
     ("stage0", "bf16", 2, "CPO", "full", "rewind"),
     ("stage2", "fp32", 2, "KTO", "lora", "skip"),
@@ -38,12 +38,12 @@ MORE: tuple[Case, ...] = (
 
 
 def name_of(case: Case) -> str:
-    """A name for tests and folders."""
+    """Return a name for tests and folders."""
     return "-".join(map(str, case))
 
 
 def run_of(case: Case, model: str, **more: Any) -> dict[str, Any]:
-    """The run of a case, as ``drivers/bad_steps.py`` takes it, in which all goes well."""
+    """Return the undisturbed run of a case for ``drivers/bad_steps.py``."""
     stage, dtype, ranks, method, trained, _ = case
     args = {
         "per_device_train_batch_size": 2,
@@ -73,16 +73,16 @@ def run_of(case: Case, model: str, **more: Any) -> dict[str, Any]:
 
 
 def runs_of(case: Case, model: str) -> list[dict[str, Any]]:
-    """A run with three bad steps, the same from one of its checkpoints, and one that never saw the windows."""
+    """Return a run with three bad steps, its resumption from a checkpoint, and a run that skips these windows."""
     action, ranks = case[-1], case[2]
     whole = run_of(case, model, on_bad_step=action, loss_spike_factor=4, lora_dropout=0.0)
     if case[4] != "lora":
         del whole["args"]["lora_dropout"]
     plain = run_of(case, model, **({"lora_dropout": 0.0} if case[4] == "lora" else {}))
-    if action == "rewind":  # random streams are those of a run that did not draw for the windows
+    if action == "rewind":  # with the random streams of a run that did not sample for these windows
         for run in (whole, plain):
             run["args"]["disable_dropout"] = False
-    # A gradient that is nan on one rank, and losses that are all ranks' in sum.
+    # A gradient that is NaN on one rank; losses are summed over ranks.
     spoilt = [
         {"kind": kind, "window": window, "rank": number % ranks} for number, (kind, window) in enumerate(FAULTS, 1)
     ]
@@ -95,31 +95,31 @@ def runs_of(case: Case, model: str) -> list[dict[str, Any]]:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """What a run left of itself."""
+    """Read the results of a run."""
     found: dict[str, Any] = json.loads((folder / "outcome.json").read_text())
     return found
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The lines of one kind in a run's log."""
+    """Return the log lines of one kind."""
     lines = map(json.loads, (folder / "out" / "log.jsonl").read_text().splitlines())
     return [line for line in lines if line.get("event") == kind]
 
 
 def state_of(folder: Path, step: int = STEPS) -> dict[str, Any]:
-    """What a checkpoint says of the parts that all ranks share."""
+    """Return the parts of a checkpoint that are shared by all ranks."""
     found: dict[str, Any] = json.loads((folder / "out" / f"checkpoint-{step}" / "run_state.json").read_text())
     return found
 
 
 def compared(history: Any) -> Any:
-    """A history without times and counts of such windows, and without what a window without rows adds."""
+    """Return a history without times, counts of bad windows, and values of windows without rows."""
     counts = ("bad_steps", "windows_without_kl", "windows_without_pairs", "beta")
     return [{name: each for name, each in line.items() if each and name not in counts} for line in timeless(history)]
 
 
 def differences(one: Path, other: Path, first: int = 1) -> list[str]:
-    """What differs of weights, optimizer and history: in checkpoints from a step on, and at the end; to the bit."""
+    """Return bitwise differences of weights, optimizer and history: in checkpoints from a step on, and at the end."""
     found = []
     pairs = zip(*(compared(outcome(place)["history"]) for place in (one, other)), strict=True)
     found += [f"step {x['step']}: {k}: {x.get(k)} {y.get(k)}" for x, y in pairs for k in x | y if x.get(k) != y.get(k)]

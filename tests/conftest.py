@@ -1,4 +1,4 @@
-"""Settings that every test runs under, how tests are dealt out to workers, and the two ways to run several ranks."""
+"""Common settings of all tests, the distribution of tests over workers, and two ways to run several ranks."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def _has_cuda() -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option of :mod:`continuing`."""
+    """Add the option of :mod:`continuing`."""
     continuing.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test module imports torch, DeepSpeed, transformers or datasets."""
-    # Before torch is imported: on tiny models a second thread per operation costs more than it brings.
+    """Set the environment before any test module imports torch, DeepSpeed, transformers or datasets."""
+    # Before torch is imported: for tiny models, more than one thread per operation is slower.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "DS_ACCELERATOR" not in os.environ and not _has_cuda():
         os.environ["DS_ACCELERATOR"] = "cpu"
-    # Before triton is imported: its kernels then run on CPU tensors, one operation of numpy at a time.
+    # Before triton is imported: its kernels then run on CPU tensors, one NumPy operation at a time.
     if not _has_cuda():
         os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -56,10 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for pytest-xdist, the longest first: a group runs in one worker.
+    """Assign groups for pytest-xdist, longest first. A group runs in one worker.
 
-    Tests that start processes are one group, so that only one of them uses the cores at a time. The others are grouped
-    by file, because they share what its fixtures have made.
+    All tests that start processes form one group, so that only one of them uses the cores at a time. Other tests are
+    grouped by file, because they share fixtures.
     """
 
     def group(item: pytest.Item) -> str:
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Hide the libraries from the garbage collector: DeepSpeed collects with every engine, 0.3 s each."""
+    """Hide the libraries from the garbage collector, which DeepSpeed runs for every engine (0.3 s each)."""
     gc.collect()
     gc.freeze()
 
@@ -86,10 +86,10 @@ def run_launched(
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `script` with `args` on `nproc` ranks of this machine and return its exit code, stdout and stderr.
+    """Run `script` with `args` on `nproc` ranks of this machine, and return its exit code, stdout and stderr.
 
-    The repository is on PYTHONPATH. After `timeout` seconds the launcher and its processes are killed and the test
-    fails with what was printed.
+    The repository is on PYTHONPATH. After `timeout` seconds the launcher and its processes are killed, and the test
+    fails with their output.
     """
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     command = [*launch_command(script, nproc, launcher), *map(str, args)]
@@ -115,14 +115,14 @@ def run_launched(
 
 
 def selected_cases(request: pytest.FixtureRequest, test: str) -> list[Any]:
-    """The parameter ``case`` of each item of a test that this session runs: what a fixture has to compute."""
+    """Return the parameter ``case`` of all selected items of a test, which a fixture must compute."""
     own = [item for item in request.session.items if item.name.startswith(f"{test}[")]
     return [item.callspec.params["case"] for item in own if isinstance(item, pytest.Function)]
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The models that runs of adapters start from."""
+    """The base models of runs with adapters."""
     from adapter_grid import make_bases
 
     return make_bases(tmp_path_factory.mktemp("bases"), layers=1)
@@ -130,13 +130,13 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for adapters to go on with."""
+    """A folder for initial adapters."""
     return tmp_path_factory.mktemp("starts")
 
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What models were loaded; the test goes on without them, so that only the list tells."""
+    """The models that were loaded."""
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
     calls: list[Any] = []
@@ -152,7 +152,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def library_bars() -> Iterator[None]:
-    """For commands that turn the libraries' progress bars and warnings off; later tests find them as they were."""
+    """Restore the libraries' progress bars and warnings after commands that disable them."""
     from datasets import enable_progress_bars
     from transformers.utils import logging as transformers_logging
 
@@ -165,8 +165,8 @@ def library_bars() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def curves_left_out() -> Iterator[None]:
-    """Training runs draw no curves, which takes 0.5 s each; engine/test_run_report.py puts the function back."""
-    if "alignment.training.run_page" not in sys.modules:  # no test of this session trains
+    """Disable the drawing of curves, which takes 0.5 s per run; engine/test_run_report.py restores the function."""
+    if "alignment.training.run_page" not in sys.modules:  # no test in this session trains
         yield
         return
     with mock.patch("alignment.training.run_page.draw_page"):
@@ -175,7 +175,7 @@ def curves_left_out() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def own_process_group() -> Iterator[None]:
-    """Leave the process as it was: without a process group, and without the variables of a world of one."""
+    """Restore the process afterwards: no process group, and no variables of a one-rank world."""
     before = {name: os.environ.pop(name, None) for name in LAUNCHER_VARIABLES}
     yield
     import deepspeed
@@ -192,14 +192,15 @@ def own_process_group() -> Iterator[None]:
 def launch() -> Launch:
     """`launch(script, *args, nproc=1, launcher="deepspeed", timeout=120, env=None, cwd=None)`: see `run_launched`.
 
-    For what depends on a launcher or on how a process starts; everything else runs on `ranks`, in a third of the time.
+    For tests that depend on a launcher or on the start of a process. All other tests use `ranks`, which takes a third
+    of the time.
     """
     return run_launched
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankServer]:
-    """`ranks.run(script, *args, nproc=2, timeout=120)`: ranks forked from a process that imported the libraries."""
+    """`ranks.run(script, *args, nproc=2, timeout=120)`: ranks forked from a process with imported libraries."""
     server = RankServer(ROOT)
     yield server
     server.close()

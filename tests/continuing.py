@@ -1,7 +1,7 @@
-"""`pytest --record=FILE`: a long run that was interrupted goes on with the tests that have not passed yet.
+"""`pytest --record=FILE`: continue an interrupted run with the tests that have not passed yet.
 
-Each test that passes is a line of FILE, with a fingerprint of the code. Lines of other code are ignored, so that a
-change makes every test run again.
+Each passed test is a line in FILE, with a fingerprint of the code. Lines with other fingerprints are ignored, so that
+all tests run again after a change.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _SUFFIXES = (".py", ".yaml", ".json", ".txt")
 
 def add_option(parser: pytest.Parser) -> None:
     """Add ``--record``."""
-    parser.addoption("--record", type=Path, help="skip the tests that FILE says have passed with this very code")
+    parser.addoption("--record", type=Path, help="skip the tests recorded in FILE as passed with the current code")
 
 
 def register(config: pytest.Config) -> None:
-    """Register the recorder if ``--record`` is given."""
+    """Register the recorder if ``--record`` is passed."""
     if config.getoption("--record") is not None:
         config.pluginmanager.register(Recorder(config), "recorder")
 
 
 def fingerprint(root: Path = ROOT) -> str:
-    """A hash of every file of code and of the tests' data."""
+    """Return a hash of all code and test data."""
     digest = hashlib.sha256()
     files = (path for name in _CODE for path in (root / name).rglob("*") if path.suffix in _SUFFIXES)
     for path in sorted(files):
@@ -39,18 +39,18 @@ def fingerprint(root: Path = ROOT) -> str:
 
 
 class Recorder:
-    """Deselects what has passed, and writes down what passes."""
+    """Deselects tests that have passed, and records tests that pass."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.file: Path = config.getoption("--record")
         self.code = fingerprint()
-        self.writes = not hasattr(config, "workerinput")  # of pytest-xdist's processes, only the one that reports
+        self.writes = not hasattr(config, "workerinput")  # only in pytest-xdist's controller process
         self.failed: set[str] = set()
         if self.writes:
             self._end_torn_line()
 
     def _end_torn_line(self) -> None:
-        """Begin a line of its own where an interruption has cut the last one off."""
+        """Start a new line if an interruption has truncated the last one."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a+b") as file:
             if file.tell() and not self.file.read_bytes().endswith(b"\n"):
@@ -67,12 +67,14 @@ class Recorder:
     def _passed(self) -> set[str]:
         if not self.file.exists():
             return set()
-        lines = [line for line in self.file.read_text().splitlines() if line.endswith("}")]  # others are torn
+        lines = [
+            line for line in self.file.read_text().splitlines() if line.endswith("}")
+        ]  # other lines are truncated
         return {entry["test"] for entry in map(json.loads, lines) if entry["code"] == self.code}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write a line when a test has passed to its end."""
-        name = re.sub(r"@[\w.-]+$", "", report.nodeid)  # the group that pytest-xdist adds
+        """Write a line when a test has passed, including teardown."""
+        name = re.sub(r"@[\w.-]+$", "", report.nodeid)  # remove the group that pytest-xdist adds
         if report.failed:
             self.failed.add(name)
         if self.writes and report.when == "teardown" and name not in self.failed:

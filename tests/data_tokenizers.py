@@ -1,4 +1,4 @@
-"""Small tokenizers whose output can be checked by eye, for the tests of ``alignment.data``."""
+"""Small tokenizers with human-readable output, for the tests of ``alignment.data``."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ MARKED = CHATML.replace(
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ m.content }}<|im_end|>{% endif %}",
 )
-TOOLS = (  # as in templates that can call tools: a null content writes nothing
+TOOLS = (  # as in templates with tool calls: null content is rendered as nothing
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content %}{{ m.content }}{% endif %}"
     "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-THINK = (  # as Qwen3's: an empty think block, in the generation prompt only where thinking is off
+THINK = (  # as in Qwen3: an empty think block, in the generation prompt only if thinking is disabled
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
     "{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-THINK_OPEN = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")  # as R1's: only the prompt has it
+THINK_OPEN = CHATML.replace(
+    "assistant\n{% endif", "assistant\n<think>\n{% endif"
+)  # as in R1: only in the generation prompt
 DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nthe world<|im_end|>\n{% endif %}" + CHATML
 TURNS = ("<|im_start|>", "<|im_end|>")
 
@@ -68,7 +70,7 @@ def char_tokenizer(
 
 
 def byte_tokenizer(template: str | None = CHATML) -> Any:
-    """A byte-level BPE of about 300 tokens trained on a few lines, with ``<|endoftext|>`` as EOS, no BOS, no pad."""
+    """A byte-level BPE tokenizer with about 300 tokens, ``<|endoftext|>`` as EOS, and neither BOS nor pad token."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -97,7 +99,7 @@ def word_tokenizer(words: str, eos: str | None = "</s>", **special: str) -> Any:
 
 
 def readable_tokenizer(template: str | None = None, bos: bool = False) -> Any:
-    """Byte-level BPE with one token for each of some words, ``</s>`` as EOS and, with ``bos``, ``<s>`` before."""
+    """A byte-level BPE tokenizer with one token for each of some words, ``</s>`` as EOS and, with ``bos``, ``<s>``."""
     lines = [
         "user assistant system tool what is the cat on mat say hello yes no and red world blue answer Human Assistant"
     ]

@@ -1,4 +1,4 @@
-"""What the tests of exports share: the command, log-probs by hand, and the masters of an engine."""
+"""Helpers for export tests: the command, manually computed log-probs, and the master weights of an engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gap(one: list[float], other: list[float]) -> float:
 
 
 def masters(policy: PolicyEngine) -> dict[str, Tensor]:
-    """The optimizer's own copy of what trains, by name, whole."""
+    """Return the optimizer's copies of the trained weights by name, unpartitioned."""
     optimizer: Any = policy.engine.optimizer
     trained = {name: p for name, p in policy.scorer.model.named_parameters() if p.requires_grad}
     if not hasattr(optimizer, "fp32_groups"):

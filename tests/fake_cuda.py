@@ -1,7 +1,7 @@
-"""Models and engines on a CUDA device that computes nothing, for code that is traced and not run.
+"""Models and engines on a CUDA device that computes nothing, to trace code without running it.
 
-``FakeTensorMode`` knows shape, dtype and device of every result, and refuses operations on several devices, as a GPU
-does. Values there are none: whatever would read one fails, and on a GPU would make the host wait.
+``FakeTensorMode`` determines shape, dtype and device of every result, and rejects operations on several devices, as a
+GPU does. There are no values: reading one fails, which on a GPU would synchronize.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from alignment.data.batching import Batch
 from alignment.engines.scoring import PolicyEngine, ScoringEngine
 
 CUDA = torch.device("cuda", 0)
-_BLOCK = 32  # elements of a packed weight that share a scale
+_BLOCK = 32  # elements of a packed weight per scale
 
 
 def compile_command(source: Path, target: Path, compiler: str) -> list[str]:
-    """How ``fake_cuda.cpp`` is built; importing torch loads none of it."""
+    """Return the command that builds ``fake_cuda.cpp``."""
     package = Path(torch.__file__).parent
     libraries = package / "lib"
     return [
@@ -36,7 +36,7 @@ def compile_command(source: Path, target: Path, compiler: str) -> list[str]:
 
 
 class Packed(nn.Linear):
-    """Stands for a 4-bit layer, which cannot exist in fake mode: two numbers a byte, a scale for each block."""
+    """Represents a 4-bit layer, which cannot exist in fake mode: two values per byte, and a scale for each block."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
@@ -50,7 +50,7 @@ class Packed(nn.Linear):
         return F.linear(hidden, self.whole().to(hidden.dtype), self.bias)
 
     def whole(self) -> Tensor:
-        """(out, in) weights, whose gradient is not asked for."""
+        """(out, in) unpacked weights, which need no gradient."""
         halves = self.weight.view(torch.uint8).view(-1)
         numbers = torch.stack([halves >> 4, halves & 15], dim=1).view(-1).long()
         values = self.code[numbers].view(-1, _BLOCK) * self.scales[:, None]
@@ -58,7 +58,7 @@ class Packed(nn.Linear):
 
 
 def pack(model: nn.Module) -> None:
-    """Replace the projections of every layer by packed ones."""
+    """Replace the projections of every layer with packed ones."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and name.endswith("_proj"):
@@ -66,7 +66,7 @@ def pack(model: nn.Module) -> None:
 
 
 def onto_cuda(module: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace every parameter and buffer of a module by a fake one, before tracing; tied ones stay tied."""
+    """Replace every parameter and buffer of a module with a fake one before tracing. Tied parameters stay tied."""
     made: dict[Tensor, Tensor] = {}
 
     def moved(tensor: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def onto_cuda(module: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def faked(batch: Any, mode: FakeTensorMode) -> Any:
-    """A batch in host memory whose tensors have no values."""
+    """Return a batch in host memory whose tensors have no values."""
     if isinstance(batch, Tensor):
         return mode.from_tensor(batch)
     if is_dataclass(batch) and not isinstance(batch, type):
@@ -95,7 +95,7 @@ def faked(batch: Any, mode: FakeTensorMode) -> Any:
 
 
 class _Engine(nn.Module):
-    """What takes a DeepSpeed engine's place."""
+    """Replaces a DeepSpeed engine."""
 
     def __init__(self, scorer: nn.Module) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _Engine(nn.Module):
 
 
 class TracedEngine(PolicyEngine):
-    """The policy's engine without DeepSpeed: forward passes on the fake device, and autograd's own backward pass."""
+    """The policy's engine without DeepSpeed: forward passes on the fake device, backward passes by autograd."""
 
     def __init__(self, scorer: Any) -> None:
         self.scorer, self.engine, self.device, self.partitioned = scorer, _Engine(scorer), CUDA, False
@@ -117,7 +117,7 @@ class TracedEngine(PolicyEngine):
 
 @contextlib.contextmanager
 def tracing(mode: FakeTensorMode) -> Iterator[None]:
-    """Fake mode, in which batches have some number of tokens, and ranks add up nothing."""
+    """Fake mode with a fixed number of tokens per batch and without communication between ranks."""
     with (
         mode,
         mock.patch.object(Batch, "tokens", property(lambda batch: 1)),
@@ -127,7 +127,7 @@ def tracing(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def check_devices(engine: ScoringEngine) -> int:
-    """The number of gradients of an engine, all of which lie where their parameters do."""
+    """Return the number of gradients of an engine, and check that they are on the devices of their parameters."""
     trained = [(name, p) for name, p in engine.scorer.named_parameters() if p.requires_grad]
     for name, parameter in trained:
         assert parameter.grad is not None, f"{name} has no gradient"

@@ -1,6 +1,6 @@
-"""A stand-in of the Hugging Face hub: the part of its HTTP interface that uploads of a model go through.
+"""A fake Hugging Face Hub: the part of its HTTP API that model uploads use.
 
-It keeps every commit, can be slow, answer with errors and break off uploads.
+It stores every commit, and can be slow, return errors and interrupt uploads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
-BREAK = "break"  # the connection, in the middle of a request
+BREAK = "break"  # close the connection in the middle of a request
 
 
 @dataclass
@@ -37,14 +37,14 @@ class Repo:
 
 
 class FakeHub:
-    """The hub of one test.
+    """The hub of a test.
 
     Attributes:
-        repos: by owner and name.
-        requests: method and path of each, in order.
-        faults: by a part of "METHOD path": what the next requests with it are answered with, a status or BREAK.
-        role: of the token.
-        pause: seconds before each answer to a path that has ``pause_on`` in it.
+        repos: repositories by owner and name.
+        requests: method and path of each request, in order.
+        faults: part of "METHOD path" -> responses to the next matching requests, a status or BREAK.
+        role: role of the token.
+        pause: seconds before each response to a path that contains ``pause_on``.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class FakeHub:
 
     @contextmanager
     def serving(self) -> Iterator[FakeHub]:
-        """While this lasts it answers."""
+        """Run the server within this context."""
         thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
         try:
@@ -75,21 +75,21 @@ class FakeHub:
             self.server.server_close()
 
     def files(self, repo: str, branch: str = "main") -> dict[str, bytes]:
-        """What is in a branch, without what the hub itself puts there."""
+        """Return the files of a branch, except those created by the hub."""
         return {n: c for n, c in self.repos[repo].branches[branch].items() if n != ".gitattributes"}
 
     def count(self, part: str) -> int:
-        """How many requests had this in "METHOD path"."""
+        """Return the number of requests that contain this text in "METHOD path"."""
         return sum(part in request for request in self.requests)
 
 
 class _Handler(BaseHTTPRequestHandler):
     fake: FakeHub
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm, wbufsize = True, 1 << 16  # or each answer waits 40 ms for an acknowledgement
+    disable_nagle_algorithm, wbufsize = True, 1 << 16  # otherwise each response waits 40 ms for an acknowledgment
 
     def log_message(self, *args: Any) -> None:
-        """Say nothing."""
+        """Do not log."""
 
     def do_GET(self) -> None:
         self._handle("GET")

@@ -1,4 +1,4 @@
-"""The process group's store as ranks see it, in memory; and an end of a process that is an exception."""
+"""An in-memory substitute for the process group's store, and an exception that replaces the end of a process."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NoReturn
 
 
 class Ended(SystemExit):
-    """Raised in the place of the end of a process."""
+    """Raised instead of ending the process."""
 
 
 def ended(code: int) -> NoReturn:
-    """In the place of ``end_process``."""
+    """Replaces ``end_process``."""
     raise Ended(code)
 
 
 class Store:
-    """Keys and values, and how many keys were asked for."""
+    """Keys and values, and the number of reads."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}

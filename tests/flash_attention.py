@@ -1,4 +1,4 @@
-"""FlashAttention's functions as transformers calls them, in plain torch on a CPU, with the kernel's own refusals."""
+"""FlashAttention's functions as called by transformers, in plain torch on a CPU, with the kernels' restrictions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.generation.continuous_batching import initialization
 
 
 class Calls:
-    """How often each function was called, and the lengths of the sequences that were decoded from pages."""
+    """The number of calls of each function, and the lengths of sequences decoded from pages."""
 
     def __init__(self) -> None:
         self.whole = 0
@@ -24,7 +24,7 @@ class Calls:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """(Q, heads, D) of queries that are the last ones of (K, groups, D) keys and values."""
+    """Attend with (Q, heads, D) queries, the last ones of (K, groups, D) keys and values."""
     behind = key.shape[0] - query.shape[0]
     mask = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool).tril(behind)
     found = scaled_dot_product_attention(
@@ -34,7 +34,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Te
 
 
 def functions(version: int, calls: Calls) -> tuple[Any, ...]:
-    """What transformers' lazy import finds of a version of FlashAttention."""
+    """Return the functions that transformers' lazy import finds for a version of FlashAttention."""
 
     def whole(
         q: Tensor,
@@ -97,13 +97,13 @@ def functions(version: int, calls: Calls) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def flash_attention(model: PreTrainedModel, version: int) -> Iterator[Calls]:
-    """Within this context a model computes attention by FlashAttention, which transformers believes to be usable."""
+    """Use FlashAttention within this context, which transformers considers available."""
     calls, before = Calls(), model.config._attn_implementation
     utils = modeling_flash_attention_utils
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(utils, "_lazy_imports", lambda *_, **__: functions(version, calls)))
         stack.enter_context(mock.patch.object(utils, "_loaded_implementation", None))
-        # Of the two ways that transformers decides by, the other one would look for CUDA graphs as well.
+        # The other one of the two checks of transformers would look for CUDA graphs.
         requested = initialization.is_flash_attention_requested
         stack.enter_context(mock.patch.object(initialization, "is_torch_xpu_available", lambda: True))
         stack.enter_context(

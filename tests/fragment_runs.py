@@ -1,4 +1,4 @@
-"""Training engines around a tiny model whose steps depend on seeds alone: on one rank, on two, after a restart."""
+"""Training engines with a tiny model whose steps only depend on seeds: on one rank, on two ranks, after a restart."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ LAYERS = {
     "stage2-round-robin": zero(2),
     "stage3-sub-groups": zero(3),
 }
-# These two are of bf16 alone: fp32 accumulation at stage 1 has a class of its own.
+# These two are for bf16 only: fp32 accumulation at stage 1 has a separate class.
 BF16_LAYERS = {"stage1-fp32-accumulation": zero(1), "stage2-bf16-masters": zero(2)}
 BF16_LAYERS["stage1-fp32-accumulation"]["data_types"] = {"grad_accum_dtype": "fp32"}
 for _stage in ("stage2", "stage2-offload"):
@@ -65,7 +65,7 @@ LAYERS["stage3-sub-groups"]["zero_optimization"]["sub_group_size"] = 3000
 
 
 class Case(NamedTuple):
-    """One engine: a key of ``LAYERS`` or ``BF16_LAYERS``, a number format, and what is frozen or exported.
+    """An engine: a key of ``LAYERS`` or ``BF16_LAYERS``, a number format, and what is frozen or exported.
 
     The optimizer is one of ``optim``, with ``optim_args`` after a colon, or one of torch's such as ``torch.NAdam``.
     """
@@ -79,14 +79,14 @@ class Case(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Case:
-        """``stage2/bf16/adamw_8bit`` and, after that, ``frozen``, ``exported`` or ``exported/partly``."""
+        """Parse ``stage2/bf16/adamw_8bit``, optionally followed by ``frozen``, ``exported`` or ``exported/partly``."""
         layout, dtype, optim, *more = text.split("/")
         return cls(layout, dtype, optim, *(word in more for word in ("frozen", "exported", "partly")))
 
 
 @contextlib.contextmanager
 def fp16_on_cpu() -> Iterator[None]:
-    """DeepSpeed refuses fp16 on CPUs, which are slow at it but compute it."""
+    """Allow fp16 on CPUs, which DeepSpeed rejects because it is slow."""
     accelerator, dtypes = get_accelerator(), [torch.float32, torch.bfloat16, torch.float16]
     with (
         mock.patch.object(accelerator, "is_fp16_supported", lambda: True),
@@ -96,7 +96,7 @@ def fp16_on_cpu() -> Iterator[None]:
 
 
 def config(case: Case, out: Path) -> tuple[CPOConfig, dict[str, Any], torch.dtype]:
-    """Options, the engine's JSON, and the dtype of the weights."""
+    """Return options, the engine's configuration, and the dtype of the weights."""
     name, _, arguments = case.optim.partition(":")
     name = "adamw_torch" if name.startswith("torch.") else name
     options = CPOConfig(
@@ -117,7 +117,7 @@ def config(case: Case, out: Path) -> tuple[CPOConfig, dict[str, Any], torch.dtyp
 
 
 def tiny_model(seed: int, dtype: torch.dtype, frozen: bool = False) -> Any:
-    """Two layers of odd sizes; ``seed`` is of the trained weights alone. ``frozen``: all but a few weights are."""
+    """Two layers of odd sizes. ``seed`` only affects the trained weights; ``frozen`` freezes all but a few weights."""
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=53,
@@ -139,7 +139,7 @@ def tiny_model(seed: int, dtype: torch.dtype, frozen: bool = False) -> Any:
 
 
 def engine(case: Case, out: Path, seed: int = 0, reduce_once: bool = False) -> PolicyEngine:
-    """A training engine with two parameter groups, of which one decays, and a rate that rises."""
+    """Create a training engine with two parameter groups, one with weight decay, and an increasing learning rate."""
     options, ds_config, dtype = config(case, out)
     scorer = CAUSAL_LM.scorer(tiny_model(seed, dtype, case.frozen), False)
     library, _, name = case.optim.rpartition(".")
@@ -153,7 +153,7 @@ def engine(case: Case, out: Path, seed: int = 0, reduce_once: bool = False) -> P
 
 
 def train(policy: PolicyEngine, first: int, steps: int) -> list[float]:
-    """Steps ``first`` to ``first + steps``, each with its own batch; every rank has an equal share of the loss."""
+    """Run steps ``first`` to ``first + steps``, each with its own batch; all ranks have equal shares of the loss."""
     norms = []
     for number in range(first, first + steps):
         generator = torch.Generator().manual_seed(number)
@@ -166,7 +166,7 @@ def train(policy: PolicyEngine, first: int, steps: int) -> list[float]:
 
 
 def save(policy: PolicyEngine, folder: Path, exported: bool = False, partly: bool = False) -> dict[str, Any]:
-    """Write the fragments, and give back what JSON would hold beside them."""
+    """Write the fragments, and return the values that are stored as JSON."""
     places = export(policy, folder) if exported else {}
     if partly:
         places = {name: place for name, place in places.items() if "layers.1" not in name}
@@ -184,7 +184,7 @@ def save(policy: PolicyEngine, folder: Path, exported: bool = False, partly: boo
 
 
 def export(policy: PolicyEngine, folder: Path) -> dict[str, ExportedTensor]:
-    """Write the model as it is computed with; the parameters that are in fp32 there."""
+    """Write the model as used for computation; return the parameters that are in fp32."""
     from safetensors.torch import save_file
 
     from alignment.engines.saving import gathered_state_dict
@@ -197,7 +197,7 @@ def export(policy: PolicyEngine, folder: Path) -> dict[str, ExportedTensor]:
 
 
 def restore(policy: PolicyEngine, folder: Path, beside: dict[str, Any]) -> None:
-    """Continue from what :func:`save` wrote."""
+    """Resume from the files written by :func:`save`."""
     places = {name: ExportedTensor(*place) for name, place in beside["exported"].items()}
     read_fragments(policy, folder, exported=places)
     restore_group_settings(policy, beside["groups"])
@@ -207,9 +207,9 @@ def restore(policy: PolicyEngine, folder: Path, beside: dict[str, Any]) -> None:
 
 
 def everything(policy: PolicyEngine) -> dict[str, Tensor]:
-    """Copies of what a rank holds: masters, states, and the whole weights.
+    """Return copies of a rank's state: master weights, optimizer states, and the full weights.
 
-    Padding is left out: DeepSpeed does not initialise it at stage 3, and a master in the model's files has none.
+    Padding is excluded: DeepSpeed does not initialize it at stage 3, and master weights in model files have none.
     """
     from alignment.engines.saving import gathered_state_dict
 
@@ -229,7 +229,7 @@ def everything(policy: PolicyEngine) -> dict[str, Tensor]:
 
 
 def masters(policy: PolicyEngine) -> dict[str, Tensor]:
-    """The whole masters by name; collective."""
+    """Return the full master weights by name; collective."""
     names = trained_names(policy.scorer.model)
     found = {
         name: torch.zeros(whole_shape(parameter), dtype=torch.float32).view(-1) for parameter, name in names.items()
@@ -245,7 +245,7 @@ def masters(policy: PolicyEngine) -> dict[str, Tensor]:
 
 
 def continued(case: Case, folder: Path, first: int, steps: int) -> list[str]:
-    """What differs, to the bit, between a run that was interrupted after ``first`` steps and one that was not."""
+    """Return the bitwise differences between a run that was interrupted after ``first`` steps and one that was not."""
     folder.mkdir(exist_ok=True)
     policy = engine(case, folder)
     train(policy, 0, first)
@@ -264,7 +264,7 @@ def continued(case: Case, folder: Path, first: int, steps: int) -> list[str]:
 
 
 def begin(case: Case, folder: Path, first: int, steps: int) -> dict[str, Tensor]:
-    """Save after ``first`` steps; how the masters change in the ``steps`` after that."""
+    """Save after ``first`` steps, and return the changes of the master weights in the following ``steps`` steps."""
     folder.mkdir(exist_ok=True)
     policy = engine(case, folder)
     train(policy, 0, first)
@@ -280,7 +280,7 @@ def begin(case: Case, folder: Path, first: int, steps: int) -> dict[str, Tensor]
 
 
 def proceed(case: Case, folder: Path, first: int, steps: int) -> dict[str, Tensor]:
-    """How the masters change in ``steps`` steps from what :func:`begin` saved, maybe at another split."""
+    """Return the changes of the master weights in ``steps`` steps after resuming, maybe with another partitioning."""
     policy = engine(case, folder, seed=1)
     restore(policy, folder, json.loads((folder / "beside.json").read_text(encoding="utf-8")))
     before = masters(policy)
@@ -291,13 +291,13 @@ def proceed(case: Case, folder: Path, first: int, steps: int) -> dict[str, Tenso
 
 
 def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The relative difference of two updates."""
+    """Return the relative difference of two updates."""
     off = sum(float((found[name] - wanted[name]).square().sum()) for name in wanted)
     return float((off / sum(float(update.square().sum()) for update in wanted.values())) ** 0.5)
 
 
 def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
-    """Names of the tensors that are not the same to the bit."""
+    """Return the names of tensors that are not bitwise equal."""
     return [
         *(set(found) ^ set(wanted)),
         *(

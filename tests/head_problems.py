@@ -1,4 +1,4 @@
-"""Small problems for the log-prob head, and their answers in float64 with the whole matrix of logits."""
+"""Small problems for the log-prob head, and their solutions in float64 with the full matrix of logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRANSFORMS = {
 
 
 def dense(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform) -> Tensor:
-    """The same in float64, by autograd, with the whole matrix; written out and not shared with the code under test."""
+    """Compute the solution in float64 with autograd and the full matrix, without code of the package."""
     logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
     logits = logits * transform.scale
     if transform.softcap is not None:
@@ -27,7 +27,7 @@ def dense(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, 
 def dense_stats(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform
 ) -> Tensor:
-    """(3, N) entropy, mean logit and whether the target was the likeliest, in float64."""
+    """Return (3, N) entropy, mean logit and whether the target was the most likely token, in float64."""
     logits = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
     logits = logits * transform.scale
     if transform.softcap is not None:

@@ -1,4 +1,4 @@
-"""Small models, texts and DeepSpeed settings that several tests share."""
+"""Small models, texts and DeepSpeed settings used by several tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POSITIONS = 96
 
 
 def tiny_config(kind: str, layers: int = 2) -> PretrainedConfig:
-    """A configuration for the character tokenizer: ``tied``, ``untied``, ``capped``, ``scaled``, ``moe``."""
+    """Return a configuration for the character tokenizer: ``tied``, ``untied``, ``capped``, ``scaled``, ``moe``."""
     common: dict[str, Any] = {
         "vocab_size": len(char_tokenizer()),
         "hidden_size": 32,
@@ -46,7 +46,7 @@ def tiny_config(kind: str, layers: int = 2) -> PretrainedConfig:
 
 
 def make_model(folder: Path, kind: str = "tied", seed: int = 0, gain: float = 4.0, layers: int = 2) -> str:
-    """Write a random model and its tokenizer as a Hugging Face folder; ``gain`` makes its predictions uneven."""
+    """Save a random model and its tokenizer in Hugging Face format; ``gain`` makes its predictions non-uniform."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(kind, layers), dtype=torch.float32)
     for parameter in model.parameters():
@@ -58,7 +58,7 @@ def make_model(folder: Path, kind: str = "tied", seed: int = 0, gain: float = 4.
 
 
 def make_classifier(folder: Path, kind: str = "tied", seed: int = 0, labels: int = 1, layers: int = 2) -> str:
-    """The same with a score head in place of the language-modelling head: a reward model, where it has one label."""
+    """Save a random model with a score head: a reward model if it has one label."""
     torch.manual_seed(seed)
     config = tiny_config(kind, layers)
     config.num_labels = labels
@@ -72,12 +72,12 @@ def make_classifier(folder: Path, kind: str = "tied", seed: int = 0, labels: int
 
 
 def text(rng: random.Random, least: int, most: int) -> str:
-    """Random letters."""
+    """Return random letters."""
     return "".join(rng.choices(string.ascii_lowercase, k=rng.randint(least, most)))
 
 
 def unpaired_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows of unequal lengths; every second one is desirable."""
+    """Return rows of different lengths; every second one is desirable."""
     rng = random.Random(seed)
     return [
         {"prompt": text(rng, 2, 12), "completion": text(rng, 2, 30), "label": number % 2 == 0}
@@ -86,7 +86,7 @@ def unpaired_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def paired_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Pairs of unequal lengths."""
+    """Return pairs of different lengths."""
     rng = random.Random(seed)
     return [
         {"prompt": text(rng, 2, 12), "chosen": text(rng, 2, 30), "rejected": text(rng, 2, 30)} for _ in range(count)
@@ -94,7 +94,7 @@ def paired_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def zero(stage: int, *, optimizer: bool = False, parameters: bool = False) -> dict[str, Any]:
-    """A DeepSpeed JSON that really partitions a tiny model and cuts its gradients into several buckets."""
+    """Return a DeepSpeed configuration that partitions even a tiny model and uses several gradient buckets."""
     section: dict[str, Any] = {"stage": stage}
     if stage:
         section |= {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000}
@@ -117,7 +117,7 @@ STAGES = {
 
 
 def options(folder: Path, **more: Any) -> dict[str, Any]:
-    """Options of a short run at stage 0: windows of 4 rows, every step logged, nothing saved."""
+    """Return options of a short run at stage 0: windows of 4 rows, every step logged, nothing saved."""
     return {
         "output_dir": str(folder / "out"),
         "per_device_train_batch_size": 2,

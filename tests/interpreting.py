@@ -1,7 +1,7 @@
-"""Triton's interpreter as Liger's kernels need it: ``import interpreting`` before anything that imports triton.
+"""Patch Triton's interpreter for Liger's kernels. ``import interpreting`` before any module that imports triton.
 
-Compiled, a float argument is a scalar of fp32, and ``libdevice`` has functions of CUDA. The interpreter of triton 3.7
-leaves floats to Python, and knows no ``libdevice``.
+In compiled code, a float argument is an fp32 scalar, and ``libdevice`` has CUDA functions. The interpreter of triton
+3.7 uses Python floats and has no ``libdevice``.
 """
 
 from __future__ import annotations

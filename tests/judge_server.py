@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint on this machine that answers as a test says: also slowly, brokenly, or not at all."""
+"""A local OpenAI-compatible endpoint whose responses are controlled by a test: slow, invalid, or missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Answer(NamedTuple):
-    """What is sent: a body as it is, or the text of a message; ``wait`` seconds before, ``cut``: half of it.
+    """A response: a raw body, or the text of a message, after ``wait`` seconds; ``cut`` sends only half of it.
 
     ``drip``: seconds between two of its bytes.
     """
@@ -34,17 +34,17 @@ class Answer(NamedTuple):
 
 class _Http(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 64  # where it is full, a connection waits for a second
+    request_queue_size = 64  # if the backlog is full, a connection waits for a second
 
 
 class Server:
-    """The endpoint; ``answer`` is called with the text of each question, one at a time.
+    """The endpoint. ``answer`` is called with the text of each question, one at a time.
 
     Attributes:
-        asked: the questions' texts.
-        bodies: of the requests.
-        headers: the same.
-        most: how many requests were there at a time.
+        asked: the texts of the questions.
+        bodies: the bodies of the requests.
+        headers: the headers of the requests.
+        most: maximum number of concurrent requests.
     """
 
     def __init__(self, answer: Callable[[str], Answer], models: Answer | None) -> None:
@@ -62,7 +62,7 @@ class Server:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            wbufsize = -1  # head and body in one piece: a client's acknowledgement would take 40 ms
+            wbufsize = -1  # headers and body in one packet, because the client's acknowledgment would take 40 ms
 
             def log_message(self, *args: Any) -> None:
                 pass
@@ -88,7 +88,7 @@ class Server:
 
             def _send(self, answer: Answer) -> None:
                 content = answer.content()
-                if answer.status == 0:  # the connection is closed without a word
+                if answer.status == 0:  # the connection is closed without a response
                     self.close_connection = True
                     return
                 self.send_response(answer.status)
@@ -98,7 +98,7 @@ class Server:
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 size = 1 if answer.drip else len(content) // 2 if answer.cut else len(content)
-                with contextlib.suppress(OSError):  # the client has hung up
+                with contextlib.suppress(OSError):  # the client has disconnected
                     for start in range(0, len(content), size):
                         self.wfile.write(content[start : start + size])
                         self.wfile.flush()
@@ -119,7 +119,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(answer: Callable[[str], Answer], models: Answer | None = None) -> Iterator[Server]:
-    """Within this context the endpoint is there."""
+    """Run the endpoint within this context."""
     server = Server(answer, models)
     server.start()
     try:
@@ -129,6 +129,6 @@ def serving(answer: Callable[[str], Answer], models: Answer | None = None) -> It
 
 
 def sequence(*answers: Answer) -> Callable[[str], Answer]:
-    """These answers one after another, the last of them for ever."""
+    """Return these answers in order, and the last one repeatedly."""
     left = list(answers)
     return lambda text: left.pop(0) if len(left) > 1 else left[0]

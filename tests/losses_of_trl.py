@@ -1,7 +1,7 @@
-"""Rows in every format, models of several families, and the loss of a trainer on them: TRL's, or this project's.
+"""Rows in every format, models of several families, and the loss of a trainer on them: TRL's or this project's.
 
-As a script (``python tests/losses_of_trl.py JOBS.json LOSSES.json trl``) it asks the installed TRL, in a process of
-its own: each side prepares process and libraries as it likes.
+As a script (``python tests/losses_of_trl.py JOBS.json LOSSES.json trl``) it uses the installed TRL in a separate
+process, because each side prepares process and libraries in its own way.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# Words of several tokens, and answers that differ from their first letter on: where to cut two texts that go on alike
-# is a matter of taste, on which the two projects differ.
+# Words of several tokens, and completions that differ from their first letter on: the two projects split texts with a
+# longer common prefix differently.
 PAIRS = (
     ("Name a colour of the sky.", "It is mostly blue by day.", "Green, never anything else!"),
     ("How many legs has a spider?", "Eight.", "Perhaps two or three of them."),
@@ -24,12 +24,12 @@ PAIRS = (
 
 
 def said(*contents: str) -> list[dict[str, str]]:
-    """Messages of user and assistant in turns."""
+    """Return alternating messages of user and assistant."""
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
 def answered(content: str) -> list[dict[str, str]]:
-    """One message of the assistant."""
+    """Return one assistant message."""
     return [{"role": "assistant", "content": content}]
 
 
@@ -46,7 +46,7 @@ TOOLS = [
 
 
 def pairs(kind: str) -> list[dict[str, Any]]:
-    """Rows with a chosen and a rejected answer."""
+    """Return rows with a chosen and a rejected completion."""
     rows = []
     for prompt, good, bad in PAIRS:
         if kind == "standard":
@@ -63,7 +63,7 @@ def pairs(kind: str) -> list[dict[str, Any]]:
 
 
 def unpaired(kind: str) -> list[dict[str, Any]]:
-    """Two rows with an answer and a label, whose mismatched answers can only be each other's."""
+    """Return two rows with a completion and a label, which can only be each other's partners."""
     (prompt, good, _), (other, _, bad) = PAIRS[:2]
     if kind == "standard":
         rows: list[dict[str, Any]] = [
@@ -79,7 +79,7 @@ def unpaired(kind: str) -> list[dict[str, Any]]:
 
 
 def examples(kind: str) -> list[dict[str, Any]]:
-    """Rows to imitate."""
+    """Return rows for SFT."""
     rows: list[dict[str, Any]] = []
     for prompt, good, _ in PAIRS:
         if kind == "text":
@@ -96,18 +96,18 @@ def examples(kind: str) -> list[dict[str, Any]]:
 
 
 def prompts(kind: str) -> list[dict[str, Any]]:
-    """Rows to answer."""
+    """Return rows for Online DPO."""
     return [{"prompt": prompt if kind == "standard" else said(prompt)} for prompt, _, _ in PAIRS]
 
 
 def reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
-    """The longer, the better."""
+    """Return the length as the reward."""
     texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
     return [float(len(text)) for text in texts]
 
 
 def completions(tokenizer: Any, prompt: list[int]) -> list[list[int]]:
-    """The two answers to a prompt, in the place of generated ones."""
+    """Return two fixed completions of a prompt instead of generated ones."""
     text = tokenizer.decode(prompt)
     (answers,) = [answers for asked, *answers in PAIRS if asked in text]
     ids = [tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in answers]
@@ -115,7 +115,7 @@ def completions(tokenizer: Any, prompt: list[int]) -> list[list[int]]:
 
 
 def rows_of(method: str, kind: str) -> list[dict[str, Any]]:
-    """The rows of a job."""
+    """Return the rows of a job."""
     if method == "online_dpo":
         return prompts(kind)
     if method == "sft":
@@ -127,7 +127,7 @@ def rows_of(method: str, kind: str) -> list[dict[str, Any]]:
 
 
 def options_of(job: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Options that both sides take."""
+    """Return the options used by both sides."""
     return {
         "output_dir": f"{folder}/{job['name']}",
         "per_device_train_batch_size": 4,
@@ -146,7 +146,7 @@ ONE_STEP = {"max_steps": 1, "learning_rate": 0.0, "logging_steps": 1, "save_stra
 
 
 def loss_of_trl(job: dict[str, Any], folder: str) -> float:
-    """TRL's loss on the rows of a job, in one batch and in fp32: of an evaluation, or of the step of Online DPO."""
+    """Return TRL's loss on the rows of a job, in one fp32 batch: of an evaluation, or of the Online DPO step."""
     import torch
     import trl
     from datasets import Dataset
@@ -184,13 +184,13 @@ def loss_of_trl(job: dict[str, Any], folder: str) -> float:
         losses.append(float(loss := step(*given, **more)))
         return loss
 
-    model.generate, made.training_step = generate, recorded  # the log rounds
+    model.generate, made.training_step = generate, recorded  # the log is rounded
     made.train()
     return losses[0]
 
 
 def loss_of_ours(job: dict[str, Any], folder: str) -> float:
-    """This project's."""
+    """Return this project's loss."""
     from datasets import Dataset
     from transformers import AutoTokenizer
 
@@ -227,7 +227,7 @@ def loss_of_ours(job: dict[str, Any], folder: str) -> float:
 
 
 def main(jobs: str, results: str, side: str = "trl") -> None:
-    """Write the losses of the jobs of a file, by name; a text where there is an error."""
+    """Write the losses of the jobs in a file by name, or the text of an error."""
     loss = loss_of_trl if side == "trl" else loss_of_ours
     found: dict[str, Any] = {}
     for job in json.loads(Path(jobs).read_text()):

@@ -1,4 +1,4 @@
-"""Every malformed input of the tests, by kind: one line, exit status 1, a bounded time, and nothing changed."""
+"""All invalid inputs of the tests, by kind. Each must give one line and exit status 1, in bounded time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bad_online_commands import ONLINE
 from bad_recipes import COMMAND_LINES, YAML
 from bad_rows import ROWS
 
-# Those that ``test_bad_input`` runs.
+# Run by ``test_bad_input``.
 EARLIER = {
     "options": [*OPTIONS, *ONLINE],
     "JSON": DEEPSPEED,
@@ -19,7 +19,7 @@ EARLIER = {
     "models": MODEL,
     "folders": OUTPUT,
 }
-# Those that ``test_malformed`` runs.
+# Run by ``test_malformed``.
 TABLE: dict[str, list[Case]] = {
     "options": COMMAND_LINES,
     "YAML": YAML,

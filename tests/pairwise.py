@@ -1,4 +1,4 @@
-"""Covering arrays: few combinations of options in which every pair of values meets."""
+"""Covering arrays: small sets of combinations in which every pair of values occurs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 def everything(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Combination], bool] = lambda combination: True
 ) -> list[Combination]:
-    """Every allowed combination of one value of each factor."""
+    """Return all allowed combinations of one value of each factor."""
     made = (dict(zip(factors, values)) for values in itertools.product(*factors.values()))
     return [combination for combination in made if allowed(combination)]
 
 
 def pairs(combination: Combination) -> set[Pair]:
-    """The pairs of values that meet in a combination."""
+    """Return the pairs of values in a combination."""
     return set(itertools.combinations(combination.items(), 2))
 
 
 def pairwise(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Combination], bool] = lambda combination: True
 ) -> list[Combination]:
-    """A small subset of :func:`everything` in which every pair of values meets that meets anywhere in it.
+    """Return a small subset of :func:`everything` in which every possible pair of values occurs.
 
-    Greedy: each combination taken is the one that adds the most pairs, the first of equally good ones, so the same
-    factors always give the same subset.
+    The algorithm is greedy: it adds the combination with the most new pairs, the first one in case of ties, so the
+    same factors always give the same subset.
 
     Raises:
         AssertionError: a pair is missing from the result.

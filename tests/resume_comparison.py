@@ -1,4 +1,4 @@
-"""How a run that went on from a checkpoint differs from the one that was never interrupted: in nothing but times."""
+"""Compare a resumed run with a run that was never interrupted. Only times may differ."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Beside times: what memory the process held, and the phase of saving, which is not over when its state is written.
+# In addition to times: the memory of the process, and the phase of saving, which has not ended when the state is
+# written.
 _TIMES = ("runtime", "per_second", "seconds", "peak_bytes")
 _UNFINISHED = "save"
-# Files that say how long something took, or how long a log is that has one more line; read as JSON and compared.
+# Files with durations, or with the length of a log that has one more line; they are parsed as JSON and compared.
 _TIMED = ("run_state", "trainer_state", "manifest")
 
 
 def differences(whole: Path, after: Path, point: int) -> list[str]:
-    """What differs: final weights, logs, tables, states, and every later checkpoint; to the bit.
+    """Return bitwise differences of final weights, logs, tables, states, and all later checkpoints.
 
     Args:
-        whole: folder of the run, as ``drivers/resume_runs.py`` leaves it.
-        after: that of the one that went on.
-        point: the step that it went on from.
+        whole: folder of the uninterrupted run, as written by ``drivers/resume_runs.py``.
+        after: folder of the resumed run.
+        point: step from which it was resumed.
     """
     found = [*_files(whole / "final", after / "final"), *_logs(whole / "out", after / "out")]
     if timeless(_read(whole / "history.json")) != timeless(_read(after / "history.json")):
@@ -37,7 +38,7 @@ def _read(path: Path) -> Any:
 
 
 def timeless(value: Any) -> Any:
-    """Without times, and what goes with them."""
+    """Return a record without times and related values."""
     if isinstance(value, dict):
         timed = {name for name in value if name == "time" or any(part in name for part in _TIMES)}
         left = {name: each for name, each in value.items() if name not in timed}
@@ -46,7 +47,7 @@ def timeless(value: Any) -> Any:
 
 
 def _files(whole: Path, after: Path) -> Iterator[str]:
-    """Two folders with the same files, of the same content."""
+    """Compare the names and contents of the files in two folders."""
     names = [{path.name for path in folder.iterdir()} for folder in (whole, after)]
     yield from (f"{whole.name}: {name} is in one of them only" for name in sorted(names[0] ^ names[1]))
     for name in sorted(names[0] & names[1]):
@@ -58,7 +59,7 @@ def _files(whole: Path, after: Path) -> Iterator[str]:
 
 
 def _logs(whole: Path, after: Path) -> Iterator[str]:
-    """The log has one line more, where the run went on; the table of completions is the same."""
+    """Compare logs, of which the resumed one has one more line, and tables of completions."""
     one, other = ([json.loads(line) for line in (f / "log.jsonl").read_text().splitlines()] for f in (whole, after))
     resumes = [line for line in other if line.get("event") == "resume"]
     if len(resumes) != 1:
@@ -74,7 +75,7 @@ def _logs(whole: Path, after: Path) -> Iterator[str]:
 
 
 def _state(whole: Path, after: Path) -> Iterator[str]:
-    """Two files of states, part by part."""
+    """Compare two state files part by part."""
     one, other = (_comparable(_read(path), path.parent) for path in (whole, after))
     for name in sorted(one.keys() | other.keys()):
         if one.get(name) != other.get(name):
@@ -82,7 +83,7 @@ def _state(whole: Path, after: Path) -> Iterator[str]:
 
 
 def _comparable(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Without times, the number of the attempt, the length of the log, and where the output folder lies."""
+    """Return a state without times, the number of the attempt, the length of the log, and the output folder."""
     found: dict[str, Any] = timeless(state)
     for name in ("log", "files", "checksum"):
         found.pop(name, None)

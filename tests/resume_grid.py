@@ -1,7 +1,7 @@
-"""Every kind of run that goes on from a checkpoint: the grid of ``test_resume_grid.py``.
+"""The grid of ``test_resume_grid.py``: all kinds of runs that are resumed from a checkpoint.
 
-A cell is a combination of ``FACTORS``: a run of 7 steps, 3 to an epoch, and the step that it goes on from. Cells that
-differ in that step alone share one whole run, which saves at each of them, and at the one after it.
+A cell is a combination of ``FACTORS``: a run of 7 steps, 3 per epoch, and the step from which it is resumed. Cells
+that only differ in that step share one uninterrupted run, which saves at each of these steps and at the next one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from helpers import STAGES, make_classifier, make_model, paired_rows, text, unpa
 from pairwise import Combination, everything, pairwise
 
 STEPS, ROWS, WINDOW = 7, 12, 4
-# The first step; an epoch's last one; one inside an epoch. Logs are at 2, 4 and 6, so all are inside an interval.
+# The first step, the last one of an epoch, one inside an epoch. Logs are at 2, 4 and 6, all inside an interval.
 POINTS = {"first": 1, "epoch": 3, "inside": 5}
 FACTORS: dict[str, tuple[Any, ...]] = {
     "method": ("KTO", "CPO", "OnlineDPO", "DPO", "SFT", "Reward", "KTO-lora", "KTO-qlora", "CPO-lora"),
@@ -39,8 +39,9 @@ _METHODS: dict[str, dict[str, Any]] = {
     "KTO-qlora": {**_LORA, "load_in_4bit": True},
     "CPO-lora": _LORA,
 }
-# What evaluations lead to. To callbacks and to the choice of the best each is worse than the one before, and the first
-# is the best: with a patience of 2 the run ends at step 6, with one evaluation counted when it goes on from step 5.
+# Effects of evaluations. For callbacks and the best checkpoint, each evaluation is worse than the one before, and the
+# first is the best: with a patience of 2, the run ends at step 6, with one evaluation counted when resumed from step
+# 5.
 COURSES: dict[str, dict[str, Any]] = {
     "counting": {"eval_strategy": "epoch", "patience": 5},
     "stopped": {"eval_strategy": "steps", "eval_steps": 2, "patience": 2},
@@ -49,47 +50,47 @@ COURSES: dict[str, dict[str, Any]] = {
 
 
 def allowed(case: Combination) -> bool:
-    """What the project refuses is left out, and adapters at stages where nothing about a resume is new."""
+    """Exclude unsupported combinations, and adapters at stages that add nothing to the test."""
     adapters = "lora" in case["method"]
     if case["optimizer"] == "own" and adapters:
-        return False  # new adapters do not exist before the run, so no optimizer can be over them
+        return False  # new adapters do not exist before the run, so no optimizer can be created for them
     return case["method"] != "CPO-lora" or case["stage"].startswith("stage3")
 
 
 def quick(case: Combination) -> bool:
-    """Those that need no compiler."""
+    """Return the cells that do not need a compiler."""
     return allowed(case) and case["optimizer"] != "deepspeed_cpu_adam"
 
 
 def sampled() -> list[Combination]:
-    """A subset in which every pair of values meets."""
+    """Return a subset in which every pair of values occurs."""
     return pairwise(FACTORS, quick)
 
 
 def part(method: str, stage: str, ranks: int) -> list[Combination]:
-    """Everything of one method on one kind of engine, with each course in turn."""
+    """Return all cells of one method on one kind of engine, alternating other values."""
     factors = {**FACTORS, "method": (method,), "stage": (stage,), "ranks": (ranks,), "course": ("",), "point": ("",)}
     courses, shift = list(COURSES), FACTORS["stage"].index(stage) + ranks
     found = []
     for place, case in enumerate(everything(factors, allowed)):
-        # Every optimizer meets another course with each dtype.
+        # Every optimizer is combined with another value for each dtype.
         course = courses[(place + place // len(courses) + shift) % len(courses)]
         found += [{**case, "course": course, "point": point} for point in POINTS]
     return found
 
 
 def name_of(case: Combination) -> str:
-    """A name for tests and folders."""
+    """Return a name for tests and folders."""
     return "-".join(map(str, case.values()))
 
 
 def whole_of(case: Combination) -> str:
-    """The name of the whole run of a cell."""
+    """Return the name of a cell's uninterrupted run."""
     return name_of({name: value for name, value in case.items() if name != "point"})
 
 
 def make_models(folder: Path) -> dict[str, str]:
-    """A model and a classifier with dropout."""
+    """Create a model and a classifier with dropout."""
     made = {
         "model": make_model(folder / "model", "untied", seed=1, layers=1),
         "classifier": make_classifier(folder / "classifier", "untied", seed=1, layers=1),
@@ -101,7 +102,7 @@ def make_models(folder: Path) -> dict[str, str]:
 
 
 def runs_of(cases: list[Combination], models: dict[str, str]) -> list[dict[str, Any]]:
-    """The runs of cells as ``drivers/resume_runs.py`` takes them, with the steps that each goes on from."""
+    """Return the runs of cells for ``drivers/resume_runs.py``, with the steps from which each is resumed."""
     found: dict[str, dict[str, Any]] = {}
     for case in cases:
         run = found.setdefault(whole_of(case), _run(case, models))
@@ -129,14 +130,14 @@ def _run(case: Combination, models: dict[str, str]) -> dict[str, Any]:
         "fp16": case["dtype"] == "fp16",
         "deepspeed": engine,
         "disable_dropout": False,
-        # A buffer that training writes into would be written into twice.
+        # A buffer that training modifies would be modified twice.
         "gradient_checkpointing": not own,
         "max_length": 64,
         **({} if method == "OnlineDPO" else {"max_prompt_length": None}),
         "logging_steps": 2,
         "include_num_input_tokens_seen": True,
         "include_tokens_per_second": True,
-        "save_strategy": "no",  # but where the driver's callback asks
+        "save_strategy": "no",  # except where the driver's callback requests it
         "metric_for_best_model": "loss",
         "disable_tqdm": True,
         **course,

@@ -1,6 +1,6 @@
-"""Checkpoints with one piece of state left out, or as an older one has it; their manifests say that all is well.
+"""Checkpoints in which one piece of state is missing or stale, with manifests that match.
 
-Pieces are found, not listed, so that state which is added later is among them.
+Pieces are discovered, not listed, so that state added later is included.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _FILES = ("run_state", "optimizer", "frozen", "model")
 
 
 class Piece(NamedTuple):
-    """A piece of state, and what becomes of it.
+    """A piece of state, and how it is damaged.
 
     Attributes:
-        file: of the checkpoint.
-        path: keys within a JSON file, or the ending of the names of tensors; empty: the file itself.
-        left_out: it is removed; otherwise it becomes what it was in an older checkpoint.
+        file: file of the checkpoint.
+        path: keys in a JSON file, or the suffix of tensor names; empty for the file itself.
+        left_out: whether it is removed; otherwise it is replaced with the value of an older checkpoint.
     """
 
     file: str
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 
 def pieces(older: Path, checkpoint: Path) -> list[Piece]:
-    """Every piece of a checkpoint that may be left out, and every one that the older checkpoint has otherwise."""
+    """Return every piece of a checkpoint that can be removed, or that differs from the older checkpoint."""
     found: list[Piece] = []
     for file in sorted(path.name for path in checkpoint.iterdir() if path.name.startswith(_FILES)):
         if file.endswith(".json"):
@@ -55,7 +55,7 @@ def pieces(older: Path, checkpoint: Path) -> list[Piece]:
 
 
 def tamper(piece: Piece, older: Path, checkpoint: Path) -> None:
-    """Damage a checkpoint so that nothing but its content tells."""
+    """Damage a checkpoint so that only its content shows it."""
     manifest, path = Manifest.read(checkpoint), checkpoint / piece.file
     if not piece.path:
         path.unlink() if piece.left_out else shutil.copyfile(older / piece.file, path)
@@ -77,7 +77,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _paths(state: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Names, and the names within each that has some."""
+    """Return names, and the names nested in them."""
     found: list[tuple[str, ...]] = []
     for name, value in state.items():
         found += [(name, inner) for inner in value] if isinstance(value, dict) and value else [(name,)]
@@ -85,14 +85,14 @@ def _paths(state: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _at(state: Any, path: tuple[str, ...]) -> Any:
-    """What lies there; None for nothing."""
+    """Return the value at a path, or None."""
     for name in path:
         state = state.get(name) if isinstance(state, dict) else None
     return state
 
 
 def _replace(state: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    """Put a value there; None removes what is there."""
+    """Set the value at a path; None removes it."""
     for name in path[:-1]:
         state = state[name]
     state[path[-1]] = value
@@ -101,7 +101,7 @@ def _replace(state: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def _make_stale(kind: str, older: Path, path: Path) -> None:
-    """Give every tensor of a kind the values of another file."""
+    """Replace all tensors of a kind with the values of another file."""
     before = load_file(older)
     with safe_open(path, "pt") as file:
         metadata = file.metadata()

@@ -1,4 +1,4 @@
-"""Output folders as runs leave them, written by hand: status, log, lock and checkpoints."""
+"""Output folders as written by runs, created manually: status, log, lock and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BEGAN = 1_790_000_000.0  # 2026-09-21 13:33:20 UTC
 
 
 def at(seconds: float) -> str:
-    """A time as the log has it, so many seconds after the run began."""
+    """Return a time in the format of the log, in seconds after the start of the run."""
     from datetime import datetime, timezone
 
     time = datetime.fromtimestamp(BEGAN + seconds, timezone.utc)
@@ -44,7 +44,7 @@ def entry(step: int, seconds: float, tokens: int, **more: Any) -> dict[str, Any]
 
 
 def end(phases: dict[str, float]) -> list[dict[str, Any]]:
-    """The two lines that a log closes with."""
+    """Return the last two lines of a log."""
     records = {name: {"seconds": s, "tokens": 7, "peak_bytes": 1, "entries": 1} for name, s in phases.items()}
     totals = {"train_runtime": 50.0, "train_steps_per_second": 2.0, "train_loss": 0.3, "step": 100, "time": at(60)}
     return [totals, {"event": "end", "phases": records, "time": at(60)}]
@@ -75,13 +75,13 @@ def write_checkpoint(folder: Path, step: int, *, resumable: bool = True, total_s
 
 
 def owner_of(pid: int, **changes: Any) -> Owner:
-    """As that process would name itself."""
+    """Return the lock owner for a process."""
     return replace(Owner.this_process(), pid=pid, start=process_start(pid) or "", **changes)
 
 
 @contextmanager
 def another_process() -> Iterator[subprocess.Popen[bytes]]:
-    """One that lives until it is killed."""
+    """Start a process that lives until it is killed."""
     process = subprocess.Popen(["sleep", "600"])
     try:
         yield process

@@ -1,4 +1,4 @@
-"""A disk that can be filled: a tmpfs of a few kilobytes, where this process may mount one."""
+"""A disk that can be filled: a tmpfs of a few kilobytes, if this process may mount one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 @contextlib.contextmanager
 def small_disk(folder: Path, kilobytes: int = 64) -> Iterator[Path]:
-    """``folder`` as the root of a disk of that size; skips the test where that cannot be mounted."""
+    """Mount a disk of this size on ``folder``; skip the test if that is not possible."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
     try:
@@ -30,7 +30,7 @@ def small_disk(folder: Path, kilobytes: int = 64) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """Leave no byte of a disk free; the file that takes the space."""
+    """Fill a disk completely, and return the file that uses the space."""
     ballast = folder / "ballast"
     with ballast.open("ab", buffering=0) as file:
         for size in (4096, 1):
@@ -41,5 +41,5 @@ def fill(folder: Path) -> Path:
 
 
 def full(path: object) -> OSError:
-    """The error of a full disk."""
+    """Return the error of a full disk."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

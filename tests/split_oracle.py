@@ -1,4 +1,4 @@
-"""What the runs of ``test_split_invariance.py`` should have done: their steps in dense float64."""
+"""The expected results of the runs of ``test_split_invariance.py``: their steps in dense float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OnlineSteps = tuple[list[Step | None], list[dict[str, float]], torch.nn.Module]
 
 
 def oracle_steps(outcome: dict[str, Any]) -> list[Step]:
-    """Both steps in float64, the second one from the float64 weights of the first."""
+    """Compute both steps in float64, the second one from the float64 weights after the first."""
     run, steps = outcome["run"], []
     args = run["args"]
     common = {"max_length": 64, "learning_rate": args["learning_rate"], "max_grad_norm": args["max_grad_norm"] or None}
@@ -40,7 +40,7 @@ def advance(model: torch.nn.Module, step: Step) -> None:
 
 
 def answered(rows: list[dict[str, Any]], count: int) -> list[Prompt]:
-    """Prompts with the completions that the runs are given."""
+    """Return prompts with the given completions."""
     tokenizer, prompts = char_tokenizer(), []
     for row in rows:
         prompt = json.loads(row["prompt"]) if "prompt_ids" in row else row["prompt"]
@@ -54,7 +54,7 @@ def answered(rows: list[dict[str, Any]], count: int) -> list[Prompt]:
 
 
 def online_steps(outcome: dict[str, Any]) -> OnlineSteps:
-    """Every step in float64, None where a window leaves no pair; what each window logs; the model in the end."""
+    """Compute every step in float64 (None for a window without pairs), the window logs, and the final model."""
     run, windows = outcome["run"], outcome["windows"]
     args, model = run["args"], load(run["model"])
     betas = args["beta"] if isinstance(args["beta"], list) else [args["beta"]] * len(windows)

@@ -1,4 +1,4 @@
-"""What became of the runs of ``drivers/runs.py``: logs and updates, and how far two of them are apart."""
+"""The results of the runs of ``drivers/runs.py``: logs and updates, and comparisons of them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Update = dict[str, Tensor]
 
 
 def train_all(runs: list[dict[str, Any]], world: int, folder: Path, ranks: RankServer) -> Results:
-    """Train all runs in one job of ``world`` ranks; the outcome of each by its name.
+    """Train all runs in one job with ``world`` ranks; return the outcome of each run by name.
 
-    An outcome is what the driver wrote, with ``logs`` (the logged steps), ``updates`` (of each step) and ``run``.
+    An outcome is the driver's output, with ``logs`` (the logged steps), ``updates`` (of each step) and ``run``.
     """
     spec = folder / "spec.json"
     spec.write_text(json.dumps(runs))
@@ -42,12 +42,12 @@ def _outcome(run: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def norm(update: Update) -> float:
-    """The L2 norm of an update of all weights."""
+    """Return the L2 norm of an update of all weights."""
     return math.sqrt(sum(float((value**2).sum()) for value in update.values()))
 
 
 def distance(one: Update, other: Update) -> float:
-    """Norm of the difference, relative to that of ``other``."""
+    """Return the norm of the difference relative to the norm of ``other``."""
     assert one.keys() == other.keys()
     return norm({key: one[key] - other[key].double() for key in one}) / norm(other)
 
@@ -55,11 +55,11 @@ def distance(one: Update, other: Update) -> float:
 def assert_same(
     found: dict[str, float], expected: dict[str, float], tolerance: float, what: str, names: Iterable[str]
 ) -> None:
-    """Compare metrics by name; one that only one side has is a difference as well."""
+    """Compare metrics by name. A metric that only one side has is a difference."""
     for name in names:
         assert (name in found) == (name in expected), f"{what}: {name}"
         if name in expected:
-            # Relative for what is optimised; a margin is a small difference of rewards of order one.
+            # Relative for the optimized values; a margin is a small difference of rewards of order one.
             relative = name in ("loss", "grad_norm", "learning_rate")
             scale = abs(expected[name]) if relative else max(abs(expected[name]), 1.0)
             error = abs(found[name] - expected[name])
@@ -67,5 +67,5 @@ def assert_same(
 
 
 def assert_logged(found: dict[str, float], expected: dict[str, float], tolerance: float, what: str) -> None:
-    """Compare everything that two steps logged."""
+    """Compare all values logged by two steps."""
     assert_same(found, expected, tolerance, what, sorted((found.keys() | expected.keys()) - {"epoch"}))

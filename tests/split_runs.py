@@ -1,4 +1,4 @@
-"""The runs of ``test_split_invariance.py``, and what those of ``split_grid.py`` have in common with them."""
+"""The runs of ``test_split_invariance.py``, and the parts that they share with those of ``split_grid.py``."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ METHOD: dict[str, dict[str, Any]] = {
         "reward_funcs": f"{Path(__file__).parent / 'drivers' / 'canned.py'}:reward",
     },
 }
-# The judge prefers as the reward function does, so it has to leave the same pairs.
+# The judge has the same preferences as the reward function, so it must select the same pairs.
 JUDGED = {"reward_funcs": None, "judge": f"{Path(__file__).parent / 'drivers' / 'canned.py'}:judge"}
 JUDGED_STAGES = ("stage0", "stage3")
 CLIP = 0.05
 HEADS = ("untied", "capped", "scaled")
-# Of the first window of an Online DPO run an odd number of pairs is left, so that two ranks cannot have equally many.
+# The first window of an Online DPO run has an odd number of pairs, so that two ranks cannot have the same number.
 FIRST_KINDS = (Kind.IDENTICAL, None, Kind.TIED, None, None, Kind.SOME_UNSCORED)
-# One run has windows of 4 prompts: no pair is left of the first, one of the second, so none for the second rank.
+# One run has windows of 4 prompts: no pair in the first, one in the second, so none for the second rank.
 SPARSE_KINDS = (*(Kind.TIED, Kind.IDENTICAL, Kind.UNSCORED, Kind.TIED), *(Kind.TIED, Kind.IDENTICAL, None, Kind.TIED))
-# More completions, another loss, a beta for each of two epochs, a penalty that sets identical texts apart.
+# More completions, another loss, a beta for each of two epochs, a penalty that distinguishes identical texts.
 RANKED = {"loss_type": "ipo", "num_generations": 3, "beta": [0.5, 0.2], "num_train_epochs": 2}
 RANKED |= {"missing_eos_penalty": 0.75}
 RANKED_KINDS = (None, Kind.ENDED_APART, None, None, Kind.SOME_UNSCORED)
 
 
 def order(count: int) -> list[int]:
-    """The order of the rows in the first epoch."""
+    """Return the order of the rows in the first epoch."""
     blank = np.ones(count, dtype=np.int64)
     sampler = WindowSampler(RowTable(blank, blank[:, None]), world_size=1, batch_size=8, accumulation=1, seed=42)
     return [int(row) for row in sampler.order(0)]
 
 
 def prompt_rows(count: int, kinds: tuple[Kind | None, ...], seed: int = 6) -> list[dict[str, Any]]:
-    """Prompts of unequal lengths, the first of which in the order of training are of these kinds."""
+    """Return prompts of different lengths; the first ones in training order are of these kinds."""
     rng = random.Random(seed)
     rows = [{"prompt": text(rng, 2, 12)} for _ in range(count)]
     for row, kind in zip(order(count), kinds):
@@ -59,7 +59,7 @@ def prompt_rows(count: int, kinds: tuple[Kind | None, ...], seed: int = 6) -> li
 
 
 def rows_of(method: str) -> list[dict[str, Any]]:
-    """15 rows, labelled so that the first window has 6 desirable and 2 undesirable ones."""
+    """Return 15 rows with labels so that the first window has 6 desirable and 2 undesirable ones."""
     if method in ("CPO", "DPO", "Reward"):
         margins = [{"margin": 0.25 * (n % 4)} if method == "Reward" else {} for n in range(ROWS)]
         return [row | margin for row, margin in zip(paired_rows(ROWS, seed=5), margins)]
@@ -84,21 +84,21 @@ def run(
     rate: float | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """One run as ``drivers/runs.py`` takes it: two windows, of 8 and of 7 rows, by plain SGD.
+    """Return a run for ``drivers/runs.py``: two windows, of 8 and 7 rows, with plain SGD.
 
     Args:
-        name: of the run and of its folder.
-        method: what the trainer's class is called without ``Trainer``.
+        name: name of the run and its folder.
+        method: name of the trainer class without ``Trainer``.
         models: paths by name.
         stage: one of ``helpers.STAGES``.
         micro: rows of a rank's micro-batch.
-        steps: micro-batches of a rank.
-        folder: where the run's own folder is made.
-        model: name of the model; that of the method if None.
-        rate: learning rate; that of the method if None.
+        steps: number of micro-batches of a rank.
+        folder: folder in which the run's folder is created.
+        model: name of the model; None for the method's default.
+        rate: learning rate; None for the method's default.
         **more: further options.
     """
-    # KTO's partners would be others with a precomputed reference; see engine/test_precomputed.py.
+    # KTO's partners would differ with a precomputed reference; see engine/test_precomputed.py.
     placements = ("replica", "sharded", "offload", *(["precomputed"] if method == "DPO" else []))
     model = model or ("classifier" if method == "Reward" else "tied")
     options = {
@@ -126,7 +126,7 @@ def run(
         if options["ref_placement"] == "precomputed":
             options["max_length"] += (
                 steps * micro
-            )  # longer than any row: each number of ranks fills a store of its own
+            )  # longer than any row, so that each number of ranks has its own store
     return {
         "name": name,
         "trainer": method,
@@ -138,7 +138,7 @@ def run(
 
 
 def planned(world: int, models: dict[str, str], folder: str) -> list[dict[str, Any]]:
-    """Every run of one job."""
+    """Return all runs of one job."""
     runs = []
     if world == 1:
         runs.append(run("DPO-plain", "DPO", models, "stage0", 8, 1, folder=folder))
@@ -151,7 +151,7 @@ def planned(world: int, models: dict[str, str], folder: str) -> list[dict[str, A
         for stage in ("stage0", "stage2", "stage3"):
             name = f"{method}-{stage}-{world}-clipped"
             runs.append(run(name, method, models, stage, 2, 4 // world, folder=folder, max_grad_norm=CLIP, rate=5.0))
-            # Evaluated as well: many rows, and fewer than the ranks have places for.
+            # With evaluations: of many rows, and of fewer rows than ranks.
             many = unpaired_rows(21, seed=8) if method == "KTO" else paired_rows(21, seed=8)
             runs[-1] |= {"eval": {"many": many, "one": many[:1]}}
             runs[-1]["args"]["per_device_eval_batch_size"] = 4 // world
@@ -170,7 +170,7 @@ def planned(world: int, models: dict[str, str], folder: str) -> list[dict[str, A
 
 
 def online_runs(world: int, models: dict[str, str], folder: str) -> list[dict[str, Any]]:
-    """The pairs of a window, ranked by a reward function and by a judge, dealt out to one and two ranks."""
+    """Return the pairs of a window, ranked by a reward function and by a judge, distributed over one and two ranks."""
     runs = []
     if world == 1:
         runs.append(run("OnlineDPO-plain", "OnlineDPO", models, "stage0", 8, 1, folder=folder))
@@ -184,7 +184,7 @@ def online_runs(world: int, models: dict[str, str], folder: str) -> list[dict[st
     many = prompt_rows(13, (Kind.SOME_UNSCORED, Kind.IDENTICAL, None, None, Kind.UNSCORED), seed=9)
     runs[-1] |= {"eval": {"many": many, "one": many[1:2]}}
     runs[-1]["args"]["per_device_eval_batch_size"] = 4 // world
-    for stage in JUDGED_STAGES:  # the 5 pairs of the first window leave the second rank's last micro-batch empty
+    for stage in JUDGED_STAGES:  # with the 5 pairs of the first window, the second rank's last micro-batch is empty
         name = f"OnlineDPO-judged-{stage}-{world}"
         runs.append(run(name, "OnlineDPO", models, stage, 2, 4 // world, folder=folder, **JUDGED))
     for stage in {1: ("stage0",), 2: ("stage2", "stage3")}[world]:

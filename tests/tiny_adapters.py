@@ -1,4 +1,4 @@
-"""Adapters with nonzero weights for tiny models, as PEFT writes them."""
+"""Adapters with nonzero weights for tiny models, as saved by PEFT."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CAUSAL = {"task_type": "CAUSAL_LM"}
 
 
 def lora(**more: Any) -> peft.LoraConfig:
-    """LoRA on some linear layers."""
+    """Return a LoRA configuration for some linear layers."""
     return peft.LoraConfig(**{"r": 4, "target_modules": LAYERS, **CAUSAL, **more})
 
 
 def moved(model: peft.PeftModel, size: float = 0.1) -> peft.PeftModel:
-    """Every trainable parameter with noise added, which no initialisation has: A *and* B are nonzero."""
+    """Add noise to every trainable parameter, so that both A *and* B are nonzero."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -31,7 +31,7 @@ def moved(model: peft.PeftModel, size: float = 0.1) -> peft.PeftModel:
 def make_adapter(
     folder: Path, base: str | PreTrainedModel, config: peft.PeftConfig, size: float = 0.1, **kwargs: Any
 ) -> Path:
-    """Write an adapter of a model."""
+    """Save an adapter of a model."""
     model = AutoModelForCausalLM.from_pretrained(base, **kwargs) if isinstance(base, str) else base
     moved(peft.get_peft_model(model, config), size).save_pretrained(folder)
     return folder
@@ -39,6 +39,6 @@ def make_adapter(
 
 @torch.no_grad()
 def logps(model: Any, vocabulary: int = 77) -> Tensor:
-    """(1, 24, V) log-probs of all tokens, in evaluation mode."""
+    """Return (1, 24, V) log-probs of all tokens, in evaluation mode."""
     ids = torch.arange(24)[None] * 7 % vocabulary
     return model.eval()(input_ids=ids).logits.float().log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Short runs of every method whose result depends on everything that a restart could lose."""
+"""Short runs of every method whose result depends on all state that a restart could lose."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMES = ("runtime", "per_second")
 
 
 def make_models(folder: Path) -> dict[str, str]:
-    """With dropout, so that a random stream that goes on at the wrong place changes the loss."""
+    """Create models with dropout, so that a random stream that is resumed at the wrong position changes the loss."""
     paths = {
         "policy": make_model(folder / "policy", seed=1),
         "classifier": make_classifier(folder / "classifier", "untied", seed=1),
@@ -31,17 +31,17 @@ def make_models(folder: Path) -> dict[str, str]:
 
 
 def vowels(completions: list[str], **_: Any) -> list[float]:
-    """A reward: the share of vowels."""
+    """A reward: the fraction of vowels."""
     return [sum(letter in "aeiou" for letter in text) / (1 + len(text)) for text in completions]
 
 
 def judge(prompts: list[Any], pairs: list[list[Any]]) -> list[int]:
-    """Prefers what is longer."""
+    """Prefer the longer completion."""
     return [int(len(first) < len(second)) for first, second in pairs]
 
 
 def make(name: str, models: dict[str, str], folder: Path, **more: Any) -> AlignmentTrainer:
-    """A trainer whose run depends on everything that a restart could lose."""
+    """Create a trainer whose run depends on all state that a restart could lose."""
     method, _, how = name.partition("-")
     given = options(
         folder,
@@ -49,7 +49,7 @@ def make(name: str, models: dict[str, str], folder: Path, **more: Any) -> Alignm
         lr_scheduler_type="linear",
         learning_rate=5e-3,
         metric_for_best_model="loss",
-        greater_is_better=True,  # so that evaluations get worse, and patience is used up
+        greater_is_better=True,  # so that evaluations get worse and patience is exhausted
         disable_dropout=False,
         include_num_input_tokens_seen=True,
         **{"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **more},
@@ -74,11 +74,11 @@ def make(name: str, models: dict[str, str], folder: Path, **more: Any) -> Alignm
 
 
 def logged(trainer: AlignmentTrainer) -> list[dict[str, Any]]:
-    """What a run has logged, but for times."""
+    """Return the logged values of a run without times."""
     return [{n: v for n, v in e.items() if not n.endswith(TIMES)} for e in trainer.state.log_history]
 
 
 def completions(trainer: AlignmentTrainer) -> list[dict[str, Any]]:
-    """The table of completions that a run has left."""
+    """Return the table of completions of a run."""
     file = trainer.output_dir / "completions.jsonl"
     return list(map(json.loads, file.read_text().splitlines())) if file.exists() else []

@@ -1,17 +1,17 @@
-"""``make mutations``: apply each mutation of ``tests/mutations/`` to a copy of the package; its test has to fail.
+"""``make mutations``: apply each mutation of ``tests/mutations/`` to a copy of the package; its test must fail.
 
-A mutation is a change that somebody made, or could make, by mistake. The files say what it is:
+A mutation is a mistake that was made or could be made. Each one has an entry:
 
 .. code-block:: yaml
 
     - name: gradients are summed over ranks, not averaged
       file: alignment/engines/scoring.py
-      original: loss * self.world_size          # occurs once in the file
+      original: loss * self.world_size          # occurs exactly once in the file
       replacement: loss
-      tests: [tests/engine/test_split_grid.py -k CPO-stage2-2]  # of `make test`; one of them fails
+      tests: [tests/engine/test_split_grid.py -k CPO-stage2-2]  # tests of `make test`, one of which fails
 
-Exit status 1 if a mutation survives, if its text is not in the file exactly once, if no test of it is selected, or if
-the test that noticed it fails without it as well.
+The exit status is 1 if a mutation survives, if its text does not occur exactly once in the file, if none of its tests
+is selected, or if the test that detected it also fails without the mutation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TIMEOUT_S = 240.0
 
 @dataclass(frozen=True)
 class Mutation:
-    """One entry of the files, see the module's docstring; ``area`` is the file's name."""
+    """An entry as described in the module's docstring; ``area`` is the name of its file."""
 
     area: str
     name: str
@@ -50,7 +50,7 @@ class Mutation:
     tests: tuple[str, ...]
 
     def mutated(self) -> str:
-        """The text of the mutated file.
+        """Return the text of the mutated file.
 
         Raises:
             ValueError: the mutation does not apply.
@@ -60,26 +60,26 @@ class Mutation:
             raise ValueError(f"{self.file} does not exist")
         text = path.read_text(encoding="utf-8")
         if text.count(self.original) != 1:
-            raise ValueError(f"its text is {text.count(self.original)} times in {self.file}, not once")
+            raise ValueError(f"its text occurs {text.count(self.original)} times in {self.file}, not once")
         return text.replace(self.original, self.replacement)
 
 
 def load(folder: Path = FOLDER) -> list[Mutation]:
-    """Every mutation, in the order of the files.
+    """Load all mutations, in the order of the files.
 
     Raises:
-        ValueError: an entry lacks a key, has one too many, or a name that another one has.
+        ValueError: an entry has missing or unknown keys, or a duplicate name.
     """
     found: list[Mutation] = []
     for file in sorted(folder.glob("*.yaml")):
         if file.name == "equivalent.yaml":
-            continue  # random mutants that change nothing: tools/mutants
+            continue  # equivalent random mutants, for tools/mutants
         for entry in yaml.safe_load(file.read_text(encoding="utf-8")):
             found.append(_mutation(file.stem, entry))
     names = [mutation.name for mutation in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"several mutations are called {', '.join(twice)}")
+        raise ValueError(f"duplicate names of mutations: {', '.join(twice)}")
     return found
 
 
@@ -88,21 +88,21 @@ def _mutation(area: str, entry: dict[str, Any]) -> Mutation:
         raise ValueError(f"{area}.yaml: {entry.get('name', entry)}: keys must be {', '.join(sorted(_KEYS))}")
     values = {key: entry[key] for key in _KEYS - {"tests"}}
     if not all(isinstance(value, str) for value in values.values()):
-        raise ValueError(f"{area}.yaml: {entry['name']}: every value but tests must be text; put it in quotes")
+        raise ValueError(f"{area}.yaml: {entry['name']}: all values except tests must be strings; add quotes")
     return Mutation(area, tests=tuple(entry["tests"]), **values)
 
 
 class Run:
-    """Trials of mutations, several at once, each in a tree of its own."""
+    """Concurrent trials of mutations, each in a separate tree."""
 
     def __init__(self, mutations: Sequence[Mutation], jobs: int) -> None:
         self.mutations, self.jobs = mutations, jobs
         self.verdicts: dict[str, Verdict] = {}
         self._saying = threading.Lock()
-        self._unchanged: dict[str, Verdict] = {}  # of tests, by their command, on the code as it is
+        self._unchanged: dict[str, Verdict] = {}  # results of tests on the unmodified code, by command
 
     def __call__(self) -> bool:
-        """Try all of them; whether every one was noticed."""
+        """Try all mutations; return whether every one was detected."""
         with trials("mutations-", self.jobs) as (folders, server):
             share_out(self.mutations, self.jobs, lambda number: self._worker(folders[number], server))
         return all(verdict.noticed for verdict in self.verdicts.values())
@@ -114,7 +114,7 @@ class Run:
             verdict = self._try(mutation, tree, server)
             with self._saying:
                 self.verdicts[mutation.name] = verdict
-                sign = "noticed " if verdict.noticed else "SURVIVED"
+                sign = "detected" if verdict.noticed else "SURVIVED"
                 print(
                     f"{sign} {verdict.seconds:5.1f} s  {mutation.area}: {mutation.name}  [{verdict.how}]", flush=True
                 )
@@ -131,7 +131,7 @@ class Run:
                 verdict = tree.run_tests(server, tests.split(maxsplit=2), _TIMEOUT_S)
                 if verdict.noticed:
                     break
-        # A mutation that cannot be imported proves nothing about the test.
+        # A mutation that cannot be imported does not show that the test detects it.
         if verdict.how.startswith("exit status"):
             return Verdict(False, verdict.how, verdict.seconds)
         if verdict.noticed and (before := self._without_mutation(tests, tree, server)).noticed:
@@ -139,19 +139,19 @@ class Run:
         return verdict
 
     def _without_mutation(self, tests: str, tree: Tree, server: RankServer) -> Verdict:
-        """What becomes of tests on the code as it is; once for each command (twice where two workers ask at once)."""
+        """Run tests on the unmodified code, once for each command (twice if two workers ask at the same time)."""
         if tests not in self._unchanged:
             self._unchanged[tests] = tree.run_tests(server, tests.split(maxsplit=2), _TIMEOUT_S)
         return self._unchanged[tests]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the mutations that the arguments choose; return the exit status."""
+    """Run the selected mutations; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutations", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", help="parts of names or areas; all mutations if none is given")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the files with mutations")
-    parser.add_argument("--sample", type=int, help="a random sample of so many")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the sample")
+    parser.add_argument("names", nargs="*", help="parts of names or areas; default: all mutations")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="folder with the mutation files")
+    parser.add_argument("--sample", type=int, help="number of mutations to sample at random")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="seed of the sample")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args(argv)
     chosen = [
@@ -163,12 +163,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"a sample of {given.sample}, --seed {given.seed}")
         chosen = random.Random(given.seed).sample(chosen, min(given.sample, len(chosen)))
     if not chosen:
-        raise SystemExit(f"no mutation is called {' or '.join(given.names)}")
+        raise SystemExit(f"no mutation matches {' or '.join(given.names)}")
     run = Run(chosen, given.jobs)
     good = run()
     survived = [name for name, verdict in run.verdicts.items() if not verdict.noticed]
     print(
-        f"{len(chosen) - len(survived)} of {len(chosen)} mutations noticed"
+        f"{len(chosen) - len(survived)} of {len(chosen)} mutations detected"
         + "".join(f"\n  not: {n}" for n in survived)
     )
     return 0 if good else 1

@@ -1,12 +1,12 @@
-"""Show that a change of the code changed no number: ``python tools/same_numbers.py BASE [HEAD] [--quick]``.
+"""Show that a code change did not change any results: ``python tools/same_numbers.py BASE [HEAD] [--quick]``.
 
-Makes short seeded runs of every method, ZeRO stage and number of ranks with the code of two commits, on this machine,
-and compares everything that they log and every weight that they save. Only times and memory may differ, and keys may
-have the new names of ``tools/renamed_keys.yaml``. A side is a commit, or a folder with a checkout; HEAD is this
-checkout as it stands if it is left out. Exit status 1 if anything differs.
+Make short seeded runs of every method, ZeRO stage and number of ranks with the code of two commits on this machine,
+and compare all logged values and saved weights. Only times and memory may differ, and keys may be renamed as listed in
+``tools/renamed_keys.yaml``. A side is a commit, or a folder with a checkout; HEAD defaults to the current state of
+this checkout. The exit status is 1 if anything differs.
 
-``python tools/same_numbers.py . --base-python .venv/bin/python`` compares libraries instead: the same code with those
-of another Python and with those of this one.
+``python tools/same_numbers.py . --base-python .venv/bin/python`` compares libraries instead: the same code with the
+libraries of another Python and of this one.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # not tools/, where Python has put the script
+sys.path[0] = str(ROOT)  # not tools/, which Python has added for the script
 
 from tools.comparing.comparison import Difference, compare  # noqa: E402
 from tools.comparing.matrix import Run, World, runs  # noqa: E402
 from tools.ranks import RankServer, RanksFailed  # noqa: E402
 
-_SHOWN = 8  # differences of one run that are printed
+_SHOWN = 8  # maximum number of printed differences per run
 _TIMEOUT_S = 180.0
 
 
 @contextlib.contextmanager
 def checkout(side: str, folder: Path) -> Iterator[Path]:
-    """The code of a commit, in a worktree that is removed again, or of a folder."""
+    """Provide the code of a commit in a temporary worktree, or of a folder."""
     if (Path(side) / "alignment").is_dir():
         yield Path(side).resolve()
         return
@@ -58,8 +58,8 @@ class Side:
     Args:
         name: ``base`` or ``head``.
         root: its checkout.
-        folder: for its recipes, results and cache.
-        server: that forks its ranks.
+        folder: folder for its recipes, results and cache.
+        server: the server that forks its ranks.
     """
 
     def __init__(self, name: str, root: Path, folder: Path, server: RankServer) -> None:
@@ -67,16 +67,16 @@ class Side:
         self.server = RankServer(root, server.address)
 
     def result(self, run: Run) -> Path:
-        """The output folder of a run."""
+        """Return the output folder of a run."""
         return self.folder / run.name / "out"
 
     def train(self, run: Run) -> str | None:
-        """Make a run; what went wrong, or None."""
+        """Make a run; return the error, or None."""
         place = self.folder / run.name
         place.mkdir(parents=True)
         recipe = place / "recipe.json"
         recipe.write_text(json.dumps({**run.options, "output_dir": str(self.result(run))}))
-        # Tokenised rows are cached under a hash of what they are made of: each side has to make its own.
+        # Tokenized rows are cached under a hash of their inputs, so each side needs its own cache.
         variables = {"HF_DATASETS_CACHE": str(self.folder / "cache"), "HF_HUB_OFFLINE": "1"}
         script = self.root / "launch" / "train.py"
         try:
@@ -87,7 +87,7 @@ class Side:
 
 
 def compare_runs(base: Side, head: Side, matrix: Sequence[Run], renamed: dict[str, str]) -> bool:
-    """Make every run on both sides and report each as it is done; whether nothing differs."""
+    """Make all runs on both sides and report each result; return whether nothing differs."""
     sides = (base, head)
 
     def one(run: Run) -> tuple[Run, list[str], list[Difference]]:
@@ -104,26 +104,39 @@ def compare_runs(base: Side, head: Side, matrix: Sequence[Run], renamed: dict[st
             print(f"{run.name}: {'failed' if failures else f'{len(differences)} differences'}", flush=True)
             for line in [*failures, *differences[:_SHOWN]]:
                 print(f"  {line}", flush=True)
-    print(f"{len(matrix) - bad} of {len(matrix)} runs are the same")
+    print(f"{len(matrix) - bad} of {len(matrix)} runs are identical")
     return not bad
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments of the command line."""
+    """Parse the command-line arguments."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("base", metavar="BASE", help="a commit, or a folder with a checkout")
-    parser.add_argument("head", metavar="HEAD", nargs="?", default=str(ROOT), help="the same; default: this checkout")
-    parser.add_argument("--quick", action="store_true", help="each method on two of the ten engines: under 5 minutes")
-    parser.add_argument("--only", nargs="+", metavar="PART", help="runs with one of these parts in their names")
     parser.add_argument(
-        "--base-python", metavar="PYTHON", help="whose libraries BASE runs with; default: this Python's"
+        "head",
+        metavar="HEAD",
+        nargs="?",
+        default=str(ROOT),
+        help="a commit, or a folder with a checkout; default: this checkout",
     )
-    parser.add_argument("--renamed", type=Path, default=ROOT / "tools" / "renamed_keys.yaml", help="old: new keys")
+    parser.add_argument(
+        "--quick", action="store_true", help="run each method on two of the ten engines (less than 5 minutes)"
+    )
+    parser.add_argument("--only", nargs="+", metavar="PART", help="only runs whose names contain one of these parts")
+    parser.add_argument(
+        "--base-python", metavar="PYTHON", help="Python interpreter with the libraries for BASE; default: this one"
+    )
+    parser.add_argument(
+        "--renamed",
+        type=Path,
+        default=ROOT / "tools" / "renamed_keys.yaml",
+        help="YAML file with renamed keys (old: new)",
+    )
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare; return the exit status."""
+    """Compare both sides; return the exit status."""
     given = parse(argv)
     renamed = yaml.safe_load(given.renamed.read_text(encoding="utf-8")) or {}
     server = RankServer()
@@ -140,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.only:
             matrix = [run for run in matrix if any(part in run.name for part in given.only)]
         if not matrix:
-            raise SystemExit(f"no run has any of {given.only} in its name")
+            raise SystemExit(f"no run name contains any of {given.only}")
         folders = place / "base", place / "head"
         base, head = (Side(*side) for side in zip(("base", "head"), roots, folders, (other, server)))
         return 0 if compare_runs(base, head, matrix, renamed) else 1

@@ -1,4 +1,4 @@
-"""Trials: a copy of the checkout, a change to one of its files, and the tests that should notice."""
+"""Trials: a copy of the checkout, a change to one of its files, and the tests that should detect it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _TESTS_FAILED, _NO_TESTS = 1, 5  # pytest's exit codes
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the tests made of a change.
+    """The result of running tests on a change.
 
     Attributes:
-        noticed: whether a test failed, did not end, or could not be imported.
-        how: in a few words: the test that failed, ``timed out`` …, or why no test ran.
-        seconds: that it took.
+        noticed: whether a test failed, timed out, or could not be imported.
+        how: short explanation: the test that failed, ``timed out`` …, or why no test ran.
+        seconds: duration.
     """
 
     noticed: bool
@@ -38,10 +38,10 @@ class Verdict:
 
 
 class Tree:
-    """A copy of the checkout's files, committed or not, without what git ignores.
+    """A copy of the checkout's files, committed or not, except files ignored by git.
 
     Args:
-        folder: where to put it; must not exist.
+        folder: folder of the copy; must not exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,17 +54,17 @@ class Tree:
             check=True,
         )
         for name in filter(None, listed.stdout.split("\0")):
-            if (ROOT / name).is_file():  # deleted files are still in the index
+            if (ROOT / name).is_file():  # skip deleted files that are still in the index
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
-        # By hash, not by time: two changes of one file within a second would share a cache.
+        # By hash, not by time: two changes of a file within a second would use the same bytecode.
         for part in ("alignment", "tests"):
             mode = py_compile.PycInvalidationMode.CHECKED_HASH
             compileall.compile_dir(folder / part, quiet=2, invalidation_mode=mode)
 
     @contextlib.contextmanager
     def changed(self, file: str, text: str) -> Iterator[None]:
-        """Within this context ``file`` holds ``text``."""
+        """Replace the content of ``file`` with ``text`` within this context."""
         path = self.folder / file
         before = path.read_text(encoding="utf-8")
         path.write_text(text, encoding="utf-8")
@@ -77,9 +77,9 @@ class Tree:
         """Run tests of this tree until one fails.
 
         Args:
-            server: runs pytest in a forked process, and the ranks of the tests.
-            chosen: files, node ids and further arguments of pytest.
-            timeout: seconds.
+            server: server that runs pytest in a forked process, and the ranks of the tests.
+            chosen: files, node IDs and further arguments of pytest.
+            timeout: maximum duration in seconds.
         """
         own = RankServer(self.folder, address=server.address)
         arguments = ["-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-m", CHOOSABLE, *chosen]
@@ -94,7 +94,7 @@ class Tree:
         if done.returncode == 0:
             return Verdict(False, "every test passed", seconds)
         if "no match in any of" in done.stderr + done.stdout and any("::" in test for test in chosen):
-            # A test was renamed since the tests were chosen, or the change itself renames one.
+            # A test was renamed after the tests were selected, or the change itself renames one.
             files = list(dict.fromkeys(test.partition("::")[0] for test in chosen))
             return self.run_tests(server, files, timeout)
         if done.returncode == _NO_TESTS:
@@ -108,7 +108,7 @@ class Tree:
 
 @contextlib.contextmanager
 def workspace(prefix: str) -> Iterator[Path]:
-    """A folder for trees, in memory if possible; removed on exit."""
+    """Create a temporary folder for trees, in memory if possible."""
     folder = tempfile.mkdtemp(prefix=prefix, dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
     try:
         yield Path(folder)
@@ -118,8 +118,10 @@ def workspace(prefix: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def trials(prefix: str, jobs: int) -> Iterator[tuple[list[Path], RankServer]]:
-    """The places of ``jobs`` trees, and a running server for their tests; both are gone on exit."""
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/conftest.py; a library of the server may import triton
+    """Provide folders for ``jobs`` trees and a running server for their tests within this context."""
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # as in tests/conftest.py, because a library of the server may import triton
     server = RankServer()
     with workspace(prefix) as place:
         try:

@@ -1,4 +1,4 @@
-"""Installed versions that differ from the tested ones: ``python -m tools.versions``."""
+"""List installed versions that differ from the tested ones: ``python -m tools.versions``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
 
 
 def pinned(file: Path = CONSTRAINTS) -> list[Requirement]:
-    """The pins that apply to this Python."""
+    """Return the pinned versions for this Python."""
     lines = (line.partition(" #")[0].strip() for line in file.read_text(encoding="utf-8").splitlines())
     found = [Requirement(line) for line in lines if line and not line.startswith("#")]
     return [one for one in found if one.marker is None or one.marker.evaluate()]
 
 
 def differences(file: Path = CONSTRAINTS) -> Iterator[tuple[str, str, str]]:
-    """Package, tested version, installed version; packages that are not installed are left out."""
+    """Return package, tested version and installed version; packages that are not installed are omitted."""
     for requirement in pinned(file):
         try:
             found = version(requirement.name)
@@ -35,7 +35,7 @@ def main() -> None:
     for name, tested, installed in found:
         print(f"{name}: tested with {tested}, installed {installed}")
     if not found:
-        print("every installed version is the tested one")
+        print("all installed versions are the tested ones")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The commands: their dispatch (``commands``), arguments, help and output, and what each of them does."""
+"""The command-line interface: dispatch (``commands``), argument parsing, help, output, and a module per command."""

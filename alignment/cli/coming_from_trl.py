@@ -1,4 +1,4 @@
-"""The page on the options of TRL and transformers, printed from what decides about them.
+"""Generate the reference page on the options of TRL and transformers from the tables that the checks use.
 
 ``python -m alignment.cli.coming_from_trl docs/reference/trl-options.md`` writes it.
 """
@@ -21,34 +21,34 @@ from alignment.config.refusals import NOT_YET, REMOVED, refused_fields
 from alignment.config.registry import METHODS
 
 _HEAD = """\
-# Coming from TRL
+# Options of TRL and transformers
 
-Change the import: `from alignment import KTOConfig, KTOTrainer`. Names, defaults and units of options are TRL's. Every
-option that TRL 0.12 to 1.16 or transformers' `TrainingArguments` has is in one of the tables below:
+Change the import: `from alignment import KTOConfig, KTOTrainer`. Options have the same names, defaults and units as in
+TRL. The tables below list every option of TRL 0.12 to 1.16 and of transformers' `TrainingArguments`:
 
-- *works*: it is an option here;
-- *accepted*: nothing depends on it, for the reason that is given; `options.json` has it only where it is set;
-- *only …*: these values ask for what is done here; any other one would change the result, and is refused by name with
-  the nearest thing that works.
+- *supported*: the option works as in TRL.
+- *accepted*: the option is accepted and has no effect, for the reason given; `options.json` lists it only if set.
+- *must be …*: only these values are accepted. Any other value would change the result; it is rejected with an error
+  that names the closest supported alternative.
 
-No option is refused at TRL's own default. A name that is in no table is refused with the nearest one that there is.
+No option is rejected at TRL's default. For a name that is in no table, the error suggests the closest known name.
 
-Options that are set after the configuration was made are checked again when the trainer is made. A trainer also takes
-plain `TrainingArguments`: every value of theirs, as TRL does. `HfArgumentParser` parses the configurations, beside
-`ScriptArguments` and `ModelConfig` too; names that these have (`dataset_name`, `model_name_or_path`, `dtype`,
-`trust_remote_code`, `lora_r` …) are then theirs alone, and a configuration takes them from Python, a recipe or this
-project's command line.
+Options that you set after creating the configuration are checked again when the trainer is created. A trainer also
+accepts plain `TrainingArguments` and uses all of their values, as TRL does. `HfArgumentParser` can parse the
+configurations, also together with `ScriptArguments` and `ModelConfig`. In that case, the options that these classes
+declare (`dataset_name`, `model_name_or_path`, `dtype`, `trust_remote_code`, `lora_r` and others) are parsed into them
+only; set them on the configuration from Python, in a recipe or on the command line of this project.
 
-In `model_init_kwargs`, `dtype` (or `torch_dtype`), `attn_implementation`, `trust_remote_code`, `load_in_4bit` and
-`load_in_8bit` are read into the options of these names, and refused where an option says something else. `float32`
-there leaves the compute dtype to `bf16` and `fp16`, for weights are kept in float32 in any case. `device_map` is
-accepted where it leaves the model on the process's own device.
+The keys `dtype` (or `torch_dtype`), `attn_implementation`, `trust_remote_code`, `load_in_4bit` and `load_in_8bit` of
+`model_init_kwargs` set the options of the same names; a conflict with an option is an error. `dtype: float32` in
+`model_init_kwargs` does not change the compute dtype, which `bf16` and `fp16` determine: the weights are stored in
+float32 in any case. `device_map` is accepted if it places the model on the device of the process.
 """
 _FOOT = "<!-- written by `make tables` from alignment/config/compatibility/ -->\n"
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the page as Markdown."""
     shared = {field.name for field in option_fields(TransformersOptions)}
     parts = [
         _HEAD,
@@ -57,10 +57,10 @@ def page() -> str:
         "\n## Options of TRL's configurations\n",
         _table(sorted({*OF_TRL, *_judged() - shared}), methods=True),
         "\n## Other names\n",
-        "Read as the option here, with the same values; both names with different values are refused.\n",
-        "| name | here |\n|---|---|",
+        "These names are aliases that take the same values. Setting both names to different values is an error.\n",
+        "| name | alias of |\n|---|---|",
         *_rows_of_names(),
-        "\n## Names that are refused\n",
+        "\n## Rejected names\n",
         "| name | instead |\n|---|---|",
         *(f"| `{name}` | {_sentence(instead)} |" for name, instead in sorted(REMOVED.items())),
         f"\n{_FOOT}",
@@ -73,8 +73,8 @@ def _judged() -> set[str]:
 
 
 def _table(names: Iterable[str], methods: bool = False) -> str:
-    """A row for each of these options, or more where methods differ in what they do with it."""
-    lines = ["| option | methods | here |", "|---|---|---|"] if methods else ["| option | here |", "|---|---|"]
+    """Return a table with a row per option, or several rows if methods treat it differently."""
+    lines = ["| option | methods | status |", "|---|---|---|"] if methods else ["| option | status |", "|---|---|"]
     for name in names:
         for owners, said in _said(name):
             lines.append(f"| `{name}` | {', '.join(owners)} | {said} |" if methods else f"| `{name}` | {said} |")
@@ -82,7 +82,7 @@ def _table(names: Iterable[str], methods: bool = False) -> str:
 
 
 def _said(name: str) -> Iterator[tuple[list[str], str]]:
-    """What becomes of an option, with the methods that this is true of."""
+    """Yield each treatment of an option with the methods that it applies to."""
     by_text: dict[str, list[str]] = {}
     for method, cls in METHODS.items():
         field = next((each for each in option_fields(cls) if each.name == name), None)
@@ -98,19 +98,19 @@ def _text(field: dataclasses.Field[Any]) -> str:
         return _verdict_text(verdict)
     if field.name in refused_fields():
         entry = NOT_YET[field.name]
-        return f"*only* {_values(entry.allowed)}: {entry.reason}; {entry.instead}"
-    return "*works*"
+        return f"*must be* {_values(entry.allowed)}: {entry.reason}; {entry.instead}"
+    return "*supported*"
 
 
 def _verdict_text(verdict: Verdict) -> str:
     if verdict.values is None:
         return f"*accepted*: {verdict.reason}"
-    return f"*only* {_values(verdict.values)}: {verdict.reason}; {verdict.instead}"
+    return f"*must be* {_values(verdict.values)}: {verdict.reason}; {verdict.instead}"
 
 
 def _values(values: Collection[Any]) -> str:
     shown = ("unset" if value is None else f"`{str(value).lower()}`" for value in values if value not in ("", [], {}))
-    return ", ".join(shown) or "unset"
+    return " or ".join(shown) or "unset"
 
 
 def _other_defaults(name: str, owners: list[str]) -> str:
@@ -122,17 +122,17 @@ def _other_defaults(name: str, owners: list[str]) -> str:
     pairs = {(default, default_text(fields[method])) for method, default in other.items()}
     if len(pairs) == 1 and set(other) == set(METHODS):
         default, ours = pairs.pop()
-        return f"; the default is `{ours}`, in TRL `{default}`"
-    said = (f"of {name} is `{default_text(fields[name])}`, in TRL `{default}`" for name, default in other.items())
-    return "; the default " + ", ".join(said)
+        return f"; defaults to `{ours}` (`{default}` in TRL)"
+    said = (f"`{default_text(fields[name])}` for {name} (`{default}` in TRL)" for name, default in other.items())
+    return "; defaults to " + ", ".join(said)
 
 
 def _rows_of_names() -> Iterator[str]:
     found = {(older, name) for cls in METHODS.values() for older, name in older_names(cls).items()}
     found |= {("gamma_beta_ratio", "simpo_gamma"), ("use_transformers_paged", "rollout_backend")}
     further = {
-        "gamma_beta_ratio": ", which is the ratio times `beta`",
-        "use_transformers_paged": ": `continuous`, where it is true",
+        "gamma_beta_ratio": ", which is this ratio times `beta`",
+        "use_transformers_paged": ": `continuous` if true",
     }
     for older, name in sorted(found):
         yield f"| `{older}` | `{name}`{further.get(older, '')} |"
@@ -143,7 +143,7 @@ def _sentence(text: str) -> str:
 
 
 def main() -> None:
-    """Write the page into the files that are named."""
+    """Write the page to each file named on the command line."""
     for name in sys.argv[1:]:
         Path(name).write_text(page(), encoding="utf-8")
 

@@ -1,6 +1,6 @@
-"""The commands: ``deepspeed-alignment COMMAND``, ``python -m alignment COMMAND`` and ``launch/COMMAND.py`` are one.
+"""Dispatch of ``deepspeed-alignment COMMAND`` and its equivalents, ``python -m alignment`` and ``launch/COMMAND.py``.
 
-Nothing here imports torch: ``--help`` and the errors of options answer at once.
+Nothing here imports torch, so that ``--help`` and option errors appear immediately.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from alignment.config.errors import did_you_mean
 
 
 class Command(NamedTuple):
-    """Where a command's function is (it takes the arguments and the name it was called by), and what it does."""
+    """A command's module, whose ``main`` takes the arguments and the program name, and its line in ``--help``."""
 
     module: str
     help: str
@@ -24,21 +24,23 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("alignment.cli.train", "train a model from a recipe, options, or both"),
-    "prepare": Command("alignment.cli.prepare", "tokenise the data and plan a run without a GPU, and exit"),
-    "status": Command("alignment.cli.status", "show where a run stands, from the files in its output folder"),
-    "report": Command("alignment.cli.report", "draw the HTML report of a run, or compare several runs"),
-    "precompute": Command("alignment.cli.precompute", "compute and keep the reference's log-probs, and exit"),
-    "export": Command("alignment.cli.export", "write a checkpoint, or an adapter with its base, as a full model"),
-    "submit": Command("alignment.cli.submit", "submit training to SLURM, which requeues it near its time limit"),
+    "prepare": Command("alignment.cli.prepare", "tokenize the data and print the plan of a run, without a GPU"),
+    "status": Command("alignment.cli.status", "show the state of a run, read from its output folder"),
+    "report": Command("alignment.cli.report", "write the HTML report of a run, or compare several runs"),
+    "precompute": Command("alignment.cli.precompute", "compute and store the log-probs of the reference"),
+    "export": Command(
+        "alignment.cli.export", "export a checkpoint, or an adapter merged into its base, as a full model"
+    ),
+    "submit": Command("alignment.cli.submit", "submit a training job to SLURM that resumes after its time limit"),
 }
 
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment") -> None:
-    """Run the command that the first argument names, and exit with its code; 2 where there is no such command.
+    """Run the command named by the first argument and exit with its status, or with 2 if it is unknown.
 
     Args:
-        argv: arguments without the program's name; those of this process when None.
-        program: what usage lines call this program.
+        argv: arguments without the program name. Defaults to those of this process.
+        program: program name in usage lines.
     """
     arguments = _without_local_rank(sys.argv[1:] if argv is None else argv)
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
@@ -50,12 +52,12 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment"
         print_and_leave(f"deepspeed-alignment {_version()}")
     else:
         hint = did_you_mean(name, COMMANDS) or f"; did you mean {program} train {name}?"
-        print(f"error: {name!r}: no such command{hint} Commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"error: unknown command {name!r}{hint} Commands: {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(2)
 
 
 def _without_local_rank(arguments: Sequence[str]) -> list[str]:
-    """The arguments without what DeepSpeed's launcher puts before the command; the environment says the same."""
+    """Drop the ``--local_rank`` that DeepSpeed's launcher puts before the command; the environment has it as well."""
     first = 0
     while first < len(arguments) and arguments[first].startswith(("--local_rank", "--local-rank")):
         first += 1 if "=" in arguments[first] else 2
@@ -65,13 +67,21 @@ def _without_local_rank(arguments: Sequence[str]) -> list[str]:
 def _help(program: str) -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name.ljust(width)}  {command.help}" for name, command in COMMANDS.items()]
-    return "\n".join([f"usage: {program} COMMAND [ARGUMENT ...]", "", *lines, "", "COMMAND --help lists its options."])
+    return "\n".join(
+        [
+            f"usage: {program} COMMAND [ARGUMENT ...]",
+            "",
+            *lines,
+            "",
+            "Run COMMAND --help for the options of a command.",
+        ]
+    )
 
 
 def _version() -> str:
     try:
         return version("deepspeed-alignment")
-    except PackageNotFoundError:  # a checkout that was not installed
+    except PackageNotFoundError:  # a checkout that is not installed
         import alignment
 
         return alignment.__version__

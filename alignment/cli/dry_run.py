@@ -1,4 +1,4 @@
-"""What a run would do, printed before any weight is loaded: options, DeepSpeed JSON, rows, lengths, advice."""
+"""The dry run: options, DeepSpeed JSON, rows, lengths and advice, printed before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _ENGINES = {
     "reward_deepspeed.json": "reward model",
 }
 _EXAMPLES = 3
-_LONGEST = 600  # characters of one text that are shown, half of them from each end
+_LONGEST = 600  # characters shown of a text, half of them from each end
 
 
 def print_dry_run(trainer: AlignmentTrainer) -> None:
-    """Print it on the first rank; collective."""
+    """Print the dry run on rank 0. Collective."""
     stores = trainer.engines.stores
     stored = [] if stores is None else stores.lines()
     if trainer.is_world_process_zero():
@@ -34,7 +34,12 @@ def print_dry_run(trainer: AlignmentTrainer) -> None:
 
 
 def dry_run_lines(trainer: AlignmentTrainer, stored: Sequence[str] = ()) -> Iterator[str]:
-    """The lines of the dry run, section by section; ``stored`` are those on what is kept or reached elsewhere."""
+    """Yield the lines of the dry run.
+
+    Args:
+        trainer: the trainer that would run.
+        stored: lines about log-prob stores and external resources, printed after the plan.
+    """
     plan, sampler, train = trainer.engine_plan, trainer.sampler, trainer.train_data
     yield from _options(trainer.args)
     settings = trainer.settings()
@@ -56,7 +61,7 @@ def _options(options: AlignmentConfig) -> Iterator[str]:
     defaults = {field.name: field.default for field in option_fields(options)}
     values = options.to_dict()
     width = max(map(len, values))
-    yield "Options (* is not the default):"
+    yield "Options (* differs from the default):"
     for name, value in values.items():
         changed = name != "method" and value != defaults[name]
         yield f"{'*' if changed else ' '} {name.ljust(width)}  {json.dumps(value, default=str)}"
@@ -68,7 +73,7 @@ def _counts(data: PreparedData) -> Iterator[str]:
         reports += [(part.where, part.report) for part in data.parts]
     labelled = bool(data.report.desirable + data.report.undesirable)
     columns = ["read", "kept", "dropped", *(["desirable", "undesirable"] if labelled else [])]
-    columns += ["prompts cut", "completions cut"]
+    columns += ["prompts truncated", "completions truncated"]
     rows = []
     for name, report in reports:
         counts = [report.rows_in, report.rows_out, sum(report.dropped.values())]
@@ -100,7 +105,7 @@ def _examples(data: PreparedData, trainer: AlignmentTrainer) -> Iterator[str]:
 
 
 def _table(corner: str, columns: list[str], rows: list[tuple[str, list[Any]]]) -> Iterator[str]:
-    """Lines with the names on the left and whole numbers under their columns."""
+    """Yield the lines of a table: names on the left, integers under their columns."""
     left = max(map(len, [corner, *(name for name, _ in rows)]))
     widths = [max(len(column), 7) for column in columns]
     yield "  " + "  ".join([corner.ljust(left), *(c.rjust(w) for c, w in zip(columns, widths))]).rstrip()
@@ -112,4 +117,4 @@ def _shortened(text: str) -> str:
     if len(text) <= _LONGEST:
         return text
     half = _LONGEST // 2
-    return f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
+    return f"{text[:half]} … {len(text) - 2 * half} characters omitted … {text[-half:]}"

@@ -1,4 +1,4 @@
-"""The command ``export``: write a checkpoint, a model or an adapter with its base as a full Hugging Face folder."""
+"""The ``export`` command: write a checkpoint, a model or an adapter merged into its base as a full model folder."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from alignment.engines.launch_env import hush_libraries
 from alignment.reporting.activity import ACTIVITY, Limits
 
 _ABOUT = """\
-Write a checkpoint, a trained model, or a PEFT adapter merged into its base, as a full Hugging Face folder: safetensors
-in the dtype asked for, tokenizer, generation config and a model card. One tensor at a time, on the host; no GPU is
-needed. The files of a checkpoint are compared with its manifest. An export in fp32 takes the fp32 master weights of a
-checkpoint where it has them; an adapter is merged in fp32. The folder is read again, and the log-probs (of a reward
-model the scores) of sample rows are compared with those of SOURCE; export_report.json in OUT has the result."""
+Export a checkpoint, a trained model, or a PEFT adapter merged into its base model as a Hugging Face model folder:
+safetensors in the requested dtype, tokenizer, generation config and a model card. Tensors are processed one at a time
+in host memory; no GPU is needed. The files of a checkpoint are verified against its manifest. An fp32 export uses the
+fp32 master weights of a checkpoint if it has them; adapters are merged in fp32. The exported model is loaded again,
+and its log-probs on sample rows (scores for a reward model) are compared with those of SOURCE; the result is written
+to export_report.json in OUT."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment export") -> None:
-    """Export and exit with the code: 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C.
+    """Export, then exit with status 0, 1 after an error, 2 after a usage error, or 130 after Ctrl-C.
 
     Args:
-        argv: arguments without the program's name; those of this process when None.
-        program: what usage lines call this command.
+        argv: arguments without the program name. Defaults to those of this process.
+        program: program name in usage lines.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(program)
@@ -40,7 +41,11 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
         code = 1
         ranks = os.environ.get("WORLD_SIZE", "1")
         if ranks != "1":
-            print(f"error: {program}: runs in one process, and WORLD_SIZE is {ranks[:40]}", file=sys.stderr)
+            print(
+                f"error: {program} must run in a single process, but WORLD_SIZE is {ranks[:40]}; "
+                "start it without a launcher",
+                file=sys.stderr,
+            )
         else:
             code = guarded(lambda: _run(options))
     sys.exit(code)
@@ -49,13 +54,13 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
 def _run(options: argparse.Namespace) -> None:
     for name, value in vars(options).items():
         if isinstance(value, str) and "\0" in value:
-            raise OptionError(f"{setting(name, value)}: it has a NUL character in it; remove that")
+            raise OptionError(f"{setting(name, value)}: contains a NUL character; remove it")
     if (options.load_in_4bit or options.load_in_8bit) and find_spec("bitsandbytes") is None:
         raise OptionError(
-            f"--load_in_{4 if options.load_in_4bit else 8}bit: bitsandbytes is not installed; pip install bitsandbytes"
+            f"--load_in_{4 if options.load_in_4bit else 8}bit requires bitsandbytes; run pip install bitsandbytes"
         )
     hush_libraries()
-    # Reading, merging and writing a large model takes hours on a slow disk, and nobody waits for this process.
+    # Exporting a large model takes hours on a slow disk, and no other rank waits for this process: never time out.
     ACTIVITY.limits = Limits(least=math.inf, first=math.inf)
     from alignment.engines.exporting.export import export
 
@@ -78,7 +83,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _quantization(options: argparse.Namespace) -> dict[str, Any] | None:
-    """What the options say about the weights that the adapter was trained on, as transformers' dictionary."""
+    """Return the quantization of the base weights that the adapter was trained on, as transformers' dictionary."""
     if options.load_in_4bit:
         return {
             "load_in_4bit": True,
@@ -93,42 +98,43 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "source", metavar="SOURCE",
-        help="checkpoint-N, an output folder, or any folder of a full model (config.json, model.safetensors) or of an "
+        help="checkpoint-N, an output folder, or any folder with a full model (config.json, model.safetensors) or an "
         "adapter (adapter_config.json, adapter_model.safetensors)",
     )  # fmt: skip
-    add("out", metavar="OUT", help="folder to write; it must not exist, or be empty")
+    add("out", metavar="OUT", help="output folder; must be empty or not exist")
     add(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"),
-        help="of the exported weights; auto: that of a full model as it is, that of an adapter's training where it is "
-        "recorded, else that of its base [%(default)s]",
+        help="dtype of the exported weights; auto: the dtype of a full model; for an adapter, the dtype that it was "
+        "trained in if recorded, otherwise that of its base model [%(default)s]",
     )  # fmt: skip
     add(
         "--base", metavar="MODEL",
-        help="folder or hub name of the base model: of an adapter, if not the one that it names; of a full model, "
-        "the one before training, to measure what training changed (default: that of the run's options, if a folder)",
+        help="folder or hub name of the base model. For an adapter, overrides the base model that its config names. "
+        "For a full model, the model before training, used to measure how much training changed the weights "
+        "(default: the model of the run's options, if it is a local folder)",
     )  # fmt: skip
     add("--revision", help="revision of the base model on the hub")
     bits = parser.add_mutually_exclusive_group()
     bits.add_argument(
         "--load_in_4bit", action="store_true",
-        help="the adapter was trained on 4-bit weights: merge into them, dequantised (adapters trained here say so "
-        "themselves)",
+        help="merge the adapter into dequantized 4-bit base weights, if it was trained on those (detected "
+        "automatically for adapters trained with this package)",
     )  # fmt: skip
-    bits.add_argument("--load_in_8bit", action="store_true", help="the same for 8-bit weights")
+    bits.add_argument("--load_in_8bit", action="store_true", help="the same for 8-bit base weights")
     add(
         "--bnb_4bit_quant_type",
         default="nf4",
         choices=("nf4", "fp4"),
-        help="format of the 4-bit weights [%(default)s]",
+        help="quantization type of the 4-bit weights [%(default)s]",
     )
     add(
         "--use_bnb_nested_quant", default="true", choices=("true", "false"),
-        help="whether their quantisation constants were quantised as well [%(default)s]",
+        help="whether nested quantization was used for the 4-bit weights [%(default)s]",
     )  # fmt: skip
-    add("--dataset_name", metavar="DATA", help="file, folder or hub name of rows to compare on; else built-in texts")
-    add("--samples", type=int, default=8, metavar="N", help="rows to compare on; 0: do not compare [%(default)s]")
-    add("--max_shard_size", default="5GB", metavar="SIZE", help="largest size of a weight file [%(default)s]")
-    add("--trust_remote_code", action="store_true", help="run Python code that comes with a model or tokenizer")
+    add("--dataset_name", metavar="DATA", help="file, folder or hub name of the rows to compare on [built-in texts]")
+    add("--samples", type=int, default=8, metavar="N", help="number of rows to compare on; 0 to skip [%(default)s]")
+    add("--max_shard_size", default="5GB", metavar="SIZE", help="maximum size of a weight file [%(default)s]")
+    add("--trust_remote_code", action="store_true", help="allow models and tokenizers to run their own Python code")
     return parser
 
 

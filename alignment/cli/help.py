@@ -1,4 +1,4 @@
-"""The text of ``--help``, and the tables of options in the documentation, both made from the option classes.
+"""The text of ``--help`` and the option tables of the documentation, both generated from the option classes.
 
 ``python -m alignment.cli.help docs/reference/options.md`` regenerates the tables of a file.
 """
@@ -26,23 +26,23 @@ _USAGE = """\
 usage: {program} [RECIPE] [--method METHOD] [--OPTION VALUE ...]
 {launchers}
 
-RECIPE is a YAML file or the name of a packaged one ({recipes}).
-Options given here override it.
-A boolean needs no VALUE; a mapping is given as JSON."""
-# How launchers start each rank of it, by the name that the command was called by.
+RECIPE is a YAML file or the name of a packaged recipe ({recipes}).
+Options on the command line override the recipe.
+A boolean option without VALUE is set to true. Pass mappings as JSON."""
+# How to start one process per GPU, by the name of the program.
 _LAUNCHED = {
-    script: f"under a launcher: deepspeed {script} …, torchrun --nproc_per_node N {script} …"
+    script: f"with a launcher: deepspeed {script} …, torchrun --nproc_per_node N {script} …"
     for script in ("launch/train.py", "launch/precompute.py")
 }
 _LAUNCHED_MODULE = (
-    "under a launcher: deepspeed --module alignment {name} …, torchrun --nproc_per_node N -m alignment {name} …"
+    "with a launcher: deepspeed --module alignment {name} …, torchrun --nproc_per_node N -m alignment {name} …"
 )
 BEGIN = "<!-- options: written by `make tables` from alignment/config/ -->"
 END = "<!-- end of options -->"
 
 
 def grouped_fields(cls: type) -> Iterator[tuple[type, list[dataclasses.Field[Any]]]]:
-    """The options of a class by the group, a class with a ``TITLE``, that declares them; base classes first."""
+    """Yield each group (a class with a ``TITLE``) of an options class with its fields, base classes first."""
     fields = {field.name: field for field in option_fields(cls) if verdict_of(field) is None}
     for part in reversed(cls.__mro__):
         own = [fields[name] for name in inspect.get_annotations(part) if name in fields]
@@ -51,7 +51,7 @@ def grouped_fields(cls: type) -> Iterator[tuple[type, list[dataclasses.Field[Any
 
 
 def default_text(field: dataclasses.Field[Any]) -> str:
-    """A default as one would write it."""
+    """Return the default of an option as a user would write it."""
     if field.default is None:
         return "unset"
     if isinstance(field.default, bool):
@@ -60,11 +60,11 @@ def default_text(field: dataclasses.Field[Any]) -> str:
 
 
 def help_text(methods: Mapping[str, type[AlignmentConfig]], program: str = "launch/train.py") -> str:
-    """Every option with its help and default: the shared groups once, then the own ones of each of these methods.
+    """Return the text of ``--help``: the shared option groups once, then the groups of each method.
 
     Args:
-        methods: options classes by the name of their method.
-        program: what the command was called by.
+        methods: options classes by method name.
+        program: program name in usage lines.
     """
     lines = [usage(program)]
     seen: set[type] = set()
@@ -94,14 +94,14 @@ def _entry(field: dataclasses.Field[Any]) -> str:
 
 
 def option_tables() -> str:
-    """One table for each group of options, and the names that are refused for now."""
+    """Return a table for each group of options, and the list of options that are not supported yet."""
     parts = [_table(title, fields) for title, fields in _groups()]
     later = ", ".join(f"`{name}`" for name in sorted(refused_fields()))
-    return "\n\n".join([*parts, f"Refused by name for now, with the nearest thing that works: {later}."])
+    return "\n\n".join([*parts, f"Not supported yet; the error names the closest alternative: {later}."])
 
 
 def _groups() -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]:
-    """Title and fields of each group once, the shared ones first; without fields that are refused."""
+    """Yield the title and the supported fields of each group once, shared groups first."""
     seen: set[type] = set()
     for cls in METHODS.values():
         for group, fields in grouped_fields(cls):
@@ -118,20 +118,20 @@ def _table(title: str, fields: list[dataclasses.Field[Any]]) -> str:
 
 
 def with_tables(text: str) -> str:
-    """A text with the tables between its two marks renewed.
+    """Return the text with the tables between its two markers regenerated.
 
     Raises:
-        OutputError: it has no such marks.
+        OutputError: the markers are missing.
     """
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise OutputError(f"the file has no place for the tables; put these two lines into it: {BEGIN} and {END}")
+        raise OutputError(f"the file has no markers for the tables; add these two lines: {BEGIN} and {END}")
     return f"{before}{BEGIN}\n\n{option_tables()}\n\n{END}{after}"
 
 
 def main() -> None:
-    """Renew the tables of the files that are named."""
+    """Regenerate the tables of each file named on the command line."""
     for name in sys.argv[1:]:
         path = Path(name)
         path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

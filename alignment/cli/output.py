@@ -1,4 +1,4 @@
-"""Output whose reader has gone: ``… --help | head``, a run whose ``tee`` has exited, a terminal that was closed."""
+"""Output to a closed pipe or terminal: ``… --help | head``, a run whose ``tee`` has exited, a closed terminal."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
-_CLOSED = (errno.EPIPE, errno.EIO, errno.ENXIO)  # of a pipe, and of a terminal
+_CLOSED = (errno.EPIPE, errno.EIO, errno.ENXIO)  # EPIPE for a pipe, the others for a terminal
 
 
 def print_and_leave(text: str) -> NoReturn:
-    """Print ``text`` and exit with 0, also if nobody reads it any more; exit with 1 on any other error of stdout."""
+    """Print ``text`` and exit with status 0, even if the pipe is closed; with 1 if stdout fails in another way."""
     try:
         print(_encodable(text, sys.stdout), flush=True)
     except OSError as error:
         _to_nowhere(sys.stdout)
         if error.errno in _CLOSED:
             sys.exit(0)
-        print(f"error: standard output cannot be written: {error.strerror or error}", file=sys.stderr)
+        print(f"error: cannot write to standard output: {error.strerror or error}", file=sys.stderr)
         sys.exit(1)
     sys.exit(0)
 
 
 def leave_with_help(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Where ``arguments`` ask for help: print that of ``parser`` and exit, with 0 also if the pipe is closed."""
+    """If ``arguments`` contain ``-h`` or ``--help``, print the help of ``parser`` and exit with status 0."""
     if any(argument in ("-h", "--help") for argument in arguments):
         print_and_leave(parser.format_help().rstrip())
 
 
 @contextlib.contextmanager
 def surviving_closed_output() -> Iterator[None]:
-    """Within this context, writing to stdout or stderr never fails because nobody reads it: output is discarded."""
+    """Discard output to a closed stdout or stderr within this context, instead of failing."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream and _Surviving(stream) for stream in before)  # type: ignore[assignment]
     try:
@@ -44,7 +44,7 @@ def surviving_closed_output() -> Iterator[None]:
 
 
 class _Surviving:
-    """A text stream that is redirected to the null device once its pipe or terminal is closed; else itself."""
+    """A text stream that is redirected to the null device once its pipe or terminal is closed."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -53,13 +53,13 @@ class _Surviving:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """As the stream's, but for a closed pipe or terminal, and for characters that the encoding lacks."""
+        """Write to the stream; tolerate a closed pipe and escape characters that cannot be encoded."""
         with self._discarding():
             return self._stream.write(_encodable(text, self._stream))
         return len(text)
 
     def flush(self) -> None:
-        """As the stream's, but for a closed pipe or terminal."""
+        """Flush the stream; tolerate a closed pipe."""
         with self._discarding():
             self._stream.flush()
 
@@ -74,13 +74,13 @@ class _Surviving:
 
 
 def _encodable(text: str, stream: TextIO) -> str:
-    """The text, with escapes in the place of what the encoding of ``stream`` does not have."""
+    """Escape the characters that the encoding of ``stream`` does not support."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text if text.isascii() else text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _to_nowhere(stream: TextIO) -> None:
-    """Redirect the descriptor of a stream to the null device, which covers buffered text and libraries in C++."""
+    """Redirect the stream's file descriptor to the null device; this covers buffered text and C++ libraries too."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -1,7 +1,7 @@
 """The command line: ``[--local_rank=N] [recipe.yaml] --key value --key=value --flag``.
 
-A recipe gives a method and options, flat or in sections; the command line overrides it. Nothing is converted here:
-values go as they are to the options class, whose conversion is the only one.
+A recipe sets a method and options, flat or in sections; the command line overrides it. Values are passed on as they
+are: the options class converts them.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.refusals import unknown_option
 from alignment.config.registry import METHODS, option_names
 
-_LAUNCHERS = "local_rank"  # an argument that torch's and DeepSpeed's launchers put before the others
+_LAUNCHERS = "local_rank"  # torch's and DeepSpeed's launchers put this argument before the others
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that raises instead of ending the process."""
+    """An argument parser that raises an OptionError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise OptionError(f"command line: {message}; --help lists the options")
 
 
 class Glimpse(NamedTuple):
-    """What has to be known before the options can be: the method, whose class has them, and whether it is the CPU."""
+    """The options needed before parsing: the method, whose class declares the options, and whether to use the CPU."""
 
     method: str | None
     use_cpu: bool
 
 
 def glimpse(argv: list[str]) -> Glimpse:
-    """The method and ``use_cpu`` as the arguments or the recipe give them; nothing where they cannot be read."""
+    """Read the method and ``use_cpu`` from the arguments or the recipe; errors are left to :func:`parse`."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--method", nargs="?")
     parser.add_argument("--use_cpu", "--no_cuda", nargs="?", const="true")
     try:
         seen, rest = parser.parse_known_args(argv)
     except OptionError:
-        return Glimpse(None, False)  # `parse` says so
+        return Glimpse(None, False)  # `parse` reports it
     method, use_cpu = seen.method, seen.use_cpu
     if method is None or use_cpu is None:
         recipe = _readable_recipe(rest)
@@ -59,13 +59,13 @@ def glimpse(argv: list[str]) -> Glimpse:
 
 
 def outside_method(argv: list[str]) -> dict[str, type[AlignmentConfig]]:
-    """The method that is asked for with its options, which are imported, if it is one from outside."""
+    """Return the requested method and its options class, which is imported, if it is a third-party method."""
     asked = glimpse(argv).method
     return {asked: METHODS[asked]} if asked is not None and METHODS.is_outside(asked) else {}
 
 
 def _readable_recipe(rest: list[str]) -> dict[str, Any]:
-    """What the recipe says that is among these tokens; nothing where there is none, or none that can be read."""
+    """Return the content of the recipe among these tokens, or an empty mapping if there is no readable one."""
     names = packaged_names("recipes")
     for token, before in zip(rest, ["", *rest]):
         value = before.startswith("-") and "=" not in before and not before.startswith("--local")
@@ -76,15 +76,15 @@ def _readable_recipe(rest: list[str]) -> dict[str, Any]:
 
 
 def parse(argv: list[str], program: str = "launch/train.py") -> AlignmentConfig:
-    """Options of the method that the recipe or ``--method`` names.
+    """Parse the options of the method that the recipe or ``--method`` names.
 
     Args:
-        argv: the arguments after the script's name.
-        program: what the usage line calls the command.
+        argv: arguments without the program name.
+        program: program name in usage lines.
 
     Raises:
-        OptionError: anything that cannot be used, in one line.
-        SystemExit: with code 0, after ``--help``.
+        OptionError: an argument, recipe or option is invalid.
+        SystemExit: with status 0, after ``--help``.
     """
     outside = outside_method(argv)
     recipe_name, given = read_arguments(argv, outside.values())
@@ -119,16 +119,16 @@ def parse(argv: list[str], program: str = "launch/train.py") -> AlignmentConfig:
 def read_arguments(
     argv: list[str], outside: Iterable[type[AlignmentConfig]] = ()
 ) -> tuple[str | None, dict[str, Any]]:
-    """The recipe's name, if there is one, and the options given, as texts (lists of texts for list options).
+    """Return the recipe's name, if any, and the options as strings (lists of strings for list options).
 
-    Of an option that is there several times the last one counts.
+    If an option is repeated, the last value is used.
 
     Args:
-        argv: the arguments after the script's name.
-        outside: options of methods that are not in the registry.
+        argv: arguments without the program name.
+        outside: options classes of third-party methods.
 
     Raises:
-        OptionError: an option that no method has, or a value without an option.
+        OptionError: an option that no method has, or a value that belongs to no option.
     """
     owners: dict[str, list[type]] = {}
     for cls in (*METHODS.values(), *outside):
@@ -144,13 +144,13 @@ def read_arguments(
     recipe = _recipe_name(rest)
     given: dict[str, Any] = {}
     for name, occurrences in vars(parsed).items():
-        if name != _LAUNCHERS:  # of which the environment says the same
+        if name != _LAUNCHERS:  # also in the environment
             given[name] = _value(name, occurrences[-1], owners.get(name, ()))
     return recipe, given
 
 
 def without_options(argv: Iterable[str], names: Collection[str]) -> list[str]:
-    """The arguments but for some options and their values, of which they take one or none."""
+    """Remove some options and their values, at most one each, from the arguments."""
     kept, of_these = [], False
     for argument in argv:
         if argument.startswith("--"):
@@ -166,30 +166,34 @@ def without_options(argv: Iterable[str], names: Collection[str]) -> list[str]:
 
 
 def _recipe_name(rest: list[str]) -> str | None:
-    """The recipe among what argparse did not know; the rest is a fault."""
+    """Return the recipe among the arguments that argparse did not recognize; anything else is an error."""
     for index, token in enumerate(rest):
         if token.startswith("-"):
             name, _, value = token.lstrip("-").partition("=")
             if not name:
-                raise OptionError(f"command line: {token!r} is no option; write --key value, the recipe first")
+                raise OptionError(
+                    f"command line: {token!r} is not an option; write the recipe first, then options as --key value"
+                )
             following = rest[index + 1 :]
             if not value and following and not following[0].startswith("-"):
                 value = following[0]
             raise unknown_option("", name, value or True)
     if len(rest) > 1:
-        raise OptionError(f"command line: {rest[1]!r} belongs to no option; write --key value, the recipe first")
+        raise OptionError(
+            f"command line: {rest[1]!r} belongs to no option; write the recipe first, then options as --key value"
+        )
     return rest[0] if rest else None
 
 
 def _value(name: str, values: list[str], owners: Iterable[type]) -> Any:
-    """A flag without value is true; several values are for list options only."""
+    """Return an option's value: true for a flag without value, a list of values for list options only."""
     if not values:
         return True
     if len(values) == 1:
         return values[0]
     if any(list in members(hints(cls)[older_names(cls).get(name, name)]) for cls in owners):
         return values
-    raise OptionError(f"--{name} {' '.join(values)}: takes one value; {values[1]!r} belongs to no option")
+    raise OptionError(f"--{name} {' '.join(values)}: expected one value; {values[1]!r} belongs to no option")
 
 
 def _method(given: Any, in_recipe: Any, recipe_name: str | None) -> str:
@@ -197,7 +201,7 @@ def _method(given: Any, in_recipe: Any, recipe_name: str | None) -> str:
     if isinstance(method, (list, dict)):
         raise OptionError(f"{recipe_name}: {setting('method', method)}: expected one of {', '.join(METHODS)}")
     if method is None:
-        where = f"{recipe_name}: method is missing" if recipe_name else "method=None: no recipe and no --method given"
+        where = f"{recipe_name}: method is missing" if recipe_name else "method=None: no recipe and no --method"
         raise OptionError(f"{where}; set method to one of {', '.join(METHODS)}")
     try:
         METHODS.check(str(method))

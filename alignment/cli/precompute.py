@@ -1,4 +1,4 @@
-"""The command ``precompute``: the options of ``train``; it ends where the reference's log-probs are on disk."""
+"""The ``precompute`` command: takes the options of ``train`` and stores the reference's log-probs on disk."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _OPTION = "--precompute_ref_log_probs"
 
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment precompute") -> None:
-    """Fill the stores of the training and evaluation sets and exit with the code, as ``train`` does.
+    """Compute and store the log-probs of the training and evaluation sets, then exit with the status of ``train``.
 
     Args:
-        argv: arguments without the program's name; those of this process when None.
-        program: what usage lines call this command.
+        argv: arguments without the program name. Defaults to those of this process.
+        program: program name in usage lines.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not any(argument.partition("=")[0] == _OPTION for argument in arguments):

@@ -1,6 +1,6 @@
-"""The command ``prepare``: the options of ``train``; it ends where the data are tokenised and the run is planned.
+"""The ``prepare`` command: takes the options of ``train``, tokenizes the data and prints the plan of the run.
 
-It needs no GPU and loads no weights, so that a job on a CPU node can do it before the job on GPU nodes begins.
+It needs no GPU and loads no weights, so that a job on a CPU node can run it before the training job starts.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from alignment.engines.launch_env import hush_libraries, init_distributed, world
 from alignment.engines.start_up import import_libraries
 
 _ABOUT = """\
-Tokenise the data of a run and print its plan, without a GPU and without loading weights. The run finds the tokenised
-rows in the cache of the datasets library. The options are those of `train`, and
+Tokenize the data of a run and print its plan, without a GPU and without loading weights. The run reads the tokenized
+rows from the cache of the datasets library. Takes the options of `train` and:
 
-  --ranks N   number of processes of the run, to plan for [1]
+  --ranks N   number of ranks to plan for [1]
 """
 _RANKS = "--ranks"
 _MOST = 1_000_000
@@ -32,12 +32,12 @@ _DEVICE = "DS_ACCELERATOR"
 
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment prepare") -> None:
-    """Tokenise, print the plan and exit with the code, as ``train`` does.
+    """Tokenize the data, print the plan, and exit with the same statuses as ``train``.
 
     Args:
-        argv: arguments without the program's name; those of this process when None. Those of ``train``, and
-            ``--ranks N``, the number of processes of the run to plan.
-        program: what usage lines call this command.
+        argv: arguments without the program name: those of ``train`` and ``--ranks N``, the number of ranks to plan
+            for. Defaults to those of this process.
+        program: program name in usage lines.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     hush_libraries()
@@ -50,19 +50,19 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
 def _run(arguments: list[str], program: str, started: Callable[[], None]) -> None:
     if world_size() > 1:
         raise OptionError(
-            f"{program}: it runs in one process, and WORLD_SIZE is {world_size()}; start one process, and give the "
-            f"ranks of the run as {_RANKS} {world_size()}"
+            f"{program} must run in a single process, but WORLD_SIZE is {world_size()}; start it without a launcher "
+            f"and pass {_RANKS} {world_size()}"
         )
     arguments, ranks = _without_ranks(arguments)
     if any(argument in ("-h", "--help") for argument in arguments):
         print(_ABOUT, flush=True)
     before = glimpse(arguments)
     on_cpu = before.use_cpu or os.environ.get(_DEVICE, "").lower() == "cpu"
-    os.environ[_DEVICE] = "cpu"  # a GPU of this machine is left alone
+    os.environ[_DEVICE] = "cpu"  # do not use a GPU of this machine
     machine = Machine(ranks, cuda=not on_cpu)
     with planning_for(machine):
         if METHODS.is_outside(before.method):
-            init_distributed(True)  # its file imports torch and DeepSpeed
+            init_distributed(True)  # the method's module imports torch and DeepSpeed
             import_libraries()
         options = parse(arguments, program)
         options.dry_run = True
@@ -76,10 +76,10 @@ def _run(arguments: list[str], program: str, started: Callable[[], None]) -> Non
 
 
 def _without_ranks(arguments: list[str]) -> tuple[list[str], int]:
-    """The arguments of ``train``, and the ranks to plan for.
+    """Return the arguments of ``train`` and the number of ranks to plan for.
 
     Raises:
-        OptionError: no number that could be one of ranks.
+        OptionError: ``--ranks`` is repeated or not a positive number.
     """
     kept: list[str] = []
     given: list[str] = []
@@ -93,9 +93,9 @@ def _without_ranks(arguments: list[str]) -> tuple[list[str], int]:
     if not given:
         return kept, 1
     if len(given) > 1:
-        raise OptionError(f"{_RANKS}: given {len(given)} times; keep one")
+        raise OptionError(f"{_RANKS} is set {len(given)} times; set it once")
     if not given[0].isdecimal() or not 1 <= int(given[0][:20]) <= _MOST:
-        raise OptionError(f"{setting(_RANKS, given[0])}: expected the number of ranks of the run, 1 or more")
+        raise OptionError(f"{setting(_RANKS, given[0])}: expected the number of ranks, 1 or more")
     return kept, int(given[0])
 
 

@@ -1,4 +1,4 @@
-"""Recipes: YAML files that name a method and its options, flat or in sections."""
+"""Recipes: YAML files with a method and its options, flat or in sections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _USUAL_SECTIONS = frozenset(words("model reference data rollout rewards training
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, except that a key that is there twice is an error."""
+    """PyYAML's safe loader, with an error for duplicate keys."""
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -35,9 +35,11 @@ def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dic
         key = loader.construct_object(key_node, deep=True)
         line = key_node.start_mark.line + 1
         if isinstance(key, (list, dict, set)):
-            raise OptionError(f"{loader.name} line {line}: {show(key)} as a key: an option's name must be a text")
+            raise OptionError(
+                f"{loader.name}, line {line}: the key {show(key)} must be a string, the name of an option"
+            )
         if key in seen:
-            raise OptionError(f"{loader.name} line {line}: {key}: the key is there twice; remove one")
+            raise OptionError(f"{loader.name}, line {line}: duplicate key {key!r}; remove one of them")
         seen.add(key)
     return loader.construct_mapping(node, deep=True)
 
@@ -46,14 +48,14 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 
 def read_recipe(name: str, outside: Iterable[type[AlignmentConfig]] = ()) -> dict[str, Any]:
-    """The options of a recipe, sections flattened, values as YAML reads them.
+    """Read the options of a recipe, with its sections flattened and its values as YAML parses them.
 
     Args:
         name: a path, or the name of a packaged recipe (``kto``, ``kto.yaml``).
-        outside: options of methods that are not in the registry.
+        outside: options classes of third-party methods.
 
     Raises:
-        OptionError: no such file, not valid YAML (with the line), or a key given twice.
+        OptionError: the file does not exist, is not valid YAML, or has a duplicate key.
     """
     path = _path(name)
     try:
@@ -68,28 +70,28 @@ def read_recipe(name: str, outside: Iterable[type[AlignmentConfig]] = ()) -> dic
         raise
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark is not None else ""
+        line = f", line {mark.line + 1}" if mark is not None else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
         advice = "indent with spaces" if "'\\t'" in problem else "correct that line"
-        raise OptionError(f"{path}{line}: not valid YAML: {problem}; {advice}") from None
-    except (OSError, ValueError) as error:  # what YAML reads as a number or a date, and Python cannot, is a ValueError
-        raise OptionError(f"{path}: cannot be read ({one_line(error)}); give a YAML text file") from None
+        raise OptionError(f"{path}{line}: invalid YAML: {problem}; {advice}") from None
+    except (OSError, ValueError) as error:  # a number or date that YAML accepts and Python rejects is a ValueError
+        raise OptionError(f"{path}: cannot be read ({one_line(error)}); pass a YAML file") from None
     except RecursionError:
         raise _nested_too_deeply(path) from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise OptionError(f"{path}: expected keys with values, found {type(content).__name__}; write key: value")
+        raise OptionError(f"{path}: expected a mapping, found {type(content).__name__}; write options as key: value")
     classes = (*METHODS.values(), *outside)
     known = {"method"}.union(*map(option_names, classes), *map(older_names, classes))
     return _flattened(content, str(path), known)
 
 
 def _path(name: str) -> Path:
-    """The file of a recipe.
+    """Return the path of a recipe.
 
     Raises:
-        OptionError: there is none, or one that cannot be a recipe.
+        OptionError: the file does not exist, is not a regular file, or is too large for a recipe.
     """
     path = Path(name).expanduser()
     if not path.is_file():
@@ -98,18 +100,18 @@ def _path(name: str) -> Path:
         except OptionError:
             if not name or not path.exists():
                 raise
-            kind = "it is a folder" if path.is_dir() else "it is not a regular file"
-            raise OptionError(f"{path}: {kind}; give a recipe, which is a YAML file") from None
+            kind = "is a folder" if path.is_dir() else "not a regular file"
+            raise OptionError(f"{path}: {kind}; pass a recipe, a YAML file") from None
     size = path.stat().st_size
     if size > _MOST_BYTES:
         raise OptionError(
-            f"{path}: it has {size / 1e6:.1f} MB, more than any recipe; is it a data file? Set dataset_name to that"
+            f"{path}: {size / 1e6:.1f} MB is too large for a recipe; if it is a data file, pass it as --dataset_name"
         )
     return path
 
 
 def _check_nesting(text: str, path: Path) -> None:
-    """Refuse brackets within brackets that YAML would read for minutes and then fail on."""
+    """Reject deeply nested brackets, which PyYAML would parse for minutes before failing."""
     depth = 0
     for bracket in re.findall(r"[\[\]{}]", text):
         depth = max(0, depth + (1 if bracket in "[{" else -1))
@@ -118,28 +120,28 @@ def _check_nesting(text: str, path: Path) -> None:
 
 
 def _nested_too_deeply(path: Path) -> OptionError:
-    return OptionError(f"{path}: it is nested too deeply; write key: value, with at most one section around")
+    return OptionError(f"{path}: nested too deeply; write options as key: value, grouped by at most one level")
 
 
 def _check_size(node: yaml.Node | None, path: Path) -> None:
-    """Refuse a file whose aliases, which may name others, stand for more than any recipe has."""
+    """Reject a file whose YAML aliases, which may be nested, expand to more values than any recipe has."""
     sizes: dict[int, int] = {}
 
     def size(node: Any) -> int:
         if isinstance(node, tuple):
             return sum(map(size, node))
         if id(node) not in sizes:
-            sizes[id(node)] = 1  # also of a node within itself, which is refused when it is constructed
+            sizes[id(node)] = 1  # for a node that contains itself, which the constructor rejects
             inner = node.value if isinstance(node, yaml.CollectionNode) else ()
             sizes[id(node)] = 1 + sum(map(size, inner))
         return sizes[id(node)]
 
     if size(node) > _MOST_VALUES:
-        raise OptionError(f"{path}: its aliases expand to {size(node)} values; write out what they stand for")
+        raise OptionError(f"{path}: the YAML aliases expand to {size(node)} values; write the values out")
 
 
 def _flattened(content: dict[Any, Any], where: str, options: set[str]) -> dict[str, Any]:
-    """The content with each section's keys moved up; a section is a mapping under a name that is no option."""
+    """Flatten the sections of a recipe; a section is a mapping whose key is not the name of an option."""
     flat: dict[str, Any] = {}
     for key, value in content.items():
         if key in options or not _is_section(key, value):
@@ -151,13 +153,13 @@ def _flattened(content: dict[Any, Any], where: str, options: set[str]) -> dict[s
 
 
 def _is_section(key: Any, value: Any) -> bool:
-    """A mapping, or a usual section name whose lines are all commented out."""
+    """Whether the value is a mapping, or the key a common section name whose lines are all commented out."""
     return isinstance(value, dict) or (value is None and key in _USUAL_SECTIONS)
 
 
 def _add(flat: dict[str, Any], key: Any, value: Any, where: str) -> None:
     if not isinstance(key, str):
-        raise OptionError(f"{where}: {key!r}: an option's name must be a text; write key: value")
+        raise OptionError(f"{where}: the key {key!r} must be a string, the name of an option")
     if key in flat:
-        raise OptionError(f"{where}: {setting(key, value)}: the option is there twice; remove one")
+        raise OptionError(f"{where}: {setting(key, value)}: duplicate option; remove one of them")
     flat[key] = value

@@ -1,4 +1,4 @@
-"""The command ``report``: the HTML report of a run, or a comparison of several, from the files in their folders."""
+"""The ``report`` command: write the HTML report of a run, or compare several runs, from their output folders."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from alignment.reporting.html.page import PAGE, render, render_comparison
 
 _COMPARISON = "comparison.html"
 _ABOUT = f"""\
-Draw the report of a run, {PAGE}, from the files in its output folder alone: of a finished, interrupted or killed run,
-and of one in progress. With several runs, compare them: the options that differ, final metrics and curves. The page
-is a single file and needs no network."""
+Write the report of a run, {PAGE}, from the files in its output folder. The run may be finished, interrupted, killed or
+in progress. With several runs, compare their options, final metrics and curves. The page is a single file that opens
+without a network."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment report") -> None:
-    """Draw the report and exit: 0 on success, 1 if a run cannot be read or the file not be written, 2 after misuse.
+    """Write the report, then exit with status 0, 1 if a file cannot be read or written, or 2 after a usage error.
 
     Args:
-        argv: arguments without the program's name. Defaults to those of this process.
-        program: the command's name in usage lines.
+        argv: arguments without the program name. Defaults to those of this process.
+        program: program name in usage lines.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(program)
@@ -73,7 +73,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="output folder of a run")
     parser.add_argument(
-        "--out", metavar="FILE", help=f"file to write [{PAGE} in the run's folder; of several runs, {_COMPARISON}]"
+        "--out", metavar="FILE", help=f"file to write [{PAGE} in the run's folder, or {_COMPARISON} for several runs]"
     )
     return parser
 

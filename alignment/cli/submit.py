@@ -1,4 +1,4 @@
-"""The command ``submit``: checks the options of ``train`` and of a job, and hands SLURM the batch script they make."""
+"""The ``submit`` command: check the options of ``train`` and of the job, and submit the batch script to SLURM."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from alignment.config.fields import SaveStrategy
 from alignment.config.options import AlignmentConfig
 
 _ABOUT = """\
-Submit training as a job of SLURM. Options that are not listed here are those of `train`. Recipe, options and the job
-are checked first. Near its time limit the run writes a checkpoint, and the job requeues itself and goes on from there;
-after a node failure SLURM requeues it. The same command again resumes a run that has ended early."""
+Submit a training job to SLURM. Options that are not listed here are those of `train`. The recipe, the options and the
+job are checked before submission. Shortly before its time limit, the run writes a checkpoint and the job requeues
+itself to resume from it; after a node failure, SLURM requeues the job. To resume a run that ended early, run the same
+command again."""
 
-_INTERRUPTED = "interrupted while sbatch was called: see `squeue --me` for a job that was submitted"
+_INTERRUPTED = "interrupted while calling sbatch: check `squeue --me` for a submitted job"
 _CTRL_C = 130
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that raises instead of ending the process."""
+    """An argument parser that raises an OptionError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise OptionError(f"command line: {message}; --help lists the options")
 
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment submit") -> None:
-    """Submit a job and exit with the code: 0, or 1 after an error.
+    """Submit a job, then exit with status 0, 1 after an error, or 130 after Ctrl-C.
 
     Args:
-        argv: arguments without the program's name; those of this process when None.
-        program: what usage lines call this command.
+        argv: arguments without the program name. Defaults to those of this process.
+        program: program name in usage lines.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(program)
@@ -70,24 +71,28 @@ def _parser(program: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28, width=119),
     )
-    parser.add_argument("--print", action="store_true", help="print the script and submit nothing; needs no SLURM")
+    parser.add_argument(
+        "--print", action="store_true", help="print the script without submitting it; works without SLURM"
+    )
     add_options(parser)
-    first = parser.add_argument_group("a job before it, which tokenises and plans on a node without GPUs")
-    first.add_argument("--prepare", action="store_true", help="submit both; training waits for the other to succeed")
-    first.add_argument("--prepare-partition", default="", metavar="NAME", help="default: that of --partition")
-    first.add_argument("--prepare-time", default="", metavar="D-HH:MM:SS", help="default: that of --time")
+    first = parser.add_argument_group("preparation job, which tokenizes the data and plans the run on a CPU node")
+    first.add_argument(
+        "--prepare", action="store_true", help="submit a preparation job; training starts if it succeeds"
+    )
+    first.add_argument("--prepare-partition", default="", metavar="NAME", help="partition of it (that of --partition)")
+    first.add_argument("--prepare-time", default="", metavar="D-HH:MM:SS", help="time limit of it (that of --time)")
     first.add_argument(
         "--prepare-sbatch",
         action="append",
         default=[],
         metavar="OPTION",
-        help="a further option of sbatch for it; those of --sbatch, --qos and --mem are not taken over",
+        help="further sbatch option for it; --sbatch, --qos and --mem apply to the training job only",
     )
     return parser
 
 
 def _run(given: argparse.Namespace, rest: list[str], program: str) -> list[str]:
-    """What to print: the script, or where the job that was submitted can be followed and stopped."""
+    """Submit the job and return the lines to print: how to follow and stop it, or the script with ``--print``."""
     job = request(given)
     preparing = _preparation(given, job)
     arguments, options = _arguments(rest, job)
@@ -111,13 +116,14 @@ def _preparation(given: argparse.Namespace, job: Request) -> Request | None:
             if getattr(given, name):
                 option = f"--{name.replace('_', '-')}"
                 raise OptionError(
-                    f"{option}={getattr(given, name)!r}: there is no such job; add --prepare or remove it"
+                    f"{option}={getattr(given, name)!r}: has no effect without --prepare; add --prepare or remove it"
                 )
         return None
     for text in job.sbatch:
         if names_option(text, "--dependency"):
             raise OptionError(
-                f"--sbatch={text!r}: with --prepare the job waits for its data; set --prepare-sbatch={text}"
+                f"--sbatch={text!r}: with --prepare, the job depends on the preparation job; set "
+                f"--prepare-sbatch={text} instead"
             )
     return job.preparation(
         given.prepare_partition,
@@ -127,31 +133,31 @@ def _preparation(given: argparse.Namespace, job: Request) -> Request | None:
 
 
 def _arguments(rest: list[str], job: Request) -> tuple[list[str], AlignmentConfig]:
-    """The arguments of ``train`` without the folder, and the options that they amount to."""
+    """Return the arguments of ``train`` without the output folder, and the parsed options."""
     with _own_environment():
         _, given = read_arguments(rest, outside_method(rest).values())
         if given.get("hub_token"):
             raise OptionError(
-                "--hub_token=<hidden>: SLURM keeps the job's script, where others may read it; remove it, and run "
-                "`hf auth login` or set HF_TOKEN"
+                "--hub_token=<hidden>: SLURM stores the job's script, where other users may read it; remove it and "
+                "run `hf auth login` or set HF_TOKEN"
             )
         if job.seeds and "seed" in given:
-            raise OptionError(f"--seed={given['seed']}: --seeds gives each run its own; remove --seed")
+            raise OptionError(f"--seed={given['seed']}: --seeds sets the seed of each run; remove --seed")
         with planning_for(Machine(job.nodes * job.tasks, cuda=bool(job.gpus.number))):
             options = parse(rest)
     if options.overwrite_output_dir:
         raise OptionError(
-            "overwrite_output_dir=true: a job goes on with its own run when it is requeued, and would move that "
-            "away; remove it, and move the earlier run or choose another output_dir"
+            "overwrite_output_dir=true: a requeued job resumes its own run, which this option would move away; "
+            "remove it, and move the earlier run or choose another output_dir"
         )
     if job.seeds and options.merged_output_dir is not None:
         raise OptionError(
-            f"{setting('merged_output_dir', options.merged_output_dir)}: the runs of --seeds would all merge into it; "
-            "leave it out, and merge the best with deepspeed-alignment export"
+            f"{setting('merged_output_dir', options.merged_output_dir)}: all runs of --seeds would write to this "
+            "folder; remove it, and merge the best run with deepspeed-alignment export"
         )
     _check_goes_on(options)
     kept = without_options(rest, ("output_dir", "resume_from_checkpoint"))
-    resume = options.resume_from_checkpoint  # which a recipe may say as well; `latest` is the script's own
+    resume = options.resume_from_checkpoint  # a recipe may set it as well; the script itself passes `latest`
     if resume is None or resume is True:
         return kept, options
     return [*kept, "--resume_from_checkpoint", resume or "false"], options
@@ -159,7 +165,7 @@ def _arguments(rest: list[str], job: Request) -> tuple[list[str], AlignmentConfi
 
 @contextlib.contextmanager
 def _own_environment() -> Iterator[None]:
-    """What libraries that a method from outside imports set in the environment is not handed on to the job."""
+    """Undo changes of the environment within this context: imports of third-party methods must not affect the job."""
     before = dict(os.environ)
     try:
         yield
@@ -172,13 +178,13 @@ def _check_goes_on(options: AlignmentConfig) -> None:
     for name, unusable, usable in (("save_strategy", SaveStrategy.NO, "steps"), ("save_only_model", True, "false")):
         if getattr(options, name) == unusable:
             raise OptionError(
-                f"{setting(name, unusable)}: a job that is requeued goes on from its newest checkpoint, and there "
-                f"would be none that it could; set {name}: {usable}"
+                f"{setting(name, unusable)}: a requeued job resumes from its newest checkpoint, and there would be "
+                f"none to resume from; set {name}: {usable}"
             )
 
 
 def _folder(job: Request, options: AlignmentConfig) -> list[str]:
-    """The folder that a job is told; that of a run with one of the seeds, if it prepares several."""
+    """Return the output folder argument of a job; if it prepares several seeds, that of the first one."""
     folder = options.output_dir or ""
     if job.run is not None and job.run.seeds:
         first = job.run.first_seed
@@ -187,7 +193,7 @@ def _folder(job: Request, options: AlignmentConfig) -> list[str]:
 
 
 def _submitted(scripts: list[str]) -> list[str]:
-    """The numbers of the jobs. If one is refused, those that it would have followed are cancelled."""
+    """Submit the jobs and return their ids. If one is rejected, cancel the jobs submitted before it."""
     numbers: list[str] = []
     try:
         for script in scripts:
@@ -202,12 +208,12 @@ def _submitted(scripts: list[str]) -> list[str]:
 
 
 def _cancelled(number: str) -> str:
-    """Cancel a job that prepares the data of one that does not come."""
+    """Cancel the preparation job of a training job that was not submitted."""
     try:
         cancel(number)
     except SlurmError as error:
-        return f"job {number}, which prepares its data, could not be cancelled ({error}): scancel {number}"
-    return f"job {number}, which was to prepare its data, was cancelled"
+        return f"could not cancel its preparation job {number} ({error}); run scancel {number}"
+    return f"its preparation job {number} was cancelled"
 
 
 def _printed(scripts: list[str]) -> list[str]:
@@ -217,24 +223,24 @@ def _printed(scripts: list[str]) -> list[str]:
     return [
         first,
         "",
-        "# The second job: sbatch --dependency=afterok:NUMBER_OF_THE_FIRST --kill-on-invalid-dep=yes",
+        "# The training job: sbatch --dependency=afterok:PREPARATION_JOB_ID --kill-on-invalid-dep=yes",
         "",
         second,
     ]
 
 
 def _make(folder: Path) -> None:
-    """SLURM discards the output of a job whose log has no folder to be in."""
+    """Create the folder of the job's log; SLURM would discard the output otherwise."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(
-            f"output_dir: {folder} cannot be made: {error.strerror or error}; choose another one"
+            f"output_dir: {folder} cannot be created: {error.strerror or error}; choose another one"
         ) from None
 
 
 def _told(jobs: list[Request], numbers: list[str], output_dir: Path, program: str) -> list[str]:
-    """How to follow, stop and resume what was submitted."""
+    """Return how to follow, stop and resume the submitted job."""
     job, number = jobs[-1], numbers[-1]
     folder = shlex.quote(str(output_dir / "seed-N" if job.seeds else output_dir))
     log = shlex.quote(str(log_pattern(job, output_dir)).replace("%A", number).replace("%a", "N").replace("%j", number))
@@ -243,12 +249,12 @@ def _told(jobs: list[Request], numbers: list[str], output_dir: Path, program: st
     seeds = f", seeds {job.seeds}" if job.seeds else ""
     lines = [f"submitted job {number}: {asked}{seeds}"]
     if len(jobs) > 1:
-        lines.append(f"  after    job {numbers[0]}, which prepares its data")
+        lines.append(f"  after    preparation job {numbers[0]}")
     return [
         *lines,
         f"  follow   {'python ' if status.endswith('.py') else ''}{status} {folder}",
         f"  log      tail -F {log}",
-        f"  stop     touch {folder}/STOP    (with a checkpoint)",
-        f"  cancel   scancel {number}    (with a checkpoint, if it can be written within SLURM's KillWait)",
-        "  resume   the same command again",
+        f"  stop     touch {folder}/STOP    (saves a checkpoint)",
+        f"  cancel   scancel {number}    (saves a checkpoint if SLURM's KillWait is long enough)",
+        "  resume   run the same command again",
     ]

@@ -1,4 +1,4 @@
-"""The command ``train``: parse the recipe and the options, then run what they say, under the guard."""
+"""The ``train`` command: parse the recipe and the options, then run them under the guard."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from alignment.engines.start_up import import_libraries
 def main(
     argv: Sequence[str] | None = None, program: str = "deepspeed-alignment train", *, precompute: bool = False
 ) -> None:
-    """Run a recipe with command-line overrides and exit with the code: 0, 1 after an error, 130 after Ctrl-C.
+    """Train from a recipe and options, then exit with status 0, 1 after an error, or 130 after Ctrl-C.
 
     Args:
-        argv: arguments without the program's name; those of this process when None.
-        program: what usage lines call this command.
-        precompute: end where the log-probs of the reference are kept.
+        argv: arguments without the program name. Defaults to those of this process.
+        program: program name in usage lines.
+        precompute: only compute and store the log-probs of the reference.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     hush_libraries()
@@ -38,11 +38,11 @@ def main(
 def _run(arguments: list[str], program: str, started: Callable[[], None], precompute: bool) -> None:
     before = glimpse(arguments)
     if METHODS.is_outside(before.method):
-        init_distributed(before.use_cpu)  # its file imports torch and DeepSpeed
+        init_distributed(before.use_cpu)  # the method's module imports torch and DeepSpeed
         import_libraries()
     options = parse(arguments, program)
-    # Only now torch and DeepSpeed: a misspelt option should not wait for them. And first the device: DeepSpeed settles
-    # for one as it is imported, which the methods do, and `use_cpu` would come too late.
+    # Import torch and DeepSpeed only now, so that a misspelled option fails immediately. Set the device before:
+    # DeepSpeed chooses one when it is imported, after which `use_cpu` would have no effect.
     init_distributed(options.use_cpu)
     import_libraries()
     from alignment.cli.train_job import run

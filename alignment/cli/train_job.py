@@ -1,4 +1,4 @@
-"""From parsed options to an aligned model on disk, or to the log-probs of its reference: where commands end."""
+"""From parsed options to a trained model on disk, to stored reference log-probs, or to a dry run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from alignment.training.trainer import AlignmentTrainer
 
 
 def build_trainer(options: AlignmentConfig) -> AlignmentTrainer:
-    """The trainer of ``options.method`` with the datasets that the options name; nothing is loaded but rows."""
+    """Return the trainer of ``options.method`` with the datasets of the options. No weights are loaded."""
     check_command_line(options)
-    if not options.resume_from_checkpoint and rank() == 0:  # a script could still resume when it calls train()
+    if not options.resume_from_checkpoint and rank() == 0:  # checked here, as a script may still resume in train()
         check_output_folder(Path(options.output_dir or ""), options.overwrite_output_dir)
     trainer: AlignmentTrainer = METHODS.trainer(options)(
         args=options, train_dataset=training_data(options), eval_dataset=evaluation_data(options)
@@ -33,36 +33,36 @@ def build_trainer(options: AlignmentConfig) -> AlignmentTrainer:
 
 
 def prepare(options: AlignmentConfig, machine: Machine) -> None:
-    """Tokenise the data of a run, where the cache does not have them yet, and print how it is planned.
+    """Tokenize the data of a run, unless cached, and print the plan of the run.
 
-    Nothing is written into ``output_dir``, and no other run is waited for or disturbed.
+    Nothing is written to ``output_dir``, and other runs are neither waited for nor disturbed.
 
     Args:
-        options: the run's, ``dry_run`` among them.
-        machine: what it is planned for.
+        options: options of the run, with ``dry_run`` set.
+        machine: the machine to plan for.
     """
     _hide_bars(options)
     trainer = build_trainer(options)
     print("\n".join(dry_run_lines(trainer)), flush=True)
-    trainer.tell(f"\nPlanned for {machine}. Tokenised rows are in {tokenised_folder()}")
+    trainer.tell(f"\nPlanned for {machine}. Tokenized rows are in {tokenised_folder()}")
     if trainer.engines.stores is not None:
-        trainer.tell("The reference's log-probs are left to the run, or to the command precompute on GPUs")
+        trainer.tell("The run computes the reference's log-probs, unless you run precompute on GPUs before")
     trainer.close()
 
 
 def _hide_bars(options: AlignmentConfig) -> None:
-    """Of loading, tokenising and writing, where none are wanted: they are the libraries', each rank's its own."""
+    """Disable the progress bars of libraries if requested, and on all ranks but the first."""
     if options.disable_tqdm or options.process_index:
         disable_progress_bars()
         transformers_logging.disable_progress_bar()
 
 
 def run(options: AlignmentConfig, *, precompute: bool = False) -> None:
-    """Train, and write the model, the tokenizer, the state and the log into ``output_dir``.
+    """Train, and write the model, the tokenizer, the state and the log to ``output_dir``.
 
     Args:
-        options: the run's.
-        precompute: fill the store of a precomputed reference instead; nothing is written into ``output_dir``.
+        options: options of the run.
+        precompute: only compute and store the reference's log-probs; nothing is written to ``output_dir``.
     """
     _hide_bars(options)
     trainer = build_trainer(options)
@@ -71,17 +71,17 @@ def run(options: AlignmentConfig, *, precompute: bool = False) -> None:
         return
     if precompute:
         trainer.precompute()
-        trainer.tell("train with ref_placement: precomputed to use them")
+        trainer.tell("to use the stored log-probs, train with ref_placement: precomputed")
         return
     unsaved: LastCheckpointError | None = None
     try:
         trainer.train()
     except LastCheckpointError as error:
-        unsaved = error  # the model itself may still find room
+        unsaved = error  # there may still be enough space for the model itself
     trainer.save_model()
     if trainer.eval_data and options.eval_strategy == "no":
         trainer.evaluate()
-        trainer.write_report(show=False)  # once more, with that evaluation
+        trainer.write_report(show=False)  # again, with that evaluation
     trainer.save_state()
     trainer.tell(f"model, tokenizer, log.jsonl, {REPORT}, {PAGE} and more: {trainer.output_dir}")
     trainer.close()

@@ -1,5 +1,5 @@
-"""Options, their conversion and checks, and the DeepSpeed JSON made from them.
+"""Options, their conversion and checks, and the DeepSpeed JSON built from them.
 
-Nothing here imports torch, DeepSpeed or transformers when it is loaded, so that a bad option is
-refused within a second.
+Importing this package does not import torch, DeepSpeed or transformers, so that an invalid option is reported within a
+second.
 """

@@ -1,7 +1,7 @@
-"""The DeepSpeed JSON of each engine, built from a user's file or a packaged one and the options.
+"""Build the DeepSpeed JSON of each engine from a user's or packaged file and the options.
 
-Nothing is left to chance: "auto" is filled, what DeepSpeed would ignore is refused, and whatever the options decide
-(batch sizes, clipping, number formats) is written; a file that says otherwise is a contradiction and is refused.
+Every "auto" is replaced by a value, keys that DeepSpeed would ignore are rejected, and the values that the options
+determine (batch sizes, clipping, dtypes) are filled in. A file that contradicts the options is rejected.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from alignment.config.lookup import packaged
 
 _MOST_BUCKET = 50_000_000  # elements: 100 MB in bf16
 _LEAST_BUCKET = 1_000_000
-_MEANT_BY_DEEPSPEED = frozenset({"data_types.keep_in_fp32_modules"})  # here "auto" is DeepSpeed's own word
-_NEVER = 1_000_000_000  # steps between DeepSpeed's own progress lines; the loop prints its own
+_MEANT_BY_DEEPSPEED = frozenset({"data_types.keep_in_fp32_modules"})  # here "auto" is a value of DeepSpeed's
+_NEVER = 1_000_000_000  # steps between DeepSpeed's progress lines; the training loop prints its own
 _MUST_BE: dict[str, tuple[Any, str]] = {
-    "zero_allow_untested_optimizer": (True, "the optimizer is chosen by optim"),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (True, "the saved folder needs the whole weights"),
+    "zero_allow_untested_optimizer": (True, "the option optim, which selects the optimizer"),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (True, "saving full weights"),
 }
-# By default DeepSpeed waits for the GPU before and after each micro-batch, to report a speed that nobody asks for.
+# By default DeepSpeed synchronizes with the GPU before and after each micro-batch to report a throughput.
 _TIMER = "timers.throughput.enabled"
 _DEFAULTS = {"steps_per_print": _NEVER, "wall_clock_breakdown": False}
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What the values depend on."""
+    """What the values of "auto" depend on."""
 
     hidden_size: int
     stage: int
@@ -44,7 +44,7 @@ class Situation:
 
     @property
     def layer(self) -> int:
-        """Parameters of one decoder layer, about."""
+        """Approximate number of parameters of one decoder layer."""
         return 12 * self.hidden_size**2
 
 
@@ -56,8 +56,8 @@ def _live(at: Situation) -> int:
     return max(3 * at.layer, _LEAST_BUCKET)
 
 
-# What "auto" means, key by key. DeepSpeed itself would take its defaults, which are made for cards of 80 GB, or fail.
-# The numbers here are for 24 GB and follow the model's hidden size h: one decoder layer has about 12·h² parameters.
+# The value of "auto" for each key. DeepSpeed itself would use its defaults, which suit 80 GB GPUs, or fail. The values
+# here are for 24 GB GPUs and depend on the model's hidden size h: one decoder layer has about 12·h² parameters.
 _RULES: dict[str, Callable[[Situation], Any]] = {
     "zero_optimization.reduce_bucket_size": _bucket,
     "zero_optimization.allgather_bucket_size": _bucket,
@@ -66,13 +66,13 @@ _RULES: dict[str, Callable[[Situation], Any]] = {
     "zero_optimization.stage3_max_live_parameters": _live,
     "zero_optimization.stage3_max_reuse_distance": _live,
     "zero_optimization.sub_group_size": lambda at: 100_000_000,
-    # At stage 3 weights are fetched beside the computation too, from host memory also by one rank. At stage 2 there is
-    # nothing to overlap without another rank, and it costs a second bucket and a wait per micro-batch.
+    # At stage 3, weights are also fetched during the computation, with a single rank too if they are in host memory.
+    # At stage 2 and a single rank, there is nothing to overlap, at the cost of a second bucket and a synchronization.
     "zero_optimization.overlap_comm": lambda at: at.stage == 3 or (at.stage == 2 and at.ranks > 1),
     "zero_optimization.contiguous_gradients": lambda at: True,
     "zero_optimization.reduce_scatter": lambda at: True,
     "zero_optimization.allgather_partitions": lambda at: True,
-    # It spreads the copies to host memory over the ranks.
+    # Distributes the copies to host memory over the ranks.
     "zero_optimization.round_robin_gradients": lambda at: at.stage == 2 and at.offloaded and at.ranks > 1,
     "zero_optimization.offload_param.pin_memory": lambda at: at.pin_memory,
     "zero_optimization.offload_optimizer.pin_memory": lambda at: at.pin_memory,
@@ -80,7 +80,7 @@ _RULES: dict[str, Callable[[Situation], Any]] = {
 
 
 def _autos(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """The dotted paths at which a config says "auto"."""
+    """Yield the dotted paths whose value is "auto"."""
     for key, value in config.items():
         if isinstance(value, dict):
             yield from _autos(value, f"{prefix}{key}.")
@@ -89,10 +89,10 @@ def _autos(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def fill_auto(config: dict[str, Any], situation: Situation, fixed: dict[str, Any], where: str) -> None:
-    """Replace every "auto" in place: by a rule of this file, or by ``fixed`` (dotted path to value).
+    """Replace every "auto" in place, by ``fixed`` (dotted path to value) or by a rule of this module.
 
     Raises:
-        OptionError: "auto" at a key for which there is no value.
+        OptionError: "auto" at a key that has no automatic value.
     """
     for path in list(_autos(config)):
         if path in _MEANT_BY_DEEPSPEED:
@@ -104,12 +104,12 @@ def fill_auto(config: dict[str, Any], situation: Situation, fixed: dict[str, Any
         else:
             known = [*_RULES, *fixed]
             raise OptionError(
-                f'{where}: {path}="auto": there is no automatic value for this key{did_you_mean(path, known)}; set one'
+                f'{where}: {path}="auto": this key has no automatic value; set a value{did_you_mean(path, known)}'
             )
 
 
 class LoadedConfig(dict[str, Any]):
-    """A DeepSpeed JSON that knows where it came from, so that messages can say so."""
+    """A DeepSpeed JSON with its source, for messages."""
 
     def __init__(self, content: dict[str, Any], source: str) -> None:
         super().__init__(content)
@@ -117,14 +117,14 @@ class LoadedConfig(dict[str, Any]):
 
 
 def load_deepspeed_config(value: str | Path | dict[str, Any] | None, default: str) -> LoadedConfig:
-    """A DeepSpeed JSON as a mapping of its own.
+    """Load a DeepSpeed JSON; the returned mapping is a copy.
 
     Args:
         value: a path, the name of a packaged file (``zero2``, ``zero2.json``), a mapping, or None for ``default``.
         default: the name of a packaged file.
 
     Raises:
-        OptionError: no such file, or not valid JSON (with the line).
+        OptionError: the file does not exist or is not valid JSON.
     """
     if isinstance(value, dict):
         return LoadedConfig(copy.deepcopy(dict(value)), source_of(value))
@@ -134,13 +134,13 @@ def load_deepspeed_config(value: str | Path | dict[str, Any] | None, default: st
     try:
         config = parse_json(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
-        raise OptionError(f"{path} line {error.lineno}: not valid JSON: {error.msg}; correct that line") from None
+        raise OptionError(f"{path}, line {error.lineno}: invalid JSON: {error.msg}; correct that line") from None
     except OptionError as error:
         raise OptionError(f"{path}: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path}: cannot be read ({error}); give a JSON text file") from None
+        raise OptionError(f"{path}: cannot be read ({error}); pass a JSON file") from None
     if not isinstance(config, dict):
-        raise OptionError(f"{path}: expected a JSON object of DeepSpeed keys, found {type(config).__name__}")
+        raise OptionError(f"{path}: expected a JSON object with DeepSpeed keys, found {type(config).__name__}")
     return LoadedConfig(config, str(path))
 
 
@@ -152,18 +152,18 @@ def policy_config(
     hidden_size: int,
     where: str | None = None,
 ) -> dict[str, Any]:
-    """The JSON of the policy's engine.
+    """Build the JSON of the policy's engine.
 
     Args:
-        options: the run's options.
-        base: what :func:`load_deepspeed_config` gave; not changed.
-        plan: what ``plan_dtypes`` made of the two.
+        options: options of the run.
+        base: result of :func:`load_deepspeed_config`; not modified.
+        plan: result of ``plan_dtypes`` for the two.
         world_size: number of ranks.
-        hidden_size: of the model, for "auto".
-        where: how messages name ``base``; None: by the file that it was loaded from.
+        hidden_size: hidden size of the model, for "auto".
+        where: name of ``base`` in messages. Defaults to the file that it was loaded from.
 
     Raises:
-        OptionError: a key that cannot be used, or that contradicts an option; both sides are named.
+        OptionError: a key is not supported, or contradicts an option; the message names both.
     """
     where = where or source_of(base)
     config, stage = checked_copy(base, where)
@@ -180,7 +180,7 @@ def policy_config(
     offloaded = offload_device(config, "offload_optimizer", where) == "cpu"
     _check_optimizer_place(options, offloaded, stage, where)
     if offloaded:
-        fixed["zero_force_ds_cpu_optimizer"] = (False, f"optim={options.optim!r}, which works in host memory")
+        fixed["zero_force_ds_cpu_optimizer"] = (False, f"optim={options.optim!r}, which runs in host memory")
         if stage == 0:
             raise OptionError(
                 f"{where}: zero_optimization.offload_optimizer at zero_optimization.stage=0 has no effect; "
@@ -189,27 +189,30 @@ def policy_config(
     check_param_offload(config, stage, where)
     for section in ("bf16", "fp16", "data_types"):
         for key, value in plan.ds[section].items():
-            fixed[f"{section}.{key}"] = (value, f"computing in {plan.compute}")
+            fixed[f"{section}.{key}"] = (value, f"the compute dtype {plan.compute}")
     situation = Situation(hidden_size, stage, uses_cuda(options), world_size, offloaded)
     return finished(config, {**fixed, **_MUST_BE}, situation, where)
 
 
 def _check_optimizer_place(options: Any, offloaded: bool, stage: int, where: str) -> None:
-    """DeepSpeed's two compiled optimizers each work in one memory only, and Adafactor on whole matrices."""
+    """Check that the optimizer supports where the weights are, and how they are sharded.
+
+    DeepSpeed's compiled optimizers each work in one kind of memory only, and Adafactor works on full matrices.
+    """
     if options.optim == "adafactor" and stage > 0:
         raise OptionError(
-            f"optim='adafactor': it keeps a number for each row and column of a matrix, and {where} cuts weights into "
-            f"flat pieces (zero_optimization.stage={stage}); set deepspeed to zero0, or optim to adamw_8bit"
+            f"optim='adafactor': requires full weight matrices, but {where} shards them as flat tensors "
+            f"(zero_optimization.stage={stage}); set deepspeed to zero0, or optim to adamw_8bit"
         )
     if options.optim == "deepspeed_cpu_adam" and not offloaded and uses_cuda(options):
         raise OptionError(
-            f"optim={options.optim!r}: it works on weights in host memory, and {where} keeps them on the GPU; set "
+            f"optim={options.optim!r}: requires the optimizer in host memory, but {where} does not offload it; set "
             "deepspeed to zero2_offload or zero3_offload, or optim to adamw_torch"
         )
     if options.optim == "deepspeed_fused_adam" and offloaded and uses_cuda(options):
         raise OptionError(
-            f"optim={options.optim!r}: it works on weights on the GPU, and {where} offloads the optimizer to host "
-            "memory; set optim to adamw_torch or deepspeed_cpu_adam"
+            f"optim={options.optim!r}: requires the optimizer on the GPU, but {where} offloads it to host memory; set "
+            "optim to adamw_torch or deepspeed_cpu_adam"
         )
 
 
@@ -218,7 +221,7 @@ def source_of(base: dict[str, Any]) -> str:
 
 
 def checked_copy(base: dict[str, Any], where: str) -> tuple[dict[str, Any], int]:
-    """A copy with only keys that can be used, and its ZeRO stage."""
+    """Check the keys of a config; return a copy with full key names, and its ZeRO stage."""
     config = {key: value for key, value in copy.deepcopy(dict(base)).items() if value is not None}
     check_keys(config, where)
     with_full_names(config, where)
@@ -229,7 +232,7 @@ def checked_copy(base: dict[str, Any], where: str) -> tuple[dict[str, Any], int]
 
 
 def offload_device(config: dict[str, Any], section: str, where: str) -> str:
-    """The device of an offload section: ``none`` or ``cpu``."""
+    """Return the device of an offload section: ``none`` or ``cpu``."""
     device = value_at(config, f"zero_optimization.{section}.device") or "none"
     path = f"{where}: zero_optimization.{section}.device={device!r}"
     if device == "nvme":
@@ -250,14 +253,14 @@ def check_param_offload(config: dict[str, Any], stage: int, where: str) -> None:
 def finished(
     config: dict[str, Any], fixed: dict[str, tuple[Any, str]], situation: Situation, where: str
 ) -> dict[str, Any]:
-    """Fill "auto", refuse what contradicts ``fixed`` (dotted path to value and reason), and write that."""
+    """Replace "auto", and fill in ``fixed`` (dotted path to value and reason), rejecting contradictions of it."""
     if isinstance(situation.hidden_size, bool) or situation.hidden_size < 1:
-        raise OptionError(f"hidden_size={situation.hidden_size!r}: the model's config must give a positive number")
+        raise OptionError(f"hidden_size={situation.hidden_size!r}: must be a positive number in the model's config")
     automatic = {path: value for path, (value, _) in fixed.items()}
     fill_auto(config, situation, {**_DEFAULTS, **automatic}, where)
     for path, (value, reason) in fixed.items():
         found = value_at(config, path)
-        # Text is compared as such: "fp32" and "float32" are settled by the dtype plan before.
+        # Dtypes such as "fp32" and "float32" have been checked by the dtype plan.
         if found is not None and found != value and not path.startswith("data_types."):
             raise OptionError(f'{where}: {path}={found!r} contradicts {reason}; set {value!r} or "auto", or remove it')
         set_at(config, path, value)

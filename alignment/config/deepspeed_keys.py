@@ -1,7 +1,7 @@
-"""The keys of a DeepSpeed JSON: those that it reads, and those that are refused here and why.
+"""The keys of a DeepSpeed JSON: those that DeepSpeed reads, and those that are rejected here, with reasons.
 
-DeepSpeed ignores a top-level key that it does not know, so a slip would go unnoticed. A test compares these lists
-with the installed DeepSpeed.
+DeepSpeed ignores unknown top-level keys, so a typo would go unnoticed. A test compares these lists with the installed
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOP_LEVEL = frozenset(
     )
 )
 
-# Short names that DeepSpeed takes as well, and the full ones that we write.
+# Short names that DeepSpeed also accepts, and the full names that are written.
 STAGE3_SHORT = {
     short: f"stage3_{short}"
     for short in (
@@ -43,7 +43,7 @@ STAGE3_SHORT = {
     )
 }
 
-# Of the top-level keys that no model of DeepSpeed's reads; it would fail on another type within a step, or not at all.
+# Types of the top-level keys that DeepSpeed does not validate; a wrong type would fail later, or not at all.
 _TOP_LEVEL_TYPES: dict[type, tuple[str, ...]] = {
     bool: words(
         "disable_python_gc dump_state memory_breakdown wall_clock_breakdown zero_allow_untested_optimizer "
@@ -93,21 +93,21 @@ SECTIONS: dict[str, frozenset[str]] = {
     "data_types": frozenset({"grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"}),
 }
 
-_MONITOR = "DeepSpeed's monitors would log a loss that is scaled for its own averaging; remove it: the log is JSONL"
+_MONITOR = "DeepSpeed's monitors log a loss that is scaled for gradient accumulation; remove it and use report_to"
 _PARALLEL = "only data parallelism is supported; remove it"
-_SCALING = "it would change the gradient, whose scaling is already exact; remove it"
+_SCALING = "it would change the scale of the gradient; remove it"
 _NVME = "NVMe offload is not supported yet; remove it and set device to cpu"
-_CPU_ADAM = "it needs DeepSpeed's CPU Adam, which is not supported yet; remove it"
-_DTYPE = "number formats are set by bf16, fp16 and dtype; remove it"
-_GONE = "DeepSpeed has removed it; remove it here as well"
-_OFFLOAD_OPTIMIZER = 'write "offload_optimizer": {"device": "cpu"} instead'
+_CPU_ADAM = "it requires DeepSpeed's CPU Adam, which is not supported yet; remove it"
+_DTYPE = "dtypes are set by the options bf16, fp16 and dtype; remove it"
+_GONE = "it has been removed from DeepSpeed; remove it"
+_OFFLOAD_OPTIMIZER = 'use "offload_optimizer": {"device": "cpu"} instead'
 
-# Keys that would be ignored, or that would make the numbers wrong.
+# Keys that would be ignored, or that would make the results wrong.
 REFUSED: dict[str, str] = {
     "optimizer": "only the policy's engine has an optimizer; remove the section",
     "scheduler": "only the policy's engine has a schedule; remove the section",
-    "bfloat16": "it is ignored beside bf16; write bf16",
-    "activation_checkpointing": "models of transformers do not read it; set gradient_checkpointing",
+    "bfloat16": "it is ignored if bf16 is present; use bf16",
+    "activation_checkpointing": "transformers models ignore it; set gradient_checkpointing",
     "tensorboard": _MONITOR,
     "wandb": _MONITOR,
     "csv_monitor": _MONITOR,
@@ -117,38 +117,38 @@ REFUSED: dict[str, str] = {
     "expert_parallel": _PARALLEL,
     "sequence_parallel_size": _PARALLEL,
     "use_data_before_expert_parallelism": _PARALLEL,
-    "hybrid_engine": "it serves a few old architectures only; remove it",
-    "data_efficiency": "rows are dealt out by the window plan; remove it",
+    "hybrid_engine": "it supports a few older architectures only; remove it",
+    "data_efficiency": "rows are not loaded by DeepSpeed; remove it",
     "dataloader_drop_last": "set the option dataloader_drop_last instead",
-    "autotuning": "it needs DeepSpeed's own launcher loop; remove it",
-    "weight_quantization": "quantised weights are not supported yet; remove it",
+    "autotuning": "it requires DeepSpeed's own tuning launcher; remove it",
+    "weight_quantization": "DeepSpeed's weight quantization is not supported; remove it",
     "torch_autocast": _DTYPE,
     "data_types.param_dtype": _DTYPE,
     "fp16.auto_cast": _DTYPE,
     "prescale_gradients": _SCALING,
     "gradient_predivide_factor": _SCALING,
     "gradient_allreduce_op": _SCALING,
-    "managed_gradient_accumulation": "the loop sets the accumulation boundary by itself; remove it",
-    "disable_allgather": "the engine no longer reads it; remove it",
+    "managed_gradient_accumulation": "the training loop sets the accumulation boundary; remove it",
+    "disable_allgather": "DeepSpeed no longer reads it; remove it",
     "aio": _NVME,
     "zero_optimization.offload_param.nvme_path": _NVME,
     "zero_optimization.offload_optimizer.nvme_path": _NVME,
     "zero_optimization.offload_optimizer.ratio": _CPU_ADAM,
     "zero_optimization.offload_optimizer.super_offload": _CPU_ADAM,
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": _CPU_ADAM,
-    "zero_optimization.zenflow": "ZenFlow brings its own optimizer step, which is not supported; remove it",
-    "zero_optimization.compute_grad_norm": "the gradient norm is logged at every step; remove it",
+    "zero_optimization.zenflow": "ZenFlow is not supported; remove it",
+    "zero_optimization.compute_grad_norm": "the gradient norm is always logged; remove it",
     "zero_optimization.zero_quantized_nontrainable_weights": "it is not reliable in bf16; remove it",
     "zero_optimization.cpu_offload": _OFFLOAD_OPTIMIZER,
-    "zero_optimization.cpu_offload_param": 'write "offload_param": {"device": "cpu"} instead',
-    "zero_optimization.cpu_offload_use_pin_memory": "write pin_memory in offload_param or offload_optimizer instead",
+    "zero_optimization.cpu_offload_param": 'use "offload_param": {"device": "cpu"} instead',
+    "zero_optimization.cpu_offload_use_pin_memory": "use pin_memory in offload_param or offload_optimizer instead",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
-        "write stage3_gather_16bit_weights_on_model_save instead"
+        "use stage3_gather_16bit_weights_on_model_save instead"
     ),
     "zero_optimization.mics_shard_size": _GONE,
     "zero_optimization.mics_hierarchical_params_gather": _GONE,
     "zero_optimization.zeropp_loco_param": _GONE,
-    "amp": "DeepSpeed has removed it; set bf16 or fp16",
+    "amp": "it has been removed from DeepSpeed; set bf16 or fp16",
     **dict.fromkeys(
         words(
             "nebula compression_training quantize_training sparse_gradients eigenvalue sparse_attention "
@@ -160,7 +160,7 @@ REFUSED: dict[str, str] = {
 
 
 def value_at(config: dict[str, Any], path: str) -> Any:
-    """The value at a dotted path; None where there is none."""
+    """Return the value at a dotted path, or None if it is absent."""
     value: Any = config
     for part in path.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -168,7 +168,7 @@ def value_at(config: dict[str, Any], path: str) -> Any:
 
 
 def set_at(config: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a dotted path, making the sections on the way."""
+    """Set the value at a dotted path, creating missing sections."""
     *sections, last = path.split(".")
     for part in sections:
         config = config.setdefault(part, {})
@@ -176,7 +176,7 @@ def set_at(config: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _nested(key: str, value: Any) -> str:
-    """A dotted key in its nested form, as JSON-like text."""
+    """Format a dotted key in its nested form, as JSON-like text."""
     text = repr(value)
     for part in reversed(key.split(".")):
         text = f'{{"{part}": {text}}}'
@@ -184,10 +184,10 @@ def _nested(key: str, value: Any) -> str:
 
 
 def check_keys(config: dict[str, Any], where: str) -> None:
-    """Refuse what DeepSpeed would ignore or what would change the numbers.
+    """Reject keys that DeepSpeed would ignore or that would change the results.
 
     Raises:
-        OptionError: a dotted, unknown or refused key; it is named with its value and the nearest one.
+        OptionError: a dotted, unknown or unsupported key; the message names its value and the closest known key.
     """
     for key, value in config.items():
         if "." in key:
@@ -198,7 +198,7 @@ def check_keys(config: dict[str, Any], where: str) -> None:
         if content is None:
             continue
         if not isinstance(content, dict):
-            raise OptionError(f"{where}: {section}={content!r}: expected a mapping with keys such as {min(known)!r}")
+            raise OptionError(f"{where}: {section}={content!r}: expected an object with keys such as {min(known)!r}")
         for key, value in content.items():
             _check_key(key, f"{section}.{key}", value, known, where)
 
@@ -207,7 +207,7 @@ def _check_key(key: str, path: str, value: Any, known: frozenset[str], where: st
     text = repr(value)
     text = text if len(text) <= 80 else text[:77] + "…"
     if path in REFUSED:
-        raise OptionError(f"{where}: {path}={text}: not usable here; {REFUSED[path]}")
+        raise OptionError(f"{where}: {path}={text}: not supported: {REFUSED[path]}")
     if key not in known:
         raise OptionError(
             f"{where}: {path}={text}: DeepSpeed has no such key{did_you_mean(key, known) or '; remove it'}"
@@ -215,22 +215,22 @@ def _check_key(key: str, path: str, value: Any, known: frozenset[str], where: st
 
 
 def with_full_names(config: dict[str, Any], where: str) -> None:
-    """Write ZeRO-3's short key names in full, in place, so that no key is there under two names."""
+    """Replace the short names of ZeRO-3's keys by their full names, in place."""
     zero = config.get("zero_optimization", {})
     for short, full in STAGE3_SHORT.items():
         if short in zero and full in zero:
             raise OptionError(
-                f"{where}: zero_optimization.{short}={zero[short]!r} and {full} are the same; remove one"
+                f"{where}: zero_optimization.{short}={zero[short]!r} is an alias of {full}; remove one of them"
             )
         if short in zero:
             zero[full] = zero.pop(short)
 
 
 def check_values(config: dict[str, Any], where: str) -> None:
-    """Let DeepSpeed's own models read the finished sections, so that a wrong type is named before an engine is built.
+    """Validate the sections with DeepSpeed's own models, so that errors are reported before an engine is built.
 
     Raises:
-        OptionError: a value that DeepSpeed would not take.
+        OptionError: a value that DeepSpeed would reject.
     """
     from pydantic import ValidationError
 

@@ -1,6 +1,6 @@
-"""The dtype plan: compute, master and accumulation formats, decided once and checked before any engine exists.
+"""The dtype plan: compute, master and accumulation dtypes, decided and checked once before any engine is built.
 
-It depends on the machine of the run, which may be another than the one that plans it.
+The plan depends on the machine of the run, which need not be the machine that makes the plan.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ BF16, FP16, FP32 = "bfloat16", "float16", "float32"
 _SECTION = {BF16: "bf16", FP16: "fp16"}
 SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 _LONG = {short: long for long, short in SHORT.items()} | {long: long for long in SHORT}
-# Below this AdamW's updates vanish in bf16 master weights: they are smaller than half a unit in the last place.
+# At smaller rates, AdamW's updates are lost in bf16 master weights: they are less than half a unit in the last place.
 LEAST_RATE_FOR_BF16_MASTERS = 1e-4
 _AMPERE, _VOLTA = 8, 7  # major compute capabilities: the first with bf16, the first with fast fp16
 
 
 @dataclass(frozen=True)
 class DtypePlan:
-    """Number formats of a run, by torch's names.
+    """The dtypes of a run, by torch's names.
 
-    ``compute``: weights and activations in forward and backward. ``master``: the optimizer's copy of the weights.
-    ``accumulate``: gradients between micro-batches. ``ds``: the sections of the DeepSpeed JSON that say so.
-    ``note``: a line for the user where the GPU is not made for bf16. ``accumulation_is_free``: nobody asked for
-    ``accumulate``, and fp32 may take its place where it fits.
+    Attributes:
+        compute: dtype of weights and activations in forward and backward passes.
+        master: dtype of the optimizer's copy of the weights.
+        accumulate: dtype of the gradients between micro-batches.
+        ds: the corresponding sections of the DeepSpeed JSON.
+        note: a line for the user if the GPU does not support bf16 natively.
+        accumulation_is_free: whether ``accumulate`` was not requested, so that fp32 may be used if it fits.
     """
 
     compute: str
@@ -42,18 +45,18 @@ class DtypePlan:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan depends on beside its options.
+    """The machine that a plan is made for.
 
     Attributes:
-        ranks: number of processes.
-        cuda: whether each of them has a GPU, which computes in bf16.
+        ranks: number of ranks.
+        cuda: whether each rank has a GPU, with bf16 support.
     """
 
     ranks: int
     cuda: bool
 
     def __str__(self) -> str:
-        device = "a GPU each that computes in bf16" if self.cuda else "CPUs"
+        device = "one bf16-capable GPU each" if self.cuda else "CPUs"
         return f"{self.ranks} rank(s) with {device}"
 
 
@@ -61,13 +64,13 @@ _planned: list[Machine] = []
 
 
 def planned() -> Machine | None:
-    """The machine to plan for; None: the one that this process runs on."""
+    """Return the machine to plan for, or None for the one that this process runs on."""
     return _planned[-1] if _planned else None
 
 
 @contextlib.contextmanager
 def planning_for(machine: Machine) -> Iterator[None]:
-    """Within this context options are checked, and engines planned, for ``machine``; nothing can be trained."""
+    """Check options and plan engines for ``machine`` within this context, in which nothing can be trained."""
     _planned.append(machine)
     try:
         yield
@@ -76,7 +79,7 @@ def planning_for(machine: Machine) -> Iterator[None]:
 
 
 def uses_cuda(options: Any) -> bool:
-    """Whether this process, or the one that is planned, computes on a CUDA (or ROCm) device."""
+    """Whether this process, or the machine planned for, computes on a CUDA (or ROCm) device."""
     machine = planned()
     if machine is not None:
         return machine.cuda and not options.use_cpu
@@ -88,13 +91,13 @@ def uses_cuda(options: Any) -> bool:
 
 
 def requested_dtype(options: Any) -> str | None:
-    """The compute dtype that ``dtype``, ``bf16`` and ``fp16`` ask for; None: left to the machine.
+    """Return the compute dtype requested by ``dtype``, ``bf16`` and ``fp16``, or None if it depends on the machine.
 
     Raises:
-        OptionError: they contradict each other.
+        OptionError: the options contradict each other.
     """
     if options.bf16 and options.fp16:
-        raise OptionError("bf16=True and fp16=True: only one compute dtype is possible; leave one out")
+        raise OptionError("bf16=True and fp16=True contradict each other; remove one of them")
     if options.dtype in (None, "auto"):
         if options.bf16 or options.fp16:
             return BF16 if options.bf16 else FP16
@@ -103,14 +106,14 @@ def requested_dtype(options: Any) -> str | None:
         value = getattr(options, flag)
         if value is not None and value != (options.dtype == name):
             raise OptionError(
-                f"{setting('dtype', options.dtype)} and {setting(flag, value)}: they contradict each other; leave one "
-                f"out (master weights are fp32 under either)"
+                f"{setting('dtype', options.dtype)} and {setting(flag, value)} contradict each other; remove one of "
+                f"them (master weights are in fp32 in either case)"
             )
     return str(options.dtype)
 
 
 def compute_dtype(options: Any) -> str:
-    """The compute dtype of these options on the machine of the run, without a DeepSpeed JSON."""
+    """Return the compute dtype of these options on the machine of the run, without a DeepSpeed JSON."""
     requested = requested_dtype(options)
     if requested is not None:
         return requested
@@ -122,11 +125,10 @@ def compute_dtype(options: Any) -> str:
 
 
 def computes_bf16() -> bool:
-    """Whether every GPU that this host's ranks compute on computes in bf16 itself.
+    """Whether every GPU that this host's ranks use supports bf16 natively.
 
-    Others, such as Turing's (RTX 20, T4) and Volta's, emulate it in fp32, several times slower than they are at fp16.
-    A host may have both kinds, and all ranks have to decide alike; a card that no rank uses, such as that of the
-    display, has no say.
+    Older GPUs, such as Turing (RTX 20, T4) and Volta, emulate bf16 in fp32, several times slower than their fp16. All
+    ranks must decide alike on a host with both kinds. A GPU that no rank uses, such as one for a display, is ignored.
     """
     import torch
 
@@ -136,14 +138,14 @@ def computes_bf16() -> bool:
 
 
 def computes_fp16() -> bool:
-    """Whether every GPU in use here is fast at fp16, as DeepSpeed asks for it too: Volta's and newer ones."""
+    """Whether every GPU in use on this host is fast in fp16, which DeepSpeed requires too: Volta and newer."""
     import torch
 
     return all(torch.cuda.get_device_capability(card)[0] >= _VOLTA for card in _used_cards())
 
 
 def _used_cards() -> range:
-    """The GPUs of this host's ranks, which take them by local rank."""
+    """Return the indices of the GPUs in use on this host, one per local rank."""
     import torch
 
     ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
@@ -151,50 +153,48 @@ def _used_cards() -> range:
 
 
 def _note(options: Any, compute: str, asked: bool) -> str | None:
-    """What is to be said of a GPU that only emulates bf16."""
+    """Return a note for the user if the GPU only emulates bf16."""
     if planned() is not None or not uses_cuda(options) or computes_bf16():
         return None
     import torch
 
     name = torch.cuda.get_device_name()
     if compute == BF16:
-        return (
-            f"bf16: {name} does not compute in bf16 but emulates it, which is slow; leave bf16 out, and fp16 is taken"
-        )
+        return f"bf16: {name} does not support bf16 natively and emulates it slowly; remove bf16 to use fp16"
     if asked:
         return None
     if compute == FP32:
-        return f"fp32: {name} does not compute in bf16, and fp16 is ruled out or slow there, so this run is in fp32"
+        return f"fp32: {name} does not support bf16, and fp16 is disabled or slow, so this run computes in fp32"
     return (
-        f"fp16: {name} does not compute in bf16, so this run computes in fp16, with fp32 masters and a dynamic loss "
-        "scale; set dtype: float32 or bf16: true for another format"
+        f"fp16: {name} does not support bf16 natively, so this run computes in fp16 with fp32 master weights and "
+        "dynamic loss scaling; set dtype: float32 or bf16: true to change this"
     )
 
 
 def _explicit(ds_config: dict[str, Any], section: str, key: str = "enabled") -> Any:
-    """A value of a section of the JSON; None where it is absent or "auto"."""
+    """Return a value of a section of the JSON, or None if it is absent or "auto"."""
     value = ds_config.get(section) or {}
     if not isinstance(value, dict):
-        raise OptionError(f"{section}={value!r} in the DeepSpeed JSON: expected a mapping, such as {{{key!r}: …}}")
+        raise OptionError(f"{section}={value!r} in the DeepSpeed JSON: expected an object, such as {{{key!r}: …}}")
     value = value.get(key)
     if key == "enabled" and value not in (None, "auto") and not isinstance(value, bool):
-        raise OptionError(f'{section}.enabled={value!r} in the DeepSpeed JSON: set true, false or "auto"')
+        raise OptionError(f'{section}.enabled={value!r} in the DeepSpeed JSON: expected true, false or "auto"')
     return None if value == "auto" else value
 
 
 def check_against_json(compute: str, source: str, ds_config: dict[str, Any]) -> None:
-    """Raise :class:`OptionError`, naming both sides, when the JSON sets bf16 or fp16 otherwise than ``compute``."""
+    """Raise :class:`OptionError` if the JSON sets bf16 or fp16 differently from ``compute``."""
     for name, section in _SECTION.items():
         enabled = _explicit(ds_config, section)
         if enabled is not None and enabled != (compute == name):
             raise OptionError(
-                f"{section}.enabled={str(enabled).lower()} in the DeepSpeed JSON contradicts {source} (computing in "
+                f"{section}.enabled={str(enabled).lower()} in the DeepSpeed JSON contradicts {source} (compute dtype "
                 f'{compute}); set it to "auto" or change one of them'
             )
 
 
 def _source(options: Any) -> str:
-    """The option that asks for the compute dtype."""
+    """Return the option that requests the compute dtype."""
     for name in ("bf16", "fp16"):
         if getattr(options, name):
             return setting(name, True)
@@ -202,16 +202,18 @@ def _source(options: Any) -> str:
 
 
 def _compute(options: Any, ds_config: dict[str, Any]) -> str:
-    """The compute dtype of options and JSON together; the JSON decides where the options do not."""
+    """Return the compute dtype of options and JSON; the JSON decides if the options do not."""
     requested = requested_dtype(options)
     if requested is not None:
         check_against_json(requested, _source(options), ds_config)
         return requested
     bf16, fp16 = _explicit(ds_config, "bf16"), _explicit(ds_config, "fp16")
     if bf16 and fp16:
-        raise OptionError("bf16.enabled=true and fp16.enabled=true in the DeepSpeed JSON: leave one out")
+        raise OptionError(
+            "bf16.enabled=true and fp16.enabled=true in the DeepSpeed JSON contradict each other; remove one of them"
+        )
     if fp16 and options.fp16 is False:
-        raise OptionError("fp16.enabled=true in the DeepSpeed JSON contradicts fp16=False; leave one of them out")
+        raise OptionError("fp16.enabled=true in the DeepSpeed JSON contradicts fp16=False; remove one of them")
     if bf16 or fp16:
         return BF16 if bf16 else FP16
     compute = compute_dtype(options)
@@ -220,51 +222,51 @@ def _compute(options: Any, ds_config: dict[str, Any]) -> str:
 
 
 def _accumulate(compute: str, stage: Any, ds_config: dict[str, Any]) -> str:
-    """The format of accumulated gradients: DeepSpeed's default is the compute dtype."""
+    """Return the dtype of accumulated gradients; DeepSpeed's default is the compute dtype."""
     value = _explicit(ds_config, "data_types", "grad_accum_dtype")
     if value is None:
         return compute
     accumulate = _LONG.get(value) if isinstance(value, str) else None
     if accumulate not in (compute, FP32):
         raise OptionError(
-            f"data_types.grad_accum_dtype={value!r} in the DeepSpeed JSON: while computing in {compute}, set "
+            f"data_types.grad_accum_dtype={value!r} in the DeepSpeed JSON: with the compute dtype {compute}, expected "
             f'"{SHORT[compute]}", "fp32" or "auto"'
         )
     if stage == 0 and accumulate != compute:
         raise OptionError(
-            f"data_types.grad_accum_dtype={value!r} in the DeepSpeed JSON: ZeRO stage 0 accumulates in the compute "
-            f"dtype ({compute}) only; set zero_optimization.stage to 2 or 3"
+            f"data_types.grad_accum_dtype={value!r} in the DeepSpeed JSON: ZeRO stage 0 supports accumulation in the "
+            f"compute dtype ({compute}) only; set zero_optimization.stage to 2 or 3"
         )
     return accumulate
 
 
 def _master(compute: str, stage: Any, options: Any, ds_config: dict[str, Any]) -> str:
-    """The format of the master weights: fp32 unless the JSON asks for bf16 and that can train."""
+    """Return the dtype of the master weights: fp32, unless the JSON requests bf16 and training is possible in it."""
     if _explicit(ds_config, "fp16", "fp16_master_weights_and_grads"):
         raise OptionError(
-            "fp16.fp16_master_weights_and_grads=true in the DeepSpeed JSON: it needs DeepSpeed's CPU Adam, which is "
-            "not supported yet; remove it (masters are fp32)"
+            "fp16.fp16_master_weights_and_grads=true in the DeepSpeed JSON: requires DeepSpeed's CPU Adam, which is "
+            "not supported yet; remove it (master weights are in fp32)"
         )
     bf16_states = _explicit(ds_config, "bf16", "bf16_optimizer_states")
     if not _explicit(ds_config, "bf16", "bf16_master_weights_and_grads"):
         if bf16_states:
             raise OptionError(
-                "bf16.bf16_optimizer_states=true in the DeepSpeed JSON: it needs bf16_master_weights_and_grads; "
+                "bf16.bf16_optimizer_states=true in the DeepSpeed JSON: requires bf16_master_weights_and_grads; "
                 "remove it"
             )
         return FP32
     key = "bf16.bf16_master_weights_and_grads=true in the DeepSpeed JSON"
     if compute != BF16 or stage == 0:
-        raise OptionError(f"{key}: it needs bf16=True and ZeRO stage 1, 2 or 3; remove it (masters are fp32)")
+        raise OptionError(f"{key}: requires bf16=True and ZeRO stage 1, 2 or 3; remove it")
     if options.learning_rate < LEAST_RATE_FOR_BF16_MASTERS:
         raise OptionError(
-            f"{key} with {setting('learning_rate', options.learning_rate)}: bf16 masters lose every update smaller "
-            f"than about 2^-9 of the weight, so that below {LEAST_RATE_FOR_BF16_MASTERS:g} almost nothing trains; "
-            "remove it"
+            f"{key} with {setting('learning_rate', options.learning_rate)}: bf16 master weights lose updates smaller "
+            f"than about 2^-9 of a weight, so almost nothing is learned below a learning rate of "
+            f"{LEAST_RATE_FOR_BF16_MASTERS:g}; remove it"
         )
     if not bf16_states or _explicit(ds_config, "zero_optimization", "offload_optimizer"):
         raise OptionError(
-            f"{key}: with fp32 or offloaded optimizer states it needs DeepSpeed's CPU Adam, which is not supported "
+            f"{key}: with fp32 or offloaded optimizer states, requires DeepSpeed's CPU Adam, which is not supported "
             f"yet; set bf16.bf16_optimizer_states without offload_optimizer, or remove it"
         )
     return BF16
@@ -285,14 +287,14 @@ def _check_fp16_supported(source: str) -> None:
 
 
 def plan_dtypes(options: Any, ds_config: dict[str, Any]) -> DtypePlan:
-    """Decide every number format of a run.
+    """Decide all dtypes of a run.
 
     Args:
-        options: the run's options.
-        ds_config: the policy's DeepSpeed JSON as the user wrote it; not changed.
+        options: options of the run.
+        ds_config: the policy's DeepSpeed JSON as the user wrote it; not modified.
 
     Raises:
-        OptionError: options and JSON contradict each other, or the combination cannot train.
+        OptionError: options and JSON contradict each other, or training is not possible with them.
     """
     compute = _compute(options, ds_config)
     asked = requested_dtype(options) is not None or bool(_explicit(ds_config, "fp16"))

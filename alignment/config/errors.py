@@ -1,7 +1,7 @@
-"""The errors that a user can fix, and how values are worded in their messages.
+"""User errors, and the formatting of values in their messages.
 
-Every message is one line that names the file, row, key and value at fault and what to set instead; the command line
-prints it as it is, without a traceback. Anything else that is raised is a defect of this project.
+Every message is a single line that names the file, row, key and value, and what to set instead. The command line
+prints it without a traceback. Any other exception is a bug of this project.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _TYPES = {bool: "a boolean", int: "an integer", float: "a number", str: "a strin
 
 
 class AlignmentError(ValueError):
-    """Base of every error that is written for the user. The message is the whole explanation."""
+    """Base class of all user errors. The message is the complete explanation."""
 
 
 class OptionError(AlignmentError):
-    """An option, or a combination of options, that cannot be used."""
+    """An invalid option, or an invalid combination of options."""
 
 
 class DataError(AlignmentError):
-    """A data file, row or column that cannot be used."""
+    """An invalid data file, row or column."""
 
 
 class ModelError(AlignmentError):
-    """A checkpoint, tokenizer or model object that cannot be used."""
+    """An invalid or unsupported model, tokenizer or model folder."""
 
 
 class OutputError(AlignmentError):
@@ -37,19 +37,19 @@ class OutputError(AlignmentError):
 
 
 class LastCheckpointError(OutputError):
-    """Training is done, and its last checkpoint could not be written."""
+    """Training has finished, but its last checkpoint could not be written."""
 
 
 class CheckpointError(AlignmentError):
-    """A checkpoint that cannot be written, read or continued from."""
+    """A checkpoint that cannot be written, read or resumed from."""
 
 
 class TrainingError(AlignmentError):
-    """A run that had to stop: the loss became non-finite, or a step could not be taken."""
+    """A run that had to stop: the loss is not finite, or a step is not possible."""
 
 
 class RewardError(AlignmentError):
-    """A reward function or judge that raised, or returned what is no score or verdict."""
+    """A reward function or judge that raised an exception or returned an invalid result."""
 
 
 class HubError(AlignmentError):
@@ -57,18 +57,18 @@ class HubError(AlignmentError):
 
 
 class Leaving(SystemExit):
-    """This process is to end, whatever it is doing: no failure of the code that it passes through."""
+    """Raised to end this process; not a failure of the code that it interrupts."""
 
 
 def without_secrets(name: str, value: Any) -> Any:
-    """A secret's name in the place of its value, also within mappings such as ``model_init_kwargs``."""
+    """Replace secrets by their names, also within mappings such as ``model_init_kwargs``."""
     if name in SECRETS and value is not None and not isinstance(value, bool):
         return f"<{name.upper()}>"
     return {key: without_secrets(key, each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def setting(name: str, value: Any) -> str:
-    """``name=value`` for a message: on one line, shortened, and without secrets."""
+    """Format ``name=value`` for a message: on one line, shortened, and without secrets."""
     shown = without_secrets(name, value.value if isinstance(value, Enum) else value)
     text = "<hidden>" if name in SECRETS else repr(shown)
     name = name if len(name) <= 100 else name[:97] + "…"
@@ -76,18 +76,18 @@ def setting(name: str, value: Any) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` when one of the names is close, else an empty string."""
+    """Return ``"; did you mean 'x'?"`` if one of the names is close, otherwise an empty string."""
     close = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def type_name(value: object) -> str:
-    """The type of ``value`` in words, such as ``a boolean``; the Python class name for anything JSON does not have."""
+    """Return the type of ``value`` in words, such as ``a boolean``, or its class name if it is not a JSON type."""
     return "null" if value is None else _TYPES.get(type(value), f"of type {type(value).__name__}")
 
 
 def show(value: object) -> str:
-    """``value`` and its type for an error message, cut to one short line: ``'yes' (a string)``."""
+    """Format ``value`` and its type for an error message, on one short line: ``'yes' (a string)``."""
     if value is None:
         return "null"
     text = "true" if value is True else "false" if value is False else repr(value).replace("\n", " ")
@@ -95,16 +95,16 @@ def show(value: object) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of ``error`` as one line, or its class name where it has none."""
+    """Return the message of ``error`` as one line, or its class name if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def listing(names: Any) -> str:
-    """Names for an error message: ``a, b, c``, or ``none``."""
+    """Format names for an error message: ``a, b, c``, or ``none``."""
     return ", ".join(str(name) for name in names) or "none"
 
 
 def first_line(error: BaseException) -> str:
-    """The head of a library's message on one line, with the next line where the first only announces it."""
+    """Return the first line of a library's message, joined with the second if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -1,7 +1,7 @@
 """How an option is declared, and the one typed conversion of its value, from YAML, the command line or Python.
 
-Values are converted by pydantic to the type that the field declares: ``"5e-7"`` becomes a number, ``"true"`` a
-boolean, a JSON text a mapping. What does not fit is refused in one line that names key, value and type.
+pydantic converts values to the declared type of the field: ``"5e-7"`` becomes a number, ``"true"`` a boolean, a JSON
+string a mapping. For invalid values, the error names the key, the value and the expected type in one line.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from alignment.config.errors import OptionError, did_you_mean, one_line, setting
 class Strategy(str, Enum):
     """When something happens during training.
 
-    The names and values are those of transformers' ``IntervalStrategy``, and members of the two compare equal, so
-    that transformers' callbacks read it as their own without this floor importing transformers.
+    Names and values are those of transformers' ``IntervalStrategy``, and members of the two compare equal, so that
+    transformers' callbacks accept it although this layer does not import transformers.
     """
 
     NO = "no"
@@ -39,7 +39,7 @@ class Strategy(str, Enum):
 
 
 class SaveStrategy(str, Enum):
-    """When the model is saved; the same, with the values of transformers' ``SaveStrategy``."""
+    """When the model is saved, with the values of transformers' ``SaveStrategy``."""
 
     NO = "no"
     STEPS = "steps"
@@ -51,7 +51,7 @@ class SaveStrategy(str, Enum):
 
 
 class Read(NamedTuple):
-    """Annotates a type that transformers' ``HfArgumentParser`` can parse with the one that values are converted to."""
+    """Annotates a type that ``HfArgumentParser`` can parse with the type that values are converted to."""
 
     hint: Any
 
@@ -69,8 +69,8 @@ if TYPE_CHECKING:
     Numbers: TypeAlias = float | list[float]
     TextOrTruth: TypeAlias = str | bool | None
 else:
-    # An option that scripts have among arguments of their own as well, which HfArgumentParser then fills: an InitVar,
-    # which `dataclasses.fields` leaves out and `dataclasses.replace` keeps.
+    # An option that scripts also declare in argument classes of their own, which HfArgumentParser then fills. It is an
+    # InitVar, which `dataclasses.fields` omits and `dataclasses.replace` preserves.
     Shared = dataclasses.InitVar
     Keywords = Annotated[dict[str, Any] | str | None, Read(dict[str, Any] | None)]
     TextOrKeywords = Annotated[dict[str, Any] | str | None, Read(str | dict[str, Any] | None)]
@@ -92,16 +92,16 @@ def option(
     switch: bool = False,
     shown: bool = True,
 ) -> Any:
-    """A dataclass field; its metadata are what ``HfArgumentParser`` hands on to ``argparse``.
+    """Declare an option as a dataclass field, whose metadata ``HfArgumentParser`` passes on to ``argparse``.
 
     Args:
-        default: its value where none is given.
-        help: one sentence.
-        choices: for text options, the values that it may take.
-        older: further names of it, each of which takes the same values.
-        several: whether a command line may give several values.
-        switch: whether it is true where a command line names it without a value, though it may be unset.
-        shown: false for a secret, which is left out where the options are printed.
+        default: default value.
+        help: help text.
+        choices: possible values of a string.
+        older: aliases, which accept the same values.
+        several: whether the command line accepts several values.
+        switch: whether the option without a value means true on the command line, although it can be unset.
+        shown: false for secrets, which are omitted when options are printed.
     """
     metadata: dict[str, Any] = {"help": help}
     if choices is not None:
@@ -116,9 +116,9 @@ def option(
 
 
 def sharing(cls: _Class) -> _Class:
-    """To stand above ``@dataclass``: the annotations of :data:`Shared` options become those of what they hold.
+    """Class decorator, applied before ``@dataclass``, that replaces :data:`Shared` annotations by the type they hold.
 
-    ``typing.get_type_hints`` of Python 3.10 refuses an ``InitVar``.
+    ``typing.get_type_hints`` of Python 3.10 does not support ``InitVar``.
     """
     for name, text in cls.__annotations__.items():
         if text.startswith("Shared["):
@@ -127,14 +127,14 @@ def sharing(cls: _Class) -> _Class:
 
 
 def option_fields(cls: Any) -> list[dataclasses.Field[Any]]:
-    """The options of a class or an object, also those that ``dataclasses.fields`` leaves out: :data:`Shared` ones."""
+    """Return the options of a class or object, including :data:`Shared` ones, which ``dataclasses.fields`` omits."""
     shown = {field.name for field in dataclasses.fields(cls)}
     declared: dict[str, dataclasses.Field[Any]] = cls.__dataclass_fields__
     return [field for name, field in declared.items() if name in shown or "help" in field.metadata]
 
 
 def keeping_shared(post_init: Callable[[Any], None]) -> Callable[..., None]:
-    """A ``__post_init__`` that keeps the values of :data:`Shared` options, which ``__init__`` hands it in order."""
+    """Wrap a ``__post_init__`` to store the values of :data:`Shared` options, which ``__init__`` passes in order."""
 
     @functools.wraps(post_init)
     def with_shared(self: Any, *shared: Any) -> None:
@@ -147,17 +147,17 @@ def keeping_shared(post_init: Callable[[Any], None]) -> Callable[..., None]:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The words of a text: a long list of names that stays readable."""
+    """Split a text into words, to write a long list of names readably."""
     return tuple(text.split())
 
 
 _EXPECTED = {
     bool: "true or false",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
-    str: "a text",
-    dict: "a mapping (on the command line as JSON)",
-    list: "a list of texts",
+    str: "a string",
+    dict: "a mapping (JSON on the command line)",
+    list: "a list of strings",
     Strategy: "one of no, steps, epoch",
     SaveStrategy: "one of no, steps, epoch, best",
 }
@@ -165,7 +165,7 @@ _EXPECTED = {
 
 @functools.cache
 def hints(cls: Any) -> dict[str, Any]:
-    """The types that values of a class's fields are converted to."""
+    """Return the types that the values of a class's fields are converted to."""
     declared = typing.get_type_hints(cls, include_extras=True)
     return {name: _read(hint) for name, hint in declared.items()}
 
@@ -179,29 +179,29 @@ def _read(hint: Any) -> Any:
 def _adapter(hint: Any) -> TypeAdapter[Any]:
     try:
         return TypeAdapter(hint)
-    except PydanticSchemaGenerationError:  # a class of a script, in a configuration derived from ours
+    except PydanticSchemaGenerationError:  # a class that a script uses in a subclass of our configurations
         return TypeAdapter(Any)
 
 
 def members(hint: Any) -> tuple[type, ...]:
-    """The plain types of an annotation: ``str | dict[str, Any] | None`` gives ``(str, dict, NoneType)``."""
+    """Return the plain types of an annotation: ``str | dict[str, Any] | None`` gives ``(str, dict, NoneType)``."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     parts = typing.get_args(hint) if union else (hint,)
     return tuple(typing.get_origin(part) or part for part in parts)
 
 
 def expected(hint: Any) -> str:
-    """A type in words."""
+    """Describe a type in words."""
     words = " or ".join(_EXPECTED[part] for part in members(hint) if part in _EXPECTED)
-    return words.replace("texts", "numbers") if "list[float]" in str(hint) else words
+    return words.replace("strings", "numbers") if "list[float]" in str(hint) else words
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
+    """Parse JSON strictly.
 
     Raises:
-        json.JSONDecodeError: it is not JSON.
-        OptionError: a key is there twice, a number cannot be one, or values are nested too deeply.
+        json.JSONDecodeError: the text is not JSON.
+        OptionError: a duplicate key, an invalid number, or values that are nested too deeply.
     """
     try:
         return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
@@ -210,36 +210,36 @@ def parse_json(text: str) -> Any:
     except ValueError as error:
         raise OptionError(one_line(error)) from None
     except RecursionError:
-        raise OptionError("it is nested too deeply; write out what is meant") from None
+        raise OptionError("the JSON is nested too deeply; flatten it") from None
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object's pairs as a mapping; of two equal keys the first would be lost without a word."""
+    """Return a JSON object's pairs as a mapping. By default, ``json`` silently drops all but the last duplicate."""
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise OptionError(f"{setting(key, value)}: the key is there twice; remove one")
+            raise OptionError(f"{setting(key, value)}: duplicate key; remove one of them")
         result[key] = value
     return result
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise OptionError(f"{name} is not a JSON value; write a number, or leave the key out")
+    raise OptionError(f"{name} is not a JSON value; write a number, or remove the key")
 
 
 def _prepared(value: Any, kinds: tuple[type, ...]) -> Any:
-    """The value with the notations undone that pydantic would misread."""
+    """Convert notations that pydantic would misread."""
     if isinstance(value, os.PathLike) and str in kinds:
         return os.fspath(value)
     if value is False and {Strategy, SaveStrategy} & set(kinds):
         return "no"  # YAML 1.1 reads a bare `no` as false
     if isinstance(value, Enum):
-        return value.value  # also transformers' own, whose values are the same
+        return value.value  # transformers' enums too, whose values are the same
     if isinstance(value, str):
         if type(None) in kinds and str not in kinds and value.strip().lower() in ("none", "null"):
             return None
         if {str, bool} <= set(kinds) and value.strip().lower() in ("true", "false"):
-            return value.strip().lower() == "true"  # a text would do as well, and nobody means that
+            return value.strip().lower() == "true"  # a string is valid too, but not what the user means
         opening = value.lstrip()[:1]
         if (dict in kinds and (opening == "{" or str not in kinds)) or (list in kinds and opening == "["):
             return parse_json(value)
@@ -247,28 +247,28 @@ def _prepared(value: Any, kinds: tuple[type, ...]) -> Any:
 
 
 def _refusal(name: str, value: Any, hint: Any, default: Any) -> OptionError:
-    """The message for a value that does not fit its type."""
+    """Return the error for a value of the wrong type."""
     text = f"{setting(name, value)}: expected {expected(hint)}"
     if value is None:
-        return OptionError(f"{setting(name, value)}: cannot be empty; leave it out for its default {str(default)!r}")
+        return OptionError(f"{setting(name, value)}: cannot be empty; remove it to use the default, {str(default)!r}")
     if default is None:
-        return OptionError(f"{text}; leave it out for none")
-    return OptionError(f"{text}; set it to a value such as {str(default)!r}")
+        return OptionError(f"{text}; remove it to unset it")
+    return OptionError(f"{text}, such as {str(default)!r}")
 
 
 def convert(name: str, value: Any, hint: Any, default: Any = None) -> Any:
-    """The value as the type ``hint`` asks.
+    """Convert a value to the type ``hint``.
 
     Raises:
-        OptionError: it does not fit; the message names key, value and the expected type.
+        OptionError: the value is invalid; the message names key, value and expected type.
     """
     kinds = members(hint)
     numeric_only = (int in kinds or float in kinds) and bool not in kinds
-    # Of these pydantic would make numbers, texts and lists.
+    # pydantic would convert these to numbers, strings and lists.
     if (isinstance(value, bool) and numeric_only) or isinstance(value, (bytes, set)):
         raise _refusal(name, value, hint, default)
     if isinstance(value, str) and "\0" in value:
-        raise OptionError(f"{setting(name, value)}: it has a NUL character in it; remove that")
+        raise OptionError(f"{setting(name, value)}: contains a NUL character; remove it")
     try:
         result = _adapter(hint).validate_python(_prepared(value, kinds))
     except (ValidationError, json.JSONDecodeError):
@@ -281,14 +281,14 @@ def convert(name: str, value: Any, hint: Any, default: Any = None) -> Any:
 
 
 def parse_optim_args(value: str | dict[str, Any] | None) -> dict[str, Any]:
-    """The further arguments of the optimizer as a mapping.
+    """Parse further arguments of the optimizer.
 
     Args:
-        value: a mapping, ``"key=value,key=value"`` (numbers, booleans, ``none`` and bracketed
-            lists become what they say), or None.
+        value: a mapping, ``"key=value,key=value"`` (numbers, booleans, ``none`` and bracketed lists are converted), or
+            None.
 
     Raises:
-        OptionError: a part without ``=``, or a key given twice.
+        OptionError: a part without ``=``, or a duplicate key.
     """
     if not isinstance(value, str):
         return dict(value or {})
@@ -300,13 +300,13 @@ def parse_optim_args(value: str | dict[str, Any] | None) -> dict[str, Any]:
                 f"{setting('optim_args', value)}: {part.strip()!r} is not key=value; write key=value,key=value"
             )
         if key in result:
-            raise OptionError(f"{setting('optim_args', value)}: {key} is there twice; keep one")
+            raise OptionError(f"{setting('optim_args', value)}: duplicate key {key!r}; remove one of them")
         result[key] = _plain_value(text)
     return result
 
 
 def _plain_value(text: str) -> Any:
-    """A number, boolean, list or none where the text is one, else the text."""
+    """Convert a text to a number, boolean, list or None if it is one; otherwise return it."""
     try:
         return float(text) if any(c in text for c in ".eE") else int(text)
     except ValueError:
@@ -319,10 +319,10 @@ def _plain_value(text: str) -> Any:
 
 
 def convert_options(options: Any) -> None:
-    """Convert every field of an options object in place, and check those that have a list of choices.
+    """Convert every option in place, and check those that have choices.
 
     Raises:
-        OptionError: the first value that does not fit.
+        OptionError: the first invalid value.
     """
     declared = hints(options.__class__)
     for field in option_fields(options):
@@ -330,6 +330,7 @@ def convert_options(options: Any) -> None:
         choices = field.metadata.get("choices")
         if choices is not None and value is not None and value not in choices:
             raise OptionError(
-                f"{setting(field.name, value)}: not one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
+                f"{setting(field.name, value)}: expected one of {', '.join(choices)}"
+                f"{did_you_mean(str(value), choices)}"
             )
         setattr(options, field.name, value)

@@ -1,4 +1,4 @@
-"""What options name: files that ship with the package, and a user's own code as ``file.py:name``."""
+"""Resolve what options name: packaged files, and a user's own code as ``file.py:name``."""
 
 from __future__ import annotations
 
@@ -23,72 +23,72 @@ _PLACES: dict[str, tuple[str, str]] = {
     "recipes": ("launch/recipes", ".yaml"),
     "slurm": ("launch/slurm", ".sbatch"),
 }
-# What a user's code may raise and be named for; SystemExit is what sys.exit() raises.
+# Exceptions of a user's code that are reported as such; sys.exit() raises SystemExit.
 FAILURES = (Exception, asyncio.CancelledError, SystemExit)
 _LONGEST = 300
-# Folders of this package that call a user's code; frames in them are not the user's.
+# Folders of this package that call a user's code; their frames are not shown to the user.
 _CALLERS = tuple(Path(__file__).parent.parent / name for name in ("config", "engines", "engines/watch", "rewards"))
 
 
 def packaged_names(kind: Packaged) -> list[str]:
-    """The names, without suffix, of the files of that kind that ship with the package."""
+    """Return the names, without suffix, of the packaged files of a kind."""
     folder, suffix = _PLACES[kind]
     places = (_PACKAGE / folder, _PACKAGE.parent / folder)
     return sorted({path.stem for place in places for path in place.glob(f"*{suffix}")})
 
 
 def packaged(kind: Packaged, name: str) -> Path:
-    """The packaged file of that kind, named with or without its suffix.
+    """Return the path of a packaged file, named with or without its suffix.
 
     Raises:
-        OptionError: there is none of that name; the message lists those that there are.
+        OptionError: there is no such file; the message lists the available ones.
     """
     folder, suffix = _PLACES[kind]
     file_name = name if name.endswith(suffix) else name + suffix
     if Path(file_name).name == file_name:
-        # Inside the package first: beside an installed one lies site-packages, where the name could be another's.
+        # Inside the package first: the parent of an installed package is site-packages, with files of other packages.
         for place in (_PACKAGE / folder, _PACKAGE.parent / folder):
             if (place / file_name).is_file():
                 return place / file_name
     names = packaged_names(kind)
     raise OptionError(
-        f"{name!r}: no such file, and no packaged {folder} file of that name{did_you_mean(Path(name).stem, names)}; "
-        f"there are: {', '.join(names)}"
+        f"{name!r}: no such file, neither as a path nor in {folder}; available in {folder}: {', '.join(names)}"
+        f"{did_you_mean(Path(name).stem, names)}"
     )
 
 
 def load_named(given: str, option: str) -> Any:
-    """What ``given`` names.
+    """Import the object that ``given`` names.
 
     Args:
         given: ``path/to/file.py:name`` or ``package.module:name``.
-        option: the option that says so, for messages.
+        option: name of the option, for messages.
 
     Raises:
-        OptionError: there is no such file, module or name, or importing it fails.
+        OptionError: the file, module or name does not exist, or the import fails.
     """
     where = setting(option, given)
     target, _, name = given.rpartition(":")
     if not target or not name:
-        raise OptionError(f"{where}: name it as file.py:name or package.module:name")
+        raise OptionError(f"{where}: expected file.py:name or package.module:name")
     is_file = target.endswith(".py") or "/" in target
     module = _from_file(Path(target).expanduser(), where) if is_file else _from_package(target, where)
     if not hasattr(module, name):
         own = [n for n, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        near = did_you_mean(name, own) or f"; it has: {', '.join(own) or 'none'}"
-        raise OptionError(f"{where}: {target} has no {name!r}{near}")
+        near = did_you_mean(name, own) or f"; available names: {', '.join(own) or 'none'}"
+        raise OptionError(f"{where}: {target} does not define {name!r}{near}")
     return getattr(module, name)
 
 
 def raised(error: BaseException) -> str:
-    """What a user's code raised, and where in it: ``KeyError: 'x' (lengths.py line 3)``."""
+    """Describe an exception of a user's code and its location: ``KeyError: 'x' (lengths.py line 3)``."""
     text = " ".join(str(error).split())
     text = text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_foreign(frame.filename)]
     if not frames:
         return said
-    # Of the frames below, in libraries, a user can mend nothing.
+    # The frames below are in libraries, which the user cannot fix.
     last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
     return f"{said} ({Path(last.filename).name} line {last.lineno})"
 
@@ -98,13 +98,11 @@ def _is_foreign(filename: str) -> bool:
 
 
 def _from_file(path: Path, where: str) -> ModuleType:
-    """The file as a module; once per process and content, so that two functions of a file share what it holds."""
+    """Import a file, once per process and content, so that two functions of a file share its globals."""
     try:
         source = path.read_bytes()
     except OSError as error:
-        raise OptionError(
-            f"{where}: {path} cannot be read: {error.strerror or error}; set the path of a file"
-        ) from error
+        raise OptionError(f"{where}: cannot read {path}: {error.strerror or error}; check the path") from error
     path = path.resolve()
     private = f"_alignment_{path.stem}_{hashlib.sha256(str(path).encode() + source).hexdigest()[:16]}"
     if private in sys.modules:
@@ -112,18 +110,18 @@ def _from_file(path: Path, where: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(private, path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[private] = module  # while it runs already: dataclasses look their module up
-    # As for a script, its folder comes first for what it imports.
+    sys.modules[private] = module  # before it runs, as dataclasses look up their module
+    # As for a script, put its folder first on the import path.
     sys.path.insert(0, str(path.parent))
     try:
-        # Not by the loader, which would write compiled code beside the user's file.
+        # Not with the loader, which would write bytecode next to the user's file.
         exec(compile(source, str(path), "exec"), module.__dict__)
     except Leaving:
         del sys.modules[private]
         raise
     except FAILURES as error:
         del sys.modules[private]
-        raise OptionError(f"{where}: importing {path.name} raised {raised(error)}; correct it") from error
+        raise OptionError(f"{where}: importing {path.name} raised {raised(error)}; fix that file") from error
     finally:
         with contextlib.suppress(ValueError):
             sys.path.remove(str(path.parent))
@@ -136,25 +134,25 @@ def _from_package(name: str, where: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise OptionError(
-                f"{where}: there is no module {error.name!r}; install it, or name a file as file.py:name"
+                f"{where}: no module named {error.name!r}; install it, or pass a file as file.py:name"
             ) from error
-        raise OptionError(f"{where}: importing {name} raised {raised(error)}; correct it") from error
+        raise OptionError(f"{where}: importing {name} raised {raised(error)}; fix that module") from error
     except Leaving:
         raise
     except FAILURES as error:
-        raise OptionError(f"{where}: importing {name} raised {raised(error)}; correct it") from error
+        raise OptionError(f"{where}: importing {name} raised {raised(error)}; fix that module") from error
 
 
 def load_callable(given: str, option: str, method: str | None = None) -> Any:
-    """What ``given`` names; an instance of it, made without arguments, where it is a class.
+    """Import the callable that ``given`` names; a class is instantiated without arguments.
 
     Args:
         given: ``path/to/file.py:name`` or ``package.module:name``.
-        option: the option that says so, for messages.
-        method: a method that makes an object as good as a callable, such as ``judge``.
+        option: name of the option, for messages.
+        method: a method that an object may have instead of being callable, such as ``judge``.
 
     Raises:
-        OptionError: there is no such file, module or name, importing it fails, or it cannot be called.
+        OptionError: the file, module or name does not exist, the import fails, or the object is not callable.
     """
     where, found = setting(option, given), load_named(given, option)
     if isinstance(found, type):
@@ -162,7 +160,7 @@ def load_callable(given: str, option: str, method: str | None = None) -> Any:
     if not callable(found) and not (method is not None and callable(getattr(found, method, None))):
         wanted = "a function or class" if method is None else f"a function, or a class with a method {method!r}"
         name = given.rpartition(":")[2]
-        raise OptionError(f"{where}: {name} is {show(found)}, which cannot be called; name {wanted}")
+        raise OptionError(f"{where}: {name} is {show(found)}; expected {wanted}")
     return found
 
 
@@ -173,5 +171,5 @@ def _instance(kind: type, where: str) -> Any:
         raise
     except FAILURES as error:
         raise OptionError(
-            f"{where}: making a {kind.__name__} without arguments raised {raised(error)}; give its arguments defaults"
+            f"{where}: {kind.__name__}() raised {raised(error)}; it must be possible to create without arguments"
         ) from error

@@ -1,7 +1,7 @@
-"""The options that all methods share, and what callbacks read from them.
+"""The options shared by all methods, and the properties that callbacks read.
 
-These are our own dataclasses, not transformers' ``TrainingArguments``: nothing here builds device or process state.
-Every field is read outside this package or is refused by :mod:`alignment.config.refusals`.
+These are dataclasses of this project, not transformers' ``TrainingArguments``: nothing here initializes devices or
+processes. Every field is read outside this package or rejected by :mod:`alignment.config.refusals`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from alignment.config.registry import Paper, name_of
 from alignment.config.translated import accelerate, sections
 from alignment.internals.transformers import parallel_mode
 
-_OUTPUT_DIR = "trainer_output"  # as transformers calls it
-_GIVEN, _SETTLED = "_given", "_settled"  # on options: their values before and after they were made of each other
+_OUTPUT_DIR = "trainer_output"  # transformers' default
+_GIVEN, _SETTLED = "_given", "_settled"  # attributes with the values before and after options were resolved
 
 
 def _environment_int(name: str, default: int) -> int:
@@ -41,23 +41,23 @@ def _environment_int(name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise OptionError(f"{name}={text!r}: the launcher's variable must be a whole number; unset it") from None
+        raise OptionError(f"environment variable {name}={text!r}: expected an integer; unset it") from None
 
 
 def _held(value: Any) -> Any:
-    """A value that later changes of its lists and mappings leave alone; what these hold is not copied."""
+    """Copy the lists and mappings of a value, so that later changes of them have no effect; items are not copied."""
     if isinstance(value, dict):
         return {key: _held(each) for key, each in value.items()}
     return [_held(each) for each in value] if isinstance(value, list) else value
 
 
 class _ByName(type):
-    """Reads names before the generated ``__init__``, whose TypeError could not say what an option is called here."""
+    """Checks names before the generated ``__init__``, whose TypeError could not suggest the right name."""
 
     if not TYPE_CHECKING:
 
         def __call__(cls, *args: Any, **given: Any) -> Any:
-            if given.get("method") == cls.method:  # as to_dict() says it
+            if given.get("method") == cls.method:  # as in to_dict()
                 del given["method"]
             refusals.check_names(cls, given)
             return super().__call__(*args, **read_names(cls, given))
@@ -78,21 +78,21 @@ class AlignmentConfig(
     ProcessFacts,
     metaclass=_ByName,
 ):
-    """What every method has. Use a method's class (``KTOConfig``, ``CPOConfig``), not this one.
+    """Base class of the options of all methods. Use a method's class, such as ``KTOConfig`` or ``CPOConfig``.
 
     Raises:
-        OptionError: an unknown name, a value of the wrong type, or one that cannot be used.
+        OptionError: an unknown name, a value of the wrong type, or an invalid value.
     """
 
     TITLE: ClassVar[str] = "Output"
     method: ClassVar[str] = ""
-    # What a model card cites: "" for the method, and a loss type for what that loss adds or replaces.
+    # Papers that a model card cites: "" for the method, and by loss type those of a loss.
     PAPERS: ClassVar[Mapping[str, Paper]] = {}
-    # TRL's defaults where they are others than here, for the page on coming from there.
+    # TRL's defaults where they differ, for the reference page on TRL's options.
     TRL_DEFAULTS: ClassVar[Mapping[str, str]] = {"optim": "adamw_torch_fused"}
 
     output_dir: str | None = dataclasses.field(
-        default=None, kw_only=False, metadata={"help": "Folder for the model, the log and the resolved settings."}
+        default=None, kw_only=False, metadata={"help": "Folder for the model, checkpoints, logs and resolved options."}
     )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -109,21 +109,21 @@ class AlignmentConfig(
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """An option by its older name."""
+            """Return an option by its older name."""
             here = older_names(type(self)).get(name)
             if here is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return getattr(self, here)
 
     def values(self) -> dict[str, Any]:
-        """Every option by name, as it is now."""
+        """Return the current values of all options by name."""
         return {field.name: _held(getattr(self, field.name)) for field in option_fields(self)}
 
     def check_again(self) -> None:
-        """Take over what was set since the options were made, as if it had been given then.
+        """Check and resolve the options again if any were set after construction.
 
         Raises:
-            OptionError: it cannot be used.
+            OptionError: a new value is invalid.
         """
         settled, now = vars(self)[_SETTLED], self.values()
         changed = {name: value for name, value in now.items() if value != settled[name]}
@@ -138,11 +138,11 @@ class AlignmentConfig(
         vars(self).update({name: value for name, value in vars(fresh).items() if name not in older})
 
     def _settle(self) -> None:
-        """Convert and check every option, and make those that depend on others."""
+        """Convert and check all options, and resolve those that depend on others."""
         for field in option_fields(self):
             setattr(self, field.name, value_here(field.name, getattr(self, field.name)))
         convert_options(self)
-        if "LOCAL_RANK" in os.environ:  # as transformers does: scripts let local_rank 0 write
+        if "LOCAL_RANK" in os.environ:  # like transformers: scripts test for local_rank 0
             self.local_rank = self.local_process_index
         if self.output_dir is None:
             self.output_dir = _OUTPUT_DIR
@@ -165,40 +165,40 @@ class AlignmentConfig(
         self.resolve()
 
     def _expand_folders(self) -> None:
-        """`~` in folders that are written, which `--output_dir=~/runs` leaves to the program."""
+        """Expand `~` in output folders, which a shell does not do in `--output_dir=~/runs`."""
         for name in ("output_dir", "merged_output_dir"):
             given = getattr(self, name)
             setattr(self, name, given if given is None else os.path.expanduser(given))
 
     def resolve(self) -> None:
-        """Check the method's own options, and fill those that depend on each other."""
+        """Check the method's own options, and resolve those that depend on each other."""
 
     def check_named(self) -> None:
-        """Check what a script may give as objects, but the command line has to name."""
+        """Require the options that a script may pass as objects instead."""
 
     @property
     def window_size(self) -> int:
-        """Rows of one optimizer step, over all ranks."""
+        """Number of rows of an optimizer step, over all ranks."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
 
     @property
     def train_batch_size(self) -> int:
-        """Rows of one micro-batch on this device."""
+        """Number of rows of a micro-batch on this device."""
         return self.per_device_train_batch_size
 
     @property
     def eval_batch_size(self) -> int:
-        """Rows of one evaluation batch on this device."""
+        """Number of rows of an evaluation batch on this device."""
         return self.per_device_eval_batch_size or self.per_device_train_batch_size
 
     @property
     def process_index(self) -> int:
-        """This process's rank."""
+        """Rank of this process."""
         return _environment_int("RANK", 0)
 
     @property
     def local_process_index(self) -> int:
-        """This process's rank on its machine."""
+        """Local rank of this process on its host."""
         return _environment_int("LOCAL_RANK", 0)
 
     @property
@@ -209,41 +209,41 @@ class AlignmentConfig(
 
     @property
     def n_gpu(self) -> int:
-        """GPUs of this process: 1 or 0."""
+        """Number of GPUs of this process: 1 or 0."""
         return int(dtypes.uses_cuda(self))
 
     @property
     def parallel_mode(self) -> Any:
-        """transformers' ``ParallelMode``; only asked by callbacks, when transformers is loaded already."""
+        """transformers' ``ParallelMode``, for callbacks; transformers must be imported already."""
         if self.world_size > 1:
             return parallel_mode("DISTRIBUTED")
         return parallel_mode("NOT_DISTRIBUTED" if self.n_gpu else "NOT_PARALLEL")
 
     @property
     def resolved_bf16(self) -> bool:
-        """Whether these options and this machine, without a DeepSpeed JSON, give bfloat16."""
+        """Whether the compute dtype is bfloat16, according to options and machine but not the DeepSpeed JSON."""
         return dtypes.compute_dtype(self) == "bfloat16"
 
     @property
     def resolved_fp16(self) -> bool:
-        """Whether these options give float16."""
+        """Whether the compute dtype is float16, according to options and machine but not the DeepSpeed JSON."""
         return dtypes.compute_dtype(self) == "float16"
 
     def to_dict(self) -> dict[str, Any]:
-        """All options as plain values, with ``method`` first; a secret is replaced by its name."""
+        """Return all options as plain values, ``method`` first, with secrets replaced by their names."""
         values: dict[str, Any] = {"method": name_of(self)}
         for field in option_fields(self):
             value = getattr(self, field.name)
             if field.name == "local_rank" or (verdict_of(field) is not None and value == field.default):
-                continue  # of another library, without effect, and not set; or the process's own
+                continue  # process state, or an option of another library without effect that is not set
             values[field.name] = without_secrets(field.name, value.value if isinstance(value, Enum) else value)
         return values
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """The same with values that a metrics store takes: truth values, numbers and texts."""
+        """Return :meth:`to_dict` with values that metrics stores accept: booleans, numbers and strings."""
         values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
         return {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()}
 
     def to_json_string(self) -> str:
-        """The same as indented JSON."""
+        """Return :meth:`to_dict` as indented JSON."""
         return json.dumps(self.to_dict(), indent=2, default=str)

@@ -1,4 +1,4 @@
-"""The options of a method that generates its own completions and has them scored: the groups, and their checks."""
+"""Options of online methods, which generate completions and have them scored."""
 
 # ruff: noqa: RUF009 - option() is dataclasses.field() with a help text
 
@@ -26,89 +26,97 @@ class RolloutOptions:
     TITLE: ClassVar[str] = "Rollout"
 
     max_length: int = option(
-        512, "Longest prompt and completion together, in tokens; a prompt that leaves no room is dropped, never cut."
+        512,
+        "Maximum length of prompt and completion together, in tokens. Prompts longer than `max_length - "
+        "max_new_tokens` are dropped, not truncated.",
     )
-    max_new_tokens: int = option(64, "Longest completion, in tokens.")
+    max_new_tokens: int = option(64, "Maximum length of a completion, in tokens.")
     num_generations: int = option(
-        2, "Completions sampled for each prompt; of more than 2, the best and the worst make the pair."
+        2, "Number of completions to sample per prompt. If more than 2, the best and the worst form the pair."
     )
     temperature: float = option(0.9, "Sampling temperature.")
-    top_p: float = option(1.0, "Sample from the likeliest tokens that make up this probability; 1: from all.")
-    top_k: int = option(0, "Sample from so many likeliest tokens; 0: from all.")
-    min_p: float | None = option(
-        None, "Sample from tokens at least so likely, as a share of the likeliest one's probability."
+    top_p: float = option(
+        1.0, "Sample from the smallest set of most likely tokens with at least this total probability. 1: all tokens."
     )
-    repetition_penalty: float = option(1.0, "Penalty on tokens that are there already; 1: none.")
+    top_k: int = option(0, "Sample from this number of most likely tokens. 0: all tokens.")
+    min_p: float | None = option(
+        None,
+        "Sample from tokens with at least this probability, relative to the most likely token. Unset: all tokens.",
+    )
+    repetition_penalty: float = option(1.0, "Penalty on tokens that already occur in the sequence. 1: no penalty.")
     generation_kwargs: Keywords = option(
-        None, "Further keys of transformers' `GenerationConfig`, such as `no_repeat_ngram_size`."
+        None, "Further arguments of transformers' `GenerationConfig`, such as `no_repeat_ngram_size`."
     )
     rollout_backend: str = option(
         "auto",
-        "What generates: `generate` (left-padded batches), `continuous` (transformers' continuous batching), or "
-        "`auto`: whichever supports the model and every processor asked for and is the faster one on this device.",
+        "Generation backend: `generate` (left-padded batches), `continuous` (transformers' continuous batching) or "
+        "`auto` (the faster one on this device that supports the model and the requested logits processors).",
         choices=ROLLOUT_BACKENDS,
     )
-    use_transformers_paged: bool = option(False, "Another name of `rollout_backend: continuous`.")
+    use_transformers_paged: bool = option(False, "Alias of `rollout_backend: continuous`.")
     rollout_batch_size: int | None = option(
-        None, "Completions generated at once on each device; unset: as many as the memory for their cache allows."
+        None,
+        "Number of completions generated at the same time on each device. Defaults to as many as fit in memory with "
+        "their KV cache.",
     )
     ds3_gather_for_generation: bool | None = option(
         None,
-        "ZeRO-3: gather the whole policy once for a rollout, or (`false`) layer by layer at every token; unset: "
-        "gather if weights and cache fit in four fifths of the free memory of every device.",
+        "With ZeRO-3, gather the full policy once per rollout (`true`), or layer by layer for every token (`false`). "
+        "By default, the policy is gathered if weights and KV cache fit in four fifths of every device's free memory.",
     )
     log_completions: int = option(
-        1, "Write prompts, completions and scores to `completions.jsonl` at every so many-th log; 0: never."
+        1, "Write prompts, completions and scores to `completions.jsonl` every N logs. 0: never."
     )
-    num_completions_to_log: int = option(8, "Prompts of one such table.")
+    num_completions_to_log: int = option(8, "Number of prompts to write each time.")
 
 
 @dataclass(kw_only=True)
 class RewardOptions:
-    """Who scores completions: a reward model and functions, or a judge of pairs."""
+    """What scores completions: a reward model and reward functions, or a judge."""
 
     TITLE: ClassVar[str] = "Rewards"
 
     reward_model_path: str | None = option(
-        None, "Folder or hub name of a sequence classifier with one label; see method `reward`."
+        None,
+        "Reward model: folder or hub name of a sequence classifier with one label. To train one, use method `reward`.",
     )
     reward_funcs: OptionalTexts = option(
         None,
-        "Python functions that score completions, each as `file.py:function` or `package.module:function`.",
+        "Python functions that score completions, as `file.py:function` or `package.module:function`.",
         several=True,
     )
     reward_weights: list[float] | None = option(
-        None, "Weights of the rewards in their sum, the reward model's first; unset: 1 each."
+        None, "Weights of the rewards in their sum, that of the reward model first. Defaults to 1 for each."
     )
     judge: TextOrKeywords = option(
         None,
-        "A judge of pairs in place of rewards: `file.py:name` of (prompts, pairs) -> 0, 1 or -1 for each pair; or a "
-        "mapping for a model at an OpenAI-compatible endpoint, such as `{base_url: http://localhost:8000/v1, model: "
-        "NAME}`; or `openai`, `hf`, `pair_rm`. See docs/guides/rewards.md.",
+        "A judge of pairs instead of rewards: `file.py:name` of a function (prompts, pairs) -> 0, 1 or -1 for each "
+        "pair, a mapping for a model at an OpenAI-compatible endpoint, such as `{base_url: http://localhost:8000/v1, "
+        "model: NAME}`, or `openai`, `hf` or `pair_rm`. See docs/guides/rewards.md.",
     )
     missing_eos_penalty: float | None = option(
-        None, "Subtracted from the score of a completion that did not end by itself."
+        None, "Penalty to subtract from the score of a completion that does not end with an end-of-sequence token."
     )
     reward_batch_size: int | None = option(
-        None, "Sequences that the reward model scores at once; unset: twice `per_device_train_batch_size`."
+        None, "Batch size of the reward model. Defaults to twice `per_device_train_batch_size`."
     )
     reward_placement: str | None = option(
         None,
-        "Where the reward model lives: `offload`, `sharded` or `replica`, as for `ref_placement`.",
+        "Placement of the reward model: `offload`, `sharded` or `replica`, as for `ref_placement`.",
         choices=REWARD_PLACEMENTS,
     )
     reward_deepspeed: TextOrKeywords = option(
-        None, "DeepSpeed JSON of the reward model's engine: path, name in `ds_configs/` or mapping."
+        None, "DeepSpeed JSON of the reward model's engine: a path, a name in `ds_configs/` or a mapping."
     )
-    reward_load_in_4bit: bool | None = option(None, "Load the reward model in 4 bits.", switch=True)
+    reward_load_in_4bit: bool | None = option(None, "Load the reward model in 4-bit.", switch=True)
 
 
 @dataclass(kw_only=True)
 class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
-    """What such methods share; a method derives its own options from it, and calls :meth:`check_online`."""
+    """Base class of the options of online methods. A method's ``resolve`` calls :meth:`check_online`."""
 
     def check_online(self) -> None:
-        """Check sampling, lengths and who scores."""
+        """Check the options for sampling, lengths and scoring."""
         self._check_sampling()
         checks.check_lengths(self, rows_per_unit=2)
         if self.judge is not None:
@@ -116,33 +124,33 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
 
     @property
     def max_prompt_length(self) -> int:
-        """The longest prompt, in tokens, that leaves room for a completion."""
+        """Maximum length of a prompt, in tokens."""
         return self.max_length - self.max_new_tokens
 
     @property
     def max_completion_length(self) -> int:
-        """The longest completion, in tokens."""
+        """Maximum length of a completion, in tokens."""
         return self.max_new_tokens
 
     @property
     def truncation_mode(self) -> str:
-        """No prompt is ever cut; what the tokeniser of rows reads for all methods."""
+        """Has no effect, as prompts are not truncated; the tokenization of rows reads it for all methods."""
         return "keep_end"
 
     def check_named(self) -> None:
-        """Something must score the completions."""
+        """Require a reward model, a reward function or a judge."""
         if self.reward_model_path is None and not self.reward_funcs and self.judge is None:
             raise OptionError(
-                "reward_model_path=None: nothing to score completions with; set reward_model_path, reward_funcs "
-                "(file.py:function) or judge"
+                "reward_model_path=None: Online DPO needs something to score completions; set reward_model_path, "
+                "reward_funcs (file.py:function) or judge"
             )
 
     def _check_sampling(self) -> None:
         if self.use_transformers_paged:
             if self.rollout_backend not in ("auto", "continuous"):
                 raise OptionError(
-                    f"use_transformers_paged=True and {setting('rollout_backend', self.rollout_backend)}: they "
-                    "contradict each other; leave one out"
+                    f"use_transformers_paged=True and {setting('rollout_backend', self.rollout_backend)} contradict "
+                    "each other; remove one of them"
                 )
             self.rollout_backend = "continuous"
         checks.at_least(self, 1, "max_new_tokens", "rollout_batch_size", "reward_batch_size", "num_completions_to_log")
@@ -151,28 +159,31 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
         checks.positive(self, "repetition_penalty")
         if not self.temperature > 0:
             raise OptionError(
-                f"{setting('temperature', self.temperature)}: two greedy completions would be the same; set it above 0"
+                f"{setting('temperature', self.temperature)}: must be greater than 0, as greedy completions of a "
+                "prompt are all the same"
             )
         if not 0 < self.top_p <= 1:
-            raise OptionError(f"{setting('top_p', self.top_p)}: must be above 0 and at most 1; set 1.0 for all tokens")
+            raise OptionError(
+                f"{setting('top_p', self.top_p)}: must be greater than 0 and at most 1; set 1.0 for all tokens"
+            )
         if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise OptionError(f"{setting('min_p', self.min_p)}: must be from 0 to 1; leave it out for none")
+            raise OptionError(f"{setting('min_p', self.min_p)}: must be between 0 and 1; remove it to disable it")
         if self.max_length <= self.max_new_tokens:
             raise OptionError(
-                f"{setting('max_length', self.max_length)}: leaves no room for a prompt beside "
-                f"{setting('max_new_tokens', self.max_new_tokens)}; set max_length above it"
+                f"{setting('max_length', self.max_length)}: leaves no tokens for the prompt with "
+                f"{setting('max_new_tokens', self.max_new_tokens)}; set max_length to more than max_new_tokens"
             )
 
     def check_judge(self, judge: str) -> None:
-        """Nothing is set that a judge would leave without effect; ``judge`` names it in messages."""
+        """Reject options that have no effect with a judge; ``judge`` names it in messages."""
         for name in (*_REWARD_OPTIONS, *CLASSIFIER_OPTIONS):
             if getattr(self, name) is not None:
                 raise OptionError(
-                    f"{setting('judge', judge)} and {setting(name, getattr(self, name))}: a judge decides by itself "
-                    "which completion is better; leave one of them out"
+                    f"{setting('judge', judge)} and {setting(name, getattr(self, name))}: a judge ranks completions "
+                    "without rewards; remove one of them"
                 )
         if self.num_generations > 2:
             raise OptionError(
                 f"{setting('num_generations', self.num_generations)}: a judge compares two completions; set it to 2, "
-                "or score with reward_funcs or reward_model_path"
+                "or use reward_funcs or reward_model_path"
             )

@@ -1,6 +1,6 @@
-"""Where a frozen model lives: one table for references and reward models, and the DeepSpeed JSON that follows from it.
+"""Placements of frozen models (references and reward models), and the DeepSpeed JSON of each.
 
-A placement is asked for by name, or read off a DeepSpeed JSON of the model's own, or chosen by the machine.
+A placement is requested by name, determined by a DeepSpeed JSON of the model, or chosen automatically.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from alignment.config.errors import OptionError
 
 @dataclass(frozen=True)
 class Placement:
-    """One way to keep a frozen model.
+    """A placement of a frozen model.
 
     Attributes:
-        name: as options say it.
-        settings: the packaged DeepSpeed JSON of its engine.
-        cost: what it takes; ``{size}`` is the bytes of a parameter, ``{ranks}`` the number of ranks.
+        name: value of the option.
+        settings: name of the packaged DeepSpeed JSON of its engine.
+        cost: memory that it takes; ``{size}`` is the bytes per parameter, ``{ranks}`` the number of ranks.
     """
 
     name: str
@@ -37,15 +37,15 @@ class Placement:
     cost: str
 
     def describe(self, size: str, ranks: int) -> str:
-        """The placement and its cost."""
+        """Describe the placement and its cost."""
         return f"{self.name} ({self.cost.format(size=size, ranks=ranks)})"
 
 
 PLACEMENTS = {
     placement.name: placement
     for placement in (
-        Placement("offload", "ref_offload", "{size} bytes per parameter, divided by {ranks} rank(s), in host memory"),
-        Placement("sharded", "ref_sharded", "{size} bytes per parameter, divided by {ranks} rank(s), on the devices"),
+        Placement("offload", "ref_offload", "{size} bytes per parameter in host memory, sharded over {ranks} rank(s)"),
+        Placement("sharded", "ref_sharded", "{size} bytes per parameter, sharded over the devices of {ranks} rank(s)"),
         Placement("replica", "ref_replica", "{size} bytes per parameter on every device"),
     )
 }
@@ -53,14 +53,14 @@ PLACEMENTS = {
 
 @dataclass(frozen=True)
 class FrozenPlan:
-    """How a frozen model is kept: its placement, and the checked DeepSpeed JSON of its engine."""
+    """The placement of a frozen model, and the checked DeepSpeed JSON of its engine."""
 
     placement: Placement
     ds_config: dict[str, Any]
 
 
 def placement_of(base: dict[str, Any]) -> str:
-    """Where an engine with this JSON keeps its parameters: ``offload``, ``sharded`` or ``replica``."""
+    """Return the placement of an engine with this JSON: ``offload``, ``sharded`` or ``replica``."""
     if value_at(base, "zero_optimization.stage") != 3:
         return "replica"
     device = value_at(base, "zero_optimization.offload_param.device")
@@ -68,7 +68,7 @@ def placement_of(base: dict[str, Any]) -> str:
 
 
 def default_placement(options: Any) -> str:
-    """Where sizes do not say: ``offload`` on a GPU; ``replica`` on a CPU, which has no second memory to move to."""
+    """Return the placement if sizes are unknown: ``offload`` on GPUs, ``replica`` on CPUs, which have one memory."""
     return "offload" if uses_cuda(options) else "replica"
 
 
@@ -83,23 +83,23 @@ def plan_frozen(
     hidden_size: int,
     micro_batch: int,
 ) -> FrozenPlan:
-    """The placement of a frozen model and the JSON of its forward-only engine.
+    """Plan the placement of a frozen model and the JSON of its forward-only engine.
 
     Args:
-        options: the run's options.
-        owner: first part of the names of its options, ``ref`` or ``reward``, for messages.
-        placement: as asked for; None: as ``deepspeed`` says, or by the machine.
-        deepspeed: JSON of its engine: path, packaged name or mapping; None: the packaged one of the placement.
-        dtypes: the run's dtype plan; only its compute dtype matters here.
+        options: options of the run.
+        owner: prefix of the options of this model, ``ref`` or ``reward``, for messages.
+        placement: the requested placement; None to use that of ``deepspeed``, or the default of the machine.
+        deepspeed: JSON of its engine: path, packaged name or mapping. Defaults to that of the placement.
+        dtypes: dtype plan of the run; only its compute dtype is used.
         world_size: number of ranks.
-        hidden_size: of this model, for "auto".
-        micro_batch: rows of one forward.
+        hidden_size: hidden size of this model, for "auto".
+        micro_batch: number of rows of a forward pass.
 
     Raises:
-        OptionError: stage 1 or 2, anything about an optimizer, or a JSON that contradicts ``placement``.
+        OptionError: ZeRO stage 1 or 2, an optimizer offload, or a JSON that contradicts ``placement``.
     """
     if placement is not None and placement not in PLACEMENTS:
-        raise OptionError(f"{owner}_placement={placement!r}: it has no engine; set one of {', '.join(PLACEMENTS)}")
+        raise OptionError(f"{owner}_placement={placement!r}: expected one of {', '.join(PLACEMENTS)}")
     if deepspeed is not None:
         base = load_deepspeed_config(deepspeed, "")
     else:
@@ -109,7 +109,7 @@ def plan_frozen(
     found = _checked_placement(config, stage, where)
     if placement is not None and placement != found:
         raise OptionError(
-            f"{where}: zero_optimization.stage={stage} is the placement {found!r}, which contradicts "
+            f"{where}: zero_optimization.stage={stage} (placement {found!r}) contradicts "
             f"{owner}_placement={placement!r}; change one of them"
         )
     check_against_json(dtypes.compute, "the policy", config)
@@ -123,27 +123,28 @@ def plan_frozen(
 
 
 def _fixed(dtypes: DtypePlan, micro_batch: int, world_size: int) -> dict[str, tuple[Any, str]]:
-    """What the JSON of a frozen engine has to say, by dotted path, each with the reason."""
-    why = "a frozen engine takes no optimizer step"
+    """Return the required values of a frozen engine's JSON by dotted path, each with a reason."""
+    why = "an engine without optimizer steps"
     return {
-        "train_micro_batch_size_per_gpu": (micro_batch, f"a forward of {micro_batch} rows"),
+        "train_micro_batch_size_per_gpu": (micro_batch, f"a micro-batch of {micro_batch} rows"),
         "gradient_accumulation_steps": (1, why),
-        "train_batch_size": (micro_batch * world_size, f"a forward of {micro_batch} rows x {world_size} ranks"),
+        "train_batch_size": (micro_batch * world_size, f"a micro-batch of {micro_batch} rows x {world_size} ranks"),
         "gradient_clipping": (0.0, why),
-        "bf16.enabled": (dtypes.ds["bf16"]["enabled"], f"computing in {dtypes.compute}"),
-        "fp16.enabled": (dtypes.ds["fp16"]["enabled"], f"computing in {dtypes.compute}"),
+        "bf16.enabled": (dtypes.ds["bf16"]["enabled"], f"the compute dtype {dtypes.compute}"),
+        "fp16.enabled": (dtypes.ds["fp16"]["enabled"], f"the compute dtype {dtypes.compute}"),
     }
 
 
 def _checked_placement(config: dict[str, Any], stage: int, where: str) -> str:
-    """The placement of a JSON that a frozen engine can have; what says nothing about it is removed."""
+    """Return the placement of a frozen engine's JSON; remove an empty optimizer offload in place."""
     if stage in (1, 2):
         raise OptionError(
-            f"{where}: zero_optimization.stage={stage}: a frozen engine is stage 3 or 0; set 3, or 0 for a replica"
+            f"{where}: zero_optimization.stage={stage}: a frozen model requires stage 3, or 0 for a replica; set one "
+            "of these"
         )
     if offload_device(config, "offload_optimizer", where) != "none":
         raise OptionError(
-            f"{where}: zero_optimization.offload_optimizer.device='cpu': a frozen engine has no optimizer; remove it"
+            f"{where}: zero_optimization.offload_optimizer.device='cpu': a frozen model has no optimizer; remove it"
         )
     check_param_offload(config, stage, where)
     config["zero_optimization"].pop("offload_optimizer", None)

@@ -1,8 +1,8 @@
-"""The methods by name, as import paths: the command line, the public names and the tables of options derive from it.
+"""The registry of methods by name. The command line, the public names and the option tables are derived from it.
 
-:mod:`alignment.methods` enters its own. A method from outside is named as ``file.py:Trainer`` or
-``package.module:Trainer``, or is entered by an installed package under the entry point group ``alignment.methods``.
-From Python it needs no entry: its trainer class is called.
+:mod:`alignment.methods` registers the built-in methods. A third-party method is named as ``file.py:Trainer`` or
+``package.module:Trainer``, or registered by an installed package under the entry point group ``alignment.methods``.
+From Python, no registration is needed: call its trainer class.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from alignment.config.fields import option_fields
 from alignment.config.lookup import FAILURES, load_named, raised
 
 GROUP = "alignment.methods"
-_NAME = "_method_name"  # on options: by which name their method was asked for
-# An options class is derived from AlignmentConfig; options.py imports this module, so its name cannot be used here.
+_NAME = "_method_name"  # attribute of options: the name by which their method was requested
+# A subclass of AlignmentConfig, whose name cannot be used here, because options.py imports this module.
 OptionsClass: TypeAlias = type[Any]
 Options = TypeVar("Options")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a method's classes are, as ``module:Class``; its options import without torch, its trainer does not."""
+    """The classes of a method, as ``module:Class``. The module of the options must not import torch."""
 
     options: str
     trainer: str
 
 
 class Paper(NamedTuple):
-    """What a model card cites."""
+    """A paper that a model card cites."""
 
     title: str
     url: str
 
 
 class Registry(Mapping[str, OptionsClass]):
-    """Method name -> its options class, imported when it is asked for. Iterates over the entered names."""
+    """A mapping from method name to options class, imported on access. Iterates over the registered names."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
 
     def enter(self, name: str, options: str, trainer: str) -> None:
-        """Make a method known by ``name``."""
+        """Register a method under ``name``."""
         self.entries[name] = Entry(options, trainer)
 
     def __getitem__(self, name: str) -> OptionsClass:
@@ -66,41 +66,42 @@ class Registry(Mapping[str, OptionsClass]):
         return len(self.entries)
 
     def named(self, options: Options, name: str) -> Options:
-        """The same options, which remember the name that their method was asked for by."""
+        """Record in the options the name by which their method was requested, and return them."""
         vars(options)[_NAME] = name
         return options
 
     def trainer(self, options: Any) -> Any:
-        """The trainer class of a run with these options.
+        """Return the trainer class for these options.
 
         Raises:
-            OptionError: they are of no method that is known here.
+            OptionError: the options belong to no known method.
         """
         name = name_of(options)
         if self.is_outside(name):
             return self._loaded(name)
         if name not in self.entries or type(options) is not self[name]:
             raise OptionError(
-                f"method={name!r}: no trainer is known for {type(options).__name__}; call the trainer class itself"
+                f"method={name!r}: no trainer is registered for {type(options).__name__}; call the trainer class "
+                "directly"
             )
         return _imported(self.entries[name].trainer)
 
     def is_outside(self, name: str | None) -> bool:
-        """Whether a name is that of a method from outside, which has to be imported for its options to be known."""
+        """Whether a name is that of a third-party method, whose options are known only after importing it."""
         return name is not None and name not in self.entries and (":" in name or name in _installed())
 
     def check(self, name: str) -> None:
-        """Whether there is such a method; nothing is imported.
+        """Check that there is such a method, without importing it.
 
         Raises:
-            OptionError: there is not; with the nearest one that there is.
+            OptionError: there is no such method; the message suggests the closest name.
         """
         if name in self.entries or self.is_outside(name):
             return
         known = [*self.entries, *_installed()]
         raise OptionError(
-            f"{setting('method', name)}: no such method{did_you_mean(name, known)}; set one of {', '.join(known)}, or "
-            "file.py:Trainer"
+            f"{setting('method', name)}: unknown method; set one of {', '.join(known)}, or file.py:Trainer"
+            f"{did_you_mean(name, known)}"
         )
 
     def _loaded(self, name: str) -> Any:
@@ -109,12 +110,13 @@ class Registry(Mapping[str, OptionsClass]):
         options = getattr(trainer, "config_class", None)
         if not isinstance(trainer, type) or not dataclasses.is_dataclass(options):
             raise OptionError(
-                f"{setting('method', name)}: it is no trainer class; name one that is derived from AlignmentTrainer, "
-                "with a config_class and a method_class"
+                f"{setting('method', name)}: not a trainer class; expected a subclass of AlignmentTrainer with "
+                "a config_class and a method_class"
             )
         if not getattr(options, "method", ""):
             raise OptionError(
-                f"{setting('method', name)}: its config_class has no name; set method = ... in that class"
+                f"{setting('method', name)}: its config_class does not define the method's name; set method = ... in "
+                "that class"
             )
         return trainer
 
@@ -123,12 +125,12 @@ METHODS = Registry()
 
 
 def name_of(options: Any) -> str:
-    """What to give as ``method`` for a run like this one: its name, or the path that it was asked for by."""
+    """Return the value of ``method`` for these options: the method's name, or the path of a third-party method."""
     return str(vars(options).get(_NAME, options.method))
 
 
 def option_names(cls: OptionsClass) -> set[str]:
-    """The names of all options of one method."""
+    """Return the names of all options of a method."""
     return {field.name for field in option_fields(cls)}
 
 
@@ -145,8 +147,8 @@ def _imported_entry(entry: EntryPoint) -> Any:
     several = [other.value for other in entry_points(group=GROUP, name=entry.name) if other.value != entry.value]
     if several:
         raise OptionError(
-            f"{setting('method', entry.name)}: several packages provide it: {', '.join([entry.value, *several])}; "
-            "name one of these"
+            f"{setting('method', entry.name)}: provided by several packages; set method to one of "
+            f"{', '.join([entry.value, *several])}"
         )
     try:
         return entry.load()
@@ -154,6 +156,6 @@ def _imported_entry(entry: EntryPoint) -> Any:
         raise
     except FAILURES as error:
         raise OptionError(
-            f"{setting('method', entry.name)}: importing {entry.value} raised {raised(error)}; correct or uninstall "
-            "the package that provides it"
+            f"{setting('method', entry.name)}: importing {entry.value} raised {raised(error)}; fix or uninstall the "
+            "package that provides it"
         ) from error

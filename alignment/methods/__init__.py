@@ -1,4 +1,4 @@
-"""The methods: a file each, with its options beside it. Importing this package imports none of them."""
+"""The built-in methods, one module each, with a module for its options. They are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPO and its relatives: pairs of answers, no reference model."""
+"""CPO and its variants: preference pairs, no reference model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from alignment.training.trainer import AlignmentTrainer
 
 
 class CPOMethod(Method[PreferenceBatch]):
-    """One forward scores both answers of every pair; the NLL is a mean over the chosen tokens of the whole window."""
+    """Scores both completions of every pair in one forward pass; averages the NLL over the window's chosen tokens."""
 
     kind = "preference"
     completions = ("chosen_ids", "rejected_ids")
@@ -71,9 +71,9 @@ class CPOMethod(Method[PreferenceBatch]):
 
 
 class CPOTrainer(AlignmentTrainer):
-    """Trains with CPO, SimPO, AlphaPO, IPO or the hinge loss on ``chosen, rejected`` pairs, with or without a prompt.
+    """Trainer for CPO, SimPO, AlphaPO, IPO and the hinge loss on ``chosen, rejected`` pairs, with or without a prompt.
 
-    The arguments are those of :class:`~alignment.training.trainer.AlignmentTrainer`.
+    Takes the arguments of :class:`~alignment.training.trainer.AlignmentTrainer`.
     """
 
     config_class: ClassVar[type[CPOConfig]] = CPOConfig

@@ -1,4 +1,4 @@
-"""The options of CPO and its relatives: SimPO, CPO-SimPO, AlphaPO, IPO and hinge."""
+"""The options of CPO and its variants: SimPO, CPO-SimPO, AlphaPO, IPO and hinge."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _DEFAULT_GAMMA = 0.5
 
 @dataclass(kw_only=True)
 class CPOConfig(SequenceOptions, CPOCompatibility, AlignmentConfig):
-    """Contrastive preference optimisation, https://arxiv.org/abs/2401.08417; there is no reference model.
+    """Options of contrastive preference optimization (https://arxiv.org/abs/2401.08417), without a reference model.
 
     Raises:
-        OptionError: an unknown name, a value of the wrong type, or one that cannot be used.
+        OptionError: an unknown name, a value of the wrong type, or an invalid value.
     """
 
     TITLE: ClassVar[str] = "CPO"
@@ -52,36 +52,43 @@ class CPOConfig(SequenceOptions, CPOCompatibility, AlignmentConfig):
     loss_type: str = option(
         "sigmoid", "Loss: `sigmoid`, `hinge`, `ipo`, `simpo` or `alphapo`.", choices=CPO_LOSS_TYPES
     )
-    beta: float = option(0.1, "Inverse temperature; of `ipo` its tau.")
-    label_smoothing: float = option(0.0, "Probability that a pair's labels are swapped (not with `hinge`, `ipo`).")
-    cpo_alpha: float | None = option(None, "Weight of the chosen answers' NLL; unset: 1.0, with `alphapo` 0.0.")
+    beta: float = option(0.1, "Inverse temperature of the loss; tau for `ipo`.")
+    label_smoothing: float = option(
+        0.0, "Probability that the labels of a pair are swapped. Not for `hinge` and `ipo`."
+    )
+    cpo_alpha: float | None = option(
+        None, "Weight of the NLL of chosen completions. Defaults to 1.0, or to 0.0 for `alphapo`."
+    )
     simpo_gamma: float = option(_DEFAULT_GAMMA, "Target reward margin of `simpo` and `alphapo`.", older=("gamma",))
-    gamma_beta_ratio: float | None = option(None, "The same divided by `beta`, in its place.")
+    gamma_beta_ratio: float | None = option(None, "Sets `simpo_gamma` to this ratio times `beta`.")
     alpha: float | None = option(
-        None, "Shape of AlphaPO's reward, with `simpo` and `alphapo`; unset: 0.0, with `alphapo` 0.25."
+        None, "Shape parameter of the reward of `simpo` and `alphapo`. Defaults to 0.0, or to 0.25 for `alphapo`."
     )
 
     def resolve(self) -> None:
-        """Check CPO's own options, and fill ``alpha`` and ``cpo_alpha`` by the loss."""
+        """Check the options of CPO, and set ``alpha`` and ``cpo_alpha`` depending on the loss."""
         checks.check_lengths(self, rows_per_unit=2)
         checks.positive(self, "beta")
         self._read_ratio()
         checks.at_least(self, 0, "cpo_alpha", "simpo_gamma")
         checks.refuse_reference(self, "CPO")
         if not 0 <= self.label_smoothing < 0.5:
-            raise OptionError(f"{setting('label_smoothing', self.label_smoothing)}: set it to 0 or more and below 0.5")
+            raise OptionError(
+                f"{setting('label_smoothing', self.label_smoothing)}: must be at least 0 and less than 0.5"
+            )
         if self.label_smoothing and self.loss_type not in _SMOOTHED_LOSSES:
             raise self._without_effect("label_smoothing", _SMOOTHED_LOSSES)
         if self.simpo_gamma != _DEFAULT_GAMMA and self.loss_type not in _MARGIN_LOSSES:
             raise self._without_effect("simpo_gamma", _MARGIN_LOSSES)
         if self.alpha and self.loss_type not in _MARGIN_LOSSES:
             raise OptionError(
-                f"{setting('alpha', self.alpha)}: it needs length-normalised log-probs, and "
-                f"{setting('loss_type', self.loss_type)} has none; set loss_type to simpo or alphapo, or alpha to 0"
+                f"{setting('alpha', self.alpha)}: requires length-normalized log-probs, which "
+                f"{setting('loss_type', self.loss_type)} does not use; set loss_type to simpo or alphapo, or "
+                "alpha to 0"
             )
         if self.alpha == 0 and self.loss_type == "alphapo":
             raise OptionError(
-                "alpha=0.0 with loss_type='alphapo': that is simpo; set loss_type to simpo or alpha to 0.25"
+                "alpha=0.0 with loss_type='alphapo' is equivalent to simpo; set loss_type to simpo, or alpha to 0.25"
             )
         if self.alpha is None:
             self.alpha = _ALPHAPO_ALPHA if self.loss_type == "alphapo" else 0.0
@@ -95,11 +102,11 @@ class CPOConfig(SequenceOptions, CPOCompatibility, AlignmentConfig):
             both = (
                 f"{setting('gamma_beta_ratio', self.gamma_beta_ratio)} and {setting('simpo_gamma', self.simpo_gamma)}"
             )
-            raise OptionError(f"{both}: both set the margin; leave one out")
+            raise OptionError(f"{both} both set the margin; remove one of them")
         self.simpo_gamma = self.gamma_beta_ratio * self.beta
 
     def _without_effect(self, name: str, losses: tuple[str, ...]) -> OptionError:
         return OptionError(
-            f"{setting(name, getattr(self, name))}: it has no effect with {setting('loss_type', self.loss_type)}; "
-            f"leave it out or set loss_type to one of {', '.join(losses)}"
+            f"{setting(name, getattr(self, name))}: has no effect with {setting('loss_type', self.loss_type)}; "
+            f"remove it, or set loss_type to one of {', '.join(losses)}"
         )

@@ -1,4 +1,4 @@
-"""DPO on given pairs: answers that are compared by the policy's log-ratios to a reference model."""
+"""DPO on preference pairs, whose completions are compared by their log-ratios to a reference model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from alignment.training.trainer import AlignmentTrainer
 
 
 class DPOMethod(Method[PreferenceBatch]):
-    """One pass asks the reference for both answers of every pair, one forward scores them with the policy."""
+    """Scores both completions of every pair with the reference in one pass, then with the policy."""
 
     kind = "preference"
     completions = ("chosen_ids", "rejected_ids")
@@ -78,9 +78,9 @@ class DPOMethod(Method[PreferenceBatch]):
 
 
 class DPOTrainer(AlignmentTrainer):
-    """Trains with DPO or IPO on ``chosen, rejected`` pairs, with or without a prompt.
+    """Trainer for DPO, IPO and the hinge loss on ``chosen, rejected`` pairs, with or without a prompt.
 
-    The arguments are those of :class:`~alignment.training.trainer.AlignmentTrainer`.
+    Takes the arguments of :class:`~alignment.training.trainer.AlignmentTrainer`.
     """
 
     config_class: ClassVar[type[DPOConfig]] = DPOConfig

@@ -1,4 +1,4 @@
-"""The options of DPO on pairs that are there before training."""
+"""The options of DPO on preference pairs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from alignment.config.options_model import ReferenceOptions
 from alignment.config.registry import Paper
 
 DPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo")
-# TRL's further losses, refused by name.
+# Further losses of TRL, which are not supported.
 _ELSEWHERE = (
     "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down",
     "discopop", "sft", "sigmoid_norm",
@@ -25,10 +25,12 @@ _ELSEWHERE = (
 
 @dataclass(kw_only=True)
 class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentConfig):
-    """Direct preference optimisation: https://arxiv.org/abs/2305.18290; IPO: https://arxiv.org/abs/2310.12036.
+    """Options of direct preference optimization (https://arxiv.org/abs/2305.18290).
+
+    IPO: https://arxiv.org/abs/2310.12036.
 
     Raises:
-        OptionError: an unknown name, a value of the wrong type, or one that cannot be used.
+        OptionError: an unknown name, a value of the wrong type, or an invalid value.
     """
 
     TITLE: ClassVar[str] = "DPO"
@@ -47,27 +49,33 @@ class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentCo
         ),
     }
 
-    max_prompt_length: int | None = option(None, "Longest prompt, in tokens; unset: only `max_length` counts.")
-    truncation_mode: str = option(
-        "keep_start", "Which part of a prompt that is too long is kept.", choices=TRUNCATION_MODES
+    max_prompt_length: int | None = option(
+        None, "Maximum length of the prompt, in tokens. If unset, only `max_length` applies."
     )
-    loss_type: Texts = option("sigmoid", "Loss: `sigmoid`, `hinge` or `ipo` (on means over tokens).", several=True)
-    beta: float = option(0.1, "Strength of the pull towards the reference; of `ipo` its tau.")
-    label_smoothing: float = option(0.0, "Probability that a pair's labels are swapped (only with `sigmoid`).")
+    truncation_mode: str = option(
+        "keep_start", "Whether to keep the end or the start of a prompt that is too long.", choices=TRUNCATION_MODES
+    )
+    loss_type: Texts = option(
+        "sigmoid", "Loss: `sigmoid`, `hinge` or `ipo` (with log-probs averaged over tokens).", several=True
+    )
+    beta: float = option(0.1, "Strength of the regularization towards the reference; tau for `ipo`.")
+    label_smoothing: float = option(0.0, "Probability that the labels of a pair are swapped. For `sigmoid` only.")
 
     def resolve(self) -> None:
-        """Check DPO's own options; a list with one loss becomes that loss."""
+        """Check the options of DPO; a list with a single loss becomes that loss."""
         checks.check_lengths(self, rows_per_unit=2)
         checks.positive(self, "beta")
         checks.need_reference(self, "DPO")
         checks.refuse_labels(self, "DPO")
         self._check_loss()
         if not 0 <= self.label_smoothing < 0.5:
-            raise OptionError(f"{setting('label_smoothing', self.label_smoothing)}: set it to 0 or more and below 0.5")
+            raise OptionError(
+                f"{setting('label_smoothing', self.label_smoothing)}: must be at least 0 and less than 0.5"
+            )
         if self.label_smoothing and self.loss_type != "sigmoid":
             raise OptionError(
-                f"{setting('label_smoothing', self.label_smoothing)}: it has no effect with "
-                f"{setting('loss_type', self.loss_type)}; leave it out or set loss_type to sigmoid"
+                f"{setting('label_smoothing', self.label_smoothing)}: has no effect with "
+                f"{setting('loss_type', self.loss_type)}; remove it, or set loss_type to sigmoid"
             )
 
     def _check_loss(self) -> None:
@@ -80,4 +88,4 @@ class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentCo
             raise OptionError(f"{given}: not supported; set one of {', '.join(DPO_LOSS_TYPES)}")
         if self.loss_type not in DPO_LOSS_TYPES:
             near = did_you_mean(str(self.loss_type), DPO_LOSS_TYPES)
-            raise OptionError(f"{given}: no such loss{near}; set one of {', '.join(DPO_LOSS_TYPES)}")
+            raise OptionError(f"{given}: unknown loss; set one of {', '.join(DPO_LOSS_TYPES)}{near}")

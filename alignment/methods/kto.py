@@ -1,4 +1,4 @@
-"""KTO and APO-zero: single answers with a label, judged against a reference model."""
+"""KTO and APO-zero: labeled completions, compared with a reference model."""
 
 from __future__ import annotations
 
@@ -23,14 +23,19 @@ from alignment.training.trainer import AlignmentTrainer
 
 
 class _Known(NamedTuple):
-    """``kl``: 0-dim; ``reference``: (R,) of each micro-batch, the reference's log-probs of the rows' own answers."""
+    """What is known before training on a window.
+
+    Attributes:
+        kl: 0-dim, the KL estimate.
+        reference: (R,) for each micro-batch, the reference's log-probs of the rows' own completions.
+    """
 
     kl: Tensor
     reference: list[Tensor]
 
 
 class KTOMethod(Method[UnpairedBatch]):
-    """KTO's reference point is the KL of the *whole window*, estimated before any gradient is computed."""
+    """Estimates KTO's reference point, the KL of the *whole window*, before it computes any gradient."""
 
     kind = "unpaired_preference"
     completions = ("completion_ids",)
@@ -58,8 +63,8 @@ class KTOMethod(Method[UnpairedBatch]):
 
     def advice(self, report: DataReport, window_rows: int) -> list[str]:
         options = self.options
-        sooner = ", at a smaller beta sooner"
-        noisy = "KTO's KL is estimated from these rows alone" if self.draws_partners else None
+        sooner = ", even lower with a smaller beta"
+        noisy = "KTO estimates the KL from these rows only" if self.draws_partners else None
         return [
             *about_labels(options, report, options.desirable_weight, options.undesirable_weight),
             *about_learning_rate(options, options.beta, sooner, adapters=self.trains_adapters),
@@ -68,7 +73,7 @@ class KTOMethod(Method[UnpairedBatch]):
 
     def check_window(self, counts: WindowCounts) -> str | None:
         if self.draws_partners and counts.partnered == 0:
-            return "a window of one row has no partner to estimate the KL from: it used kl 0"
+            return "a window with a single row has no other completion to estimate the KL from; its KL is set to 0"
         return None
 
     def scored(self, batch: UnpairedBatch) -> Batch:
@@ -78,7 +83,7 @@ class KTOMethod(Method[UnpairedBatch]):
         return batch.joint, RowIds(dataset, batch.rows, batch.partners)
 
     def before_training(self, window: Window[UnpairedBatch]) -> _Known:
-        rows: list[int] = []  # of each micro-batch; to go through them for that would be a pass more
+        rows: list[int] = []  # of each micro-batch, recorded here to avoid another iteration over them
 
         def sequences(batch: UnpairedBatch) -> tuple[Batch, RowIds]:
             rows.append(len(batch.rows))
@@ -120,7 +125,7 @@ class KTOMethod(Method[UnpairedBatch]):
         assert output.entropy is not None and output.logits is not None
         sums.add("entropy", output.entropy.sum(), lengths.sum())
         for name, members in (("chosen", labels), ("rejected", ~labels)):
-            # Masked, not indexed: an index of unknown size would make the host wait for the device.
+            # Masked instead of indexed: a result of unknown size would synchronize the host with the device.
             rows, tokens = members.sum(), lengths.where(members, 0).sum()
             sums.add(f"rewards/{name}", result.rewards.where(members, 0).sum(), rows)
             sums.add(f"logps/{name}", logps.where(members, 0).sum(), rows)
@@ -129,9 +134,9 @@ class KTOMethod(Method[UnpairedBatch]):
 
 
 class KTOTrainer(AlignmentTrainer):
-    """Trains with KTO or APO-zero on ``prompt, completion, label`` rows, or on pairs, which are split.
+    """Trainer for KTO and APO-zero on ``prompt, completion, label`` rows, or on pairs, which are split into rows.
 
-    The arguments are those of :class:`~alignment.training.trainer.AlignmentTrainer`.
+    Takes the arguments of :class:`~alignment.training.trainer.AlignmentTrainer`.
     """
 
     config_class: ClassVar[type[KTOConfig]] = KTOConfig

@@ -1,4 +1,4 @@
-"""The options of KTO and of APO-zero."""
+"""The options of KTO and APO-zero."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
 
 @dataclass(kw_only=True)
 class KTOConfig(ReferenceOptions, SequenceOptions, KTOCompatibility, AlignmentConfig):
-    """Kahneman-Tversky optimisation: https://arxiv.org/abs/2402.01306; APO-zero: https://arxiv.org/abs/2408.06266.
+    """Options of Kahneman-Tversky optimization (https://arxiv.org/abs/2402.01306).
+
+    APO-zero: https://arxiv.org/abs/2408.06266.
 
     Raises:
-        OptionError: an unknown name, a value of the wrong type, or one that cannot be used.
+        OptionError: an unknown name, a value of the wrong type, or an invalid value.
     """
 
     TITLE: ClassVar[str] = "KTO"
@@ -41,20 +43,22 @@ class KTOConfig(ReferenceOptions, SequenceOptions, KTOCompatibility, AlignmentCo
     }
 
     loss_type: str = option("kto", "Loss: `kto` or `apo_zero_unpaired`.", choices=KTO_LOSS_TYPES)
-    beta: float = option(0.1, "Strength of the pull towards the reference.")
-    desirable_weight: float = option(1.0, "Weight of the loss of desirable rows.")
-    undesirable_weight: float = option(1.0, "Weight of the loss of undesirable rows.")
+    beta: float = option(0.1, "Strength of the regularization towards the reference.")
+    desirable_weight: float = option(1.0, "Loss weight of desirable rows.")
+    undesirable_weight: float = option(1.0, "Loss weight of undesirable rows.")
 
     def resolve(self) -> None:
-        """Check KTO's own options."""
+        """Check the options of KTO."""
         checks.check_lengths(self, rows_per_unit=1)
         checks.positive(self, "beta")
         checks.at_least(self, 0, "desirable_weight", "undesirable_weight")
         if self.desirable_weight == self.undesirable_weight == 0:
-            raise OptionError("desirable_weight=0.0 and undesirable_weight=0.0: nothing to train; set one above 0")
+            raise OptionError(
+                "desirable_weight=0.0 and undesirable_weight=0.0: the loss would always be 0; set one above 0"
+            )
         checks.need_reference(self, "KTO")
         if self.loss_type == "kto" and self.window_size == 1:
             raise OptionError(
-                "gradient_accumulation_steps=1 with per_device_train_batch_size=1 on one process: KTO's KL needs at "
-                "least two rows in a step; set gradient_accumulation_steps >= 2; 16 advised"
+                "gradient_accumulation_steps=1 with per_device_train_batch_size=1 on one rank: KTO needs at least two "
+                "rows per step to estimate the KL; set gradient_accumulation_steps to 2 or more (16 recommended)"
             )

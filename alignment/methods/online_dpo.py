@@ -1,4 +1,4 @@
-"""Online DPO: the policy's own completions, ranked as they come, judged against a reference model."""
+"""Online DPO: the policy's own completions, ranked during training and compared with a reference model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from alignment.training.trainer import AlignmentTrainer
 
 
 class OnlineDPOMethod(Method[RankedBatch]):
-    """Its windows are prompts; :class:`OnlineWindowPass` has made pairs of them before the method sees them."""
+    """Trains on pairs that :class:`OnlineWindowPass` generates for the prompts of a window."""
 
     kind = "prompt_only"
     completions = ()
@@ -51,17 +51,17 @@ class OnlineDPOMethod(Method[RankedBatch]):
         return True
 
     def beta(self, epoch: int) -> float:
-        """The beta of an epoch; the last one given is that of all further epochs."""
+        """Return the beta of an epoch; the last value applies to all further epochs."""
         betas = self.options.betas
         return betas[min(epoch, len(betas) - 1)]
 
     def check_window(self, counts: WindowCounts) -> str | None:
         if counts.rows == 0:
-            return "no prompt gave a pair with a better side (see pairs/…): this window made no update"
+            return "no prompt of this window gave a pair to train on (see the metrics pairs/…); its update was skipped"
         return None
 
     def scored(self, batch: RankedBatch) -> Batch:
-        # A row for each completion; one shared-prompt row for a pair would be made here.
+        # One row per completion; rows that share the prompt of a pair would be built here.
         return batch.pairs
 
     def before_training(self, window: Window[RankedBatch]) -> list[Tensor]:
@@ -100,20 +100,22 @@ class OnlineDPOMethod(Method[RankedBatch]):
 
 
 class OnlineDPOTrainer(AlignmentTrainer):
-    """Trains with Online DPO on ``prompt`` rows; further columns are handed to reward functions by name.
+    """Trainer for Online DPO on ``prompt`` rows. Further columns are passed to reward functions by name.
 
     Args:
-        model: the policy: path, hub name or live model.
-        ref_model: the reference; None means the policy as it is given here.
-        positional: further arguments in the order of TRL's releases: ``reward_funcs``, in older ones then ``judge``,
+        model: the policy: a path, a hub name or a model object.
+        ref_model: the reference. Defaults to the initial policy.
+        positional: further arguments in the order of TRL's releases: ``reward_funcs``, then ``judge`` in older ones,
             then ``args``, ``data_collator``, ``train_dataset``, ``eval_dataset``, ``processing_class`` and so on.
-        reward_model: a sequence classifier with one label: path, hub name or live model.
-        reward_funcs: functions ``f(prompts, completions, **columns) -> scores``, or names of such as
-            ``file.py:function``, or further reward models; one or several, also beside ``reward_model``.
-        judge: in place of rewards, a callable or object with ``judge``: (prompts, pairs) -> 0, 1 or -1 for each pair.
-        reward_processing_class: the reward model's tokenizer; None loads the one of its folder.
-        reward_processing_classes: the same for several, one for each source of rewards, None for functions.
-        **arguments: as of :class:`~alignment.training.trainer.AlignmentTrainer`.
+        reward_model: a sequence classifier with one label: a path, a hub name or a model object.
+        reward_funcs: one or several functions ``f(prompts, completions, **columns) -> scores``, names of functions as
+            ``file.py:function``, or further reward models; can be combined with ``reward_model``.
+        judge: instead of rewards, a callable or an object with a method ``judge``: (prompts, pairs) -> 0, 1 or -1 for
+            each pair.
+        reward_processing_class: tokenizer of the reward model. Defaults to the one in its folder.
+        reward_processing_classes: tokenizers of several reward models, one for each source of rewards; None for
+            functions.
+        **arguments: arguments of :class:`~alignment.training.trainer.AlignmentTrainer`.
     """
 
     config_class: ClassVar[type[OnlineDPOConfig]] = OnlineDPOConfig
@@ -135,7 +137,9 @@ class OnlineDPOTrainer(AlignmentTrainer):
         **arguments: Any,
     ) -> None:
         if reward_processing_class is not None and reward_processing_classes is not None:
-            raise OptionError("reward_processing_classes: reward_processing_class was given as well; leave one out")
+            raise OptionError(
+                "reward_processing_class and reward_processing_classes contradict each other; remove one of them"
+            )
         tokenizers = reward_processing_classes if reward_processing_class is None else reward_processing_class
         named = {"reward_funcs": reward_funcs, "judge": judge, "tokenizers": tokenizers}
         given = {**arguments, **{name: value for name, value in named.items() if value is not None}}
@@ -149,7 +153,7 @@ class OnlineDPOTrainer(AlignmentTrainer):
 
     @property
     def reward_funcs(self) -> list[Function]:
-        """Where rewards come from, in order: models and functions; none where a judge ranks."""
+        """The sources of rewards in order: models and functions. Empty with a judge."""
         model, functions, judge, _ = self._given
         if judge is not None or self.args.judge is not None:
             return []
@@ -161,7 +165,7 @@ class OnlineDPOTrainer(AlignmentTrainer):
 
     @property
     def reward_weights(self) -> Tensor:
-        """(N,) fp32, what each of :attr:`reward_funcs` counts."""
+        """The weight of each of :attr:`reward_funcs`: (N,) fp32."""
         weights = self.args.reward_weights or [1.0] * len(self.reward_funcs)
         return torch.tensor(weights, dtype=torch.float32)
 

@@ -18,10 +18,10 @@ ONLINE_DPO_LOSS_TYPES = ("sigmoid", "ipo")
 
 @dataclass(kw_only=True)
 class OnlineDPOConfig(OnlineOptions, OnlineDPOCompatibility):
-    """DPO on pairs of the policy's own completions, ranked as they come: https://arxiv.org/abs/2402.04792.
+    """Options of Online DPO, on pairs of the policy's own completions (https://arxiv.org/abs/2402.04792).
 
     Raises:
-        OptionError: an unknown name, a value of the wrong type, or one that cannot be used.
+        OptionError: an unknown name, a value of the wrong type, or an invalid value.
     """
 
     TITLE: ClassVar[str] = "Online DPO"
@@ -39,19 +39,20 @@ class OnlineDPOConfig(OnlineOptions, OnlineDPOCompatibility):
     loss_type: str = option("sigmoid", "Loss: `sigmoid` or `ipo`.", choices=ONLINE_DPO_LOSS_TYPES)
     beta: Numbers = option(
         0.1,
-        "Strength of the pull towards the reference; a list has one for each epoch, the last for all further ones.",
+        "Strength of the regularization towards the reference, or a list with a value per epoch, of which the last "
+        "applies to all further epochs.",
         several=True,
     )
 
     def resolve(self) -> None:
-        """Check Online DPO's own options."""
+        """Check the options of Online DPO."""
         self.check_online()
         if not self.betas or not all(beta > 0 for beta in self.betas):
-            raise OptionError(f"{setting('beta', self.beta)}: must be greater than 0; set a positive number")
+            raise OptionError(f"{setting('beta', self.beta)}: must be greater than 0")
         checks.need_reference(self, "Online DPO", known_rows=False)
         checks.refuse_labels(self, "Online DPO")
 
     @property
     def betas(self) -> tuple[float, ...]:
-        """The beta of each epoch, the last one also of all further epochs."""
+        """The beta of each epoch; the last value applies to all further epochs."""
         return tuple(self.beta) if isinstance(self.beta, list) else (self.beta,)

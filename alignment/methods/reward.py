@@ -1,4 +1,4 @@
-"""Reward-model training: a sequence classifier with one label learns which answer of a pair is the better one."""
+"""Reward model training: a sequence classifier with one label learns which completion of a pair is better."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from alignment.training.method import Method, RowLosses, Window
 from alignment.training.surface.predicting import pair_scores
 from alignment.training.trainer import AlignmentTrainer
 
-_ROWS_LOOKED_AT = 1000  # to know which tokens sequences end with
+_ROWS_LOOKED_AT = 1000  # to find out which tokens sequences end with
 
 
 class RewardMethod(Method[PreferenceBatch]):
-    """One forward scores both answers of every pair at their last tokens."""
+    """Scores both completions of every pair at their last tokens in one forward pass."""
 
     kind = "preference_margin"
     completions = ("chosen_ids", "rejected_ids")
@@ -62,10 +62,10 @@ class RewardMethod(Method[PreferenceBatch]):
 
 
 class RewardTrainer(AlignmentTrainer):
-    """Trains a reward model on ``chosen, rejected`` pairs, with or without a prompt and a ``margin``.
+    """Trainer for reward models on ``chosen, rejected`` pairs, with or without a prompt and a ``margin``.
 
-    The model is a causal language model, which gets a new head, or a sequence classifier with one label. What is saved
-    loads with ``AutoModelForSequenceClassification``. The other arguments are those of
+    The model is a causal language model, which gets a new head, or a sequence classifier with one label. Load the
+    saved model with ``AutoModelForSequenceClassification``. Takes the arguments of
     :class:`~alignment.training.trainer.AlignmentTrainer`.
     """
 
@@ -86,7 +86,7 @@ class RewardTrainer(AlignmentTrainer):
         super()._prepare_models(*given)
         labels = self.policy_source.config.num_labels
         if labels > 1:
-            self.tell(f"the model has {labels} labels: the first is trained and read as the reward, the other is not")
+            self.tell(f"the model has {labels} labels; only the first is trained and used as the reward")
 
     def _prepare_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
         super()._prepare_datasets(train_dataset, eval_dataset)
@@ -100,17 +100,17 @@ class RewardTrainer(AlignmentTrainer):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """The rewards of both answers of every row, and loss and metrics. All ranks must call it.
+        """Compute the rewards of both completions of every row, and loss and metrics. Collective.
 
         Args:
             test_dataset: a dataset or a list of rows.
-            ignore_keys: refused unless empty, as for :meth:`evaluate`.
-            metric_key_prefix: what the names of the metrics begin with.
+            ignore_keys: must be empty, as for :meth:`evaluate`.
+            metric_key_prefix: prefix of the names of the metrics.
 
         Returns:
-            transformers' ``PredictionOutput``: ``predictions`` (R, 2) fp32, the chosen answer's reward first, in the
-            order of the rows, of which those that are too long to train on are left out; ``label_ids`` (R,) zeros, the
-            column of the better answer; ``metrics``.
+            transformers' ``PredictionOutput``. ``predictions``: (R, 2) fp32, the chosen completion's reward first, in
+            the order of the rows; rows that are too long to train on are omitted. ``label_ids``: (R,) zeros, the index
+            of the better completion. ``metrics``: loss and metrics.
         """
         data = self._prepare(test_dataset, None, "test_dataset")
         metrics = self._evaluated({"": data}, ignore_keys, metric_key_prefix)
@@ -119,7 +119,7 @@ class RewardTrainer(AlignmentTrainer):
 
 
 class _Pad(Resources):
-    """Writes the id of the token that pads into the model's configuration."""
+    """Writes the id of the padding token to the model's configuration."""
 
     token: int | None = None
 
@@ -128,17 +128,18 @@ class _Pad(Resources):
 
 
 def with_own_pad(tokenizer: Any, endings: Collection[int | None]) -> tuple[Any, int | None]:
-    """A tokenizer whose pad token ends no sequence, and that token's id: what is saved with a reward model.
+    """Choose a padding token that ends no sequence, to save with a reward model.
 
-    Readers of the saved folder that use transformers' own forward get the score at the last token that is no pad. Were
-    the end-of-sequence token the pad as well, that would be the token before it.
+    transformers' own forward pass returns the score at the last token that is not padding. If the end-of-sequence
+    token was the padding token as well, that would be the token before it.
 
     Args:
-        tokenizer: it is returned itself, or a copy with another pad token.
+        tokenizer: the tokenizer.
         endings: ids of the tokens that sequences end with.
 
     Returns:
-        The id is None where the tokenizer has no such token: transformers then refuses padded batches.
+        The tokenizer, or a copy with another padding token, and the id of the padding token. The id is None if the
+        tokenizer has no such token; transformers then rejects padded batches.
     """
     special = sorted(tokenizer.all_special_tokens, key=lambda token: token == tokenizer.bos_token)
     for token in (tokenizer.pad_token, tokenizer.unk_token, *special):

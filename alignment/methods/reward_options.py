@@ -1,4 +1,4 @@
-"""The options of reward-model training."""
+"""The options of reward model training."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from alignment.config.registry import Paper
 
 @dataclass(kw_only=True)
 class RewardConfig(TokenizerOptions, SequenceOptions, RewardCompatibility, AlignmentConfig):
-    """A sequence classifier with one label, trained on pairs by the Bradley-Terry model.
+    """Options of reward model training: a sequence classifier with one label and the Bradley-Terry loss on pairs.
 
     Raises:
-        OptionError: an unknown name, a value of the wrong type, or one that cannot be used.
+        OptionError: an unknown name, a value of the wrong type, or an invalid value.
     """
 
     TITLE: ClassVar[str] = "Reward model"
@@ -31,15 +31,17 @@ class RewardConfig(TokenizerOptions, SequenceOptions, RewardCompatibility, Align
     TRL_DEFAULTS: ClassVar[Mapping[str, str]] = {**AlignmentConfig.TRL_DEFAULTS, "learning_rate": "0.0001"}
 
     learning_rate: float = option(1e-5, "Peak learning rate.")
-    max_prompt_length: int | None = option(None, "Longest prompt, in tokens; unset: only `max_length` counts.")
+    max_prompt_length: int | None = option(
+        None, "Maximum length of the prompt, in tokens. If unset, only `max_length` applies."
+    )
     center_rewards_coefficient: float | None = option(
-        None, "Weight of a term that keeps the mean of a pair's rewards at 0 (0.01 is usual); unset: none."
+        None, "Weight of a loss term that centers the rewards of a pair at 0; 0.01 is common. If unset, no such term."
     )
 
     def resolve(self) -> None:
-        """Check the lengths; there is no reference model."""
+        """Check the options of reward model training."""
         checks.check_lengths(self, rows_per_unit=2)
         checks.at_least(self, 0, "center_rewards_coefficient")
         if self.generate_during_eval:
-            raise OptionError("generate_during_eval=True: a reward model scores answers and writes none; leave it out")
-        checks.refuse_reference(self, "reward-model training")
+            raise OptionError("generate_during_eval=True: a reward model does not generate completions; remove it")
+        checks.refuse_reference(self, "reward model training")

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the likelihood of given answers, on the same loop and engines as the preference methods."""
+"""Supervised fine-tuning on given completions, with the same loop and engines as the preference methods."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from alignment.training.trainer import AlignmentTrainer
 
 
 class SFTMethod(Method[CompletionBatch]):
-    """The loss is the mean over the answers' tokens of the whole window."""
+    """Averages the loss over all trained tokens of the window."""
 
     kind = "prompt_completion"
     completions = ("completion_ids",)
@@ -83,12 +83,12 @@ class SFTMethod(Method[CompletionBatch]):
 
 
 class SFTTrainer(AlignmentTrainer):
-    """Trains on ``prompt, completion`` rows, on ``messages``, on ``text``, or on token ids (``input_ids``).
+    """Trainer for SFT on ``prompt, completion`` rows, ``messages``, ``text``, or token ids (``input_ids``).
 
     Args:
-        formatting_func: makes the text to learn of a row of any other columns.
+        formatting_func: returns the text to train on for a row with any columns.
 
-    The other arguments are those of :class:`~alignment.training.trainer.AlignmentTrainer`.
+    Takes the other arguments of :class:`~alignment.training.trainer.AlignmentTrainer`.
     """
 
     config_class: ClassVar[type[SFTConfig]] = SFTConfig
@@ -114,7 +114,7 @@ class SFTTrainer(AlignmentTrainer):
 
 @dataclass(frozen=True)
 class _Formatted:
-    """Rows made by ``formatting_func``, when they are read."""
+    """Rows that ``formatting_func`` formats when they are read."""
 
     source: Any
     function: Format
@@ -124,6 +124,8 @@ class _Formatted:
     def __call__(self) -> Any:
         given = self.source() if callable(self.source) else self.source
         if isinstance(given, tuple):
-            raise OptionError("formatting_func: it is not called for a dataset_mixture; give the parts a text column")
+            raise OptionError(
+                "formatting_func: not supported with dataset_mixture; use datasets with a text column, or column_map"
+            )
         data = given if isinstance(given, IterableDataset) else dataset_from_python(given)
         return formatted(data, self.function, self.where, self.column)

@@ -1,4 +1,4 @@
-"""The options of supervised fine-tuning, the usual start of an alignment."""
+"""The options of supervised fine-tuning."""
 
 # ruff: noqa: RUF009 - option() is dataclasses.field() with a help text
 
@@ -21,10 +21,10 @@ SFT_LOSS_TYPES = ("nll", "chunked_nll", "dft")
 
 @dataclass(kw_only=True)
 class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentConfig):
-    """Supervised fine-tuning: the likelihood of given answers, conversations or texts.
+    """Options of supervised fine-tuning on completions, conversations or texts.
 
     Raises:
-        OptionError: an unknown name, a value of the wrong type, or one that cannot be used.
+        OptionError: an unknown name, a value of the wrong type, or an invalid value.
     """
 
     TITLE: ClassVar[str] = "SFT"
@@ -38,56 +38,63 @@ class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentCo
     TRL_DEFAULTS: ClassVar[Mapping[str, str]] = {**AlignmentConfig.TRL_DEFAULTS, "truncation_mode": "keep_start"}
 
     learning_rate: float = option(2e-5, "Peak learning rate.")
-    max_prompt_length: int | None = option(None, "Longest prompt, in tokens; unset: only `max_length` counts.")
+    max_prompt_length: int | None = option(
+        None, "Maximum length of the prompt, in tokens. If unset, only `max_length` applies."
+    )
     loss_type: str | None = option(
         "nll",
-        "Loss: `nll`, or `dft`, where each token's is weighted by its probability. `chunked_nll` is another name of "
-        "`nll`, which never holds the logits of all tokens.",
+        "Loss: `nll`, or `dft`, which weights the loss of each token by its probability. `chunked_nll` is an alias of "
+        "`nll`, which never stores the logits of all tokens.",
         choices=SFT_LOSS_TYPES,
     )
     completion_only_loss: bool | None = option(
         None,
-        "Learn the answers alone (of `messages` the last one), or with `false` prompts as well; unset: the answers of "
-        "rows with prompt and completion, every token of `messages` and `text`.",
+        "Whether to train on completions only (for `messages`, on the last message) or also on prompts. By default, "
+        "rows with prompt and completion are trained on completions only, `messages` and `text` on all tokens.",
     )
     packing: bool = option(
         False,
-        "Put several rows into one, a pack of at most `max_length` tokens, of which batches and epochs are then made.",
+        "Pack several rows into sequences of at most `max_length` tokens. Batch sizes and epochs then count packs.",
     )
     packing_strategy: str = option(
         "bfd",
-        "With packing: `bfd` packs whole rows, cut to `max_length`, by best fit; `bfd_split` first cuts longer rows "
-        "into several sequences (its older name: `bfd-requeue`). No sequence sees another one. `wrapped` cuts the "
-        "tokens of all rows, one after another, at every `max_length`: a row sees those before it in its pack.",
+        "Packing strategy: `bfd` packs rows, truncated to `max_length`, with best-fit decreasing; `bfd_split` (alias "
+        "`bfd-requeue`) first splits longer rows into several sequences. With both, rows do not attend to each other. "
+        "`wrapped` concatenates the tokens of all rows and splits them every `max_length` tokens; rows attend to "
+        "those before them in the pack.",
         choices=("bfd", "bfd_split", "wrapped", "bfd-requeue"),
     )
-    eval_packing: bool | None = option(None, "Pack the rows to evaluate on; unset: as `packing`.")
+    eval_packing: bool | None = option(None, "Whether to pack evaluation rows. Defaults to `packing`.")
     shuffle_dataset: bool = option(
-        False, "Shuffle rows by `seed` before they are packed. Without packing, `train_sampling_strategy` orders them."
+        False,
+        "Shuffle the rows with `seed` before packing. Without packing, `train_sampling_strategy` sets the order.",
     )
     assistant_only_loss: bool = option(
-        False, "Learn what the assistant says in any of its turns, and nothing else of a conversation."
+        False, "Train only on the assistant's messages of a conversation, in all of its turns."
     )
-    dataset_text_field: str = option("text", "The column of rows that are one text.")
+    dataset_text_field: str = option("text", "Column of rows that consist of a single text.")
     dataset_kwargs: Keywords = option(
-        None, "`skip_prepare_dataset: true` says that rows are token ids already; `add_special_tokens: true` is usual."
+        None,
+        "`skip_prepare_dataset: true` if the rows are tokenized already. `add_special_tokens: true` is accepted, as "
+        "it is the default.",
     )
 
     def resolve(self) -> None:
-        """Check the lengths; there is no reference model."""
-        self.loss_type = self.loss_type or "nll"  # TRL 1.6 has none as its default
+        """Check the options of SFT."""
+        self.loss_type = self.loss_type or "nll"  # the default of TRL 1.6 is None
         checks.check_lengths(self, rows_per_unit=1)
         self._check_packing()
         checks.refuse_reference(self, "SFT")
         for key, value in (self.dataset_kwargs or {}).items():
             if key == "add_special_tokens" and value is not True:
                 raise OptionError(
-                    f"{setting('dataset_kwargs', self.dataset_kwargs)}: texts begin with what the tokenizer puts "
-                    "before them; pass a tokenizer that puts none, or leave add_special_tokens out"
+                    f"{setting('dataset_kwargs', self.dataset_kwargs)}: special tokens are always added; remove "
+                    "add_special_tokens, or pass a tokenizer that adds none"
                 )
             if key not in ("add_special_tokens", "skip_prepare_dataset"):
                 raise OptionError(
-                    f"{setting('dataset_kwargs', self.dataset_kwargs)}: no such key {key!r}; set skip_prepare_dataset"
+                    f"{setting('dataset_kwargs', self.dataset_kwargs)}: unknown key {key!r}; the only supported key "
+                    "is skip_prepare_dataset"
                 )
 
     def _check_packing(self) -> None:
@@ -97,9 +104,9 @@ class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentCo
         if not getattr(self, asked):
             return
         if self.max_length is None:
-            raise OptionError(f"{setting(asked, True)}: max_length is the length of a pack; set it to a number")
+            raise OptionError(f"{setting(asked, True)}: requires max_length, the length of a pack; set it to a number")
         if (self.dataset_kwargs or {}).get("skip_prepare_dataset"):
             raise OptionError(
-                f"{setting(asked, True)}: dataset_kwargs has skip_prepare_dataset, which takes rows as they are; "
-                "leave one of them out"
+                f"{setting(asked, True)} and skip_prepare_dataset in dataset_kwargs contradict each other; remove one "
+                "of them"
             )

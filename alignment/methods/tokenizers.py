@@ -1,4 +1,4 @@
-"""The tokenizer of a run with the end, the padding and the chat template that options name."""
+"""The tokenizer of a run, with the special tokens and the chat template that the options set."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _TEMPLATES = (".jinja", ".j2")
 
 
 def with_options(tokenizer: Any, options: Any, rows: int) -> tuple[Any, Vocabulary]:
-    """A copy of the tokenizer with what is set of :class:`TokenizerOptions`; itself where nothing is.
+    """Apply :class:`TokenizerOptions` to a copy of the tokenizer; return the tokenizer itself if none is set.
 
-    A chat template of another tokenizer whose tokens it lacks comes with all tokens that were added to that one, and
-    with unused ones up to the rows that the embeddings will have.
+    A chat template of another tokenizer may use tokens that are missing here. In that case all added tokens of the
+    other tokenizer are added, and the vocabulary is padded with unused tokens to the new size of the embeddings.
 
     Args:
-        tokenizer: the model's.
-        options: the run's.
-        rows: of the model's embeddings.
+        tokenizer: the model's tokenizer.
+        options: options of the run.
+        rows: number of rows of the model's embeddings.
 
     Returns:
-        The tokenizer, and what changes of the model.
+        The tokenizer, and the changes that the model needs.
 
     Raises:
-        OptionError: a token that the tokenizer does not have.
-        ModelError: a chat template that cannot be read.
+        OptionError: a token is not in the vocabulary.
+        ModelError: a chat template cannot be read.
     """
     assert isinstance(options, TokenizerOptions)
     path = options.chat_template_path
@@ -58,8 +58,8 @@ def with_options(tokenizer: Any, options: Any, rows: int) -> tuple[Any, Vocabula
     for name, token in given.items():
         if token not in vocabulary:
             raise OptionError(
-                f"{setting(name, token)}: the tokenizer has no such token; set one of its own, or add it to tokenizer "
-                "and model and save both"
+                f"{setting(name, token)}: not in the vocabulary of the tokenizer; set another token, or add it to "
+                "tokenizer and model and save both"
             )
         setattr(tokenizer, name, token)
     return tokenizer, Vocabulary(
@@ -70,31 +70,31 @@ def with_options(tokenizer: Any, options: Any, rows: int) -> tuple[Any, Vocabula
 
 
 def _written(path: str) -> str:
-    """The chat template of a Jinja file."""
+    """Read a chat template from a Jinja file."""
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(
-            f"{setting('chat_template_path', path)}: cannot be read: {one_line(error)}; set a Jinja file"
+            f"{setting('chat_template_path', path)}: cannot be read: {one_line(error)}; set it to a Jinja file"
         ) from error
 
 
 def _source(path: str, trust_remote_code: bool) -> Any:
-    """A tokenizer that has a chat template."""
+    """Load a tokenizer that has a chat template."""
     key = setting("chat_template_path", path)
     try:
         source = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # network, files and code of many kinds
         raise ModelError(
-            f"{key}: no tokenizer can be loaded from it: {one_line(error)}; set a folder, a hub name or a .jinja file"
+            f"{key}: cannot load a tokenizer: {one_line(error)}; set it to a folder, a hub name or a .jinja file"
         ) from error
     if not source.chat_template:
-        raise ModelError(f"{key}: its tokenizer has no chat template; set another, or a .jinja file")
+        raise ModelError(f"{key}: the tokenizer has no chat template; set another one, or a .jinja file")
     return source
 
 
 def _lacks(tokenizer: Any, source: Any) -> bool:
-    """Whether the tokenizer has not all tokens that the template of another one writes, or that end its turns."""
+    """Whether the tokenizer lacks tokens that the chat template of another one uses, or its end-of-sequence token."""
     tokens = [token.content for token in source.added_tokens_decoder.values()]
     needed = {token for token in tokens if token in source.get_chat_template()} | {source.eos_token or ""} - {""}
     return bool(needed - set(tokenizer.get_vocab()))

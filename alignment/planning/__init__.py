@@ -1,1 +1,1 @@
-"""What a run will be made of, decided before anything is loaded."""
+"""Plans of engines, memory and gradients, made before any weights are loaded."""

@@ -1,4 +1,4 @@
-"""The engines of a run as they are planned: dtypes, DeepSpeed JSON, adapters, quantised weights, and the reference."""
+"""The engine plan of a run: dtypes, DeepSpeed JSON, adapters, quantization, and the placement of the reference."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from alignment.references.engine import ReferencePlan
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Dtypes and DeepSpeed configurations of policy and reference, decided before anything is loaded.
+    """Dtypes and DeepSpeed configurations of policy and reference, decided before any weights are loaded.
 
     Attributes:
-        dtypes: the run's.
+        dtypes: dtypes of the run.
         source: the policy's model.
-        adapters: what is trained of it; None for all of it.
-        notes: what else there is to tell at the start.
-        policy: JSON of the engine that trains it.
-        policy_frozen: JSON of the engine that only evaluates it.
-        reference: the reference; None for a method without one.
-        cards: the GPUs, on which frozen models may be placed; None where there are none.
+        adapters: the adapters to train; None to train the full model.
+        notes: further lines to print at the start of the run.
+        policy: JSON of the policy's training engine.
+        policy_frozen: JSON of an engine that only evaluates the policy.
+        reference: plan of the reference; None for a method without one.
+        cards: the GPUs, for the placement of frozen models; None without GPUs.
     """
 
     dtypes: DtypePlan
@@ -53,22 +53,22 @@ class EnginePlan:
 
     @property
     def compute(self) -> torch.dtype:
-        """The dtype of weights and activations."""
+        """Compute dtype of weights and activations."""
         dtype: torch.dtype = getattr(torch, self.dtypes.compute)
         return dtype
 
     def works_in_host_memory(self, options: AlignmentConfig) -> bool:
-        """Whether this process's threads have work to do: on a CPU, or where the policy is offloaded."""
+        """Whether this process needs CPU threads: on a CPU, or if the policy is offloaded."""
         if planned() is not None:
-            return False  # here nothing is trained
+            return False  # nothing is trained in this process
         zero = self.policy["zero_optimization"]
         offloaded = (zero.get(section, {}).get("device") for section in ("offload_optimizer", "offload_param"))
         return "cpu" in offloaded or not uses_cuda(options)
 
     def describe(self, given: Given | None = None) -> str:
-        """One line for the start of a run: where policy and reference live, in which format, at what cost."""
+        """Return a line for the start of a run: placements, dtypes and memory of policy and reference."""
         stage = self.policy["zero_optimization"]["stage"]
-        formats = f"computing in {self.dtypes.compute}, {self.dtypes.master} masters"
+        formats = f"compute dtype {self.dtypes.compute}, {self.dtypes.master} master weights"
         text = f"policy: {self.source.name}, ZeRO stage {stage}, {formats}"
         if self.source.quantization is not None:
             text += f", {self.source.quantization.describe()}"
@@ -80,21 +80,22 @@ class EnginePlan:
 
 
 def check_alike(plan: EnginePlan) -> None:
-    """Refuse ranks that would compute in different formats, as hosts with different GPUs would; collective.
+    """Check that all ranks have the same plan. Collective.
 
-    And those that would train or save different weights, as hosts with different caches of the hub would.
+    Hosts with different GPUs may choose different compute dtypes; hosts with different caches of the hub may train or
+    save different weights.
 
     Raises:
-        OptionError: on every rank, with the formats.
+        OptionError: on every rank, if the plans differ.
     """
     found = gathered(plan.dtypes.compute)
     if len({*found}) > 1:
         ranks = ", ".join(f"{dtype} on rank {found.index(dtype)}" for dtype in sorted({*found}))
-        raise OptionError(f"dtype: the GPUs of this run choose different formats ({ranks}); set dtype for all of them")
+        raise OptionError(f"dtype: the default differs between the GPUs of this run ({ranks}); set dtype explicitly")
     if plan.adapters is not None and len({*gathered((plan.adapters.trained, plan.adapters.head))}) > 1:
         raise OptionError(
-            "model: hosts of this run differ in whether its checkpoint, in the hub's cache, has the head of a reward "
-            "model; name the head in peft_config, or load the model from a folder that all of them share"
+            "model: the model files in the hub caches of the hosts differ: only some have a reward model head; name "
+            "the head in peft_config, or load the model from a folder that all hosts share"
         )
 
 
@@ -105,19 +106,19 @@ def plan_engines(
     peft_config: Any = None,
     live: Any = None,
 ) -> EnginePlan:
-    """Build every DeepSpeed configuration of the run, and plan adapters and quantised weights.
+    """Build all DeepSpeed configurations of the run, and plan adapters and quantization.
 
     Args:
-        options: the run's.
+        options: options of the run.
         policy: the policy's model.
-        reference: the reference's, which may be of another size; None for a method without one.
-        peft_config: PEFT's configuration of the adapters to train, in place of the options.
-        live: the ``PeftModel`` that the policy's model was taken from, if it was.
+        reference: the reference's model, which may have another size; None for a method without one.
+        peft_config: PEFT's configuration of the adapters to train, instead of the options.
+        live: the ``PeftModel`` that the policy's model was taken from, if any.
 
     Raises:
-        OptionError: a key or value of the JSON files that DeepSpeed would ignore or that contradicts the options; and
-            adapters or quantised weights that cannot be had.
-        ModelError: adapters that are not this model's.
+        OptionError: a JSON key or value that DeepSpeed would ignore or that contradicts the options, or adapters or
+            quantization that are not supported.
+        ModelError: adapters that do not belong to this model.
     """
     own = reference is policy
     notes = check_kernels(options, (policy, None if own else reference))
@@ -131,7 +132,7 @@ def plan_engines(
         "world_size": world,
         "micro_batch": options.per_device_train_batch_size,
     }
-    # Evaluation alone needs no optimizer: a frozen engine that lives where the policy's parameters would.
+    # Evaluation alone needs no optimizer: use a frozen engine with the placement of the policy's parameters.
     alone = plan_frozen(options, "", placement=placement_of(base), deepspeed=None, hidden_size=width, **shared)
     config = policy_config(options, base, dtypes, world, width)
     plan = EnginePlan(dtypes, policy, config, alone.ds_config, None, notes=tuple(notes))
@@ -158,7 +159,7 @@ def plan_engines(
 
 
 def _cards(options: AlignmentConfig, plan: EnginePlan) -> Cards | None:
-    """The GPUs as training leaves them; None without any, or where the policy's size is not known. Collective."""
+    """Return the GPUs with the memory that training uses; None without GPUs or if sizes are unknown. Collective."""
     card = smallest_card()
     trained = None if card is None else census(plan.source)
     if card is None or trained is None:
@@ -179,12 +180,12 @@ def _cards(options: AlignmentConfig, plan: EnginePlan) -> Cards | None:
 def _planned_reference(
     options: AlignmentConfig, plan: EnginePlan, reference: ModelSource | None, own: bool, shared: dict[str, Any]
 ) -> ReferencePlan | AdapterReferencePlan | None:
-    """Where the reference's log-probs come from; ``own``: it is the policy as given."""
+    """Plan the reference; ``own``: it is the initial policy."""
     policy, adapters, cards = plan.source, plan.adapters, plan.cards
     if reference is None:
         for name in ("ref_deepspeed", "ref_adapter_name"):
             if getattr(options, name) is not None:
-                raise OptionError(f"{name}: {options.method} has no reference model; remove {name}")
+                raise OptionError(f"{name}: {options.method} does not use a reference model; remove {name}")
         return None
     if _by_adapters(options, adapters, own):
         assert adapters is not None
@@ -207,7 +208,7 @@ def _planned_reference(
     if cards is not None and not by_size and not precomputed:
         cards.take(reference, bits, frozen.placement.name)
     as_policy = own and options.ref_load_in_4bit is None
-    if own and options.ref_load_in_4bit is False:  # whole, however the policy is loaded
+    if own and options.ref_load_in_4bit is False:  # not quantized, even if the policy is
         kwargs = {name: value for name, value in reference.init_kwargs.items() if name != "quantization_config"}
         reference = replace(reference, init_kwargs=kwargs)
     quantization = plan_quantization(
@@ -223,48 +224,45 @@ def _planned_reference(
     )
     if options.ref_load_in_4bit is False and quantization is not None:
         raise OptionError(
-            f"ref_load_in_4bit=False: the weights of {reference.name} are kept in {quantization.bits} bits already; "
-            "leave it out"
+            f"ref_load_in_4bit=False: {reference.name} is saved with {quantization.bits}-bit weights; remove it"
         )
     given = adapters if own and adapters is not None and not adapters.are_new else None
     source = replace(reference, quantization=quantization)
     why = "" if choice is None else choice.why
     if by_size and planned() is not None and uses_cuda(options):
-        why = "unless the GPUs of the run have room for it"
+        why = "unless it fits on the GPUs of the run"
     return ReferencePlan(source, policy, frozen, plan.compute, precomputed, given, why)
 
 
 def _by_adapters(options: AlignmentConfig, adapters: Adapters | None, own: bool) -> bool:
-    """Whether the reference's log-probs come from the policy's own engine.
+    """Whether the policy's engine computes the reference's log-probs.
 
     Raises:
-        OptionError: they are to, and cannot; or an option of the reference would have no effect.
+        OptionError: this is requested but not possible, or an option of the reference would have no effect.
     """
     asked = options.ref_placement
     if asked not in (None, "adapter") or (asked is None and (adapters is None or not own)):
         if options.ref_adapter_name is not None:
             raise OptionError(
                 f"{setting('ref_adapter_name', options.ref_adapter_name)}: has no effect with "
-                f"{setting('ref_placement', asked)}; leave one out"
+                f"{setting('ref_placement', asked)}; remove one of them"
             )
         return False
     if adapters is None:
         raise OptionError(
-            "ref_placement='adapter': the whole model is trained, so nothing of it stays as it was; set use_peft: "
-            f"true, or ref_placement to one of {', '.join(PLACEMENTS)}"
+            "ref_placement='adapter': requires adapters, but the full model is trained; set use_peft: true, or set "
+            f"ref_placement to one of {', '.join(PLACEMENTS)}"
         )
     if not own:
-        raise OptionError(
-            "ref_placement='adapter': a reference model was given as well, which is not the policy; leave one out"
-        )
+        raise OptionError("ref_placement='adapter' and a reference model contradict each other; remove one of them")
     for name in ("ref_deepspeed", "ref_load_in_4bit"):
         value = getattr(options, name)
         if value is not None and asked is None:
-            return False  # asks for an engine of its own
+            return False  # requests a separate engine
         if value is not None:
             raise OptionError(
-                f"{setting(name, value)}: has no effect with ref_placement='adapter', which has no engine of its own; "
-                "leave one out"
+                f"{setting(name, value)}: has no effect with ref_placement='adapter', which uses the policy's engine; "
+                "remove one of them"
             )
     return True
 

@@ -1,7 +1,7 @@
-"""Where a window's gradients are summed, in which format, and how often they are reduced: what of it fits.
+"""Plan where the gradients of a window are accumulated, in which dtype, and how often they are reduced.
 
-Decided from sizes, not from what happens to be free, and for the rank that has least: so it is the same on every rank
-and at every start of a run.
+The plan depends on sizes and not on the memory that happens to be free, and is made for the rank with the least
+memory. It is therefore the same on every rank and in every attempt.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from alignment.engines.collectives import device, gathered
 from alignment.engines.memory.devices import total_bytes
 from alignment.internals.deepspeed_state import whole_shape
 
-# Of a device: the most that may stay on it while activations come and go, with and without checkpointing.
+# Maximum share of a device for everything but activations, with and without gradient checkpointing.
 _SHARE = {True: 3 / 4, False: 1 / 2}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_MASTER, _ADAMW = 4, 8  # bytes per parameter; the second of both moments
+_MASTER, _ADAMW = 4, 8  # bytes per parameter of fp32 master weights, and of both moments
 _GIB = 2**30
 
 
 class Sizes(NamedTuple):
-    """Of a rank.
+    """Sizes on a rank.
 
     Attributes:
-        weights: bytes of the policy on its device, as a whole.
-        trained: elements of its trained parameters.
-        others: bytes on the device that belong to other models.
-        capacity: bytes of the device that a process may use.
+        weights: bytes of the unpartitioned policy.
+        trained: number of trained parameters.
+        others: bytes on the device that other models use.
+        capacity: bytes of the device that a process can use.
     """
 
     weights: int
@@ -43,16 +43,16 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Situation:
-    """What a plan depends on beside sizes.
+    """What a plan depends on in addition to sizes.
 
     Attributes:
-        stage: of ZeRO.
-        ranks: how many there are.
-        micro_batches: of a window, at most.
-        offloaded: the optimizer is in host memory.
-        weights_offloaded: so are the weights.
-        checkpointing: activations are computed again in the backward pass.
-        states: bytes per trained parameter of the optimizer's states.
+        stage: ZeRO stage.
+        ranks: number of ranks.
+        micro_batches: maximum number of micro-batches of a window on a rank.
+        offloaded: whether the optimizer is in host memory.
+        weights_offloaded: whether the weights are in host memory.
+        checkpointing: whether gradient checkpointing is on.
+        states: bytes of optimizer states per trained parameter.
     """
 
     stage: int
@@ -66,13 +66,13 @@ class Situation:
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """How gradients are summed over the micro-batches of a window.
+    """How gradients are accumulated over the micro-batches of a window.
 
     Attributes:
-        accumulate: the format.
-        once: each rank sums its own, and they are reduced after the last micro-batch.
-        device_bytes: what that takes on a device.
-        ranks: how many there are.
+        accumulate: dtype of the accumulated gradients.
+        once: whether each rank accumulates its own gradients, reduced once after the last micro-batch.
+        device_bytes: bytes that this takes on a device.
+        ranks: number of ranks.
     """
 
     accumulate: str
@@ -81,18 +81,19 @@ class GradientPlan:
     ranks: int = 1
 
     def describe(self) -> str:
-        """One line for the start of a run."""
-        often = "reduced once per step, " if self.once else "reduced at each micro-batch, "
+        """Return a line for the start of a run."""
+        often = "reduced once per step, " if self.once else "reduced after every micro-batch, "
         place = f"{self.device_bytes / _GIB:.2f} GiB on each device" if self.device_bytes else "in host memory"
-        return f"gradients: summed in {self.accumulate}, {often if self.ranks > 1 else ''}{place}"
+        return f"gradients: accumulated in {self.accumulate}, {often if self.ranks > 1 else ''}{place}"
 
 
 def plan_gradients(sizes: Sizes, dtypes: DtypePlan, at: Situation) -> GradientPlan | None:
-    """The first of these that fits; None where there is nothing to choose.
+    """Return the first candidate that fits in memory, or None if there is nothing to choose.
 
-    fp32 sums on each rank, reduced once per window (with several ranks, stages 1 and 2); fp32 sums of this rank's
-    partition; sums in the compute dtype on each rank, reduced once; the same of the partition, which an offloaded
-    optimizer keeps in host memory. A format that the DeepSpeed JSON names is kept.
+    The candidates are, in this order: full gradients in fp32 on each rank, reduced once per window (several ranks,
+    stages 1 and 2); the rank's partition in fp32; full gradients in the compute dtype, reduced once; and the partition
+    in the compute dtype, which an offloaded optimizer keeps in host memory. If the DeepSpeed JSON sets the dtype, only
+    candidates with that dtype are considered.
     """
     if at.stage == 0 or at.micro_batches == 1:
         return None
@@ -102,7 +103,7 @@ def plan_gradients(sizes: Sizes, dtypes: DtypePlan, at: Situation) -> GradientPl
 
 
 def least_bytes(trained: int, dtypes: DtypePlan, at: Situation) -> int:
-    """What gradients take of a device if no other plan fits: 0 where they wait in host memory, or without ZeRO."""
+    """Return the bytes of gradients on a device if no other plan fits: 0 if in host memory, or without ZeRO."""
     return 0 if at.stage == 0 else list(_candidates(Sizes(0, trained, 0, 0), dtypes, at))[-1].device_bytes
 
 
@@ -113,27 +114,27 @@ def _candidates(sizes: Sizes, dtypes: DtypePlan, at: Situation) -> Iterator[Grad
     for accumulate in formats:
         own, same = _BYTES[accumulate], accumulate == dtypes.compute
         if at.ranks > 1 and at.stage in (1, 2):
-            # The sums, beside them the gradients of one backward pass, and the partition that they are reduced into.
+            # The accumulated gradients, those of one backward pass, and the partition that they are reduced into.
             held = own if same else own + _BYTES[dtypes.compute]
             yield GradientPlan(accumulate, True, held * sizes.trained + own * share, at.ranks)
             if at.stage == 1:
-                continue  # it does so anyway
+                continue  # stage 1 always does this
         yield GradientPlan(accumulate, False, 0 if at.offloaded and same else own * share, at.ranks)
 
 
 def _resident(sizes: Sizes, at: Situation) -> float:
-    """Bytes that stay on a device beside gradients."""
+    """Return the bytes on a device that are neither gradients nor activations."""
     weights = 0 if at.weights_offloaded else sizes.weights / (at.ranks if at.stage == 3 else 1)
     states = 0 if at.offloaded else (_MASTER + at.states) * sizes.trained / at.ranks
     return weights + states + sizes.others
 
 
 def sizes_of(model: nn.Module, others: int) -> Sizes:
-    """The sizes of a loaded policy, of the rank that has least room; collective.
+    """Return the sizes of a loaded policy on the rank with the least memory. Collective.
 
     Args:
-        model: the policy, whole or partitioned.
-        others: bytes that were on this rank's device before it was loaded.
+        model: the policy, possibly partitioned.
+        others: bytes in use on this rank's device before the policy was loaded.
     """
     weights = trained = 0
     for parameter in model.parameters():
@@ -145,13 +146,13 @@ def sizes_of(model: nn.Module, others: int) -> Sizes:
 
 
 def bytes_in_use() -> int:
-    """Of this rank's device by tensors; 0 on a CPU, whose host has room for them."""
+    """Return the bytes of tensors on this rank's device; 0 on a CPU, where host memory is assumed to suffice."""
     here = device()
     return int(torch.cuda.memory_allocated(here)) if here.type == "cuda" else 0
 
 
 def situation_of(ds_config: dict[str, Any], ranks: int, micro_batches: int, checkpointing: bool) -> Situation:
-    """What the JSON of an engine says, and the options that are not in it."""
+    """Return the situation of an engine from its JSON and the options that are not in it."""
     zero = ds_config["zero_optimization"]
     states, weights = (
         zero.get(section, {}).get("device") == "cpu" for section in ("offload_optimizer", "offload_param")

@@ -1,4 +1,4 @@
-"""Layer kernels as they are asked for: what cannot be had is refused before anything is loaded."""
+"""Check the requested layer kernels before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from alignment.internals.liger import LOSSES, kernels_by_type, left_out
 from alignment.models.kernels import HUB, liger_type
 from alignment.models.source import ModelSource
 
-_CPU = "its kernels run on a GPU, and this run computes on the CPU; leave it out"
+_CPU = "requires a GPU, but this run computes on the CPU; remove it"
 
 
 def has_gpu() -> bool:
-    """Whether the run computes where Triton's kernels run."""
+    """Whether the run computes on a device that Triton kernels support."""
     return device().type == "cuda"
 
 
 def check_kernels(options: AlignmentConfig, sources: Iterable[ModelSource | None]) -> list[str]:
-    """Whether the kernels that are asked for can be put into these models.
+    """Check that the requested kernels are available for these models.
 
     Args:
-        options: the run's.
+        options: options of the run.
         sources: the models that are loaded with these options; None is skipped.
 
     Returns:
-        Lines to tell at the start of the run.
+        Lines to print at the start of the run.
 
     Raises:
-        OptionError: there is no GPU, no library, or no kernel for a type or of a name.
+        OptionError: there is no GPU, the library is missing, or there is no such kernel for a model.
     """
     given = [source for source in sources if source is not None]
     for source in given:
         if source.init_kwargs.get("kernel_config") is not None:
-            raise OptionError("model_init_kwargs: kernel_config is not supported; set use_kernels: true alone")
+            raise OptionError("model_init_kwargs: kernel_config is not supported; remove it and set use_kernels: true")
     hub = [source for source in given if source.init_kwargs.get(HUB)]
     _check_hub(options, hub)
     if not options.use_liger_kernel:
         if options.liger_kernel_config is not None:
             raise OptionError(
                 f"{setting('liger_kernel_config', options.liger_kernel_config)}: has no effect without "
-                "use_liger_kernel; set use_liger_kernel: true, or leave it out"
+                "use_liger_kernel; set use_liger_kernel: true, or remove it"
             )
     else:
         _check_liger(options, given)
     if options.use_liger_loss:
-        return ["use_liger_loss: log-probs come from a fused head in any case, so this changes nothing"]
+        return ["use_liger_loss has no effect: log-probs are always computed by a fused head"]
     return []
 
 
@@ -62,10 +62,11 @@ def _check_hub(options: AlignmentConfig, sources: list[ModelSource]) -> None:
         raise OptionError(f"{named}: {_CPU}")
     if not is_kernels_available():
         raise OptionError(
-            f"{named}: needs a version of the package kernels that transformers works with; leave it out"
+            f"{named}: requires a version of the package kernels that transformers supports; install it, or remove "
+            "use_kernels"
         )
     if options.use_liger_kernel:
-        raise OptionError(f"{named}: replaces the same layers as use_liger_kernel; leave one of them out")
+        raise OptionError(f"{named} and use_liger_kernel replace the same layers; remove one of them")
 
 
 def _check_liger(options: AlignmentConfig, sources: list[ModelSource]) -> None:
@@ -77,13 +78,13 @@ def _check_liger(options: AlignmentConfig, sources: list[ModelSource]) -> None:
     try:
         known = kernels_by_type()
     except ImportError as error:
-        raise OptionError(f"{named}: liger-kernel cannot be imported: {first_line(error)}; leave it out") from error
+        raise OptionError(f"{named}: cannot import liger-kernel: {first_line(error)}; remove it") from error
     for source in sources:
         name = liger_type(source.config)
         if name is None:
             raise OptionError(
                 f"{named}: the installed Liger has no kernels for {source.name}, a {source.config.model_type} model; "
-                f"leave it out. It has kernels for {', '.join(sorted(known))}"
+                f"remove it. Supported model types: {', '.join(sorted(known))}"
             )
         _check_names(options, name, known[name])
 
@@ -92,11 +93,11 @@ def _check_names(options: AlignmentConfig, model_type: str, names: frozenset[str
     for key, value in (options.liger_kernel_config or {}).items():
         text = f"liger_kernel_config: {setting(key, value)}"
         if key in LOSSES and value:
-            raise OptionError(f"{text}: log-probs come from a head of this project's own; leave it out")
+            raise OptionError(f"{text}: Liger's losses are not used, as log-probs have their own head; remove it")
         if key not in names:
-            near = did_you_mean(key, names) or f"; set some of {', '.join(sorted(names - {*LOSSES}))}"
+            near = did_you_mean(key, names) or f"; expected one of {', '.join(sorted(names - {*LOSSES}))}"
             raise OptionError(f"{text}: Liger has no such kernel for a {model_type} model{near}")
         if not isinstance(value, bool):
             raise OptionError(f"{text}: must be true or false")
         if value and key in left_out(model_type):
-            raise OptionError(f"{text}: Liger's kernel does not fit a {model_type} model; leave it out")
+            raise OptionError(f"{text}: Liger's kernel does not support {model_type} models; remove it")

@@ -1,7 +1,7 @@
-"""Whether a frozen model fits beside what is trained, from sizes that are known before anything is loaded.
+"""Estimate whether a frozen model fits in GPU memory together with training, before any weights are loaded.
 
-The answer has to be the same on every rank and at every start of a run, so nothing that happens to be free is
-measured: the smallest card counts, and of it a part is left for what is not calculated here.
+The result must be the same on every rank and in every attempt, so it does not depend on the memory that happens to be
+free. It is calculated for the smallest GPU, with a reserve for what is not included in the estimate.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from alignment.models.logprobs import DEFAULT_TILE_BYTES
 from alignment.models.source import ModelSource
 from alignment.planning.gradients import Situation, least_bytes, situation_of
 
-_LEFT, _LEFT_BY_ROLLOUTS = 0.3, 0.4  # of a card: fragments and the unforeseen; keys and values of completions
-_CONTEXT = 10**9  # bytes that CUDA, its libraries and NCCL take
-_HEAD_TILES = 3  # of the head at a time, at most
-_LIVE_LAYERS = 3  # of a partitioned model that are whole at a time, see stage3_max_live_parameters
-# Bytes per trained parameter beside the weight itself and the optimizer's states in a step, gradients among them: fp32
-# masters, a flattened copy in fp32. Without ZeRO weights in fp32 are their own masters.
+# Reserved share of a GPU, for fragmentation and errors of the estimate; with rollouts, also for their KV cache.
+_LEFT, _LEFT_BY_ROLLOUTS = 0.3, 0.4
+_CONTEXT = 10**9  # bytes that CUDA, its libraries and NCCL use
+_HEAD_TILES = 3  # maximum number of tiles of the head in memory
+_LIVE_LAYERS = 3  # gathered layers of a partitioned model at a time, see stage3_max_live_parameters
+# Bytes per trained parameter during an optimizer step, in addition to the weights and the optimizer states: fp32
+# master weights, gradients, and a flattened copy in fp32. Without ZeRO, fp32 weights are their own master weights.
 _STEP, _STEP_OF_OWN_MASTERS = 12, 8
-_GATHERED = 0.8  # of a card that the weights gathered for a rollout may take
-_LONGEST = 4096  # tokens of a sequence where nothing limits it
+_GATHERED = 0.8  # maximum share of a GPU for weights gathered for a rollout
+_LONGEST = 4096  # tokens of a sequence if nothing limits them
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,14 @@ class Census:
     """The size of a model.
 
     Attributes:
-        parameters: all of them.
-        layer: those of its largest decoder layer; 0 where the layers are not known.
+        parameters: number of parameters.
+        layer: parameters of its largest decoder layer; 0 if the layers are unknown.
         layers: number of decoder layers.
-        hidden: width.
-        inner: width of the MLP; of a mixture of experts, of all experts that a token goes to.
-        positions: longest sequence.
-        linear: parameters that are kept in 4 or 8 bits if any are: neither embeddings, nor the head, nor experts that
-            are no linear layers.
-        widest: those of the largest tensor outside of the layers, which ZeRO-3 fetches in one piece.
+        hidden: hidden size.
+        inner: width of the MLP; for a mixture of experts, of all experts that a token is routed to.
+        positions: maximum sequence length.
+        linear: parameters that can be quantized: not embeddings, the head, or experts that are not linear layers.
+        widest: parameters of the largest tensor outside the layers, which ZeRO-3 fetches in one piece.
     """
 
     parameters: int
@@ -66,12 +66,12 @@ class Census:
 
 @dataclass(frozen=True)
 class Use:
-    """Bytes of a card, at the most.
+    """Upper bounds of the memory in use on a GPU, in bytes.
 
     Attributes:
-        weights: and states of what is trained.
-        work: on a micro-batch.
-        gathered: whole weights of a rollout, if they are divided otherwise and may be gathered.
+        weights: weights, gradients and optimizer states of the policy.
+        work: activations of a micro-batch.
+        gathered: full weights gathered for a rollout; 0 if they are not sharded or not gathered.
     """
 
     weights: float
@@ -81,7 +81,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Choice:
-    """A placement by its name, the bytes that it takes of a card, and the sizes that speak for it."""
+    """The name of a placement, the bytes that it takes on a GPU, and the reason for choosing it."""
 
     placement: str
     size: float
@@ -89,15 +89,15 @@ class Choice:
 
 
 def census(source: ModelSource) -> Census | None:
-    """Count a model's parameters, on torch's meta device; None if that cannot be done.
+    """Count a model's parameters on torch's meta device; return None if that is not possible.
 
-    A live model is counted as its configuration has it: weights in 4 bits have other shapes than the model.
+    A model object is counted according to its configuration, because 4-bit weights have other shapes.
     """
     if source.live is None and type(source.config) not in source.task.mapping:
-        return None  # code from elsewhere is not run for this
+        return None  # do not run remote code for this
     try:
         model = skeleton(source, trust_remote_code=False)
-    except Exception:  # what is wrong, such as a package that is missing, is said when the model is loaded
+    except Exception:  # the problem, such as a missing package, is reported when the model is loaded
         return None
     config = source.config.get_text_config()
     layers = decoder_layers(model)
@@ -133,16 +133,16 @@ def use_of_policy(
     bits: int | None = None,
     trained: int | None = None,
 ) -> Use:
-    """What training takes of each card, as an upper bound.
+    """Return an upper bound of the memory that training uses on each GPU.
 
     Args:
-        options: the run's.
-        policy: its size.
+        options: options of the run.
+        policy: size of the policy.
         ds_config: JSON of its engine.
-        dtypes: the run's.
-        ranks: how many there are.
-        bits: of quantised base weights; None: they are kept in the compute dtype.
-        trained: parameters of adapters; None: all of the model's are.
+        dtypes: dtypes of the run.
+        ranks: number of ranks.
+        bits: bits of quantized base weights; None if they are in the compute dtype.
+        trained: number of adapter parameters; None if the full model is trained.
     """
     at = situation_of(ds_config, ranks, micro_batches=1, checkpointing=bool(options.gradient_checkpointing))
     itemsize: int = getattr(torch, dtypes.compute).itemsize
@@ -157,30 +157,30 @@ def use_of_policy(
 
 
 def _step(trained: int, dtypes: DtypePlan, at: Situation, states: float) -> float:
-    """States, and gradients however little may be kept of them, with what the optimizer's step takes besides."""
+    """Return the bytes of optimizer states, of a lower bound of the gradients, and of the optimizer step."""
     gradients = least_bytes(trained, dtypes, at)
     if at.offloaded:
         return gradients
     if at.stage == 0:
         return (states + (_STEP_OF_OWN_MASTERS if dtypes.compute == "float32" else _STEP)) * trained
     share = trained / at.ranks
-    # At stage 1 whole gradients are there beside the partition that the step works on.
+    # At stage 1, full gradients exist in addition to the partition of the step.
     return (_STEP + states) * share + (gradients if at.stage == 1 and at.ranks > 1 else 0)
 
 
 def bytes_of(model: Census, itemsize: int, bits: int | None) -> float:
-    """Of weights in the compute dtype, or those of linear layers in so many ``bits`` with what these are scaled by."""
+    """Return the bytes of the weights, with those of linear layers quantized to ``bits`` (plus scales) unless None."""
     packed = 0 if bits is None else model.linear
     return itemsize * (model.parameters - packed) + (0.0 if bits is None else (bits / 8 + 0.1) * packed)
 
 
 def _live(model: Census, itemsize: int) -> float:
-    """What of a divided model is whole at a time."""
+    """Return the bytes of a sharded model that are gathered at a time."""
     return float(itemsize * (_LIVE_LAYERS * model.layer + model.widest))
 
 
 def _work(options: AlignmentConfig, policy: Census, itemsize: int) -> float:
-    """Activations and the head's tiles: of chosen and rejected answers, or of prompts with a partner's completion."""
+    """Return the bytes of activations and head tiles of two sequences per row: a pair, or a row and its mismatch."""
     longest = min(options.max_length or _LONGEST if isinstance(options, HasLengths) else _LONGEST, policy.positions)
     tokens = 2 * options.per_device_train_batch_size * longest
     layer = (29 + 8 * policy.inner / policy.hidden) * policy.hidden * itemsize / 2
@@ -189,43 +189,43 @@ def _work(options: AlignmentConfig, policy: Census, itemsize: int) -> float:
 
 
 class Cards:
-    """The GPUs of a run, and where frozen models go beside what is trained, one after another.
+    """The GPUs of a run, on which frozen models are placed one after another.
 
     Args:
-        options: the run's.
-        use: of a card by what is trained.
-        itemsize: bytes of a number in the compute dtype.
-        ranks: how many there are.
-        card: bytes of the smallest card.
+        options: options of the run.
+        use: memory that training uses on a GPU.
+        itemsize: bytes per element in the compute dtype.
+        ranks: number of ranks.
+        card: bytes of the smallest GPU.
     """
 
     def __init__(self, options: AlignmentConfig, use: Use, itemsize: int, ranks: int, card: float) -> None:
         self.itemsize, self.ranks, self.card = itemsize, ranks, card
         self._left = _LEFT_BY_ROLLOUTS if isinstance(options, OnlineOptions) else _LEFT
-        # A rollout and the work on a micro-batch take turns; whole weights that do not fit are never gathered.
+        # Rollouts and micro-batches alternate; weights that do not fit are never gathered.
         fits = use.gathered <= _GATHERED * (card - _CONTEXT)
         self._trained = use.weights + max(use.work, use.gathered if fits else 0.0)
-        self._taken = 0.0  # by those that were placed
+        self._taken = 0.0  # bytes of the models placed so far
 
     def place(self, source: ModelSource, bits: int | None = None, *, alone: bool = False) -> Choice | None:
-        """The fastest placement that fits; None for a model whose size is not known.
+        """Return the fastest placement that fits, or None for a model of unknown size.
 
         Args:
             source: the model.
-            bits: of its weights; None: they are kept in the compute dtype.
-            alone: it is released before anything is trained.
+            bits: bits of its weights; None if they are in the compute dtype.
+            alone: whether the model is released before training starts.
         """
         frozen = census(source)
         return None if frozen is None else self.chosen(frozen, bits, alone=alone)
 
     def take(self, source: ModelSource, bits: int | None, placement: str) -> None:
-        """Count a model that the user has placed, so that those placed after it find it there."""
+        """Account for a model whose placement the user has set."""
         frozen = census(source)
         if frozen is not None:
             self._taken += self._sizes(frozen, bits)[placement]
 
     def chosen(self, frozen: Census, bits: int | None = None, *, alone: bool = False) -> Choice:
-        """The same of a model of a known size: on every card, else divided over them, else in host memory."""
+        """Return the fastest placement for a model of this size: replicated, else sharded, else in host memory."""
         others = 0.0 if alone else self._trained + self._taken
         room = (1 - self._left) * self.card - _CONTEXT - others
         sizes = self._sizes(frozen, bits)
@@ -234,23 +234,23 @@ class Cards:
         fits = "fit" if placement in on_cards else "do not fit"
         size = sizes[placement] if placement in on_cards else min(sizes[name] for name in on_cards)
         why = (
-            f"by size: {_gb(size)} {fits} beside up to {_gb(others)} of other use, with {self._left:.0%} of "
-            f"{_gb(self.card)} left"
+            f"by size: {_gb(size)} {fits} in addition to {_gb(others)} of other use, with {self._left:.0%} of "
+            f"{_gb(self.card)} in reserve"
         )
         if not alone:
             self._taken += sizes[placement]
         return Choice(placement, size, why)
 
     def _sizes(self, frozen: Census, bits: int | None) -> dict[str, float]:
-        """Bytes that a model takes of each card, by its placement."""
+        """Return the bytes that a model takes on each GPU, by placement."""
         whole, live = bytes_of(frozen, self.itemsize, bits), _live(frozen, self.itemsize)
         return {"replica": whole, "sharded": whole / self.ranks + live, "offload": live}
 
 
 def smallest_card() -> float | None:
-    """Bytes of the smallest card of any rank, or what its process may take of it; None without GPUs. Collective.
+    """Return the bytes of the smallest GPU that a process can use; None without GPUs. Collective.
 
-    None also where the run is planned for another machine, whose cards nobody can look at.
+    None also if the run is planned for another machine, whose GPUs are unknown.
     """
     here = device()
     if here.type != "cuda" or planned() is not None:

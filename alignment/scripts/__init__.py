@@ -1,1 +1,1 @@
-"""What a script written for TRL imports beside configs and trainers: arguments, the parser, chat formats, mixtures."""
+"""What scripts written for TRL import besides configs and trainers: arguments, parser, chat formats, mixtures."""

@@ -1,4 +1,4 @@
-"""The arguments of a script that are no options of a trainer: which dataset, and which mixture of datasets."""
+"""Arguments of scripts that are not options of a trainer: a dataset, or a mixture of datasets."""
 
 # ruff: noqa: RUF009 - option() is dataclasses.field() with a help text
 
@@ -12,40 +12,42 @@ from alignment.config.errors import OptionError, did_you_mean, setting
 from alignment.config.fields import option
 
 
-# The annotations are those that transformers' HfArgumentParser can turn into arguments.
+# transformers' HfArgumentParser can convert these annotations to arguments.
 @dataclass
 class ScriptArguments:
-    """Which dataset a script loads, as TRL's class of this name.
+    """The dataset that a script loads, like TRL's class of this name.
 
-    The script itself loads it: these are read by the script, not by a trainer.
+    These arguments are read by the script, which loads the dataset, not by a trainer.
 
     Raises:
         OptionError: ``gradient_checkpointing_use_reentrant`` is set.
     """
 
-    dataset_name: str | None = option(None, "Folder, file or hub name of the dataset; a mixture goes first.")
-    dataset_config: str | None = option(None, "Configuration of the dataset: `name` of `datasets.load_dataset`.")
+    dataset_name: str | None = option(None, "Folder, file or hub name of the dataset. Ignored if there is a mixture.")
+    dataset_config: str | None = option(
+        None, "Configuration of the dataset: the argument `name` of `datasets.load_dataset`."
+    )
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on.")
     dataset_streaming: bool = option(False, "Stream the dataset.")
     gradient_checkpointing_use_reentrant: bool = option(
-        False, "Older name, which nothing reads; set `gradient_checkpointing_kwargs`."
+        False, "Deprecated and not supported; set `gradient_checkpointing_kwargs` instead."
     )
     ignore_bias_buffers: bool = option(
-        False, "For DistributedDataParallel, which is not used here: DeepSpeed sends no buffers, whatever this says."
+        False, "Has no effect: applies to DistributedDataParallel only, and DeepSpeed does not synchronize buffers."
     )
 
     def __post_init__(self) -> None:
         if self.gradient_checkpointing_use_reentrant:
             raise OptionError(
-                "gradient_checkpointing_use_reentrant=True: nothing reads it; set gradient_checkpointing_kwargs: "
-                '{"use_reentrant": true}'
+                "gradient_checkpointing_use_reentrant=True: not supported; set gradient_checkpointing_kwargs: "
+                '{"use_reentrant": true} instead'
             )
 
 
 @dataclass
 class DatasetConfig:
-    """One dataset of a mixture: arguments of ``datasets.load_dataset``, and what is taken of it."""
+    """One dataset of a mixture: arguments of ``datasets.load_dataset``, columns, and fraction."""
 
     path: str
     name: str | None = None
@@ -58,19 +60,19 @@ class DatasetConfig:
 
 @dataclass
 class DatasetMixtureConfig:
-    """Datasets that are put behind one another, as TRL's class of this name; :func:`get_dataset` loads them.
+    """A mixture of datasets, like TRL's class of this name; :func:`get_dataset` loads it.
 
     Raises:
-        OptionError: an entry that is neither a :class:`DatasetConfig` nor a mapping of its fields.
+        OptionError: an entry is neither a :class:`DatasetConfig` nor a mapping of its fields.
     """
 
     datasets: list[DatasetConfig] = field(
         default_factory=list,
-        metadata={"help": "Datasets of the mixture, in the file that --config names: a list of mappings."},
+        metadata={"help": "Datasets of the mixture: a list of mappings, in the file passed as --config."},
     )
     streaming: bool = option(False, "Stream the datasets.")
     test_split_size: float | None = option(
-        None, "Rows, or their share, that are split off for evaluation: `test_size` of `Dataset.train_test_split`."
+        None, "Number or fraction of rows for evaluation: `test_size` of `Dataset.train_test_split`."
     )
 
     def __post_init__(self) -> None:
@@ -78,7 +80,7 @@ class DatasetMixtureConfig:
 
 
 def _dataset(index: int, given: Any) -> DatasetConfig:
-    """An entry of the list as what it means."""
+    """Convert an entry of the list to a :class:`DatasetConfig`."""
     if isinstance(given, DatasetConfig):
         return given
     if not isinstance(given, dict):
@@ -87,8 +89,8 @@ def _dataset(index: int, given: Any) -> DatasetConfig:
     for name, value in given.items():
         if name not in names:
             raise OptionError(
-                f"{setting(f'datasets[{index}].{name}', value)}: not a key of a dataset (they are {', '.join(names)})"
-                f"{did_you_mean(str(name), names) or '; remove it'}"
+                f"{setting(f'datasets[{index}].{name}', value)}: unknown key; expected one of {', '.join(names)}"
+                f"{did_you_mean(str(name), names)}"
             )
     if "path" not in given:
         raise OptionError(f"datasets[{index}]: path is missing; set it to a folder or hub name")

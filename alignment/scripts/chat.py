@@ -1,4 +1,4 @@
-"""Chat templates for tokenizers that come without one."""
+"""Chat templates for tokenizers without one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from alignment.config.errors import ModelError, OptionError, setting
 
-# Role, colon, text and an empty line for each message; "Assistant:" asks for an answer. Has no end of turn.
+# Role, colon, text and an empty line for each message; "Assistant:" is the generation prompt. Turns have no end token.
 SIMPLE_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'].capitalize() + ': ' + message['content'] + '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
@@ -21,29 +21,30 @@ _CHATML = (
 def setup_chat_format(
     model: Any, tokenizer: Any, format: str | None = "chatml", resize_to_multiple_of: int | None = None
 ) -> tuple[Any, Any]:
-    """Give a base model the ChatML template: its tokens, and embeddings for them, which begin anew.
+    """Set up the ChatML template for a base model: add its tokens, with newly initialized embeddings.
 
-    Both are changed in place. As in TRL the tokens that open and close a turn become BOS and EOS, and EOS pads.
+    Model and tokenizer are modified in place. As in TRL, the tokens that start and end a turn become the BOS and EOS
+    tokens, and the EOS token is also the padding token.
 
     Args:
-        model: a live transformers model.
+        model: a transformers model.
         tokenizer: its tokenizer, without a chat template.
-        format: ``chatml``.
-        resize_to_multiple_of: rows of the embeddings are filled up to a multiple of it.
+        format: must be ``chatml``.
+        resize_to_multiple_of: pad the rows of the embeddings to a multiple of this number.
 
     Raises:
-        OptionError: another format.
-        ModelError: the tokenizer has a template already.
+        OptionError: an unknown format.
+        ModelError: the tokenizer already has a chat template.
     """
     from alignment.models.vocabulary import resize, rounded_up
 
     if tokenizer.chat_template is not None:
         raise ModelError(
-            "tokenizer: it has a chat template already, and the model may know it; set tokenizer.chat_template = None "
-            "to replace it"
+            "tokenizer: already has a chat template, which the model may have been trained with; set "
+            "tokenizer.chat_template = None to replace it"
         )
     if format != "chatml":
-        raise OptionError(f"{setting('format', format)}: not a chat format here; set chatml")
+        raise OptionError(f"{setting('format', format)}: unknown chat format; set chatml")
     tokenizer.add_special_tokens(
         {
             "bos_token": _START,
@@ -55,7 +56,7 @@ def setup_chat_format(
     tokenizer.chat_template = _CHATML
     resize(model, rounded_up(len(tokenizer), resize_to_multiple_of))
     for config in (model.config, model.generation_config):
-        if config is not None:  # a classifier generates nothing
+        if config is not None:  # classifiers have no generation config
             config.bos_token_id = tokenizer.bos_token_id
             config.eos_token_id = tokenizer.eos_token_id
             config.pad_token_id = tokenizer.pad_token_id
@@ -65,21 +66,22 @@ def setup_chat_format(
 def clone_chat_template(
     model: Any, tokenizer: Any, source_tokenizer_path: str, resize_to_multiple_of: int | None = 64
 ) -> tuple[Any, Any, list[int]]:
-    """Give a model the chat template of another tokenizer, with its EOS token and the tokens that are new.
+    """Copy the chat template of another tokenizer, with its EOS token and its additional tokens.
 
-    Both are changed in place. The tokenizer is filled up with unused tokens to the rows of the embeddings.
+    Model and tokenizer are modified in place. The vocabulary is padded with unused tokens to the size of the
+    embeddings.
 
     Args:
-        model: a live transformers model.
+        model: a transformers model.
         tokenizer: its tokenizer.
-        source_tokenizer_path: folder or hub name of the tokenizer that has the template.
-        resize_to_multiple_of: rows of the embeddings are filled up to a multiple of it.
+        source_tokenizer_path: folder or hub name of the tokenizer with the chat template.
+        resize_to_multiple_of: pad the rows of the embeddings to a multiple of this number.
 
     Returns:
-        Model, tokenizer, and the ids of the tokens that were added.
+        Model, tokenizer, and the ids of the added tokens.
 
     Raises:
-        ModelError: the other tokenizer has no template.
+        ModelError: the other tokenizer has no chat template.
     """
     from transformers import AutoTokenizer
 
@@ -87,10 +89,13 @@ def clone_chat_template(
 
     source = AutoTokenizer.from_pretrained(source_tokenizer_path)
     if not source.chat_template:
-        raise ModelError(f"source_tokenizer_path: {source_tokenizer_path!r} has no chat template; name one that has")
+        raise ModelError(
+            f"{setting('source_tokenizer_path', source_tokenizer_path)}: the tokenizer has no chat template; set "
+            "another one"
+        )
     new = take_template(tokenizer, source)
     for config in (model.config, model.generation_config):
-        if config is not None:  # a classifier generates nothing
+        if config is not None:  # classifiers have no generation config
             config.eos_token_id = tokenizer.eos_token_id
     rows = rounded_up(len(tokenizer), resize_to_multiple_of)
     resize(model, rows)

@@ -1,4 +1,4 @@
-"""The mixture of datasets that a script's arguments describe."""
+"""Load the mixture of datasets that a script's arguments describe."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
-    """Load the datasets of a mixture and put their rows behind one another.
+    """Load the datasets of a mixture and concatenate their rows.
 
-    With a ``fraction`` for every dataset their rows are mixed in these shares: as many as there can be without taking
-    a row twice, the first ones of each.
+    If every dataset has a ``fraction``, the rows are mixed in these proportions: the first rows of each dataset, as
+    many as possible without repetition.
 
     Returns:
-        Split ``train``, and with ``test_split_size`` also ``test``, drawn at random.
+        The split ``train`` and, with ``test_split_size``, a random split ``test``.
 
     Raises:
-        OptionError: there are no datasets, or fractions that cannot be had.
+        OptionError: there are no datasets, or invalid fractions.
     """
     from datasets import Dataset, DatasetDict, IterableDatasetDict, concatenate_datasets, load_dataset
 
     config = mixture_config
     if not config.datasets:
-        raise OptionError("datasets=[]: no dataset is named; list them under datasets in the file of --config")
+        raise OptionError("datasets=[]: no datasets; list them under datasets in the file passed as --config")
     _check_fractions(config)
     parts: list[Any] = []
     for each in config.datasets:
@@ -48,30 +48,33 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
 
 
 def _check_fractions(config: DatasetMixtureConfig) -> None:
-    """Refuse what would give other shares than those that are written."""
+    """Reject fractions that would not have the intended effect."""
     given = [each.fraction for each in config.datasets]
     if config.streaming and config.test_split_size is not None:
         raise OptionError(
-            f"{setting('test_split_size', config.test_split_size)}: a stream has no number of rows to split; set "
-            "streaming: false, or name a split for evaluation"
+            f"{setting('test_split_size', config.test_split_size)}: not supported with streaming, as the number of "
+            "rows is unknown; set streaming: false, or use a split for evaluation"
         )
     if all(fraction is None for fraction in given):
         return
     for index, fraction in enumerate(given):
         name = f"datasets[{index}].fraction"
         if fraction is None:
-            raise OptionError(f"{name}: not set, while others are; set it for every dataset or for none")
+            raise OptionError(f"{name} is not set, but other datasets have one; set it for every dataset or for none")
         if not fraction > 0:
-            raise OptionError(f"{setting(name, fraction)}: must be more than 0; leave the dataset out instead")
+            raise OptionError(f"{setting(name, fraction)}: must be greater than 0; remove the dataset instead")
     if config.streaming:
-        raise OptionError("datasets[0].fraction: a stream has no number of rows to take it of; set streaming: false")
+        raise OptionError(
+            "datasets[0].fraction: not supported with streaming, as the number of rows is unknown; set "
+            "streaming: false"
+        )
 
 
 def _in_shares(config: DatasetMixtureConfig, parts: list[Any]) -> list[Any]:
-    """The first rows of each part, so that the parts have their shares."""
+    """Select the first rows of each part in the proportions of the mixture."""
     if config.datasets[0].fraction is None:
         return parts
-    weights = [Fraction(str(each.fraction)) for each in config.datasets]  # by str, 0.7 is 7/10
+    weights = [Fraction(str(each.fraction)) for each in config.datasets]  # via str, so that 0.7 is 7/10
     shares = [weight / sum(weights) for weight in weights]
     total = min(len(part) / share for part, share in zip(parts, shares))
     return [part.select(range(min(len(part), round(total * share)))) for part, share in zip(parts, shares)]

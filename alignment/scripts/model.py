@@ -1,4 +1,4 @@
-"""The arguments that say which model a script loads, in which format, and with which adapters."""
+"""Arguments for the model that a script loads, its dtype, quantization and adapters."""
 
 # ruff: noqa: RUF009 - option() is dataclasses.field() with a help text
 
@@ -21,56 +21,60 @@ _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _TASKS = ("CAUSAL_LM", "SEQ_CLS")
 
 
-# The annotations are those that transformers' HfArgumentParser can turn into arguments.
+# transformers' HfArgumentParser can convert these annotations to arguments.
 @dataclass
 class ModelConfig:
-    """Which model a script loads, as TRL's class of this name.
+    """The model that a script loads, like TRL's class of this name.
 
-    :func:`get_peft_config` and :func:`get_quantization_config` make of it what a trainer and ``from_pretrained`` take.
+    Pass it to :func:`get_peft_config` for a trainer and to :func:`get_quantization_config` for ``from_pretrained``.
 
     Attributes:
-        dtype: of the loaded weights. What a run computes in is decided by ``bf16`` and ``fp16`` of its options.
-        torch_dtype: older name of ``dtype``; the two are always equal.
-        lora_target_modules: one name is a text: PEFT knows ``all-linear``, and takes another text for a pattern.
+        dtype: dtype of the loaded weights. The compute dtype of a run is set by its options ``bf16`` and ``fp16``.
+        torch_dtype: older name of ``dtype``; always equal to it.
+        lora_target_modules: a single name becomes a string, which PEFT treats as ``all-linear`` or as a pattern.
 
     Raises:
-        OptionError: two arguments that contradict each other, or a value that is not one of the choices.
+        OptionError: two arguments contradict each other, or a value is not among the choices.
     """
 
     model_name_or_path: str | None = option(None, "Folder or hub name of the model.")
     model_revision: str = option("main", "Branch, tag or commit of the model.")
-    dtype: str | None = option("float32", "Format of the loaded weights.", choices=_DTYPES)
-    trust_remote_code: bool = option(False, "Run Python code that comes with the model or tokenizer.")
-    attn_implementation: str | None = option(None, "Attention kernel: `sdpa`, `eager`, `flash_attention_2` …")
-    use_peft: bool = option(False, "Train LoRA adapters instead of the whole model.")
+    dtype: str | None = option("float32", "Dtype of the loaded weights.", choices=_DTYPES)
+    trust_remote_code: bool = option(False, "Allow models and tokenizers to run their own Python code.")
+    attn_implementation: str | None = option(
+        None, "Attention implementation: `sdpa`, `eager`, `flash_attention_2` or another one of transformers."
+    )
+    use_peft: bool = option(False, "Train LoRA adapters instead of the full model.")
     lora_r: int = option(16, "Rank of the LoRA matrices.")
-    lora_alpha: int = option(32, "LoRA's scale: the update is multiplied by `lora_alpha / lora_r`.")
-    lora_dropout: float = option(0.05, "Dropout on the input of the adapters.")
-    lora_target_modules: list[str] | None = option(None, "Modules that get an adapter; `all-linear` for every one.")
-    lora_target_parameters: list[str] | None = option(None, "Parameters that get an adapter.")
-    lora_modules_to_save: list[str] | None = option(None, "Modules trained and saved whole beside the adapters.")
-    lora_task_type: str = option("CAUSAL_LM", "`SEQ_CLS` for a reward model.", choices=_TASKS)
-    use_rslora: bool = option(False, "Rank-stabilised LoRA: scale by `lora_alpha / sqrt(lora_r)`.")
-    use_dora: bool = option(False, "Weight-decomposed LoRA.")
-    load_in_8bit: bool = option(False, "Load the weights in 8 bits; for adapters.")
-    load_in_4bit: bool = option(False, "Load the weights in 4 bits; for adapters.")
-    bnb_4bit_quant_type: str = option("nf4", "Format of the 4-bit weights.", choices=("fp4", "nf4"))
-    use_bnb_nested_quant: bool = option(False, "Quantise the quantisation constants as well.")
-    bnb_4bit_quant_storage: str | None = option(None, "Format that packed 4-bit weights are kept in.")
+    lora_alpha: int = option(32, "Scale of LoRA: the update is multiplied by `lora_alpha / lora_r`.")
+    lora_dropout: float = option(0.05, "Dropout probability of the adapters' inputs.")
+    lora_target_modules: list[str] | None = option(
+        None, "Names of the modules to adapt; `all-linear` for all linear layers."
+    )
+    lora_target_parameters: list[str] | None = option(None, "Names of parameters to adapt.")
+    lora_modules_to_save: list[str] | None = option(None, "Modules to train fully and save with the adapters.")
+    lora_task_type: str = option("CAUSAL_LM", "Task type of PEFT: `SEQ_CLS` for a reward model.", choices=_TASKS)
+    use_rslora: bool = option(False, "Rank-stabilized LoRA: scale by `lora_alpha / sqrt(lora_r)`.")
+    use_dora: bool = option(False, "Weight-decomposed LoRA (DoRA).")
+    load_in_8bit: bool = option(False, "Load the weights in 8-bit, to train adapters.")
+    load_in_4bit: bool = option(False, "Load the weights in 4-bit, to train adapters.")
+    bnb_4bit_quant_type: str = option("nf4", "Quantization type of 4-bit weights.", choices=("fp4", "nf4"))
+    use_bnb_nested_quant: bool = option(False, "Also quantize the quantization constants of 4-bit weights.")
+    bnb_4bit_quant_storage: str | None = option(None, "Storage dtype of packed 4-bit weights.")
     torch_dtype: str | None = option(None, "Older name of `dtype`.", choices=_DTYPES)
 
     def __post_init__(self) -> None:
         if self.load_in_8bit and self.load_in_4bit:
-            raise OptionError("load_in_4bit=True and load_in_8bit=True: only one is possible; leave one out")
+            raise OptionError("load_in_4bit=True and load_in_8bit=True contradict each other; remove one of them")
         for each in dataclasses.fields(self):
             value, choices = getattr(self, each.name), each.metadata.get("choices")
             if choices and value is not None and value not in choices:
-                raise OptionError(f"{setting(each.name, value)}: not one of {', '.join(choices)}; set one of them")
+                raise OptionError(f"{setting(each.name, value)}: expected one of {', '.join(choices)}")
         if self.torch_dtype is not None:
-            if self.dtype not in (None, "float32", self.torch_dtype):  # the second is what nobody wrote
+            if self.dtype not in (None, "float32", self.torch_dtype):  # float32 is the default
                 raise OptionError(
-                    f"{setting('torch_dtype', self.torch_dtype)}: {setting('dtype', self.dtype)} was given as well; "
-                    "leave the older name out"
+                    f"{setting('torch_dtype', self.torch_dtype)} and {setting('dtype', self.dtype)} contradict each "
+                    "other: torch_dtype is an alias of dtype; remove torch_dtype"
                 )
             self.dtype = self.torch_dtype
         self.torch_dtype = self.dtype
@@ -79,7 +83,7 @@ class ModelConfig:
 
 
 def get_peft_config(model_args: ModelConfig) -> PeftConfig | None:
-    """LoRA's configuration as PEFT has it, for a trainer's ``peft_config``; None without ``use_peft``.
+    """Return PEFT's ``LoraConfig`` for the argument ``peft_config`` of a trainer, or None without ``use_peft``.
 
     Raises:
         OptionError: PEFT is not installed.
@@ -88,7 +92,7 @@ def get_peft_config(model_args: ModelConfig) -> PeftConfig | None:
         _warn_without(model_args, "lora_", "use_peft")
         return None
     if find_spec("peft") is None:
-        raise OptionError("use_peft=True: peft is not installed; pip install peft, or leave it out")
+        raise OptionError("use_peft=True requires peft; run pip install peft, or remove use_peft")
     from peft import LoraConfig
 
     return LoraConfig(
@@ -106,9 +110,9 @@ def get_peft_config(model_args: ModelConfig) -> PeftConfig | None:
 
 
 def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
-    """How bitsandbytes is to keep the weights, for ``from_pretrained`` or ``model_init_kwargs``; None: as they are.
+    """Return the quantization for ``from_pretrained`` or ``model_init_kwargs``, or None without quantization.
 
-    Without a 16-bit ``dtype`` a trainer that loads the model multiplies in the format that its run computes in.
+    If ``dtype`` is not a 16-bit dtype and a trainer loads the model, 4-bit layers use the compute dtype of the run.
     """
     from transformers import BitsAndBytesConfig
 
@@ -127,7 +131,7 @@ def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | Non
 
 
 def get_kbit_device_map() -> dict[str, int] | None:
-    """``device_map`` that puts a quantised model whole on this process's GPU; None where there is none."""
+    """Return a ``device_map`` that places a quantized model on this process's GPU, or None without a GPU."""
     import torch
 
     from alignment.engines.launch_env import local_rank
@@ -136,7 +140,7 @@ def get_kbit_device_map() -> dict[str, int] | None:
 
 
 def _warn_without(model_args: Any, prefix: str, switch: str) -> None:
-    """TRL's scripts go on with arguments that have no effect; the run is another one than was meant."""
+    """Warn about arguments that have no effect, which TRL's scripts ignore silently."""
     for each in dataclasses.fields(model_args):
         value = getattr(model_args, each.name)
         if each.name.startswith(prefix) and value != each.default:

@@ -1,4 +1,4 @@
-"""A parser of several dataclasses' fields that also reads them, and environment variables, from a YAML file."""
+"""An argument parser for dataclasses that also reads arguments and environment variables from a YAML file."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ _FLAG = "--config"
 
 
 class TrlParser(HfArgumentParser):  # type: ignore[misc]
-    """``HfArgumentParser`` with ``--config FILE``, as TRL's class of this name.
+    """``HfArgumentParser`` with ``--config FILE``, like TRL's class of this name.
 
-    The file has values for the arguments, under their names; the command line goes before it. Its mapping ``env``, if
-    there is one, is put into the environment before anything is made of the arguments::
+    The file sets arguments by name; the command line overrides it. Variables in its mapping ``env``, if present, are
+    added to the environment before the arguments are parsed::
 
         env: {TOKENIZERS_PARALLELISM: false}
         model_name_or_path: Qwen/Qwen2-0.5B
         learning_rate: 5e-7
 
-    An argument of the options that TRL has among the model's, and a script may read from either, goes to both:
-    ``trust_remote_code``.
+    ``trust_remote_code`` is an option of the trainer as well as of TRL's ``ModelConfig``; it is set in both.
 
     Args:
-        dataclass_types: the dataclasses, in the order in which they are returned; one alone may be given as it is.
-        **kwargs: of ``HfArgumentParser``.
+        dataclass_types: the dataclasses, in the order in which they are returned, or a single dataclass.
+        **kwargs: arguments of ``HfArgumentParser``.
 
     Raises:
         ValueError: a dataclass has a field ``config``.
@@ -49,7 +48,7 @@ class TrlParser(HfArgumentParser):  # type: ignore[misc]
         for each in dataclass_types:
             if any(field.name == "config" for field in dataclasses.fields(each)):
                 raise ValueError(
-                    f"Dataclass {each.__name__} has a field named 'config', which is the file's option here; rename it"
+                    f"Dataclass {each.__name__} has a field named 'config', which --config FILE needs; rename it"
                 )
         super().__init__(dataclass_types, **kwargs)
 
@@ -70,17 +69,18 @@ class TrlParser(HfArgumentParser):  # type: ignore[misc]
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
-        """The dataclasses' instances, of the command line and of the file that it names.
+        """Parse the command line and the file passed as ``--config`` into instances of the dataclasses.
 
         Args:
-            args: the arguments; None for those of the process.
-            return_remaining_strings: give what no dataclass has as a last item: of the file, then of the command line.
-            fail_with_unknown_args: a key of the file that no dataclass has is an error, else a warning.
-            separate_remaining_strings: give the two as two items.
+            args: the arguments. Defaults to those of the process.
+            return_remaining_strings: append unknown arguments as the last item: those of the file, then those of the
+                command line.
+            fail_with_unknown_args: raise an error for unknown keys of the file; if false, warn.
+            separate_remaining_strings: append the unknown arguments of file and command line as two items.
 
         Raises:
-            OptionError: the file cannot be read, or has what cannot be used.
-            ValueError: an argument that no dataclass has.
+            OptionError: the file cannot be read or is invalid.
+            ValueError: an unknown argument.
         """
         given = list(sys.argv[1:] if args is None else args)
         path, given = _config_path(given)
@@ -92,11 +92,9 @@ class TrlParser(HfArgumentParser):  # type: ignore[misc]
                 return (*parsed, unknown, remaining)
             return (*parsed, unknown + remaining)
         if unknown and fail_with_unknown_args:
-            raise OptionError(
-                f"{path}: {' '.join(unknown)}: no argument of this script; remove it, or correct its name"
-            )
+            raise OptionError(f"{path}: {' '.join(unknown)}: unknown argument; remove it, or correct its name")
         if unknown:
-            warnings.warn(f"{path}: {' '.join(unknown)}: no argument of this script; left aside", stacklevel=2)
+            warnings.warn(f"{path}: {' '.join(unknown)}: unknown argument; it is ignored", stacklevel=2)
         return tuple(output)
 
     def parse_args_into_dataclasses(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -105,16 +103,16 @@ class TrlParser(HfArgumentParser):  # type: ignore[misc]
         return output
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
-        """Take these values for arguments that are not given, here and in subcommands; none of them is required then.
+        """Set defaults of arguments, also of subcommands, which are then no longer required.
 
         Returns:
-            What is no argument here, as strings: ``--key``, ``value``, …
+            Unknown arguments as strings: ``--key``, ``value``, …
         """
         known = self._set_defaults(kwargs)
         return [text for key, value in kwargs.items() if key not in known for text in (f"--{key}", str(value))]
 
     def _set_defaults(self, values: dict[str, Any]) -> set[str]:
-        """Set those that are arguments; give their names."""
+        """Set the defaults of known arguments and return their names."""
         known: set[str] = set()
         for action in self._arguments:
             if action.dest in values:
@@ -128,7 +126,7 @@ class TrlParser(HfArgumentParser):  # type: ignore[misc]
 
 
 def _config_path(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The file that ``--config`` names, and the arguments without it."""
+    """Return the file passed as ``--config``, if any, and the remaining arguments."""
     rest: list[str] = []
     path: str | None = None
     waiting = False
@@ -142,22 +140,22 @@ def _config_path(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
         else:
             rest.append(argument)
     if waiting:
-        raise OptionError(f"{_FLAG}: no file is named; write {_FLAG} FILE.yaml")
+        raise OptionError(f"{_FLAG} expects a value; write {_FLAG} FILE.yaml")
     return path, rest
 
 
 def _read(path: str) -> dict[str, Any]:
-    """The values of a file; those under ``env`` go into the environment."""
+    """Read the values of a file, and add those under ``env`` to the environment."""
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file)
     except OSError as error:
-        raise OptionError(f"{_FLAG} {path}: cannot be read ({first_line(error)}); name a YAML file") from None
+        raise OptionError(f"{_FLAG} {path}: cannot be read ({first_line(error)}); pass a YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise OptionError(f"{_FLAG} {path}: not valid YAML: {first_line(error)}; correct it") from None
+        raise OptionError(f"{_FLAG} {path}: invalid YAML: {first_line(error)}; correct it") from None
     content = {} if content is None else content
     if not isinstance(content, dict):
-        raise OptionError(f"{path}: expected keys with values, found {type(content).__name__}; write key: value")
+        raise OptionError(f"{path}: expected a mapping, found {type(content).__name__}; write options as key: value")
     environment = content.pop("env", {})
     if not isinstance(environment, dict):
         raise OptionError(f"{path}: {setting('env', environment)}: `env` field should be a dict in the YAML file.")
@@ -167,7 +165,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _share_trust(output: Iterable[Any]) -> None:
-    """Whoever trusts the model's code on the command line does so for whatever loads it."""
+    """Set ``trust_remote_code`` in all options if it is set in any of the dataclasses."""
     holders = [each for each in output if getattr(each, "trust_remote_code", None) is not None]
     if any(each.trust_remote_code is True for each in holders):
         for each in holders:

@@ -1,6 +1,6 @@
-"""Functions with which scripts change rows before a trainer sees them.
+"""Functions that scripts use to convert rows before training.
 
-The trainers do none of this themselves and need none of it: they read every format as it is (README, "Data").
+The trainers do not need them: they read every format as it is (``docs/guides/data.md``).
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ def _is_messages(value: Any) -> bool:
 def apply_chat_template(
     example: Mapping[str, Any], tokenizer: Any, tools: Sequence[Any] | None = None, **template_kwargs: Any
 ) -> dict[str, Any]:
-    """A conversational row as texts by the tokenizer's chat template.
+    """Format a conversational row as text with the tokenizer's chat template.
 
-    A prompt ends where the answer begins: with the template's generation prompt after a user's message, and open
-    after an assistant's. An answer is what the template writes behind that. ``messages`` become ``text``.
+    A prompt ends where the completion begins: with the template's generation prompt after a user message, without an
+    end of turn after an assistant message. A completion is the text that follows. ``messages`` become ``text``.
 
     Args:
-        example: messages under ``messages``, ``prompt``, ``prompt`` and ``completion`` (and ``label``), or ``chosen``
-            and ``rejected`` with or without ``prompt``; perhaps ``chat_template_kwargs``.
-        tokenizer: with a chat template.
+        example: a row with ``messages``, ``prompt``, ``prompt`` and ``completion`` (and ``label``), or ``chosen`` and
+            ``rejected`` with or without ``prompt``; optionally ``chat_template_kwargs``.
+        tokenizer: a tokenizer with a chat template.
         tools: descriptions of tools, or functions, for the template.
         **template_kwargs: further variables of the template.
 
     Raises:
-        KeyError: other texts than these.
-        ValueError: the prompt ends with neither a user's nor an assistant's message.
+        KeyError: the row has other keys.
+        ValueError: the prompt ends with neither a user nor an assistant message.
     """
     keys = {key for key in example if key in {*_TEXTS, "label"}}
     if keys not in _SHAPES:
-        raise KeyError(f"Invalid keys in the example: {listing(keys)}; {' or '.join(map(str, _SHAPES))} are valid")
+        raise KeyError(f"Invalid keys in the example: {listing(keys)}; expected {' or '.join(map(str, _SHAPES))}")
     variables = {**(example.get("chat_template_kwargs") or {}), **template_kwargs}
 
     def written(messages: list[Any], **ending: bool) -> str:
@@ -72,12 +72,12 @@ def apply_chat_template(
         return {key: written(example[key]) for key in answers}
     last = example["prompt"][-1]["role"]
     if last not in ("user", "tool", "assistant"):
-        raise ValueError(f"Invalid role in the last message: {last}; end the prompt with the user's or an assistant's")
+        raise ValueError(f"Invalid role in the last message: {last}; end the prompt with a user or assistant message")
     prompt = written(
         example["prompt"], add_generation_prompt=last != "assistant", continue_final_message=last == "assistant"
     )
     whole = {key: written(example["prompt"] + example[key]) for key in answers}
-    # Some templates open an answer differently when they ask for one; the prompt is what all agree on.
+    # Some templates start a completion differently than their generation prompt; the prompt is the common prefix.
     prompt = os.path.commonprefix([prompt, *whole.values()])
     return {"prompt": prompt, **{key: text[len(prompt) :] for key, text in whole.items()}, **label}
 
@@ -85,21 +85,21 @@ def apply_chat_template(
 def maybe_apply_chat_template(
     example: Mapping[str, Any], tokenizer: Any, tools: Sequence[Any] | None = None, **template_kwargs: Any
 ) -> Any:
-    """:func:`apply_chat_template` for a conversational row; any other row as it is."""
+    """Apply :func:`apply_chat_template` to a conversational row; return any other row unchanged."""
     return apply_chat_template(example, tokenizer, tools, **template_kwargs) if is_conversational(example) else example
 
 
 def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
-    """The prompt that ``chosen`` and ``rejected`` begin with, and what is left of them.
+    """Split the common prompt off ``chosen`` and ``rejected``.
 
-    Texts are divided before the space that precedes the first difference, conversations between messages.
+    Texts are split before the space that precedes the first difference, conversations between messages.
 
     Raises:
         DataError: the two are identical.
     """
     chosen, rejected = example["chosen"], example["rejected"]
     if chosen == rejected:
-        raise DataError("chosen and rejected are identical; leave the row out")
+        raise DataError("chosen and rejected are identical; remove the row")
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
@@ -109,7 +109,7 @@ def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def maybe_extract_prompt(example: Mapping[str, Any]) -> Any:
-    """:func:`extract_prompt` for a row without a prompt, or whose prompt is of another kind than its answers."""
+    """Apply :func:`extract_prompt` to a pair without a prompt, or with one of another format than its completions."""
     if "chosen" not in example or "rejected" not in example:
         return example
     if "prompt" in example and _is_messages(example["prompt"]) == _is_messages(example["chosen"]):
@@ -118,9 +118,9 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> Any:
 
 
 def unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
-    """A dataset of pairs, or several by split, as rows with ``completion`` and ``label``: the chosen ones first.
+    """Convert a dataset (or splits) of pairs to rows with ``completion`` and ``label``.
 
-    The chosen answers of a batch of 1000 rows come before its rejected ones.
+    In each batch of 1000 rows, the chosen completions come before the rejected ones.
     """
     return dataset.map(_unpaired, batched=True, remove_columns=["chosen", "rejected"], num_proc=num_proc, desc=desc)
 
@@ -133,8 +133,8 @@ def _unpaired(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
-    """:func:`unpair_preference_dataset` for a dataset of pairs; any other as it is."""
+    """Apply :func:`unpair_preference_dataset` to a dataset of pairs; return any other dataset unchanged."""
     columns = dataset.column_names
-    if isinstance(columns, Mapping):  # of a DatasetDict
+    if isinstance(columns, Mapping):  # a DatasetDict
         columns = next(iter(columns.values()))
     return unpair_preference_dataset(dataset, num_proc, desc) if {"chosen", "rejected"} <= {*columns} else dataset

@@ -181,8 +181,7 @@ def check_rows_given(args: AlignmentConfig, train_dataset: Any, eval_dataset: An
     """
     if train_dataset is None and not named_datasets(eval_dataset):
         raise OptionError(
-            f"`train_dataset` is required{data_of_commands(args)}; a trainer for evaluation only needs eval_dataset "
-            "alone"
+            f"`train_dataset` is required{data_of_commands(args)}; for evaluation only, pass eval_dataset"
         )
 
 
@@ -237,8 +236,8 @@ def with_vocabulary(
         return source.knowing(vocabulary), None
     if vocabulary.rows is not None and any(optimizers):
         raise OptionError(
-            "chat_template_path: adds tokens, and thus rows to the embeddings, which optimizers does not have; remove "
-            "chat_template_path, or call clone_chat_template() before creating the optimizer"
+            "chat_template_path: adds tokens, which resizes the embeddings and invalidates optimizers; remove it, or "
+            "call clone_chat_template() before creating the optimizer"
         )
     if getattr(source.live, "peft_config", None):
         raise OptionError(

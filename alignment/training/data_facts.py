@@ -26,7 +26,7 @@ def token_lengths(data: PreparedData, completions: Sequence[str]) -> dict[str, d
     if completions:
         lengths["prompt and completion"] = (prompt[:, None] + counts).ravel()
     if data.packs is not None:
-        lengths = {"pack": data.packs.tokens, "learned in a pack": counts[:, 0]}
+        lengths = {"pack": data.packs.tokens, "trained on per pack": counts[:, 0]}
         lengths["sequence"] = data.packs.stops - data.packs.begins
     found = {}
     for name, values in lengths.items():

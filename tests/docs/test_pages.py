@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from helpers import make_model
-from pages.blocks import Block, BlockError, blocks_of, pages
+from pages.blocks import ROOT, Block, BlockError, blocks_of, pages
 from pages.checks import script_of
 from pages.commands import commands_of
+from pages.forked import make_commands
 from pages.metrics import undocumented
 from pages.running import PageRun, make_folder
 
+from tools.ranks import RankServer
+
 _WITHOUT_TORCH = ("status", "report", "submit", "--help", "--version")
+
+
+# Pages whose commands start as a reader starts them. On the others, Python is forked with its libraries imported; with
+# `-m slow` on none.
+AS_THEY_ARE = ("README.md", "docs/tutorials/kto.md")
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The model that pages find in outputs/tiny."""
-    return make_model(
-        tmp_path_factory.mktemp("pages") / "tiny",
-    )
+    return make_model(tmp_path_factory.mktemp("pages") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Path]]:
+    """A folder with commands that are forked, made at the first call."""
+    server, folder = RankServer(ROOT), tmp_path_factory.mktemp("commands") / "bin"
+    yield lambda: folder if folder.exists() else make_commands(folder, server.address)
+    server.close()
 
 
 def _blocks(page: str) -> list[Block]:
@@ -53,21 +67,21 @@ def _cases() -> list[object]:
         runs = [block for block in _blocks(page) if block.runs]
         if any(not block.slow for block in runs):
             cases.append(_page(page, False))
-        if any(block.slow for block in runs):
+        if any(block.slow or not _is_quick(block) for block in runs):
             cases.append(_page(page, True))
     return cases
 
 
 @pytest.mark.parametrize(("page", "slow"), _cases())
-def test_a_page(
-    page: str, slow: bool, tiny: str, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    with PageRun(make_folder(tmp_path / "work", tiny), timeout=1800 if slow else 300) as run:
-        for block in blocks_of(page):
-            if slow or not block.slow:
-                run.run(block)
-        for log in (tmp_path / "work").rglob("log.jsonl"):
-            assert not undocumented(log), f"{log}: not in docs/reference/metrics.md"
-        for name, seconds in run.seconds.items():
-            if seconds > 1:
-                print(f"{seconds:6.1f} s  {name}")
+def test_a_page(page: str, slow: bool, tiny: str, tmp_path: Path, forked: Callable[[], Path]) -> None:
+    blocks = [block for block in blocks_of(page) if slow or not block.slow]
+    as_it_is = slow or page in AS_THEY_ARE or all(_is_quick(block) for block in blocks if block.runs)
+    commands = [] if as_it_is else [forked()]
+    with PageRun(make_folder(tmp_path / "work", tiny), timeout=1800 if slow else 300, path=commands) as run:
+        for block in blocks:
+            run.run(block)
+    for log in (tmp_path / "work").rglob("log.jsonl"):
+        assert not undocumented(log), f"{log}: not in docs/reference/metrics.md"
+    for name, seconds in run.seconds.items():
+        if seconds > 1:
+            print(f"{seconds:6.1f} s  {name}")

@@ -18,7 +18,7 @@ from alignment.engines.launch_env import rank, world_size
 def fail(kind: str) -> None:
     """Raise what `kind` names."""
     if kind == "data":
-        raise DataError("train.jsonl line 3: 'label' is 'yes': set true or false")
+        raise DataError("train.jsonl, line 3: 'label' is 'yes': set true or false")
     if kind == "disk":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/model.safetensors")
     if kind == "defect":

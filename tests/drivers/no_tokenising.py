@@ -1,4 +1,4 @@
-"""The command ``train`` where no row can be tokenised: it finds all of them in the cache, or fails."""
+"""The command ``train`` where no row can be tokenized: it finds all of them in the cache, or fails."""
 
 from __future__ import annotations
 

@@ -350,7 +350,7 @@ def test_contradicting_arguments_are_refused(paths: dict[str, str], tmp_path: Pa
             OnlineDPOTrainer(args=arguments(tmp_path), **common, **given)
     with pytest.raises(OptionError, match="reward_funcs: set both"):
         OnlineDPOTrainer(args=arguments(tmp_path, reward_funcs="a.py:f"), reward_funcs=letters, **common)
-    with pytest.raises(OptionError, match="missing_eos_penalty=1.0: a judge decides by itself"):
+    with pytest.raises(OptionError, match="missing_eos_penalty=1.0: a judge ranks completions"):
         OnlineDPOTrainer(args=arguments(tmp_path, missing_eos_penalty=1.0), judge=lambda p, q: [0], **common)
 
 

@@ -584,7 +584,7 @@ def test_data_that_is_set_twice(paths: dict[str, str], tmp_path: Path) -> None:
         with pytest.raises(OptionError, match=f"^{next(iter(more))}=.*train_dataset is also passed"):
             CPOTrainer(model=paths["policy"], args=args, train_dataset=paired_rows(4))
         said = r"only the command line reads dataset_name; pass load_dataset\(...\) in Python\)"
-        with pytest.raises(OptionError, match=f"^`train_dataset` is required.*{said}; a trainer for evaluation only"):
+        with pytest.raises(OptionError, match=f"^`train_dataset` is required.*{said}; for evaluation only"):
             CPOTrainer(model=paths["policy"], args=args)
         trainer = CPOTrainer(model=paths["policy"], args=args, eval_dataset=paired_rows(4))
         with pytest.raises(OptionError, match=said):
@@ -594,7 +594,7 @@ def test_data_that_is_set_twice(paths: dict[str, str], tmp_path: Path) -> None:
 def test_a_trainer_needs_rows(tmp_path: Path) -> None:
     """The error comes before the model is looked up."""
     for nothing in (None, {}):
-        with pytest.raises(OptionError, match="^`train_dataset` is required; a trainer for evaluation only needs"):
+        with pytest.raises(OptionError, match="^`train_dataset` is required; for evaluation only, pass"):
             KTOTrainer(model=str(tmp_path / "nowhere"), args=KTOConfig(**options(tmp_path)), eval_dataset=nothing)
 
 

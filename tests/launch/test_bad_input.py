@@ -176,7 +176,7 @@ def live_model() -> PreTrainedModel:
             {"train_dataset": IterableDataset.from_generator(lambda: iter(unpaired_rows(4)))},
             "may be endless; set max_steps",
         ),
-        ({"train_dataset": [{**CHAT, "label": "yes"}]}, "train_dataset row 1: label is 'yes' (a string)"),
+        ({"train_dataset": [{**CHAT, "label": "yes"}]}, "train_dataset, row 1: label is 'yes' (a string)"),
     ],
 )
 def test_arguments_of_the_constructor(
@@ -201,7 +201,7 @@ def test_misspelled_arguments_are_python_errors(kto: Callable[..., KTOTrainer]) 
 
 
 def test_calls_with_missing_requirements(kto: Callable[..., KTOTrainer], loads: list[Any], tmp_path: Path) -> None:
-    assert refusal(kto).startswith("`train_dataset` is required; a trainer for evaluation only needs eval_dataset")
+    assert refusal(kto).startswith("`train_dataset` is required; for evaluation only, pass eval_dataset")
     judged, full = kto(eval_dataset=unpaired_rows(4)), kto(train_dataset=unpaired_rows(4))
     assert refusal(judged.train).startswith("train_dataset: required for training")
     assert refusal(full.evaluate).startswith("eval_dataset: required for evaluation")

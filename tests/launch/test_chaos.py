@@ -1,6 +1,6 @@
-"""Runs that are killed and started again by the same command end as if nothing had happened: see ``tools/chaos``.
+"""Killed runs that are restarted with the same command end as if nothing had happened: see ``tools/chaos``.
 
-The chains of named points are ``ci``, so that mutations can be tried on them; what kills at random is ``faults``.
+The chains of named points are ``ci``, so that mutations can be tested with them; random kills are ``faults``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.trial import workspace
 
 
 def at(*points: str, **options: bool) -> tuple[Kill, ...]:
-    """Kills at these points, of the last rank that comes to them."""
+    """Return kills at these points, of the last rank that reaches them."""
     return tuple(Kill((POINTS[point].ranks[-1],), point, **options) for point in points)  # type: ignore[arg-type]
 
 
@@ -38,7 +38,7 @@ NAMED = [
             *at("before the model is written", "after the model is written", "before the tokenizer is written"),
             *at("after the tokenizer is written", "between two of the model's files"),
             *at("before the fragments are written"),
-            *at("in the middle of the fragments", node_lost=False),  # rank 0 takes 10 s to be sure
+            *at("in the middle of the fragments", node_lost=False),  # rank 0 takes 10 s to decide
             *at("after the fragments are written"),
         ),
     ),
@@ -81,13 +81,13 @@ RANDOM_KILLS = 10
 
 @pytest.fixture(scope="module")
 def chaos(ranks: RankServer) -> Iterator[Chaos]:
-    """Runs to be killed, and the one of each method that never is."""
+    """Runs to be killed, and one undisturbed run of each method."""
     with workspace("chaos-") as folder:
         yield Chaos(ranks, folder)
 
 
 def failures(told: list[Attempted]) -> str:
-    """Every problem with where it was found, and the ranks' output."""
+    """Return every problem with its location and the output of the ranks."""
     return "\n".join(
         f"{one.chain}.{one.number} ({one.method}), {one.kill or 'left alone'}: {'; '.join(one.problems)}\n{one.report}"
         for one in told
@@ -95,7 +95,7 @@ def failures(told: list[Attempted]) -> str:
     )
 
 
-def test_every_point_is_come_to() -> None:
+def test_every_point_is_reached() -> None:
     named = [kill.point for chain in NAMED for kill in chain.kills]
     assert set(named) == set(POINTS)
 
@@ -112,7 +112,7 @@ def test_named_points(chaos: Chaos, chain: Chain) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("method", [pytest.param("kto", marks=pytest.mark.slow), "online_dpo"])
 def test_random_moments(chaos: Chaos, method: str) -> None:
-    """Of a random rank or both; a chain ends early where a moment came too late."""
+    """Of a random rank or both. A chain ends early if a moment is after the end of the run."""
     rng, kills = random.Random(f"moments of {method}"), 0
     while kills < RANDOM_KILLS:
         chain = Chain(f"{method}-{kills}", method, tuple(random_kill(rng) for _ in range(RANDOM_KILLS - kills)))
@@ -130,9 +130,9 @@ def test_random_moments(chaos: Chaos, method: str) -> None:
         ("torchrun", "kto", 0),
     ],
 )
-@pytest.mark.usefixtures("launch")  # so that it runs among the tests that start processes
+@pytest.mark.usefixtures("launch")  # to run it with the tests that start processes
 def test_under_a_launcher(chaos: Chaos, tmp_path: Path, launcher: str, method: str, victim: int) -> None:
-    """One worker is killed after the first checkpoint; the launcher ends the other; then the same command again."""
+    """A worker is killed after the first checkpoint, the launcher stops the other one, and the command resumes."""
     reference, output_dir = chaos.reference(method), tmp_path / "out"
     started = start(chaos, method, output_dir, launcher)
     try:
@@ -153,7 +153,7 @@ def test_under_a_launcher(chaos: Chaos, tmp_path: Path, launcher: str, method: s
 
 
 def start(chaos: Chaos, method: str, output_dir: Path, launcher: str) -> subprocess.Popen[str]:
-    """The command, in a session of its own."""
+    """Start the command in a separate session."""
     command = launch_command(ROOT / "launch" / "train.py", 2, launcher)
     return subprocess.Popen(
         [*command, *chaos.world.arguments(method, output_dir)],
@@ -167,7 +167,7 @@ def start(chaos: Chaos, method: str, output_dir: Path, launcher: str) -> subproc
 
 
 def worker(launcher: int, rank: int) -> int:
-    """The process of a rank below a launcher."""
+    """Return the process of a rank below a launcher."""
     for process in psutil.Process(launcher).children(recursive=True):
         if any(part.endswith("launch/train.py") for part in process.cmdline()[:4]):
             if process.environ().get("RANK") == str(rank):
@@ -176,7 +176,7 @@ def worker(launcher: int, rank: int) -> int:
 
 
 def wait_for(reached: Callable[[], bool], seconds: float = 90.0) -> None:
-    """Wait a moment at a time."""
+    """Poll until a condition is met."""
     end = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < end, f"nothing within {seconds:g} s"
@@ -184,7 +184,7 @@ def wait_for(reached: Callable[[], bool], seconds: float = 90.0) -> None:
 
 
 def end_session(process: subprocess.Popen[str]) -> None:
-    """End what is left of a launcher and its workers."""
+    """Kill the remaining processes of a launcher and its workers."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""A terminal that is closed: its run hears SIGHUP, and every write to it fails from then on."""
+"""A closed terminal: the run gets SIGHUP, and all writes to the terminal fail from then on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tools.chaos.world import World
 from tools.signals.worker import Plan
 
 
-def test_help_on_a_closed_terminal_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_on_a_closed_terminal_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     leader, terminal = os.openpty()
     with os.fdopen(terminal, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
@@ -31,8 +31,8 @@ def test_help_on_a_closed_terminal_is_no_error(monkeypatch: pytest.MonkeyPatch) 
     assert left.value.code == 0
 
 
-def test_a_disk_that_fails_is_no_closed_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the output is a file on it, the user has to know."""
+def test_a_failing_disk_is_not_treated_as_a_closed_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the output is a file on that disk, the user must be told."""
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         with surviving_closed_output():
@@ -50,7 +50,7 @@ def test_a_disk_that_fails_is_no_closed_terminal(monkeypatch: pytest.MonkeyPatch
         pytest.param(False, marks=pytest.mark.ci, id="lines"),
     ],
 )
-def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(bars: bool, tmp_path: Path) -> None:
+def test_a_run_saves_a_checkpoint_when_its_terminal_is_closed(bars: bool, tmp_path: Path) -> None:
     world = World.made(tmp_path / "world")
     output_dir = tmp_path / "out"
     (tmp_path / "trails").mkdir()
@@ -60,7 +60,7 @@ def test_a_run_whose_terminal_is_closed_saves_a_checkpoint(bars: bool, tmp_path:
     worker = ROOT / "tools" / "signals" / "worker.py"
     leader, terminal = os.openpty()
 
-    def in_front() -> None:  # its own session, in the foreground of this terminal
+    def in_front() -> None:  # a separate session, in the foreground of this terminal
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 

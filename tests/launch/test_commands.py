@@ -1,4 +1,4 @@
-"""One command line behind every entry: names in usage lines, closed pipes, and what an installed wheel holds."""
+"""One command line for all entry points: names in usage lines, closed pipes, and the contents of the wheel."""
 
 from __future__ import annotations
 
@@ -74,19 +74,17 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("given", [["--local_rank=1"], ["--local-rank", "1"], ["--local_rank=0", "--local-rank=0"]])
-def test_what_deepspeeds_launcher_puts_before_the_command(
-    given: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_added_by_deepspeeds_launcher(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert exits(capsys, *given, "--version") == (0, f"deepspeed-alignment {__version__}\n", "")
 
 
-def test_the_list_of_commands_is_printed_whatever_the_rank() -> None:
+def test_the_list_of_commands_is_printed_on_every_rank() -> None:
     done = run([sys.executable, "-m", "alignment", "--help"], RANK="1", WORLD_SIZE="2")
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")
 
 
 @pytest.mark.parametrize(("rank", "printed"), [("0", True), ("1", False)])
-def test_of_several_ranks_the_first_prints_the_options(
+def test_only_the_first_rank_prints_the_options(
     rank: str, printed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -109,7 +107,7 @@ def test_an_unknown_command(name: str, hint: str, capsys: pytest.CaptureFixture[
 
 
 def printed_to(descriptor: int, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """The command with its stdout there."""
+    """Run the command with this stdout."""
     command = [sys.executable, "-m", "alignment", *arguments]
     env = environment(PYTHONPATH=str(ROOT))
     return subprocess.run(
@@ -118,7 +116,7 @@ def printed_to(descriptor: int, arguments: list[str]) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]], ids=" ".join)
-def test_what_only_prints_ends_quietly_when_its_pipe_is_closed(arguments: list[str]) -> None:
+def test_printing_commands_exit_quietly_if_the_pipe_is_closed(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = printed_to(writer, arguments)
@@ -127,16 +125,16 @@ def test_what_only_prints_ends_quietly_when_its_pipe_is_closed(arguments: list[s
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]], ids=" ".join)
-def test_what_only_prints_says_why_it_cannot(arguments: list[str]) -> None:
+def test_printing_commands_report_other_write_errors(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = printed_to(full.fileno(), arguments)
-    error = "error: standard output cannot be written: No space left on device\n"
+    error = "error: cannot write to standard output: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, error)
 
 
 @pytest.mark.parametrize("buffering", [1, -1], ids=["by line", "in blocks"])
 @pytest.mark.parametrize("opened", [os.pipe, os.openpty], ids=["pipe", "terminal"])
-def test_what_a_run_writes_goes_nowhere_once_nobody_reads_it(
+def test_output_is_discarded_after_the_pipe_is_closed(
     opened: Callable[[], tuple[int, int]], buffering: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, writer = opened()
@@ -151,8 +149,8 @@ def test_what_a_run_writes_goes_nowhere_once_nobody_reads_it(
             os.write(writer, b"written by a library")
 
 
-def test_a_stream_that_is_not_there_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon may have no stdout at all; ``print`` knows how to do without."""
+def test_a_missing_stream_stays_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon may have no stdout, which ``print`` supports."""
     monkeypatch.setattr(sys, "stdout", None)
     before = sys.stderr
     with surviving_closed_output():
@@ -163,7 +161,7 @@ def test_a_stream_that_is_not_there_stays_so(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.faults
 @pytest.mark.parametrize("bars", [True, False], ids=["progress bars", "lines"])
-def test_a_training_run_goes_on_when_nobody_reads_it(bars: bool, tmp_path: Path) -> None:
+def test_a_training_run_continues_after_its_pipe_is_closed(bars: bool, tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(8)))
     options = {"model_name_or_path": tmp_path / "model", "dataset_name": tmp_path / "rows.jsonl"}
@@ -190,7 +188,7 @@ def test_a_training_run_goes_on_when_nobody_reads_it(bars: bool, tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the checkout, whose folder would otherwise keep what the build leaves behind."""
+    """A wheel built from a copy of the checkout, because the build leaves files in its folder."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("alignment", "ds_configs", "launch", "examples", "benchmarks", "tests", "tools"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -202,20 +200,22 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_what_is_in_the_wheel(wheel: Path) -> None:
+def test_the_contents_of_the_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     expected = {f"alignment/{path.relative_to(ROOT / 'alignment')}" for path in (ROOT / "alignment").rglob("*.py")}
     expected |= {f"alignment/ds_configs/{path.name}" for path in (ROOT / "ds_configs").glob("*.json")}
     expected |= {f"alignment/launch/recipes/{path.name}" for path in (ROOT / "launch" / "recipes").glob("*.yaml")}
     expected |= {f"alignment/launch/slurm/{path.name}" for path in (ROOT / "launch" / "slurm").glob("*.sbatch")}
+    templates = (ROOT / "alignment" / "reporting" / "html" / "templates").iterdir()
+    expected |= {f"alignment/reporting/html/templates/{path.name}" for path in templates}
     assert expected | {"alignment/py.typed"} <= names
     others = {name for name in names - expected if not name.startswith("deepspeed_alignment-")}
     scripts = {f"alignment/launch/{path.name}" for path in (ROOT / "launch").glob("*.py")}
     assert others <= {"alignment/py.typed", "alignment/ds_configs/README.md", *scripts}
 
 
-def test_who_installed_the_wheel_has_the_recipes(wheel: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_includes_the_recipes(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     command = [sys.executable, "-m", "alignment", "train"]
@@ -225,5 +225,5 @@ def test_who_installed_the_wheel_has_the_recipes(wheel: Path, tmp_path: Path) ->
     assert f"({', '.join(recipes)})" in done.stdout
     wrong = subprocess.run([*command, "kto"], env=env, cwd=tmp_path, text=True, capture_output=True, check=False)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (1, 1) and wrong.stderr.startswith(
-        "error: dataset_name=None"
+        "error: dataset_name is required"
     )

@@ -1,4 +1,4 @@
-"""``--dry_run``: what is printed, and that no weight is loaded and nothing written."""
+"""``--dry_run``: its output, and that it neither loads weights nor writes files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAME = {"chosen": "a b", "rejected": "a b"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, labelled rows and pairs."""
+    """A model, labeled rows and pairs."""
     folder = tmp_path_factory.mktemp("dry-run")
     make_model(folder / "model")
     long = {"prompt": "a" * 700, "completion": "b", "label": True}
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dry_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """The command with ``--dry_run``; what it prints. It may load and write nothing."""
+    """Run the command with ``--dry_run`` and return its output. It must not load weights or write files."""
 
     def fail(*args: Any, **kwargs: Any) -> None:
         pytest.fail("weights were loaded")
@@ -108,14 +108,14 @@ def test_cpo(dry_run: Callable[..., str]) -> None:
     assert "Advice:\n  - 1 of 6 rows were dropped (1 × chosen and rejected are identical); check these rows" in out
 
 
-def test_long_texts_are_cut_in_the_middle() -> None:
+def test_long_texts_are_shortened_in_the_middle() -> None:
     assert _shortened("a" * 600) == "a" * 600
     assert _shortened("a" * 601) == f"{'a' * 300} … 1 characters … {'a' * 300}"
     assert _shortened("a" * 400 + "b" * 500) == f"{'a' * 300} … 300 characters … {'b' * 300}"
 
 
-def test_the_command_on_two_ranks_says_it_once(folder: Path, tmp_path: Path, ranks: RankServer) -> None:
+def test_the_command_on_two_ranks_prints_once(folder: Path, tmp_path: Path, ranks: RankServer) -> None:
     done = ranks.run(ROOT / "launch" / "train.py", *arguments("kto", folder, tmp_path))
-    assert done.stdout.count("Options (* is not the default):") == done.stdout.count("Advice:") == 1
+    assert done.stdout.count("Options (* differs from the default):") == done.stdout.count("Advice:") == 1
     assert "rows per step: 16" in done.stdout
     assert list(tmp_path.iterdir()) == []

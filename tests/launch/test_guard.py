@@ -1,4 +1,4 @@
-"""One message, every rank ends: the guard in this process, and on two ranks, forked and under both launchers."""
+"""One message, and all ranks exit: the guard in this process, and on two ranks, forked and with both launchers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_error_is_one_line(error: BaseException, code: int, line: str, capsys
     assert capsys.readouterr().err == line + "\n"
 
 
-def test_a_defect_has_a_traceback_and_then_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_has_a_traceback_followed_by_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert guarded(raising(KeyError("lm_head"))) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
@@ -67,7 +67,7 @@ def test_success_help_and_silent_exits(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == ""
 
 
-def test_incomplete_environment_is_an_error_of_one_line(
+def test_an_incomplete_environment_is_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -102,14 +102,14 @@ def error_lines(stderr: str) -> list[str]:
 
 
 FAILURES = [
-    ("data", "sleep", "error: rank 1: train.jsonl line 3: 'label' is 'yes': set true or false"),
+    ("data", "sleep", "error: rank 1: train.jsonl, line 3: 'label' is 'yes': set true or false"),
     ("defect", "collective", f"error: rank 1: RuntimeError: tensor shapes differ {DEFECT}"),
     ("disk", "collective", f"error: rank 1: /full/model.safetensors {DISK_FULL}"),
 ]
 
 
 def check_failure(stdout: str, stderr: str, kind: str, line: str) -> None:
-    """Both ranks began, one line names the error, and only a defect has a traceback before it."""
+    """Check that both ranks started, that one line names the error, and that only a bug has a traceback."""
     assert error_lines(stderr) == [line]
     assert stdout.count("began") == 2
     assert ("Traceback" in stderr.partition(line)[0]) == (kind == "defect")
@@ -118,14 +118,14 @@ def check_failure(stdout: str, stderr: str, kind: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "work", "line"), [FAILURES[0], *(pytest.param(*case, marks=pytest.mark.ci) for case in FAILURES[1:])]
 )
-def test_rank_1_fails_and_both_end_with_one_message(ranks: RankServer, kind: str, work: str, line: str) -> None:
-    """Without a launcher that would end the other rank."""
+def test_rank_1_fails_and_both_ranks_exit_with_one_message(ranks: RankServer, kind: str, work: str, line: str) -> None:
+    """Without a launcher, which would stop the other rank."""
     done = ranks.run(DRIVER, kind, work, timeout=60, check=False)
     assert [rank.code for rank in done.ranks] == [1, 1]
     check_failure(done.stdout, done.stderr, kind, line)
 
 
-def test_when_both_ranks_fail_one_of_them_speaks(ranks: RankServer) -> None:
+def test_if_both_ranks_fail_only_one_reports(ranks: RankServer) -> None:
     done = ranks.run(DRIVER, "everyone-data", "sleep", timeout=60, check=False)
     assert [rank.code for rank in done.ranks] == [1, 1]
     assert len(error_lines(done.stderr)) == 1
@@ -141,7 +141,7 @@ def test_an_interruption_of_both_ranks_keeps_its_exit_status(ranks: RankServer) 
 
 
 def test_an_interruption_waits_for_a_connection() -> None:
-    """One that broke it off would leave the rank deaf until torch tries again, up to 30 s later."""
+    """Interrupting the connection would block the rank until torch retries, up to 30 s later."""
     code = """
 import os, signal, time
 from alignment.engines.guard import _signals_deferred

@@ -1,4 +1,4 @@
-"""Two hosts, as network namespaces with a link: the ways to start on both, a cut link, hosts set up in a wrong way."""
+"""Two hosts, as network namespaces with a link: all ways to start a run, a cut link, and misconfigured hosts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tools.signals.worker import Plan, Trail
 pytestmark = [pytest.mark.faults, pytest.mark.skipif(network.missing() is not None, reason=str(network.missing()))]
 TRAIN, WORKER = ROOT / "launch" / "train.py", ROOT / "tools" / "signals" / "worker.py"
 PEER_TIMEOUT_S, MARGIN_S = 10, 6
-BACK = "back0"  # an interface of each host that leads nowhere
-START_S, LAUNCHER_S = 240, 60  # on a machine that has other work
+BACK = "back0"  # an interface of each host without a peer
+START_S, LAUNCHER_S = 240, 60  # on a busy machine
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two hosts, and a run on one machine whose result is the one to come to."""
+    """Two hosts, and the expected result from a run on one machine."""
 
     folder: Path
     hosts: tuple[Host, Host]
@@ -36,18 +36,18 @@ class Pair:
     reference: Path
 
     def arguments(self, output_dir: Path) -> list[str]:
-        """Of ``launch/train.py``."""
+        """Return the arguments of ``launch/train.py``."""
         return [*self.world.arguments("kto", output_dir), "--peer_timeout", str(PEER_TIMEOUT_S)]
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, ranks: RankServer) -> Iterator[Pair]:
-    """The hosts, with sshd where it is installed, and the run on one machine."""
+    """The hosts, with sshd if it is installed, and the run on one machine."""
     folder = tmp_path_factory.mktemp("pair")
     world, files = World.made(folder / "world"), folder / "files"
     files.mkdir()
     (folder / "hostfile").write_text(HOSTFILE)
-    # `deepspeed` passes on no other variables.
+    # `deepspeed` does not pass on other variables.
     (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\n")
     if ssh.missing() is None:
         ssh.prepare(files)
@@ -82,17 +82,17 @@ class Run:
                 self.processes.append(host.start(line, file, env, folder))
 
     def text(self) -> str:
-        """What was printed."""
+        """Return the output."""
         return "\n".join(log.read_text(errors="replace") for log in self.logs)
 
     def end(self, seconds: float) -> list[int]:
-        """The exit statuses of what was started."""
+        """Return the exit statuses of all started commands."""
         until = time.monotonic() + seconds
         return [process.wait(max(0.0, until - time.monotonic())) for process in self.processes]
 
 
-def test_a_link_is_cut_under_torchrun_and_the_run_goes_on_by_deepspeed(pair: Pair, tmp_path: Path) -> None:
-    """Both sides end soon, each names the other one, and what they have computed is what one host computes."""
+def test_a_link_is_cut_under_torchrun_and_the_run_resumes_with_deepspeed(pair: Pair, tmp_path: Path) -> None:
+    """Both sides exit soon and name each other, and the results equal those of one host."""
     output_dir = tmp_path / "out"
     plan = Plan(str(tmp_path / "trails"), str(output_dir), slow_from=5, slow=(1.0, 1.0))
     Path(plan.folder).mkdir()
@@ -121,7 +121,7 @@ def test_a_link_is_cut_under_torchrun_and_the_run_goes_on_by_deepspeed(pair: Pai
 
 
 @pytest.mark.skipif(ssh.missing() is not None, reason=str(ssh.missing()))
-def test_deepspeed_over_pdsh_comes_to_the_weights_of_one_host(pair: Pair, tmp_path: Path) -> None:
+def test_deepspeed_with_pdsh_gives_the_weights_of_one_host(pair: Pair, tmp_path: Path) -> None:
     with ssh.serving(pair.hosts, pair.folder / "files"):
         run = Run(pair, "pdsh", tmp_path / "out")
         assert run.end(START_S) == [0], run.text()[-4000:]
@@ -134,14 +134,14 @@ NAMED = "the host name host-b resolves to 127.0.1.1, a loopback address that oth
 @pytest.mark.parametrize(
     ("own_line", "variables", "rank", "message"),
     [
-        ("127.0.1.1 host-b", {}, 1, NAMED),  # as Debian's installer writes it
+        ("127.0.1.1 host-b", {}, 1, NAMED),  # as written by Debian's installer
         ("127.0.1.1 host-b", {"GLOO_SOCKET_IFNAME": "eth0"}, None, ""),
         ("", {"MEET_AT": "host-c"}, None, "MASTER_ADDR=host-c cannot be resolved on host host-"),
         ("", {"GLOO_SOCKET_IFNAME": BACK}, None, "cannot reach host host-"),
     ],
     ids=["loopback", "loopback-with-interface", "unknown-name", "other-network"],
 )
-def test_hosts_that_are_set_up_wrongly(
+def test_misconfigured_hosts(
     pair: Pair, ranks: RankServer, own_line: str, variables: dict[str, str], rank: int | None, message: str
 ) -> None:
     file = pair.folder / "files" / "hosts"
@@ -160,12 +160,12 @@ def test_hosts_that_are_set_up_wrongly(
         return
     who = "error: rank " if rank is None else f"error: rank {rank}: host "
     assert all(line.startswith(who) and message in line for line in errors), errors
-    # The others cannot be told of a name that does not resolve: they would be told at that address.
+    # The other host cannot be notified of an unresolvable name, because it would be contacted at that address.
     assert len(errors) == (2 if "MASTER_ADDR" in message else 1)
 
 
 def wait_for(reached: object, seconds: float, run: Run) -> None:
-    """Wait until something has come about."""
+    """Wait until a condition is met."""
     end = time.monotonic() + seconds
     assert callable(reached)
     while not reached():

@@ -1,4 +1,4 @@
-"""Ranks from whichever launcher started the process, and the process group that follows."""
+"""Ranks from the environment of any launcher, and the resulting process group."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SRUN = {
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher's variable, and no scontrol; what a test makes the code set is undone."""
+    """Remove launcher variables and scontrol, and undo environment changes made by the code."""
     for name in list(os.environ):
         if name in (*VARIABLES, "LOCAL_SIZE", launch_env._SINGLE) or name.startswith(("SLURM_", "OMPI_", "PMI_")):
             monkeypatch.delenv(name)
@@ -58,21 +58,21 @@ def found() -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in VARIABLES}
 
 
-def test_torchrun_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_torchrun_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, TORCHRUN)
     prepare_environment()
     assert found() == TORCHRUN
     assert (launch_env.rank(), launch_env.local_rank(), launch_env.world_size()) == (3, 1, 4)
 
 
-def test_deepspeed_gives_the_local_size_by_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_sets_the_local_size_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, {**TORCHRUN, "LOCAL_SIZE": "2"})
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     prepare_environment()
     assert found() == TORCHRUN
 
 
-def test_plain_python_is_a_world_of_one_and_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_python_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "left-in-the-shell")
     prepare_environment()
     first = found()
@@ -88,7 +88,7 @@ def test_plain_python_is_a_world_of_one_and_stays_so(monkeypatch: pytest.MonkeyP
     assert found() == first
 
 
-def test_a_child_of_a_world_of_one_takes_a_port_of_its_own() -> None:
+def test_a_child_of_a_world_of_one_chooses_another_port() -> None:
     prepare_environment()
     code = "import os, alignment.engines.launch_env as e; e.prepare_environment(); print(os.environ['MASTER_PORT'])"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -110,7 +110,7 @@ def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_older_names_of_sruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a job's number the port follows from the step alone."""
+    """Without a job ID, the port only depends on the step."""
     older = {name: value for name, value in SRUN.items() if name not in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID")}
     set_all(monkeypatch, {**older, "SLURM_TASKS_PER_NODE": "2(x3)"})
     prepare_environment()
@@ -118,7 +118,7 @@ def test_older_names_of_sruns_variables(monkeypatch: pytest.MonkeyPatch) -> None
     assert os.environ["MASTER_PORT"] == str(15000 + 202)
 
 
-def test_srun_keeps_a_given_address_and_refuses_another_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_srun_keeps_a_set_address_and_refuses_another_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, {**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29600"})
     prepare_environment()
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("10.0.0.1", "29600")
@@ -145,7 +145,7 @@ def test_a_bare_batch_or_salloc_shell_is_one_process(monkeypatch: pytest.MonkeyP
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE='two': expected a list"),
     ],
 )
-def test_an_unusable_environment_is_named(
+def test_an_invalid_environment_is_named(
     monkeypatch: pytest.MonkeyPatch, values: dict[str, str], message: str
 ) -> None:
     set_all(monkeypatch, values)
@@ -167,8 +167,8 @@ def test_first_host_without_scontrol(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
 
 
-def test_first_host_by_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is asked for the names of just this list; where it fails, the brackets are read."""
+def test_first_host_with_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is called with this list of names; if it fails, the brackets are parsed."""
     script = tmp_path / "scontrol"
     script.write_text('#!/bin/sh\n[ "$1 $2 $3" = "show hostnames a[7-8]" ] && printf "a7.cluster\\na8.cluster\\n"\n')
     script.chmod(0o755)

@@ -39,11 +39,11 @@ MISSED = """\
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("launch")
-def test_a_mutation_that_no_test_notices_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_surviving_mutation_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "area.yaml").write_text(NOTICED + MISSED)
     assert main(["--folder", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "1 of 4 mutations noticed" in out and "noticed " in out
+    assert "1 of 4 mutations detected" in out and "detected " in out
     for name, why in {
         "a docstring has another ending": "every test passed",
         "a test is named that does not exist": "no test was selected",
@@ -54,7 +54,7 @@ def test_a_mutation_that_no_test_notices_fails(tmp_path: Path, capsys: pytest.Ca
 
 
 class ScriptedTree:
-    """A tree whose tests called ``broken`` fail whatever the code is, and any other one if it is mutated."""
+    """A tree in which tests called ``broken`` always fail, and all others only on mutated code."""
 
     runs: list[tuple[str, bool]] = []
 
@@ -88,12 +88,12 @@ def test_a_test_that_fails_without_the_mutation_is_an_error(
     monkeypatch.setattr(ScriptedTree, "runs", [])
     assert main(["--folder", str(tmp_path), "--jobs", "1"]) == 1
     out = capsys.readouterr().out
-    assert "2 of 4 mutations noticed" in out and out.count("[fails without the mutation: broken::test]") == 2
-    # As it is, each command ran once.
+    assert "2 of 4 mutations detected" in out and out.count("[fails without the mutation: broken::test]") == 2
+    # On the unmodified code, each command ran once.
     assert sorted(chosen for chosen, mutated in ScriptedTree.runs if not mutated) == ["broken -k x", "good -k y"]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("launch")
-def test_a_sample_of_the_mutations_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_of_the_mutations_is_detected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--sample", "10"]) == 0, capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""``make renames`` itself: what counts as noticed, and what does not."""
+"""``make renames``: which failures count as detected."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ UNNOTICED = {
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("launch")
-def test_a_rename_that_no_test_notices_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_undetected_rename_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "table.yaml"
     table.write_text(TABLE)
     assert main(["--table", str(table)]) == 1
     out = capsys.readouterr().out
     lines = out.splitlines()
-    assert any(line.startswith("noticed") and "tqdm's _instances  [" in line for line in lines)
-    assert "1 of 5 renames noticed" in out
+    assert any(line.startswith("detected") and "tqdm's _instances  [" in line for line in lines)
+    assert "1 of 5 renames detected" in out
     for name, why in UNNOTICED.items():
         (line,) = [line for line in lines if f"tqdm's {name}  [" in line]
-        assert line.startswith("UNNOTICED") and why in line
+        assert line.startswith("MISSED") and why in line

@@ -1,4 +1,4 @@
-"""What users get wrong, as a table: one line that says what and where, exit status 1, and nothing has changed.
+"""A table of user errors: one line that says what and where, exit status 1, and no changes.
 
 Each case runs in this process, so that a hundred of them take seconds.
 """
@@ -34,8 +34,8 @@ from tools.ranks.client import LAUNCHER_VARIABLES
 
 pytestmark = pytest.mark.usefixtures("own_process_group", "library_bars")
 _SECONDS = 20  # a case takes less than 0.1 s; this is for one that hangs
-_LONGEST = 1000  # characters of a line
-# A sample of each kind for `make test`; all of them are for `make test-ci`.
+_LONGEST = 1000  # maximum length of a line
+# A sample of each kind for `make test`; all cases run in `make test-ci`.
 _EVERY = {"rows": 4, "models": 4, "tokenizers": 4, "JSON": 2, "checkpoints": 3}
 
 
@@ -43,7 +43,7 @@ def parameters() -> Iterator[Any]:
     for kind, cases in TABLE.items():
         for number, case in enumerate(cases):
             marks = [] if number % _EVERY.get(kind, 1) == 0 else [pytest.mark.ci]
-            name = re.sub(r"[^\w:.]+", "-", case.name)[:70]  # of what can be chosen by
+            name = re.sub(r"[^\w:.]+", "-", case.name)[:70]  # number of cases from which to choose
             yield pytest.param(case, id=f"{kind}-{name}", marks=marks)
 
 
@@ -55,7 +55,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bounded() -> Iterator[None]:
-    """The test fails once its time is over, wherever it is."""
+    """Fail the test when its time is over, regardless of where it is."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"still busy after {_SECONDS} s")
@@ -68,7 +68,7 @@ def bounded() -> Iterator[None]:
 
 
 def set_environment(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The case's variables; where it has any, no others of a launcher."""
+    """Set the case's variables. If it has any, remove all other launcher variables."""
     if not case.environment:
         return
     for name in [*os.environ]:
@@ -81,7 +81,7 @@ def set_environment(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("bounded")
 @pytest.mark.parametrize("case", parameters())
-def test_one_line_and_nothing_changed(
+def test_one_line_and_no_changes(
     case: Case,
     models: Path,
     loads: list[Any],
@@ -107,8 +107,8 @@ def test_one_line_and_nothing_changed(
     assert tree(tmp_path) == before
 
 
-def test_a_name_of_no_host_in_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch alone would look it up for ten minutes."""
+def test_an_unresolvable_host_name_in_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch alone would try to resolve it for ten minutes."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.setattr(deepspeed, "init_distributed", lambda **given: pytest.fail("the name is looked up by torch"))
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -142,7 +142,7 @@ def test_a_cache_that_cannot_be_written(
 def test_rows_that_the_terminal_cannot_show(
     models: Path, loads: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Escapes take the place of what its encoding does not have."""
+    """Characters that its encoding does not support are escaped."""
     (tmp_path / "r…ws.jsonl").write_text('{"prompt": "a", "completion": "b", "label": true}\n')
     out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", out)
@@ -153,8 +153,8 @@ def test_rows_that_the_terminal_cannot_show(
     assert leaving.value.code == 0 and "r\\u2026ws.jsonl: 1 of 1 rows kept" in shown
 
 
-def test_the_table_is_long_and_has_every_kind() -> None:
-    """With those of ``test_bad_input`` and ``test_bad_checkpoints``."""
+def test_the_table_has_many_cases_of_every_kind() -> None:
+    """Including ``test_bad_input`` and ``test_bad_checkpoints``."""
     counts = {kind: len(cases) + len(EARLIER.get(kind, [])) for kind, cases in TABLE.items()}
     counts["checkpoints"] += len(CHECKPOINTS)
     kinds = {"options", "YAML", "JSON", "rows", "models", "tokenizers", "checkpoints", "environment", "folders"}

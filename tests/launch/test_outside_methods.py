@@ -207,7 +207,7 @@ def test_each_method_keeps_its_trainer(folder: Path, tmp_path: Path) -> None:
     assert type(same) is type(inside)
     assert [METHODS.trainer(one).__name__ for one in (same, inside)] == ["Same", "DPOTrainer"]
     other = load_named(f"{tmp_path / 'mine.py'}:Options", "method")("out")
-    with pytest.raises(OptionError, match="^method='lists': no trainer is known for Options; call"):
+    with pytest.raises(OptionError, match="^method='lists': no trainer is registered for Options; call"):
         METHODS.trainer(other)
 
 
@@ -236,11 +236,11 @@ def test_an_installed_package_can_provide_a_method(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("Trainer = 3", "it is no trainer class"),
-        ("class Trainer: ...", "it is no trainer class"),
+        ("Trainer = 3", "not a trainer class"),
+        ("class Trainer: ...", "not a trainer class"),
         ("class Trainier: ...", "has no 'Trainer'; did you mean 'Trainier'"),
         ("1 / 0", "importing mine.py raised ZeroDivisionError: division by zero .mine.py line 1."),
-        (NAMELESS, "its config_class has no name"),
+        (NAMELESS, "its config_class does not define"),
     ],
 )
 def test_invalid_methods(tmp_path: Path, text: str, said: str) -> None:

@@ -21,7 +21,7 @@ STORES = "deepspeed-alignment/reference-*"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model and labelled rows."""
+    """A model and labeled rows."""
     folder = tmp_path_factory.mktemp("precompute")
     make_model(folder / "model")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(60)))

@@ -1,4 +1,4 @@
-"""The command ``prepare``: what it tokenises is found by the run, whatever that runs on; nothing else is left."""
+"""The command ``prepare``: the run finds the tokenized data on any machine, and no other files are left behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHORT = ("--max_steps", "1", "--disable_tqdm", "--save_strategy", "no", "--max_l
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, rows to train and to evaluate on."""
+    """A model, and rows for training and evaluation."""
     folder = tmp_path_factory.mktemp("prepare")
     make_model(folder / "model")
     for name, rows in (("kto", unpaired_rows(12)), ("cpo", paired_rows(8))):
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own; and the machine says nothing about its devices."""
+    """A separate cache for the test, on a machine that does not report its devices."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("DS_ACCELERATOR")
     return tmp_path / "cache"
@@ -65,7 +65,7 @@ def prepare(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:
-    """Everything below a folder, with times and sizes; the library's lock files are not content."""
+    """Return everything below a folder, with times and sizes, except lock files of the library."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
 
@@ -73,12 +73,12 @@ def tree(folder: Path) -> dict[str, tuple[int, int]]:
 def test_a_run_finds_the_rows(
     prepare: Callable[..., Any], folder: Path, tmp_path: Path, cache: Path, ranks: RankServer
 ) -> None:
-    """Planned for four GPUs; run on two CPUs with another batch: no row is tokenised, nothing is cached anew."""
+    """Planned for four GPUs, run on two CPUs with another batch size: no row is tokenized or cached again."""
     evaluation = ("--dataset_test_split", "train[:5]", "--eval_strategy", "steps")
     status, out, err = prepare(*evaluation, "--ranks", "4", "--per_device_train_batch_size", "2")
     assert status == 0, err
     assert "computing in bfloat16" in out and "rows per step: 8" in out and "offload (2 bytes" in out
-    assert f"Planned for 4 rank(s) with a GPU each that computes in bf16. Tokenised rows are in {cache}" in out
+    assert f"Planned for 4 rank(s) with one bf16-capable GPU each. Tokenized rows are in {cache}" in out
     assert not (tmp_path / "out").exists()
     before = tree(cache)
     assert sum(name.endswith("report.json") for name in before) == 2
@@ -92,7 +92,7 @@ def test_a_run_finds_the_rows(
     assert tree(cache) == before
 
 
-def test_the_same_run_may_follow_in_the_same_folder(
+def test_the_same_run_can_follow_in_the_same_folder(
     prepare: Callable[..., Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert prepare("--use_cpu")[0] == 0
@@ -105,8 +105,8 @@ def test_the_same_run_may_follow_in_the_same_folder(
         assert leaving.value.code == 0 and len(calls) == tokenised
 
 
-def test_a_run_that_still_has_the_folder_is_not_waited_for(prepare: Callable[..., Any], tmp_path: Path) -> None:
-    """It will have been requeued or have ended by the time that the next one begins."""
+def test_preparation_does_not_wait_for_a_run_in_the_folder(prepare: Callable[..., Any], tmp_path: Path) -> None:
+    """By the time the next run starts, it will have been requeued or have ended."""
     with another_process() as process:
         write_lock(tmp_path / "out", owner_of(process.pid))
         write_status(tmp_path / "out", state="running", pid=process.pid)
@@ -116,7 +116,7 @@ def test_a_run_that_still_has_the_folder_is_not_waited_for(prepare: Callable[...
         assert tree(tmp_path / "out") == before and (tmp_path / "out" / ".lock").exists()
 
 
-def test_what_the_run_would_refuse_is_refused(prepare: Callable[..., Any], tmp_path: Path) -> None:
+def test_errors_of_the_run_are_reported(prepare: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").touch()
     status, _, err = prepare()
@@ -135,14 +135,14 @@ def test_what_the_run_would_refuse_is_refused(prepare: Callable[..., Any], tmp_p
             "4-bit base weights",
         ),
         (("--per_device_train_batch_size", "1", "--ranks=2"), "rows per step: 2"),
-        (("--ref_placement", "precomputed"), "log-probs are left to the run"),
+        (("--ref_placement", "precomputed"), "The run computes the reference's log-probs"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_it_plans_for_gpus_where_there_is_none(
+def test_planning_for_gpus_without_a_gpu(
     options: tuple[str, ...], says: str, prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the run's own machine decides is not decided by this one; nothing is compiled, and no weight is read."""
+    """Decisions that depend on the run's machine are not made here; nothing is compiled, and no weights are read."""
     from alignment.engines import optimizers
     from alignment.references import content
 
@@ -160,13 +160,13 @@ def test_it_plans_for_gpus_where_there_is_none(
     assert says in out
 
 
-def test_a_cpu_is_planned_for_where_the_run_will_use_one(
+def test_planning_for_a_cpu_if_the_run_will_use_one(
     prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "computing in float32" in prepare("--use_cpu")[1]
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert "Planned for 1 rank(s) with CPUs" in prepare()[1]
-    monkeypatch.setenv("DS_ACCELERATOR", "cuda")  # as for the run; this machine's devices are left alone
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")  # as in the run; this machine's devices are not used
     assert "computing in bfloat16" in prepare()[1]
     assert os.environ["DS_ACCELERATOR"] == "cpu"
 
@@ -174,7 +174,7 @@ def test_a_cpu_is_planned_for_where_the_run_will_use_one(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--ranks", "0"), "--ranks='0': expected the number of ranks of the run, 1 or more"),
+        (("--ranks", "0"), "--ranks='0': expected the number of ranks, 1 or more"),
         (("--ranks", "many"), "--ranks='many'"),
         (("--ranks", "9" * 5000), "--ranks='999"),
         (("--ranks",), "--ranks=''"),

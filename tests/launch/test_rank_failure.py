@@ -1,4 +1,4 @@
-"""The main job on two ranks: it works under every launcher, and when one rank fails all end, with one message."""
+"""A complete job on two ranks: it works with every launcher, and if one rank fails, all exit with one message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DRIVER = DRIVERS / "failing_training.py"
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command's arguments without the output folder."""
+    """Return the command's arguments without the output folder."""
     folder = tmp_path_factory.mktemp("job")
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(16)))
@@ -36,7 +36,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def check_result(folder: Path) -> list[float]:
-    """The folder of a finished run; its losses."""
+    """Check the folder of a finished run and return its losses."""
     assert AutoModelForCausalLM.from_pretrained(folder) is not None
     assert AutoTokenizer.from_pretrained(folder)("hello")["input_ids"]
     assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 3
@@ -48,7 +48,7 @@ def check_result(folder: Path) -> list[float]:
 def test_the_main_job_under_deepspeed(
     arguments: list[str], tmp_path: Path, launch: Callable[..., Any], ranks: RankServer
 ) -> None:
-    """Two ranks of 2x2 rows, and one of 4x2: the same losses; --local_rank comes before the recipe."""
+    """Two ranks with 2x2 rows and one with 4x2 have the same losses; --local_rank precedes the recipe."""
     more = ["--per_device_train_batch_size", "2", "--output_dir", tmp_path / "two"]
     done = launch(ROOT / "launch/train.py", *arguments, *more, nproc=2, launcher="deepspeed")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -60,7 +60,7 @@ def test_the_main_job_under_deepspeed(
 
 @pytest.mark.faults
 def test_the_main_job_under_torchrun(arguments: list[str], tmp_path: Path, launch: Callable[..., Any]) -> None:
-    """CPO, by its own recipe."""
+    """CPO with its recipe."""
     rows = tmp_path / "pairs.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in paired_rows(16)))
     _, _, _, *others = arguments
@@ -71,9 +71,9 @@ def test_the_main_job_under_torchrun(arguments: list[str], tmp_path: Path, launc
 
 
 @pytest.mark.faults
-@pytest.mark.usefixtures("launch")  # so that it runs among the tests that start processes
+@pytest.mark.usefixtures("launch")  # to run it with the tests that start processes
 def test_the_main_job_under_srun(arguments: list[str], tmp_path: Path) -> None:
-    """Two plain processes that know of each other by SLURM's variables only."""
+    """Two plain processes that are only connected through SLURM's variables."""
     import subprocess
     import sys
 
@@ -104,7 +104,7 @@ def test_the_main_job_under_srun(arguments: list[str], tmp_path: Path) -> None:
 
 
 MESSAGES = {
-    "data": "error: rank 1: rows.jsonl row 3: the completion cannot be read; correct the row",
+    "data": "error: rank 1: rows.jsonl, row 3: the completion cannot be read; correct the row",
     "loss": "the loss exploded",
     "disk": "could not be written because the disk is full; free some space",
 }
@@ -119,7 +119,7 @@ def check_message(stderr: str, what: str) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("what", MESSAGES)
 def test_rank_1_fails(arguments: list[str], tmp_path: Path, ranks: RankServer, what: str) -> None:
-    """Without a launcher that would end the other rank."""
+    """Without a launcher, which would stop the other rank."""
     done = ranks.run(DRIVER, what, *arguments, "--output_dir", tmp_path / "out", timeout=120, check=False)
     assert [rank.code for rank in done.ranks] == [1, 1]
     check_message(done.stderr, what)
@@ -127,7 +127,7 @@ def test_rank_1_fails(arguments: list[str], tmp_path: Path, ranks: RankServer, w
 
 @pytest.mark.faults
 def test_rank_1_is_killed_while_the_model_loads(arguments: list[str], tmp_path: Path, ranks: RankServer) -> None:
-    """What loads models must not take the broken connection for a fault of the model."""
+    """The broken connection must not be reported as a problem with the model."""
     done = ranks.run(DRIVER, "killed", *arguments, "--output_dir", tmp_path / "out", timeout=120, check=False)
     assert [rank.code for rank in done.ranks] == [1, -9]
     (spoken,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
@@ -135,7 +135,7 @@ def test_rank_1_is_killed_while_the_model_loads(arguments: list[str], tmp_path: 
     assert "Traceback" not in done.stderr
 
 
-# The launcher decides nothing about the message, so one kind of failure for each of them runs often.
+# The launcher does not affect the message, so only one kind of failure is tested with each.
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("launcher", "what"),

@@ -1,4 +1,4 @@
-"""The server that forks the ranks of the tests: what a rank gets, and that none hangs, dies unseen or stays behind."""
+"""The server that forks the ranks of tests: the environment of a rank, and that ranks never hang or stay behind."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ODD = DRIVERS / "odd_ranks.py"
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process, zombies left out."""
+    """Return whether a process exists and is not a zombie."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def alive(folder: Path) -> list[int]:
-    """The processes that have left their number in ``folder`` and still run."""
+    """Return the running processes that have written their IDs to ``folder``."""
     return [int(file.name) for file in folder.iterdir() if is_alive(int(file.name))]
 
 
@@ -38,7 +38,7 @@ def eventually(reached: Callable[[], bool], seconds: float = 10.0) -> bool:
     return reached()
 
 
-def test_each_rank_is_a_process_of_its_own(ranks: RankServer, tmp_path: Path) -> None:
+def test_each_rank_is_a_separate_process(ranks: RankServer, tmp_path: Path) -> None:
     done = ranks.run(ODD, "facts", "more", cwd=tmp_path, env={"OWN": "value"})
     seen = [json.loads(rank.stdout.splitlines()[1]) for rank in done.ranks]
     ports = {one["variables"].pop("MASTER_PORT") for one in seen}
@@ -54,7 +54,7 @@ def test_each_rank_is_a_process_of_its_own(ranks: RankServer, tmp_path: Path) ->
         assert done.ranks[rank].stdout.startswith(f"rank {rank} began\n") and done.ranks[rank].stderr == ""
 
 
-def test_two_jobs_at_once_have_ports_of_their_own(ranks: RankServer) -> None:
+def test_concurrent_jobs_have_different_ports(ranks: RankServer) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from tools.ranks import RankServer\n"
@@ -68,7 +68,7 @@ def test_two_jobs_at_once_have_ports_of_their_own(ranks: RankServer) -> None:
 
 
 def test_a_rank_imports_the_checkout_of_its_job(ranks: RankServer, tmp_path: Path) -> None:
-    """One server runs several versions: those of mutations, and the two that are compared by same_numbers."""
+    """One server runs several versions: mutated trees, and both sides of same_numbers."""
     script = tmp_path / "scripts" / "script.py"
     script.parent.mkdir()
     script.write_text("import alignment; print(alignment.__file__)")
@@ -89,7 +89,7 @@ def test_a_rank_imports_the_checkout_of_its_job(ranks: RankServer, tmp_path: Pat
         ("raise ValueError('x')", 1, "ValueError: x\n"),
     ],
 )
-def test_a_script_ends_as_under_python(ranks: RankServer, tmp_path: Path, end: str, code: int, stderr: str) -> None:
+def test_a_script_exits_as_under_python(ranks: RankServer, tmp_path: Path, end: str, code: int, stderr: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"print('began')\n{end}\n")
     done = ranks.run(script, nproc=1, check=False)
@@ -107,7 +107,7 @@ def test_a_script_ends_as_under_python(ranks: RankServer, tmp_path: Path, end: s
         ("stopped", 4.0, "rank 1 was stopped and did not end within 3 s and was killed; rank 0 exited with status 0"),
     ],
 )
-def test_a_rank_that_dies_or_hangs_is_named_in_time(
+def test_a_rank_that_dies_or_hangs_is_reported_in_time(
     ranks: RankServer, tmp_path: Path, what: str, bound: float, said: str
 ) -> None:
     assert ranks.address, "the server has started, which takes longer than any of this"
@@ -128,7 +128,7 @@ def test_a_rank_that_dies_or_hangs_is_named_in_time(
 
 
 @pytest.mark.faults
-def test_what_a_rank_leaves_behind_is_ended(ranks: RankServer, tmp_path: Path) -> None:
+def test_processes_left_by_a_rank_are_killed(ranks: RankServer, tmp_path: Path) -> None:
     ranks.run(ODD, "daemon", env={"PIDS": str(tmp_path)})
     assert len(list(tmp_path.iterdir())) == 4 and alive(tmp_path) == []
 

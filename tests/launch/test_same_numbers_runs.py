@@ -1,4 +1,4 @@
-"""``tools/same_numbers.py`` on real runs: two equal versions are the same, and a change of one line is found."""
+"""``tools/same_numbers.py`` with real runs: equal versions are identical, and a change of one line is detected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from conftest import ROOT
 from tools.same_numbers import main
 from tools.trial import Tree
 
-# Name, file, what is changed, into what, the run that is made, and a key that has to be reported.
+# Name, file, old text, new text, the run to make, and a key that must be reported.
 CHANGES = {
     "a sum in another order": (
         "alignment/engines/scoring.py",
@@ -58,17 +58,17 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("launch")
-def test_equal_versions_are_the_same(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_versions_are_identical(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["kto-stage2-2", "online_dpo-model-stage3-1"]
     assert main([str(ROOT), str(tree.folder), "--base-python", sys.executable, "--only", *names]) == 0
     out = capsys.readouterr().out
-    assert all(f"{name}: 0 differences" in out for name in names) and "2 of 2 runs are the same" in out
+    assert all(f"{name}: 0 differences" in out for name in names) and "2 of 2 runs are identical" in out
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("launch")
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_one_line_is_found(tree: Tree, capsys: pytest.CaptureFixture[str], change: str) -> None:
+def test_a_change_of_one_line_is_detected(tree: Tree, capsys: pytest.CaptureFixture[str], change: str) -> None:
     file, old, new, run, key = CHANGES[change]
     text = (ROOT / file).read_text()
     assert text.count(old) == 1
@@ -80,6 +80,6 @@ def test_a_change_of_one_line_is_found(tree: Tree, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_what_is_no_version_is_named(tmp_path: Path) -> None:
+def test_an_invalid_version_is_named(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="neither a commit nor a folder with a checkout"):
         main([str(tmp_path / "nothing"), str(ROOT)])

@@ -1,6 +1,6 @@
-"""Signals to launchers and workers of real runs: the most telling cells of `make signals`, and what a shell does.
+"""Signals to launchers and workers of real runs: the most important cells of `make signals`, and shell behavior.
 
-The whole table is in ``tools/signals/expected.txt``.
+The complete table is in ``tools/signals/expected.txt``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tools.signals.worker import VARIABLE, Plan, Trail
 from tools.trial import workspace
 
 CELLS = {cell.name: cell for cell in table()}
-pytestmark = pytest.mark.usefixtures("launch")  # so that they run among the tests that start processes
+pytestmark = pytest.mark.usefixtures("launch")  # to run them with the tests that start processes
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def signals(ranks: RankServer) -> Iterator[Signals]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("torchrun launcher TERM kto", marks=pytest.mark.faults),  # a scheduler's end, passed on
+        pytest.param("torchrun launcher TERM kto", marks=pytest.mark.faults),  # a scheduler's signal, forwarded
         pytest.param("deepspeed launcher KILL online_dpo", marks=pytest.mark.faults),  # workers without a launcher
         pytest.param("deepspeed group INT kto", marks=pytest.mark.slow),  # Ctrl-C
     ],
@@ -53,8 +53,8 @@ def test_a_signal(signals: Signals, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_start_does_not_meet_the_first(signals: Signals, tmp_path: Path) -> None:
-    """The runner is killed while its workers are in a long step; the same command is started at once."""
+def test_a_second_start_does_not_interfere_with_the_first(signals: Signals, tmp_path: Path) -> None:
+    """The runner is killed while its workers are in a long step, and the same command is started immediately."""
     output_dir = tmp_path / "out"
     plan = Plan(str(tmp_path / "trails"), str(output_dir), slow_from=SCHEDULED + 2, slow=(15.0, 15.0))
     command = [*launch_command(WORKER, 2, "deepspeed"), *signals.arguments("kto", output_dir)]
@@ -76,8 +76,8 @@ def test_a_second_start_does_not_meet_the_first(signals: Signals, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_launcher_that_stands_still(signals: Signals, tmp_path: Path) -> None:
-    """Ctrl-Z under torchrun stops the agent, which coordinates the ranks, and none of them."""
+def test_a_stopped_launcher(signals: Signals, tmp_path: Path) -> None:
+    """Ctrl-Z under torchrun only stops the agent, which coordinates the ranks."""
     output_dir = tmp_path / "out"
     plan = Plan(str(tmp_path / "trails"), str(output_dir), slow_from=SCHEDULED + 2, slow=(0.5, 0.5))
     options = {"peer_timeout": 5, "max_steps": 4 * SCHEDULED}
@@ -99,7 +99,7 @@ def test_a_launcher_that_stands_still(signals: Signals, tmp_path: Path) -> None:
 
 @pytest.mark.faults
 def test_a_closed_terminal(signals: Signals, tmp_path: Path) -> None:
-    """Two runs in the background of a shell whose terminal is closed: the one with `nohup` goes on to its end."""
+    """Two background runs of a shell whose terminal is closed: the one with `nohup` continues to its end."""
     shell, terminal = pty.fork()
     if shell == 0:
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
@@ -137,7 +137,7 @@ def test_a_closed_terminal(signals: Signals, tmp_path: Path) -> None:
 def wait_for_steps(trails: list[Trail], step: int, seconds: float = 90.0) -> None:
     end = time.monotonic() + seconds
     while any((trail.get("step") or 0) < step for trail in trails):
-        assert time.monotonic() < end, f"step {step} was not come to"
+        assert time.monotonic() < end, f"step {step} was not reached"
         time.sleep(0.05)
 
 

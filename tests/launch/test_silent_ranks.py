@@ -1,7 +1,8 @@
-"""Ranks that are stopped, killed or hang in the middle of real runs: the others notice in time and name them.
+"""Ranks that are stopped, killed or hang during real runs: the others detect it in time and name them.
 
-Two ranks without a launcher, which would end what is left. The faults happen at events of ``tools/chaos``, in
-``tools/signals/worker.py``. Tests are ``ci``, so that mutations can be tried on them; what adds little is ``slow``.
+Two ranks without a launcher, which would stop the other rank. Faults happen at events of ``tools/chaos``, in
+``tools/signals/worker.py``. The tests are ``ci``, so that mutations can be tested with them; less important ones are
+``slow``.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def signals(ranks: RankServer) -> Iterator[Signals]:
 
 @dataclass
 class Run:
-    """A run of two ranks that have a plan."""
+    """A run with two ranks that have a plan."""
 
     signals: Signals
     place: Path
@@ -65,7 +66,7 @@ class Run:
         return self.signals.server.run(WORKER, *arguments, env=plan.variable(), timeout=60, grace=grace, check=False)
 
     def since_fault(self, rank: int) -> float:
-        """Seconds from the fault of a rank until now."""
+        """Return the seconds since the fault of a rank."""
         return time.time() - (self.place / "trails" / f"fault-{rank}").stat().st_mtime
 
 
@@ -75,7 +76,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def last_line(done: Outcome) -> str:
-    """The error's line; there is one, and it is the last."""
+    """Return the error line, after checking that it is the only one and the last line."""
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     assert sum(line.startswith("error:") for line in lines) == 1, done.report()
     assert lines[-1].startswith("error:"), done.report()
@@ -93,7 +94,7 @@ PLACES = {
 @pytest.mark.ci
 @pytest.mark.parametrize("where", PLACES)
 def test_a_rank_is_stopped(signals: Signals, place: Path, where: str) -> None:
-    """By SIGSTOP, as a debugger or an operator would. Rank 0 serves the store, so that its calls hang as well."""
+    """With SIGSTOP, as by a debugger. Rank 0 serves the store, so calls to it hang as well."""
     method, rank, event, occurrence, phase = PLACES[where]
     run = Run(signals, place, method, {"rank": rank, "event": event, "occurrence": occurrence}, {})
     done = run()
@@ -110,7 +111,7 @@ def test_a_rank_is_stopped(signals: Signals, place: Path, where: str) -> None:
     [pytest.param(0, "train", marks=pytest.mark.slow), pytest.param(1, "rollout", marks=pytest.mark.ci)],
 )
 def test_the_main_thread_of_a_rank_hangs(signals: Signals, place: Path, rank: int, phase: str) -> None:
-    """Its own threads live on, so that it beats; every rank writes its stacks."""
+    """Its other threads are alive, so its heartbeat continues; every rank writes its stacks."""
     plan = {"rank": rank, "event": f"after forward in {phase}", "occurrence": 40, "fault": "sleep"}
     limits = {"hang_timeout": 3, "hang_timeout_first": 8, "peer_timeout": 25}
     run = Run(signals, place, "online_dpo", plan, limits)
@@ -126,8 +127,8 @@ def test_the_main_thread_of_a_rank_hangs(signals: Signals, place: Path, rank: in
 
 
 @pytest.mark.ci
-def test_a_long_rollout_is_left_alone(signals: Signals, place: Path) -> None:
-    """Rollouts take longer than every limit, but each token is progress; the other rank waits for it."""
+def test_a_long_rollout_is_not_interrupted(signals: Signals, place: Path) -> None:
+    """Rollouts take longer than all limits, but each token is progress, and the other rank waits."""
     plan = {"rank": 1, "event": "after forward in rollout", "fault": "slow"}
     once = {"eval_strategy": "no", "load_best_model_at_end": False, "save_strategy": "no", "max_steps": 1}
     limits = {"hang_timeout": 4.0, "hang_timeout_first": 4.0, "hang_factor": 1.0}
@@ -140,7 +141,7 @@ def test_a_long_rollout_is_left_alone(signals: Signals, place: Path) -> None:
 
 
 def run_and(act: Callable[[list[int]], None], run: Run, step: int) -> Outcome:
-    """The run, to whose processes something is done in a step."""
+    """Run, and apply an action to its processes in a step."""
 
     def wait() -> None:
         while any((run.trail(rank).get("step") or 0) < step for rank in (0, 1)):
@@ -156,7 +157,7 @@ def run_and(act: Callable[[list[int]], None], run: Run, step: int) -> Outcome:
 
 @pytest.mark.ci
 def test_everything_is_killed(signals: Signals, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """As where a node is lost. Nobody can write that into `status.json`; the command `status` finds it out."""
+    """As when a node fails. Nothing can update `status.json`, but the command `status` detects it."""
     run = Run(signals, place, "kto", {"slow_from": SCHEDULED + 2, "slow": (1.0, 1.0)}, {})
 
     def kill(pids: list[int]) -> None:
@@ -175,8 +176,8 @@ def test_everything_is_killed(signals: Signals, place: Path, capfd: pytest.Captu
 
 
 @pytest.mark.slow
-def test_a_suspended_job_goes_on(signals: Signals, place: Path) -> None:
-    """Both ranks stopped for longer than peer_timeout, as by a scheduler that suspends jobs; then continued."""
+def test_a_suspended_job_continues(signals: Signals, place: Path) -> None:
+    """Both ranks are stopped for longer than peer_timeout, as by a scheduler that suspends jobs, then continued."""
     run = Run(signals, place, "kto", {"slow_from": 4, "slow": (0.2, 0.2)}, {})
 
     def suspend(pids: list[int]) -> None:
@@ -192,7 +193,7 @@ def test_a_suspended_job_goes_on(signals: Signals, place: Path) -> None:
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.ci)])
 def test_a_rank_is_killed(signals: Signals, place: Path, rank: int) -> None:
-    """The other one waits for it in a collective, and says so within 2 s."""
+    """The other rank, which waits in a collective, reports it within 2 s."""
     plan = {"rank": rank, "event": "after forward in train", "occurrence": 40, "fault": "kill"}
     run = Run(signals, place, "kto", plan, {})
     done = run()
@@ -207,7 +208,7 @@ def test_a_rank_is_killed(signals: Signals, place: Path, rank: int) -> None:
 
 @pytest.mark.ci
 def test_a_rank_is_killed_after_the_other_has_finished(signals: Signals, place: Path) -> None:
-    """The other one waits in the guard, which has no limit of its own for a rank that still works."""
+    """The other rank waits in the guard, which has no time limit for a rank that is still working."""
     plan = {"rank": 0, "event": "after rename report.md", "fault": "kill"}
     run = Run(signals, place, "kto", plan, {})
     done = run()
@@ -217,7 +218,7 @@ def test_a_rank_is_killed_after_the_other_has_finished(signals: Signals, place: 
 
 
 @pytest.mark.ci
-def test_a_rank_in_a_long_rollout_hears_what_another_one_was_asked(signals: Signals, place: Path) -> None:
+def test_a_rank_in_a_long_rollout_learns_of_a_stop_request_to_another_rank(signals: Signals, place: Path) -> None:
     """`launch.py` sends SIGTERM to the first rank only, and kills it 30 s later; that rank waits for the others."""
     plan = {"rank": 1, "event": "after forward in rollout", "fault": "slow"}
     once = {"eval_strategy": "no", "load_best_model_at_end": False, "save_strategy": "no", "max_steps": 1}

@@ -1,6 +1,6 @@
-"""A real SLURM on this machine: requeues, lost nodes, preemption, arrays and dependencies, by the rendered script.
+"""A real SLURM on this machine: requeues, lost nodes, preemption, arrays and dependencies, with the generated script.
 
-A run trains on two nodes, while jobs of a stand-in (``slurm_worker.py``) wait for SLURM on others.
+A run trains on two nodes, while stand-in jobs (``slurm_worker.py``) wait for SLURM on others.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MISSING = why_not()
 pytestmark = [
     pytest.mark.faults,
     pytest.mark.skipif(MISSING is not None, reason=MISSING or ""),
-    pytest.mark.usefixtures("launch"),  # so that it runs among the tests that start processes
+    pytest.mark.usefixtures("launch"),  # to run it with the tests that start processes
 ]
 STEPS, SAVE_STEPS = 45, 5
-# The script gives the first; evaluations would only take time.
+# The script sets the first one; evaluations would only take time.
 LEFT_OUT = (
     *("--resume_from_checkpoint", "--load_best_model_at_end", "--eval_strategy", "--eval_steps"),
     *("--dataset_test_split", "--max_eval_samples"),
@@ -42,7 +42,7 @@ DOCS = ROOT / "docs" / "guides" / "slurm.md"
 
 
 def until(reached: Callable[[], object], seconds: float, what: Callable[[], str]) -> None:
-    """Wait a moment at a time; ``what`` tells what was there instead."""
+    """Poll until a condition is met; ``what`` describes the state if it is not."""
     end = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < end, f"nothing within {seconds:g} s: {what()}"
@@ -51,7 +51,7 @@ def until(reached: Callable[[], object], seconds: float, what: Callable[[], str]
 
 @dataclass
 class Job:
-    """A job that was submitted by the command, and its output folder."""
+    """A job submitted by the command, and its output folder."""
 
     cluster: Cluster
     number: str
@@ -59,7 +59,7 @@ class Job:
     said: str
 
     def state(self, number: str = "") -> dict[str, str]:
-        """What SLURM knows of it."""
+        """Return SLURM's information about the job."""
         shown = self.cluster.run("scontrol", "show", "job", "--oneliner", number or self.number).stdout
         return dict(part.partition("=")[::2] for part in shown.split())
 
@@ -70,12 +70,12 @@ class Job:
         return self.state().get("Restarts") == str(number)
 
     def ended(self, seconds: float) -> str:
-        """Wait for its end, and return its state there."""
+        """Wait for the end of the job, and return its state."""
         until(lambda: not self.is_state("PENDING", "RUNNING", "COMPLETING"), seconds, self.report)
         return self.state()["JobState"]
 
     def attempts(self, folder: Path | None = None) -> list[dict[str, object]]:
-        """Of the stand-in."""
+        """Return the attempts of the stand-in."""
         path = (folder or self.folder) / "attempts.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -90,14 +90,14 @@ class Job:
 
 @dataclass
 class Here:
-    """The cluster, what is trained on, and how to submit it."""
+    """The cluster, the model and data, and the way to submit jobs."""
 
     cluster: Cluster
     folder: Path
     world: World
 
     def arguments(self, output_dir: Path) -> list[str]:
-        """Of a short run that saves often."""
+        """Return the arguments of a short run that saves often."""
         given = self.world.arguments("kto", output_dir)
         options = dict(zip(given[1::2], given[2::2])) | {"--max_steps": str(STEPS), "--save_steps": str(SAVE_STEPS)}
         for name in LEFT_OUT:
@@ -105,7 +105,7 @@ class Here:
         return [given[0], *(part for pair in options.items() for part in pair)]
 
     def run_submit(self, arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-        """The command."""
+        """Run the command."""
         return subprocess.run(
             [sys.executable, str(ROOT / "launch" / "submit.py"), *arguments],
             env=environment(**self.cluster.variables, OMP_NUM_THREADS="1", **variables),
@@ -117,14 +117,14 @@ class Here:
         )
 
     def submit(self, name: str, arguments: list[str], **variables: str) -> Job:
-        """Run the command and take the job's number from what it prints."""
+        """Run the command and parse the job ID in its output."""
         done = self.run_submit(arguments, **variables)
         matched = re.match(r"submitted job (\d+): ", done.stdout)
         assert matched and not done.stderr, done.stdout + done.stderr
         return Job(self.cluster, matched[1], self.folder / name, done.stdout)
 
     def stand_in(self, name: str, todo: str, *options: str) -> Job:
-        """A job of the stand-in on the node without GPUs."""
+        """Submit a stand-in job on the node without GPUs."""
         arguments = self.arguments(self.folder / name)
         worker = self.folder / "worker"
         if not worker.exists():
@@ -136,9 +136,9 @@ class Here:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
-    """The cluster. Its folder has a short name: that of a socket may have 107 characters."""
+    """The cluster. Its folder has a short name, because socket paths are limited to 107 characters."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-    cluster, place = Cluster(folder), tmp_path_factory.mktemp("slurm jobs")  # a space, to see that it is quoted
+    cluster, place = Cluster(folder), tmp_path_factory.mktemp("slurm jobs")  # a space, to check quoting
     try:
         print(f"SLURM was up in {cluster.start():.1f} s")
         yield Here(cluster, place, World.made(place / "world"))
@@ -151,7 +151,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
 
 @pytest.fixture(scope="module")
 def waiting(here: Here) -> dict[str, Job]:
-    """Jobs that mostly wait for SLURM, all at once."""
+    """All jobs that mostly wait for SLURM, submitted at the same time."""
     jobs = {
         "cancelled": here.stand_in("cancelled", "wait"),
         "near its limit": here.stand_in("limit", "wait", "--time", "2", "--signal", "USR1@59"),
@@ -175,11 +175,11 @@ def waiting(here: Here) -> dict[str, Job]:
     return jobs
 
 
-# A run of two nodes -------------------------------------------------------------------------------------------------
+# A run on two nodes --------------------------------------------------------------------------------------------------
 
 
 def documented(start: str) -> list[str]:
-    """The command of the documentation that begins so, up to the script's own arguments."""
+    """Return the command of the documentation with this prefix, without the script's own arguments."""
     text = DOCS.read_text().replace("\\\n", " ")
     (line,) = [line for line in text.splitlines() if line.startswith(start)]
     return shlex.split(line.partition(" kto --dataset_name ")[0])
@@ -187,7 +187,7 @@ def documented(start: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(here: Here, waiting: dict[str, Job]) -> Path:
-    """The output folder of a run that nothing disturbed, started by the documentation's line."""
+    """Return the output folder of an undisturbed run, started with the documented command."""
     command = documented("srun --nodes 4 --ntasks-per-node 8 ")
     assert command[-2:] == ["python", "launch/train.py"]
     small = {"--nodes": "2", "--ntasks-per-node": "1", "--gpus-per-node": "1", "--cpus-per-task": "1"}
@@ -203,14 +203,14 @@ def undisturbed(here: Here, waiting: dict[str, Job]) -> Path:
     return here.folder / "undisturbed"
 
 
-def test_a_run_of_two_nodes_that_is_disturbed_in_every_way(here: Here, undisturbed: Path) -> None:
-    """Preempted, requeued, without its second node, without the node of the batch script: the weights are the same."""
+def test_a_run_on_two_nodes_with_every_disturbance(here: Here, undisturbed: Path) -> None:
+    """Preemption, requeue, loss of the second node, loss of the batch script's node: the weights are the same."""
     arguments = here.arguments(here.folder / "out")
     job = here.submit("out", [*arguments, "--nodes", "2", "--cpus-per-task", "1", "--time", "10"])
     checkpoints, ends = [0], []
 
     def trained(attempt: int) -> None:
-        """This attempt has written a checkpoint of its own."""
+        """Return whether this attempt has written a checkpoint."""
 
         def further() -> bool:
             status = job.status()
@@ -221,7 +221,7 @@ def test_a_run_of_two_nodes_that_is_disturbed_in_every_way(here: Here, undisturb
         until(further, 180, job.report)
 
     def requeued() -> None:
-        """The job has left its nodes, and waits to be started again."""
+        """Return whether the job has left its nodes and waits for a restart."""
         until(lambda: job.has_restarts(len(ends) + 1) and job.is_state("PENDING"), 120, job.report)
         status = job.status()
         ends.append((status.state, status.signal))
@@ -236,12 +236,14 @@ def test_a_run_of_two_nodes_that_is_disturbed_in_every_way(here: Here, undisturb
     here.cluster.run("scontrol", "requeue", job.number)
     requeued()
     trained(3)
-    here.cluster.lose("n2")  # SLURM finds out by itself
+    here.cluster.lose("n2")  # SLURM detects it by itself
     requeued()
     trained(4)
     batch_host = job.state()["BatchHost"]
     here.cluster.lose(batch_host)
-    here.cluster.run("scontrol", "update", f"NodeName={batch_host}", "State=DOWN", "Reason=lost")  # as a health check
+    here.cluster.run(
+        "scontrol", "update", f"NodeName={batch_host}", "State=DOWN", "Reason=lost"
+    )  # like a health check
     requeued()
     assert job.ended(120) == "COMPLETED", job.report()
     assert ends[:2] == [("preempted", "SIGUSR1"), ("preempted", "SIGTERM")], job.report()
@@ -251,11 +253,12 @@ def test_a_run_of_two_nodes_that_is_disturbed_in_every_way(here: Here, undisturb
     assert differences(job.folder, undisturbed) == [], job.report()
     log = (here.folder / f"out-{job.number}.out").read_text()
     assert re.findall(r"attempt (\d) on n\[[\d,-]+\]: train", log) == list("12345")
-    assert log.count("requeued, to go on from the newest checkpoint") == 1  # the others were SLURM's
+    # SLURM made the other requeues.
+    assert log.count("requeued; the next attempt resumes from the latest checkpoint") == 1
 
 
 def differences(folder: Path, reference: Path) -> list[str]:
-    """Files with other bytes, and records of the log that are missing, there twice, or other."""
+    """Return files with different content, and records of the log that are missing, duplicated or different."""
     names = sorted(str(path.relative_to(reference)) for path in reference.rglob("*.safetensors"))
     assert len(names) > 3
     found = [name for name in names if not same_bytes(folder / name, reference / name)]
@@ -264,7 +267,7 @@ def differences(folder: Path, reference: Path) -> list[str]:
 
 
 def records(folder: Path) -> list[dict[str, object]]:
-    """The log without times, starts and stops."""
+    """Return the log without times, starts and stops."""
     read = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     return [without_times(record) for record in read if "event" not in record]
 
@@ -276,7 +279,7 @@ def same_bytes(path: Path, reference: Path) -> bool:
 # Jobs that mostly wait ----------------------------------------------------------------------------------------------
 
 
-def test_slurms_own_signal_near_the_time_limit(waiting: dict[str, Job]) -> None:
+def test_slurms_signal_before_the_time_limit(waiting: dict[str, Job]) -> None:
     job = waiting["near its limit"]
     until(lambda: len(job.attempts()) > 1, 120, job.report)
     first, second, *_ = job.attempts()
@@ -291,20 +294,20 @@ def test_a_cancelled_job_stays_cancelled(waiting: dict[str, Job]) -> None:
     status = job.status()
     assert (status.state, status.signal, len(job.attempts())) == ("preempted", "SIGTERM", 1)
     log = job.report()
-    assert "told to end; waiting for the run" in log and "status.json: preempted SIGTERM" in log
-    assert "requeued, to go on" not in log and job.state()["Restarts"] == "0"
+    assert "received SIGTERM; waiting for the run" in log and "status.json: preempted SIGTERM" in log
+    assert "requeued; the next attempt" not in log and job.state()["Restarts"] == "0"
 
 
-def test_a_job_that_is_cancelled_while_it_saves_for_a_requeue_stays_cancelled(waiting: dict[str, Job]) -> None:
+def test_a_job_that_is_cancelled_while_saving_for_a_requeue_stays_cancelled(waiting: dict[str, Job]) -> None:
     job = waiting["cancelled while it saves"]
     assert job.ended(30) == "CANCELLED"
     status = job.status()
     assert (status.state, status.signal, len(job.attempts())) == ("preempted", "SIGUSR1", 1)
     log = job.report()
-    assert "not requeued: the job was cancelled or told to end" in log and job.state()["Restarts"] == "0"
+    assert "not requeued: the job was cancelled or terminated" in log and job.state()["Restarts"] == "0"
 
 
-def test_a_file_stop_ends_a_job_that_saves_for_a_requeue(waiting: dict[str, Job]) -> None:
+def test_a_stop_file_ends_a_job_that_is_saving_for_a_requeue(waiting: dict[str, Job]) -> None:
     job = waiting["stopped by a file"]
     assert job.ended(30) == "FAILED"
     assert (job.state()["Restarts"], job.state()["ExitCode"]) == ("0", "85:0")
@@ -312,14 +315,14 @@ def test_a_file_stop_ends_a_job_that_saves_for_a_requeue(waiting: dict[str, Job]
 
 
 def test_a_job_that_saves_beyond_its_time_limit_is_requeued(waiting: dict[str, Job]) -> None:
-    """SLURM sends TERM at the limit, within half a minute, and kills after `KillWait`."""
+    """SLURM sends TERM at the limit, up to half a minute late, and kills after `KillWait`."""
     job = waiting["beyond its limit"]
     until(lambda: len(job.attempts()) > 1, 200, job.report)
-    assert "told to end; waiting for the run" in job.report() and "status.json: preempted SIGUSR1" in job.report()
+    assert "received SIGTERM; waiting for the run" in job.report() and "status.json: preempted SIGUSR1" in job.report()
     assert job.attempts()[1]["restarts"] == 1
 
 
-def test_a_job_that_another_one_preempts_is_requeued_at_the_end_of_its_grace_time(waiting: dict[str, Job]) -> None:
+def test_a_preempted_job_is_requeued_at_the_end_of_its_grace_time(waiting: dict[str, Job]) -> None:
     job = waiting["preempted"]
     until(lambda: len(job.attempts()) == 2, 90, job.report)
     assert "status.json: preempted SIGTERM" in job.report() and job.state()["Restarts"] == "1"
@@ -330,10 +333,10 @@ def test_five_attempts_without_a_new_checkpoint_end_the_job(waiting: dict[str, J
     assert job.ended(120) == "FAILED"
     assert [attempt["restarts"] for attempt in job.attempts()] == [0, 1, 2, 3, 4]
     assert job.state()["ExitCode"] == "1:0"
-    assert "error: not requeued: 5 attempts in a row have not come to a new checkpoint" in job.report()
+    assert "error: not requeued: 5 consecutive attempts ended without a new checkpoint" in job.report()
 
 
-def test_each_task_of_an_array_is_requeued_by_itself(waiting: dict[str, Job]) -> None:
+def test_each_task_of_an_array_is_requeued_separately(waiting: dict[str, Job]) -> None:
     job = waiting["array"]
     for seed in (3, 4):
         folder = job.folder / f"seed-{seed}"
@@ -345,7 +348,7 @@ def test_each_task_of_an_array_is_requeued_by_itself(waiting: dict[str, Job]) ->
         assert (job.folder.parent / f"array-{job.number}_{seed}.out").exists()
 
 
-def test_training_waits_for_the_job_that_prepares_it(here: Here, waiting: dict[str, Job]) -> None:
+def test_training_waits_for_its_preparation_job(here: Here, waiting: dict[str, Job]) -> None:
     job = waiting["prepared"]
     assert job.ended(60) == "COMPLETED"
     (attempt,) = job.attempts()
@@ -354,8 +357,8 @@ def test_training_waits_for_the_job_that_prepares_it(here: Here, waiting: dict[s
     assert log.stat().st_mtime <= attempt["time"], job.report()  # type: ignore[operator]
 
 
-def test_the_documented_calls_of_sbatch(here: Here) -> None:
-    """SLURM says when the job would start, and starts nothing."""
+def test_the_documented_sbatch_commands(here: Here) -> None:
+    """SLURM reports when the job would start, without starting it."""
     lines = [line for line in DOCS.read_text().replace("\\\n", " ").splitlines() if line.startswith("sbatch ")]
     assert len(lines) == 3
     for line in lines:
@@ -364,10 +367,10 @@ def test_the_documented_calls_of_sbatch(here: Here) -> None:
         assert done.returncode == 0 and re.match(r"sbatch: Job \d+ to start at ", done.stderr), done.stderr
 
 
-def test_more_than_the_cluster_has_is_refused(here: Here) -> None:
+def test_requests_beyond_the_cluster_are_refused(here: Here) -> None:
     for options, message in {
-        "--nodes 5": "--nodes=5: the partition gpu has 4 for a job; set --nodes 4",
-        "--gpus 3": "--gpus=3: the nodes of partition gpu have at most 2; set --gpus for one node",
+        "--nodes 5": "--nodes=5: the partition gpu allows at most 4 per job; set --nodes 4",
+        "--gpus 3": "--gpus=3: the nodes of partition gpu have at most 2; set --gpus to the GPUs per node",
         "--partition gpus": "--partition='gpus': no such partition; did you mean 'gpu'?; there are: gpu, cpu, low",
         "--time 3-0": "--time=3-00:00:00: the partition gpu allows 2-00:00:00",
         "--account nobody;": "--account='nobody;': expected a name",

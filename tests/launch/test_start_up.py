@@ -1,4 +1,4 @@
-"""What is imported when, and that an answer which needs no library does not wait for one. Seconds are of the CPU."""
+"""What is imported when, and that commands that need no library do not import one. Times are CPU seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ except SystemExit as leaving:
     print(json.dumps([leaving.code, usage.ru_utime + usage.ru_stime, sorted(sys.modules)]))
 """
 LIBRARIES = {"torch", "deepspeed", "transformers", "datasets", "numpy"}
-# Nothing of these serves a run that trains all weights by rows, before its report is drawn.
+# A run that trains all weights by rows needs none of these before its report is drawn.
 UNUSED = {
     "peft",
     "bitsandbytes",
@@ -46,7 +46,7 @@ ONLINE = (
 
 
 def python(code: str, *arguments: object) -> str:
-    """What a process prints that runs ``code``."""
+    """Return the output of a process that runs ``code``."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -62,9 +62,9 @@ def online(modules: list[str]) -> list[str]:
     [(["--help"], 0), (["--method", "kto", "--help"], 0), (["--method", "kto", "--learning_rat", "1"], 1)],
     ids=["help", "help-kto", "misspelt"],
 )
-def test_an_answer_about_options_imports_no_library(arguments: list[str], code: int) -> None:
+def test_errors_about_options_import_no_library(arguments: list[str], code: int) -> None:
     seconds = []
-    for _ in range(3):  # a process is slowed down by others, never sped up
+    for _ in range(3):  # other processes can slow it down, but never speed it up
         answer = json.loads(python(ANSWERS, *arguments).splitlines()[-1])
         assert answer[0] == code and LIBRARIES.isdisjoint(answer[2])
         seconds.append(answer[1])
@@ -74,7 +74,7 @@ def test_an_answer_about_options_imports_no_library(arguments: list[str], code: 
 
 
 @pytest.mark.ci
-def test_a_run_of_kto_imports_what_it_needs(tmp_path: Path, launch: Launch) -> None:
+def test_a_kto_run_only_imports_what_it_needs(tmp_path: Path, launch: Launch) -> None:
     make_model(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(8)))
     options = {
@@ -103,7 +103,7 @@ def test_a_run_of_kto_imports_what_it_needs(tmp_path: Path, launch: Launch) -> N
 
 
 @pytest.mark.ci
-def test_from_python_each_name_imports_what_it_needs() -> None:
+def test_each_public_name_only_imports_what_it_needs() -> None:
     said = python("""
 import json, sys
 import alignment

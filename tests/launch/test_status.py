@@ -36,7 +36,7 @@ def outcome(*arguments: object) -> int:
 
 @contextmanager
 def running(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A run of which nothing but its files is there, and a process that could be it."""
+    """A run that exists only as files, and a process that could be it."""
     with another_process() as process:
         write_lock(folder, owner_of(process.pid))
         write_log(folder, [start(), entry(1, 1, 10), entry(40, 40, 400)])
@@ -44,7 +44,7 @@ def running(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         yield process
 
 
-def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(tmp_path, 40)
     write_status(tmp_path, state="preempted", signal="SIGUSR1")
     assert outcome(tmp_path) == 0
@@ -76,7 +76,7 @@ def test_exit_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         (("--interval", "5"), "argument --interval: 5 has no effect without --follow; add --follow or drop it"),
     ],
 )
-def test_what_is_no_interval(
+def test_invalid_intervals(
     given: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_status(tmp_path, state="finished")
@@ -84,7 +84,7 @@ def test_what_is_no_interval(
     assert f"error: {says}" in capsys.readouterr().err
 
 
-def test_content_is_compared_only_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_content_is_only_compared_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_checkpoint(tmp_path, 4)
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -93,7 +93,7 @@ def test_content_is_compared_only_when_asked_for(tmp_path: Path, capsys: pytest.
         assert json.loads(capsys.readouterr().out)["checkpoints"][0]["complete"] is complete
 
 
-def test_it_imports_nothing_large(tmp_path: Path) -> None:
+def test_no_large_library_is_imported(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 4)
     code = (
         "import sys\nfrom alignment.cli.commands import main\n"
@@ -104,7 +104,7 @@ def test_it_imports_nothing_large(tmp_path: Path) -> None:
     assert done.stdout.endswith("\n[]\n"), done.stdout + done.stderr
 
 
-def test_another_host_is_watched_and_that_is_told(
+def test_watching_another_host_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_lock(tmp_path, owner_of(1, host="node7", boot="of-another-kernel"))
@@ -124,7 +124,7 @@ def test_another_host_is_watched_and_that_is_told(
 
 
 def test_following_by_lines(tmp_path: Path) -> None:
-    """One for each change, until the process is gone."""
+    """One line per change, until the process has exited."""
     with running(tmp_path) as process:
         follow = subprocess.Popen(
             [*COMMAND, str(tmp_path), "--follow", "--interval", "0.1"], stdout=subprocess.PIPE, text=True
@@ -141,8 +141,8 @@ def test_following_by_lines(tmp_path: Path) -> None:
     assert rest.count("\n") == 1 and "no heartbeat since" in rest and follow.returncode == 0
 
 
-def test_looks_that_were_missed_are_not_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that answered after a minute is looked at every 2 seconds as before, not 30 times at once."""
+def test_missed_polls_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a folder does not respond for a minute, polling continues every 2 seconds, without 30 immediate polls."""
     now, paused = [0.0], []
 
     class Slow:
@@ -169,8 +169,8 @@ def test_following_as_json(tmp_path: Path) -> None:
     assert done.returncode == 0 and [json.loads(line)["state"] for line in done.stdout.splitlines()] == ["stopped"]
 
 
-def test_following_on_a_terminal_that_is_left_by_ctrl_c(tmp_path: Path) -> None:
-    """The lines are written over; SIGINT ends it with nothing more said, and exit status 0."""
+def test_following_on_a_terminal_until_ctrl_c(tmp_path: Path) -> None:
+    """Lines are overwritten; SIGINT ends it without further output and with exit status 0."""
     ours, theirs = pty.openpty()
     with running(tmp_path) as process:
         restored = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
@@ -189,7 +189,7 @@ def test_following_on_a_terminal_that_is_left_by_ctrl_c(tmp_path: Path) -> None:
     screens = seen.split("\x1b[J")[1:]
     assert all(screen.count("\n") == 4 and screen.endswith("\x1b[4F") for screen in screens[:-1]), "5 lines have room"
     assert max(len(line.rstrip("\r")) for line in screens[0].split("\n")) <= 60
-    with pytest.raises(OSError):  # the terminal has nothing left to give
+    with pytest.raises(OSError):  # no more lines fit on the terminal
         while left := os.read(ours, 10000):
             assert b"Traceback" not in left and b"Interrupt" not in left
     os.close(ours)

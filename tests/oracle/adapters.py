@@ -1,9 +1,9 @@
-"""Optimizer steps of adapters in dense float64: PEFT's own model on the base that the run had, quantised or not.
+"""Optimizer steps of adapters in dense float64: PEFT's model on the base model of a run, quantized or not.
 
-Nothing of the package is imported. The base is built in float64 from its weights; where the run had them in 4 or 8
-bits, from what bitsandbytes makes of them: packed as they are loaded, and unpacked again. The adapters are read by
-``PeftModel.from_pretrained``, the reference is a model of its own, gradients are autograd's, steps plain SGD. The
-sequences of a window are one batch, padded on the right: behind a causal attention no number of theirs depends on it.
+Nothing of the package is imported. The base model is built in float64 from its weights, which are packed and unpacked
+with bitsandbytes if the run had them in 4 or 8 bits. The adapters are loaded with ``PeftModel.from_pretrained``, the
+reference is a separate model, gradients are computed by autograd, and steps are plain SGD. The sequences of a window
+form one batch, padded on the right: with causal attention, padding does not affect any result.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Objective = tuple[Tensor, dict[str, float]]
 
 @dataclass(frozen=True)
 class Task:
-    """What is computed of a window.
+    """What is computed for a window.
 
     Attributes:
-        method: as trainers are called.
-        options: of ``oracle.dense``; None for SFT and rewards.
+        method: name of the method.
+        options: options of ``oracle.dense``; None for SFT and reward models.
         center: ``center_rewards_coefficient``.
     """
 
@@ -43,20 +43,20 @@ class Task:
 
     @property
     def classifies(self) -> bool:
-        """Whether the model has a score in the place of a head."""
+        """Return whether the model has a score head."""
         return self.method == "Reward"
 
 
 @dataclass
 class AdapterStep:
-    """What one step gives: numbers by name, and what it changes by the names of a saved adapter."""
+    """The result of a step: values by name, and the update by the names of a saved adapter."""
 
     metrics: dict[str, float]
     update: dict[str, Tensor]
 
 
 def dense_base(folder: str | Path, classifies: bool, bits: int | None = None) -> nn.Module:
-    """The model of a folder in float64, with the weights that it has when loaded in 4 (nested NF4) or 8 bits."""
+    """Load a model in float64, with the weights that it has after quantization to 4 (nested NF4) or 8 bits."""
     auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
     whole = auto.from_pretrained(folder, dtype=torch.float64)
     if bits is not None:
@@ -71,7 +71,7 @@ def dense_base(folder: str | Path, classifies: bool, bits: int | None = None) ->
 
 
 def quantization(bits: int) -> BitsAndBytesConfig:
-    """As the options of a run set it by default."""
+    """Return the default quantization of a run."""
     if bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
@@ -84,7 +84,7 @@ def quantization(bits: int) -> BitsAndBytesConfig:
 
 
 def unpacked(module: nn.Module) -> Tensor:
-    """The weight of a quantised layer in fp32."""
+    """Return the weight of a quantized layer in fp32."""
     weight: Any = module.weight
     if isinstance(module, bnb.nn.Linear4bit):
         return bnb.functional.dequantize_4bit(weight.data, weight.quant_state).float()
@@ -92,7 +92,7 @@ def unpacked(module: nn.Module) -> Tensor:
 
 
 def adapted(base: nn.Module, folder: str | Path) -> PeftModel:
-    """A copy of ``base`` with the adapters of ``folder``, all in float64, in ``eval`` mode."""
+    """Return a copy of ``base`` with the adapters of ``folder``, in float64 and evaluation mode."""
     model = PeftModel.from_pretrained(
         copy.deepcopy(base), str(folder), is_trainable=True, autocast_adapter_dtype=False
     )
@@ -100,7 +100,7 @@ def adapted(base: nn.Module, folder: str | Path) -> PeftModel:
 
 
 def saved(model: PeftModel) -> dict[str, Tensor]:
-    """The adapters' tensors as a folder names them."""
+    """Return the adapters' tensors by their names in a folder."""
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
     return {name: value.detach().clone() for name, value in state.items()}
 
@@ -108,15 +108,15 @@ def saved(model: PeftModel) -> dict[str, Tensor]:
 def steps_of(
     base: nn.Module, start: str | Path, windows: Sequence[Sequence[Row]], task: Task, rate: float, *, new: bool
 ) -> list[AdapterStep]:
-    """Every step of a run in float64.
+    """Compute every step of a run in float64.
 
     Args:
         base: the model without adapters.
-        start: the folder of the adapters before the first step.
-        windows: rows with token ids, in the order of the steps.
+        start: folder of the initial adapters.
+        windows: rows with token IDs, in the order of the steps.
         task: what is computed.
         rate: learning rate.
-        new: the adapters began with the run, so that the reference is ``base``; else it is a copy of them.
+        new: whether the adapters are newly initialized, so that the reference is ``base``; otherwise it is a copy.
     """
     policy = adapted(base, start)
     reference = base if new else adapted(base, start)
@@ -138,7 +138,7 @@ def steps_of(
 
 
 def summed_logps(model: nn.Module, sequences: Sequences) -> Tensor:
-    """(N,) the summed log-probs of completions, each after its prompt."""
+    """Return the (N,) summed log-probs of completions, each after its prompt."""
     logps, mask = completion_logps(model, sequences)
     return (logps * mask).sum(1)
 
@@ -149,7 +149,7 @@ def _batch(sequences: Sequences) -> Tensor:
 
 
 def completion_logps(model: nn.Module, sequences: Sequences) -> tuple[Tensor, Tensor]:
-    """(N, T - 1): the log-prob of each token after the first; 1 where it is of a completion."""
+    """Return (N, T - 1) log-probs of all tokens but the first, and a mask of completion tokens."""
     ids = _batch(sequences)
     mask = torch.zeros(ids.shape, dtype=torch.float64)
     for row, (prompt, completion) in enumerate(sequences):
@@ -164,7 +164,7 @@ def _sides(rows: Sequence[Row], side: str) -> Sequences:
 
 
 def _both(model: nn.Module, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """The summed log-probs of chosen and of rejected answers."""
+    """Return the summed log-probs of chosen and rejected completions."""
     good, bad = summed_logps(model, [*_sides(rows, "chosen"), *_sides(rows, "rejected")]).chunk(2)
     return good, bad
 
@@ -188,7 +188,7 @@ def _dpo(policy: nn.Module, reference: nn.Module, rows: Sequence[Row], task: Tas
     with torch.no_grad():
         fixed = _both(reference, rows)
     loss, metrics = dpo_objective(_both(policy, rows), fixed, task.options)
-    if task.method == "DPO":  # which says nothing of means over all sequences
+    if task.method == "DPO":  # which does not determine means over all sequences
         metrics = {name: value for name, value in metrics.items() if not name.startswith("objective/")}
     return loss, metrics
 
@@ -210,7 +210,7 @@ def _reward(policy: nn.Module, reference: nn.Module, rows: Sequence[Row], task: 
 
 
 def _rewards(policy: nn.Module, sequences: Sequences) -> Tensor:
-    """(N,): the score of the last hidden state of each sequence."""
+    """Return (N,) scores of the last hidden states."""
     model: Any = policy.get_base_model()
     ends = torch.tensor([len(prompt) + len(completion) - 1 for prompt, completion in sequences])
     with wide_maths():

@@ -1,10 +1,10 @@
-"""A dense float64 computation of one KTO, CPO or Online DPO optimizer step, to check the package's numbers against.
+"""A dense float64 implementation of one KTO, CPO or Online DPO optimizer step, to verify the package's results.
 
-It imports torch, transformers and the standard library, and nothing of the package: every formula is written down a
-second time, in the plainest form. One sequence at a time, no padding, the whole log-softmax of the model's own logits
-(soft-capping and scales included), the gradient by autograd, one step of plain SGD; no dropout, no balancing loss.
+It imports torch, transformers and the standard library, but nothing of the package: every formula is written a second
+time in its simplest form. One sequence at a time, no padding, the full log-softmax of the model's logits (including
+soft caps and scales), gradients by autograd, one step of plain SGD; no dropout, no load-balancing loss.
 
-Run, from ``tests/``: ``python -m oracle.dense --model DIR [--reference DIR] --rows IN.json --json OUT.json --updates
+Run it in ``tests/``: ``python -m oracle.dense --model DIR [--reference DIR] --rows IN.json --json OUT.json --updates
 OUT.safetensors``, with IN.json ``{"method": "kto" | "cpo" | "online_dpo", "options": {...}, "rows": [...]}``: see the
 option classes and ``*_window``.
 """
@@ -30,7 +30,7 @@ Scored = dict[str, list[Tensor]]
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Shared by all methods: a sequence's cut in tokens, the clipping threshold (None or 0: off), SGD's step."""
+    """Common options: maximum sequence length, gradient clipping threshold (None or 0: off), learning rate."""
 
     max_length: int | None = None
     max_grad_norm: float | None = None
@@ -39,7 +39,7 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class KTOOptions(StepOptions):
-    """KTO's options under their public names."""
+    """KTO's options with their public names."""
 
     loss_type: str = "kto"
     beta: float = 0.1
@@ -49,7 +49,7 @@ class KTOOptions(StepOptions):
 
 @dataclass(frozen=True)
 class CPOOptions(StepOptions):
-    """CPO's options under their public names; unset ``cpo_alpha`` and ``alpha`` depend on ``loss_type``."""
+    """CPO's options with their public names. The defaults of ``cpo_alpha`` and ``alpha`` depend on ``loss_type``."""
 
     loss_type: str = "sigmoid"
     beta: float = 0.1
@@ -71,7 +71,7 @@ class CPOOptions(StepOptions):
 
 @dataclass(frozen=True)
 class DPOOptions(StepOptions):
-    """DPO's options under their public names; ``beta`` is that of the epoch, ``means`` are per token and for IPO."""
+    """DPO's options with their public names. ``beta`` is the value for the epoch; ``means``: per token, for IPO."""
 
     loss_type: str = "sigmoid"
     beta: float = 0.1
@@ -82,10 +82,10 @@ class DPOOptions(StepOptions):
 def kto_objective(
     policy: Tensor, reference: Tensor, labels: Sequence[bool], mismatched: Tensor, options: KTOOptions
 ) -> tuple[Tensor, dict[str, float]]:
-    """One window's KTO (or APO-zero) loss and metrics.
+    """Compute the KTO (or APO-zero) loss and metrics of a window.
 
     ``policy``, ``reference`` (R,): summed log-probs of each row's own completion; ``mismatched`` (M,): policy minus
-    reference on the rows that have a partner. Metrics of a class without rows are left out.
+    reference for rows with a partner. Metrics of a class without rows are omitted.
     """
     if options.loss_type not in ("kto", "apo_zero_unpaired"):
         raise ValueError(f"loss_type {options.loss_type!r} is not kto or apo_zero_unpaired")
@@ -112,9 +112,9 @@ def kto_objective(
 def cpo_objective(
     chosen: Tensor, rejected: Tensor, lengths: tuple[Sequence[int], Sequence[int]], options: CPOOptions
 ) -> tuple[Tensor, dict[str, float]]:
-    """One window's CPO loss with its NLL term, and metrics, from summed log-probs (P,) and both lengths in tokens.
+    """Compute CPO loss, NLL term and metrics of a window from (P,) summed log-probs and lengths in tokens.
 
-    ``logps/*`` are what the loss works on: means over tokens for ``ipo``, ``simpo`` and ``alphapo``, sums otherwise.
+    ``logps/*`` are the inputs of the loss: means over tokens for ``ipo``, ``simpo`` and ``alphapo``, otherwise sums.
     """
     nll = -chosen.sum() / sum(lengths[0])
     if options.loss_type in ("ipo", "simpo", "alphapo"):
@@ -147,10 +147,10 @@ def dpo_objective(
     options: DPOOptions,
     lengths: tuple[list[int], list[int]] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """One window's DPO loss and metrics from summed log-probs, (P,) of the chosen and (P,) of the rejected answers.
+    """Compute the DPO loss and metrics of a window from (P,) summed log-probs of chosen and rejected completions.
 
-    IPO compares log-ratios per token where ``options.means`` is set and the answers' ``lengths`` are given.
-    ``objective/*`` are means over all 2P sequences, whichever side they are of; the rest are means over pairs.
+    IPO uses log-ratios per token if ``options.means`` is set and ``lengths`` are given. ``objective/*`` are means over
+    all 2P sequences of both sides; all other metrics are means over pairs.
     """
     if options.loss_type not in ("sigmoid", "hinge", "ipo"):
         raise ValueError(f"loss_type {options.loss_type!r} is not sigmoid, hinge or ipo")
@@ -184,7 +184,7 @@ def dpo_objective(
 
 
 def _preference(gap: Tensor, options: CPOOptions) -> Tensor:
-    """The preference loss (P,) of each pair, from the gap between its two scores."""
+    """Return the (P,) preference loss of each pair from the difference of its two scores."""
     if options.loss_type == "hinge":
         return torch.clamp(1 - options.beta * gap, min=0)
     if options.loss_type == "ipo":
@@ -200,7 +200,7 @@ def _preference(gap: Tensor, options: CPOOptions) -> Tensor:
 
 @dataclass
 class Step:
-    """What one optimizer step gives: numbers, per-token log-probs by kind of sequence, and the step itself by name."""
+    """The result of an optimizer step: values, per-token log-probs by kind of sequence, and the update by name."""
 
     loss: float
     metrics: dict[str, float]
@@ -215,10 +215,11 @@ class Step:
 def kto_window(
     policy: nn.Module, reference: nn.Module | None, rows: Sequence[Row], options: KTOOptions
 ) -> tuple[Tensor, dict[str, float], Scored]:
-    """Loss with its graph, metrics and log-probs of rows ``{prompt_ids, completion_ids, label, partner}``.
+    """Return the differentiable loss, metrics and log-probs of rows ``{prompt_ids, completion_ids, label, partner}``.
 
-    ``partner`` is the index of the row whose completion follows this row's prompt in the KL estimate, or None; where
-    the cut leaves nothing of it the row counts with a log-ratio of 0. Without a ``reference`` the policy itself is it.
+    ``partner`` is the index of the row whose completion follows this row's prompt in the KL estimate, or None. If
+    truncation removes it completely, the row counts with a log-ratio of 0. Without a ``reference``, the policy is
+    used.
     """
     base = policy if reference is None else reference
     own = [token_logps(policy, row["prompt_ids"], row["completion_ids"], options.max_length) for row in rows]
@@ -238,7 +239,7 @@ def kto_window(
 
 
 def cpo_window(policy: nn.Module, rows: Sequence[Row], options: CPOOptions) -> tuple[Tensor, dict[str, float], Scored]:
-    """Loss with its graph, metrics and log-probs of rows ``{prompt_ids, chosen_ids, rejected_ids}``."""
+    """Return the differentiable loss, metrics and log-probs of rows ``{prompt_ids, chosen_ids, rejected_ids}``."""
     scored: Scored = {
         kind: [token_logps(policy, row["prompt_ids"], row[f"{kind}_ids"], options.max_length) for row in rows]
         for kind in ("chosen", "rejected")
@@ -252,10 +253,10 @@ def cpo_window(policy: nn.Module, rows: Sequence[Row], options: CPOOptions) -> t
 def dpo_window(
     policy: nn.Module, reference: nn.Module | None, rows: Sequence[Row], options: DPOOptions
 ) -> tuple[Tensor, dict[str, float], Scored]:
-    """Loss with its graph, metrics and log-probs of rows ``{prompt_ids, chosen_ids, rejected_ids}``.
+    """Return the differentiable loss, metrics and log-probs of rows ``{prompt_ids, chosen_ids, rejected_ids}``.
 
-    Rows may have ``scores``, of the chosen and of the rejected answer: the rewards that the policy is after, less what
-    the distance to the reference costs, are then measured as well. Without a ``reference`` the policy itself is it.
+    Rows may have ``scores`` of the chosen and the rejected completion; the rewards minus the KL penalty are then
+    computed as well. Without a ``reference``, the policy is used.
     """
     base = policy if reference is None else reference
     sides = ("chosen", "rejected")
@@ -281,7 +282,10 @@ def _sums(sequences: Sequence[Tensor]) -> Tensor:
 def solve(
     model: Source, rows: Sequence[Row], options: KTOOptions | CPOOptions | DPOOptions, reference: Source | None = None
 ) -> Step:
-    """One SGD step on one window. Folders are loaded, live modules copied, in float64; a tied weight counts once."""
+    """Make one SGD step on a window.
+
+    Folders are loaded and live modules copied, in float64; a tied weight counts once.
+    """
     policy = load(model)
     if isinstance(options, CPOOptions):
         loss, metrics, scored = cpo_window(policy, rows, options)
@@ -307,7 +311,7 @@ METHODS = {"kto": KTOOptions, "cpo": CPOOptions, "online_dpo": DPOOptions}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the rows, take the step, write JSON and safetensors; print the metrics."""
+    """Read the rows, make the step, write JSON and safetensors, and print the metrics."""
     from safetensors.torch import save_file
 
     parser = argparse.ArgumentParser(description="A dense float64 optimizer step, independent of the package.")

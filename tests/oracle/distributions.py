@@ -1,4 +1,4 @@
-"""Entropy and mean logits of completion tokens, from the whole matrix of logits in float64."""
+"""Entropy and mean logits of completion tokens, from the full matrix of logits in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Sequences = Iterable[tuple[Sequence[int], Sequence[int]]]
 
 
 def sides_of(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[list[int], list[int]]]]:
-    """(prompt, completion) of the chosen and of the rejected answers of labelled rows or of pairs."""
+    """Return (prompt, completion) of the chosen and the rejected completions of labeled rows or pairs."""
     if "label" in rows[0]:
         named = [("chosen" if row["label"] else "rejected", row["prompt_ids"], row["completion_ids"]) for row in rows]
     else:
@@ -23,9 +23,9 @@ def sides_of(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[list[int], 
 
 @torch.no_grad()
 def distribution_metrics(model: nn.Module, rows: Sequence[dict[str, Any]], max_length: int | None) -> dict[str, float]:
-    """``entropy`` over all completion tokens, ``logits/chosen`` and ``logits/rejected`` over those of each side.
+    """Return ``entropy`` over all completion tokens, and ``logits/chosen`` and ``logits/rejected`` for each side.
 
-    ``objective/entropy`` is the mean over sequences of the sum over each one's tokens.
+    ``objective/entropy`` is the mean over sequences of the sum over their tokens.
     """
     sides = {name: _logits(model, sequences, max_length) for name, sequences in sides_of(rows).items()}
     both = torch.cat(list(sides.values()))
@@ -40,7 +40,7 @@ def distribution_metrics(model: nn.Module, rows: Sequence[dict[str, Any]], max_l
 
 
 def _logits(model: nn.Module, sequences: Sequences, max_length: int | None) -> Tensor:
-    """(N, V): what each completion token of all sequences is predicted from."""
+    """Return (N, V) logits from which the completion tokens of all sequences are predicted."""
     parts = []
     for prompt, completion in sequences:
         ids = [*prompt, *completion][:max_length]

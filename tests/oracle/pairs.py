@@ -1,4 +1,4 @@
-"""Which pairs a window of scored completions gives, and what is measured of them, in the plainest form."""
+"""The pairs of a window of scored completions and its metrics, in the simplest form."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REASONS = ("tied", "identical", "unscored", "failed")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A completion: token ids, text, whether it ended by EOS, and what a reward function said of it, if anything."""
+    """A completion: token IDs, text, whether it ended with EOS, and the scores of reward functions."""
 
     ids: tuple[int, ...]
     text: str
@@ -19,20 +19,20 @@ class Candidate:
     reward: float | None
 
     def score(self, penalty: float = 0.0) -> float | None:
-        """The reward, less the penalty of a completion that did not end."""
+        """The reward minus the penalty for a completion without EOS."""
         return None if self.reward is None else self.reward - (0.0 if self.ended else penalty)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and the completions in the order of their generation."""
+    """Token IDs, and completions in the order of generation."""
 
     ids: list[int]
     made: list[Candidate]
 
 
 def best_against_worst(prompt: Prompt, penalty: float) -> dict[str, Any] | str:
-    """The pair of a prompt as a row ``{prompt_ids, chosen_ids, rejected_ids, scores}``, or why there is none."""
+    """Return the pair of a prompt as a row ``{prompt_ids, chosen_ids, rejected_ids, scores}``, or the reason."""
     ranked = [(score, candidate) for candidate in prompt.made if (score := candidate.score(penalty)) is not None]
     if len(ranked) < 2:
         return "unscored"
@@ -50,9 +50,9 @@ def best_against_worst(prompt: Prompt, penalty: float) -> dict[str, Any] | str:
 
 
 def pairs_of(window: Sequence[Prompt], penalty: float = 0.0) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """The pairs of a window, in the order of its prompts, and the metrics of its completions.
+    """Return the pairs of a window in the order of its prompts, and the metrics of its completions.
 
-    Means are over completions, ``pairs/*`` over prompts; what has nothing to average is left out.
+    Means are over completions, ``pairs/*`` over prompts. Metrics without values are omitted.
     """
     found = [best_against_worst(prompt, penalty) for prompt in window]
     rows = [pair for pair in found if isinstance(pair, dict)]

@@ -1,9 +1,9 @@
-"""Models in dense float64, and the log-probs that they give: what the other computations of this folder stand on.
+"""Models in dense float64 and their log-probs, the basis of the other modules of this package.
 
-Casting by ``module.double()`` would not do: transformers computes norms, rotary angles and the attention's softmax in
-an explicit float32 whatever the weights are, which *narrows* a float64 model. :class:`WideMaths` turns such requests
-into float64, the modules' constants (rotary frequencies) are computed anew in float64, and :class:`OnlyFloat64` fails
-on any operation that still yields a narrower number.
+``module.double()`` is not sufficient: transformers computes norms, rotary angles and the attention's softmax in
+float32 regardless of the weights, which *narrows* a float64 model. :class:`WideMaths` converts such requests to
+float64, the modules' constants (rotary frequencies) are recomputed in float64, and :class:`OnlyFloat64` fails on any
+operation that still returns a narrower tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NARROWING = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
 class WideMaths(TorchFunctionMode):
-    """Wherever code asks torch for a 16- or 32-bit floating type, give it float64."""
+    """Replaces every 16- or 32-bit floating-point dtype requested from torch with float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _NARROWING:
@@ -37,7 +37,7 @@ class WideMaths(TorchFunctionMode):
 
 
 class OnlyFloat64(TorchDispatchMode):
-    """Fail on an operation, forward or backward, whose result is a floating tensor other than float64."""
+    """Fails on an operation, forward or backward, that returns a floating-point tensor other than float64."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -49,7 +49,7 @@ class OnlyFloat64(TorchDispatchMode):
 
 @contextmanager
 def wide_maths() -> Iterator[None]:
-    """Float64 as the default type and in the place of every narrower request, checked operation by operation."""
+    """Use float64 as the default dtype and for every narrower request, and check every operation."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -60,10 +60,10 @@ def wide_maths() -> Iterator[None]:
 
 
 def widen(module: nn.Module) -> nn.Module:
-    """A float64 copy of a live model in ``eval`` mode; the original is not touched.
+    """Return a float64 copy of a live model in evaluation mode.
 
-    A transformers model is built again from its configuration, so that its constants are float64 from the start, and
-    then given the weights; any other module is copied and cast (its buffers keep the precision they were made with).
+    A transformers model is rebuilt from its configuration, so that its constants are computed in float64, and then
+    gets the weights. Any other module is copied and cast; its buffers keep the precision in which they were created.
     """
     if not isinstance(module, PreTrainedModel):
         return copy.deepcopy(module).double().eval()
@@ -84,7 +84,7 @@ def widen(module: nn.Module) -> nn.Module:
 
 
 def load(source: Source) -> nn.Module:
-    """The float64 model of a Hugging Face folder, or of a live module (see :func:`widen`)."""
+    """Load the float64 model of a Hugging Face folder or of a live module (see :func:`widen`)."""
     if isinstance(source, nn.Module):
         return widen(source)
     return widen(AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float64))
@@ -97,9 +97,9 @@ def _wide(value: Any) -> Any:
 def token_logps(
     model: nn.Module, prompt_ids: Sequence[int], completion_ids: Sequence[int], max_length: int | None = None
 ) -> Tensor:
-    """Log-probs (n,) of the completion tokens, given everything before each, after cutting the sequence at the end.
+    """Return (n,) log-probs of the completion tokens after truncating the sequence at the end.
 
-    A token without anything before it (empty prompt, no BOS) has no probability and is not counted.
+    A token without context (empty prompt, no BOS) has no probability and is not counted.
     """
     ids = [*prompt_ids, *completion_ids][:max_length]
     first = max(len(prompt_ids), 1)

@@ -1,4 +1,4 @@
-"""The adapters that a run asks for, tried on a model without weights."""
+"""Planning of a run's adapters on a model without weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def planned(
     path: str | None = "some/model",
     **options: Any,
 ) -> Adapters | None:
-    """What is planned for a tiny model."""
+    """Return the plan for a tiny model."""
     own = tiny_config(kind) if isinstance(kind, str) else kind
     own.num_labels = 1
     if config is None and live is None and "adapter_name_or_path" not in options:
@@ -52,7 +52,7 @@ def planned(
 
 
 def of(found: Adapters | None) -> Any:
-    """The configuration of what was planned."""
+    """Return the configuration of a plan."""
     assert found is not None
     return found.config
 
@@ -92,8 +92,8 @@ def test_the_options_become_a_configuration() -> None:
     assert of(planned(lora_target_modules=r".*\.(q|v)_proj")).target_modules == r".*\.(q|v)_proj"
 
 
-def test_what_trains_is_counted() -> None:
-    """Every q_proj of 32 x 32 gets 2 x 4 x 32 parameters; the saved head is a copy of its own."""
+def test_trainable_parameters_are_counted() -> None:
+    """Every q_proj of 32 x 32 gets 2 x 4 x 32 parameters; the saved head is a separate copy."""
     found = planned(lora_r=4, lora_target_modules="q_proj", lora_modules_to_save=["lm_head"])
     whole = AutoModelForCausalLM.from_config(tiny_config("untied"))
     head = whole.get_output_embeddings().weight.numel()
@@ -102,13 +102,13 @@ def test_what_trains_is_counted() -> None:
     assert f"{found.trained:,} of {found.total:,}" in found.describe()
 
 
-def test_a_classifier_trains_and_keeps_its_score() -> None:
+def test_the_score_of_a_classifier_is_trained_and_saved() -> None:
     found = planned("tied", task=REWARD_MODEL)
     assert of(found).modules_to_save == ["score"] and of(found).task_type == "SEQ_CLS"
     assert sorted(of(found).target_modules) == LINEAR
 
 
-def test_routers_are_left_out_and_experts_reported() -> None:
+def test_routers_are_excluded_and_experts_reported() -> None:
     found = planned("moe")
     assert sorted(of(found).target_modules) == ATTENTION
     assert found is not None and "down_proj, gate_up_proj) get no adapters;" in found.notes[0]
@@ -124,7 +124,7 @@ def test_a_tied_head_that_is_trained_is_reported() -> None:
     assert other is not None and other.notes == ()
 
 
-def test_the_whole_model_is_trained_where_nothing_is_asked() -> None:
+def test_the_full_model_is_trained_by_default() -> None:
     assert planned(use_peft=False) is None
 
 
@@ -173,18 +173,18 @@ def test_a_configuration_and_use_peft_together() -> None:
     assert of(planned(config=LoraConfig(r=3), use_peft=True)).r == 3
 
 
-def test_a_given_configuration_is_not_changed() -> None:
+def test_the_users_configuration_is_not_modified() -> None:
     config = LoraConfig(target_modules=None)
     planned(config=config)
     assert config.target_modules is None and config.task_type is None
 
 
-# Adapters that are there already ------------------------------------------------------------------------------------
+# Existing adapters --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder with one of an adapter inside."""
+    """A folder with a model and a trained adapter."""
     folder = tmp_path_factory.mktemp("models")
     model = AutoModelForCausalLM.from_pretrained(make_model(folder, "untied"))
     torch.manual_seed(1)

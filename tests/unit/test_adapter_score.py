@@ -1,4 +1,4 @@
-"""The head of a reward model beside adapters, and names in a PEFT configuration that the model does not have."""
+"""The head of a reward model with adapters, and names in a PEFT configuration that the model does not have."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def planned(given: Any, path: str | None = None, live: Any = None, **more: Any) 
 
 
 def summary(found: Adapters) -> tuple[str, bool, str]:
-    """How the head is trained, whether it is saved as it is, and a part of what the user is told."""
+    """Return how the head is trained, whether it is saved unchanged, and part of the message."""
     targets = found.config.target_modules
     way = "whole" if "score" in (found.config.modules_to_save or ()) else "lora" if "score" in targets else "frozen"
     said = re.search("is frozen|is trained with the adapters|saved with the adapters|random", " ".join(found.notes))
@@ -77,18 +77,18 @@ GIVEN: dict[str, dict[str, Any]] = {
         ("linear", ("lora", False, ""), ("whole", False, "is trained with the adapters")),
     ],
 )
-def test_the_head_beside_new_adapters(given: str, of_head: Any, of_none: Any, folders: dict[str, str]) -> None:
+def test_the_head_with_new_adapters(given: str, of_head: Any, of_none: Any, folders: dict[str, str]) -> None:
     for kind, expected in (("head", of_head), ("none", of_none)):
         found = planned(LoraConfig(**GIVEN[given]), folders[kind])
         assert summary(found) == expected, kind
         assert found.config.task_type == ("SEQ_CLS" if expected[0] == "whole" else None)
 
 
-def test_by_the_options_the_head_is_trained(folders: dict[str, str]) -> None:
+def test_options_train_the_head(folders: dict[str, str]) -> None:
     assert summary(planned(None, folders["head"], options={"use_peft": True})) == ("whole", False, "")
 
 
-def test_the_head_beside_adapters_of_a_live_model(folders: dict[str, str]) -> None:
+def test_the_head_with_adapters_of_a_live_model(folders: dict[str, str]) -> None:
     for kind, given, expected in (
         ("head", "no name", ("frozen", False, "is frozen")),
         ("head", "task", ("whole", False, "")),
@@ -102,8 +102,8 @@ def test_the_head_beside_adapters_of_a_live_model(folders: dict[str, str]) -> No
         assert summary(planned(None, live=get_peft_model(model, given_config))) == expected, (kind, given)
 
 
-def test_what_a_checkpoint_holds(folders: dict[str, str], tmp_path: Path) -> None:
-    """A head is the checkpoint's by its name in the weights, and of a live model by its values."""
+def test_whether_a_checkpoint_contains_the_head(folders: dict[str, str], tmp_path: Path) -> None:
+    """A head belongs to the checkpoint by name in the weights; for a live model, by its values."""
     assert in_checkpoint(source(folders["head"])) and not in_checkpoint(source(folders["none"]))
     live = AutoModelForSequenceClassification.from_pretrained(folders["head"], dtype=torch.bfloat16)
     assert in_checkpoint(source(live=live))
@@ -120,7 +120,7 @@ def test_what_a_checkpoint_holds(folders: dict[str, str], tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_in_the_cache_of_the_hub(folders: dict[str, str], tmp_path: Path) -> None:
-    """In shards; its configuration says that it classifies, and one revision has no head."""
+    """Sharded; its configuration is a classifier's, and one revision has no head."""
     state = load_file(Path(folders["head"]) / "model.safetensors")
     repository = tmp_path / "models--some--where"
     (repository / "refs").mkdir(parents=True)
@@ -141,7 +141,7 @@ def test_a_checkpoint_in_the_cache_of_the_hub(folders: dict[str, str], tmp_path:
 
 
 def test_names_that_the_model_does_not_have(folders: dict[str, str]) -> None:
-    """PEFT lets them be as long as one is there; an option does not."""
+    """PEFT ignores them if at least one name exists; for options they are an error."""
     given = LoraConfig(target_modules=["q_proj", "gate", "w1"], modules_to_save=["classifier", "score"])
     found = planned(given, folders["head"])
     assert (found.config.target_modules, found.config.modules_to_save) == (["q_proj"], ["score"])
@@ -153,7 +153,7 @@ def test_names_that_the_model_does_not_have(folders: dict[str, str]) -> None:
         planned(None, folders["head"], options={"use_peft": True, "lora_target_modules": ["q_proj", "w1"]})
 
 
-def test_targets_of_experts_that_are_fused_now() -> None:
+def test_targets_of_fused_experts() -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = Qwen3MoeConfig(vocab_size=32, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2, **sizes)
     given = LoraConfig(r=3, target_modules=["gate_proj", "up_proj", "down_proj", "score"])

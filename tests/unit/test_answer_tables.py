@@ -189,6 +189,6 @@ def test_the_callback(run: Any) -> None:
 def test_refused_arguments() -> None:
     with pytest.raises(OptionError, match="WinRateCallback: not supported"):
         WinRateCallback(judge=None, trainer=None)
-    with pytest.raises(OptionError, match="a reward model scores answers and writes none"):
+    with pytest.raises(OptionError, match="a reward model does not generate completions"):
         RewardConfig(output_dir="x", generate_during_eval=True)
     assert CompletionTable(None).state_dict()["bytes"] == 0

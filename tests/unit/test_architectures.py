@@ -1,4 +1,4 @@
-"""Types of causal language models that compute their logits in ways of their own: exact, or refused by name."""
+"""Types of causal language models with unusual logits: exact, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tools.architectures.table import PAGE, page, row
 from tools.architectures.tiny import TRANSFORMS, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
-# Logits scaled or capped by other names, hidden states in another place, configurations that differ by layer.
+# Logits scaled or capped by other names, hidden states elsewhere, configurations that differ by layer.
 SAMPLE = ("gemma3n_text", "gemma4_text", "llama4", "mpt", "recurrent_gemma", "xlstm")
 CAPPED = {"gemma2": "final_logit_softcapping", "recurrent_gemma": "logits_soft_cap", "xlstm": "output_logit_soft_cap"}
 
@@ -37,7 +37,7 @@ def test_log_probs_and_gradients_are_those_of_the_models_own_logits(model_type: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", types())
-def test_every_type_is_exact_or_refused_by_name(model_type: str) -> None:
+def test_every_type_is_exact_or_refused_with_a_reason(model_type: str) -> None:
     result = examine(model_type)
     assert result.good, row(result)
     written = PAGE.read_text(encoding="utf-8")
@@ -51,7 +51,7 @@ def test_the_page_has_every_type() -> None:
 
 
 def model_with_cap(model_type: str, cap: float, gain: float) -> PreTrainedModel:
-    """A model whose logits are as large as ``gain`` makes them, capped at ``cap``."""
+    """A model whose logits have a magnitude of ``gain`` and are capped at ``cap``."""
     config = tiny_config(model_type)
     setattr(config, CAPPED[model_type], cap)
     torch.manual_seed(0)
@@ -65,9 +65,9 @@ def model_with_cap(model_type: str, cap: float, gain: float) -> PreTrainedModel:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_type", CAPPED)
-def test_the_check_finds_a_cap_that_is_missing(model_type: str, dtype: torch.dtype) -> None:
-    """And nothing else: with the cap the same model passes, rounding included."""
-    # Caps are about as large as the logits, however small these are: an absolute tolerance lets all of them pass.
+def test_the_check_detects_a_missing_cap(model_type: str, dtype: torch.dtype) -> None:
+    """With the cap, the same model passes, including rounding."""
+    # Caps are about as large as the logits, however small these are: an absolute tolerance would accept all of them.
     model = model_with_cap(model_type, 1.0, 1.0).to(dtype)
     size = float(model(input_ids=torch.arange(2, 10)[None], use_cache=False).logits.detach().abs().max())
     assert size < 1.0
@@ -81,8 +81,8 @@ def test_the_check_finds_a_cap_that_is_missing(model_type: str, dtype: torch.dty
         check_scorer(scorer, CPU)
 
 
-def test_a_cap_of_thirty_is_found_where_logits_are_small() -> None:
-    """Of logits around 3 it changes 0.01, less than the absolute tolerance of 0.01 that was there."""
+def test_the_check_detects_a_cap_of_thirty_with_small_logits() -> None:
+    """It changes logits of about 3 by 0.01, less than a former absolute tolerance."""
     model = model_with_cap("recurrent_gemma", 30.0, 3.0)
     scorer = CompletionScorer(model)
     check_scorer(scorer, CPU)
@@ -101,22 +101,22 @@ def test_rounding_passes_the_check(model_type: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("gain", [0.0, 1e-4])
-def test_logits_that_are_next_to_nothing_pass_the_check(gain: float) -> None:
-    """A head of zeros too: its log-probs are the logarithm of the vocabulary's size, and round."""
+def test_tiny_logits_pass_the_check(gain: float) -> None:
+    """Also a zero head: its log-probs are the negative logarithm of the vocabulary size, with rounding."""
     model = tiny_model("llama")
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(gain)
     check_scorer(CompletionScorer(model), CPU)
 
 
-def test_what_the_head_says_is_not_taken_for_the_models_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_head_is_not_reported_as_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIGNMENT_HEAD_TILES", "tritn")
     with pytest.raises(OptionError, match="^ALIGNMENT_HEAD_TILES=tritn: expected one of"):
         check_scorer(CompletionScorer(tiny_model("llama")), CPU)
 
 
-def test_a_model_that_sees_what_follows_is_refused() -> None:
-    torch.manual_seed(0)  # one whose attention hardly matters: logits change by a thousandth of the largest
+def test_a_model_without_causal_attention_is_refused() -> None:
+    torch.manual_seed(0)  # a model with weak attention: logits change by a thousandth of the largest
     config = XLMConfig(vocab_size=97, emb_dim=32, n_layers=1, n_heads=4, max_position_embeddings=64)
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ModelError, match=r"XLMWithLMHeadModel \(xlm\) is not causal: its logits change by "):
@@ -141,7 +141,7 @@ def test_a_model_that_cannot_be_called_is_refused() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["bert", "xlnet", "reformer"])
-def test_a_type_is_refused_before_weights_are_looked_at(model_type: str, tmp_path: Path) -> None:
+def test_a_type_is_refused_before_weights_are_checked(model_type: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(ModelError, match=f"is a {model_type} model, which is not supported: ") as caught:
         read_config(str(tmp_path), key="model_name_or_path", trust_remote_code=False)
@@ -178,15 +178,15 @@ def test_the_page_of_results() -> None:
     refused = Result("c", "CModel", "its reason")
     assert (good.good, bad.good, refused.good, refused.exact) == (True, False, True, False)
     text = page([good, bad, refused])
-    assert "3 in all: 1 are exact, 1 are\nrefused" in text
+    assert "All 3 types" in text and "1 are exact, 1 are refused\n" in text
     assert text.endswith(
         "| a | AModel | exact | 1e-07 | 2e-07 |  |\n| b | AModel | **differs** | 1e-07 | 1e+00 |  |\n"
         "| c | CModel | refused | | | its reason |\n"
     )
 
 
-def test_what_a_completion_takes_where_layers_differ() -> None:
-    """Gemma 4's last layer has heads of another size; Gemma 3n's layers have widths of their own."""
+def test_memory_of_a_completion_if_layers_differ() -> None:
+    """Gemma 4's last layer has heads of another size; Gemma 3n's layers have different widths."""
     gemma4, gemma3n = tiny_model("gemma4_text"), tiny_config("gemma3n_text")
     heads = [layer.head_dim for layer in gemma4.config.per_layer_config]
     assert heads == [8, 8, 8, 16]
@@ -197,8 +197,8 @@ def test_what_a_completion_takes_where_layers_differ() -> None:
     assert completion_bytes(model, 10) == 10 * 4 * (4 * 2 * 2 * 8 + 6 * 32 + 3 * 96) + vectors
 
 
-def test_the_check_finds_a_cap_that_hardly_shows() -> None:
-    """It changes the least likely token alone, which no sum of probabilities shows, and no token that follows is."""
+def test_the_check_detects_a_cap_with_a_small_effect() -> None:
+    """It only changes the least likely token, which neither affects a sum of probabilities nor is a next token."""
     model = tiny_model("gemma2")
     model.config.final_logit_softcapping = 30.0
     scorer = CompletionScorer(model)

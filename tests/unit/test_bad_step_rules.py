@@ -184,7 +184,7 @@ def test_without_a_checkpoint_only_the_window_is_skipped(tmp_path: Path) -> None
         ({"retry_pause": -0.5}, "retry_pause=-0.5: must be at least 0"),
         ({"hang_timeout": 0}, "hang_timeout=0.0: must be greater than 0"),
         ({"hang_timeout_first": -1}, "hang_timeout_first=-1.0: must be greater than 0"),
-        ({"hang_timeout_first": 60}, "hang_timeout_first=60.0: has no effect below hang_timeout=600.0"),
+        ({"hang_timeout_first": 60}, "hang_timeout_first=60.0: must be at least hang_timeout=600.0"),
         ({"retries": 0, "retry_pause": 9}, "retry_pause=9.0: has no effect with retries=0"),
         ({"hang_factor": 0}, "hang_factor=0.0: must be greater than 0"),
         ({"peer_timeout": 0}, "peer_timeout=0.0: must be greater than 0"),

@@ -1,4 +1,4 @@
-"""From planned rows to tensors: every position, target and segment checked by eye."""
+"""Collation of planned rows: every position, target and segment is checked manually."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def planned(*shares: MicroBatch, longest: int = 9, longest_mismatched: int = 4) 
 
 
 def tensors(batch: Any) -> dict[str, Any]:
-    """Every leaf of a batch as plain Python."""
+    """Convert a batch to plain Python values."""
     found: dict[str, Any] = {}
     for field in fields(batch):
         value = getattr(batch, field.name)
@@ -74,7 +74,7 @@ def tensors(batch: Any) -> dict[str, Any]:
     return found
 
 
-def test_collate_by_eye() -> None:
+def test_collate_a_small_batch() -> None:
     batch = collate([([1, 2], [3, 4, 5]), ([6], [7])], longest=6)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
@@ -99,7 +99,7 @@ def test_every_target_follows_its_position() -> None:
         assert batch.input_ids[number][batch.attention_mask[number] == 1].tolist() == [*prompt, *completion]
 
 
-def test_no_sequence_is_a_dummy_token_that_nothing_scores() -> None:
+def test_an_empty_batch_is_an_unscored_dummy_token() -> None:
     batch = collate([], longest=8)
     assert batch.input_ids.tolist() == batch.attention_mask.flatten()[None].sub(1).tolist() == [[0]]
     for part in (batch.positions, batch.targets, batch.segments, batch.lengths):
@@ -107,15 +107,15 @@ def test_no_sequence_is_a_dummy_token_that_nothing_scores() -> None:
     assert batch.longest == 8
 
 
-def test_a_completion_cut_to_nothing_keeps_its_sequence() -> None:
+def test_an_empty_completion_keeps_its_sequence() -> None:
     batch = collate([([1, 2], []), ([3], [4])], longest=1)
     assert (batch.lengths.tolist(), batch.segments.tolist(), batch.positions.tolist()) == ([0, 1], [1], [2])
 
 
-def test_ends_are_the_last_tokens_wherever_rows_stand() -> None:
+def test_ends_are_the_last_tokens_for_any_row_order() -> None:
     sequences = [([1], [2, 3]), (list(range(10, 700)), [700, 701]), ([4, 5], [6])]
     batch = collate(sequences, longest=9)
-    assert len(batch.blocks) == 2  # the rows are no longer in the order of the sequences
+    assert len(batch.blocks) == 2  # the rows are not in the order of the sequences
     found = ends(batch)
     assert found.targets.tolist() == found.input_ids.flatten()[found.positions].tolist() == [3, 701, 6]
     last = [int(batch.attention_mask[p // batch.input_ids.shape[1]].sum()) - 1 for p in found.positions.tolist()]
@@ -143,7 +143,7 @@ def test_unpaired_rows_with_partners() -> None:
         [40, 41, 42, 43, 44, 45],
         [10, 11, 12, 13, 14, 0],
     ]
-    # Row 1 has room for three tokens of row 0's answer; row 3 has no partner; row 0 has room for two of row 3's.
+    # Row 1 has space for three tokens of row 0's completion; row 3 has no partner; row 0 has space for two of row 3's.
     assert batch.mismatched.input_ids.tolist() == [[20, 12, 13, 14], [10, 11, 42, 43]]
     assert batch.mismatched.targets.tolist() == [12, 13, 14, 42, 43]
     assert (batch.matched.longest, batch.mismatched.longest, batch.joint.longest) == (9, 4, 13)
@@ -164,7 +164,7 @@ def test_joint_is_matched_then_mismatched() -> None:
     ]
 
 
-def test_pairs_have_the_chosen_answers_first() -> None:
+def test_pairs_have_the_chosen_completions_first() -> None:
     table = row_table(PAIRED, ("chosen_ids", "rejected_ids"), None)
     batch = collate_preference(PAIRED, table, planned(MicroBatch((1, 0), (-1, -1))), 0, 0)
     assert batch.rows == (1, 0)
@@ -185,7 +185,7 @@ def test_pairs_with_margins() -> None:
     assert tensors(collate_preference_margin(data, table, plan, 0, 1))["margins"] == ("torch.float32", [])
 
 
-def test_pairs_given_as_ids_are_those_of_a_dataset() -> None:
+def test_pairs_of_ids_equal_those_of_a_dataset() -> None:
     table = row_table(PAIRED, ("chosen_ids", "rejected_ids"), None)
     own = collate_preference(PAIRED, table, planned(MicroBatch((1, 0), (-1, -1))), 0, 0)
     given = collate_preference_ids((1, 0), [([20], [21], [22, 23, 24]), ((10, 11), (12, 13), (14,))], 9)
@@ -211,7 +211,7 @@ def test_prompts_are_planned_by_their_own_length() -> None:
     assert sorted(rows) == [0, 1, 2, 3]
 
 
-def test_prompts_are_given_as_ids() -> None:
+def test_prompts_are_collated_as_ids() -> None:
     plan = planned(MicroBatch((2, 0), (-1, -1)), MicroBatch((), ()))
     table = row_table(PROMPTS, (), None)
     assert collate_prompts(PROMPTS, table, plan, 0, 0) == PromptBatch((2, 0), ((4, 5, 6), (1, 2)))
@@ -260,7 +260,7 @@ def micro_batches(table: RowTable, plan: WindowPlan) -> MicroBatches:
     return MicroBatches(collate_unpaired, UNPAIRED, table, plan, 0)
 
 
-def test_micro_batches_are_collated_anew() -> None:
+def test_micro_batches_are_collated_on_access() -> None:
     table = row_table(UNPAIRED, ("completion_ids",), None)
     sampler = WindowSampler(table, world_size=1, batch_size=1, accumulation=3, seed=0, draw_partners=True)
     batches = micro_batches(table, sampler.plan(0, 0))
@@ -272,7 +272,7 @@ def test_micro_batches_are_collated_anew() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_loader_gives_the_same_windows_with_and_without_workers(rank: int) -> None:
+def test_a_loader_returns_the_same_windows_with_and_without_workers(rank: int) -> None:
     rows = UNPAIRED.select([i % 4 for i in range(13)])
     table = row_table(rows, ("completion_ids",), 6)
     sampler = WindowSampler(table, world_size=2, batch_size=2, accumulation=1, seed=3, draw_partners=True)

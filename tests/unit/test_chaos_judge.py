@@ -1,4 +1,4 @@
-"""The judge of killed runs sees what it is there to see; plans repeat, and a record continues."""
+"""The judge of killed runs detects problems; plans are reproducible, and a record continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools.chaos.run import Attempted
 
 
 def checkpoint(output_dir: Path, step: int, best: int) -> Path:
-    """A whole checkpoint of two files."""
+    """A complete checkpoint with two files."""
     folder = output_dir / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     save_file({"weight": torch.full((4,), float(step))}, folder / "model.safetensors")
@@ -34,7 +34,7 @@ def checkpoint(output_dir: Path, step: int, best: int) -> Path:
 
 
 def finished(output_dir: Path, *, resumed: tuple[int, ...] = (), steps: int = 4) -> Path:
-    """A run that logged every step, was resumed after some, and has ended."""
+    """A finished run that logged every step and was resumed after some of them."""
     checkpoint(output_dir, steps, steps)
     save_file({"weight": torch.ones(4)}, output_dir / "model.safetensors")
     records: list[dict[str, Any]] = [{"event": "start", "run": str(output_dir), "method": "kto"}]
@@ -61,13 +61,13 @@ def flip(path: Path) -> None:
 
 HARM = {
     "a cut file": (lambda folder: cut(folder / "model.safetensors"), "bytes"),
-    "a flipped bit": (lambda folder: flip(folder / "model.safetensors"), "not what the manifest says"),
+    "a flipped bit": (lambda folder: flip(folder / "model.safetensors"), "does not match the manifest"),
     "a missing file": (lambda folder: (folder / "model.safetensors").unlink(), "missing"),
     "a file too many": (lambda folder: (folder / "more.json").write_text("{}"), "not in the manifest"),
-    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "no manifest"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "the manifest is missing"),
     "another step": (lambda folder: folder.rename(folder.with_name("checkpoint-5")), "of step 4"),
     "no best": (lambda folder: shutil.rmtree(folder.with_name("checkpoint-2")), "best checkpoint"),
-    "a torn line": (lambda folder: (folder.parent / "log.jsonl").write_text('{"a"\n{}\n'), "line 1: torn"),
+    "a truncated line": (lambda folder: (folder.parent / "log.jsonl").write_text('{"a"\n{}\n'), "line 1: truncated"),
     "half a JSON": (lambda folder: (folder.parent / "options.json").write_text('{"a"'), "half-written"),
     "half a model": (lambda folder: (folder.parent / "model.safetensors").write_bytes(b"12345678"), "half-written"),
     "moved aside": (lambda folder: (folder.parent / "previous-1").mkdir(), "moved aside"),
@@ -75,11 +75,11 @@ HARM = {
 
 
 @pytest.mark.parametrize("harm", HARM)
-def test_harm_is_seen(tmp_path: Path, harm: str) -> None:
+def test_damage_is_detected(tmp_path: Path, harm: str) -> None:
     for step in (2, 4):
         checkpoint(tmp_path, step, 2)
     (tmp_path / ".checkpoint-6.partial").mkdir()
-    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"st')  # a kill tears the last line
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"st')  # a kill truncates the last line
     assert look(tmp_path) == Look((2, 4))
     act, said = HARM[harm]
     act(tmp_path / "checkpoint-4")
@@ -100,12 +100,12 @@ def test_harm_is_seen(tmp_path: Path, harm: str) -> None:
         ((), (2,), 0),
     ],
 )
-def test_checkpoints_that_are_gone(before: tuple[int, ...], after: tuple[int, ...], count: int) -> None:
+def test_deleted_checkpoints(before: tuple[int, ...], after: tuple[int, ...], count: int) -> None:
     assert len(lost(Look(before), Look(after), 2)) == count
 
 
 ENDS = {
-    "other weights": (lambda folder: flip(folder / "model.safetensors"), "other bytes"),
+    "other weights": (lambda folder: flip(folder / "model.safetensors"), "the content differs"),
     "a step twice": (lambda folder: repeat(folder / "log.jsonl"), "step 3 after step 4"),
     "a step missing": (lambda folder: leave_out(folder / "log.jsonl"), "records, 5 expected"),
     "another number": (lambda folder: replace(folder / "log.jsonl", "0.5", "0.6"), "number 3 is"),
@@ -137,7 +137,7 @@ def replace(path: Path, old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize("difference", ENDS)
-def test_a_difference_at_the_end_is_seen(tmp_path: Path, difference: str) -> None:
+def test_a_difference_in_the_result_is_detected(tmp_path: Path, difference: str) -> None:
     reference, run = finished(tmp_path / "reference"), finished(tmp_path / "run", resumed=(2,))
     assert compare(run, reference, [2]) == []
     act, said = ENDS[difference]
@@ -145,7 +145,7 @@ def test_a_difference_at_the_end_is_seen(tmp_path: Path, difference: str) -> Non
     assert any(said in problem for problem in compare(run, reference, [2])), compare(run, reference, [2])
 
 
-def test_resumes_that_leave_no_checkpoint_leave_no_line() -> None:
+def test_resumes_without_a_checkpoint_are_not_in_the_log() -> None:
     lineage = Lineage()
     assert lineage.attempt(Look(), Look((2, 4))) == ()
     assert lineage.attempt(Look((2, 4)), Look((2, 4))) == (4,)
@@ -172,7 +172,7 @@ def test_paths_have_names_without_numbers(path: str, expected: str | None) -> No
     assert kind(f"/out/{path}", "/out") == expected
 
 
-def test_plans_repeat_and_come_to_every_point() -> None:
+def test_plans_are_reproducible_and_reach_every_point() -> None:
     chains = [drawn(5, number) for number in range(200)]
     assert chains == [drawn(5, number) for number in range(200)] != [drawn(6, number) for number in range(200)]
     kills = [kill for chain in chains for kill in chain.kills]
@@ -181,7 +181,7 @@ def test_plans_repeat_and_come_to_every_point() -> None:
     assert not any(POINTS[chain.kills[0].point].resumed for chain in chains if chain.kills[0].point)
 
 
-def test_a_record_continues_without_chains_that_were_cut_off(tmp_path: Path) -> None:
+def test_a_record_continues_without_unfinished_chains(tmp_path: Path) -> None:
     def attempted(chain: str, problems: tuple[str, ...] = ()) -> Attempted:
         return Attempted(chain, "kto", 1, "rank 0 …", "random", "save", True, 0, 1.5, problems)
 

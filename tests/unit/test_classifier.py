@@ -1,4 +1,4 @@
-"""Sequence classifiers as scorers: against transformers' own forward, new heads, what is refused."""
+"""Sequence classifiers as scorers: comparison with transformers' forward pass, new heads, unsupported models."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ SEQUENCES = [[3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 1], [1], [13, 14, 15, 16, 17, 1
 
 
 def made(config: Any) -> PreTrainedModel:
-    """A random classifier with one label whose scores differ from each other."""
+    """A random classifier with one label and distinct scores."""
     torch.manual_seed(3)
     config.num_labels = 1
     model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config).eval()
@@ -77,12 +77,12 @@ def made(config: Any) -> PreTrainedModel:
 
 
 def alone(model: PreTrainedModel, sequences: list[list[int]]) -> Tensor:
-    """transformers' own score of each sequence on its own, (S,), with gradient."""
+    """Return transformers' (S,) scores of each sequence on its own, differentiable."""
     return torch.cat([model(input_ids=torch.tensor([ids])).logits[:, 0] for ids in sequences])
 
 
 def batched(scorer: Any, sequences: list[list[int]], blocks: bool = False) -> Tensor:
-    """What a scorer makes of all of them as one padded batch, (S,)."""
+    """Return a scorer's (S,) scores of all sequences in one padded batch."""
     batch = ends(collate([(ids[:-1], ids[-1:]) for ids in sequences], len(sequences)))
     widths = batch.attention_mask.sum(1).tolist()
     return scorer(
@@ -120,7 +120,7 @@ def test_a_decoder_scores_last_tokens_as_transformers_does(name: str) -> None:
     check_reward_scorer(scorer, torch.device("cpu"))
 
 
-def test_the_end_of_sequence_token_is_scored_where_it_is_also_the_pad_token() -> None:
+def test_the_end_of_sequence_token_is_scored_even_if_it_is_the_pad_token() -> None:
     model = made(tiny_config("untied"))
     expected = alone(model, SEQUENCES).detach()
     model.config.pad_token_id = model.config.eos_token_id
@@ -131,7 +131,7 @@ def test_the_end_of_sequence_token_is_scored_where_it_is_also_the_pad_token() ->
     check_reward_scorer(scorer, torch.device("cpu"))
 
 
-def test_scores_of_a_16_bit_model_are_no_coarser_than_fp32() -> None:
+def test_scores_of_a_16_bit_model_have_fp32_precision() -> None:
     model = made(tiny_config("untied")).to(torch.bfloat16)
     with torch.no_grad():
         states = model.model(input_ids=torch.tensor([SEQUENCES[1]])).last_hidden_state[0].double()
@@ -143,7 +143,7 @@ def test_scores_of_a_16_bit_model_are_no_coarser_than_fp32() -> None:
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_an_encoder_is_scored_by_its_own_forward(name: str) -> None:
+def test_an_encoder_is_scored_by_its_own_forward_pass(name: str) -> None:
     model = made(ENCODERS[name])
     scorer = reward_scorer(model)
     assert isinstance(scorer, WholeScorer)
@@ -152,7 +152,7 @@ def test_an_encoder_is_scored_by_its_own_forward(name: str) -> None:
     check_reward_scorer(scorer, torch.device("cpu"))
 
 
-def test_how_long_a_sequence_may_be() -> None:
+def test_the_maximum_length_of_a_sequence() -> None:
     longest = {name: longest_sequence(made(config)) for name, config in (DECODERS | ENCODERS).items()}
     assert longest == {
         **{"llama": 96, "gemma2": 96, "qwen2": 40, "gpt2": 1024, "opt": 40, "mixtral": 40},
@@ -165,7 +165,7 @@ def test_how_long_a_sequence_may_be() -> None:
             alone(model, [[5] * 39])
 
 
-def test_check_finds_a_head_that_is_used_in_another_way() -> None:
+def test_check_detects_a_head_that_is_used_differently() -> None:
     model = made(tiny_config("untied"))
     scorer = reward_scorer(model)
     own = model.score.forward
@@ -195,7 +195,7 @@ def look(path: str, task: Any, **kwargs: Any) -> Any:
     return read_config(path, key="k", trust_remote_code=False, task=task, **kwargs)
 
 
-def test_what_can_be_scored_with_and_trained(tmp_path: Path) -> None:
+def test_supported_models_for_scoring_and_training(tmp_path: Path) -> None:
     language, reward = make_model(tmp_path / "language"), make_classifier(tmp_path / "reward")
     many = make_classifier(tmp_path / "many", labels=3)
     made(BertConfig(**SMALL)).save_pretrained(tmp_path / "bert")
@@ -233,14 +233,14 @@ def test_live_models(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="^k: BertForSequenceClassification has num_labels=3"):
             model_source(three, "k", options, task=task)
     two = AutoModelForSequenceClassification.from_config(Qwen2Config(**{**SMALL, "num_labels": 2}))
-    assert model_source(two, "k", options, task=REWARD_MODEL).config.num_labels == 2  # the first is trained
+    assert model_source(two, "k", options, task=REWARD_MODEL).config.num_labels == 2  # the first one is trained
     bert = made(BertConfig(**SMALL))
     assert model_source(bert, "k", options, task=CLASSIFIER).live is bert
     with pytest.raises(ModelError, match="can be used for scoring but not trained"):
         model_source(bert, "k", options, task=REWARD_MODEL)
 
 
-def test_missing_weights_are_found_at_loading_whatever_the_configuration_says(tmp_path: Path) -> None:
+def test_missing_weights_are_detected_for_any_configuration(tmp_path: Path) -> None:
     path = make_model(tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     config["architectures"] = ["LlamaForSequenceClassification"]
@@ -253,7 +253,7 @@ def test_missing_weights_are_found_at_loading_whatever_the_configuration_says(tm
         load_model(path, torch.float32, ds_config=zero(0), task=REWARD_MODEL, init_kwargs=more)
 
 
-def test_a_new_head_is_the_same_for_every_partitioning_and_another_for_every_seed(tmp_path: Path) -> None:
+def test_a_new_head_depends_on_the_seed_but_not_on_partitioning(tmp_path: Path) -> None:
     init_distributed(use_cpu=False)
     path = make_model(tmp_path / "model", "untied")
     stored = load_file(tmp_path / "model" / "model.safetensors")

@@ -83,7 +83,7 @@ def test_hosts_with_different_cards_are_refused(plan: Plan, monkeypatch: pytest.
     engines.check_alike(made)
     made.adapters = SimpleNamespace(trained=5, head=True)
     monkeypatch.setattr(engines, "gathered", lambda own: [own, own if isinstance(own, str) else (7, False)])
-    with pytest.raises(OptionError, match="^model: hosts of this run differ in whether its checkpoint"):
+    with pytest.raises(OptionError, match="^model: the model files in the hub caches of the hosts differ"):
         engines.check_alike(made)
 
 
@@ -91,7 +91,7 @@ def test_hosts_with_different_cards_are_refused(plan: Plan, monkeypatch: pytest.
 def test_turing_trains_in_fp16_at_every_stage_and_says_so(stage: str, plan: Plan) -> None:
     made = plan("T4", ds=STAGES[stage])
     assert made.ds["fp16"] == {"enabled": True} and made.ds["bf16"] == {"enabled": False}
-    assert made.note is not None and made.note.startswith("fp16: T4 does not compute in bf16")
+    assert made.note is not None and made.note.startswith("fp16: T4 does not support bf16")
     assert "\n" not in made.note and "dtype: float32" in made.note
 
 

@@ -189,7 +189,7 @@ def test_deepspeeds_own_auto_stays() -> None:
         ({"zero_allow_untested_optimizer": False}, ["zero_allow_untested_optimizer=False", "optim"]),
         (
             {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}},
-            ["stage3_gather_16bit_weights_on_model_save=False", "whole weights"],
+            ["stage3_gather_16bit_weights_on_model_save=False", "full weights"],
         ),
         (
             {
@@ -221,7 +221,7 @@ def test_deepspeeds_throughput_timer_waits_only_where_it_is_asked_to() -> None:
     assert SECTIONS["timers.throughput"] == set(DeepSpeedThroughputTimerConfig.model_fields)
     with pytest.raises(OptionError, match="timers.throughput.enable=True: DeepSpeed has no such key.*enabled"):
         build({"timers": {"throughput": {"enable": True}}})
-    with pytest.raises(OptionError, match="timers.throughput=True: expected a mapping"):
+    with pytest.raises(OptionError, match="timers.throughput=True: expected an object"):
         build({"timers": {"throughput": True}})
 
 
@@ -238,7 +238,7 @@ def test_deepspeeds_throughput_timer_waits_only_where_it_is_asked_to() -> None:
         ),
         ({"bf16": {"enable": True}}, ["bf16.enable=True", "'enabled'"]),
         ({"data_types": {"grad_acum_dtype": "fp32"}}, ["data_types.grad_acum_dtype='fp32'", "'grad_accum_dtype'"]),
-        ({"zero_optimization": 3}, ["zero_optimization=3", "mapping"]),
+        ({"zero_optimization": 3}, ["zero_optimization=3", "expected an object"]),
         ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage=4", "0, 1, 2 or 3"]),
         ({"zero_optimization": {"stage": True}}, ["zero_optimization.stage=True"]),
         ({"zero_optimization": {"stage": "auto"}}, ["zero_optimization.stage='auto'"]),
@@ -256,7 +256,7 @@ def test_deepspeeds_throughput_timer_waits_only_where_it_is_asked_to() -> None:
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, ["device='disk'", "cpu or none"]),
         (
             {"zero_optimization": {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}},
-            ["prefetch_bucket_size=1", "the same"],
+            ["prefetch_bucket_size=1", "an alias of"],
         ),
     ],
 )
@@ -288,14 +288,14 @@ def test_wrong_values(path: str, value: Any) -> None:
 def test_a_text_for_a_section(section: str) -> None:
     base = {"zero_optimization": {"stage": 3, section: "cpu"}}
     assert placement_of(base) == "sharded"
-    assert f"zero_optimization.{section}='cpu': expected a mapping" in refused(base)
+    assert f"zero_optimization.{section}='cpu': expected an object" in refused(base)
 
 
 @pytest.mark.parametrize("path", sorted(REFUSED))
 def test_every_refused_key(path: str) -> None:
     base: dict[str, Any] = {}
     set_at(base, path, 1)
-    assert f"{path}=1: not usable here; " in refused(base)
+    assert f"{path}=1: not supported: " in refused(base)
 
 
 def test_short_names_are_written_in_full() -> None:
@@ -306,8 +306,8 @@ def test_short_names_are_written_in_full() -> None:
 @pytest.mark.parametrize(
     ("placement", "base", "said"),
     [
-        ("sharded", {"zero_optimization": {"stage": 2}}, ["stage=2", "a frozen engine is stage 3 or 0"]),
-        ("sharded", {"zero_optimization": {"stage": 1}}, ["stage=1", "a frozen engine is stage 3 or 0"]),
+        ("sharded", {"zero_optimization": {"stage": 2}}, ["stage=2", "a frozen model requires stage 3"]),
+        ("sharded", {"zero_optimization": {"stage": 1}}, ["stage=1", "a frozen model requires stage 3"]),
         (
             "sharded",
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
@@ -315,7 +315,7 @@ def test_short_names_are_written_in_full() -> None:
         ),
         ("replica", {"zero_optimization": {"stage": 3}}, ["stage=3", "ref_placement='replica'"]),
         ("offload", {"zero_optimization": {"stage": 3}}, ["'sharded'", "ref_placement='offload'"]),
-        ("replica", {"gradient_clipping": 1.0}, ["gradient_clipping=1.0", "no optimizer step"]),
+        ("replica", {"gradient_clipping": 1.0}, ["gradient_clipping=1.0", "without optimizer steps"]),
         ("replica", {"train_batch_size": 3}, ["train_batch_size=3", "4 rows"]),
         ("replica", {"bf16": {"enabled": True}}, ["bf16.enabled=true", "float32"]),
         ("replica", {"optimizer": {}}, ["optimizer={}"]),
@@ -339,14 +339,18 @@ def test_placement_of_the_reference() -> None:
 
 def test_the_table_of_placements_is_the_only_one() -> None:
     assert set(PLACEMENTS) < set(REF_PLACEMENTS) and tuple(PLACEMENTS) == REWARD_PLACEMENTS
-    assert PLACEMENTS["sharded"].describe(2, 4).startswith("sharded (2 bytes per parameter, divided by 4 rank(s)")
+    assert (
+        PLACEMENTS["sharded"]
+        .describe(2, 4)
+        .startswith("sharded (2 bytes per parameter, sharded over the devices of 4 rank(s)")
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{\n  "a": 1,\n  "b": }\n', ["line 3", "not valid JSON"]),
-        ('{"a": 1, "a": 2}', ["a=2", "twice"]),
+        ('{\n  "a": 1,\n  "b": }\n', ["line 3", "invalid JSON"]),
+        ('{"a": 1, "a": 2}', ["a=2", "duplicate"]),
         ("[1]", ["expected a JSON object", "list"]),
     ],
 )
@@ -367,7 +371,9 @@ def test_messages_name_the_file(tmp_path: Path) -> None:
 
 
 def test_missing_file() -> None:
-    with pytest.raises(OptionError, match="'zero4.json': no such file.*did you mean.*there are: ref_offload"):
+    with pytest.raises(
+        OptionError, match="'zero4.json': no such file.*available in ds_configs: ref_offload.*did you mean"
+    ):
         load_deepspeed_config("zero4.json", "zero2")
     with pytest.raises(OptionError, match="nowhere"):
         load_deepspeed_config("/nowhere/zero2.json", "zero2")
@@ -418,7 +424,7 @@ _MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True
         ({"fp16": False}, {"fp16": {"enabled": True}}, ["fp16.enabled=true", "fp16=False"]),
         ({}, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ["bf16.enabled=true", "fp16.enabled=true"]),
         ({}, {"bf16": {"enabled": "yes"}}, ["bf16.enabled='yes'"]),
-        ({}, {"bf16": True}, ["bf16=True", "mapping"]),
+        ({}, {"bf16": True}, ["bf16=True", "expected an object"]),
         (
             {"bf16": True, "learning_rate": 1e-6},
             {"zero_optimization": {"stage": 2}, "bf16": _MASTERS},

@@ -92,20 +92,20 @@ def test_from_a_module() -> None:
 def test_a_judge_is_an_object_with_that_method(file: Path) -> None:
     judge = load_callable(f"{file}:Prefers", "judge", method="judge")
     assert judge.judge(["p"], [["a", "b"]]) == [0]
-    with pytest.raises(OptionError, match="which cannot be called; name a function or class"):
+    with pytest.raises(OptionError, match="expected a function or class"):
         load_callable(f"{file}:Prefers", "reward_funcs")
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("length", ": name it as file.py:name or package.module:name"),
-        ("{folder}/own.py:", ": name it as file.py:name"),
-        ("{folder}/none.py:f", "/none.py cannot be read: No such file or directory; set the path of a file"),
-        ("{folder}/own.py:lenght", "/own.py has no 'lenght'; did you mean 'length'?"),
-        ("{folder}/own.py:zzz", "has no 'zzz'; it has: length, count, Scorer, Prefers, Needs"),
-        ("{folder}/own.py:LIMIT", ": LIMIT is 3 (an integer), which cannot be called; name a function or class"),
-        ("{folder}/own.py:Needs", "making a Needs without arguments raised TypeError: "),
+        ("length", ": expected file.py:name or package.module:name"),
+        ("{folder}/own.py:", ": expected file.py:name"),
+        ("{folder}/none.py:f", "/none.py: No such file or directory; check the path"),
+        ("{folder}/own.py:lenght", "/own.py does not define 'lenght'; did you mean 'length'?"),
+        ("{folder}/own.py:zzz", "does not define 'zzz'; available names: length, count, Scorer, Prefers, Needs"),
+        ("{folder}/own.py:LIMIT", ": LIMIT is 3 (an integer); expected a function or class"),
+        ("{folder}/own.py:Needs", "Needs() raised TypeError: "),
         (
             "{folder}/breaks.py:f",
             ": importing breaks.py raised ZeroDivisionError: division by zero (breaks.py line 2)",
@@ -113,9 +113,9 @@ def test_a_judge_is_an_object_with_that_method(file: Path) -> None:
         ("{folder}/syntax.py:f", ": importing syntax.py raised SyntaxError: "),
         ("{folder}/leaves.py:f", ": importing leaves.py raised SystemExit: 3 (leaves.py line 1)"),
         ("{folder}/imports.py:f", "raised ModuleNotFoundError: No module named 'nowhere' (imports.py line 1)"),
-        ("nowhere.module:f", ": there is no module 'nowhere'; install it, or name a file as file.py:name"),
-        ("alignment.nothing:f", ": there is no module 'alignment.nothing'"),
-        ("alignment.objectives.likelihood:nl", "likelihood has no 'nl'; did you mean 'nll'?"),
+        ("nowhere.module:f", ": no module named 'nowhere'; install it, or pass a file as file.py:name"),
+        ("alignment.nothing:f", ": no module named 'alignment.nothing'"),
+        ("alignment.objectives.likelihood:nl", "likelihood does not define 'nl'; did you mean 'nll'?"),
         ("_imports_beside:f", ": importing _imports_beside raised ModuleNotFoundError: No module named 'nowhere'"),
         ("_breaks_beside:f", ": importing _breaks_beside raised KeyError: 'k' (_breaks_beside.py line 1)"),
     ],

@@ -1,4 +1,4 @@
-"""``column_map``: which columns are taken by which name, and what is said where one is missing."""
+"""``column_map``: how columns are mapped, and the errors for missing columns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROW = {"instruction": "do", "input": "it", "output": "ok", "kto_tag": True}
 def texts(
     rows: Any, column_map: dict[str, str] | None, folder: Path, kind: Any = "unpaired_preference"
 ) -> list[list[str]]:
-    """The decoded columns of every prepared row."""
+    """Return the decoded columns of every prepared row."""
     tokenizer = char_tokenizer(template=PLAIN)
     data = rows if isinstance(rows, Dataset) else dataset_from_python(rows)
     path = prepare(data, kind, tokenizer, Limits(), "data", folder, column_map=column_map, progress=False)
@@ -48,9 +48,11 @@ def test_alpaca_pairs(tmp_path: Path) -> None:
     ]
 
 
-def test_a_mapped_column_takes_the_place_of_its_namesake(tmp_path: Path) -> None:
+def test_a_mapped_column_replaces_a_column_of_the_same_name(tmp_path: Path) -> None:
     row = {"prompt": "aa", "question": "cc", "chosen": "d", "rejected": "e", "query": "ff", "system": "g"}
-    assert texts([row], None, tmp_path, "preference") == [["aa", "d</s>", "e</s>"]]  # query and system only by the map
+    assert texts([row], None, tmp_path, "preference") == [
+        ["aa", "d</s>", "e</s>"]
+    ]  # query and system are only used if they are mapped
     assert texts([row], {"prompt": "question"}, tmp_path, "preference") == [["cc", "d</s>", "e</s>"]]
     swapped = {"chosen": "rejected", "rejected": "chosen"}
     assert texts([row], swapped, tmp_path, "preference") == [["aa", "e</s>", "d</s>"]]
@@ -59,13 +61,13 @@ def test_a_mapped_column_takes_the_place_of_its_namesake(tmp_path: Path) -> None
     ]
 
 
-def test_a_mapped_column_is_known_by_its_new_name_only() -> None:
+def test_a_mapped_column_is_only_available_under_its_new_name() -> None:
     data = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c", "label": True}])
     made = arranged(data, {"completion": "chosen"}, "unpaired_preference", "data")
     assert made.to_list() == [{"prompt": "a", "label": True, "rejected": "c", "completion": "b"}]
 
 
-def test_a_column_that_was_given_another_name_is_missing_under_its_own() -> None:
+def test_a_renamed_column_is_missing_under_its_old_name() -> None:
     data = Dataset.from_list([{"chosen": "b", "rejected": "c"}])
     with pytest.raises(DataError, match="^data: missing column chosen; .*; columns: chosen, rejected; "):
         arranged(data, {"prompt": "chosen"}, "preference", "data")
@@ -78,9 +80,9 @@ def test_system_column(tmp_path: Path) -> None:
     headed = ["system: be brief\nuser: hi\nassistant:", " oh\n</s>"]
     assert texts(rows, names, tmp_path) == [headed, *[["user: hi\nassistant:", " oh\n</s>"]] * 2]
     twice = [{"conversations": [{"from": "system", "value": "x"}, *turns], "system": "y", "kto_tag": True}]
-    with pytest.raises(DataError, match="^data row 1: system is set, but .* already start with a system message"):
+    with pytest.raises(DataError, match="^data, row 1: system is set, but .* already start with a system message"):
         texts(twice, names, tmp_path)
-    with pytest.raises(DataError, match="^data row 1: system requires a conversation"):
+    with pytest.raises(DataError, match="^data, row 1: system requires a conversation"):
         texts([{**ROW, "system": "y"}], {**ALPACA, "system": "system"}, tmp_path)
 
 
@@ -95,7 +97,7 @@ def test_labels_of_csv_files(tmp_path: Path) -> None:
     assert load_prepared(made).dataset["label"][:] == [True, False]
     path.write_text("instruction,input,output,kto_tag\ndo,it,ok,yes\n")
     with pytest.raises(
-        DataError, match=r"^data row 1: label is 'yes' \(a string\); .* \(column_map: .*label: kto_tag"
+        DataError, match=r"^data, row 1: label is 'yes' \(a string\); .* \(column_map: .*label: kto_tag"
     ):
         texts(load_split(str(path), None, "train"), ALPACA, tmp_path)
 
@@ -130,14 +132,14 @@ def test_missing_columns_are_named(names: dict[str, str] | None, kind: Any, said
         arranged(Dataset.from_list([{"a": "b", "instruction": "c"}]), names, kind, "data")
 
 
-def test_query_needs_texts() -> None:
+def test_query_requires_strings() -> None:
     row = {"prompt": [{"role": "user", "content": "a"}], "query": "b", "completion": "c", "label": True}
     for prompt in (row["prompt"], None):
         with pytest.raises(DataError, match="^row 1: query is 'b' .* and prompt is .*; expected strings"):
             unpaired_rows({**row, "prompt": prompt}, "row 1")
 
 
-def test_the_option_from_every_door(tmp_path: Path) -> None:
+def test_column_map_from_every_source_of_options(tmp_path: Path) -> None:
     recipe = tmp_path / "a.yaml"
     recipe.write_text(
         "method: kto\noutput_dir: o\nmodel_name_or_path: m\ndataset_name: d\ncolumn_map: {prompt: question}\n"
@@ -152,14 +154,14 @@ def test_the_option_from_every_door(tmp_path: Path) -> None:
     ("names", "said"),
     [
         ({"instruction": "prompt"}, "'instruction' is no column .*; write .*, as in {prompt: instruction}"),
-        ({"kto_tag": "x"}, "'kto_tag' is no column that is expected; it is called label here"),
+        ({"kto_tag": "x"}, "'kto_tag' is not an expected column name; use 'label' instead"),
         ({"promt": "x"}, "did you mean 'prompt'"),
-        ({"zzz": "x"}, "set names among prompt, completion, label"),
-        ({"prompt": "x", "completion": "x"}, "'x' is given for prompt and completion; keep one"),
+        ({"zzz": "x"}, "expected one of prompt, completion, label"),
+        ({"prompt": "x", "completion": "x"}, "'x' is mapped to both prompt and completion; remove one"),
         ({"prompt": ["x", "y"]}, "expected a mapping"),
     ],
 )
-def test_maps_that_make_no_sense(names: Any, said: str) -> None:
+def test_invalid_maps(names: Any, said: str) -> None:
     with pytest.raises(OptionError, match=f"^column_map=.*{said}"):
         KTOConfig("o", column_map=names)
 

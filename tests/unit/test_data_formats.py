@@ -1,4 +1,4 @@
-"""Canonical rows: implicit prompts at every edge, and what faulty rows are told."""
+"""Canonical rows: edge cases of implicit prompts, and the errors for invalid rows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ S = {"role": "system", "content": "be brief"}
     ("chosen", "rejected", "expected"),
     [
         ("say it well", "say it badly", ("say it", " well", " badly")),
-        ("say it wellness", "say it welled", ("say it", " wellness", " welled")),  # no word is cut in two
-        ("say so well", "say sooner", ("say", " so well", " sooner")),  # nor where one answer alone goes on with it
-        ("Q: why?\n\nA", "Q: why?\n\nB", ("Q: why?", "\n\nA", "\n\nB")),  # a run of whitespace goes to the completions
-        ("one two", "one two three", ("one", " two", " two three")),  # one answer is a prefix of the other
+        ("say it wellness", "say it welled", ("say it", " wellness", " welled")),  # no word is split
+        ("say so well", "say sooner", ("say", " so well", " sooner")),  # not even if only one completion continues it
+        ("Q: why?\n\nA", "Q: why?\n\nB", ("Q: why?", "\n\nA", "\n\nB")),  # whitespace belongs to the completions
+        ("one two", "one two three", ("one", " two", " two three")),  # one completion is a prefix of the other
         ("one two three", "one two", ("one", " two three", " two")),
         ("one", "one two", ("", "one", "one two")),
         ("one ", "one two", ("one", " ", " two")),
-        ("one\ntwo", "one two", ("one", "\ntwo", " two")),  # the border falls on two kinds of whitespace
+        ("one\ntwo", "one two", ("one", "\ntwo", " two")),  # the boundary is between two kinds of whitespace
         ("abc", "abd", ("", "abc", "abd")),
         ("abc", "xyz", ("", "abc", "xyz")),
         (" abc", " abd", ("", " abc", " abd")),
@@ -42,7 +42,7 @@ S = {"role": "system", "content": "be brief"}
             "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: e",
             ("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", " d", " e"),
         ),
-        (  # the later mark would leave the first answer empty
+        (  # the later marker would leave the first completion empty
             "\n\nHuman: a\n\nAssistant: b\n\nAssistant:",
             "\n\nHuman: a\n\nAssistant: b\n\nAssistant: c",
             ("\n\nHuman: a\n\nAssistant:", " b\n\nAssistant:", " b\n\nAssistant: c"),
@@ -70,14 +70,14 @@ def test_implicit_prompt_of_conversations(chosen: Any, rejected: Any, expected: 
 
 
 @pytest.mark.parametrize("same", ["one two", "", [U], [U, A]])
-def test_identical_answers_without_prompt_are_dropped(same: Any) -> None:
+def test_identical_completions_without_prompt_are_dropped(same: Any) -> None:
     for convert in (preference_row, unpaired_rows):
         with pytest.raises(DropRow) as caught:
             convert({"chosen": same, "rejected": same, "prompt": None}, "row 1")
         assert caught.value.reason == IDENTICAL
 
 
-def test_a_text_as_prompt_of_conversations() -> None:
+def test_a_string_prompt_with_conversations() -> None:
     system = {"role": "system", "content": "be kind"}
     found = preference_row({"prompt": " hello", "chosen": [system, U, A], "rejected": [system, U, B]}, "row 1")
     assert (found.prompt, found.chosen, found.rejected) == ([system, U], [A], [B])
@@ -89,7 +89,7 @@ def test_a_text_as_prompt_of_conversations() -> None:
 
 def test_explicit_prompts() -> None:
     kept = preference_row({"prompt": "a b", "chosen": "a b c", "rejected": "a b c"}, "row 1")
-    assert kept == Preference("a b", "a b c", "a b c")  # strings stay as they are
+    assert kept == Preference("a b", "a b c", "a b c")  # strings are unchanged
     repeated = preference_row({"prompt": [S, U], "chosen": [S, U, A], "rejected": [B]}, "row 1")
     assert repeated == Preference([S, U], [A], [B])
     assert preference_row({"prompt": [U], "chosen": [U], "rejected": [B]}, "row 1") == Preference([U], [U], [B])
@@ -107,7 +107,7 @@ def test_unpaired_rows() -> None:
     ]
 
 
-def test_messages_lose_nulls_and_rows_keep_template_options() -> None:
+def test_nulls_are_removed_from_messages_and_template_options_are_kept() -> None:
     filled = {**U, "tool_calls": None, "name": "Ann"}
     row = {
         "prompt": [filled],
@@ -146,9 +146,9 @@ BAD_UNPAIRED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_UNPAIRED)
-def test_faulty_unpaired_rows(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=f"^data.jsonl row 12: ({message})") as caught:
-        unpaired_rows({**GOOD, **change}, "data.jsonl row 12")
+def test_invalid_unpaired_rows(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=f"^data.jsonl, row 12: ({message})") as caught:
+        unpaired_rows({**GOOD, **change}, "data.jsonl, row 12")
     assert "\n" not in str(caught.value)
 
 
@@ -163,12 +163,12 @@ def test_faulty_unpaired_rows(change: dict[str, Any], message: str) -> None:
         ({"prompt": 7, "chosen": "a", "rejected": "b"}, r"prompt is 7 \(an integer\)"),
     ],
 )
-def test_faulty_pairs(row: dict[str, Any], message: str) -> None:
+def test_invalid_pairs(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"^row 3: {message}"):
         preference_row(row, "row 3")
 
 
-def test_long_values_are_cut_in_messages() -> None:
+def test_long_values_are_shortened_in_messages() -> None:
     with pytest.raises(DataError) as caught:
         unpaired_rows({**GOOD, "label": "x\n" * 500}, "row 1")
     assert len(str(caught.value)) < 150

@@ -1,6 +1,6 @@
-"""Golden tokenisations of every accepted row: ``data/tokenisation.txt``, made to be read.
+"""Golden tokenizations of all row formats in ``data/tokenisation.txt``, a human-readable table.
 
-``python tests/unit/test_data_golden.py`` writes the table anew; look at what changed before keeping it.
+``python tests/unit/test_data_golden.py`` regenerates the table; review the changes before committing them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
 
 
 def turn(speaker: str, value: str) -> dict[str, str]:
-    """A turn as ShareGPT writes it."""
+    """A ShareGPT turn."""
     return {"from": speaker, "value": value}
 
 
@@ -69,7 +69,7 @@ TOOL = {"type": "function", "function": {"name": "cat"}}
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of one format, each of which gives one block of the table."""
+    """Rows of one format, which give one block of the table."""
 
     title: str
     kind: Any
@@ -80,19 +80,19 @@ class Case:
 
 
 def labelled(title: str, tokenizer: str, prompt: Any, completion: Any, **more: Any) -> Case:
-    """A case of one desirable row."""
+    """A case with one desirable row."""
     return Case(
         title, "unpaired_preference", tokenizer, ({"prompt": prompt, "completion": completion, "label": True, **more},)
     )
 
 
 def pair(title: str, tokenizer: str, **row: Any) -> Case:
-    """A case of one pair."""
+    """A case with one pair."""
     return Case(title, "preference", tokenizer, (row,))
 
 
 def asked(title: str, tokenizer: str, prompt: Any, **more: Any) -> Case:
-    """A case of one prompt."""
+    """A case with one prompt."""
     return Case(title, "prompt_only", tokenizer, ({"prompt": prompt, **more},))
 
 
@@ -296,7 +296,7 @@ CASES = [
 
 
 def pieces(tokenizer: Any, ids: list[int]) -> str:
-    """Token ids as a text that shows every token."""
+    """Render token IDs as text in which every token is visible."""
     shown = (tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in ids)
     return "|".join(text.replace(" ", "·").replace("\n", "⏎") for text in shown)
 
@@ -309,7 +309,7 @@ def tokenised(
     folder: Path,
     rules: RowRules = USUAL,
 ) -> list[str]:
-    """A line for every answer of a dataset, or for every prompt if it has no answers."""
+    """Return a line for every completion of a dataset, or for every prompt if it has no completions."""
     options: Any = {"column_map": column_map, "progress": False, "rules": rules}
     path = prepare(dataset, kind, tokenizer, Limits(), "data", folder, **options)
     return [line for row in load_prepared(path).dataset for line in _answers(tokenizer, row)]
@@ -328,13 +328,13 @@ def _answers(tokenizer: Any, row: dict[str, Any]) -> Iterator[str]:
 
 
 def _learned(tokenizer: Any, ids: list[int], scored: list[bool] | None) -> str:
-    """Token ids, those that are not learned in brackets."""
+    """Render token IDs, with tokens outside of the loss in brackets."""
     shown = [pieces(tokenizer, [token]) for token in ids]
     return "|".join(text if kept else f"[{text}]" for text, kept in zip(shown, scored or [True] * len(ids)))
 
 
 def block(case: Case, folder: Path) -> str:
-    """The case's part of the table."""
+    """Return the case's block of the table."""
     tokenizer = readable_tokenizer(**TOKENIZERS[case.tokenizer])
     lines = tokenised(dataset_from_python(list(case.rows)), case.kind, tokenizer, case.column_map, folder, case.rules)
     given = [f"  {json.dumps(row)}" for row in case.rows]
@@ -343,18 +343,18 @@ def block(case: Case, folder: Path) -> str:
 
 
 def table(folder: Path) -> str:
-    """The whole table."""
+    """Return the complete table."""
     return "\n".join([HEAD, *(block(case, folder) for case in CASES)])
 
 
-def test_the_table_is_what_the_code_does(tmp_path: Path) -> None:
+def test_the_table_matches_the_code(tmp_path: Path) -> None:
     difference = "\n".join(
         difflib.unified_diff(GOLDEN.read_text("utf-8").splitlines(), table(tmp_path).splitlines(), GOLDEN.name, "code")
     )
     assert not difference, f"rows are tokenised in another way; if that is meant, run python {__file__}\n{difference}"
 
 
-def test_every_line_of_the_table_begins_and_ends_once() -> None:
+def test_every_line_of_the_table_has_one_start_and_one_end() -> None:
     lines = [line[4:] for line in GOLDEN.read_text("utf-8").splitlines() if line[:4] in ("  + ", "  - ")]
     answered = [case for case in CASES if case.kind != "prompt_only"]
     assert len(lines) == sum(len(case.rows) * (1 + ("chosen" in case.rows[-1])) for case in answered) - 1
@@ -362,13 +362,13 @@ def test_every_line_of_the_table_begins_and_ends_once() -> None:
     for line in lines:
         prompt, completion = line.split(" || ")
         assert prompt.count("<s>") + completion.count("<s>") == prompt.startswith("<s>")
-        wholes += completion.endswith("|<|im_end|>|⏎")  # a reward model's, to the template's last token
+        wholes += completion.endswith("|<|im_end|>|⏎")  # for a reward model: up to the template's last token
         assert completion.endswith(("|</s>", "|<|im_end|>", "|[<|im_end|>]", "|<|im_end|>|⏎"))
         assert "</s>" not in prompt + completion[:-4]
     assert wholes == 2
 
 
-def test_every_prompt_of_the_table_begins_once_and_does_not_end() -> None:
+def test_every_prompt_of_the_table_has_one_start_and_no_end() -> None:
     lines = [line[4:] for line in GOLDEN.read_text("utf-8").splitlines() if line[:4] == "  ? "]
     assert len(lines) == sum(len(case.rows) for case in CASES if case.kind == "prompt_only")
     for line in lines:

@@ -1,4 +1,4 @@
-"""Messages as people write them: null contents beside calls of tools, parts, ShareGPT turns, JSON texts."""
+"""Normalization of messages: null content with tool calls, parts, ShareGPT turns, JSON strings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def message(value: dict[str, Any]) -> dict[str, Any]:
     ("given", "expected"),
     [
         (CALLING, CALLING),
-        ({"role": "assistant", "tool_calls": CALLS}, CALLING),  # no content at all
+        ({"role": "assistant", "tool_calls": CALLS}, CALLING),  # no content key
         ({**CALLING, "content": "so"}, {**CALLING, "content": "so"}),
         ({"role": "assistant", "content": "so", "tool_calls": []}, {"role": "assistant", "content": "so"}),
         ({"role": "assistant", "content": "so", "tool_calls": None}, {"role": "assistant", "content": "so"}),
@@ -85,12 +85,12 @@ def test_messages(given: dict[str, Any], expected: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_faulty_messages(given: dict[str, Any], said: str) -> None:
+def test_invalid_messages(given: dict[str, Any], said: str) -> None:
     with pytest.raises(DataError, match=rf"^row 1: prompt\[0\]\.?{said}"):
         message(given)
 
 
-def test_conversations_end_with_the_answer() -> None:
+def test_conversations_end_with_the_assistant() -> None:
     answer = {"role": "assistant", "content": "a"}
     assert split_conversation({"messages": [USER, answer]}, "messages", "row 1") == ([USER], [answer])
     for messages, said in (([USER], "has role 'user' .* expected 'assistant'"), ("hi", "messages is 'hi'")):
@@ -98,7 +98,7 @@ def test_conversations_end_with_the_answer() -> None:
             split_conversation({"messages": messages}, "messages", "row 1")
 
 
-def test_template_variables_may_be_json_texts() -> None:
+def test_template_variables_may_be_json_strings() -> None:
     row = {"chat_template_kwargs": '{"enable_thinking": false}', "tools": '[{"name": "f"}]'}
     assert template_variables(row, "row 1") == {"enable_thinking": False, "tools": [{"name": "f"}]}
     assert template_variables({"tools": "", "chat_template_kwargs": None}, "row 1") == {}
@@ -112,13 +112,13 @@ def test_template_variables_may_be_json_texts() -> None:
             template_variables({key: value}, "row 1")
 
 
-def test_nulls_are_taken_out_of_objects_only() -> None:
+def test_nulls_are_only_removed_from_objects() -> None:
     assert without_nulls({"a": None, "b": [{"c": None, "d": 0}, None], "e": ""}) == {"b": [{"d": 0}, None], "e": ""}
     assert without_nulls(None) is None
 
 
 def rendered(template: str, *messages: dict[str, Any]) -> str:
-    """The text of a conversation whose last message is the completion."""
+    """Render a conversation whose last message is the completion."""
     tokenizer = char_tokenizer(template=template)
     *prompt, answer = messages
     rows = RowTokenizer(tokenizer)
@@ -126,7 +126,7 @@ def rendered(template: str, *messages: dict[str, Any]) -> str:
 
 
 def test_null_content_in_templates() -> None:
-    """It is left out, as transformers does it, and is an empty text for a template that fails without one."""
+    """It is omitted, as in transformers, or replaced with an empty string if the template requires it."""
     knows = (
         "{% for m in messages %}{% if m.content is not defined %}CALL{% else %}{{ m.content }}{% endif %};{% endfor %}"
     )
@@ -148,8 +148,8 @@ def test_a_prompt_that_ends_with_a_call() -> None:
     assert rows.tokenizer.decode(encoded.completions[0]).startswith("<|im_start|>tool\n1<|im_end|>")
 
 
-def test_what_arrow_fills_in_is_not_seen_by_templates(tmp_path: Path) -> None:
-    """The same rows, once with every value as written and once in Arrow's structs, give the same tokens."""
+def test_templates_do_not_see_nulls_added_by_arrow(tmp_path: Path) -> None:
+    """The same rows give the same tokens as written and in Arrow's structs."""
     other = {"type": "function", "function": {"name": "g", "arguments": {"y": "z"}}}
     rows = [
         {"prompt": [USER], "completion": [CALLING], "label": True, "tools": CALLS},
@@ -169,7 +169,7 @@ def test_what_arrow_fills_in_is_not_seen_by_templates(tmp_path: Path) -> None:
     assert '"arguments": {"x": 1}}' in texts[0] and '"arguments": {"y": "z"}}' in texts[1]
 
 
-def test_a_template_without_tools_is_not_handed_any(tmp_path: Path) -> None:
+def test_a_row_without_tools_passes_none_to_the_template(tmp_path: Path) -> None:
     rows = [{"prompt": [USER], "completion": [{"role": "assistant", "content": "so"}], "label": True, "tools": []}]
     tokenizer = char_tokenizer(template="{% if tools is not none and tools is defined %}TOOLS{% endif %}" + PLAIN)
     path = prepare(

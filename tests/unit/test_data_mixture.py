@@ -1,4 +1,4 @@
-"""Mixtures: exact shares, no row twice, a function of the seed; and their names in messages."""
+"""Mixtures: exact shares, no duplicate rows, a function of the seed, and names in messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from alignment.data.report import NOT_DRAWN, DataReport, joined
         ((70, 30), (0.7, 0.3), None, [70, 30]),  # exact: 0.7 is seven tenths
         ((30, 100), (1, 1), None, [30, 30]),
         ((30, 100), (2, 1), None, [30, 15]),
-        ((10, 10, 10), (1, 1, 1), 10, [4, 3, 3]),  # of equal fractions the earlier part's
+        ((10, 10, 10), (1, 1, 1), 10, [4, 3, 3]),  # equal remainders: the earlier dataset's
         ((100, 100), (3, 1), 8, [6, 2]),
         ((5, 7), (None, None), None, [5, 7]),
         ((5, 15), (None, None), 8, [2, 6]),
@@ -54,15 +54,15 @@ def test_shares_are_as_large_as_they_can_be() -> None:
         assert any((total + 1) * w / sum(weights) > size for w, size in zip(weights, sizes))
 
 
-def test_a_part_without_a_row() -> None:
+def test_a_part_that_contributes_no_rows() -> None:
     with pytest.raises(
         DataError, match="^b: it contributes no rows to a mixture of 10 rows at weight 0.001; remove it"
     ):
         shares([("a", 10, 1.0), ("b", 10, 0.001)], None)
 
 
-def test_rows_of_one_source_row_are_drawn_together() -> None:
-    rows = np.repeat(np.arange(50) * 3, 2)  # pairs, some source rows having been dropped
+def test_rows_of_one_source_row_are_sampled_together() -> None:
+    rows = np.repeat(np.arange(50) * 3, 2)  # pairs, of which some source rows were dropped
     drawn = draw(rows, 20, (42, 0))
     assert drawn.tolist() == sorted(set(drawn.tolist())) and len(drawn) == 20
     assert all(np.bincount(rows[drawn])[np.unique(rows[drawn])] == 2)
@@ -72,8 +72,8 @@ def test_rows_of_one_source_row_are_drawn_together() -> None:
     assert sorted(draw(rows, 100, (1, 1)).tolist()) == list(range(100))
 
 
-def test_parts_of_one_size_draw_different_rows() -> None:
-    """Else the rows of two parts that correspond to each other would be drawn or left out together."""
+def test_parts_of_the_same_size_sample_different_rows() -> None:
+    """Otherwise, corresponding rows of two datasets would be selected together."""
     rows = Dataset.from_dict({"prompt_ids": [[number] for number in range(40)], "row": range(40)})
     part = Prepared(rows, DataReport(40, 40))
     dataset, _ = mixed([("a", part, 1.0), ("b", part, 1.0)], 40, seed=42)
@@ -81,7 +81,7 @@ def test_parts_of_one_size_draw_different_rows() -> None:
     assert len(drawn) == 40 and drawn[:20] != drawn[20:]
 
 
-def test_every_row_is_drawn_equally_often() -> None:
+def test_every_row_is_sampled_with_equal_probability() -> None:
     counts = np.zeros(10)
     for seed in range(2000):
         counts[draw(np.arange(10), 3, (seed,))] += 1
@@ -113,28 +113,28 @@ def test_parts_of_the_option() -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ([], "dataset_mixture: it is empty"),
-        ([3], r"dataset_mixture\[0\]=3: give a name, or a mapping with keys among dataset_name, "),
-        ([{"weight": 1}], r"dataset_mixture\[0\]: has no dataset_name"),
+        ([], "dataset_mixture is empty"),
+        ([3], r"dataset_mixture\[0\]=3: expected a name, or a mapping with the keys dataset_name, "),
+        ([{"weight": 1}], r"dataset_mixture\[0\]: dataset_name is missing"),
         ([{"dataset_name": "a", "wight": 1}], r"dataset_mixture\[0\].wight=1: no such key; did you mean 'weight'"),
         ([{"dataset_name": "a", "weight": "x"}], r"dataset_mixture\[0\].weight='x': expected a number"),
         ({"a": 0}, r"dataset_mixture\[0\].weight=0.0: must be greater than 0"),
         ({"a": -1}, r"dataset_mixture\[0\].weight=-1.0: must be greater than 0"),
-        ([{"dataset_name": "a", "weight": 1}, "b"], "dataset_mixture: b has no weight, but others have one"),
+        ([{"dataset_name": "a", "weight": 1}, "b"], "dataset_mixture: b has no weight, but other parts do"),
         (
             [{"dataset_name": "a", "column_map": {"text_a": "x"}}],
-            r"dataset_mixture\[0\].column_map={'text_a': 'x'}: 'text_a' is no column that is expected",
+            r"dataset_mixture\[0\].column_map={'text_a': 'x'}: 'text_a' is not an expected column name",
         ),
     ],
 )
-def test_mixtures_that_make_no_sense(value: Any, said: str) -> None:
+def test_invalid_mixtures(value: Any, said: str) -> None:
     with pytest.raises(OptionError, match=f"^{said}"):
         KTOConfig("o", dataset_mixture=value)
 
 
 @pytest.mark.parametrize("option", ["dataset_name", "dataset_config"])
-def test_a_mixture_takes_the_place_of_one_dataset(option: str) -> None:
-    with pytest.raises(OptionError, match=f"^{option}='x': dataset_mixture is set as well; leave one out"):
+def test_a_mixture_excludes_dataset_name(option: str) -> None:
+    with pytest.raises(OptionError, match=f"^{option}='x': dataset_mixture is set as well; remove one"):
         KTOConfig("o", dataset_mixture=["a"], **{option: "x"})
     check_command_line(KTOConfig("o", dataset_mixture=["a"], model_name_or_path="m"))
 
@@ -143,13 +143,13 @@ def test_evaluation_needs_a_split_of_some_part() -> None:
     usual = {"model_name_or_path": "m", "eval_strategy": "epoch"}
     for mixture, more in (([{"dataset_name": "a", "test_split": "x"}], {}), (["a"], {"dataset_test_split": "x"})):
         check_command_line(CPOConfig("o", dataset_mixture=mixture, **usual, **more))
-    with pytest.raises(OptionError, match="no data to evaluate on"):
+    with pytest.raises(OptionError, match="no evaluation dataset"):
         check_command_line(CPOConfig("o", dataset_mixture=["a"], **usual))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, 30 labelled rows, 20 pairs of which the first is dropped, and 10 Alpaca rows in a folder of splits."""
+    """A model, 30 labeled rows, 20 pairs of which the first is dropped, and 10 Alpaca rows in a folder with splits."""
     folder = tmp_path_factory.mktemp("mixture")
     make_model(folder / "model")
     same = {"prompt": None, "chosen": "a b", "rejected": "a b"}
@@ -169,7 +169,7 @@ ALPACA = {"prompt": "instruction", "query": "input", "completion": "output", "la
 
 
 def trainer_of(folder: Path, **options: Any) -> KTOTrainer:
-    """A trainer, as the command makes it, over labelled rows, pairs and Alpaca rows as 3:2:1."""
+    """Create a trainer with labeled rows, pairs and Alpaca rows in the ratio 3:2:1, like the command."""
     mixture = [
         {"dataset_name": str(folder / "labelled.jsonl"), "weight": 3},
         {"dataset_name": str(folder / "pairs.jsonl"), "weight": 2},
@@ -194,18 +194,18 @@ def test_a_mixture_of_labelled_rows_pairs_and_other_columns(folder: Path) -> Non
     decode = trainer.processing_class.decode
     assert decode(data.dataset[50]["prompt_ids"]) == "do 0"
     assert data.table.prompt[50] == len(data.dataset[50]["prompt_ids"])
-    assert data.source_row(29) == f"{folder / 'labelled.jsonl'} row 30"
-    assert data.source_row(50) == f"{folder / 'alpaca'} row 1"
-    for row in range(30, 50, 2):  # whole pairs, under the numbers of their file
+    assert data.source_row(29) == f"{folder / 'labelled.jsonl'}, row 30"
+    assert data.source_row(50) == f"{folder / 'alpaca'}, row 1"
+    for row in range(30, 50, 2):  # complete pairs, with the row numbers of their file
         number = int(str(data.source_row(row)).rsplit(" ", 1)[1])
-        assert data.source_row(row) == data.source_row(row + 1) == f"{folder / 'pairs.jsonl'} row {number}"
+        assert data.source_row(row) == data.source_row(row + 1) == f"{folder / 'pairs.jsonl'}, row {number}"
         chosen = decode(data.dataset[row]["completion_ids"]).removesuffix("</s>")
         assert json.loads((folder / "pairs.jsonl").read_text().splitlines()[number - 1])["chosen"] == chosen
     [evaluation] = trainer.eval_data.values()
     assert (evaluation.report.rows_out, evaluation.source_row(3)) == (4, 4)
 
 
-def test_the_seed_of_the_order_decides_which_rows_are_drawn(folder: Path) -> None:
+def test_data_seed_determines_the_sampled_rows(folder: Path) -> None:
     rows = []
     for options in ({}, {}, {"seed": 7}, {"seed": 7, "data_seed": 42}):
         data = trainer_of(folder, **options).train_data
@@ -220,11 +220,11 @@ def test_a_mixture_of_a_given_size(folder: Path) -> None:
     assert [part.report.rows_out for part in data.parts] == [6, 4, 2]
 
 
-def test_faults_name_the_part_and_its_row(folder: Path, tmp_path: Path) -> None:
+def test_errors_name_the_part_and_its_row(folder: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps({"prompt": "a", "completion": "b", "label": 3}) + "\n")
     for part, said in (
-        (str(bad), f"{bad} row 1: label is 3"),
+        (str(bad), f"{bad}, row 1: label is 3"),
         (str(folder / "none.jsonl"), "file or folder does not exist"),
         (str(folder / "alpaca"), "alpaca: missing columns prompt, completion, label"),
     ):
@@ -232,8 +232,8 @@ def test_faults_name_the_part_and_its_row(folder: Path, tmp_path: Path) -> None:
             trainer_of(folder, dataset_mixture=[str(folder / "labelled.jsonl"), part])
 
 
-def test_what_a_part_leaves_out_is_unset() -> None:
-    """Not empty: an empty name would be asked of the hub."""
+def test_omitted_settings_of_a_part_are_unset() -> None:
+    """It is None rather than empty, because an empty name would be requested from the hub."""
     (part,) = mixture_parts(["a.jsonl"])
     values = dataclasses.asdict(part)
     assert values.pop("dataset_name") == "a.jsonl" and set(values.values()) == {None}

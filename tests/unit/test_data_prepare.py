@@ -1,4 +1,4 @@
-"""The prepared dataset: columns, counts, cache, and independence of the number of processes."""
+"""Prepared datasets: columns, counts, cache, and independence of the number of processes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_pairs_for_kto_become_two_rows_with_one_prompt(tmp_path: Path) -> None:
     assert (report.desirable, report.undesirable) == (2, 2)
 
 
-def test_one_answer_of_a_pair_may_be_dropped_for_kto_only(tmp_path: Path) -> None:
+def test_a_single_completion_of_a_pair_may_be_dropped_only_for_kto(tmp_path: Path) -> None:
     rows = [{"prompt": "x", "chosen": "c", "rejected": ""}, {"prompt": "xy", "chosen": "c", "rejected": "d"}]
     tokenizer = char_tokenizer(before=("<s>",), eos=None)
     assert run(rows, "unpaired_preference", tmp_path, tokenizer=tokenizer).dataset["label"][:] == [True, True, False]
@@ -100,7 +100,7 @@ def test_one_answer_of_a_pair_may_be_dropped_for_kto_only(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["unpaired_preference", "preference"])
-def test_processes_change_nothing(tmp_path: Path, kind: Any) -> None:
+def test_the_number_of_processes_does_not_matter(tmp_path: Path, kind: Any) -> None:
     rows = [
         {"prompt": f"question {i % 7}", "chosen": "the answer " * (i % 5), "rejected": f"mat {i}"} for i in range(41)
     ]
@@ -123,7 +123,7 @@ def test_processes_change_nothing(tmp_path: Path, kind: Any) -> None:
 @pytest.mark.parametrize("processes", [None, 2])
 def test_errors_in_workers_are_the_same(tmp_path: Path, processes: int | None) -> None:
     rows = [*KTO * 4, {"prompt": "x", "completion": "c", "label": None}]
-    with pytest.raises(DataError, match="^data row 13: label is null; expected true or false$"):
+    with pytest.raises(DataError, match="^data, row 13: label is null; expected true or false$"):
         run(rows, "unpaired_preference", tmp_path, num_proc=processes)
     assert list(tmp_path.iterdir()) == []
 
@@ -141,7 +141,7 @@ def test_second_run_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert prepare(again, "unpaired_preference", tokenizer, Limits(), "data", tmp_path) == path
 
 
-def test_the_name_follows_everything_that_matters(tmp_path: Path) -> None:
+def test_the_cache_name_depends_on_all_inputs(tmp_path: Path) -> None:
     def name(rows: list[Any] = KTO, kind: Any = "unpaired_preference", tokenizer: Any = None, **limits: Any) -> str:
         return cache_name(dataset_from_python(rows), kind, tokenizer or char_tokenizer(), Limits(**limits))
 
@@ -162,7 +162,7 @@ def test_the_name_follows_everything_that_matters(tmp_path: Path) -> None:
     assert name() == name([{**row, "unused": 3} for row in KTO])
 
 
-def test_the_name_follows_the_content_of_a_file(tmp_path: Path) -> None:
+def test_the_cache_name_depends_on_the_content_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     names = []
     for label in (True, False, True):
@@ -173,7 +173,7 @@ def test_the_name_follows_the_content_of_a_file(tmp_path: Path) -> None:
     assert names[0] == names[2] != names[1]
 
 
-def test_the_name_follows_every_row() -> None:
+def test_the_cache_name_depends_on_every_row() -> None:
     """Rows are hashed a thousand at a time."""
     rows = [{"prompt": str(number), "completion": "c", "label": True} for number in range(1500)]
     names = {
@@ -196,7 +196,7 @@ def test_dataset_formats_and_selections(tmp_path: Path) -> None:
     assert load_prepared(paths[2]).dataset["label"][:] == [False, True]
 
 
-def test_strict_data_and_nothing_left(tmp_path: Path) -> None:
+def test_strict_data_and_no_rows_left(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^data: 1 of 3 rows would be dropped \(1 × chosen and .*strict_data: false"):
         run(PAIRS, "preference", tmp_path, strict=True)
     assert list(tmp_path.iterdir()) == []
@@ -221,7 +221,7 @@ def test_columns_are_checked_first(tmp_path: Path) -> None:
 
 def test_conversations_need_a_template(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "c"}]}]
-    with pytest.raises(DataError, match="^data row 1: the row is conversational, .* has no chat template"):
+    with pytest.raises(DataError, match="^data, row 1: the row is conversational, .* has no chat template"):
         run([{**rows[0], "label": True}], "unpaired_preference", tmp_path, tokenizer=char_tokenizer())
 
 
@@ -239,7 +239,7 @@ def test_a_folder_that_cannot_be_written_or_read(tmp_path: Path) -> None:
         prepare(data, "unpaired_preference", char_tokenizer(), Limits(), "data", tmp_path / "cache", progress=False)
 
 
-def test_a_finished_folder_of_another_process_is_taken(tmp_path: Path) -> None:
+def test_a_finished_folder_of_another_process_is_used(tmp_path: Path) -> None:
     work, target = tmp_path / "work", tmp_path / "target"
     for folder in (work, target):
         folder.mkdir()

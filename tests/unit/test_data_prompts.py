@@ -1,4 +1,4 @@
-"""Rows of prompts alone, and pairs with a margin: what they hold, what is dropped, and what faulty ones are told."""
+"""Prompts without completions, and pairs with a margin: stored columns, dropped rows, and errors."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def made(data: Any, folder: Path, kind: Any = "prompt_only", limits: Limits | None = None, **options: Any) -> Prepared:
-    """What becomes of a dataset, or a list of rows."""
+    """Prepare a dataset or a list of rows."""
     tokenizer = options.pop("tokenizer", None) or char_tokenizer(before=("<s>",), template=CHATML)
     data = data if isinstance(data, Dataset) else dataset_from_python(data)
     return load_prepared(prepare(data, kind, tokenizer, limits or Limits(), "data", folder, progress=False, **options))
 
 
 def columns_of(prepared: Prepared) -> list[Any]:
-    """The extra columns of every row."""
+    """Return the additional columns of every row."""
     return [prompt_row(prepared.dataset, index).columns for index in range(len(prepared.dataset))]
 
 
-def test_prompts_keep_the_other_columns(tmp_path: Path) -> None:
+def test_other_columns_are_stored_with_prompts(tmp_path: Path) -> None:
     when = datetime(2024, 5, 1, 12, 30, tzinfo=UTC)
     data = Dataset.from_list(
         [
@@ -77,7 +77,7 @@ def test_the_query_is_part_of_the_prompt(tmp_path: Path) -> None:
     assert [prompt_row(dataset, index).prompt for index in range(2)] == ["do\nit", "do"]
 
 
-def test_a_prompt_that_is_too_long_is_dropped_and_never_cut(tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_long_is_dropped_and_never_truncated(tmp_path: Path) -> None:
     rows = [{"prompt": "abcde"}, {"prompt": "a b c"}, {"prompt": "a b cd"}]  # 5, 6 and 7 tokens with BOS
     prepared = made(rows, tmp_path, limits=Limits(max_prompt_length=6))
     assert prepared.dataset["row"][:] == [0, 1]
@@ -93,7 +93,7 @@ def test_a_prompt_that_is_too_long_is_dropped_and_never_cut(tmp_path: Path) -> N
         made(rows, tmp_path, limits=Limits(max_prompt_length=4))
 
 
-def test_an_empty_prompt_needs_a_token_to_begin_with(tmp_path: Path) -> None:
+def test_an_empty_prompt_needs_a_first_token(tmp_path: Path) -> None:
     rows = [{"prompt": ""}, {"prompt": "a"}]
     for options, ids in (({}, [0]), ({"bos": None}, [1])):
         assert made(rows, tmp_path, tokenizer=char_tokenizer(**options)).dataset[0]["prompt_ids"] == ids
@@ -103,7 +103,7 @@ def test_an_empty_prompt_needs_a_token_to_begin_with(tmp_path: Path) -> None:
     assert reason.startswith("no tokens to start from (empty prompt")
 
 
-def test_the_cache_follows_the_other_columns_and_their_use(tmp_path: Path) -> None:
+def test_the_cache_depends_on_the_other_columns(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"prompt": [USER], "system": "s", "answer": 1}]
     plain = made(rows, tmp_path)
     assert columns_of(made([{**rows[0], "answer": 2}], tmp_path)) == [{"system": "s", "answer": 2}]
@@ -125,11 +125,11 @@ NAN = float("nan")
 
 
 def left_out_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was said of columns that were left out."""
+    """Return the warnings about dropped columns."""
     return [record.getMessage() for record in caplog.records if "dropped, because" in record.getMessage()]
 
 
-def test_no_further_column_refuses_a_dataset(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_additional_columns_never_make_a_dataset_invalid(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given = {
         "score": Value("float32"), "seen": List(Value("float64")), "image": Image(),
         "packed": List({"raw": Value("binary")}), "price": Value("decimal128(5, 2)"),
@@ -156,12 +156,12 @@ def test_further_columns_of_a_list(tmp_path: Path, caplog: pytest.LogCaptureFixt
     ]
     assert left_out_in(caplog) == ["dataset: dropped, because the values cannot be represented in JSON: column raw"]
     pairs = [{**PAIR, "gap": 1}, {**PAIR, "gap": NAN}]
-    with pytest.raises(DataError, match="^data row 2: margin is nan"):
+    with pytest.raises(DataError, match="^data, row 2: margin is nan"):
         made(pairs, tmp_path, "preference_margin", column_map={"margin": "gap"})
 
 
 def undecided() -> Iterator[dict[str, Any]]:
-    """Rows of a stream, the second of which has what JSON cannot hold."""
+    """Rows of a stream, the second of which has a value that JSON does not support."""
     yield {"prompt": "a", "score": 1.0, "raw": 1}
     yield {"prompt": "b", "score": NAN, "raw": b"x"}
 
@@ -209,18 +209,18 @@ def test_a_stream_keeps_every_column_of_prompts_only(tmp_path: Path) -> None:
             [{"question": "a", "messages": [USER]}],
             "data: missing column prompt, which training requires; columns: question, mess",
         ),
-        ([{"prompt": "a"}, {"prompt": None}], "data row 2: prompt is missing; every row must have one"),
-        ([{"prompt": 5}], r"data row 1: prompt is 5 \(an integer\); expected a string or a list of {role, content}"),
-        ([{"prompt": [{"role": "user"}]}], r"data row 1: prompt\[0\] has no content"),
-        ([{"prompt": [{**USER, "image": b"x"}]}], "data row 1: prompt is .*, which cannot be stored"),
+        ([{"prompt": "a"}, {"prompt": None}], "data, row 2: prompt is missing; every row must have one"),
+        ([{"prompt": 5}], r"data, row 1: prompt is 5 \(an integer\); expected a string or a list of {role, content}"),
+        ([{"prompt": [{"role": "user"}]}], r"data, row 1: prompt\[0\] has no content"),
+        ([{"prompt": [{**USER, "image": b"x"}]}], "data, row 1: prompt is .*, which cannot be stored"),
     ],
 )
-def test_faulty_prompts_are_named(rows: list[dict[str, Any]], said: str, tmp_path: Path) -> None:
+def test_invalid_prompts_are_named(rows: list[dict[str, Any]], said: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"^{said}"):
         made(Dataset.from_list(rows), tmp_path)
 
 
-def test_a_string_has_no_system_turn() -> None:
+def test_a_string_prompt_has_no_system_message() -> None:
     with pytest.raises(DataError, match="^row 1: system requires a conversation"):
         prompt_only_row({"prompt": "a", "system": "s"}, "row 1")
 
@@ -262,14 +262,14 @@ def test_margins_of_a_csv_file_and_under_another_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("margin", [float("nan"), float("inf"), 1e39, 10**400, True, "wide", [1.0, 2.0], {"a": 1}])
 def test_a_margin_is_a_finite_number(margin: Any) -> None:
-    with pytest.raises(DataError, match="^data row 3: margin is .*; expected a finite number or null$"):
-        margin_of({**PAIR, "margin": margin}, "data row 3")
-    assert margin_of({**PAIR, "margin": [-0.5]}, "data row 3") == -0.5
+    with pytest.raises(DataError, match="^data, row 3: margin is .*; expected a finite number or null$"):
+        margin_of({**PAIR, "margin": margin}, "data, row 3")
+    assert margin_of({**PAIR, "margin": [-0.5]}, "data, row 3") == -0.5
 
 
 def test_a_faulty_margin_is_named_with_its_row(tmp_path: Path) -> None:
     rows = [{**PAIR, "margin": 1.0}, {**PAIR, "margin": float("nan")}]
-    with pytest.raises(DataError, match=r"^data row 2: margin is nan \(a number\); expected"):
+    with pytest.raises(DataError, match=r"^data, row 2: margin is nan \(a number\); expected"):
         made(rows, tmp_path, "preference_margin")
 
 

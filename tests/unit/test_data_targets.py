@@ -1,4 +1,4 @@
-"""Which tokens are learned: options of fine-tuning, rows that are tokenised already, functions of a user."""
+"""Tokens in the loss: SFT options, tokenized rows, formatting functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAID = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"
 
 
 def made(rows: Any, folder: Path, kind: Any = "prompt_completion", tokenizer: Any = None, **options: Any) -> Prepared:
-    """Rows, tokenised."""
+    """Prepare rows."""
     data = rows if isinstance(rows, Dataset) else dataset_from_python(rows)
     limits = Limits(options.pop("max_length", None))
     path = prepare(data, kind, tokenizer or char_tokenizer(), limits, "data", folder, progress=False, **options)
@@ -33,25 +33,25 @@ def made(rows: Any, folder: Path, kind: Any = "prompt_completion", tokenizer: An
 
 
 def learned(prepared: Prepared) -> list[tuple[Any, ...]]:
-    """Prompt, completion and mask of each row."""
+    """Return prompt, completion and mask of each row."""
     return [tuple(row[name] for name in ("prompt_ids", "completion_ids", "scored")) for row in prepared.dataset]
 
 
-def test_a_sequence_is_cut_before_the_first_token_that_is_learned() -> None:
+def test_a_sequence_is_split_before_the_first_token_in_the_loss() -> None:
     assert divided([4, 5, 6], [True] * 3) == Learned([4], [5, 6], first=True)
     assert divided([4, 5, 6, 7], [True, False, True, False]) == Learned([4, 5], [6, 7], [True, False], True)
     assert divided([4, 5, 6], [False, False, True]) == Learned([4, 5], [6])
     assert divided([4, 5], [False, False]) == Learned([4, 5], [])
 
 
-def test_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_token_ids_are_used_unchanged(tmp_path: Path) -> None:
     ids = {"input_ids": [4, 5, 6, 7], "text": "not this"}
     assert learned(made([ids], tmp_path)) == [([4], [5, 6, 7], None)]
     masks = {"completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 1, 0, 1]}
     assert learned(made([ids | masks], tmp_path)) == [([4], [5, 6, 7], [True, False, True])]
     own = made([ids | masks], tmp_path, rules=RowRules(completion_only=False))
     assert learned(own) == [([4], [5, 6, 7], [True, False, True])]
-    labels = {"labels": [-100, -100, 6, -100]}  # they come before masks
+    labels = {"labels": [-100, -100, 6, -100]}  # they take precedence over masks
     assert learned(made([ids | masks | labels], tmp_path)) == [([4, 5], [6, 7], [True, False])]
     rows = made([ids | labels, ids, {"input_ids": [8, 9], "labels": [-100, 9]}], tmp_path).dataset
     assert as_language_modelling(rows[:])["labels"] == [[-100, -100, 6, -100], [4, 5, 6, 7], [-100, 9]]
@@ -59,7 +59,7 @@ def test_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
     assert learned(made([padded], tmp_path)) == [([4], [5, 6], None)]
 
 
-def test_what_nothing_is_learned_of_is_dropped(tmp_path: Path) -> None:
+def test_rows_without_loss_tokens_are_dropped(tmp_path: Path) -> None:
     rows = [
         {"input_ids": [4, 5, 6, 7, 8], "assistant_masks": [0, 0, 0, 1, 1]},
         {"input_ids": [9, 10, 11, 12], "assistant_masks": [0, 1, 0, 1]},
@@ -80,12 +80,12 @@ def test_what_nothing_is_learned_of_is_dropped(tmp_path: Path) -> None:
         ({"input_ids": [4, 5], "labels": [5, 6]}, r"labels\[0\] is 5.*, but input_ids\[0\] is 4"),
     ],
 )
-def test_token_ids_that_cannot_be_learned_are_refused(row: Any, says: str, tmp_path: Path) -> None:
+def test_invalid_token_ids_are_refused(row: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=says):
         made([row], tmp_path)
 
 
-def test_options_that_rows_cannot_answer_are_refused(tmp_path: Path) -> None:
+def test_options_that_do_not_fit_the_rows_are_refused(tmp_path: Path) -> None:
     ids = {"input_ids": [4, 5]}
     for rules, row, says in [
         (RowRules(completion_only=True), ids, "requires completion_mask or labels"),
@@ -101,7 +101,7 @@ def test_options_that_rows_cannot_answer_are_refused(tmp_path: Path) -> None:
     assert learned(made([ids], tmp_path, rules=RowRules(tokenised=True))) == [([4], [5], None)]
 
 
-def test_a_template_without_end_of_turn_does_not_say_what_the_assistant_said(tmp_path: Path) -> None:
+def test_a_template_without_end_of_turn_does_not_mark_the_assistants_tokens(tmp_path: Path) -> None:
     rules, rows = RowRules(assistant_only=True), [{"messages": SAID * 2}]
     with pytest.raises(DataError, match="does not mark the assistant's tokens"):
         made(rows, tmp_path, tokenizer=char_tokenizer(template=PLAIN), rules=rules)
@@ -109,12 +109,12 @@ def test_a_template_without_end_of_turn_does_not_say_what_the_assistant_said(tmp
     assert char_tokenizer().decode(once.dataset[0]["completion_ids"]) == " ba\n</s>"
 
 
-def test_token_ids_of_answers(tmp_path: Path) -> None:
+def test_token_ids_of_completions(tmp_path: Path) -> None:
     pair = {"chosen_ids": [4, 5, 6], "rejected_ids": [4, 7, 6], "margin": 2.0}
     older = {"input_ids_chosen": [9, 4], "input_ids_rejected": [8, 4], "attention_mask_chosen": [1, 1]}
     rows = made([pair], tmp_path, "preference_margin").dataset
     assert rows[0] == {"prompt_ids": [4], "chosen_ids": [5, 6], "rejected_ids": [7, 6], "row": 0, "margin": 2.0}
-    assert made([older], tmp_path, "preference_margin").dataset[0]["chosen_ids"] == [9, 4]  # nothing is put before
+    assert made([older], tmp_path, "preference_margin").dataset[0]["chosen_ids"] == [9, 4]  # no context token is added
     one = {"prompt_input_ids": [4], "completion_input_ids": [4, 5, 6], "label": True}
     whole = made([one | {"completion_labels": [-100, 5, 6]}], tmp_path, "unpaired_preference").dataset[0]
     assert whole["completion_ids"] == [5, 6] and whole["label"]
@@ -123,14 +123,14 @@ def test_token_ids_of_answers(tmp_path: Path) -> None:
     assert made([three], tmp_path, "preference").dataset[0]["rejected_ids"] == [6, 7]
 
 
-def test_a_reward_model_reads_the_template_to_its_end(tmp_path: Path) -> None:
+def test_a_reward_model_uses_the_complete_template(tmp_path: Path) -> None:
     tokenizer = readable_tokenizer(template=CHATML)
     row = made([{"chosen": SAID, "rejected": [SAID[0], SAID[0]]}], tmp_path, "preference_margin", tokenizer).dataset[0]
     for name, messages in (("chosen_ids", SAID), ("rejected_ids", [SAID[0], SAID[0]])):
         assert row["prompt_ids"] + row[name] == tokenizer.apply_chat_template(messages)["input_ids"]
 
 
-def test_pictures_are_refused_and_empty_columns_are_not(tmp_path: Path) -> None:
+def test_images_are_refused_but_empty_columns_are_not(tmp_path: Path) -> None:
     row = {"prompt": "a", "completion": "b", "label": True}
     with pytest.raises(DataError, match="column 'images' contains images"):
         made([row | {"images": []}, row | {"images": ["a.png"]}], tmp_path, "unpaired_preference")
@@ -138,11 +138,13 @@ def test_pictures_are_refused_and_empty_columns_are_not(tmp_path: Path) -> None:
     assert len(made(plain, tmp_path, "unpaired_preference").dataset) == 1
     with pytest.raises(DataError, match=r"with_transform\(\) is not supported"):
         made(plain.with_transform(lambda batch: batch), tmp_path, "unpaired_preference")
-    with pytest.raises(DataError, match=r"also with skip_prepare_dataset.*Dataset\.map\(\)"):  # TRL's way out
+    with pytest.raises(
+        DataError, match=r"also with skip_prepare_dataset.*Dataset\.map\(\)"
+    ):  # the option with which TRL allows it
         made(plain.with_transform(lambda batch: batch), tmp_path, "prompt_completion")
 
 
-def test_means_are_those_of_the_tokens_that_are_learned(tmp_path: Path) -> None:
+def test_means_are_over_the_tokens_in_the_loss(tmp_path: Path) -> None:
     rows = [
         {"input_ids": [4, 5, 6, 7], "labels": [-100, 5, -100, 7]},
         {"input_ids": [8, 9], "labels": [8, 9]},
@@ -163,21 +165,21 @@ def test_means_are_those_of_the_tokens_that_are_learned(tmp_path: Path) -> None:
     assert collate([([1], [2, 3])], 1, [[False, True]]).targets.tolist() == [3]
 
 
-def test_a_function_makes_the_text_of_a_row(tmp_path: Path) -> None:
+def test_a_formatting_function_returns_the_text_of_a_row(tmp_path: Path) -> None:
     rows = [{"question": "a", "answer": "b"}]
     data = formatted(dataset_from_python(rows), lambda row: row["question"] + row["answer"], "data")
     assert data["text"] == ["ab"] and data.column_names == ["text"]
     stream = IterableDataset.from_generator(lambda: iter(rows))
     assert list(formatted(stream, lambda row: row["answer"], "data")) == [{"text": "b"}]
-    with pytest.raises(DataError, match=r"data row 1: formatting_func returned \['b'\]"):
+    with pytest.raises(DataError, match=r"data, row 1: formatting_func returned \['b'\]"):
         formatted(dataset_from_python(rows), lambda row: [row["answer"]], "data")  # type: ignore[arg-type,return-value]
-    with pytest.raises(DataError, match="data row 1: formatting_func raised KeyError: 'none'"):
+    with pytest.raises(DataError, match="data, row 1: formatting_func raised KeyError: 'none'"):
         formatted(dataset_from_python(rows), lambda row: row["none"], "data")
     with pytest.raises(OptionError, match="already tokenized"):
         formatted(dataset_from_python([{"input_ids": [4, 5]}]), lambda row: "a", "data")
 
 
-def test_what_is_learned_is_part_of_the_name_of_tokenised_rows(tmp_path: Path) -> None:
+def test_the_cache_name_depends_on_the_tokens_in_the_loss(tmp_path: Path) -> None:
     data = dataset_from_python([{"messages": SAID}])
     rules = (USUAL, RowRules(completion_only=True), RowRules(completion_only=False), RowRules(assistant_only=True))
     options: Any = {"progress": False}
@@ -189,7 +191,7 @@ def test_what_is_learned_is_part_of_the_name_of_tokenised_rows(tmp_path: Path) -
     assert len({*names}) == 4
 
 
-def test_marks_of_a_template_are_taken_at_their_word(tmp_path: Path) -> None:
+def test_generation_marks_of_a_template_are_used(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.role }} {% generation %}{{ m.content }}{% endgeneration %}.{% endfor %}"
     tokenizer = char_tokenizer(template=template)
     rules, rows = RowRules(assistant_only=True), [{"messages": [{"role": "user", "content": "ab"}]}]
@@ -197,12 +199,12 @@ def test_marks_of_a_template_are_taken_at_their_word(tmp_path: Path) -> None:
     assert tokenizer.decode(row["completion_ids"]) == "ab.</s>" and row["scored"] == [True, False, False]
 
 
-def test_a_reward_model_puts_nothing_before_answers(tmp_path: Path) -> None:
+def test_a_reward_model_adds_no_context_to_completions(tmp_path: Path) -> None:
     row = made([{"prompt": "", "chosen": "a", "rejected": "b"}], tmp_path, "preference_margin").dataset[0]
     assert row["prompt_ids"] == [] and char_tokenizer().decode(row["chosen_ids"]) == "a</s>"
 
 
-def test_a_short_max_length_leaves_room_for_completions() -> None:
+def test_a_short_max_length_leaves_space_for_completions() -> None:
     for given, prompt in ((1024, 512), (600, 512), (512, 256), (256, 128)):
         assert KTOConfig(output_dir="out", max_length=given).max_prompt_length == prompt
     assert KTOConfig(output_dir="out", max_length=256, max_prompt_length=200).max_prompt_length == 200

@@ -1,4 +1,4 @@
-"""Golden tokenisations: where the prompt ends, and which special tokens are there, once."""
+"""Golden tokenizations: where the prompt ends, and that special tokens occur exactly once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ BOS = ("<s>",)
 
 
 def encode(tokenizer: Any, prompt: Any, *completions: Any, **template: Any) -> Encoded:
-    return RowTokenizer(tokenizer).encode([Source(prompt, completions, "data row 1", template)])[0]
+    return RowTokenizer(tokenizer).encode([Source(prompt, completions, "data, row 1", template)])[0]
 
 
 def golden(tokenizer: Any, prompt: Any, *completions: Any) -> list[str]:
-    """Prompt and completions as tokens joined by ``|``."""
+    """Return prompt and completions as tokens joined with ``|``."""
     encoded = encode(tokenizer, prompt, *completions)
     return ["|".join(tokenizer.convert_ids_to_tokens(ids)) for ids in (encoded.prompt, *encoded.completions)]
 
@@ -38,7 +38,7 @@ def assistant(content: str) -> dict[str, str]:
     [
         ({"before": BOS}, "xy", ["cd"], ["<s>|x|y", "c|d|</s>"]),
         ({}, "xy", ["cd"], ["x|y", "c|d|</s>"]),  # a BOS token exists but is not added by default
-        ({"before": BOS}, "<s>xy", ["cd"], ["<s>|x|y", "c|d|</s>"]),  # the text brings its own BOS
+        ({"before": BOS}, "<s>xy", ["cd"], ["<s>|x|y", "c|d|</s>"]),  # the text contains its own BOS
         ({"before": BOS}, "<s><s>xy", ["c"], ["<s>|x|y", "c|</s>"]),
         ({"before": BOS}, "xy", ["cd</s>"], ["<s>|x|y", "c|d|</s>"]),  # … or its own EOS
         (
@@ -51,14 +51,19 @@ def assistant(content: str) -> dict[str, str]:
         ({"before": ("[gMASK]", "<s>")}, "xy", ["c"], ["[gMASK]|<s>|x|y", "c|</s>"]),
         ({"before": ("[gMASK]", "<s>")}, "[gMASK]<s>xy", ["c"], ["[gMASK]|<s>|x|y", "c|</s>"]),
         ({"before": ("[gMASK]", "<s>")}, "<s>xy", ["c"], ["[gMASK]|<s>|x|y", "c|</s>"]),
-        ({"before": BOS}, "xa", ["bc"], ["<s>|x", "ab|c|</s>"]),  # the merged border token is the completion's
-        ({"before": BOS}, "xa", ["bc", "d"], ["<s>|x", "ab|c|</s>", "a|d|</s>"]),  # … for both answers of a pair
+        (
+            {"before": BOS},
+            "xa",
+            ["bc"],
+            ["<s>|x", "ab|c|</s>"],
+        ),  # the merged token at the boundary belongs to the completion
+        ({"before": BOS}, "xa", ["bc", "d"], ["<s>|x", "ab|c|</s>", "a|d|</s>"]),  # … for both completions of a pair
         ({"before": BOS}, "", ["cd"], ["<s>", "c|d|</s>"]),
         ({"before": BOS}, "xy", [""], ["<s>|x|y", "</s>"]),
-        ({"bos": None}, "", ["cd"], ["c", "d|</s>"]),  # nothing predicts the first token: it becomes context
+        ({"bos": None}, "", ["cd"], ["c", "d|</s>"]),  # the first token cannot be predicted and becomes context
         ({"bos": None}, "", ["cd", "ce"], ["c", "d|</s>", "e|</s>"]),
         ({"bos": None}, "", ["cd", "e"], ["</s>", "c|d|</s>", "e|</s>"]),
-        ({"bos": None}, "a", ["bc"], ["ab", "c|</s>"]),  # a merge that swallows the whole prompt
+        ({"bos": None}, "a", ["bc"], ["ab", "c|</s>"]),  # a merge across the entire prompt
         ({"before": BOS, "eos": None}, "xy", ["cd"], ["<s>|x|y", "c|d"]),
     ],
 )
@@ -75,7 +80,7 @@ def test_byte_level_border_and_round_trip() -> None:
     encoded = encode(tokenizer, "what is the", " answer é", " the mat")
     assert tokenizer.decode(encoded.prompt + encoded.completions[0]) == "what is the answer é<|endoftext|>"
     assert tokenizer.decode(encoded.completions[1]) == " the mat<|endoftext|>"
-    merged = encode(tokenizer, "on th", "e mat")  # " the" is one token: the prompt ends before it
+    merged = encode(tokenizer, "on th", "e mat")  # " the" is one token, so the prompt ends before it
     assert tokenizer.decode(merged.prompt) == "on"
     assert tokenizer.decode(merged.completions[0]) == " the mat<|endoftext|>"
 
@@ -91,7 +96,7 @@ def test_byte_level_border_and_round_trip() -> None:
         ),
         (PLAIN, [user("x")], [assistant("cd")], ["u|s|e|r|:| |x|\n|a|s|s|i|s|t|a|n|t|:", " |c|d|\n|</s>"]),
         (
-            CHATML,  # the answer goes on with a message that the prompt began
+            CHATML,  # the completion continues a message that the prompt has started
             [user("x"), assistant("c")],
             [assistant("d")],
             [
@@ -108,7 +113,7 @@ def test_conversations(template: str, prompt: list[Any], completion: list[Any], 
     assert golden(char_tokenizer(template=template, before=BOS), prompt, completion) == expected
 
 
-def test_generation_prompt_that_is_no_prefix_of_the_full_text() -> None:
+def test_generation_prompt_that_is_not_a_prefix_of_the_full_text() -> None:
     thinking = CHATML.replace("assistant\n{% endif", "assistant\n[think]{% endif")
     tokenizer = char_tokenizer(template=thinking)
     expected = [*golden(char_tokenizer(template=CHATML), [user("x")], [assistant("cd")])]
@@ -118,7 +123,7 @@ def test_generation_prompt_that_is_no_prefix_of_the_full_text() -> None:
 def test_end_of_turn_token_without_the_special_flag() -> None:
     tokenizer = char_tokenizer(template=CHATML, special_turns=False)
     assert golden(tokenizer, [user("x")], [assistant("c")])[1] == "c|<|im_end|>"
-    # the same token written by the message itself, under a template that ends no turn, is followed by EOS
+    # if the message itself ends with this token and the template does not end turns, EOS is added
     plain = char_tokenizer(template=PLAIN, special_turns=False)
     assert golden(plain, [user("x")], [assistant("c<|im_end|>")])[1] == " |c|<|im_end|>|\n|</s>"
 
@@ -129,7 +134,7 @@ def test_an_unknown_character_ends_no_turn() -> None:
     assert golden(tokenizer, [user("x")], [assistant("c ?")]) == ["user:|x|assistant:", "c|[UNK]|</s>"]
 
 
-def test_template_that_writes_eos_gets_no_second_one() -> None:
+def test_no_second_eos_for_a_template_that_writes_one() -> None:
     tokenizer = char_tokenizer(template="{% for m in messages %}{{ m['content'] }}</s>\n{% endfor %}")
     assert golden(tokenizer, [user("x")], [assistant("c")]) == ["x|</s>|\n", "c|</s>"]
 
@@ -140,7 +145,7 @@ def test_row_options_reach_the_template() -> None:
     assert tokenizer.decode(encoded.prompt).startswith("gladuser: x")
 
 
-def test_a_batch_of_both_kinds_is_what_single_rows_are() -> None:
+def test_a_mixed_batch_equals_single_rows() -> None:
     tokenizer = char_tokenizer(template=CHATML, before=BOS)
     sources = [
         Source("xa", ("b", "c"), "row 1", {}),
@@ -154,14 +159,14 @@ def test_a_batch_of_both_kinds_is_what_single_rows_are() -> None:
 
 def test_conversation_without_chat_template() -> None:
     with pytest.raises(
-        DataError, match="data row 1: the row is conversational, but tokenizer .* has no chat template"
+        DataError, match="data, row 1: the row is conversational, but tokenizer .* has no chat template"
     ):
         encode(char_tokenizer(), [user("x")], [assistant("c")])
 
 
 def test_template_error_names_the_row() -> None:
     tokenizer = char_tokenizer(template="{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match="data row 1: the chat template .* roles must alternate") as caught:
+    with pytest.raises(DataError, match="data, row 1: the chat template .* roles must alternate") as caught:
         encode(tokenizer, [user("x")], [assistant("c")])
     assert "\n" not in str(caught.value)
 
@@ -174,7 +179,7 @@ def test_tokenizer_without_eos_warns_once(caplog: pytest.LogCaptureFixture) -> N
     assert [record.message for record in caplog.records if "no EOS token" in record.message] == [caplog.messages[0]]
 
 
-def test_nothing_to_condition_on() -> None:
+def test_no_context_token() -> None:
     encoded = encode(char_tokenizer(bos=None, eos=None), "", "c", "d")
     fitted = fit(encoded.prompt, encoded.completions, Limits(), 0)
     assert fitted.reasons == [NO_CONTEXT, NO_CONTEXT]
@@ -203,14 +208,14 @@ def test_truncation(limits: Limits, head: int, prompt: list[int], completions: l
     assert fitted.reasons == [None, None]
 
 
-def test_completions_without_room_or_tokens() -> None:
+def test_completions_without_space_or_tokens() -> None:
     assert fit([1, 2, 3], [[4], [5]], Limits(max_length=3), 0).reasons == [NO_ROOM, NO_ROOM]
     assert fit([1, 2, 3], [[4], [5]], Limits(max_length=2), 0).reasons == [NO_ROOM, NO_ROOM]
     one_empty = fit([1, 2, 3], [[4], []], Limits(), 0)
     assert (one_empty.reasons, one_empty.completions) == ([None, EMPTY], [[4], []])
 
 
-def test_a_prompt_alone_is_the_prompt_of_its_answers() -> None:
+def test_a_prompt_is_tokenized_as_with_completions() -> None:
     for options in ({"before": ("<s>",)}, {"template": CHATML}, {"template": "<s>" + CHATML}):
         tokenizer = char_tokenizer(**options)  # type: ignore[arg-type]
         for prompt, answer in (("x y", " c"), ("", "c")):
@@ -236,6 +241,6 @@ def test_head_length() -> None:
     "options",
     [{"max_length": 0}, {"max_prompt_length": True}, {"max_completion_length": "9"}, {"truncation_mode": "end"}],
 )
-def test_limits_that_make_no_sense(options: dict[str, Any]) -> None:
+def test_invalid_limits(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=next(iter(options))):
         Limits(**options)

@@ -86,7 +86,7 @@ def test_what_the_sections_set(base: dict[str, Any], given: dict[str, Any], expe
         (optimizer("AdamW", betas=0.9), {}, ["params.betas=0.9", "two numbers"]),
         (optimizer("SGD", betas=[0.9, 0.9]), {}, ["params.betas=", "no such parameter"]),
         (optimizer("SGD", momentum=0.9), {"optim_args": "momentum=0.5"}, ["params.momentum=0.9", "optim_args="]),
-        ({"optimizer": {"type": "AdamW"}}, {}, ["optimizer.params: there is no lr", '"lr": "auto"']),
+        ({"optimizer": {"type": "AdamW"}}, {}, ["optimizer.params: lr is missing", '"lr": "auto"']),
         ({"optimizer": {}}, {}, ["optimizer={}", '"type" and "params"']),
         ({"optimizer": {"type": "AdamW", "legacy_fusion": True}}, {}, ["optimizer.legacy_fusion=True"]),
         (scheduler("WarmupLR"), {"lr_scheduler_type": "cosine"}, ["type='WarmupLR'", "lr_scheduler_type='cosine'"]),

@@ -1,4 +1,4 @@
-"""The objective of DPO, offline and online, against published numbers and formulas written down a second time."""
+"""The DPO objective, offline and online, compared with published values and independently written formulas."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def vector(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def inputs(pairs: int = 9) -> list[Tensor]:
-    """Chosen and rejected sums of the policy, with gradient, then those of the reference."""
+    """Return chosen and rejected sums of the policy (differentiable) and of the reference."""
     noise = torch.Generator().manual_seed(6)
     reference = -40 * torch.rand(2, pairs, generator=noise, dtype=torch.float64)
     policy = reference + 4 * torch.randn(2, pairs, generator=noise, dtype=torch.float64)
@@ -54,7 +54,7 @@ def inputs(pairs: int = 9) -> list[Tensor]:
     ],
 )
 def test_golden_numbers(changes: dict[str, Any], loss: float) -> None:
-    """The rewards are of whole answers whatever the loss makes of the lengths, as TRL's DPOTrainer logs them."""
+    """Rewards are of complete completions regardless of the loss's use of lengths, as logged by TRL's DPOTrainer."""
     found = dpo_loss(vector(-12.0), vector(-15.0), vector(-13.0), vector(-14.5), beta=0.1, **changes)
     assert_close(found.losses, vector(loss), rtol=0, atol=1e-9)
     assert_close(found.chosen_rewards, vector(0.1), rtol=0, atol=1e-12)
@@ -62,7 +62,7 @@ def test_golden_numbers(changes: dict[str, Any], loss: float) -> None:
 
 
 def plainly(options: dict[str, Any], gap: float) -> tuple[float, float]:
-    """The loss of a margin, and its slope."""
+    """Return the loss of a margin and its derivative."""
     beta, swapped = options["beta"], options.get("label_smoothing", 0.0)
     if options["loss_type"] == "hinge":
         return max(0.0, 1 - beta * gap), -beta * (beta * gap < 1)
@@ -74,7 +74,7 @@ def plainly(options: dict[str, Any], gap: float) -> tuple[float, float]:
 
 @pytest.mark.parametrize("options", CASES + OFFLINE)
 def test_losses_and_gradients_pair_by_pair(options: dict[str, Any]) -> None:
-    """Against the plainest form, in Python's floats."""
+    """Compare with the simplest form in Python floats."""
     chosen, rejected, *reference = inputs()
     found = dpo_loss(chosen, rejected, *reference, **options)
     gradients = torch.autograd.grad(found.losses.sum(), (chosen, rejected))
@@ -108,8 +108,8 @@ def test_a_policy_equal_to_its_reference() -> None:
 
 
 @pytest.mark.parametrize("options", CASES)
-def test_without_further_options_nothing_is_added(options: dict[str, Any]) -> None:
-    """To the bit, in fp32: what Online DPO asks for does not pass through smoothing or lengths."""
+def test_default_options_do_not_change_the_loss(options: dict[str, Any]) -> None:
+    """Bitwise in fp32: Online DPO's losses are not affected by smoothing or lengths."""
     chosen, rejected, *reference = [value.detach().float() for value in inputs()]
     chosen, rejected = chosen.requires_grad_(), rejected.requires_grad_()
     beta, margins = options["beta"], (chosen - reference[0]) - (rejected - reference[1])
@@ -122,7 +122,7 @@ def test_without_further_options_nothing_is_added(options: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("loss_type", DPO_LOSS_TYPES)
-def test_only_ipo_looks_at_lengths(loss_type: str) -> None:
+def test_only_ipo_uses_lengths(loss_type: str) -> None:
     values = inputs()
     sums, means = (dpo_loss(*values, loss_type=loss_type, lengths=lengths) for lengths in (None, LENGTHS))
     assert torch.equal(sums.losses, means.losses) is (loss_type != "ipo")
@@ -154,7 +154,7 @@ def test_extremes_are_finite(options: dict[str, Any], dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("options", CASES + OFFLINE)
-def test_no_pairs_give_an_empty_loss_with_a_graph(options: dict[str, Any]) -> None:
+def test_no_pairs_give_an_empty_differentiable_loss(options: dict[str, Any]) -> None:
     chosen, rejected, reference = (torch.zeros(0, requires_grad=own) for own in (True, True, False))
     nothing = torch.zeros(0, dtype=torch.int64)
     lengths = {"lengths": (nothing, nothing)} if "lengths" in options else {}
@@ -174,7 +174,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValueError, match=f"label_smoothing={share}: must be at least 0 and below 0.5"):
             dpo_loss(*ones, label_smoothing=share)
     for loss_type in ("hinge", "ipo"):
-        with pytest.raises(ValueError, match=f"is for loss_type 'sigmoid'; set it to 0 for '{loss_type}'"):
+        with pytest.raises(ValueError, match=f"only applies to loss_type 'sigmoid'; set it to 0 for '{loss_type}'"):
             dpo_loss(*ones, loss_type=loss_type, label_smoothing=0.1)
 
 

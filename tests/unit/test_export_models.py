@@ -1,4 +1,4 @@
-"""Full models exported: every tensor is what it should be, damage is refused, what is reported is true."""
+"""Export of full models: correct tensors, detection of damage, and correct reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Named = dict[str, Tensor]
 
 
 def trained(folder: Path, base: str, size: float, dtype: torch.dtype = torch.bfloat16) -> Named:
-    """Write a checkpoint of a model that training has changed, rounded to ``dtype``; the fp32 weights by name."""
+    """Save a checkpoint of a trained model, rounded to ``dtype``; return the fp32 weights by name."""
     model = AutoModelForCausalLM.from_pretrained(base)
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
@@ -66,7 +66,7 @@ def made(base: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Nam
 
 @pytest.fixture
 def giving(monkeypatch: pytest.MonkeyPatch) -> Callable[[Named], None]:
-    """Lets every checkpoint have these master weights; tests/engine/test_export_runs.py reads those of real ones."""
+    """Use these master weights for every checkpoint; tests/engine/test_export_runs.py reads those of real ones."""
 
     def give(masters: Named) -> None:
         monkeypatch.setattr(source_module, "master_weights", lambda folder: iter(masters.items()))
@@ -74,10 +74,10 @@ def giving(monkeypatch: pytest.MonkeyPatch) -> Callable[[Named], None]:
     return give
 
 
-# What is written -----------------------------------------------------------------------------------------------------
+# Written files -------------------------------------------------------------------------------------------------------
 
 
-def test_an_export_as_it_is(made: tuple[Path, Named], tmp_path: Path) -> None:
+def test_an_export_without_conversion(made: tuple[Path, Named], tmp_path: Path) -> None:
     source, _ = made
     report = export(source, tmp_path / "out", max_shard_size="20KB")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
@@ -93,7 +93,7 @@ def test_an_export_as_it_is(made: tuple[Path, Named], tmp_path: Path) -> None:
     assert str(source.parent) not in stored and str(Path(report.base_model or "none").parent) not in stored
 
 
-def test_an_export_in_fp32_takes_the_master_weights(
+def test_an_fp32_export_uses_the_master_weights(
     made: tuple[Path, Named], base: str, giving: Callable[[Named], None], tmp_path: Path
 ) -> None:
     source, masters = made
@@ -101,7 +101,7 @@ def test_an_export_in_fp32_takes_the_master_weights(
     report = export_model(source, tmp_path / "out", dtype="float32", sample_count=4)
     state = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(state[name], masters[name]) for name in masters) and report.masters == len(masters)
-    # by hand: the model before training, the 16-bit one of the files, and the fp32 one
+    # expected: the model before training, the 16-bit model of the files, and the fp32 model
     rows = default_samples(AutoTokenizer.from_pretrained(base), 77, 4).rows
     before, stored, exact = (
         [mean_logp(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), list(row)) for row in rows]
@@ -111,7 +111,7 @@ def test_an_export_in_fp32_takes_the_master_weights(
     assert report.change.effect_mean == pytest.approx(gap(exact, before), rel=1e-3)
     assert report.stored_change is not None
     assert report.stored_change.error_mean == pytest.approx(gap(exact, stored), rel=1e-2)
-    # of the update, what the 16-bit files have
+    # the part of the update that is in the 16-bit files
     start = load_file(Path(base) / "model.safetensors")
     u = torch.cat([(masters[name] - start[name]).flatten().double() for name in start])
     v = torch.cat([(masters[name].bfloat16().float() - start[name].bfloat16().float()).flatten() for name in start])
@@ -138,7 +138,7 @@ def test_an_fp32_model_is_rounded_once(dtype: str, base: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_no_two_models_are_there_at_a_time(
+def test_only_one_model_is_loaded_at_a_time(
     dtype: str, made: tuple[Path, Named], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load, loaded = model_module.load_whole, []
@@ -156,8 +156,8 @@ def test_no_two_models_are_there_at_a_time(
 
 
 @pytest.mark.ci
-def test_experts_in_fp32_take_their_master_weights(giving: Callable[[Named], None], tmp_path: Path) -> None:
-    """Files have a tensor for each expert, and the model that trains one for all."""
+def test_experts_in_fp32_use_their_master_weights(giving: Callable[[Named], None], tmp_path: Path) -> None:
+    """Files have one tensor per expert, the training model has one for all experts."""
     masters = trained(tmp_path / "checkpoint-4", make_model(tmp_path / "moe", "moe"), 2e-4)
     save_file({"state": torch.zeros(3)}, tmp_path / "checkpoint-4" / "optimizer-00001-of-00001.safetensors")
     add_manifest(tmp_path / "checkpoint-4")
@@ -168,8 +168,8 @@ def test_experts_in_fp32_take_their_master_weights(giving: Callable[[Named], Non
     assert any(tensor.ndim == 3 for tensor in masters.values())
 
 
-def test_fp32_without_master_weights_says_so(made: tuple[Path, Named], tmp_path: Path) -> None:
-    """As of a checkpoint that has the model only."""
+def test_fp32_without_master_weights_is_reported(made: tuple[Path, Named], tmp_path: Path) -> None:
+    """For example, a checkpoint with the model only."""
     whole, masters = made
     source = copied(whole, tmp_path / "checkpoint-4", "manifest.json", "optimizer-00001-of-00001.safetensors")
     report = export_model(source, tmp_path / "out", dtype="float32", sample_count=0)
@@ -187,7 +187,7 @@ def test_parameters_kept_in_fp32_are_not_rounded(tmp_path: Path) -> None:
     assert ours.change.error_mean > 0 and ours.base_model is None and ours.change.share is None
 
 
-def test_the_dtype_of_mixed_files_is_that_of_most_weights(made: tuple[Path, Named], tmp_path: Path) -> None:
+def test_the_dtype_of_mixed_files_is_the_most_frequent_one(made: tuple[Path, Named], tmp_path: Path) -> None:
     source = copied(made[0], tmp_path / "source", "manifest.json", "optimizer-00001-of-00001.safetensors")
     state = load_file(source / "model.safetensors")
     norm = "model.norm.weight"
@@ -203,15 +203,15 @@ def test_a_reward_model_is_compared_by_its_scores(base: str, tmp_path: Path) -> 
     wide = AutoModelForSequenceClassification.from_pretrained(source)
     assert torch.equal(model.score.weight, wide.score.weight.bfloat16()) and model.config.num_labels == 1
     assert report.task == "classifier" and report.change is not None and report.change.what == "score"
-    assert report.change.error_mean > 0 and report.change.effect_mean is None  # the base has no score
+    assert report.change.error_mean > 0 and report.change.effect_mean is None  # the base model has no score
     assert "text-classification" in (tmp_path / "out" / "README.md").read_text()
     assert not (tmp_path / "out" / "generation_config.json").exists()
 
 
-def test_an_adapter_in_fp32_takes_its_master_weights(
+def test_an_adapter_in_fp32_uses_its_master_weights(
     base: str, giving: Callable[[Named], None], tmp_path: Path
 ) -> None:
-    """Its names in training may be others: of the adapter, and of modules that were saved whole."""
+    """Names may differ in training: of the adapter, and of fully saved modules."""
     model = AutoModelForCausalLM.from_pretrained(base)
     injected = moved(peft.get_peft_model(model, lora(modules_to_save=["lm_head"]), adapter_name="policy"))
     exact = logps(injected)
@@ -364,12 +364,12 @@ def test_models_that_cannot_be_exported(made: tuple[Path, Named], base: str, tmp
 
 
 @pytest.mark.parametrize("size", ["five", "0GB", "-1MB", "5", "GB", "5XB", "0.0001KB", ""])
-def test_shard_sizes_that_are_none(size: str, made: tuple[Path, Named], tmp_path: Path) -> None:
+def test_invalid_shard_sizes(size: str, made: tuple[Path, Named], tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="expected a size such as 5GB"):
         export(made[0], tmp_path / "out", max_shard_size=size)
 
 
-def test_a_base_that_is_gone(made: tuple[Path, Named], tmp_path: Path) -> None:
+def test_a_missing_base_model(made: tuple[Path, Named], tmp_path: Path) -> None:
     source = copied(made[0], tmp_path / "checkpoint-4")
     told: list[str] = []
     for place, line in (("gone", None), ("broken", "the effect of training is not measured")):

@@ -1,4 +1,4 @@
-"""Adapters merged into full models: equal to PEFT's own forward, exact in what they report, refused by name."""
+"""Merging adapters into full models: equality with PEFT's forward pass, exact reports, and unsupported adapters."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ BRIEF = ("lora", "bias", "experts")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in BRIEF else pytest.mark.ci) for k in KINDS])
-def test_an_export_in_fp32_computes_what_peft_does(kind: str, bases: dict[str, str], tmp_path: Path) -> None:
+def test_an_fp32_export_computes_the_same_as_peft(kind: str, bases: dict[str, str], tmp_path: Path) -> None:
     base, config = KINDS[kind]
     adapter = make_adapter(tmp_path / "adapter", bases[base], config)
     plain = AutoModelForCausalLM.from_pretrained(bases[base])
@@ -81,7 +81,7 @@ def test_an_export_in_fp32_computes_what_peft_does(kind: str, bases: dict[str, s
     assert (ours - theirs).abs().max() < 1e-5
 
 
-# which base, what is trained of its two ends, whether the export is tied
+# base model, trained end (embedding or head), whether the export is tied
 ENDS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "untouched": ("tied", {}, True),
     "saved_head": ("tied", {"modules_to_save": ["lm_head"]}, False),
@@ -153,7 +153,7 @@ def test_a_classifier_keeps_its_trained_score(start: str, bases: dict[str, str],
     [(FOUR_BITS, True), (FOUR_BITS, False), ({"load_in_8bit": True}, True)],
     ids=["nf4_recorded", "nf4_given", "int8_recorded"],
 )
-def test_a_quantised_base_is_merged_dequantised(
+def test_a_quantized_base_is_dequantized_for_merging(
     method: dict[str, Any], recorded: bool, bases: dict[str, str], tmp_path: Path
 ) -> None:
     adapter = make_adapter(tmp_path / "adapter", bases["tied"], lora())
@@ -185,7 +185,7 @@ def test_a_quantised_base_is_merged_dequantised(
 
 
 @pytest.mark.parametrize(("size", "cosine"), [(5e-4, 0.47), (5e-5, 0.15)])
-def test_what_bf16_keeps_of_a_small_update(size: float, cosine: float) -> None:
+def test_survival_of_a_small_update_in_bf16(size: float, cosine: float) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(1000, 1000, generator=generator).bfloat16()
     factors = torch.randn(1000, 16, generator=generator), torch.randn(16, 1000, generator=generator)
@@ -201,7 +201,7 @@ def test_what_bf16_keeps_of_a_small_update(size: float, cosine: float) -> None:
 
 
 def test_survival_over_several_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alignment.models.adapters.survival._CHUNK", 7)  # several pieces
+    monkeypatch.setattr("alignment.models.adapters.survival._CHUNK", 7)  # several chunks
     meter, generator = SurvivalMeter(), torch.Generator().manual_seed(0)
     us, vs = [], []
     for name, size in (("large", 1e-1), ("none", 0.0), ("small", 1e-3)):
@@ -216,7 +216,7 @@ def test_survival_over_several_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert meter.worst.cosine == pytest.approx(float(torch.cosine_similarity(us[2].flatten(), vs[2].flatten(), 0)))
 
 
-def test_an_export_in_bf16_rounds_once_and_says_what_is_lost(tmp_path: Path) -> None:
+def test_a_bf16_export_rounds_once_and_reports_the_loss(tmp_path: Path) -> None:
     base = make_model(tmp_path / "fp32", "tied")
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
     adapter = make_adapter(tmp_path / "adapter", str(tmp_path / "base"), lora(), size=1e-3)
@@ -237,16 +237,18 @@ def test_an_export_in_bf16_rounds_once_and_says_what_is_lost(tmp_path: Path) -> 
         delta = 8 / 4 * (b.double() @ a.double())
         wide = given[name].double() + delta
         assert (tensor.double() - wide).abs().max() <= (wide.abs() * 2**-8).max()
-        assert (tensor != wide.bfloat16()).float().mean() < 1e-3  # a tie between two neighbours in fp32, or nothing
+        assert (
+            tensor != wide.bfloat16()
+        ).float().mean() < 1e-3  # a tie between two adjacent fp32 numbers, or no difference
         u.append(delta.flatten())
         v.append((wide.bfloat16().double() - given[name].double()).flatten())
     wanted, left = torch.cat(u), torch.cat(v)
     cosine = float(wanted @ left / wanted.norm() / left.norm())
     assert report.survival.cosine == pytest.approx(cosine, abs=1e-3) and 0.8 < cosine < 0.99
     assert report.change is not None and report.change.share > 0.1 and "--dtype float32" in (report.advice or "")
-    # the same, by hand: the adapter on its base and the export, both in fp32
+    # computed independently: base model with adapter, and the export, both in fp32
     rows = default_samples(AutoTokenizer.from_pretrained(base), 77, 4)
-    assert report.change.source == "random tokens"  # the base has no tokenizer
+    assert report.change.source == "random tokens"  # the base model has no tokenizer
     rows = default_samples(None, 77, 4)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base").float()
     before = [mean_logp(plain, row) for row in rows.rows]
@@ -296,7 +298,7 @@ def test_advice(error: float, effect: float, dtype: str, expected: str | None) -
     assert given is None if expected is None else expected in (given or "")
 
 
-def test_a_16_bit_model_computes_in_fp32_for_a_while(bases: dict[str, str], adapter: Path) -> None:
+def test_a_16_bit_model_computes_temporarily_in_fp32(bases: dict[str, str], adapter: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(bases["tied"], dtype=torch.bfloat16)
     wide = logps(AutoModelForCausalLM.from_pretrained(bases["tied"], dtype=torch.bfloat16).float())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -315,7 +317,7 @@ def test_the_folder_has_tokenizer_and_generation_config(bases: dict[str, str], a
     base.save_pretrained(tmp_path / "base")
     AutoTokenizer.from_pretrained(bases["untied"]).save_pretrained(tmp_path / "base")
     own = make_adapter(tmp_path / "adapter", str(tmp_path / "base"), lora())
-    (tmp_path / "first").mkdir()  # an empty folder is as good as none
+    (tmp_path / "first").mkdir()  # an empty folder is treated like a missing one
     model = exported(own, tmp_path / "first", max_shard_size="20KB")
     assert model.generation_config.max_length == 33 and len(list((tmp_path / "first").glob("*.safetensors"))) > 2
     assert not [path for path in (tmp_path / "first").iterdir() if path.name.startswith(".")]
@@ -327,7 +329,7 @@ def test_the_folder_has_tokenizer_and_generation_config(bases: dict[str, str], a
     assert AutoTokenizer.from_pretrained(tmp_path / "second").chat_template == tokenizer.chat_template
 
 
-def test_what_training_records(bases: dict[str, str], adapter: Path, tmp_path: Path) -> None:
+def test_the_record_written_by_training(bases: dict[str, str], adapter: Path, tmp_path: Path) -> None:
     own = make_adapter(tmp_path / "adapter", bases["tied"], lora())
     write_training_base(own, base_model="named/elsewhere", revision="abc", quantization=FOUR_BITS, task=REWARD_MODEL)
     seen = read_adapter(own)
@@ -376,7 +378,7 @@ def test_output_that_cannot_be_written(adapter: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_is_no_adapter(bases: dict[str, str], adapter: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_an_adapter(bases: dict[str, str], adapter: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert "does not exist" in refused(tmp_path / "nowhere", out)
     assert "contains a full model (config.json, no adapter_config.json), not an adapter" in refused(
@@ -388,7 +390,7 @@ def test_a_folder_that_is_no_adapter(bases: dict[str, str], adapter: Path, tmp_p
 
 
 def changed(folder: Path, adapter: Path, **values: Any) -> Path:
-    """A copy of an adapter with other values in its configuration."""
+    """Copy an adapter with modified configuration values."""
     folder.mkdir()
     for file in adapter.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -397,7 +399,7 @@ def changed(folder: Path, adapter: Path, **values: Any) -> Path:
     return folder
 
 
-def test_torn_or_empty_weights(adapter: Path, tmp_path: Path) -> None:
+def test_truncated_or_empty_weights(adapter: Path, tmp_path: Path) -> None:
     own = changed(tmp_path / "own", adapter)
     file, out = own / "adapter_model.safetensors", tmp_path / "out"
     whole = file.read_bytes()
@@ -458,7 +460,7 @@ def test_a_base_that_does_not_match(bases: dict[str, str], adapter: Path, tmp_pa
     assert not out.exists() and not list(tmp_path.glob(".*"))
 
 
-def test_other_quantisations(
+def test_other_quantization_methods(
     bases: dict[str, str], adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = json.loads((Path(bases["tied"]) / "config.json").read_text())
@@ -498,10 +500,14 @@ def test_wrong_usage(
     with monkeypatch.context() as two:
         two.setenv("WORLD_SIZE", "2")
         code, out, err = command(capsys, str(adapter), str(tmp_path / "out"))
-    assert (code, out, err) == (1, "", "error: da export: runs in one process, and WORLD_SIZE is 2\n")
+    assert (code, out, err) == (
+        1,
+        "",
+        "error: da export must run in a single process, but WORLD_SIZE is 2; start it without a launcher\n",
+    )
     monkeypatch.setattr("alignment.cli.export.find_spec", lambda name: None)
     code, out, err = command(capsys, str(adapter), str(tmp_path / "out"), "--load_in_8bit")
-    assert code == 1 and "--load_in_8bit: bitsandbytes is not installed" in err
+    assert code == 1 and "--load_in_8bit requires bitsandbytes" in err
 
 
 def test_help_does_not_import_torch() -> None:
@@ -517,8 +523,8 @@ def test_help_does_not_import_torch() -> None:
     assert done.stdout.startswith("usage: launch/export.py") and done.stdout.endswith("0 False\n"), done.stderr
 
 
-def test_an_export_may_take_as_long_as_it_takes(tmp_path: Path) -> None:
-    """No phase of it has a limit after which it counts as hung."""
+def test_an_export_has_no_time_limit(tmp_path: Path) -> None:
+    """None of its phases has a time limit for hang detection."""
     with pytest.raises(AlignmentError):
         export._run(export._parser("export").parse_args([str(tmp_path / "absent"), str(tmp_path / "out")]))
     limit = ACTIVITY.limit

@@ -1,4 +1,4 @@
-"""Layer kernels: what is refused before anything is loaded, and what is put into a model where it is loaded."""
+"""Layer kernels: checks before a model is loaded, and patching of loaded models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from alignment.training.checkpointing.fingerprints import compared_options
 from tools.architectures.tiny import tiny_config as shrunk
 
 CPU = torch.device("cpu")
-KERNEL_OF = {  # by the class that has it
+KERNEL_OF = {  # by the class that supports it
     "LigerSwiGLUMLP": "swiglu",
     "LigerPhi3SwiGLUMLP": "swiglu",
     "LigerGEGLUMLP": "geglu",
@@ -39,7 +39,7 @@ KERNEL_OF = {  # by the class that has it
 
 @pytest.fixture(autouse=True)
 def plain_modelling_files() -> Iterator[None]:
-    """Liger's rotary embedding stays in a modelling file, and would run in Triton's interpreter in later tests."""
+    """Undo Liger's patch of the rotary embedding, which would run in Triton's interpreter in later tests."""
     yield
     for name, module in list(sys.modules.items()):
         if name.startswith("transformers.models."):
@@ -58,22 +58,22 @@ def check(*sources: ModelSource, **given: Any) -> list[str]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as the checks are concerned."""
+    """Simulate a GPU for the checks."""
     monkeypatch.setattr(kernels, "has_gpu", lambda: True)
 
 
-def test_nothing_asked_for() -> None:
+def test_no_kernels_by_default() -> None:
     assert check() == []
     assert check(use_liger_loss=False) == []
 
 
 @pytest.mark.usefixtures("gpu")
-def test_what_can_be_had() -> None:
+def test_supported_kernels() -> None:
     assert check(use_liger_kernel=True) == []
     assert check(use_liger_kernel=True, liger_kernel_config={"rope": False, "fused_linear_cross_entropy": False}) == []
 
 
-def test_a_fused_loss_is_accepted_and_nothing_new() -> None:
+def test_a_fused_loss_is_accepted_without_effect() -> None:
     (line,) = check(use_liger_loss=True)
     assert line.startswith("use_liger_loss: ") and "changes nothing" in line
 
@@ -82,7 +82,7 @@ def test_a_fused_loss_is_accepted_and_nothing_new() -> None:
 def test_without_a_gpu_nothing_is_loaded(tmp_path: Path, loads: list[Any], given: dict[str, Any]) -> None:
     config = KTOConfig(**options(tmp_path, **given))
     rows = [{"prompt": "a", "completion": "b", "label": True}] * 4
-    with pytest.raises(OptionError, match="use_(liger_kernel|kernels)=True: its kernels run on a GPU, and this run "):
+    with pytest.raises(OptionError, match="use_(liger_kernel|kernels)=True: requires a GPU, but this run "):
         KTOTrainer(make_model(tmp_path / "model"), args=config, train_dataset=rows)
     assert loads == []
 
@@ -95,9 +95,9 @@ def test_without_a_gpu_nothing_is_loaded(tmp_path: Path, loads: list[Any], given
         ({"swiglue": True}, "liger_kernel_config: swiglue=True: .* did you mean 'swiglu'"),
         (
             {"cross_entropy": True},
-            "cross_entropy=True: log-probs come from a head of this project's own; leave it out",
+            "cross_entropy=True: Liger's losses are not used",
         ),
-        ({"fused_linear_cross_entropy": True}, "log-probs come from a head of this project's own; leave it out"),
+        ({"fused_linear_cross_entropy": True}, "Liger's losses are not used"),
         ({"rope": "no"}, "rope='no': must be true or false"),
         ({"model": True}, "has no such kernel"),
     ],
@@ -125,7 +125,7 @@ def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         check(use_liger_kernel=True)
     monkeypatch.setattr(kernels, "is_kernels_available", lambda: False)
-    with pytest.raises(OptionError, match="use_kernels=True: needs a version of the package kernels"):
+    with pytest.raises(OptionError, match="use_kernels=True: requires a version of the package kernels"):
         check(source(use_kernels=True))
 
 
@@ -135,15 +135,17 @@ def test_options_that_contradict(monkeypatch: pytest.MonkeyPatch) -> None:
         check(liger_kernel_config={"rope": True})
     monkeypatch.setattr(kernels, "is_kernels_available", lambda: True)
     assert check(source(use_kernels=True)) == []
-    with pytest.raises(OptionError, match="replaces the same layers as use_liger_kernel"):
+    with pytest.raises(OptionError, match="and use_liger_kernel replace the same layers"):
         check(source(), source(use_kernels=True), use_liger_kernel=True)
 
 
-# Where a model is loaded ---------------------------------------------------------------------------------------------
+# Loading a model -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_kernels_are_put_where_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
+def test_kernels_are_installed_when_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool
+) -> None:
     put: list[Any] = []
     monkeypatch.setattr(model_kernels, "put_into", lambda model, which: put.append((type(model).__name__, which)))
     path = make_model(tmp_path)
@@ -169,7 +171,7 @@ def test_kernels_are_put_where_a_model_is_loaded(tmp_path: Path, monkeypatch: py
     ],
 )
 def test_another_activation_is_never_replaced(model_type: str, changes: dict[str, Any], kernel: str) -> None:
-    """Liger looks at a configuration's activation only where it builds a layer; and other models keep theirs."""
+    """Liger only checks a configuration's activation when it builds a layer; other models are not affected."""
     before = dict(dict.items(ACT2FN))
     own = shrunk(model_type)
     put_liger_kernels(AutoModelForCausalLM.from_config(own), None)
@@ -182,7 +184,7 @@ def test_another_activation_is_never_replaced(model_type: str, changes: dict[str
     assert dict(dict.items(ACT2FN)) == before
 
 
-def test_a_class_that_liger_does_not_know_is_refused() -> None:
+def test_a_class_that_liger_does_not_support_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(
         OPTConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=9, ffn_dim=8)
     )
@@ -191,7 +193,7 @@ def test_a_class_that_liger_does_not_know_is_refused() -> None:
 
 
 def test_kernels_that_cannot_be_imported_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of Qwen3.5's mixture in Liger 0.8.5, whose file imports a name that another one lacks."""
+    """Like those of Qwen3.5's mixture of experts in Liger 0.8.5, whose file imports a missing name."""
 
     def broken(model: Any, which: Any) -> None:
         raise ImportError("cannot import name 'Output' from 'liger_kernel'")
@@ -201,8 +203,8 @@ def test_kernels_that_cannot_be_imported_are_refused(monkeypatch: pytest.MonkeyP
         put_liger_kernels(AutoModelForCausalLM.from_config(tiny_config("tied")), None)
 
 
-def test_kernels_of_the_hub_are_those_for_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``from_pretrained`` never hears of them: it would choose them in evaluation mode."""
+def test_kernels_of_the_hub_are_selected_for_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not passed to ``from_pretrained``, which would select them in evaluation mode."""
     modes: list[Any] = []
     monkeypatch.setattr(
         LlamaForCausalLM, "set_use_kernels", lambda self, use, config=None: modes.append((self.training, use, config))
@@ -217,7 +219,7 @@ def test_kernels_of_the_hub_are_those_for_training(tmp_path: Path, monkeypatch: 
     assert hub_kernels({"a": 1}) == ({"a": 1}, False)
 
 
-def test_kernels_of_the_hub_that_cannot_be_had_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_kernels_of_the_hub_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Any, use: bool, config: Any = None) -> None:
         raise OSError("We couldn't connect to the hub\nand more")
 
@@ -227,15 +229,15 @@ def test_kernels_of_the_hub_that_cannot_be_had_are_refused(monkeypatch: pytest.M
         put_hub_kernels(model)
 
 
-def test_kernels_of_the_hub_are_chosen_where_the_engine_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model is loaded in host memory, and a reference never changes its mode: it would have a CPU's kernels."""
+def test_kernels_of_the_hub_are_selected_on_the_engines_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are loaded into host memory, and a reference never changes its mode, so it would keep CPU kernels."""
     chosen: list[Any] = []
     monkeypatch.setattr(
         LlamaForCausalLM, "set_use_kernels", lambda self, use, config=None: chosen.append((self.device.type, use))
     )
     for asked in (False, True):
         model = AutoModelForCausalLM.from_config(tiny_config("tied")).to("meta")
-        model._use_kernels = asked  # what set_use_kernels leaves behind
+        model._use_kernels = asked  # the attribute set by set_use_kernels
         engine, task = mock.Mock(device=CPU, scorer=CompletionScorer(model), partitioned=False), mock.Mock()
         checked(engine, task)
         assert chosen == [("meta", True)] * asked
@@ -243,18 +245,18 @@ def test_kernels_of_the_hub_are_chosen_where_the_engine_is(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("gpu")
 def test_a_configuration_of_kernels_is_refused() -> None:
-    """It replaces layers before the weights are read, in a class that a JSON or YAML file cannot hold."""
-    with pytest.raises(OptionError, match="kernel_config is not supported; set use_kernels: true alone"):
+    """It replaces layers before the weights are read, with a class that cannot be written to JSON or YAML."""
+    with pytest.raises(OptionError, match="kernel_config is not supported; remove it and set use_kernels: true"):
         check(source(kernel_config=object()))
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("model_type", "kernel"), [("deepseek_v3", "rope"), ("glm4", "rope"), ("gpt_oss", "swiglu")])
-def test_a_kernel_that_liger_would_leave_out_is_refused(model_type: str, kernel: str) -> None:
-    """It logs a warning and goes on, or raises an error of its own once the weights are loaded."""
+def test_a_kernel_that_liger_would_ignore_is_refused(model_type: str, kernel: str) -> None:
+    """Liger would log a warning and continue, or raise an error after loading the weights."""
     given = source(CONFIG_MAPPING[model_type]())
     assert check(given, use_liger_kernel=True, liger_kernel_config={kernel: False}) == []
-    with pytest.raises(OptionError, match=f"{kernel}=True: Liger's kernel does not fit a {model_type} model"):
+    with pytest.raises(OptionError, match=f"{kernel}=True: Liger's kernel does not support {model_type} model"):
         check(given, use_liger_kernel=True, liger_kernel_config={kernel: True})
 
 
@@ -264,18 +266,18 @@ def test_a_liger_that_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPa
         raise ImportError("liger-kernel requires transformers >= 5.0.0, got 4.57")
 
     monkeypatch.setattr(kernels, "kernels_by_type", broken)
-    with pytest.raises(OptionError, match="liger-kernel cannot be imported: liger-kernel requires transformers"):
+    with pytest.raises(OptionError, match="cannot import liger-kernel: liger-kernel requires transformers"):
         check(use_liger_kernel=True)
 
 
-def test_a_run_goes_on_with_the_kernels_that_it_began_with() -> None:
-    """They round in another way than transformers' layers."""
+def test_a_resumed_run_must_use_the_same_kernels() -> None:
+    """They round differently from transformers' layers."""
     compared = compared_options(KTOConfig("out", use_liger_kernel=True, liger_kernel_config={"rope": False}))
     assert compared["use_liger_kernel"] is True and compared["liger_kernel_config"] == {"rope": False}
     assert "use_liger_loss" not in compared
 
 
-def test_the_length_of_answers_at_evaluation_may_change() -> None:
+def test_the_length_of_completions_at_evaluation_may_change() -> None:
     assert "max_new_tokens" not in compared_options(KTOConfig("out", max_new_tokens=7))
     assert compared_options(OnlineDPOConfig("out", max_new_tokens=7))["max_new_tokens"] == 7
 

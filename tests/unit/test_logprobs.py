@@ -1,4 +1,4 @@
-"""The log-prob head against dense float64, its memory, and its fallback."""
+"""The log-prob head compared with dense float64, its memory, and its fallback."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_values_and_gradients_against_dense_float64(name: str, bias: bool, train
     for parameter in (weight, offset):
         if parameter is not None:
             parameter.requires_grad_(trained)
-    # A small budget: three tiles forward, several slices of the vocabulary backward.
+    # A small budget: three tiles in the forward pass, several vocabulary slices in the backward pass.
     targets[:300] = (hidden @ weight.T).argmax(1)[:300]
     expected = dense(wide[0], wide[1], wide[2], targets, transform)
     expected.backward(upstream.double())
@@ -71,7 +71,7 @@ def test_gradcheck_in_float64() -> None:
     )
 
 
-def test_no_tokens_still_reach_every_parameter() -> None:
+def test_an_empty_batch_gives_gradients_to_all_parameters() -> None:
     hidden, weight, _, targets, _ = problem(0, 8, 50, False)
     hidden.requires_grad_()
     weight.requires_grad_()
@@ -84,7 +84,7 @@ def test_no_tokens_still_reach_every_parameter() -> None:
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_bf16_keeps_fp32_logps(trained: bool) -> None:
-    """bf16 inputs, fp32 sums: far closer to the truth of the rounded inputs than a bf16 log-softmax (rms 2e-2)."""
+    """fp32 sums of bf16 inputs are much closer to the exact result than a bf16 log-softmax (rms 2e-2)."""
     hidden, weight, _, targets, upstream = problem(600, 64, 9000, False)
     hidden, weight = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(trained)
     wide_hidden, wide_weight = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
@@ -119,7 +119,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("tokens", [300, 1024])
 @pytest.mark.parametrize("trained", [False, True])
-def test_never_half_of_the_logits(tokens: int, trained: bool) -> None:
+def test_no_tensor_has_half_of_the_logits(tokens: int, trained: bool) -> None:
     vocabulary = 32000
     hidden, weight, _, targets, upstream = problem(tokens, 16, vocabulary, False)
     hidden.requires_grad_()
@@ -131,9 +131,9 @@ def test_never_half_of_the_logits(tokens: int, trained: bool) -> None:
     assert 0 < largest.elements < tokens * vocabulary // 2
 
 
-def test_tile_length_keeps_its_budget() -> None:
+def test_tile_length_respects_its_budget() -> None:
     assert tile_length(100_000, 32000, 256 * 2**20) == 256 * 2**20 // (6 * 32000)
-    assert tile_length(100_000, 10**9, 2**20) == 256  # the floor
+    assert tile_length(100_000, 10**9, 2**20) == 256  # the minimum
     assert tile_length(900, 512, 256 * 2**20) == 300  # a third of the rows
     assert tile_length(0, 512, 2**20) >= 1
 
@@ -158,7 +158,7 @@ def scored(scorer: CompletionScorer, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_scorer_equals_the_models_own_logits(name: str) -> None:
+def test_scorer_matches_the_models_logits(name: str) -> None:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES[name]).double().eval()
     for parameter in model.parameters():
@@ -182,7 +182,7 @@ def test_scorer_equals_the_models_own_logits(name: str) -> None:
     check_scorer(scorer, torch.device("cpu"))
 
 
-def test_check_finds_an_unknown_scale() -> None:
+def test_check_detects_an_unknown_scale() -> None:
     model = AutoModelForCausalLM.from_config(ARCHITECTURES["cohere-scaled"])
     for parameter in model.parameters():
         parameter.data.mul_(5)
@@ -194,15 +194,15 @@ def test_check_finds_an_unknown_scale() -> None:
         check_scorer(scorer, torch.device("cpu"))
 
 
-def test_check_finds_what_is_no_number() -> None:
-    """Broken weights make both sides nan, and nan is neither above nor below any tolerance."""
+def test_check_detects_nan() -> None:
+    """Corrupt weights make both sides NaN, which is neither above nor below any tolerance."""
     model = AutoModelForCausalLM.from_config(ARCHITECTURES["llama-untied"])
     model.lm_head.weight.data[7].fill_(float("nan"))
     with pytest.raises(ModelError, match="contain NaN or infinite values, so its weights are corrupted"):
         check_scorer(CompletionScorer(model), torch.device("cpu"))
 
 
-def test_head_still_generates_and_is_installed_once() -> None:
+def test_generation_with_the_head_which_is_installed_once() -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(ARCHITECTURES["llama-tied"]).eval()
     ids = torch.randint(3, 97, (1, 5))
@@ -214,7 +214,7 @@ def test_head_still_generates_and_is_installed_once() -> None:
 
 
 class DoubledHead(nn.Linear):
-    """A head of a model's own: not a plain linear layer."""
+    """A custom head that is not a plain linear layer."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(hidden) * 2
@@ -222,7 +222,7 @@ class DoubledHead(nn.Linear):
 
 @pytest.mark.parametrize("longest", [130, 700])
 def test_fallback_for_an_unknown_head(longest: int) -> None:
-    """Chunks follow from the longest share of any rank; own tokens may be fewer, chunks then are empty."""
+    """The number of chunks depends on the largest share of any rank; chunks may be empty."""
     hidden, weight, _, targets, upstream = problem(130, 24, 333, False)
     head = DoubledHead(24, 333, bias=False)
     head.weight.data.copy_(weight)
@@ -247,8 +247,8 @@ def test_fallback_for_an_unknown_head(longest: int) -> None:
     assert float((head.weight.grad - wide_weight.grad).norm() / wide_weight.grad.norm()) < 1e-5
 
 
-def test_what_is_kept_for_backward_has_the_dtype_of_the_hidden_states() -> None:
-    """One (N, H) tensor; in fp32 it would take twice the memory of the states that it stands for."""
+def test_tensors_saved_for_backward_have_the_dtype_of_the_hidden_states() -> None:
+    """One (N, H) tensor, which would take twice the memory of the hidden states in fp32."""
     hidden = torch.randn(40, 16, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(50, 16, dtype=torch.bfloat16)
     kept: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""No package below ``methods/`` knows a method: neither its classes nor its name, in whatever way it could be used."""
+"""No package below ``methods/`` depends on a method: neither on its classes nor on its name."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from conftest import ROOT
 from alignment.config.registry import METHODS
 
 PACKAGE = ROOT / "alignment"
-# objectives/ names losses, one of which is called as its method is.
+# objectives/ names losses, one of which has the name of its method
 _EXEMPT = ("methods", "objectives")
-# A text that is a method's name by chance: the first part of the names of the reward model's options.
+# The same text as a method's name by coincidence: the prefix of the reward model's options.
 _CHANCE = {("rewards/reward_model.py", "reward")}
 LOWER = sorted(
     path
@@ -24,7 +24,7 @@ LOWER = sorted(
 
 
 def faults(source: str) -> Iterator[tuple[str, str]]:
-    """Imports from ``alignment.methods``, and texts that are a method's name: the line and what is there."""
+    """Return the lines of imports from ``alignment.methods``, and of strings that are a method's name."""
     for node in ast.walk(ast.parse(source)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
@@ -36,7 +36,7 @@ def faults(source: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("path", LOWER, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_lower_package_knows_no_method(path: Path) -> None:
+def test_lower_packages_do_not_depend_on_methods(path: Path) -> None:
     name = str(path.relative_to(PACKAGE))
     found = [fault for fault in faults(path.read_text(encoding="utf-8")) if (name, fault[1]) not in _CHANCE]
     assert found == []
@@ -56,5 +56,5 @@ def test_a_lower_package_knows_no_method(path: Path) -> None:
         "def f(name='dpo'): ...",
     ],
 )
-def test_the_walk_sees_it(source: str) -> None:
+def test_the_check_detects_violations(source: str) -> None:
     assert list(faults(source))

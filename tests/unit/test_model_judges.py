@@ -1,4 +1,4 @@
-"""Judges that ask a model: the question, the answer, both orders, and endpoints that are busy, broken or gone."""
+"""Judges that query a model: questions, answers, both orders, and endpoints that are busy, broken or unavailable."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RESPONSES = re.compile(r'<response id="[01]">\n(.*?)\n</response>', re.DOTALL)
 
 
 def longer(text: str) -> Answer:
-    """A judge that prefers the longer response, whichever position it is in."""
+    """A judge that prefers the longer response, regardless of its position."""
     first, second = RESPONSES.findall(text)
     return Answer("0" if len(first) > len(second) else "1")
 
@@ -63,7 +63,7 @@ def asked(one: EndpointJudge, pairs: int = 1) -> list[int]:
         (None, -1),
     ],
 )
-def test_how_answers_are_read(answer: str | None, verdict: int) -> None:
+def test_parsing_of_answers(answer: str | None, verdict: int) -> None:
     assert read_verdict(answer) == verdict
 
 
@@ -83,7 +83,7 @@ def test_instructions() -> None:
         check_instruction("{response0} {response1} {")
 
 
-def test_both_orders_agree_on_what_is_better_not_on_where_it_stands() -> None:
+def test_both_orders_must_agree_on_the_better_completion() -> None:
     with serving(lambda text: longer(text)._replace(wait=0.02)) as server:
         one = judge(server.url, concurrency=4)
         assert one.judge(["p"] * 6, [["long one", "short"], ["b", "bb"]] * 3) == [0, 1] * 3
@@ -91,11 +91,11 @@ def test_both_orders_agree_on_what_is_better_not_on_where_it_stands() -> None:
         assert sorted(shown) == sorted([("long one", "short"), ("short", "long one"), ("b", "bb"), ("bb", "b")] * 3)
         assert 1 < server.most <= 4
         assert server.bodies[0] | {"messages": 0} == {"model": "m", "messages": 0, "max_tokens": 16, "temperature": 0}
-    with serving(sequence(Answer("0"))) as server:  # always the first one shown
+    with serving(sequence(Answer("0"))) as server:  # always the one shown first
         assert judge(server.url).judge(["p"] * 2, [["a", "b"], ["c", "d"]]) == [-1, -1]
 
 
-def test_one_order_is_drawn_and_turned_back() -> None:
+def test_a_single_random_order_is_reversed_in_the_verdict() -> None:
     with serving(longer) as server:
         np.random.seed(0)
         one = judge(server.url, both_orders=False)
@@ -107,7 +107,7 @@ def test_one_order_is_drawn_and_turned_back() -> None:
         assert {tuple(RESPONSES.findall(text)) for text in server.asked} == {("a", "bb")}
 
 
-def test_conversations_are_asked_about_as_texts() -> None:
+def test_conversations_are_sent_as_text() -> None:
     with serving(longer) as server:
         prompt = [{"role": "user", "content": "Hi"}]
         pair = [[{"role": "assistant", "content": text}] for text in ("Hello", "Oh")]
@@ -130,14 +130,14 @@ def test_conversations_are_asked_about_as_texts() -> None:
         Answer("0", wait=1.0),  # slower than the timeout
     ],
 )
-def test_what_may_pass_is_asked_again(trouble: Answer) -> None:
+def test_transient_errors_are_retried(trouble: Answer) -> None:
     with serving(sequence(trouble, Answer("1"), trouble, Answer("0"))) as server:
         one = judge(server.url, concurrency=1, timeout=0.2)
         assert one.judge(["p"], [["a", "bb"]]) == [1]
         assert len(server.asked) == 4 and server.asked[0] == server.asked[1] != server.asked[2]
 
 
-def test_an_answer_that_drips_in_is_given_up() -> None:
+def test_a_slow_response_times_out() -> None:
     with (
         serving(sequence(Answer("0", drip=0.02))) as server,
         pytest.raises(RewardError, match="no complete response within"),
@@ -145,7 +145,7 @@ def test_an_answer_that_drips_in_is_given_up() -> None:
         judge(server.url, concurrency=2, timeout=0.2, retries=0).judge(["p"], [["a", "b"]])
 
 
-def test_nothing_is_asked_again_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_retries_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     class Hanging(EndpointJudge):
@@ -164,7 +164,7 @@ def test_nothing_is_asked_again_after_an_interrupt(monkeypatch: pytest.MonkeyPat
     assert len(calls) == 1
 
 
-def test_a_refusal_and_nonsense_are_no_verdicts_and_not_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_and_unreadable_answers_give_no_verdict_and_no_retry(capsys: pytest.CaptureFixture[str]) -> None:
     answers = [Answer("0", refusal="I cannot"), Answer("1"), Answer("none of them"), Answer("1"), Answer(None)]
     with serving(sequence(*answers, Answer("0"), Answer("1"), Answer("0"))) as server:
         assert judge(server.url, concurrency=1).judge(["p"] * 4, [["a", "b"]] * 4) == [-1, -1, -1, 1]
@@ -172,7 +172,7 @@ def test_a_refusal_and_nonsense_are_no_verdicts_and_not_asked_again(capsys: pyte
     assert capsys.readouterr().out == ""
 
 
-def test_a_server_says_how_long_to_leave_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_after_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert retry_after("7") == 7 and retry_after(None) is retry_after("soon") is None and retry_after("-1") == 0
     assert 50 < (retry_after(formatdate(time.time() + 60, usegmt=True)) or 0) <= 60
     busy = Answer(status=429, body=b"{}", headers=(("Retry-After", "0.3"),))
@@ -182,7 +182,7 @@ def test_a_server_says_how_long_to_leave_it_alone(monkeypatch: pytest.MonkeyPatc
         assert time.monotonic() - start >= 0.3 and len(server.asked) == 3
 
 
-def test_an_endpoint_that_answers_nothing_ends_with_its_url() -> None:
+def test_an_endpoint_that_answers_nothing_raises_an_error_with_its_url() -> None:
     with serving(sequence(Answer(status=503, body=b'{"error": "starting"}'))) as server:
         one = judge(server.url, concurrency=2)
         said = (
@@ -190,14 +190,14 @@ def test_an_endpoint_that_answers_nothing_ends_with_its_url() -> None:
         )
         with pytest.raises(RewardError, match=said):
             one.judge(["p"] * 10, [["a", "b"]] * 10)
-        assert len(server.asked) <= 6  # the others were not tried: each would have taken its retries
+        assert len(server.asked) <= 6  # the others were not sent, which would have taken their retries
         url = server.url
     with pytest.raises(RewardError, match=rf"judge m at {url}: 2 of 2 .* ConnectionRefusedError.*\(judging row 7\)"):
         Judge(judge(url, retries=0)).verdicts(["p"], [["a", "b"]], 0, ["row 7"])
 
 
 @pytest.mark.parametrize(("status", "said"), [(401, "set JUDGE_KEY to an API key"), (404, "check base_url and model")])
-def test_what_no_time_mends_is_not_asked_again(status: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permanent_errors_are_not_retried(status: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with serving(sequence(Answer(status=status, body=b'{"error": {"message": "no"}}'))) as server:
         with pytest.raises(RewardError, match=f"HTTP {status}.*{said}"):
@@ -205,14 +205,14 @@ def test_what_no_time_mends_is_not_asked_again(status: int, said: str, monkeypat
         assert len(server.asked) == 1
 
 
-def test_a_question_at_fault_costs_its_pair_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_question_only_affects_its_pair(capsys: pytest.CaptureFixture[str]) -> None:
     def short_ones(text: str) -> Answer:
         return longer(text) if len(text) < 2000 else Answer(status=400, body=b'{"error": {"message": "too long"}}')
 
     with serving(short_ones) as server:
         one = judge(server.url)
         with pytest.raises(RewardError, match=r"2 of 2 questions were not answered: HTTP 400 \(too long\)"):
-            one.judge(["p"], [["a" * 2000, "b"]])  # nothing was ever answered: the request itself may be wrong
+            one.judge(["p"], [["a" * 2000, "b"]])  # no question was ever answered, so the request itself may be wrong
         assert one.judge(["p"] * 2, [["a", "bb"], ["a" * 2000, "b"]]) == [1, -1]
         assert one.judge(["p"], [["a" * 2000, "b"]]) == [-1]
     assert (
@@ -221,7 +221,7 @@ def test_a_question_at_fault_costs_its_pair_alone(capsys: pytest.CaptureFixture[
     )
 
 
-def test_the_key_is_sent_and_kept_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_sent_but_never_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with serving(longer) as server:
         one = judge(server.url, api_key_env="JUDGE_KEY")
@@ -244,7 +244,7 @@ def test_the_key_is_sent_and_kept_nowhere(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("status", [302, 307])
-def test_a_key_is_not_sent_to_where_a_server_points(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_not_sent_to_a_redirect(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with serving(longer) as other:
         away = Answer(status=status, body=b"{}", headers=(("Location", f"{other.url}/chat/completions"),))
@@ -261,14 +261,14 @@ def test_requests_are_limited(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("max_requests=5 is reached") == 1
 
 
-def test_further_keys_of_a_request() -> None:
+def test_additional_keys_of_a_request() -> None:
     with serving(longer) as server:
         asked(judge(server.url, extra_body={"max_tokens": None, "max_completion_tokens": 9, "seed": 1}))
         body = server.bodies[0]
         assert "max_tokens" not in body and body["max_completion_tokens"] == 9 and body["seed"] == 1
 
 
-def test_an_endpoint_is_looked_at_before_training() -> None:
+def test_an_endpoint_is_checked_before_training() -> None:
     models = Answer(body=b'{"data": [{"id": "other"}]}')
     with serving(longer, models) as server, pytest.raises(RewardError, match="it serves other; set model to one"):
         judge(server.url).check()
@@ -281,7 +281,7 @@ def test_an_endpoint_is_looked_at_before_training() -> None:
         judge(server.url, retries=1).check()
 
 
-def test_a_dry_run_looks_at_the_endpoint_once() -> None:
+def test_a_dry_run_checks_the_endpoint_once() -> None:
     with serving(longer, Answer(body=b'{"data": []}')) as server:
         assert Judge(judge(server.url)).looked_at() == [f"judge m at {server.url}: available"]
     (line,) = Judge(judge(server.url, retries=9, pause=60)).looked_at()
@@ -307,13 +307,13 @@ def test_a_dry_run_looks_at_the_endpoint_once() -> None:
         ({"model": "m", "base_url": "http://host/v1", "extra_body": []}, "extra_body="),
     ],
 )
-def test_what_an_option_may_not_say(given: dict[str, Any], said: str) -> None:
+def test_invalid_judge_options(given: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match="^judge: .*") as raised:
         given_judge(None, given)
     assert said in str(raised.value) and "pass@" not in str(raised.value) and KEY not in str(raised.value)
 
 
-def test_what_an_option_may_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valid_judge_options(monkeypatch: pytest.MonkeyPatch) -> None:
     options = METHODS["online_dpo"](
         output_dir="x", judge='{"model": "m", "base_url": "http://host:1/v1/", "retries": 0}'
     )
@@ -333,15 +333,15 @@ def test_what_an_option_may_say(monkeypatch: pytest.MonkeyPatch) -> None:
     assert OpenAIPairwiseJudge().where == "gpt-4-turbo-preview at http://host:2/v1"
 
 
-def test_a_run_goes_on_with_the_same_judge_wherever_it_is() -> None:
+def test_a_run_resumes_with_the_same_judge_at_any_url() -> None:
     same, moved, other = (
         EndpointJudge(m, u) for m, u in (("m", "http://a/v1"), ("m", "http://b/v1"), ("n", "http://a/v1"))
     )
     assert code_fingerprint(same) == code_fingerprint(moved) != code_fingerprint(other)
 
 
-def test_the_hub_s_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # the server is on this machine
+def test_the_inference_client_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # the server runs on this machine
     with serving(longer) as server:
         one = HfPairwiseJudge(server.url.removesuffix("/v1"), token=KEY, pause=0.01, retries=1)
         assert one.judge(["p"] * 2, [["a", "bb"], ["ccc", "c"]]) == [1, 0]
@@ -355,7 +355,7 @@ def test_the_hub_s_client(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Blender:
-    """llm-blender's interface: places counted from 1, or scores of each candidate."""
+    """The interface of llm-blender: ranks from 1, or scores of each candidate."""
 
     def loadranker(self, name: str, device: str) -> None:
         assert name == "llm-blender/PairRM" and device

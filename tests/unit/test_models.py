@@ -1,4 +1,4 @@
-"""Looking into checkpoints before loading, loading under DeepSpeed's flag, dropout, checkpointing, snapshots."""
+"""Checkpoint validation before loading, loading with DeepSpeed, dropout, gradient checkpointing, snapshots."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def shard(folder: Path) -> dict[str, str]:
-    """Rewrite a model as several files with an index; give tensor name -> file."""
+    """Rewrite a model as several files with an index; return tensor name -> file."""
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
     (folder / "model.safetensors").unlink()
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -45,13 +45,13 @@ def shard(folder: Path) -> dict[str, str]:
 # Inspection ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_whole_model_passes(folder: Path) -> None:
+def test_a_complete_model_passes(folder: Path) -> None:
     assert read_config(str(folder), key="k", trust_remote_code=False).model_type == "llama"
     assert len(set(shard(folder).values())) > 1
     read_config(str(folder), key="k", trust_remote_code=False)
 
 
-def test_torn_weights(folder: Path) -> None:
+def test_truncated_weights(folder: Path) -> None:
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     for size in (0, 5, 200, len(whole) // 2, len(whole) - 1):
@@ -73,14 +73,14 @@ def test_a_missing_shard(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", '{"weight_map": {"a": "b', "{}", "[]", '{"weight_map": []}'])
-def test_a_torn_index(folder: Path, text: str) -> None:
+def test_a_corrupt_index(folder: Path, text: str) -> None:
     shard(folder)
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelError, match=r"^k: .*model\.safetensors\.index\.json is truncated or corrupt"):
         check_weights(folder, "k")
 
 
-def test_weights_are_looked_for_in_the_subfolder(folder: Path) -> None:
+def test_weights_are_checked_in_the_subfolder(folder: Path) -> None:
     kwargs = {"subfolder": folder.name, "attn_implementation": "eager"}
     config = read_config(str(folder.parent), key="k", trust_remote_code=False, init_kwargs=kwargs)
     assert config.model_type == "llama"
@@ -136,7 +136,7 @@ WITH_DROPOUT = [
 
 @pytest.mark.parametrize("config", WITH_DROPOUT, ids=lambda config: config.model_type)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_no_dropout_is_left(config: Any, attention: str) -> None:
+def test_all_dropout_is_disabled(config: Any, attention: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
     ids = torch.arange(1, 13)[None]
@@ -147,7 +147,7 @@ def test_no_dropout_is_left(config: Any, attention: str) -> None:
     assert all(torch.equal(model.train()(input_ids=ids).logits, expected) for _ in range(8))
 
 
-def test_dropout_rates_by_any_name() -> None:
+def test_dropout_rates_with_any_name() -> None:
     module = torch.nn.Sequential(torch.nn.Dropout(0.3), torch.nn.Dropout2d(0.3), torch.nn.AlphaDropout(0.3))
     names = ("attention_dropout", "attn_dropout_p", "resid_pdrop", "layerdrop", "dropout_rate")
     for name in names:
@@ -160,7 +160,7 @@ def test_dropout_rates_by_any_name() -> None:
     assert vars(module)["drop_last"] is True and vars(module)["scale"] == 0.5
 
 
-def test_checkpointing_is_not_reentrant_unless_asked_for() -> None:
+def test_checkpointing_is_not_reentrant_by_default() -> None:
     model = AutoModelForCausalLM.from_config(tiny_config("tied"))
     enable_checkpointing(model, None)
     assert model.is_gradient_checkpointing
@@ -194,7 +194,7 @@ def test_a_snapshot_shares_nothing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "capped"])
-def test_a_partitioned_model_is_copied_and_gathered_whole(tmp_path: Path, kind: str) -> None:
+def test_a_partitioned_model_is_copied_unpartitioned(tmp_path: Path, kind: str) -> None:
     init_distributed(use_cpu=False)
     path = make_model(tmp_path / kind, kind)
     stored = load_file(tmp_path / kind / "model.safetensors")

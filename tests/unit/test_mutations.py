@@ -1,7 +1,8 @@
-"""The mutations of ``tests/mutations/`` apply to the code as it is; ``make mutations`` shows that tests notice."""
+"""The mutations of ``tests/mutations/`` apply to the current code; ``make mutations`` shows that tests detect them."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from conftest import ROOT
 from tools.mutants.ledger import equivalents
 from tools.mutations import Mutation, load
 
+# Part of a test's name in a ``-k`` expression; words with a dash are parameters, which a file may not spell out.
+NAME = re.compile(r"(?<![\w-])[a-z0-9]+(?:_[a-z0-9]+)+(?![\w-])")
 ENTRY = """\
 - name: a name
   file: alignment/__init__.py
@@ -29,8 +32,12 @@ def test_a_mutation_applies_and_names_its_tests(mutation: Mutation) -> None:
         subprocess.run(["bash", "-n"], input=mutated, text=True, check=True)  # a script for SLURM
     assert mutation.tests
     for tests in mutation.tests:
-        file, _, name = tests.partition(" ")[0].partition("::")
-        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text() if name else (ROOT / file).is_file()
+        chosen, _, keywords = tests.partition(" -k ")
+        file, _, name = chosen.partition(" ")[0].partition("::")
+        text = (ROOT / file).read_text()
+        assert not name or f"def {name.partition('[')[0]}(" in text
+        for word in NAME.findall(keywords):
+            assert word in text, f"-k {word} selects no test of {file}"
 
 
 def test_there_are_enough_of_them() -> None:
@@ -68,9 +75,9 @@ def test_a_mutation_that_does_not_apply(tmp_path: Path, text: str, said: str) ->
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (ENTRY + ENTRY, "several mutations are called a name"),
+        (ENTRY + ENTRY, "duplicate names of mutations: a name"),
         (ENTRY.replace("replacement", "replaced"), "area.yaml: a name: keys must be"),
-        (ENTRY.replace("'__version__ = \"1.'", "1"), "area.yaml: a name: every value but tests must be text"),
+        (ENTRY.replace("'__version__ = \"1.'", "1"), "area.yaml: a name: all values except tests must be strings"),
     ],
 )
 def test_a_file_that_is_wrong(tmp_path: Path, text: str, said: str) -> None:
@@ -79,7 +86,7 @@ def test_a_file_that_is_wrong(tmp_path: Path, text: str, said: str) -> None:
 
 
 def test_every_equivalent_mutant_has_its_reason() -> None:
-    """And is of code that still exists: an entry of code that has gone would hide nothing and mislead."""
+    """And refers to code that still exists, because an obsolete entry would be misleading."""
     for (file, old, _), why in equivalents().items():
         lines = {line.strip() for line in (ROOT / file).read_text().splitlines()}
         assert len(why) > 10 and set(old.split(" ⏎ ")) <= lines, (file, old)

@@ -1,4 +1,4 @@
-"""The pure losses of ``alignment.objectives`` against published numbers, closed forms, and the float64 oracle."""
+"""The pure losses of ``alignment.objectives`` compared with published values, closed forms, and the float64 oracle."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cpo_defaults(**changes: Any) -> dict[str, Any]:
 
 
 def kto_inputs(rows: int = 9) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Policy and reference sums, labels, and a positive KL."""
+    """Return policy and reference sums, labels, and a positive KL."""
     noise = torch.Generator().manual_seed(3)
     policy = -40 * torch.rand(rows, generator=noise, dtype=torch.float64)
     reference = policy.clone() + 4 * torch.randn(rows, generator=noise, dtype=torch.float64)
@@ -56,7 +56,7 @@ def kto_inputs(rows: int = 9) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def cpo_inputs(pairs: int = 9) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Chosen and rejected sums with gradient, and their lengths."""
+    """Return chosen and rejected sums, differentiable, and their lengths."""
     noise = torch.Generator().manual_seed(4)
     lengths = torch.randint(1, 12, (2, pairs), generator=noise)
     sums = -(0.2 + 3 * torch.rand(2, pairs, generator=noise, dtype=torch.float64)) * lengths
@@ -94,8 +94,8 @@ def test_kto_of_a_policy_equal_to_its_reference(loss_type: str) -> None:
     assert_close(found.rewards, vector(0.0, 0.0, 0.0), rtol=0, atol=0)
 
 
-def test_kto_kl_is_left_unclamped_for_the_caller() -> None:
-    """Clamping is right only for the mean of a whole window: clamped parts of [1, -3] would add up to 1, not -2."""
+def test_kto_kl_sums_are_not_clamped() -> None:
+    """Only the mean of a whole window may be clamped: clamped parts of [1, -3] would add up to 1, not -2."""
     parts = [kto_kl_sums(vector(-1.0), vector(-2.0)), kto_kl_sums(vector(-5.0), vector(-2.0))]
     assert [float(total) for total, _ in parts] == [1.0, -3.0]
     total, count = (torch.stack([pair[place] for pair in parts]).sum() for place in (0, 1))
@@ -166,7 +166,7 @@ def test_kto_properties() -> None:
     assert_close(tripled.rewards, found.rewards, rtol=0, atol=0)
     only_good = kto_loss(policy, reference, labels, kl, **kto_defaults(undesirable_weight=0.0)).losses
     assert not only_good[~labels].any() and only_good[labels].all()
-    # With unit weights the two labels of one row are complements.
+    # With unit weights, the two labels of one row are complementary.
     plain = [kto_loss(policy, reference, flags, kl, **kto_defaults()).losses for flags in (labels, ~labels)]
     assert_close(plain[0] + plain[1], torch.ones_like(plain[0]), rtol=0, atol=1e-15)
 
@@ -230,7 +230,7 @@ def test_cpo_against_the_oracle(options: dict[str, Any]) -> None:
 
 
 def closed_form(options: dict[str, Any], chosen: Tensor, rejected: Tensor, lengths: tuple[Tensor, Tensor]) -> Tensor:
-    """Derivatives (2, P) of each pair's loss towards its two sums of log-probs, worked out by hand."""
+    """Return (2, P) derivatives of each pair's loss with respect to its two log-prob sums."""
     beta, alpha, swapped = options["beta"], options["alpha"], options["label_smoothing"]
     scores, slopes = [chosen, rejected], [torch.ones_like(chosen), -torch.ones_like(chosen)]
     if options["loss_type"] in ("ipo", "simpo", "alphapo"):
@@ -275,12 +275,12 @@ def test_cpo_properties(options: dict[str, Any]) -> None:
     for one, other in zip(moved, found, strict=True):
         assert_close(one, other[order], rtol=0, atol=0)
     if options["loss_type"] == "sigmoid":
-        # Smoothing is a mixture of both orders.
+        # Smoothing mixes both orders.
         smoothing = 1 - options["label_smoothing"]
         swapped = cpo_loss(rejected, chosen, lengths[1], lengths[0], **{**options, "label_smoothing": smoothing})
         assert_close(swapped.losses, found.losses, rtol=1e-12, atol=1e-14)
     if options["loss_type"] in ("ipo", "simpo", "alphapo"):
-        # Twice the tokens at the same mean is the same pair.
+        # Twice the tokens with the same mean is the same pair.
         doubled = cpo_loss(2 * chosen, 2 * rejected, 2 * lengths[0], 2 * lengths[1], **options)
         assert_close(doubled.losses, found.losses, rtol=1e-12, atol=1e-14)
     else:
@@ -300,7 +300,7 @@ def test_alpha_near_zero_is_simpo() -> None:
 @pytest.mark.parametrize("options", CPO_CASES)
 def test_cpo_extremes_are_finite(options: dict[str, Any], dtype: torch.dtype) -> None:
     options = cpo_defaults(**options)
-    # Sums whose exponential underflows even float64, as those of long answers do.
+    # Sums whose exponential underflows even in float64, like those of long completions.
     chosen = vector(-5000.0, -2.0, -40000.0, -1e-4, dtype=dtype).requires_grad_()
     rejected = vector(-4.0, -5000.0, -39999.0, -5000.0, dtype=dtype).requires_grad_()
     lengths = torch.tensor([1024, 2, 8192, 1]), torch.tensor([2, 1024, 8192, 512])
@@ -324,7 +324,7 @@ def test_nll_sums_over_micro_batches() -> None:
     assert_close(gradient, -torch.ones_like(chosen), rtol=0, atol=0)
 
 
-def test_no_rows_give_empty_losses_with_a_graph() -> None:
+def test_no_rows_give_empty_differentiable_losses() -> None:
     none = torch.zeros(0, dtype=torch.float64)
     for options in KTO_CASES:
         policy = none.clone().requires_grad_()
@@ -346,7 +346,7 @@ def test_no_rows_give_empty_losses_with_a_graph() -> None:
     assert float(total) == float(count) == 0.0
 
 
-def test_unknown_or_contradicting_options_are_refused() -> None:
+def test_unknown_or_contradictory_options_are_refused() -> None:
     one, length, flag = vector(-1.0), torch.tensor([1]), torch.tensor([True])
     with pytest.raises(ValueError, match="'dpo'"):
         kto_loss(one, one, flag, one[0], **kto_defaults(loss_type="dpo"))
@@ -358,6 +358,6 @@ def test_unknown_or_contradicting_options_are_refused() -> None:
 
 
 def test_options_and_objectives_name_the_same_losses() -> None:
-    """The floors keep the two lists apart: options import nothing, objectives import nothing of ours."""
+    """Two separate lists, because options import nothing, and objectives import nothing from this package."""
     assert config_kto.KTO_LOSS_TYPES == objectives_kto.KTO_LOSS_TYPES
     assert config_cpo.CPO_LOSS_TYPES == objectives_cpo.CPO_LOSS_TYPES

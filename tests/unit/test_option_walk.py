@@ -174,7 +174,7 @@ def test_options_that_act_through_the_configuration_change_what_it_produces(
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(dtypes, "_check_fp16_supported", lambda source: None)  # a CPU has none
     if cls.method not in WITH_REFERENCE and name.startswith("ref_"):
-        with pytest.raises(OptionError, match=f"^{name}=.* has no reference model"):
+        with pytest.raises(OptionError, match=f"^{name}=.* does not use a reference model"):
             cls("out", **{name: PROBES[name]})
         return
     assert produced(cls("out", use_cpu=True)) == produced(cls("out", use_cpu=True)), "the comparison is by value"
@@ -211,7 +211,7 @@ def test_the_documented_options_are_those_of_the_classes() -> None:
 
 
 def test_a_text_without_a_place_for_the_tables() -> None:
-    with pytest.raises(OutputError, match="no place for the tables"):
+    with pytest.raises(OutputError, match="no markers for the tables"):
         with_tables("nothing")
 
 

@@ -1,4 +1,4 @@
-"""Checks of the float64 oracle itself, so that other tests may trust it."""
+"""Tests of the float64 oracle itself."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_dpo_golden_numbers(loss_type: str, loss: float) -> None:
     assert (metrics["logps/chosen"], metrics["logps/rejected"]) == (-12.0, -15.0)
     close(metrics["objective/kl"], 0.25)  # log-ratios 1 and -0.5
     close(metrics["objective/non_score_reward"], -0.025)
-    # A second pair, on which the policy prefers what it should not: margin -3, wins of probability 0.425557...
+    # A second pair, for which the policy prefers the wrong completion: margin -3, win probability 0.425557...
     policy, reference = (vector(-12.0, -9.0), vector(-15.0, -4.0)), (vector(-13.0, -8.0), vector(-14.5, -6.0))
     both, metrics = dense.dpo_objective(policy, reference, options)
     second = {"sigmoid": 0.8543552445, "ipo": 64.0}[loss_type]
@@ -166,7 +166,7 @@ def test_dpo_golden_numbers(loss_type: str, loss: float) -> None:
     close(metrics["objective/kl"], 0.375)
 
 
-def test_objectives_refuse_what_they_do_not_know() -> None:
+def test_objectives_reject_unknown_losses() -> None:
     one = vector(-1.0)
     with pytest.raises(ValueError, match="robust"):
         dense.dpo_objective((one, one), (one, one), DPOOptions(loss_type="robust"))
@@ -198,7 +198,7 @@ def test_gradient_against_finite_differences(method: str, tied: bool) -> None:
             return float(dense.cpo_window(policy, rows, options)[0])
         if isinstance(options, DPOOptions):
             return float(dense.dpo_window(policy, reference, rows, options)[0])
-        # The estimate of the KL is a constant for the gradient, so here it is held at its value before the step.
+        # The KL estimate is a constant for the gradient, so it is fixed at its value before the step.
         own = [dense.token_logps(policy, row["prompt_ids"], row["completion_ids"]).sum() for row in rows]
         labels, mismatched = [row["label"] for row in rows], sums["policy_kl"] - sums["reference_kl"]
         return float(dense.kto_objective(torch.stack(own), sums["reference"], labels, mismatched, options)[0])
@@ -276,7 +276,7 @@ def test_rotary_frequencies_are_computed_in_float64() -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite", "cohere"])
-def test_soft_capping_and_scales_are_in(family: str) -> None:
+def test_soft_caps_and_scales_are_applied(family: str) -> None:
     policy: Any = dense.load(tiny(family))
     prompt, completion = [1, 5, 9], [7, 30, 2]
     with torch.no_grad(), wide.wide_maths():
@@ -323,7 +323,7 @@ def test_dpo_of_a_policy_equal_to_its_reference() -> None:
     assert step.grad_norm > 0
 
 
-def test_entropy_of_even_predictions() -> None:
+def test_entropy_of_uniform_predictions() -> None:
     model = dense.load(tiny())
     with torch.no_grad():
         model.lm_head.weight.zero_()
@@ -356,7 +356,7 @@ def test_window_partners_and_permutation() -> None:
         assert_close(again.update[name], update, rtol=1e-10, atol=1e-13)
 
 
-def test_a_live_model_is_not_touched_and_frozen_weights_stay_out() -> None:
+def test_a_live_model_is_not_modified_and_frozen_weights_are_excluded() -> None:
     model = tiny().train()
     model.model.embed_tokens.weight.requires_grad_(False)
     before = {name: value.clone() for name, value in model.state_dict().items()}

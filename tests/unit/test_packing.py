@@ -1,4 +1,4 @@
-"""Packs: which sequences go together, what they are made of, and how batches, planning and scripts see them."""
+"""Packing: assignment of sequences to packs, their content, and their use in batches, planning and scripts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from alignment.data.windows import evaluation_plan
 from alignment.methods.sft import SFTMethod
 from alignment.methods.sft_options import SFTConfig
 
-# Ids say where they are from: 31 is the second token of row 3. Row 1 has a turn in between that is not learned; every
+# IDs show their origin: 31 is the second token of row 3. In row 1, one turn is not in the loss; in row 3, all tokens
+# are.
 # token of row 3 is learned.
 ROWS = Dataset.from_list(
     [
@@ -43,7 +44,7 @@ def packed(packing: Packing, rows: Dataset = ROWS) -> tuple[Packs, PackedRows]:
 
 
 def everything(rows: PackedRows) -> list[list[tuple[list[int], list[int]]]]:
-    """Each pack's sequences: token ids, and those of them that are learned where something stands before them."""
+    """Return the sequences of each pack: token IDs, and the predictable ones in the loss."""
     found: list[list[tuple[list[int], list[int]]]] = [[] for _ in range(len(rows))]
     for pack, ids, learned in rows.sequences(range(len(rows))):
         found[pack].append((ids, [token for token, kept in list(zip(ids, learned))[1:] if kept]))
@@ -51,9 +52,9 @@ def everything(rows: PackedRows) -> list[list[tuple[list[int], list[int]]]]:
 
 
 def plain_best_fit(lengths: list[int], room: int) -> list[list[int]]:
-    """The definition, by looking through all packs; of equals the one that has had its room for longest."""
+    """The definition: search all packs; ties go to the pack that has had its remaining space for longest."""
     packs: list[list[int]] = []
-    left: list[tuple[int, int]] = []  # room and when it came to be
+    left: list[tuple[int, int]] = []  # remaining space and the time since when
     for time, number in enumerate(sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))):
         fitting = [(space, since, pack) for pack, (space, since) in enumerate(left) if space >= lengths[number]]
         if fitting:
@@ -76,7 +77,7 @@ def test_best_fit() -> None:
         assert best_fit(lengths, room) == plain_best_fit(lengths.tolist(), room)
 
 
-def test_whole_rows_keep_to_themselves() -> None:
+def test_complete_rows_are_not_split() -> None:
     packs, rows = packed(BFD)
     assert everything(rows) == [
         [([20, 21, 22, 23, 24, 25], [24, 25]), ([30, 31], [31])],
@@ -94,7 +95,7 @@ def test_whole_rows_keep_to_themselves() -> None:
 
 
 def test_long_rows_are_split() -> None:
-    """The first half of row 2 is of a prompt alone, and is left out; so is a half of one token."""
+    """The first half of row 2 has prompt tokens only and is omitted; so is a part with one token."""
     packs, rows = packed(Packing("bfd_split", 4))
     assert everything(rows) == [
         [([0, 1, 2, 3], [2, 3])],
@@ -106,7 +107,7 @@ def test_long_rows_are_split() -> None:
 
 
 def test_wrapped_rows_are_one_sequence() -> None:
-    """The first token of row 3 is learned here, as another row's stands before it; that of row 1 is of a prompt."""
+    """The first token of row 3 is in the loss because another row precedes it; that of row 1 belongs to a prompt."""
     packs, rows = packed(Packing("wrapped", 7))
     assert everything(rows) == [
         [([0, 1, 2, 3, 4, 10, 11], [2, 3, 4, 11])],
@@ -122,7 +123,7 @@ def test_wrapped_rows_are_one_sequence() -> None:
     assert packed(Packing("wrapped", 4))[0].left_out == 2, "13 to 22, and 31 alone"
 
 
-def test_rows_are_packed_with_those_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_packed_with_neighboring_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packs_module, "TOGETHER", 2)
     packs, rows = packed(Packing("bfd", 9))
     assert [packs.rows(number) for number in range(len(packs))] == [[0, 1], [2, 3]]
@@ -142,8 +143,8 @@ def test_rows_are_shuffled_before_they_are_packed() -> None:
     assert list(dict.fromkeys(token // 10 for token in ids)) == order
 
 
-def test_batches_hold_sequences() -> None:
-    """Two packs on one rank, of three sequences; each token is predicted from its own sequence."""
+def test_batches_contain_sequences() -> None:
+    """Two packs on one rank with three sequences; each token is predicted from its own sequence."""
     packs, rows = packed(BFD)
     plan = evaluation_plan(packs.table, world_size=1, batch_size=2, seed=0, draw_partners=False)
     assert plan.counts.first_completion_tokens == 8 and plan.counts.sequence_tokens == 17 and plan.counts.rows == 3
@@ -158,8 +159,8 @@ def test_batches_hold_sequences() -> None:
     assert idle.rows == () and idle.completions.tokens == 0, "three packs for four ranks"
 
 
-def test_what_scripts_see() -> None:
-    """TRL's columns; tensors of them know where sequences begin."""
+def test_packs_for_scripts() -> None:
+    """TRL's columns; collated tensors have the start of each sequence."""
     _, rows = packed(BFD)
     shown = rows.shown([0, 2])
     assert shown["seq_lengths"] == [[6, 2], [4]]
@@ -171,7 +172,7 @@ def test_what_scripts_see() -> None:
     assert torch.equal(tensors["input_ids"][1], torch.tensor([10, 11, 12, 13, 0, 0, 0, 0]))
 
 
-def test_the_report_says_how_full_packs_are() -> None:
+def test_the_report_contains_the_utilization_of_packs() -> None:
     report = DataReport(4, 4, packs=3, pack_length=8, pack_tokens=17, pack_left_out=2)
     assert report.summary().endswith(
         "truncated, 3 packs of up to 8 tokens, 71% full, 2 sequences without completion tokens omitted"
@@ -179,7 +180,7 @@ def test_the_report_says_how_full_packs_are() -> None:
     assert "pack" not in DataReport(4, 4).summary()
 
 
-def test_packs_are_not_taken_for_rows() -> None:
+def test_packed_datasets_are_refused() -> None:
     packs = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "seq_lengths": [2, 1]}])
     with pytest.raises(DataError, match=r"^packs.json: the rows are already packed .*set packing: true"):
         arranged(packs, {}, "prompt_completion", "packs.json")
@@ -188,19 +189,19 @@ def test_packs_are_not_taken_for_rows() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"packing": True, "max_length": None}, "packing=True: max_length is the length of a pack; set it"),
-        ({"eval_packing": True, "max_length": None}, "eval_packing=True: max_length is the length of a pack"),
-        ({"packing": True, "dataset_kwargs": {"skip_prepare_dataset": True}}, "leave one of them out"),
+        ({"packing": True, "max_length": None}, "packing=True: requires max_length, the length of a pack; set it"),
+        ({"eval_packing": True, "max_length": None}, "eval_packing=True: requires max_length, the length of a pack"),
+        ({"packing": True, "dataset_kwargs": {"skip_prepare_dataset": True}}, "remove one of them"),
         ({"packing": True, "packing_strategy": "ffd"}, "packing_strategy='ffd': not one of bfd, bfd_split, wrapped"),
     ],
 )
-def test_what_cannot_be_packed_is_refused(given: dict[str, Any], said: str) -> None:
+def test_unsupported_packing_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError) as caught:
         SFTConfig("out", use_cpu=True, **given)
     assert said in str(caught.value)
 
 
-def test_what_options_ask_for() -> None:
+def test_packing_options() -> None:
     def asked(**given: Any) -> tuple[Packing | None, Packing | None]:
         method = SFTMethod(SFTConfig("out", use_cpu=True, max_length=32, seed=9, **given))
         return method.packing(True), method.packing(False)

@@ -1,4 +1,4 @@
-"""The covering arrays that choose which runs the engine tests make."""
+"""The covering arrays that select the runs of the engine tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def met(combinations: list[dict[str, object]]) -> set[object]:
     return set().union(*map(pairs, combinations))
 
 
-def test_every_pair_meets_in_few_combinations() -> None:
+def test_few_combinations_cover_every_pair() -> None:
     taken = pairwise(SMALL)
     for one, other in itertools.combinations(SMALL, 2):
         found = {(combination[one], combination[other]) for combination in taken}
@@ -22,7 +22,7 @@ def test_every_pair_meets_in_few_combinations() -> None:
     assert 9 <= len(taken) <= 12 < len(everything(SMALL))
 
 
-def test_pairs_that_are_not_allowed_are_left_out() -> None:
+def test_disallowed_pairs_are_excluded() -> None:
     taken = pairwise(SMALL, lambda combination: combination["a"] != combination["b"])
     assert all(combination["a"] != combination["b"] for combination in taken)
     assert (("a", 1), ("b", 2)) in met(taken) and (("a", 1), ("b", 1)) not in met(taken)

@@ -120,7 +120,7 @@ def test_a_model_that_the_user_placed_is_there_for_the_next(tmp_path: Path, monk
             Census(4_000_000_000, 0, 0, 1, 1, 1, widest=10**6),
         )
         cards.take(source, None, placement)  # type: ignore[arg-type]
-        assert f"beside up to {(2e9 + others) / 1e9:.1f} GB" in cards.chosen(source).why
+        assert f"in addition to {(2e9 + others) / 1e9:.1f} GB" in cards.chosen(source).why
     args = given(tmp_path, deepspeed=zero(2), max_length=64, ref_placement="replica")
     model = model_source(make_model(tmp_path / "model"), "model_name_or_path", args)
     monkeypatch.undo()
@@ -215,7 +215,7 @@ def test_a_plan_for_another_machine_knows_no_cards(tmp_path: Path, monkeypatch: 
     with dtypes.planning_for(dtypes.Machine(16, cuda=True)):
         assert memory.smallest_card() is None
         reference = engines.plan_engines(args, model, model).reference
-    assert reference is not None and "unless the GPUs of the run have room" in reference.describe(None)
+    assert reference is not None and "unless it fits on the GPUs of the run" in reference.describe(None)
 
 
 def test_a_reward_model_is_placed_beside_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

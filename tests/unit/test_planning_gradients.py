@@ -93,16 +93,16 @@ def test_what_else_is_on_the_device_counts() -> None:
 
 
 def test_it_is_said_in_one_line() -> None:
-    line = "gradients: summed in float32, reduced once per step, 1.50 GiB on each device"
+    line = "gradients: accumulated in float32, reduced once per step, 1.50 GiB on each device"
     assert GradientPlan("float32", True, 3 * 2**29, 2).describe() == line
     assert (
         GradientPlan("bfloat16", False, 0, 2)
         .describe()
-        .endswith("bfloat16, reduced at each micro-batch, in host memory")
+        .endswith("bfloat16, reduced after every micro-batch, in host memory")
     )
     assert (
         GradientPlan("bfloat16", False, 2**30, 1).describe()
-        == "gradients: summed in bfloat16, 1.00 GiB on each device"
+        == "gradients: accumulated in bfloat16, 1.00 GiB on each device"
     )
 
 

@@ -1,4 +1,4 @@
-"""How base weights are kept: decided from options and configurations alone, before a weight is loaded."""
+"""Quantization of base weights, planned from options and configurations before weights are loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 
 
 def plan(stored: Any = None, stage: int = 2, kwargs: Any = None, live: bool = False, **options: Any) -> Any:
-    """The plan of a model whose configuration says ``stored``."""
+    """Return the plan for a model whose configuration has ``stored``."""
     config = tiny_config("tied")
     if stored is not None:
         config.quantization_config = stored
@@ -38,11 +38,11 @@ def plan(stored: Any = None, stage: int = 2, kwargs: Any = None, live: bool = Fa
 
 
 def in_4bit(**more: Any) -> dict[str, Any]:
-    """A stored configuration, as a checkpoint's JSON has it."""
+    """Return a stored configuration, as in a checkpoint's JSON."""
     return {"quant_method": "bitsandbytes", "load_in_4bit": True, "_load_in_4bit": True, **more}
 
 
-def test_nothing_asked_for_is_nothing() -> None:
+def test_no_quantization_by_default() -> None:
     assert plan() is None
 
 
@@ -67,8 +67,8 @@ def test_options_are_followed() -> None:
 
 
 @pytest.mark.parametrize("as_object", [False, True])
-def test_a_configuration_among_the_arguments(as_object: bool) -> None:
-    """What it leaves open becomes what the run needs; what it says stays."""
+def test_a_configuration_in_model_init_kwargs(as_object: bool) -> None:
+    """Unset values are filled in with those that the run needs; others are kept."""
     given: Any = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     made = plan(stage=3, kwargs={"quantization_config": _as(given | {"bnb_4bit_use_double_quant": True}, as_object)})
     assert (made.config.bnb_4bit_compute_dtype, made.config.bnb_4bit_quant_storage) == (BF16, BF16)
@@ -80,14 +80,14 @@ def _as(given: dict[str, Any], as_object: bool) -> Any:
     return BitsAndBytesConfig(**given) if as_object else given
 
 
-def test_a_given_configuration_is_not_changed() -> None:
+def test_the_users_configuration_is_not_modified() -> None:
     given = BitsAndBytesConfig(load_in_4bit=True)
     before = copy.deepcopy(given.__dict__)
     plan(kwargs={"quantization_config": given})
     assert given.__dict__ == before
 
 
-def test_a_packed_checkpoint_is_taken_as_it_is() -> None:
+def test_a_packed_checkpoint_is_used_unchanged() -> None:
     as_bytes, as_bf16 = in_4bit(), in_4bit(bnb_4bit_quant_storage="bfloat16")
     for stage, stored, repack in ((0, as_bytes, None), (2, as_bytes, None), (3, as_bytes, BF16), (3, as_bf16, None)):
         made = plan(stored, stage=stage)
@@ -117,7 +117,7 @@ def test_what_cannot_be_is_said(said: str, more: dict[str, Any]) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_another_method_among_the_arguments() -> None:
+def test_another_method_in_model_init_kwargs() -> None:
     with pytest.raises(AlignmentError, match="quantized with gptq"):
         plan(kwargs={"quantization_config": {"quant_method": "gptq", "bits": 4}})
     with pytest.raises(OptionError, match="is not valid for bitsandbytes"):
@@ -129,5 +129,5 @@ def test_bitsandbytes_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AlignmentError, match="not installed; run pip install bitsandbytes"):
         plan(in_4bit())
     monkeypatch.setattr("alignment.config.options_model.find_spec", lambda name: None)
-    with pytest.raises(OptionError, match="load_in_4bit=True: bitsandbytes is not installed"):
+    with pytest.raises(OptionError, match="load_in_4bit=True requires bitsandbytes"):
         KTOConfig("out", use_peft=True, load_in_4bit=True)

@@ -1,4 +1,4 @@
-"""What stands for the content of a reference: another one for other weights, and for nothing else."""
+"""Content identifiers of references: they change with the weights, and with nothing else."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ OPTIONS = KTOConfig("out", use_cpu=True)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model; not to be changed."""
+    """A model that must not be modified."""
     return Path(make_model(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture
 def copied(folder: Path, tmp_path: Path) -> Path:
-    """A model to be changed, whose files are an hour old."""
+    """A model that may be modified, whose files are an hour old."""
     path = Path(shutil.copytree(folder, tmp_path / "model"))
     for file in path.iterdir():
         aged(file, 3600)
@@ -42,7 +42,7 @@ def copied(folder: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of files whose content is read."""
+    """Record the names of files whose content is read."""
     names: list[str] = []
     real = content.file_hash
 
@@ -63,13 +63,13 @@ def of_path(path: Path, memory: Path, **kwargs: Any) -> dict[str, Any]:
 
 
 def flip(file: Path) -> None:
-    """Change one bit of the last weight; the size stays."""
+    """Flip one bit of the last weight without changing the size."""
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
 
 
-def test_weights_configuration_and_code_count(copied: Path, tmp_path: Path) -> None:
+def test_the_content_includes_weights_configuration_and_code(copied: Path, tmp_path: Path) -> None:
     memory = tmp_path / "hashes.json"
     found = [of_path(copied, memory)]
     changes: list[Callable[[], Any]] = [
@@ -90,7 +90,7 @@ def test_weights_configuration_and_code_count(copied: Path, tmp_path: Path) -> N
     assert of_path(moved, memory) == found[-1], "wherever it lies"
 
 
-def test_files_are_read_again_only_where_size_or_time_changed(copied: Path, tmp_path: Path, reads: list[str]) -> None:
+def test_files_are_only_read_again_if_size_or_time_changed(copied: Path, tmp_path: Path, reads: list[str]) -> None:
     memory = tmp_path / "cache" / "hashes.json"
     weights = copied / "model.safetensors"
     first = of_path(copied, memory)
@@ -108,8 +108,8 @@ def test_files_are_read_again_only_where_size_or_time_changed(copied: Path, tmp_
     assert len(reads) == 8
 
 
-def test_a_file_of_this_second_is_not_remembered(copied: Path, tmp_path: Path, reads: list[str]) -> None:
-    """It may change once more without another time stamp."""
+def test_the_hash_of_a_recent_file_is_not_cached(copied: Path, tmp_path: Path, reads: list[str]) -> None:
+    """It may change again with the same timestamp."""
     memory, weights = tmp_path / "hashes.json", copied / "model.safetensors"
     stamp = time.time_ns()
     os.utime(weights, ns=(stamp, stamp))
@@ -120,12 +120,12 @@ def test_a_file_of_this_second_is_not_remembered(copied: Path, tmp_path: Path, r
     assert reads.count("model.safetensors") == 2 and reads.count("config.json") == 1
 
 
-def test_without_a_place_for_the_memory_files_are_read(copied: Path, reads: list[str]) -> None:
+def test_files_are_read_if_the_cache_cannot_be_written(copied: Path, reads: list[str]) -> None:
     assert of_path(copied, Path("/proc/hashes.json")) == of_path(copied, Path("/proc/hashes.json"))
     assert len(reads) == 4
 
 
-def test_a_hub_model_is_known_by_its_commit(folder: Path, tmp_path: Path) -> None:
+def test_a_hub_model_is_identified_by_its_commit(folder: Path, tmp_path: Path) -> None:
     def publish(commit: str) -> None:
         repository = tmp_path / "hub" / "models--some--model"
         shutil.copytree(folder, repository / "snapshots" / commit)
@@ -149,7 +149,7 @@ def test_a_hub_model_is_known_by_its_commit(folder: Path, tmp_path: Path) -> Non
         source_content(unknown, tmp_path / "hashes.json", keep=True)
 
 
-def test_a_live_model_is_known_by_its_parameters(folder: Path) -> None:
+def test_a_live_model_is_identified_by_its_parameters(folder: Path) -> None:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     first = live_content(model, keep=True)
     assert live_content(copy.deepcopy(model), keep=True) == first
@@ -174,7 +174,7 @@ def _one_buffer(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _swapped(model: PreTrainedModel) -> None:
-    """The same bytes in another place."""
+    """The same bytes in another order."""
     one, other = (model.get_parameter(f"model.layers.{layer}.mlp.up_proj.weight") for layer in (0, 1))
     kept = one.clone()
     one.copy_(other)
@@ -183,7 +183,7 @@ def _swapped(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _turned(model: PreTrainedModel) -> None:
-    """The same bytes in another shape."""
+    """The same bytes with another shape."""
     weight = model.get_parameter("model.layers.1.mlp.up_proj.weight")
     weight.data = weight.reshape(weight.shape[::-1])
 

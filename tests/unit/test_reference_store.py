@@ -1,4 +1,4 @@
-"""The store of a reference's log-probs on disk: whatever happens to its files, no wrong number is ever read."""
+"""The on-disk store of a reference's log-probs: damaged files never lead to wrong values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOGPS = np.random.default_rng(0).normal(-50, 20, (ROWS, 2)).astype(np.float32)
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three whole parts and one of a single row."""
+    """Three full parts and one with a single row."""
     monkeypatch.setattr(module, "PART_ROWS", 3)
 
 
@@ -49,7 +49,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/part-*"))
 
 
-def test_what_was_written_is_read_bit_by_bit(tmp_path: Path) -> None:
+def test_values_are_read_back_bitwise(tmp_path: Path) -> None:
     odd = LOGPS.copy()
     odd[:5, 0] = -np.inf, np.nan, -0.0, 1e-45, -3.4e38
     filled(tmp_path, logps=odd)
@@ -61,13 +61,13 @@ def test_what_was_written_is_read_bit_by_bit(tmp_path: Path) -> None:
     assert not list(store.folder.glob(".*")), "no file under a hidden name is left"
 
 
-def test_a_store_that_nobody_filled(tmp_path: Path) -> None:
+def test_an_empty_store(tmp_path: Path) -> None:
     store, faults = opened(tmp_path)
     assert (faults, store.missing, store.size) == ([], store.parts, 0)
     assert list(tmp_path.iterdir()) == [], "looking writes nothing"
 
 
-def test_an_interrupted_store_lacks_what_was_not_written(tmp_path: Path) -> None:
+def test_an_interrupted_store_reports_missing_parts(tmp_path: Path) -> None:
     store, _ = opened(tmp_path)
     store.prepare()
     for part in (store.parts[2], store.parts[0]):
@@ -77,8 +77,8 @@ def test_an_interrupted_store_lacks_what_was_not_written(tmp_path: Path) -> None
     assert np.array_equal(again.values[6:9], LOGPS[6:9]) and np.array_equal(again.values[:3], LOGPS[:3])
 
 
-def test_no_flipped_bit_is_read_as_a_number(tmp_path: Path) -> None:
-    """Every byte of a part: it is named and missing, unless the byte says nothing and the numbers are right."""
+def test_a_flipped_bit_never_gives_wrong_values(tmp_path: Path) -> None:
+    """For every byte of a part: the part is reported as missing, or the values are correct."""
     filled(tmp_path)
     file = files(tmp_path)[1]
     good = file.read_bytes()
@@ -98,7 +98,7 @@ def test_no_flipped_bit_is_read_as_a_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 1, 8, 100, -1])
-def test_a_part_that_is_cut_short_is_named(kept: int, tmp_path: Path) -> None:
+def test_a_truncated_part_is_reported(kept: int, tmp_path: Path) -> None:
     filled(tmp_path)
     file = files(tmp_path)[-1]
     file.write_bytes(file.read_bytes()[:kept])
@@ -109,7 +109,7 @@ def test_a_part_that_is_cut_short_is_named(kept: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("partners", [PARTNERS, np.full(ROWS, -1)], ids=["partners", "none"])
-def test_a_part_of_another_place_or_store_is_not_taken(partners: Any, tmp_path: Path) -> None:
+def test_a_part_of_another_range_or_store_is_not_used(partners: Any, tmp_path: Path) -> None:
     filled(tmp_path, partners=partners)
     first, second, *_ = files(tmp_path)
     shutil.copy(first, second)
@@ -120,7 +120,7 @@ def test_a_part_of_another_place_or_store_is_not_taken(partners: Any, tmp_path: 
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"key": {}}', None])
-def test_without_its_manifest_nothing_is_taken(text: str | None, tmp_path: Path) -> None:
+def test_a_store_without_manifest_is_not_used(text: str | None, tmp_path: Path) -> None:
     store = filled(tmp_path)
     manifest = store.folder / "manifest.json"
     assert '"partners": 3' in manifest.read_text() and '"model.safetensors": "b"' in manifest.read_text()
@@ -150,15 +150,15 @@ def test_another_key_is_another_store(key: dict[str, Any], tmp_path: Path) -> No
     assert np.array_equal(opened(tmp_path)[0].values, LOGPS), "both are kept"
 
 
-def test_other_partners_are_not_looked_up(tmp_path: Path) -> None:
-    """Should the same seed ever draw others."""
+def test_a_part_with_other_partners_is_not_used(tmp_path: Path) -> None:
+    """In case the same seed ever draws other partners."""
     filled(tmp_path)
     other = PARTNERS.copy()
     other[4] = 0
     assert opened(tmp_path, partners=other)[0].missing == [range(3, 6)]
 
 
-def test_what_another_run_wrote_meanwhile_stays(tmp_path: Path) -> None:
+def test_parts_written_by_another_run_are_kept(tmp_path: Path) -> None:
     store, _ = opened(tmp_path)
     filled(tmp_path)
     store.prepare()
@@ -167,7 +167,7 @@ def test_what_another_run_wrote_meanwhile_stays(tmp_path: Path) -> None:
     assert (faults, again.missing) == ([], []) and np.array_equal(again.values, LOGPS)
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store, faults = opened(tmp_path / "file")
     assert faults == [] and store.missing == store.parts
@@ -176,9 +176,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])
-def test_a_write_that_breaks_leaves_the_part_missing(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_part_missing(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, _ = opened(tmp_path)
     store.prepare()
 
@@ -196,7 +194,7 @@ def test_a_write_that_breaks_leaves_the_part_missing(
     assert store.missing == store.parts
 
 
-def test_what_a_killed_run_left_hidden_is_removed_a_day_later(tmp_path: Path) -> None:
+def test_hidden_files_of_a_killed_run_are_removed_after_a_day(tmp_path: Path) -> None:
     store, _ = opened(tmp_path)
     store.prepare()
     old, new = (store.folder / f".part-{name}" for name in ("old", "new"))
@@ -208,14 +206,14 @@ def test_what_a_killed_run_left_hidden_is_removed_a_day_later(tmp_path: Path) ->
     assert opened(tmp_path) and opened(tmp_path)[1] == []
 
 
-# The reference that answers from it ---------------------------------------------------------------------------------
+# The reference that uses it -----------------------------------------------------------------------------------------
 
 
 def a_batch(sequences: int) -> Batch:
     return collate([([1], [2])] * sequences, sequences)
 
 
-def test_sequences_are_found_by_row_and_by_which_they_are() -> None:
+def test_sequences_are_looked_up_by_row_and_position() -> None:
     reference = PrecomputedReference({"a": LogpTable(torch.from_numpy(LOGPS), PARTNERS)}, 1)
     ids = RowIds("a", (7, 2, 4), (int(PARTNERS[7]), -1, int(PARTNERS[4])))
     expected = [LOGPS[7, 0], LOGPS[2, 0], LOGPS[4, 0], LOGPS[7, 1], LOGPS[4, 1]]
@@ -228,7 +226,7 @@ def test_sequences_are_found_by_row_and_by_which_they_are() -> None:
     assert (rows.tolist(), columns.tolist()) == ([7, 2, 7, 2, 7], [0, 0, 1, 1, 2])
 
 
-def test_what_was_not_stored_is_not_answered() -> None:
+def test_missing_log_probs_raise_an_error() -> None:
     reference = PrecomputedReference({"a": LogpTable(torch.from_numpy(LOGPS), PARTNERS)}, 1)
     other = (int(PARTNERS[7]) + 1) % ROWS
     with pytest.raises(RuntimeError, match=f"row 7 has partner {other}, .* for partner {PARTNERS[7]}"):

@@ -1,4 +1,4 @@
-"""The table of ``make renames`` is complete and names tests that exist; how copies of libraries are made."""
+"""The table of ``make renames`` is complete and names existing tests; copies of libraries work."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_entry_names_a_test_and_changes_the_name(rename: Rename) -> None:
         ("`torch.x` is deprecated", "`torch_moved_away.x` is deprecated"),
     ],
 )
-def test_what_a_name_becomes(name: str, expected: str) -> None:
+def test_replacement_names(name: str, expected: str) -> None:
     assert moved_away(name) == expected
 
 
@@ -80,14 +80,14 @@ def test_a_renamed_library_works(library: str, tmp_path: Path) -> None:
     assert before == {file: file.read_bytes() for file in before}, "the installed library is untouched"
 
 
-def test_other_texts_are_replaced_where_they_stand(library: str, tmp_path: Path) -> None:
+def test_other_texts_are_replaced(library: str, tmp_path: Path) -> None:
     assert renamed_copy(library, "'_private')()", "'other')()", tmp_path / "copy") == 1
     assert renamed_copy(library, "privat", "x", tmp_path / "another") == 0, "part of a word"
     with pytest.raises(ModuleNotFoundError):
         renamed_copy("no_such_library", "_private", "x", tmp_path / "third")
 
 
-def test_a_table_that_is_wrong(tmp_path: Path) -> None:
+def test_an_invalid_table(tmp_path: Path) -> None:
     file = tmp_path / "table.yaml"
     for entry in (
         "{library: tqdm, name: a}",

@@ -225,7 +225,8 @@ def test_training_and_evaluation_share_a_chart() -> None:
         {"step": 1, "loss": 1.0, "rewards/chosen": 0.1, "rewards/rejected": 0.0},
         {"step": 1, "eval_loss": 1.5, "eval_rewards/chosen": 0.2, "eval_rewards/rejected": 0.1},
         {"step": 2, "loss": None},
-        {"step": 2, "eval_easy_loss": 1.25, "eval_hard_loss": 1.75},
+        {"step": 2, "eval_easy_loss": 1.25, "eval_easy_runtime": 1.0, "eval_easy_nll_loss": 3.0},
+        {"step": 2, "eval_hard_loss": 1.75, "eval_hard_runtime": 1.0},
     ]
     loss, rewards = charts(history)
     assert [(one.label, one.color, one.evaluation, list(one.points)) for one in loss.series] == [

@@ -1,4 +1,4 @@
-"""Rewards by functions: what they get, what they may return, what is said when they fail, and their weighted sum."""
+"""Reward functions: their arguments, return values and errors, and the weighted sum of rewards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from alignment.rewards.functions import FunctionReward, score_all
 from alignment.rewards.samples import Samples, in_groups, spoken
 
 
-def test_a_function_may_ask_for_the_state_of_the_run() -> None:
+def test_a_function_can_take_the_state_of_the_run() -> None:
     seen: list[int] = []
 
     def counts(completions: list[str], trainer_state: TrainerState) -> list[float]:
@@ -42,7 +42,7 @@ def test_a_function_may_ask_for_the_state_of_the_run() -> None:
 
 
 def samples(completions: list[str], **columns: list[Any]) -> Samples:
-    """Two completions to a prompt; every completion that ends with a full stop has ended."""
+    """Two completions per prompt; a completion that ends with a period has ended."""
     count = len(completions)
     return Samples(
         prompts=[f"p{number // 2}" for number in range(count)],
@@ -50,7 +50,7 @@ def samples(completions: list[str], **columns: list[Any]) -> Samples:
         completion_ids=[list(map(ord, text)) for text in completions],
         ended=[text.endswith(".") for text in completions],
         columns=columns,
-        places=[f"rows.jsonl row {1 + number // 2}" for number in range(count)],
+        places=[f"rows.jsonl, row {1 + number // 2}" for number in range(count)],
         template=[{} for _ in completions],
     )
 
@@ -66,7 +66,7 @@ def returning(value: Any) -> Callable[..., Any]:
     return given
 
 
-def test_a_function_gets_what_it_asks_for() -> None:
+def test_a_function_gets_the_arguments_in_its_signature() -> None:
     asked: list[dict[str, Any]] = []
 
     def plain(completions: list[str], answer: list[str], shift: int = 7) -> list[float]:
@@ -94,7 +94,7 @@ def test_a_function_gets_what_it_asks_for() -> None:
     }
 
 
-def test_a_function_may_change_what_it_got() -> None:
+def test_a_function_may_modify_its_arguments() -> None:
     def cuts(completion_ids: list[list[int]], completions: list[Any]) -> list[int]:
         completions.clear()
         return [ids.pop() for ids in completion_ids]
@@ -116,7 +116,7 @@ def test_a_function_may_change_what_it_got() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_may_be_returned(returned: Any) -> None:
+def test_valid_return_values(returned: Any) -> None:
     found = FunctionReward(returning(returned)).score(samples(["a", "b", "c"]))
     assert found == [1.0, 0.5, None]
     assert [type(value) for value in found] == [float, float, type(None)]
@@ -127,7 +127,7 @@ def test_tensors_and_arrays_may_be_returned(kind: Any) -> None:
     assert FunctionReward(returning(kind([1.5, 2.0]))).score(samples(["a", "b"])) == [1.5, 2.0]
 
 
-SPAN = "rows.jsonl row 1 to rows.jsonl row 2"
+SPAN = "rows.jsonl, row 1 to rows.jsonl, row 2"
 
 
 @pytest.mark.parametrize(
@@ -140,17 +140,17 @@ SPAN = "rows.jsonl row 1 to rows.jsonl row 2"
         (None, f"returned null for {SPAN}"),
         ("abc", "returned 'abc' (a string)"),
         ({1: 2}, "returned {1: 2} (an object)"),
-        (torch.zeros(3, 1), "returned [0.0] (a list) for rows.jsonl row 1; expected a number, or None for no score"),
-        ([1.0, 2.0, "3"], "returned '3' (a string) for rows.jsonl row 2; expected a number"),
-        ([1.0, 2.0, math.nan], "returned nan for rows.jsonl row 2; expected a finite number, or None for no score"),
-        (torch.tensor([1.0, -math.inf, 0.0]), "returned -inf for rows.jsonl row 1; expected a finite number"),
-        ([10**400, 1, 1], "returned inf for rows.jsonl row 1"),
-        ([1.0, 2.0, 1j], "returned 1j (of type complex) for rows.jsonl row 2"),
-        # One element, but of a list that a function may have forgotten to reduce.
-        ([1.0, 2.0, torch.ones(1)], "for rows.jsonl row 2; expected a number, or None for no score"),
+        (torch.zeros(3, 1), "returned [0.0] (a list) for rows.jsonl, row 1; expected a number, or None for no score"),
+        ([1.0, 2.0, "3"], "returned '3' (a string) for rows.jsonl, row 2; expected a number"),
+        ([1.0, 2.0, math.nan], "returned nan for rows.jsonl, row 2; expected a finite number, or None for no score"),
+        (torch.tensor([1.0, -math.inf, 0.0]), "returned -inf for rows.jsonl, row 1; expected a finite number"),
+        ([10**400, 1, 1], "returned inf for rows.jsonl, row 1"),
+        ([1.0, 2.0, 1j], "returned 1j (of type complex) for rows.jsonl, row 2"),
+        # One element, but in a list that a function may have forgotten to reduce.
+        ([1.0, 2.0, torch.ones(1)], "for rows.jsonl, row 2; expected a number, or None for no score"),
     ],
 )
-def test_what_is_no_score(returned: Any, said: str) -> None:
+def test_invalid_scores(returned: Any, said: str) -> None:
     with pytest.raises(RewardError) as caught:
         FunctionReward(returning(returned), name="odd").score(samples(["a", "b", "c"]))
     assert str(caught.value).startswith("reward function 'odd' returned") and said in str(caught.value)
@@ -172,12 +172,12 @@ def test_an_exception_names_function_line_and_rows() -> None:
         "function, or return None for samples that it cannot score"
     )
     assert isinstance(caught.value.__cause__, KeyError)
-    with pytest.raises(RewardError, match="while scoring rows.jsonl row 1; fix the function"):
+    with pytest.raises(RewardError, match="while scoring rows.jsonl, row 1; fix the function"):
         FunctionReward(breaks).score(samples(["b", "b"]))  # one prompt, named once
 
 
-def test_coroutines_are_awaited_together() -> None:
-    """Each waits until both have begun: one after the other would wait forever."""
+def test_coroutines_are_awaited_concurrently() -> None:
+    """Each waits until both have started, so sequential calls would never return."""
     begun: list[str] = []
 
     def meeting(name: str) -> Callable[..., Any]:
@@ -200,8 +200,8 @@ def test_coroutines_are_awaited_together() -> None:
     assert score_all(sources, samples(["a", "bcd"])) == [[3.0, 3.0], [1.0, 3.0], [5.0, 5.0]]
 
 
-def test_coroutines_beside_a_running_loop_and_from_step_to_step() -> None:
-    """As in a notebook; and what belongs to a loop, such as a client's lock, is good for the next step too."""
+def test_coroutines_with_a_running_loop_and_across_steps() -> None:
+    """As in a notebook; and objects bound to a loop, such as a client's lock, remain usable in the next step."""
     lock: list[asyncio.Lock] = []
     loops: list[Any] = []
 
@@ -220,7 +220,7 @@ def test_coroutines_beside_a_running_loop_and_from_step_to_step() -> None:
     assert len(loops) == 3 and len(set(loops)) == 1
 
 
-def test_a_coroutine_that_fails_is_named_and_none_is_left_behind() -> None:
+def test_a_failed_coroutine_is_named_and_all_are_awaited() -> None:
     finished: list[bool] = []
 
     async def slow(completions: list[str]) -> list[float]:
@@ -264,7 +264,7 @@ def test_a_coroutine_that_fails_is_named_and_none_is_left_behind() -> None:
     assert finished == [True] * 6
 
 
-def test_arguments_are_checked_before() -> None:
+def test_arguments_are_checked_before_training() -> None:
     def needs(prompts: list[str], *, answers: list[str], level: int = 1) -> list[float]:
         return []
 
@@ -300,7 +300,7 @@ def test_names() -> None:
 
 
 def partial_scores(completions: list[str]) -> list[float | None]:
-    """Nothing to say of a text with an x."""
+    """Return no score for texts that contain an x."""
     return [None if "x" in text else 10.0 for text in completions]
 
 
@@ -321,7 +321,7 @@ def test_the_weighted_sum() -> None:
 
 
 class Counting:
-    """A source that calls collectives, as a reward model does."""
+    """A source that runs collectives, like a reward model."""
 
     name = "model"
 
@@ -338,7 +338,7 @@ class Counting:
         self.closed = True
 
 
-def test_functions_come_before_other_sources_and_are_not_called_for_nothing() -> None:
+def test_functions_are_called_first_and_not_without_samples() -> None:
     calls: list[int] = []
 
     def counted(completions: list[str]) -> list[float]:
@@ -382,7 +382,7 @@ def test_samples() -> None:
         samples(["a", "b"], answer=["only one"])
 
 
-def test_a_request_to_stop_is_no_failure_of_a_reward() -> None:
+def test_a_stop_request_is_not_a_failure_of_a_reward() -> None:
     def asked(completions: list[str]) -> list[float]:
         raise RunStopped(StopReason.SIGTERM, "preempted")
 

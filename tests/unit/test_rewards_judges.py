@@ -1,4 +1,4 @@
-"""Pairwise judges: their interface, the order that they are shown, and what is said when they fail."""
+"""Pairwise judges: their interface, the order of completions, and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from alignment.engines.watch.stop import Cut, RunStopped, StopReason
 from alignment.rewards import callables
 from alignment.rewards.judges import Judge
 
-PLACES = [f"rows.jsonl row {number}" for number in range(40)]
+PLACES = [f"rows.jsonl, row {number}" for number in range(40)]
 
 
 def longer(prompts: list[str], pairs: list[list[str]]) -> list[int]:
@@ -37,7 +37,7 @@ def test_a_verdict_does_not_depend_on_the_order_shown() -> None:
     assert pairs == [["long text", "short"], ["a", "abc"]] * 10
 
 
-def test_the_order_is_drawn_from_the_seed() -> None:
+def test_the_order_depends_on_the_seed() -> None:
     shown: list[list[list[str]]] = []
 
     def first(prompts: list[str], pairs: list[list[str]]) -> list[int]:
@@ -49,13 +49,13 @@ def test_the_order_is_drawn_from_the_seed() -> None:
     found = [verdicts(first, pairs, seed) for seed in (1, 1, 2)]
     assert found[0] == found[1] != found[2]
     assert shown[0] == shown[1] != shown[2]
-    # A judge that always takes the first one shown favours neither completion.
+    # A judge that always prefers the completion shown first favors neither completion.
     assert all(10 <= sum(answers) <= 30 for answers in found)
     assert found[0] == [int(pair[0].startswith("b")) for pair in shown[0]]
 
 
-def test_a_judge_that_tosses_a_coin_is_not_turned_by_its_own_tosses() -> None:
-    """Not even with the seed that orders the pairs; turned by the same draws, it would always take the first."""
+def test_a_random_judge_is_independent_of_the_order() -> None:
+    """Not even with the seed that orders the pairs; otherwise it would always prefer the first completion."""
 
     def tosses(prompts: list[str], pairs: list[list[str]]) -> list[int]:
         return [int(random.random() < 0.5) for _ in pairs]
@@ -67,7 +67,7 @@ def test_a_judge_that_tosses_a_coin_is_not_turned_by_its_own_tosses() -> None:
     assert 160 <= sum(answers) <= 240
 
 
-def test_what_may_be_a_judge_and_return() -> None:
+def test_valid_judges_and_verdicts() -> None:
     class Judging:
         def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> Any:
             return np.array([-1, 1])
@@ -87,12 +87,12 @@ def test_what_may_be_a_judge_and_return() -> None:
     assert Judge(Judging()).name == "Judging" and Judge(longer).name == "longer"
 
 
-def test_no_verdict_is_not_turned() -> None:
+def test_a_missing_verdict_is_not_reversed() -> None:
     pairs = [["a", "b"]] * 20
     assert verdicts(lambda prompts, pairs: [-1] * len(pairs), pairs) == [-1] * 20
 
 
-def test_conversations_are_shown_as_they_are() -> None:
+def test_conversations_are_passed_unchanged() -> None:
     seen: list[Any] = []
 
     def records(prompts: list[Any], pairs: list[Any]) -> list[int]:
@@ -105,7 +105,7 @@ def test_conversations_are_shown_as_they_are() -> None:
     assert seen[0] == [prompt] and sorted(seen[1][0], key=str) == pair
 
 
-def test_a_judge_with_trl_s_signature_is_given_texts() -> None:
+def test_a_judge_with_trls_signature_gets_text() -> None:
     seen: list[Any] = []
 
     class Judging:
@@ -119,26 +119,26 @@ def test_a_judge_with_trl_s_signature_is_given_texts() -> None:
     assert seen[0] == ["system: s\nuser: p"] and sorted(seen[1][0]) == ["a", "b"]
 
 
-def test_a_judge_is_not_called_for_nothing() -> None:
+def test_a_judge_is_not_called_without_pairs() -> None:
     assert verdicts(lambda prompts, pairs: 1 / 0, []) == []
 
 
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        ([0], "returned 1 verdicts for 2 pairs, rows.jsonl row 0 to rows.jsonl row 1; expected one for each"),
-        (0, "returned 0 (an integer) for rows.jsonl row 0 to rows.jsonl row 1; expected a list of 2 verdicts"),
+        ([0], "returned 1 verdicts for 2 pairs, rows.jsonl, row 0 to rows.jsonl, row 1; expected one for each"),
+        (0, "returned 0 (an integer) for rows.jsonl, row 0 to rows.jsonl, row 1; expected a list of 2 verdicts"),
         (
             [0, 2],
-            "returned 2 (an integer) for rows.jsonl row 1; expected 0 (the first is better), 1 (the",
+            "returned 2 (an integer) for rows.jsonl, row 1; expected 0 (the first is better), 1 (the",
         ),
-        ([0, True], "returned true (a boolean) for rows.jsonl row 1; expected 0"),
-        ([0.0, 1], "returned 0.0 (a number) for rows.jsonl row 0; expected 0"),
-        ([None, 1], "returned null for rows.jsonl row 0; expected 0"),
-        (["A", "B"], "returned 'A' (a string) for rows.jsonl row 0; expected 0"),
+        ([0, True], "returned true (a boolean) for rows.jsonl, row 1; expected 0"),
+        ([0.0, 1], "returned 0.0 (a number) for rows.jsonl, row 0; expected 0"),
+        ([None, 1], "returned null for rows.jsonl, row 0; expected 0"),
+        (["A", "B"], "returned 'A' (a string) for rows.jsonl, row 0; expected 0"),
     ],
 )
-def test_what_is_no_verdict(returned: Any, said: str) -> None:
+def test_invalid_verdicts(returned: Any, said: str) -> None:
     with pytest.raises(RewardError) as caught:
         verdicts(lambda prompts, pairs: returned, [["a", "b"], ["c", "d"]])
     assert said in str(caught.value)
@@ -161,8 +161,8 @@ def test_an_exception_names_judge_line_and_rows(judge: Any, said: str) -> None:
         verdicts(judge, [["a", "b"], ["c", "d"]])
     line = judge.__code__.co_firstlineno + 1
     assert str(caught.value) == (
-        f"judge {judge.__name__!r} {said} (test_rewards_judges.py line {line}) while judging rows.jsonl row 0 to "
-        "rows.jsonl row 1; fix the judge, or return -1 for pairs that it cannot judge"
+        f"judge {judge.__name__!r} {said} (test_rewards_judges.py line {line}) while judging rows.jsonl, row 0 to "
+        "rows.jsonl, row 1; fix the judge, or return -1 for pairs that it cannot judge"
     )
     assert isinstance(caught.value.__cause__, (ConnectionError, KeyError))
 
@@ -176,13 +176,13 @@ def test_an_exception_names_judge_line_and_rows(judge: Any, said: str) -> None:
         (lambda a, b, c: [], "(missing a required argument: 'c')"),
     ],
 )
-def test_what_cannot_be_a_judge(judge: Any, said: str) -> None:
+def test_invalid_judges(judge: Any, said: str) -> None:
     with pytest.raises(OptionError) as caught:
         Judge(judge)
     assert said in str(caught.value)
 
 
-def test_a_request_to_stop_is_no_failure_of_a_judge() -> None:
+def test_a_stop_request_is_not_a_failure_of_a_judge() -> None:
     def asked(prompts: list[str], pairs: list[list[str]]) -> list[int]:
         raise RunStopped(StopReason.SIGTERM, "preempted")
 
@@ -191,7 +191,7 @@ def test_a_request_to_stop_is_no_failure_of_a_judge() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_judge_that_fails_while_the_run_is_asked_to_stop(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_that_fails_while_the_run_is_stopping(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = StopRequests()
     requests.request(StopReason.SIGTERM)
     monkeypatch.setattr(callables, "REQUESTS", requests)

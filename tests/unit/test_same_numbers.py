@@ -1,4 +1,4 @@
-"""``tools/same_numbers.py``: what it takes for a difference, and that its runs cover what they should."""
+"""``tools/same_numbers.py``: what counts as a difference, and what its runs cover."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ END = {"event": "end", "phases": {"learn": {"tokens": 30, "seconds": 0.1, "peak_
 
 
 def write(folder: Path, *records: dict[str, Any], weight: float = 1.0, name: str = "model.safetensors") -> Path:
-    """An output folder with a log and a model."""
+    """Write an output folder with a log and a model."""
     (folder / "checkpoint-1").mkdir(parents=True, exist_ok=True)
     (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     save_file({"w": torch.tensor([weight, 2.0]), "b": torch.ones(1, dtype=torch.bfloat16)}, folder / name)
@@ -37,7 +37,7 @@ def found(base: Path, head: Path, **renamed: str) -> list[tuple[str, str, Any, A
 
 
 def test_time_and_memory_may_differ_and_nothing_else(base: Path, tmp_path: Path) -> None:
-    """Nothing but these and the name of the run, which is drawn at random."""
+    """And the name of the run, which is random."""
     phases = {"learn": {"tokens": 30, "seconds": 99.0, "peak_bytes": 1}}
     head = write(tmp_path / "head", {**START, "run": "0f8060"}, STEP, {**END, "phases": phases})
     assert found(base, head) == []
@@ -72,7 +72,7 @@ def test_missing_lines_and_files(base: Path, tmp_path: Path) -> None:
         compare("run", tmp_path / "nowhere", head, {})
 
 
-def test_weights_are_compared_by_their_bits(base: Path, tmp_path: Path) -> None:
+def test_weights_are_compared_bitwise(base: Path, tmp_path: Path) -> None:
     head = write(tmp_path / "head", START, STEP, END, weight=1.0000001)
     ((where, key, before, after),) = found(base, head)
     assert (where, key) == ("model.safetensors", "w") and before != after and before.startswith("[2] torch.float32 ")
@@ -82,7 +82,7 @@ def test_weights_are_compared_by_their_bits(base: Path, tmp_path: Path) -> None:
     assert more == {("checkpoint-1/model.safetensors", name) for name in ("w", "b")}
 
 
-def test_renamed_keys_are_read_by_their_new_names(base: Path, tmp_path: Path) -> None:
+def test_renamed_keys_are_compared_by_their_new_names(base: Path, tmp_path: Path) -> None:
     end = {"event": "end", "phases": {"train": END["phases"]["learn"]}}  # type: ignore[index]
     head = write(tmp_path / "head", START, STEP, end)
     assert len(found(base, head)) == 2

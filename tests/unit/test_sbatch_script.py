@@ -306,7 +306,7 @@ def test_a_named_checkpoint_is_for_the_first_attempt(script: Script) -> None:
 
 def test_a_run_out_of_time_is_requeued(script: Script) -> None:
     ran = script.run(status=PREEMPTED, code=85)
-    assert (ran.code, ran.scontrol) == (0, "requeue 12\n") and "requeued, to go on" in ran.out
+    assert (ran.code, ran.scontrol) == (0, "requeue 12\n") and "requeued; the next attempt" in ran.out
     ran = script.run(status=PREEMPTED | {"restarts": 4}, code=85, SLURM_RESTART_COUNT="4")
     assert (ran.code, ran.scontrol) == (0, "requeue 12\nrequeue 12\n")
 
@@ -340,7 +340,7 @@ def test_a_job_that_was_cancelled_while_its_run_saved_is_not_requeued(
     (script.calls / "state").write_text(state)
     ran = script.run(status=PREEMPTED, code=85)
     assert (ran.code, ran.scontrol) == ((0, "requeue 12\n") if requeued else (85, "")), ran.out
-    assert ("not requeued: the job was cancelled or told to end" in ran.out) is not requeued
+    assert ("not requeued: the job was cancelled or terminated" in ran.out) is not requeued
     assert "--job 12 --format State:30,Reason:60" in (script.calls / "squeue").read_text().replace(
         "--Format", "--format"
     )
@@ -392,7 +392,7 @@ def test_attempts_in_a_row_without_a_new_checkpoint_are_limited(script: Script) 
     for stalled, limit in ((5, {}), (17, {}), (2, {"ALIGNMENT_MAX_STALLED": "2"})):
         ran = script.run(status=PREEMPTED | {"stalled": stalled}, code=85, **limit)
         assert (ran.code, ran.scontrol) == (1, "requeue 12\n")
-        assert f"error: not requeued: {stalled} attempts in a row have not come to a new checkpoint" in ran.out
+        assert f"error: not requeued: {stalled} consecutive attempts ended without a new checkpoint" in ran.out
 
 
 @pytest.mark.parametrize("given", ["none", "0", "08", "-1", "2.5", "5 "])
@@ -409,7 +409,7 @@ def test_a_job_that_slurm_requeues_is_limited_as_well(script: Script) -> None:
     assert (ran.code, ran.srun) == (
         1,
         [],
-    ) and "error: 5 attempts in a row have not come to a new checkpoint" in ran.out
+    ) and "error: 5 consecutive attempts ended without a new checkpoint" in ran.out
     assert script.run().srun  # submitted again by a person
     assert script.run(SLURM_RESTART_COUNT="1", SLURM_JOB_ID="13").srun
 
@@ -456,7 +456,7 @@ def test_term_is_not_passed_on_and_usr1_is(script: Script) -> None:
     assert process.poll() is None
     process.send_signal(signal.SIGUSR1)
     ran = script.ran(process)
-    assert ran.code == 85 and ran.out.count("heard USR1") == 1 and "told to end; waiting for the run" in ran.out
+    assert ran.code == 85 and ran.out.count("heard USR1") == 1 and "received SIGTERM; waiting for the run" in ran.out
 
 
 def test_the_runs_own_exit_status_survives_signals(script: Script) -> None:

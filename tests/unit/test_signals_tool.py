@@ -1,4 +1,4 @@
-"""The judge of `make signals` sees what is not as expected; its table is whole, and its record continues."""
+"""`make signals`: the judge detects differences, its table is complete, and its record continues."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_a_line_of_the_table() -> None:
     [
         ("python launcher TERM kto 85 85 preempted SIGTERM", "line 1: 8 columns, expected 9"),
         ("python launcher TERM kto 85 85,85 preempted SIGTERM new", r"line 1: 2 exit statuses for 1 rank\(s\)"),
-        ("python launcher BREAK kto 85 85 preempted SIGTERM new", "line 1: BREAK is none of TERM, HUP"),
-        ("python launcher TERM kto 85 85 preempted SIGTERM yes", "line 1: yes is none of new, old"),
-        ("python launcher TERM kto 85 85 preempted SIGTERM new\n" * 2, "line 2: .* is there twice"),
+        ("python launcher BREAK kto 85 85 preempted SIGTERM new", "line 1: BREAK is not one of TERM, HUP"),
+        ("python launcher TERM kto 85 85 preempted SIGTERM yes", "line 1: yes is not one of new, old"),
+        ("python launcher TERM kto 85 85 preempted SIGTERM new\n" * 2, "line 2: .* occurs twice"),
     ],
 )
-def test_a_wrong_line_of_the_table(line: str, problem: str) -> None:
+def test_an_invalid_line_of_the_table(line: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         read(line)
 
@@ -69,22 +69,22 @@ def test_as_expected() -> None:
         ({"left": ("python worker.py",)}, "python worker.py: still running"),
         ({"state": "running"}, "the state is running, expected preempted"),
         ({"signal": "-"}, "the signal is -, expected SIGTERM"),
-        ({"checkpoint": 8}, "the newest checkpoint is of step 8, and step 10 was hit"),
-        ({"checkpoint": 16}, "the newest checkpoint is of step 16, and step 10 was hit"),
+        ({"checkpoint": 8}, "the newest checkpoint is of step 8, but the signal was sent in step 10"),
+        ({"checkpoint": 16}, "the newest checkpoint is of step 16, but the signal was sent in step 10"),
     ],
 )
 def test_not_as_expected(changes: dict[str, object], problem: str) -> None:
     assert differences(dataclasses.replace(SEEN, **changes), EXPECTED, scheduled=8) == [problem]  # type: ignore[arg-type]
 
 
-def test_a_checkpoint_that_nobody_could_write() -> None:
+def test_a_checkpoint_that_could_not_be_written() -> None:
     expected = dataclasses.replace(EXPECTED, checkpoint=OLD)
     assert differences(SEEN, expected, 8) == ["the newest checkpoint is of step 11, expected 8"]
     assert differences(dataclasses.replace(SEEN, checkpoint=8), expected, 8) == []
     assert differences(dataclasses.replace(SEEN, checkpoint=0), expected, 8) != []
 
 
-def test_what_is_seen(tmp_path: Path) -> None:
+def test_the_observed_result(tmp_path: Path) -> None:
     end = End(1, (85, None), 1.234, ())
     assert seen(CELL, end, tmp_path, 10, 8).state == "-"
     (tmp_path / "status.json").write_text('{"state": "preem')
@@ -107,11 +107,11 @@ def test_a_record_continues_with_what_has_not_passed_with_this_code(tmp_path: Pa
     cells = {CELL: EXPECTED, Cell("deepspeed", "group", "INT", "kto"): EXPECTED}
     assert [cell.launcher for cell in wanted(cells, again, "")] == ["deepspeed"]
     assert wanted(cells, again, "TERM") == []
-    again.add(dataclasses.replace(SEEN, problems=("it does not go on",)))
+    again.add(dataclasses.replace(SEEN, problems=("the run cannot be resumed",)))
     assert [cell.launcher for cell in wanted(cells, again, "TERM torchrun")] == ["torchrun"]
 
 
-def test_the_printed_table_ends_with_what_is_wrong() -> None:
+def test_the_printed_table_ends_with_the_problems() -> None:
     bad = dataclasses.replace(
         SEEN, state="failed", signal="-", resumed=False, problems=("model.safetensors: other bytes",)
     )

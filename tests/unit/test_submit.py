@@ -110,27 +110,27 @@ def test_a_whole_request() -> None:
         ("--nodes 0", "--nodes='0': expected a whole number from 1"),
         ("--nodes two", "--nodes='two': expected a whole number from 1"),
         ("--cpus-per-task 0", "--cpus-per-task='0': expected a whole number from 1"),
-        ("--gpus a100", "--gpus='a100': expected the GPUs of each node"),
-        ("--gpus a100:0", "--gpus='a100:0': expected the GPUs of each node"),
+        ("--gpus a100", "--gpus='a100': expected the GPUs per node"),
+        ("--gpus a100:0", "--gpus='a100:0': expected the GPUs per node"),
         ("--mem lots", "--mem='lots': expected a size such as 500G"),
         ("--signal USR3@60", "--signal='USR3@60': no such signal; did you mean 'USR"),
-        ("--signal TERM@60", "--signal='TERM@60': a job requeues itself after USR1 only; set USR1@60"),
-        ("--signal B:USR1@60", "--signal='B:USR1@60': the run itself has to get the signal; set USR1@60"),
-        ("--signal USR1", "--signal='USR1': how many seconds before the time limit? set USR1@120"),
-        ("--signal USR1@0", "--signal='USR1@0': how many seconds"),
-        ("--signal USR1@70000", "--signal='USR1@70000': how many seconds"),
+        ("--signal TERM@60", "--signal='TERM@60': a job requeues itself only after USR1; set USR1@60"),
+        ("--signal B:USR1@60", "--signal='B:USR1@60': the signal must go to the run itself; set USR1@60"),
+        ("--signal USR1", "--signal='USR1': expected the seconds before the time limit, such as USR1@120"),
+        ("--signal USR1@0", "--signal='USR1@0': expected the seconds"),
+        ("--signal USR1@70000", "--signal='USR1@70000': expected the seconds"),
         ("--signal 120s", "--signal='120s': expected USR1@SECONDS"),
-        ("--time 3", "--signal=USR1@120: nothing would be left of --time=3"),
+        ("--time 3", "--signal=USR1@120: leaves no time to train within --time=3"),
         ("--partition a;b", "--partition='a;b': expected a name without spaces or quotes"),
         ("--account a$b", "--account='a$b': expected a name"),
-        ("--seeds 1..5", "--seeds='1..5': expected numbers and ranges"),
+        ("--seeds 1..5", "--seeds='1..5': expected integers and ranges"),
         ("--seeds 5-1", "--seeds='5-1': 5-1 is empty; write the smaller number first"),
         ("--container image.sif", "--container='image.sif': expected apptainer:IMAGE or pyxis:IMAGE"),
-        ("--mounts /data", "--mounts='/data': there is no container; set --container or remove it"),
-        ("--sbatch=exclusive", "--sbatch='exclusive': expected an option of sbatch"),
-        ("--sbatch=--nodes=3", "--sbatch='--nodes=3': set it by --nodes"),
-        ("--sbatch=-t5", "--sbatch='-t5': set it by --time"),
-        ("--sbatch=--output=x", "--sbatch='--output=x': the script depends on its own --output; remove it"),
+        ("--mounts /data", "--mounts='/data': has no effect without --container"),
+        ("--sbatch=exclusive", "--sbatch='exclusive': expected an sbatch option"),
+        ("--sbatch=--nodes=3", "--sbatch='--nodes=3': use --nodes"),
+        ("--sbatch=-t5", "--sbatch='-t5': use --time"),
+        ("--sbatch=--output=x", "--sbatch='--output=x': the script sets --output; remove it"),
     ],
 )
 def test_what_is_refused(arguments: str, message: str) -> None:
@@ -149,16 +149,16 @@ def test_gpus_of_types_that_begin_with_a_digit() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("--comment=x --output=/y", "the script depends on its own --output; remove it"),
-        ("--comment 'a b' -o y", "the script depends on its own --output"),
-        ("--requ", "the script depends on its own --requeue"), ("--no-r", "the script depends on its own --no-req"),
-        ("--gpus-per-n=2", "set it by --gpus"), ("--gpus=2", "set it by --gpus"), ("-G2", "set it by --gpus"),
-        ("--gpus-per-task=1", "set it by --gpus"), ("--gres=gpu:a100:2", "set it by --gpus"),
-        ("--ntasks-per-gpu=1", "set it by --gpus"), ("-Hn4", "set it by --gpus"), ("-HN 4", "set it by --nodes"),
-        ("--parti gpu", "set it by --partition"), ("--test-only", "it would submit nothing; set --print"),
-        ("-W", "sbatch would not answer with the job's number"), ("-sW", "sbatch would not answer"),
-        ("--comment='open", "expected an option of sbatch, such as --sbatch=--constraint=ib"),
-        ("--comment=x\n#SBATCH --nodes=3", "expected an option of sbatch"), ("-", "expected an option of sbatch"),
+        ("--comment=x --output=/y", "the script sets --output; remove it"),
+        ("--comment 'a b' -o y", "the script sets --output"),
+        ("--requ", "the script sets --requeue"), ("--no-r", "the script sets --no-req"),
+        ("--gpus-per-n=2", "use --gpus"), ("--gpus=2", "use --gpus"), ("-G2", "use --gpus"),
+        ("--gpus-per-task=1", "use --gpus"), ("--gres=gpu:a100:2", "use --gpus"),
+        ("--ntasks-per-gpu=1", "use --gpus"), ("-Hn4", "use --gpus"), ("-HN 4", "use --nodes"),
+        ("--parti gpu", "use --partition"), ("--test-only", "nothing would be submitted; use --print"),
+        ("-W", "sbatch would not print the job id"), ("-sW", "sbatch would not print"),
+        ("--comment='open", "expected an sbatch option, such as --sbatch=--constraint=ib"),
+        ("--comment=x\n#SBATCH --nodes=3", "expected an sbatch option"), ("-", "expected an sbatch option"),
     ],
 )  # fmt: skip
 def test_options_of_sbatch_that_would_be_in_the_way(text: str, says: str) -> None:
@@ -203,8 +203,8 @@ def test_what_slurm_prints_is_read() -> None:
 @pytest.mark.parametrize(
     ("job", "message"),
     [
-        (Request(nodes=5), "--nodes=5: the partition gpu has 4 for a job; set --nodes 4"),
-        (Request(nodes=2, partition="cpu", gpus=Gpus("", 0)), "--nodes=2: the partition cpu has 1 for a job"),
+        (Request(nodes=5), "--nodes=5: the partition gpu allows at most 4 per job; set --nodes 4"),
+        (Request(nodes=2, partition="cpu", gpus=Gpus("", 0)), "--nodes=2: the partition cpu allows at most 1 per job"),
         (Request(partition="gpus"), "--partition='gpus': no such partition; did you mean 'gpu'?; there are: gpu, cpu"),
         (Request(partition="gpu,new"), "--partition='new': no such partition"),
         (Request(partition="old"), "--partition='old': it is not up"),
@@ -244,9 +244,7 @@ def test_the_partition_of_the_environment(slurm: Path, monkeypatch: pytest.Monke
 
 def test_no_partition_is_the_default(slurm: Path) -> None:
     (slurm / "partitions").write_text(PARTITIONS.replace("Default=YES", "Default=NO"))
-    with pytest.raises(
-        OptionError, match="--partition is missing, and no partition is the default; there are: gpu, cpu"
-    ):
+    with pytest.raises(OptionError, match="the cluster has no default partition; set --partition to one of gpu, cpu"):
         check_cluster(Request())
 
 
@@ -289,7 +287,7 @@ def test_every_value_of_the_header_is_resolved(tmp_path: Path) -> None:
     plain = header(render(Request(gpus=Gpus("", 0)), ["kto"], log=Path("x"), folder=tmp_path))
     assert plain["ntasks-per-node"] == "1"
     assert not {"gpus-per-node", "mem", "partition", "account", "qos", "array"} & set(plain)
-    with pytest.raises(OptionError, match="sbatch cannot read a path with quotes"):
+    with pytest.raises(OptionError, match="sbatch does not support paths with quotes"):
         render(job, ["kto"], log=Path('a"b'), folder=tmp_path)
 
 
@@ -332,7 +330,7 @@ def test_a_token_is_kept_in_no_script(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as ended:
         main([*TRAIN, "--push_to_hub", "--hub_token", "hf_mine", "--gpus", "1", "--time", "1:00:00", "--print"])
     said = capsys.readouterr()
-    assert ended.value.code == 1 and said.err.startswith("error: --hub_token=<hidden>: SLURM keeps")
+    assert ended.value.code == 1 and said.err.startswith("error: --hub_token=<hidden>: SLURM stores")
     assert "hf_mine" not in said.out + said.err
 
 
@@ -347,9 +345,9 @@ def test_a_job_is_submitted_and_described(
         "submitted job 40: 2 node(s) with 8 GPU(s) each",
         f"  follow   da status {tmp_path}/out/kto",
         f"  log      tail -F {tmp_path}/out/kto-40.out",
-        f"  stop     touch {tmp_path}/out/kto/STOP    (with a checkpoint)",
-        "  cancel   scancel 40    (with a checkpoint, if it can be written within SLURM's KillWait)",
-        "  resume   the same command again",
+        f"  stop     touch {tmp_path}/out/kto/STOP    (saves a checkpoint)",
+        "  cancel   scancel 40    (saves a checkpoint if SLURM's KillWait is long enough)",
+        "  resume   run the same command again",
     ]
     assert header((slurm / "given-0").read_text())["nodes"] == "2"
     assert (slurm / "sbatch.called").read_text() == "--parsable\n"
@@ -408,7 +406,7 @@ def test_prepare_comes_first(slurm: Path, tmp_path: Path, capsys: pytest.Capture
     _, out, _ = submitted(capsys, *more, "--gpus", "0", "--print")
     assert out.count("export DS_ACCELERATOR=cpu\n") == 2 and " --ranks 4\n" in out
     code, out, _ = submitted(capsys, *more, "--print")
-    assert code == 0 and out.count("#!/bin/bash") == 2 and "--dependency=afterok:NUMBER_OF_THE_FIRST" in out
+    assert code == 0 and out.count("#!/bin/bash") == 2 and "--dependency=afterok:PREPARATION_JOB_ID" in out
 
 
 def test_what_is_meant_for_gpu_nodes_is_not_asked_of_the_one_that_prepares(
@@ -447,8 +445,8 @@ def test_the_second_job_is_refused(slurm: Path, capsys: pytest.CaptureFixture[st
     (slurm / "bin" / "scancel").chmod(0o755)
     code, out, err = submitted(capsys, "--prepare", "--prepare-partition", "cpu", "--cpus-per-task", "1")
     ends = (
-        "job 40, which was to prepare its data, was cancelled",
-        "job 40, which prepares its data, could not be cancelled (scancel 40: no answer): scancel 40",
+        "its preparation job 40 was cancelled",
+        "could not cancel its preparation job 40 (scancel 40: no answer); run scancel 40",
     )
     assert (code, out, (slurm / "scancel.called").read_text()) == (1, "", "40\n")
     assert err == f"error: sbatch --parsable --dependency=afterok:40: sbatch: error: Invalid qos; {ends[scancel]}\n"
@@ -466,7 +464,7 @@ def test_ctrl_c(slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(submit_command, "cancel", cancelled.append)
     code, out, err = submitted(capsys, "--prepare", "--prepare-partition", "cpu", "--cpus-per-task", "1")
     assert (code, out, cancelled) == (130, "", ["40"]) and err == (
-        "interrupted while sbatch was called: see `squeue --me` for a job that was submitted; job 40, which was to "
+        "interrupted while calling sbatch: check `squeue --me` for a submitted job; job 40, which was to "
         "prepare its data, was cancelled\n"
     )
     monkeypatch.setattr(submit_command, "check_cluster", interrupted)
@@ -481,18 +479,18 @@ def test_ctrl_c(slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         ("--beta -1", "beta=-1.0: must be greater than 0"),
         ("--bata 1", "bata='1': unknown option; did you mean 'beta'?"),
         ("--time", "command line: argument --time: expected one argument; --help lists the options"),
-        ("--seeds 1-2 --seed 4", "--seed=4: --seeds gives each run its own; remove --seed"),
-        ("--overwrite_output_dir true", "overwrite_output_dir=true: a job goes on with its own run"),
-        ("--prepare-time 5", "--prepare-time='5': there is no such job; add --prepare or remove it"),
-        ("--prepare-sbatch=-H", "--prepare-sbatch=['-H']: there is no such job; add --prepare or remove it"),
-        ("--prepare --prepare-sbatch=--time=5", "--prepare-sbatch='--time=5': set it by --prepare-time"),
-        ("--prepare --prepare-sbatch=-N2", "--prepare-sbatch='-N2': the job takes one task on one node; remove it"),
+        ("--seeds 1-2 --seed 4", "--seed=4: --seeds sets the seed of each run; remove --seed"),
+        ("--overwrite_output_dir true", "overwrite_output_dir=true: a requeued job resumes its own run"),
+        ("--prepare-time 5", "--prepare-time='5': has no effect without --prepare; add --prepare or remove it"),
+        ("--prepare-sbatch=-H", "--prepare-sbatch=['-H']: has no effect without --prepare; add --prepare"),
+        ("--prepare --prepare-sbatch=--time=5", "--prepare-sbatch='--time=5': use --prepare-time"),
+        ("--prepare --prepare-sbatch=-N2", "--prepare-sbatch='-N2': the job runs one task on one node; remove it"),
         ("--prepare --sbatch=--dep=singleton", "--sbatch='--dep=singleton': with --prepare the job waits for its "
          "data; set --prepare-sbatch=--dep=singleton"),
-        ("--save_strategy no", "save_strategy='no': a job that is requeued goes on from its newest checkpoint"),
-        ("--save_only_model", "save_only_model=True: a job that is requeued goes on from its newest checkpoint"),
-        ("--seeds 1-2 --use_peft --merged_output_dir m", "merged_output_dir='m': the runs of --seeds would all merge"),
-        ("--nodes 9", "--nodes=9: the partition gpu has 4 for a job"),
+        ("--save_strategy no", "save_strategy='no': a requeued job resumes from its newest checkpoint"),
+        ("--save_only_model", "save_only_model=True: a requeued job resumes from its newest checkpoint"),
+        ("--seeds 1-2 --use_peft --merged_output_dir m", "merged_output_dir='m': all runs of --seeds would write"),
+        ("--nodes 9", "--nodes=9: the partition gpu allows at most 4 per job"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_found_before_submitting(
@@ -517,7 +515,7 @@ def test_a_recipe_that_is_wrong(slurm: Path, tmp_path: Path, capsys: pytest.Capt
         main(["own.yaml", "--output_dir", "out"])
     out, err = capsys.readouterr()
     assert (leaving.value.code, out, err.count("\n")) == (1, "", 1) and err.startswith(
-        "error: own.yaml line 3: not valid"
+        "error: own.yaml, line 3: invalid"
     )
     assert not (slurm / "sbatch.called").exists()
 

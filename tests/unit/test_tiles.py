@@ -1,6 +1,6 @@
-"""Tiles of the log-prob head: passes over memory, Triton's kernels beside torch's operations and float64, the choice.
+"""Tiles of the log-prob head: memory passes, Triton kernels compared with torch operations and float64, the choice.
 
-Without a GPU the kernels run on CPU tensors in Triton's interpreter (``conftest.py``). With one they are compiled.
+Without a GPU, the kernels run on CPU tensors in Triton's interpreter (``conftest.py``). With a GPU, they are compiled.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ INF, NAN = float("inf"), float("nan")
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles are computed by the kernels."""
+    """Compute tiles with the kernels."""
     monkeypatch.setenv(choice.VARIABLE, "triton")
 
 
 @pytest.fixture(autouse=True)
 def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ran before: the choice of other tests, and a group whose ranks have no GPU."""
+    """Reset the choice made by other tests, and use a group whose ranks have no GPU."""
     monkeypatch.setattr(choice, "_settled", {})
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
 
@@ -57,7 +57,7 @@ def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("dtype", "expected"), [(torch.float32, (9, 6)), (torch.bfloat16, (8.5, 5.5)), (torch.float16, (8.5, 5.5))]
 )
-def test_passes_of_torchs_operations(dtype: torch.dtype, expected: tuple[float, float]) -> None:
+def test_passes_of_torch_operations(dtype: torch.dtype, expected: tuple[float, float]) -> None:
     assert passes("torch", dtype) == expected
 
 
@@ -69,7 +69,7 @@ def test_passes_with_a_scale_and_a_cap() -> None:
 @needs_interpreter
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.ci)])
 def test_passes_of_the_kernels(dtype: torch.dtype) -> None:
-    """With a cap, a scale and statistics as without; the remainder is one number per row here and there."""
+    """A cap, a scale and statistics add no passes, except for one value per row."""
     for transform in (LogitTransform(), LogitTransform(0.5, 30.0)):
         found = passes("triton", dtype, transform=transform)
         most = Passes(3, 2) if dtype == torch.float32 else Passes(2.5, 1.5)
@@ -81,7 +81,7 @@ def test_passes_of_the_kernels(dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def gpu_products() -> Iterator[None]:
-    """Products of 16-bit factors as on a GPU, also where there is none."""
+    """Simulate a GPU's products of 16-bit matrices."""
     if HERE.type == "cuda":
         yield
         return
@@ -90,7 +90,7 @@ def gpu_products() -> Iterator[None]:
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BOUNDS = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 1e-3}  # relative, of a gradient
+BOUNDS = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 1e-3}  # relative error of a gradient
 CASES = [("fp32", name, bias) for name in TRANSFORMS for bias in (False, True)]
 CASES += [(kind, name, bias) for kind in ("bf16", "fp16") for name, bias in (("plain", False), ("both", True))]
 
@@ -98,7 +98,7 @@ CASES += [(kind, name, bias) for kind in ("bf16", "fp16") for name, bias in (("p
 def inputs(
     dtype: torch.dtype, bias: bool, tokens: int, vocabulary: int
 ) -> tuple[list[Tensor | None], list[Tensor | None], Tensor, Tensor]:
-    """Hidden states, weight and bias as they are and in float64, targets, gradients of the log-probs."""
+    """Return hidden states, weight and bias in dtype and in float64, targets, gradients of the log-probs."""
     hidden, weight, offset, targets, upstream = problem(tokens, 24, vocabulary, bias)
     given = [None if t is None else t.to(HERE, dtype).requires_grad_() for t in (hidden, weight, offset)]
     wide = [None if t is None else t.detach().double().requires_grad_() for t in given]
@@ -109,7 +109,7 @@ def inputs(
 @pytest.mark.usefixtures("kernels", "gpu_products")
 @pytest.mark.parametrize(("kind", "name", "bias"), CASES)
 def test_the_kernels_against_dense_float64(kind: str, name: str, bias: bool) -> None:
-    """Two tiles forward, of rows of two blocks, and three slices of the vocabulary backward."""
+    """Two tiles in the forward pass, with rows of two blocks, and three vocabulary slices in the backward pass."""
     given, wide, targets, upstream = inputs(DTYPES[kind], bias, 18, 4500)
     targets[:9] = (wide[0] @ wide[1].T).argmax(1)[:9]
     expected = dense(*wide, targets, TRANSFORMS[name])
@@ -128,7 +128,7 @@ def test_the_kernels_against_dense_float64(kind: str, name: str, bias: bool) -> 
 
 @pytest.mark.usefixtures("gpu_products")
 @pytest.mark.parametrize(("kind", "name", "bias"), CASES)
-def test_torchs_operations_with_products_as_on_a_gpu(kind: str, name: str, bias: bool) -> None:
+def test_torch_operations_with_products_as_on_a_gpu(kind: str, name: str, bias: bool) -> None:
     given, wide, targets, upstream = inputs(DTYPES[kind], bias, 60, 333)
     expected = dense(*wide, targets, TRANSFORMS[name])
     expected.backward(upstream.double())
@@ -140,14 +140,14 @@ def test_torchs_operations_with_products_as_on_a_gpu(kind: str, name: str, bias:
             assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < BOUNDS[kind]
 
 
-def test_a_small_tile_by_the_kernels() -> None:
-    """What is compared before the first step of a run on a GPU."""
+def test_a_small_tile_with_the_kernels() -> None:
+    """The comparison before the first step of a run on a GPU."""
     assert choice.trial(choice.fused_tiles(), HERE) is None
 
 
 @pytest.mark.parametrize("broken", range(8))
-def test_a_small_tile_finds_what_is_wrong(broken: int) -> None:
-    """In its last entry only."""
+def test_a_small_tile_detects_errors(broken: int) -> None:
+    """An error in the last entry only."""
 
     def spoiled(outputs: list[Tensor], first: int) -> list[Tensor]:
         copies = [output.clone() for output in outputs]
@@ -181,7 +181,7 @@ def test_a_vocabulary_of_262144(kernels: None) -> None:
     found, _ = token_logprobs(*given, targets, stats=True)
     found.backward(upstream)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(given[:2], wide[:2]):  # a product in fp32 sums 262144 entries up to 5e-5
+    for ours, theirs in zip(given[:2], wide[:2]):  # the fp32 product sums 262144 entries with errors up to 5e-5
         assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < 1e-4
 
 
@@ -199,10 +199,10 @@ ROWS_OF_EXTREMES = {
 
 
 @pytest.mark.ci
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's warnings, in the interpreter
 @pytest.mark.parametrize("name", ["plain", "both"])
-def test_infinite_logits_and_nan_are_those_of_torchs_operations(name: str) -> None:
-    """The logits come in by the bias: a product of infinite factors is nan everywhere."""
+def test_infinite_logits_and_nan_match_torch_operations(name: str) -> None:
+    """Infinite logits come from the bias, because a product with infinite factors would be NaN everywhere."""
     from alignment.models.tiles import fused
 
     torch.manual_seed(0)
@@ -232,7 +232,7 @@ def test_infinite_logits_and_nan_are_those_of_torchs_operations(name: str) -> No
 @pytest.mark.ci
 @pytest.mark.parametrize("target", [-100, -1, 50, 2**40])
 def test_a_target_outside_the_vocabulary(target: int) -> None:
-    """nan for its token, which stops a run before its step, and nothing is read outside of the tile."""
+    """NaN for its token, which stops a run before the step, and no reads outside of the tile."""
     from alignment.models.tiles import fused
 
     torch.manual_seed(0)
@@ -247,8 +247,8 @@ def test_a_target_outside_the_vocabulary(target: int) -> None:
     torch.testing.assert_close(coefficients, expected)
 
 
-def test_targets_and_biases_that_lie_apart() -> None:
-    """As a column of a matrix does: the kernels count entries from a first one."""
+def test_strided_targets_and_biases() -> None:
+    """Like a column of a matrix, but the kernels assume contiguous entries."""
     from alignment.models.tiles import fused
 
     torch.manual_seed(0)
@@ -263,8 +263,8 @@ def test_targets_and_biases_that_lie_apart() -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_coefficients_take_the_place_of_the_logits(dtype: torch.dtype) -> None:
-    """Rows that lie apart, of more than one block; what lies between them stays as it was."""
+def test_coefficients_overwrite_the_logits(dtype: torch.dtype) -> None:
+    """Strided rows of more than one block; memory between the rows is unchanged."""
     from alignment.models.tiles import fused
 
     torch.manual_seed(0)
@@ -281,7 +281,7 @@ def test_coefficients_take_the_place_of_the_logits(dtype: torch.dtype) -> None:
 @needs_interpreter
 @pytest.mark.ci
 def test_rows_beyond_2_to_the_31_entries(tmp_path: Path) -> None:
-    """In memory that exists only where it is touched: a file with holes. In 32 bits, row 2 would be before row 0."""
+    """In sparse memory, a file with holes. With 32-bit offsets, row 2 would precede row 0."""
     from alignment.models.tiles import fused, kernels
 
     stride, columns = 2**30, 300
@@ -311,12 +311,12 @@ def test_rows_beyond_2_to_the_31_entries(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.from_numpy(holes[place].copy()), row)
 
 
-# Compiled without a GPU ----------------------------------------------------------------------------------------------
+# Compilation without a GPU -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ci
-def test_the_kernels_compile_for_every_card(tmp_path: Path) -> None:
-    """From Turing to Blackwell. A barrier separates reading logits from writing coefficients over them."""
+def test_the_kernels_compile_for_every_gpu(tmp_path: Path) -> None:
+    """From Turing to Blackwell. A barrier separates reading logits from overwriting them with coefficients."""
     variables = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     variables.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
@@ -339,13 +339,13 @@ def test_the_kernels_compile_for_every_card(tmp_path: Path) -> None:
 
 
 def test_no_kernel_on_a_plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although the interpreter is on in these tests."""
+    """Even with the interpreter enabled in these tests."""
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     choice.settle(torch.device("cpu"))
     assert choice.tiles_for(torch.zeros(1)) is choice.PLAIN
 
 
-def test_kernels_only_if_asked_for_and_in_fp32(kernels: None) -> None:
+def test_kernels_only_if_requested_and_in_fp32(kernels: None) -> None:
     assert choice.tiles_for(torch.zeros(1, device=HERE)) == choice.fused_tiles()
     assert choice.tiles_for(torch.zeros(1, device=HERE, dtype=torch.float64)) is choice.PLAIN
     with mock.patch.dict(os.environ, {choice.VARIABLE: "torch"}):
@@ -364,7 +364,7 @@ def test_kernels_on_a_cpu_need_the_interpreter(kernels: None, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("version", "reason"), [(None, "ImportError|ModuleNotFoundError"), ("3.3.1", "older than 3.4")]
 )
-def test_without_triton_it_is_torchs_operations(
+def test_torch_operations_are_used_without_triton(
     version: str | None, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = None if version is None else ModuleType("triton")
@@ -402,8 +402,8 @@ def test_one_rank_without_kernels_is_enough(ranks: RankServer) -> None:
     assert sorted(done.stdout.split()) == ["0:False", "0:True", "1:False", "1:True"]
 
 
-def test_the_head_goes_by_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward."""
+def test_the_head_uses_the_selected_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the forward and the backward pass."""
     asked: list[torch.dtype] = []
 
     def tiles_for(hidden: Tensor) -> choice.Tiles:

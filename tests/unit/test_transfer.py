@@ -1,4 +1,4 @@
-"""Batches on their way to a device: one copy from page-locked memory, the same values on the other side."""
+"""Moving batches to a device: one copy from pinned memory, with the same values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_tensor_arrives_with_its_dtype_shape_and_values() -> None:
     assert len({one.untyped_storage().data_ptr() for one in found}) == 1, "one copy for all of them"
 
 
-def test_what_is_there_already_is_not_copied() -> None:
+def test_tensors_on_the_device_are_not_copied() -> None:
     assert all(one is other for one, other in zip(transferred(TENSORS, torch.device("cpu")), TENSORS, strict=True))
     with StandIn():
         here, away = torch.ones(2, device=DEVICE), torch.zeros(2)
@@ -49,8 +49,8 @@ def test_what_is_there_already_is_not_copied() -> None:
     assert found[1] is here and found[0].tolist() == [0, 0]
 
 
-def test_memory_that_a_copy_may_still_read_is_not_written_again() -> None:
-    """Each transfer takes its own; torch's allocator hands it out again when the device is done with it."""
+def test_memory_of_a_pending_copy_is_not_reused() -> None:
+    """Each transfer allocates its own memory; torch's allocator reuses it when the copy has finished."""
     taken: list[Tensor] = []
     empty = torch.empty
 
@@ -66,7 +66,7 @@ def test_memory_that_a_copy_may_still_read_is_not_written_again() -> None:
     assert [int(each.view(torch.long)[0]) for each in taken] == [0, 1, 2]
 
 
-def test_a_batch_moves_with_all_that_is_in_it_but_what_is_left() -> None:
+def test_a_batch_moves_all_tensors_except_excluded_fields() -> None:
     with StandIn() as stand_in:
         given = batch()
         moved = given.to(DEVICE, ("joint", "mismatched", "attention_mask"))
@@ -79,15 +79,15 @@ def test_a_batch_moves_with_all_that_is_in_it_but_what_is_left() -> None:
     assert replace(moved, labels=given.labels, matched=given.matched) == given
 
 
-def test_the_stand_in_leaves_tensors_without_data_where_they_are() -> None:
-    """transformers computes the rotary embedding's frequencies only for a model that it saw on the meta device."""
+def test_the_simulated_device_ignores_meta_tensors() -> None:
+    """transformers only computes the rotary frequencies of a model that it saw on the meta device."""
     with StandIn():
         found = [torch.empty(2, device="meta").device, torch.empty(2, device="cpu:0").device, torch.empty(2).device]
     assert found == [torch.device("meta"), DEVICE, HOST]
 
 
 @pytest.mark.parametrize("move", ["to", "tensor"])
-def test_the_stand_in_sees_a_copy_from_ordinary_memory(move: str) -> None:
+def test_the_simulated_device_records_a_pageable_copy(move: str) -> None:
     with StandIn() as stand_in:
         torch.ones(2).to(DEVICE, non_blocking=True) if move == "to" else torch.tensor([1.0], device=DEVICE)
     assert [wait.kind for wait in stand_in.waits] == ["a pageable copy"]
@@ -113,7 +113,7 @@ def test_the_stand_in_sees_a_copy_from_ordinary_memory(move: str) -> None:
         (lambda x: torch.ones(3).sum().item(), 0),
     ],
 )
-def test_what_makes_the_host_wait(asked: object, waits: int) -> None:
+def test_operations_that_synchronize(asked: object, waits: int) -> None:
     with StandIn() as stand_in:
         x = torch.ones(2, device=DEVICE)
         asked(x)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""`python -m tools.trl`: its file of what does not pass, its package `trl`, and a run of a miniature checkout."""
+"""`python -m tools.trl`: its list of failing tests, its package `trl`, and a run with a miniature checkout."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_file_is_read_as_written() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[0.9/f]\ntest_a | NOTHING\n", "NOTHING is none of VISION"),
-        ("[0.9/f]\ntest_a | GPU\ntest_a | SLOW\n", "line 3: 0.9/f::test_a is there twice"),
+        ("[0.9/f]\ntest_a | NOTHING\n", "NOTHING is not one of VISION"),
+        ("[0.9/f]\ntest_a | GPU\ntest_a | SLOW\n", "line 3: 0.9/f::test_a occurs twice"),
         ("test_a | GPU\n", "below a"),
         ("[0.9/f]\ntest_a\n", "expected `test"),
     ],
@@ -45,13 +45,13 @@ def test_file_is_strict() -> None:
     outcomes = {"0.9/f::a": passed, "0.9/f::b": failed, "0.9/f::c": failed, "0.9/f::d": failed, "0.9/f::e": passed}
     assert problems(outcomes, entries) == [
         "0.9/f::a passes: remove its line",
-        "0.9/f::c does not pass, and is not in the file: ValueError: no",
+        "0.9/f::c does not pass, but is not in the file: ValueError: no",
         "0.9/f::d has no reason: ?",
     ]
-    assert problems({"0.9/f::b": failed}, entries) == []  # what did not run is no problem
+    assert problems({"0.9/f::b": failed}, entries) == []  # a test that did not run is not a problem
 
 
-def test_update_leaves_reasons_to_people() -> None:
+def test_update_keeps_manually_set_reasons() -> None:
     entries = {
         "0.10/f::gone": Line(Reason.GPU),
         "0.9/f::kept": Line(Reason.DIFFERENT, "why"),
@@ -61,7 +61,7 @@ def test_update_leaves_reasons_to_people() -> None:
         "0.10/f::gone": Outcome(True),
         "0.9/f::kept": Outcome(False, None, "now another error"),
         "0.9/f::new": Outcome(False, None, "ValueError: a | b"),
-        "0.9/f::marked": Outcome(False, Reason.VLLM, "left out by its marks"),
+        "0.9/f::marked": Outcome(False, Reason.VLLM, "skipped by its markers"),
     }
     assert updated(outcomes, entries) == {
         "0.9/f::kept": Line(Reason.DIFFERENT, "why"),
@@ -71,7 +71,7 @@ def test_update_leaves_reasons_to_people() -> None:
     }
 
 
-def test_table_counts_what_can_run() -> None:
+def test_table_counts_runnable_tests() -> None:
     entries = {"0.9/f::b": Line(Reason.UNSUPPORTED), "0.9/f::c": Line(Reason.GPU)}
     failed = Outcome(False, None, "no")
     outcomes = {"0.9/f::a": Outcome(True), "0.9/f::b": failed, "0.9/f::c": failed, "0.10/g::a": Outcome(True)}
@@ -87,7 +87,7 @@ def test_table_counts_what_can_run() -> None:
 
 
 def test_committed_file_is_complete() -> None:
-    """Every line has a reason, those that a person has to choose have a remark too."""
+    """Every line has a reason, and manually set reasons also have a remark."""
     entries = read(EXPECTED.read_text(encoding="utf-8"))
     chosen = (Reason.DIFFERENT, Reason.UNSUPPORTED, Reason.OPEN)
     assert [name for name, line in entries.items() if line.reason is None] == []
@@ -102,7 +102,7 @@ def test_rows_have_equal_columns() -> None:
 
 
 def _checkout(folder: Path) -> Path:
-    """A miniature of TRL: two trainers whose tests do nothing, and one file with an instance of every outcome."""
+    """A miniature of TRL: two trainers with empty tests, and one file with every kind of outcome."""
     for name in ("tests", "trl/trainer"):
         (folder / name).mkdir(parents=True)
     (folder / "VERSION").write_text("0.99.0\n")
@@ -202,7 +202,7 @@ def test_miniature_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     from tools.trl.hub import models
 
     monkeypatch.setattr(models, "MODELS", models.MODELS[:1])
-    monkeypatch.setattr(command, "_installed", lambda package: True)  # parameterized: not used here
+    monkeypatch.setattr(command, "_installed", lambda package: True)  # parameterized is not used in this test
     folder, expected, record = _checkout(tmp_path / "trl"), tmp_path / "expected.txt", tmp_path / "record.jsonl"
     arguments = [str(folder), "--limit=3", f"--expected={expected}", f"--record={record}"]
     arguments += [f"--failures={tmp_path / 'failures'}", f"--hub={tmp_path / 'hub'}"]
@@ -222,13 +222,13 @@ def test_miniature_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert entries["test_hangs"].remark == "not done after 3 s"
     assert "| all |  | 15 | 10 | 7 |" in capsys.readouterr().out
     assert "one is not two" in next((tmp_path / "failures").glob("*test_fails.txt")).read_text()
-    # The second call runs nothing: everything is in the record. With reasons, the file is right.
+    # The second call runs nothing, because all outcomes are recorded. With reasons, the file is correct.
     expected.write_text(expected.read_text().replace(" | ? | ", " | OPEN | "))
     before = record.read_text()
     monkeypatch.setattr(command, "prepare", lambda folder: tmp_path)
     assert command.main(arguments) == 0
     assert record.read_text() == before and len(before.splitlines()) == 15
-    # A test that passes now is a problem until its line is gone.
+    # A test that passes now is a problem until its line is removed.
     lines = [json.loads(line) for line in before.splitlines()]
     for line in lines:
         line |= {"passed": True} if line["test"].endswith("test_fails") else {}

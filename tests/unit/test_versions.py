@@ -1,4 +1,4 @@
-"""`constraints.txt` pins what setup.py allows, and `tools/versions.py` finds what differs from it."""
+"""`constraints.txt` pins versions allowed by setup.py, and `tools/versions.py` reports differences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.versions import CONSTRAINTS, differences, pinned
 
 
 def required() -> list[Requirement]:
-    """What setup.py names for a user, for the tests and for the mutants."""
+    """Return the requirements in setup.py for users, tests and mutants."""
     values = {
         node.targets[0].id: ast.literal_eval(node.value)
         for node in ast.parse((ROOT / "setup.py").read_text()).body
@@ -44,7 +44,7 @@ def test_a_name_is_pinned_once() -> None:
     assert len(names) == len(set(names))
 
 
-def test_builds_of_a_version_are_that_version(tmp_path: Path) -> None:
+def test_local_builds_match_the_version(tmp_path: Path) -> None:
     """`2.13.0+cpu` is `2.13.0`."""
     assert Requirement("torch==2.13.0").specifier.contains("2.13.0+cpu")
     own = importlib.metadata.version("tqdm")
@@ -55,8 +55,8 @@ def test_builds_of_a_version_are_that_version(tmp_path: Path) -> None:
     assert list(differences(file)) == [("pytest", "1.0", importlib.metadata.version("pytest"))]
 
 
-def test_make_takes_torch_from_setup_py() -> None:
-    """The range; the version is pinned by the constraints that every `pip install` of `make install` is given."""
+def test_make_reads_the_torch_range_from_setup_py() -> None:
+    """It uses the range; the version is pinned by the constraints of every `pip install` in `make install`."""
     said = subprocess.run(
         ["make", "-n", "-B", "install", "VENV=elsewhere"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout

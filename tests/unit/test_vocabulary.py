@@ -1,4 +1,4 @@
-"""Further tokens of a chat template, embeddings for them, and adapters of a live model that are merged."""
+"""Additional tokens of a chat template, embeddings for them, and merging of a live model's adapters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_new_rows_are_the_mean_of_the_old_ones(kind: str) -> None:
     assert model.config.vocab_size == 128
 
 
-def test_new_rows_are_where_transformers_draws_them() -> None:
+def test_new_rows_match_the_mean_resizing_of_transformers() -> None:
     models = [AutoModelForCausalLM.from_config(copy.deepcopy(GPT_NEO_X)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     resize(models[0], 64)
@@ -65,7 +65,7 @@ def test_tokens_of_a_template(tmp_path: Path) -> None:
     tokenizer, vocabulary = of(source, tmp_path, known)
     assert (tokenizer.eos_token, len(tokenizer), vocabulary.rows) == ("<end>", 64, 64)
     assert vocabulary.new == tuple(range(known, 64)) and vocabulary.eos == tokenizer.eos_token_id
-    tokenizer, vocabulary = of(source, tmp_path, 100)  # a model with rows to spare, as Qwen's
+    tokenizer, vocabulary = of(source, tmp_path, 100)  # a model with unused rows, like Qwen's
     assert (len(tokenizer), vocabulary.rows, vocabulary.new) == (known + 2, None, (known, known + 1))
 
 
@@ -82,7 +82,7 @@ def adapted(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     return get_peft_model(AutoModelForCausalLM.from_config(tiny_config("untied"), dtype=dtype), config)
 
 
-def test_merging_says_what_it_does() -> None:
+def test_merging_is_reported() -> None:
     live = adapted(LoraConfig(r=2, target_modules=["q_proj"]), torch.bfloat16)
     live.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
     model, note = merge_live(live)
@@ -92,7 +92,7 @@ def test_merging_says_what_it_does() -> None:
     )
 
 
-def test_what_is_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_merges(monkeypatch: pytest.MonkeyPatch) -> None:
     lora = LoraConfig(r=2, target_modules=["q_proj"])
     with pytest.raises(OptionError, match="PROMPT_TUNING adapters, which change no weights"):
         merge_live(adapted(PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)))

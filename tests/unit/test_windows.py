@@ -1,4 +1,4 @@
-"""The window plan: order, splits, counts, stratification, resuming."""
+"""Window plans: order, partitioning, counts, stratification, resuming."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from alignment.data.windows import MicroBatch, RowTable, WindowPlan, WindowSampl
 
 
 def make_table(rows: int, seed: int = 0, pairs: bool = False, desirable: int | None = None) -> RowTable:
-    """Random lengths; ``desirable`` of the labels are True; prompts repeat."""
+    """Random lengths; ``desirable`` labels are True; prompts repeat."""
     rng = np.random.default_rng(seed)
     labels = np.zeros(rows, dtype=bool)
     labels[rng.permutation(rows)[: rows // 2 if desirable is None else desirable]] = True
@@ -54,9 +54,9 @@ def test_a_last_window_of_one_row_has_no_partner() -> None:
     assert next(shares(plans[-1])).partners == (-1,)
 
 
-def test_partners_are_of_the_window_and_redrawn() -> None:
+def test_partners_are_drawn_from_each_window() -> None:
     table = make_table(8, seed=3)
-    sampler = make_sampler(table, batch=8, draw_partners=True)  # every epoch has the same rows in its only window
+    sampler = make_sampler(table, batch=8, draw_partners=True)  # the only window of every epoch has the same rows
     drawn = {tuple(partner for _, partner in pairs_of(sampler.plan(epoch, 0))) for epoch in range(20)}
     assert len(drawn) >= 15
     assert pairs_of(sampler.plan(0, 0)) == pairs_of(make_sampler(table, batch=8, draw_partners=True).plan(0, 0))
@@ -71,7 +71,7 @@ def test_partners_are_of_the_window_and_redrawn() -> None:
     assert len(places) == 10, "drawn anew, not only carried along with the order"
 
 
-def test_partners_of_a_window_have_other_prompts_where_they_can() -> None:
+def test_partners_have_other_prompts_if_possible() -> None:
     table = make_table(203, seed=5)
     assert table.prompt_key is not None
     keys = table.prompt_key % 4
@@ -94,18 +94,18 @@ def test_an_epoch_has_every_row_once(rows: int, stratify: bool) -> None:
         assert sorted(itertools.chain.from_iterable(map(rows_of, epoch_of(sampler, epoch)))) == list(range(rows))
 
 
-def test_order_follows_seed_and_epoch() -> None:
+def test_the_order_depends_on_seed_and_epoch() -> None:
     table = make_table(50)
     first, same, other = make_sampler(table), make_sampler(table), make_sampler(table, seed=8)
     assert first.order(0).tolist() == same.order(0).tolist() != other.order(0).tolist()
     assert first.order(1).tolist() != first.order(0).tolist()
-    assert first.order(0).tolist() == same.order(0).tolist()  # also after another epoch was asked for
+    assert first.order(0).tolist() == same.order(0).tolist()  # also after another epoch was requested
     assert first.plan(1, 2) == same.plan(1, 2)
     assert (first.plan(1, 2).epoch, first.plan(1, 2).step) == (1, 2)
 
 
 @pytest.mark.parametrize("rows", [3, 16, 21, 35])
-def test_windows_do_not_depend_on_the_split(rows: int) -> None:
+def test_windows_do_not_depend_on_partitioning(rows: int) -> None:
     table = make_table(rows)
     expected = None
     for world, batch, steps in [
@@ -129,8 +129,8 @@ def test_windows_do_not_depend_on_the_split(rows: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 @pytest.mark.parametrize("max_tokens", [None, 60, 300])
 @pytest.mark.parametrize("pairs", [False, True])
-def test_every_rank_has_equally_many_micro_batches(world: int, max_tokens: int | None, pairs: bool) -> None:
-    for rows in (1, 5, 23):  # also fewer rows than ranks, and a short last window
+def test_every_rank_has_the_same_number_of_micro_batches(world: int, max_tokens: int | None, pairs: bool) -> None:
+    for rows in (1, 5, 23):  # also with fewer rows than ranks, and a short last window
         table = make_table(rows, pairs=pairs)
         sampler = make_sampler(table, world, 2, 3, draw_partners=not pairs, max_tokens=max_tokens)
         for plan in epoch_of(sampler):
@@ -146,7 +146,7 @@ def test_every_rank_has_equally_many_micro_batches(world: int, max_tokens: int |
 
 
 def padded(table: RowTable, own: MicroBatch) -> int:
-    """Padded tokens of one forward, computed row by row."""
+    """Return the padded tokens of one forward pass, computed row by row."""
     widths = []
     for row, partner in zip(own.rows, own.partners, strict=True):
         prompt, longest = int(table.prompt[row]), int(table.completions[row].max())
@@ -164,7 +164,7 @@ def test_a_token_budget_packs_more_short_rows() -> None:
     assert plan.longest == (38, 38, 24, 6)
 
 
-def test_the_longest_rows_come_first_and_are_dealt_in_turn() -> None:
+def test_the_longest_rows_come_first_and_are_distributed_over_ranks() -> None:
     table = RowTable(np.full(7, 1), np.array([[1], [2], [3], [4], [5], [6], [7]]))
     plan = make_sampler(table, world=2, batch=2, steps=2).plan(0, 0)
     assert [[own.rows for own in micro] for micro in plan.micro_batches] == [[(6, 4), (5, 3)], [(2, 0), (1,)]]
@@ -230,9 +230,9 @@ def walk(sampler: WindowSampler, steps: int) -> list[WindowPlan]:
 
 
 @pytest.mark.parametrize("stratify", [False, True])
-def test_resumed_anywhere_the_rest_is_the_same(stratify: bool) -> None:
+def test_resuming_at_any_window_gives_the_same_rest(stratify: bool) -> None:
     table, more = make_table(14), {"draw_partners": True, "stratify": stratify}
-    expected = walk(make_sampler(table, **more), 10)  # four windows an epoch
+    expected = walk(make_sampler(table, **more), 10)  # four windows per epoch
     assert [(plan.epoch, plan.step) for plan in expected[2:6]] == [(0, 2), (0, 3), (1, 0), (1, 1)]
     for done in range(10):
         first = make_sampler(table, **more)
@@ -260,8 +260,8 @@ def test_a_state_of_another_run_is_refused() -> None:
         assert (sampler.epoch, sampler.step) == (0, 0)
 
 
-def test_partners_of_the_whole_set_stay_the_same_in_every_window() -> None:
-    """Those of an evaluation; rows are shuffled as ever, and the last window of a single row has a partner too."""
+def test_partners_from_the_whole_set_are_fixed() -> None:
+    """As in evaluations; rows are shuffled as usual, and the last window with a single row has a partner too."""
     table = make_table(13)
     partners = set_partners(table, 7, draw=True)
     evaluation = evaluation_plan(table, world_size=1, batch_size=4, seed=7, draw_partners=True)
@@ -277,7 +277,7 @@ def test_partners_of_the_whole_set_stay_the_same_in_every_window() -> None:
     assert rows_of(fixed.plan(0, 0)) != rows_of(fixed.plan(1, 0))
 
 
-def test_evaluation_is_one_window_whatever_the_batch_size() -> None:
+def test_an_evaluation_is_one_window_for_any_batch_size() -> None:
     table = make_table(23)
     expected = evaluation_plan(table, world_size=1, batch_size=1, seed=5, draw_partners=True)
     assert [row for row, _ in pairs_of(expected)] == list(range(23))
@@ -295,7 +295,7 @@ def test_evaluation_is_one_window_whatever_the_batch_size() -> None:
     assert all(partner == -1 for _, partner in pairs_of(alone)) and alone.counts.partnered == 0
 
 
-def test_rows_come_as_they_are() -> None:
+def test_sequential_order() -> None:
     table = RowTable(np.ones(6, dtype=np.int64), np.ones((6, 1), dtype=np.int64))
     one = make_sampler(table, world=1, batch=2, steps=1, sequential=True)
     assert [list(one.order(epoch)) for epoch in (0, 1)] == [[0, 1, 2, 3, 4, 5]] * 2

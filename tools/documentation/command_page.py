@@ -17,7 +17,8 @@ from alignment.cli.help import usage
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _PROGRAM = "deepspeed-alignment"
-_WIDTH = 100
+_WIDTH = 88
+_KINDS = {"Arguments": "argument"}
 _HEAD = """\
 # Command line
 
@@ -41,7 +42,7 @@ _OF_METHODS = {
 
 def command_page() -> str:
     """The page."""
-    lines = [_HEAD, "| command | |", "|---|---|"]
+    lines = [_HEAD, "| command | description |", "|---|---|"]
     lines += [f"| [`{name}`](#{name}) | {_cell(command.help)} |" for name, command in COMMANDS.items()]
     for name, command in COMMANDS.items():
         lines += ["", f"## {name}", "", *_section(name, import_module(command.module), command.help)]
@@ -84,7 +85,12 @@ def _tables(parser: argparse.ArgumentParser) -> Iterator[str]:
         if not actions:
             continue
         title = titles.get(group.title or "", group.title or "")
-        yield from (f"**{title[0].upper()}{title[1:]}**", "", "| | |", "|---|---|")
+        yield from (
+            f"**{title[0].upper()}{title[1:]}**",
+            "",
+            f"| {_KINDS.get(title, 'option')} | description |",
+            "|---|---|",
+        )
         for action in actions:
             yield f"| {_called(action)} | {_cell(_expanded(parser, action))} |"
         yield ""

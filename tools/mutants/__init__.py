@@ -1,1 +1,1 @@
-"""Random mutants: what the tests notice of small changes that nobody chose. ``make mutants`` runs them."""
+"""Random mutation testing: whether the tests detect small random changes. ``make mutants`` runs it."""

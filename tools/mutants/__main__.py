@@ -1,8 +1,8 @@
 """``make mutants``: a seeded sample of random mutants of the package, each against the tests that run its line.
 
-The tests of a mutant are chosen by coverage and run from the cheapest to the dearest, until one fails or until about
-three minutes have gone: unit tests, then those with engines, then those that start ranks. A run that was interrupted
-goes on; after a change of the tests, only what they missed is tried again.
+The tests of a mutant are selected by coverage and run in order of cost, until one fails or about three minutes have
+passed: unit tests, then tests with engines, then tests that start ranks. An interrupted run continues when it is
+started again. After a change of the tests, only surviving mutants are tried again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tools.trial import Tree, Verdict, trials
 from tools.workers import share_out
 
 _BUDGETS_S = {"unit": 60.0, "engine": 90.0, "processes": 60.0}  # of the tests of one kind
-_MANY = 400  # tests by name: beyond, whole files are faster to collect
+_MANY = 400  # maximum number of tests selected by name; beyond that, collecting complete files is faster
 
 
 def kind_of(test: str) -> str:
-    """The stage of a trial that a test belongs to."""
+    """Return the stage of a trial to which a test belongs."""
     if "/unit/" in test:
         return "unit"
     slow = ("_ranks.py", "test_split", "test_rank_failure", "test_guard", "/launch/", "two_ranks")
@@ -37,7 +37,7 @@ def kind_of(test: str) -> str:
 
 
 def stages(tests: Sequence[str], seconds: dict[str, float]) -> Iterator[list[str]]:
-    """The tests to run one stage after another, each within its budget, the fastest first."""
+    """Return the tests for each stage within its time budget, fastest first."""
     for kind, budget in _BUDGETS_S.items():
         chosen: list[str] = []
         spent = 0.0
@@ -53,7 +53,7 @@ def stages(tests: Sequence[str], seconds: dict[str, float]) -> Iterator[list[str
 
 
 class Run:
-    """Trials of mutants, several at once, each in a tree of its own."""
+    """Concurrent trials of mutants, each in a separate tree."""
 
     def __init__(self, mutants: Sequence[Mutant], covered: Covered, ledger: Ledger, tests: str) -> None:
         self.mutants, self.left = mutants, len(mutants)
@@ -73,7 +73,7 @@ class Run:
             entry = Entry(mutant.file, mutant.line, mutant.old, mutant.new, verdict.noticed, verdict.how, self.tests)
             with self._saying:
                 self.ledger.add(entry)
-                sign = "noticed " if entry.noticed else "SURVIVED"
+                sign = "detected" if entry.noticed else "SURVIVED"
                 self.left -= 1
                 said = f"{sign} {verdict.seconds:5.1f} s, {self.left:3} left  {describe(entry)}  [{entry.how}]"
                 print(said, flush=True)
@@ -82,7 +82,7 @@ class Run:
 
     def _try(self, mutant: Mutant, tree: Tree, server: RankServer) -> Verdict:
         tests = self.covered.tests(mutant.file, mutant.line)
-        verdict, seconds = Verdict(False, "no test runs this line", 0.0), 0.0
+        verdict, seconds = Verdict(False, "no test covers this line", 0.0), 0.0
         with tree.changed(mutant.file, mutant.text):
             for chosen in stages(tests, self.covered.seconds):
                 verdict = tree.run_tests(server, chosen, timeout=300)
@@ -93,12 +93,12 @@ class Run:
 
 
 def describe(entry: Entry) -> str:
-    """One line of a mutant."""
-    return f"{entry.file}:{entry.line}  {entry.old}  ->  {entry.new or '(left out)'}"
+    """Describe a mutant in one line."""
+    return f"{entry.file}:{entry.line}  {entry.old}  ->  {entry.new or '(removed)'}"
 
 
 def chosen_mutants(folder: Path, count: int, seed: int) -> list[Mutant]:
-    """The sample that ``folder`` keeps, as far as it still applies to the code, or a new one."""
+    """Return the sample stored in ``folder`` without mutants that no longer apply, or create a new sample."""
     kept = folder / "sample.json"
     files = list((ROOT / "alignment").rglob("*.py"))
     if not kept.exists():
@@ -122,11 +122,13 @@ def chosen_mutants(folder: Path, count: int, seed: int) -> list[Mutant]:
 def main() -> None:
     """Sample, try, report."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--count", type=int, default=220, help="mutants of a new sample")
-    parser.add_argument("--seed", type=int, default=0, help="of a new sample")
-    parser.add_argument("--folder", type=Path, help="what is kept between runs; default outputs/mutants-SEED")
-    parser.add_argument("--measure", action="store_true", help="measure again which tests run which lines")
-    parser.add_argument("--report", action="store_true", help="only print what is known")
+    parser.add_argument("--count", type=int, default=220, help="number of mutants of a new sample")
+    parser.add_argument("--seed", type=int, default=0, help="seed of a new sample")
+    parser.add_argument(
+        "--folder", type=Path, help="folder for files that are kept between runs; default: outputs/mutants-SEED"
+    )
+    parser.add_argument("--measure", action="store_true", help="measure the coverage again")
+    parser.add_argument("--report", action="store_true", help="only print the results so far")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
     folder = given.folder or ROOT / "outputs" / f"mutants-{given.seed}"

@@ -1,8 +1,8 @@
-"""Every mutant of the package, and a seeded sample of them that is stratified by package.
+"""Generate all mutants of the package, and a seeded sample stratified by package.
 
-The operators are mutmut's (arithmetic, comparisons, arguments left out or None, assignments of None, constants,
-string methods, ternaries …). mutmut's own walk leaves out decorated functions, which here are properties, context
-managers and everything without gradients; this one does not.
+The operators are mutmut's (arithmetic, comparisons, removed or None arguments, assignments of None, constants, string
+methods, ternaries …). Unlike mutmut itself, this module also mutates decorated functions, which include properties,
+context managers and all code without gradients.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from mutmut.mutation.mutators import mutation_operators, operator_string
 
 from tools.mutants.mutant import Mutant, package_of
 
-# Parts of a file whose change is no change of behaviour, or only of what people read.
+# Parts of a file that do not affect behavior, or only text for humans.
 _LEFT_OUT = (cst.Annotation, cst.Decorator, cst.Import, cst.ImportFrom, cst.Assert, cst.TypeAlias)
-_BREAK = " ⏎ "  # between the lines of a change
+_BREAK = " ⏎ "  # separator between the lines of a change
 _TYPES = ("ClassVar", "TypeVar", "TypeAlias", "Protocol", "NamedTuple", "cast")
 
 
 class Place(NamedTuple):
-    """A node, the lines that it takes, and what it becomes."""
+    """A node, its lines, and its replacement."""
 
     first: int
     last: int
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 class _Walk(cst.CSTVisitor):
-    """Collects the places of one file."""
+    """Collects the places of one file that can be mutated."""
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
@@ -59,24 +59,24 @@ class _Walk(cst.CSTVisitor):
             return
         for number, replacement in enumerate(mutated):
             if string and number:
-                break  # the same text in capitals tests no more than the first one
+                break  # the same text in upper case would test the same
             self.found.append(Place(lines.start.line, lines.end.line, node, replacement))
 
 
 def _is_prose(node: cst.CSTNode) -> bool:
-    """A docstring, or a text with spaces: people read it, and tests look for what matters in it."""
+    """Return whether a node is a docstring or a text with spaces, which is for humans."""
     if isinstance(node, cst.Expr):
         return isinstance(node.value, (cst.SimpleString, cst.ConcatenatedString))
     return isinstance(node, cst.SimpleString) and " " in node.value
 
 
 def _is_typing(node: cst.CSTNode) -> bool:
-    """A call that only tells a type checker something."""
+    """Return whether a node is a call that only affects type checkers."""
     return isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and node.func.value in _TYPES
 
 
 class Source:
-    """A file and the places in it that can be mutated; a mutant is made only when it is asked for."""
+    """A file and its places that can be mutated. Mutants are created on demand."""
 
     def __init__(self, file: str, text: str) -> None:
         wrapper, walk = MetadataWrapper(cst.parse_module(text)), _Walk()
@@ -84,7 +84,7 @@ class Source:
         self.module, self.places = wrapper.visit(walk), walk.found
 
     def mutant(self, place: int) -> Mutant | None:
-        """The mutant of a place; None if Python cannot compile it, or if it is the file as it was."""
+        """Create the mutant of a place; None if it does not compile or equals the original file."""
         line, _, node, replacement = self.places[place]
         changed = self.module.deep_replace(node, replacement)
         assert isinstance(changed, cst.Module)
@@ -93,14 +93,14 @@ class Source:
         return Mutant(self.file, line, *_difference(self.text, changed.code), changed.code)
 
     def find(self, changes: set[tuple[str, str]]) -> Iterator[Mutant]:
-        """The mutants with these ``(old, new)`` lines, wherever they are in the file now."""
+        """Find the mutants with these ``(old, new)`` lines, regardless of their position in the file."""
         left, lines = set(changes), self.text.splitlines()
         for place, (first, last, _, _) in enumerate(self.places):
             if not left:
                 return
             near = {text.strip() for text in lines[first - 1 : last]}
             if not any(old.partition(_BREAK)[0] in near for old, _ in left):
-                continue  # most places: making a mutant takes 20 ms
+                continue  # skips most places, because creating a mutant takes 20 ms
             mutant = self.mutant(place)
             if mutant is not None and (mutant.old, mutant.new) in left:
                 left.discard((mutant.old, mutant.new))
@@ -116,20 +116,20 @@ def _compiles(code: str) -> bool:
 
 
 def _difference(old: str, new: str) -> tuple[str, str]:
-    """The lines that two texts do not share, stripped and joined."""
+    """Return the lines that differ between two texts, stripped and joined."""
     lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm=""))[3:]
     sides = [_BREAK.join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+"]
     return sides[0], sides[1]
 
 
 def sample(files: Sequence[Path], root: Path, count: int, seed: int) -> list[Mutant]:
-    """``count`` mutants in a random order: of each package in proportion to its places, at least five of each.
+    """Sample ``count`` mutants in random order, for each package in proportion to its size, but at least five.
 
     Args:
-        files: of the package.
-        root: of the repository.
-        count: how many.
-        seed: of the choice.
+        files: files of the package.
+        root: root folder of the repository.
+        count: number of mutants.
+        seed: seed of the sample.
     """
     rng = random.Random(seed)
     by_package: dict[str, list[tuple[Source, int]]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Which tests run which lines: measured once for a state of the code, then kept."""
+"""Determine which tests cover which lines: measured once for a state of the code, then stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from tools.ranks.client import ROOT, environment
 from tools.ranks.process import COVERAGE
 
-# Ranks are measured by themselves, and say in which test they run.
+# Ranks measure their own coverage and record the test in which they run.
 _SETTINGS = """\
 [run]
 source = {source}
@@ -30,22 +30,22 @@ patch = _exit
 
 @dataclass(frozen=True)
 class Covered:
-    """Tests by file and line, and the seconds of each test.
+    """Tests by file and line, and the duration of each test.
 
     Attributes:
-        lines: ``{file: {line: tests}}``; a line that runs when its module is imported has none.
-        seconds: by test.
+        lines: ``{file: {line: tests}}``; lines that run when their module is imported have no tests.
+        seconds: duration of each test.
     """
 
     lines: dict[str, dict[int, list[str]]]
     seconds: dict[str, float]
 
     def tests(self, file: str, line: int) -> list[str]:
-        """The tests that run the statement around ``line``.
+        """Return the tests that cover the statement around ``line``.
 
-        A line outside of functions runs when its file is imported, before any test or in whichever test starts a
-        process. Its value may matter wherever the file is used: every unit test is taken, and every test of the test
-        files that run any line of this file.
+        A line outside of functions runs when its file is imported, before any test or in any test that starts a
+        process, and its value may matter wherever the file is used. For such a line, all unit tests and all tests in
+        test files that cover any line of the file are returned.
         """
         lines = self.lines.get(file, {})
         text = (ROOT / file).read_text(encoding="utf-8")
@@ -57,14 +57,14 @@ class Covered:
 
 
 def runs_at_import(text: str, line: int) -> bool:
-    """Whether ``line`` is outside of every function's body; defaults of parameters are."""
+    """Return whether ``line`` is outside of all function bodies. Parameter defaults are."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     bodies = ((n.body[0].lineno, n.end_lineno or line) for n in ast.walk(ast.parse(text)) if isinstance(n, kinds))
     return not any(first <= line <= last for first, last in bodies)
 
 
 def statement_lines(text: str, line: int) -> tuple[int, int]:
-    """First and last line of the innermost statement around ``line``; of one with a body, those of its head."""
+    """Return the first and last line of the innermost statement around ``line``, without the body of a block."""
     best = (1, 10**9)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.stmt):
@@ -76,12 +76,12 @@ def statement_lines(text: str, line: int) -> tuple[int, int]:
 
 
 def without_group(test: str) -> str:
-    """A node id without the group that pytest-xdist adds."""
+    """Return a node ID without the group that pytest-xdist adds."""
     return re.sub(r"@[\w.-]+$", "", test)
 
 
 def measured(folder: Path, fresh: bool) -> Covered:
-    """What ``folder`` holds of an earlier measurement, or a new one; it takes about twice as long as ``make test``."""
+    """Load an earlier measurement from ``folder``, or make a new one, which takes twice as long as ``make test``."""
     kept = folder / "covered.json"
     if fresh or not kept.exists():
         shutil.rmtree(folder / "coverage", ignore_errors=True)
@@ -96,7 +96,7 @@ def measured(folder: Path, fresh: bool) -> Covered:
 
 
 def _run(folder: Path) -> None:
-    """`make test` under coverage, ranks included."""
+    """Run `make test` with coverage, including ranks."""
     settings = folder / "coveragerc"
     settings.write_text(_SETTINGS.format(source=ROOT / "alignment", data=folder / "data"))
     variables = {
@@ -121,16 +121,16 @@ def _run(folder: Path) -> None:
         [sys.executable, "-m", "pytest", *options, *coverage], cwd=ROOT, env=environment(**variables)
     )
     if done.returncode:
-        raise SystemExit("the tests fail without any mutant; mend that first")
+        raise SystemExit("the tests fail without a mutant; fix them first")
 
 
 def _lines(folder: Path) -> dict[str, dict[int, list[str]]]:
-    """Tests by file and line. What ran in a fixture may belong to every test of its file."""
+    """Return tests by file and line. Lines covered in a fixture are assigned to all tests of its file."""
     from coverage import CoverageData
 
     data = CoverageData(str(folder / "data"))
     data.read()
-    for part in folder.glob("data.*"):  # of ranks that ended after pytest had put the others together
+    for part in folder.glob("data.*"):  # data of ranks that ended after pytest had combined the files
         other = CoverageData(str(part))
         other.read()
         data.update(other)
@@ -147,7 +147,7 @@ def _lines(folder: Path) -> dict[str, dict[int, list[str]]]:
 
 
 def _test_of(context: str) -> str | None:
-    """The test of ``FILE::TEST|run`` as pytest-cov says, or of ``FILE::TEST (call)`` as pytest tells its children."""
+    """Return the test in ``FILE::TEST|run`` (from pytest-cov) or ``FILE::TEST (call)`` (from pytest's environment)."""
     name = re.sub(r"(\|\w+| \(\w+\))$", "", context)
     return without_group(name) if "::" in name else None
 

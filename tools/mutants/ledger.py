@@ -1,4 +1,4 @@
-"""What has become of the mutants of a sample, line by line in a file, so that a long run can be interrupted."""
+"""Store the result of every mutant as a line in a file, so that a long run can be interrupted and continued."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EQUIVALENT = ROOT / "tests" / "mutations" / "equivalent.yaml"
 
 @dataclass(frozen=True)
 class Entry:
-    """A trial: the mutant, whether it was noticed and how, and the state of the tests that it was tried with."""
+    """A trial: the mutant, whether and how it was detected, and the state of the tests."""
 
     file: str
     line: int
@@ -31,42 +31,42 @@ class Entry:
 
     @property
     def change(self) -> tuple[str, str, str]:
-        """The mutant, wherever its line is now."""
+        """The mutant, independent of its current line number."""
         return self.file, self.old, self.new
 
 
 class Ledger:
-    """Entries in a file; the last one of a mutant counts."""
+    """Entries in a file. The last entry of a mutant is used."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.entries: dict[tuple[str, str, str], Entry] = {}
         for line in file.read_text().splitlines() if file.exists() else ():
-            if line.endswith("}"):  # others were cut off
+            if line.endswith("}"):  # other lines are incomplete
                 entry = Entry(**json.loads(line))
                 self.entries[entry.change] = entry
 
     def add(self, entry: Entry) -> None:
-        """Write an entry."""
+        """Append an entry."""
         self.entries[entry.change] = entry
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a") as file:
             file.write(json.dumps(asdict(entry)) + "\n")
 
     def is_done(self, mutant: Mutant, tests: str) -> bool:
-        """Whether nothing new can come of a trial: it was noticed before, or missed by these very tests."""
+        """Return whether a trial is not needed: the mutant was detected, or survived the current tests."""
         entry = self.entries.get(mutant.change)
         return entry is not None and (entry.noticed or entry.tests == tests)
 
 
 def equivalents(file: Path = EQUIVALENT) -> dict[tuple[str, str, str], str]:
-    """Why each of these mutants changes nothing that a test could see."""
+    """Return equivalent mutants and the reasons why no test can detect them."""
     listed: list[dict[str, Any]] = yaml.safe_load(file.read_text(encoding="utf-8")) or [] if file.exists() else []
     return {(entry["file"], entry["old"], entry["new"]): entry["why"] for entry in listed}
 
 
 def table(entries: Iterable[Entry], known: Iterable[tuple[str, str, str]]) -> list[str]:
-    """Lines of a table of scores by package; a mutant that is equivalent counts for nothing."""
+    """Return the lines of a table of scores by package, without equivalent mutants."""
     tried: Counter[str] = Counter()
     noticed: Counter[str] = Counter()
     equivalent: Counter[str] = Counter()
@@ -78,7 +78,7 @@ def table(entries: Iterable[Entry], known: Iterable[tuple[str, str, str]]) -> li
             continue
         tried[package] += 1
         noticed[package] += entry.noticed
-    rows = [("package", "mutants", "noticed", "score", "equivalent")]
+    rows = [("package", "mutants", "detected", "score", "equivalent")]
     for package in sorted(set(tried) | set(equivalent)):
         rows.append(_row(package, tried[package], noticed[package], equivalent[package]))
     rows.append(_row("all", tried.total(), noticed.total(), equivalent.total()))
@@ -90,6 +90,6 @@ def _row(name: str, count: int, good: int, same: int) -> tuple[str, str, str, st
 
 
 def survivors(entries: Iterable[Entry], known: Iterable[tuple[str, str, str]]) -> Sequence[Entry]:
-    """The mutants that nothing noticed and that are not known to be equivalent."""
+    """Return the surviving mutants that are not known to be equivalent."""
     known = set(known)
     return [entry for entry in entries if not entry.noticed and entry.change not in known]

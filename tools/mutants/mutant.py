@@ -1,4 +1,4 @@
-"""A mutant of the package. Nothing here needs the tools that make them."""
+"""A mutant of the package. This module does not depend on the tools that create mutants."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Mutant:
     Attributes:
         file: path in the repository.
         line: first line of the change.
-        old: the lines that are changed, stripped.
-        new: what they become.
-        text: the whole file.
+        old: the changed lines, stripped.
+        new: their replacement.
+        text: the complete mutated file.
     """
 
     file: str
@@ -26,11 +26,11 @@ class Mutant:
 
     @property
     def change(self) -> tuple[str, str, str]:
-        """The mutant, wherever its line is now."""
+        """The mutant, independent of its current line number."""
         return self.file, self.old, self.new
 
 
 def package_of(file: str) -> str:
-    """The package of a file, such as ``engines``."""
+    """Return the package of a file, such as ``engines``."""
     parts = Path(file).parts
     return parts[1] if len(parts) > 2 else parts[0]

@@ -1,4 +1,4 @@
-"""pytest plugin of the run that measures coverage: how long each test takes, as JSON in the file TEST_TIMES."""
+"""pytest plugin for coverage runs: write the duration of each test as JSON to the file TEST_TIMES."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_configure() -> None:
-    """From now on every Python process that a test starts is measured as well (coverage.py installs the hook)."""
+    """Measure the Python processes started by tests as well (coverage.py installs the hook)."""
     os.environ["COVERAGE_PROCESS_START"] = os.environ[COVERAGE]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the times; of pytest-xdist's processes only the one that reports."""
+    """Write the times, only in pytest-xdist's controller process."""
     if not hasattr(session.config, "workerinput"):
         Path(os.environ["TEST_TIMES"]).write_text(json.dumps(_SECONDS))

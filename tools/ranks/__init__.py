@@ -1,7 +1,7 @@
-"""Ranks forked from a process that has already imported the libraries, so that a run costs only its own work.
+"""Fork ranks from a process that has already imported the libraries, so that runs do not pay for imports.
 
-Importing torch, transformers, datasets and DeepSpeed takes about 9 s of CPU per process. :mod:`.server` pays for that
-once; :mod:`.client` asks it to run a script on several ranks and returns what they printed.
+Importing torch, transformers, datasets and DeepSpeed takes about 9 s of CPU time per process. :mod:`.server` does so
+once; :mod:`.client` requests it to run a script on several ranks and returns their output.
 """
 
 from tools.ranks.client import RankServer, RanksFailed

@@ -1,4 +1,4 @@
-"""Starts the server when it is first needed, and asks it to run scripts."""
+"""Start the server on first use, and request it to run scripts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tools.ranks.job import Job, Outcome
 from tools.ranks.process import COVERAGE
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-ADDRESS = "ALIGNMENT_RANK_SERVER"  # the socket of a server that is running already
-_MEASURED_TIMES = 4  # longer timeouts where coverage is measured
-# What a launcher, or an earlier run in this process, leaves in the environment; a rank must not inherit it.
+ADDRESS = "ALIGNMENT_RANK_SERVER"  # the socket of a running server
+_MEASURED_TIMES = 4  # longer timeouts if coverage is measured
+# Variables set by a launcher, or by an earlier run in this process, which a rank must not inherit.
 LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "ALIGNMENT_SINGLE_PROCESS"),
@@ -24,7 +24,7 @@ LAUNCHER_VARIABLES = (
 
 
 class RanksFailed(Exception):
-    """A rank failed or hung. The message names it and ends with the logs of all ranks."""
+    """Raised if a rank failed or hung. The message names it and ends with the logs of all ranks."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.report())
@@ -32,11 +32,11 @@ class RanksFailed(Exception):
 
 
 class RankServer:
-    """A handle on the server, which is started by the first job unless ``ALIGNMENT_RANK_SERVER`` names one.
+    """A handle for the server, which is started by the first job unless ``ALIGNMENT_RANK_SERVER`` names one.
 
     Args:
         root: the checkout whose packages the ranks import.
-        address: of a server that is running already; None: what the environment says.
+        address: socket of a running server; None to read it from the environment.
         python: the interpreter whose libraries the ranks import.
     """
 
@@ -48,7 +48,7 @@ class RankServer:
 
     @property
     def address(self) -> str:
-        """The server's socket; the server is running."""
+        """The socket of the server, which is started if necessary."""
         if self._address is None:
             self._address = self._start()
         return self._address
@@ -59,7 +59,7 @@ class RankServer:
         self._process = subprocess.Popen(
             [self._python, "-m", "tools.ranks.server", address],
             cwd=ROOT,
-            env=environment(OMP_NUM_THREADS="1", COVERAGE_PROCESS_START=""),  # ranks are measured, not what forks them
+            env=environment(OMP_NUM_THREADS="1", COVERAGE_PROCESS_START=""),  # measure the ranks, not the server
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -67,7 +67,7 @@ class RankServer:
         )
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "ready\n":
-            raise RuntimeError(f"the rank server ended with status {self._process.wait()} before it was ready")
+            raise RuntimeError(f"the rank server exited with status {self._process.wait()} before it was ready")
         return address
 
     def run(
@@ -81,20 +81,20 @@ class RankServer:
         cwd: str | Path | None = None,
         check: bool = True,
     ) -> Outcome:
-        """Run ``script`` on ``nproc`` ranks, each in a process of its own, and wait for all of them.
+        """Run ``script`` on ``nproc`` ranks, each in a separate process, and wait for all of them.
 
         Args:
             script: run as ``__main__``, with its own folder, the checkout and its ``tests`` first on the path.
-            arguments: of the script.
+            arguments: arguments of the script.
             nproc: number of ranks.
-            timeout: seconds until they must have ended.
-            grace: seconds that the others have to end by themselves after one has failed.
-            env: variables beside those of this process.
-            cwd: working directory; the present one if None.
-            check: raise if a rank fails.
+            timeout: seconds after which the ranks are killed.
+            grace: seconds for the other ranks to exit by themselves after one has failed.
+            env: additional environment variables.
+            cwd: working directory; None for the current one.
+            check: raise an error if a rank fails.
 
         Raises:
-            RanksFailed: a rank hung, or, with ``check``, failed.
+            RanksFailed: a rank hung or, with ``check``, failed.
         """
         paths = [str(self.root), str(self.root / "tests"), os.environ.get("PYTHONPATH", "")]
         job = Job(
@@ -119,7 +119,7 @@ class RankServer:
         return outcome
 
     def close(self) -> None:
-        """End the server, if this handle started it."""
+        """Stop the server if this handle started it."""
         if self._process is not None:
             self._process.communicate()  # closes its standard input
         if self._folder is not None:
@@ -128,5 +128,5 @@ class RankServer:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment without a launcher's variables, and ``more``."""
+    """Return this process's environment without a launcher's variables, updated with ``more``."""
     return {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES} | more

@@ -1,4 +1,4 @@
-"""What the server is asked to run, and what it answers. Both travel as pickles between processes of one checkout."""
+"""The request to the server and its response, which are pickled between processes of the same checkout."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Job:
         script: path of the script, run as ``__main__``.
         arguments: its ``sys.argv[1:]``.
         ranks: number of processes.
-        environment: the whole environment of each rank; the launcher's variables are added to it.
+        environment: the complete environment of each rank, to which the launcher's variables are added.
         folder: working directory.
-        timeout: seconds until every rank must have ended.
-        grace: seconds that the other ranks have to end by themselves after one has failed.
+        timeout: seconds after which the ranks are killed.
+        grace: seconds for the other ranks to exit by themselves after one has failed.
     """
 
     script: str
@@ -37,12 +37,12 @@ class RankOutcome:
     """How one rank ended.
 
     Attributes:
-        rank: its number.
-        code: exit status, or minus the number of the signal that ended it.
-        seconds: from the start of the job to its end.
-        ended: why it was killed; ``""`` if it ended by itself.
-        stdout: what it wrote.
-        stderr: what it wrote, stacks of a rank that hung included.
+        rank: the rank.
+        code: exit status, or the negative number of the signal that killed it.
+        seconds: time from the start of the job to the end of the rank.
+        ended: why it was killed; ``""`` if it exited by itself.
+        stdout: its standard output.
+        stderr: its standard error, including the stacks of a rank that hung.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class RankOutcome:
     stderr: str
 
     def describe(self) -> str:
-        """One line: ``rank 1 was killed by SIGKILL after 3.2 s``."""
+        """Return one line such as ``rank 1 was killed by SIGKILL after 3.2 s``."""
         if self.ended:
             return f"rank {self.rank} {self.ended} and was killed"
         if self.code < 0:
@@ -63,13 +63,13 @@ class RankOutcome:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended. ``ranks`` are in the order of their numbers; ``returncode`` is 0 if all of them succeeded."""
+    """How a job ended. ``ranks`` is ordered by rank; ``returncode`` is 0 if all ranks succeeded."""
 
     ranks: tuple[RankOutcome, ...]
 
     @property
     def returncode(self) -> int:
-        """The code of the first rank that failed, in time; 0 if none did."""
+        """The exit status of the rank that failed first; 0 if none failed."""
         failed = [rank for rank in self.ranks if rank.code]
         return min(failed, key=lambda rank: (bool(rank.ended), rank.seconds)).code if failed else 0
 
@@ -80,16 +80,16 @@ class Outcome:
 
     @property
     def stdout(self) -> str:
-        """What all ranks wrote, rank after rank."""
+        """The output of all ranks, in order."""
         return "".join(rank.stdout for rank in self.ranks)
 
     @property
     def stderr(self) -> str:
-        """What all ranks wrote, rank after rank."""
+        """The output of all ranks, in order."""
         return "".join(rank.stderr for rank in self.ranks)
 
     def report(self) -> str:
-        """How each rank ended and the end of its log, the first failure first."""
+        """Return how each rank ended and the end of its log, starting with the first failure."""
         order = sorted(self.ranks, key=lambda rank: (not (rank.code or rank.ended), bool(rank.ended), rank.seconds))
         lines = ["; ".join(rank.describe() for rank in order)]
         for rank in order:

@@ -1,4 +1,4 @@
-"""The keeper of one job: forks its ranks, waits for them, ends those that hang, and leaves no process behind."""
+"""The keeper of one job: fork its ranks, wait for them, kill those that hang, and leave no process behind."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tools.ranks.job import Job, Outcome, RankOutcome
 from tools.ranks.process import STACKS, adopt_orphans, become_rank, die_with_parent, free_port
 
 _POLL_S = 0.02
-_STACKS_S = 1.0  # how long a rank has to write its stacks
+_STACKS_S = 1.0  # time for a rank to write its stacks
 
 
 def keep(connection: Connection) -> Job | None:
-    """Run the job that comes over ``connection`` and answer with its outcome.
+    """Receive a job from ``connection``, run it and send back its outcome.
 
     Returns:
-        None in the keeper, which is then done; the job in each rank that it has forked.
+        None in the keeper, which is then finished; the job in each forked rank.
     """
     job: Job = connection.recv()
     adopt_orphans()
@@ -45,7 +45,7 @@ def keep(connection: Connection) -> Job | None:
         outcome = Outcome(tuple(_with_output(rank, folder) for rank in ranks))
     finally:
         shutil.rmtree(folder)
-    with contextlib.suppress(OSError):  # the client has gone
+    with contextlib.suppress(OSError):  # the client has disconnected
         connection.send(outcome)
     return None
 
@@ -61,7 +61,7 @@ class _Watch:
         self.killed: dict[int, str] = {}
 
     def wait(self) -> list[RankOutcome]:
-        """How every rank ended, in the order of their numbers; without their output."""
+        """Return the outcome of every rank in order, without output."""
         while len(self.ends) < len(self.pids):
             self._reap()
             late = time.monotonic() > self.deadline
@@ -77,7 +77,7 @@ class _Watch:
         return [pid for pid in self.pids if pid not in self.ends]
 
     def _reap(self) -> None:
-        """Take note of ranks that have ended; the first failure gives the others their time of grace."""
+        """Record ranks that have exited. The first failure starts the grace period of the others."""
         for pid in self._left():
             done, status = os.waitpid(pid, os.WNOHANG)
             if not done:
@@ -89,7 +89,7 @@ class _Watch:
                 self.reason = f"was still running {self.job.grace:g} s after rank {rank} had failed"
 
     def _give_up(self) -> None:
-        """Have every rank that is left write the stacks of its threads to its log, soon to be killed."""
+        """Request all remaining ranks to write the stacks of their threads to their logs before they are killed."""
         for pid in self._left():
             stopped = psutil.Process(pid).status() == psutil.STATUS_STOPPED
             self.killed[pid] = ("was stopped and " if stopped else "") + self.reason
@@ -99,12 +99,12 @@ class _Watch:
 
 
 def _is_closed(connection: Connection) -> bool:
-    """Whether the client has gone: it sends nothing after its job, so that anything to read is the end."""
+    """Return whether the client has disconnected. It sends nothing after the job, so readable means closed."""
     return connection.poll()
 
 
 def _kill_descendants() -> None:
-    """End what the ranks started and left behind, workers and daemons alike."""
+    """Kill all processes that the ranks started and left behind, including daemons."""
     while children := psutil.Process().children(recursive=True):
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""What a process does to become a rank: its own session, environment, port, output and ``__main__``."""
+"""Turn a process into a rank, with its own session, environment, port, output and ``__main__``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from typing import NoReturn
 from tools.ranks.job import Job
 
 STACKS = signal.SIGUSR2
-COVERAGE = "ALIGNMENT_RANK_COVERAGE"  # a configuration file of coverage.py: measure what the script runs
+COVERAGE = "ALIGNMENT_RANK_COVERAGE"  # a configuration file of coverage.py, to measure the script
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def free_port() -> int:
-    """A port of this machine that was free a moment ago; the kernel hands out another one at each call."""
+    """Return a port that is currently free. The kernel returns another one for each call."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -35,12 +35,12 @@ def free_port() -> int:
 def die_with_parent(parent: int, number: signal.Signals) -> None:
     """Have the kernel send ``number`` to this process when ``parent``, which forked it, ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent exited before the call
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent has ended, so that it can find and end them."""
+    """Make this process the parent of orphaned descendants, so that it can find and kill them."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -69,12 +69,12 @@ def _redirect(folder: Path, rank: int) -> None:
         opened = os.open(path, flags, 0o600)
         os.dup2(opened, descriptor)
         os.close(opened)
-    # Before the keeper kills a rank that hangs, it asks for the stacks of all threads as the end of its log.
+    # Before the keeper kills a rank that hangs, it requests the stacks of all threads for the log.
     faulthandler.register(STACKS, file=2, all_threads=True, chain=False)
 
 
 def run_as_main(job: Job) -> NoReturn:
-    """Run the job's script as Python would run it from a shell, then end this process with its status."""
+    """Run the job's script as Python would from a shell, then exit this process with its status."""
     paths = [str(Path(job.script).parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.path[:] = [*paths, *(path for path in sys.path if path not in ("", *paths))]
     sys.path_importer_cache.clear()
@@ -95,7 +95,7 @@ def run_as_main(job: Job) -> NoReturn:
 
 
 def _renew_import_time_settings() -> None:
-    """Settings that a library reads from the environment when it is imported, and the runs change."""
+    """Update settings that libraries read from the environment at import and that runs change."""
     import datasets
 
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
@@ -104,7 +104,7 @@ def _renew_import_time_settings() -> None:
 
 
 def _measure_coverage() -> None:
-    """Measure what the script runs, until the process ends in whatever way the script chooses."""
+    """Measure the coverage of the script until the process exits, in any way."""
     if COVERAGE in os.environ:
         import coverage
 
@@ -115,8 +115,8 @@ def _measure_coverage() -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """End as a child of multiprocessing does: taking thousands of modules apart, as Python does, takes 0.4 s."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    """Exit like a multiprocessing child, because Python's normal teardown of thousands of modules takes 0.4 s."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

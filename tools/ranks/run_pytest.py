@@ -1,4 +1,4 @@
-"""pytest in a forked process, as it runs in a new one: ``RankServer.run("run_pytest.py", *arguments, nproc=1)``."""
+"""Run pytest in a forked process as in a new one: ``RankServer.run("run_pytest.py", *arguments, nproc=1)``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ import pytest
 from tools.ranks.client import LAUNCHER_VARIABLES
 
 if __name__ == "__main__":
-    for name in LAUNCHER_VARIABLES:  # pytest is no rank of anything
+    for name in LAUNCHER_VARIABLES:  # pytest is not a rank
         os.environ.pop(name, None)
     sys.exit(pytest.main(sys.argv[1:]))

@@ -1,8 +1,8 @@
-"""The server: imports the libraries once, then forks a keeper for each job, which forks and watches its ranks.
+"""The server, which imports the libraries once and forks a keeper for each job, which forks and monitors its ranks.
 
-Usage: ``python -m tools.ranks.server SOCKET``; :class:`tools.ranks.client.RankServer` starts it. It ends when its
-standard input is closed, and no process that it forked outlives it. It imports nothing of `alignment`: a rank imports
-the tree that its job names, so one server can run several versions of it.
+Usage: ``python -m tools.ranks.server SOCKET``; :class:`tools.ranks.client.RankServer` starts it. It exits when its
+standard input is closed, and no process that it forked outlives it. It does not import `alignment`: a rank imports the
+tree that its job names, so one server can run several versions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tools.ranks.job import Job
 from tools.ranks.keeper import keep
 from tools.ranks.process import die_with_parent, run_as_main
 
-# What the runs of the tests import. A module that is missing here costs each rank its time and changes nothing else.
+# The modules that runs of the tests import. A missing module only costs each rank the time to import it.
 LIBRARIES = (
     *("numpy", "pandas", "yaml", "pydantic", "psutil", "safetensors.torch", "tqdm.auto", "matplotlib.pyplot"),
     *("torch", "torch.utils.data", "torch.utils.checkpoint", "torch.utils.cpp_extension"),
@@ -36,9 +36,9 @@ LIBRARIES = (
 
 
 def import_libraries() -> None:
-    """Import :data:`LIBRARIES`, and hide what they made from the garbage collector.
+    """Import :data:`LIBRARIES`, and hide their objects from the garbage collector.
 
-    DeepSpeed collects garbage with every engine, which takes 0.3 s where every library is looked through.
+    DeepSpeed collects garbage for every engine, which would take 0.3 s with the objects of all libraries.
     """
     for name in LIBRARIES:
         importlib.import_module(name)
@@ -68,7 +68,7 @@ def serve(address: str) -> Job:
 
 
 def _fork_keeper(connection: Connection) -> Job | None:
-    """Fork the keeper of a job. Returns None in the server, and its job in each rank."""
+    """Fork the keeper of a job. Returns None in the server, and the job in each rank."""
     server = os.getpid()
     if os.fork():
         return None
@@ -80,7 +80,7 @@ def _fork_keeper(connection: Connection) -> Job | None:
 
 
 def main() -> None:
-    """Import, then serve; a forked rank goes on from here as the script that it runs."""
+    """Import, then serve. A forked rank continues from here with its script."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import_libraries()
     run_as_main(serve(sys.argv[1]))

@@ -1,1 +1,1 @@
-"""``make renames``: the contract tests of ``alignment/internals/`` notice when a library renames what is touched."""
+"""``make renames``: check that the contract tests of ``alignment/internals/`` detect renames in libraries."""

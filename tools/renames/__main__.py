@@ -1,6 +1,6 @@
-"""``make renames``: rename what is touched in a copy of its library; the contract test has to fail.
+"""``make renames``: rename a private name in a copy of its library; the contract test must fail.
 
-For each entry of ``tests/renames.yaml`` the tool copies the installed library, replaces the name in all of it, and
+For each entry of ``tests/renames.yaml`` the tool copies the installed library, replaces the name everywhere in it, and
 runs the test with the copy first on the path:
 
 .. code-block:: yaml
@@ -11,7 +11,8 @@ runs the test with the copy first on the path:
         test: tests/unit/test_internals_tqdm.py -k while_it_is_open
 
 A failure counts if it comes from the function or from what the test expects of it. It does not count if the test file
-uses the name itself, nor if the library no longer works. Exit status 1 if an entry goes unnoticed or does not apply.
+uses the name itself, or if the library no longer works. The exit status is 1 if an entry is not detected or does not
+apply.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def attempt(rename: Rename, place: Path) -> Verdict:
     failures = place / "failures.jsonl"
     paths = os.pathsep.join(filter(None, (str(place / "copy"), os.environ.get("PYTHONPATH", ""))))
     variables = environment(PYTHONPATH=paths, PYTHONDONTWRITEBYTECODE="1", **{FAILURES: str(failures)})
-    variables.pop(ADDRESS, None)  # a rank server that runs has imported the real library
+    variables.pop(ADDRESS, None)  # a running rank server has imported the real library
     plugins = ["-p", "no:cacheprovider", "-p", "tools.renames.failures"]
     command = [
         sys.executable,
@@ -81,7 +82,7 @@ def attempt(rename: Rename, place: Path) -> Verdict:
 
 
 def judged(rename: Rename, done: subprocess.CompletedProcess[str], failures: Path) -> tuple[bool, str]:
-    """Whether the contract test noticed, and how; a test that could not run has noticed nothing."""
+    """Return whether and how the contract test detected the rename. A test that could not run did not detect it."""
     if done.returncode == 0:
         return False, "every test passed"
     if not failures.exists():  # collection failed, or no test was selected
@@ -96,7 +97,7 @@ def judged(rename: Rename, done: subprocess.CompletedProcess[str], failures: Pat
 
 
 class Run:
-    """Attempts of several renames at once."""
+    """Concurrent attempts of renames."""
 
     def __init__(self, renames: Sequence[Rename], jobs: int) -> None:
         self.renames, self.jobs = renames, jobs
@@ -104,7 +105,7 @@ class Run:
         self._saying = threading.Lock()
 
     def __call__(self) -> None:
-        """Attempt all of them."""
+        """Attempt all renames."""
         with workspace("renames-") as place:
             share_out(self.renames, self.jobs, lambda number: self._worker(place / str(number)))
 
@@ -115,16 +116,16 @@ class Run:
             shutil.rmtree(folder)
             with self._saying:
                 self.verdicts[rename] = verdict
-                sign = "noticed  " if verdict.noticed else "UNNOTICED"
+                sign = "detected" if verdict.noticed else "MISSED  "
                 print(f"{sign} {verdict.seconds:5.1f} s  {rename}  [{verdict.how}]", flush=True)
 
         return handle
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Attempt the entries that the arguments choose; return the exit status."""
+    """Attempt the selected entries; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.renames", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("words", nargs="*", help="parts of functions, libraries or names; all entries by default")
+    parser.add_argument("words", nargs="*", help="parts of functions, libraries or names; default: all entries")
     parser.add_argument("--table", type=Path, default=TABLE, help="the file with the entries")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args(argv)
@@ -135,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run()
     missed = [rename for rename in chosen if not run.verdicts[rename].noticed]
     print(
-        f"{len(chosen) - len(missed)} of {len(chosen)} renames noticed" + "".join(f"\n  not: {one}" for one in missed)
+        f"{len(chosen) - len(missed)} of {len(chosen)} renames detected" + "".join(f"\n  not: {one}" for one in missed)
     )
     return 1 if missed else 0
 

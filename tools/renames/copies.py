@@ -1,4 +1,4 @@
-"""A copy of an installed library in which one name has another spelling: symbolic links around the changed files."""
+"""Copy an installed library with one name replaced, using symbolic links for unchanged files."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 def renamed_copy(library: str, name: str, becomes: str, folder: Path) -> int:
-    """Put a copy of ``library`` into ``folder``, which then belongs on ``PYTHONPATH``.
+    """Create a modified copy of ``library`` in ``folder``, to be added to ``PYTHONPATH``.
 
-    The library itself goes on working, because the name changes everywhere in it, in strings too. Compiled files and
-    everything else that does not contain the name are symbolic links. Do not let Python write bytecode: folders of
-    cached bytecode are links as well.
+    The library itself still works, because the name is replaced everywhere, including strings. Compiled files and all
+    other files that do not contain the name are symbolic links. Disable writing of bytecode, because folders of cached
+    bytecode are links as well.
 
     Returns:
         The number of files that contain the name.
@@ -32,17 +32,17 @@ def renamed_copy(library: str, name: str, becomes: str, folder: Path) -> int:
 
 
 def _renamed(text: bytes, name: str, becomes: str) -> bytes | None:
-    """The text with every whole occurrence of ``name`` replaced; None if there is none."""
+    """Replace every occurrence of ``name`` as a whole word; return None if there is none."""
     if name.encode() not in text:
         return None
-    # A word boundary where the name begins or ends with a letter, and nothing where it is another text.
+    # Require a word boundary only if the name starts or ends with a word character.
     pattern = r"(?<!\w)" * bool(re.match(r"\w", name)) + re.escape(name) + r"(?!\w)" * bool(re.search(r"\w$", name))
     changed, count = re.subn(pattern.encode(), lambda _: becomes.encode(), text)
     return changed if count else None
 
 
 def _link(source: Path, target: Path, texts: dict[Path, bytes], opened: set[Path]) -> None:
-    """``target`` is a folder if something below ``source`` is changed, and a link otherwise."""
+    """Create ``target`` as a folder if a file below ``source`` is changed, otherwise as a link."""
     if source in texts:
         target.write_bytes(texts[source])
     elif source in opened:

@@ -1,4 +1,4 @@
-"""A plugin of pytest that writes down each failure: ``pytest -p tools.renames.failures``, with ``FAILURES`` set."""
+"""A pytest plugin that records each failure: ``pytest -p tools.renames.failures``, with ``FAILURES`` set."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAILURES = "ALIGNMENT_FAILURES"  # the file, one JSON object per line
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note the test, the class of the error, its text, and the files that it passed through."""
+    """Record the test, the class of the error, its text, and the files in its traceback."""
     report = yield
     error = call.excinfo
     if error is not None and report.failed:

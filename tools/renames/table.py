@@ -1,4 +1,4 @@
-"""The table ``tests/renames.yaml``: what each function of ``alignment/internals/`` touches, and which test notices."""
+"""The table ``tests/renames.yaml``: the private names used in ``alignment/internals/``, and their contract tests."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Rename:
     """One entry of the table.
 
     Attributes:
-        function: of ``alignment/internals/``, as ``module.function``.
-        library: the package whose copy is changed.
-        name: the identifier, or any other text, that is replaced in every ``.py`` file of it, as a whole word.
-        becomes: what replaces it; ``…_moved_away`` if it is left out.
+        function: a function of ``alignment/internals/``, as ``module.function``.
+        library: the package whose copy is modified.
+        name: the identifier or text that is replaced, as a whole word, in all of its ``.py`` files.
+        becomes: the replacement; default: ``…_moved_away``.
         test: arguments of pytest.
     """
 
@@ -40,10 +40,10 @@ class Rename:
 
 
 def load(file: Path = TABLE) -> list[Rename]:
-    """Every entry, in the order of the file.
+    """Load all entries, in the order of the file.
 
     Raises:
-        ValueError: an entry lacks a key or has an unknown one.
+        ValueError: an entry has missing or unknown keys.
     """
     found = []
     for function, entries in yaml.safe_load(file.read_text(encoding="utf-8")).items():
@@ -54,18 +54,21 @@ def load(file: Path = TABLE) -> list[Rename]:
 def _rename(function: str, entry: dict[str, Any]) -> Rename:
     if not _REQUIRED <= set(entry) <= _REQUIRED | _OPTIONAL or not all(isinstance(v, str) for v in entry.values()):
         raise ValueError(
-            f"{function}: {entry}: expected the keys library, name, test, and optionally becomes, as text"
+            f"{function}: {entry}: expected the keys library, name, test and, optionally, becomes, with string values"
         )
     return Rename(function, **{"becomes": moved_away(entry["name"]), **entry})
 
 
 def moved_away(name: str) -> str:
-    """A name that nobody looks for; ``_moved_away`` follows the first word, so that no text contains the old name."""
+    """Return an unused name.
+
+    ``_moved_away`` follows the first word, so that the result does not contain the old name.
+    """
     return re.sub(r"\w+", r"\g<0>_moved_away", name, count=1)
 
 
 def functions() -> set[str]:
-    """The public functions of ``alignment/internals/``, as ``module.function``."""
+    """Return the public functions of ``alignment/internals/``, as ``module.function``."""
     return {
         f"{file.stem}.{node.name}"
         for file in INTERNALS.glob("*.py")

@@ -1,6 +1,6 @@
-"""Signals to launchers and workers of real runs: does each end whole, in time, as expected, and go on bitwise?
+"""Send signals to launchers and workers of real runs, and check that they exit in time and resume bitwise.
 
-:mod:`.plan` reads the cells and what is expected of each from ``expected.txt``, :mod:`.command` starts a launcher and
-sends the signal, :mod:`.worker` is the program under test with its steps slowed down, :mod:`.run` makes a cell and
-resumes from what it left, :mod:`.judge` compares with what was expected, :mod:`.record` remembers every cell.
+:mod:`.plan` reads the cells and their expected results from ``expected.txt``, :mod:`.command` starts a launcher and
+sends the signal, :mod:`.worker` is the program under test with slow steps, :mod:`.run` makes a cell and resumes the
+run, :mod:`.judge` compares the result with the expected one, :mod:`.record` stores the results.
 """

@@ -1,6 +1,6 @@
-"""``make signals``: every launcher, signal and process of ``expected.txt``, on real runs; a Markdown table.
+"""``make signals``: test every launcher, signal and process of ``expected.txt`` on real runs; print a Markdown table.
 
-Ctrl-C at any time: the next call goes on with the cells that have not passed with this very code.
+The command can be interrupted at any time and continues with the cells that have not passed with the current code.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from tools.trial import workspace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make the cells that are left; return the exit status: 1 if any is not as expected, or not made."""
+    """Make the remaining cells; return the exit status, 1 if a cell failed or was not made."""
     parser = argparse.ArgumentParser(prog="python -m tools.signals", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="words of a cell's name: --only 'torchrun TERM'")
+    parser.add_argument(
+        "--only", default="", help="only cells whose names contain these words, for example --only 'torchrun TERM'"
+    )
     parser.add_argument("--record", type=Path, default=ROOT / "outputs" / "signals.jsonl")
     given = parser.parse_args(argv)
     cells, record, server = table(), Record(given.record, fingerprint()), RankServer()
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{number}/{len(left)} {cell.name}: {one.state} {one.signal} ({one.seconds} s)", flush=True)
                 print("".join(f"  {problem}\n" for problem in one.problems), end="", flush=True)
         except KeyboardInterrupt:
-            print("interrupted; the same command continues")
+            print("interrupted; run the same command to continue")
         finally:
             server.close()
     print("\n".join(markdown(cells, record.cells)))

@@ -1,4 +1,4 @@
-"""A launcher with its workers: started, hit by a signal, watched until no process of it is left."""
+"""Start a launcher with its workers, send a signal, and wait until all of its processes have exited."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tools.ranks.client import ROOT, environment
 from tools.ranks.process import free_port
 from tools.signals.worker import VARIABLE, Plan, Trail
 
-BOUND_S = 45.0  # after which a process that is left counts as a failure
+BOUND_S = 45.0  # after this time, remaining processes are a failure
 _POLL_S = 0.05
-_TWICE_S = 2.5  # between two SIGINT
-# Jobs that a shell starts in the background ignore SIGINT, and what they start does, too.
+_TWICE_S = 2.5  # time between two SIGINT
+# Background jobs of a shell ignore SIGINT, and so do their child processes.
 _AS_FROM_A_TERMINAL = ["env", "--default-signal=INT,TERM,HUP,USR1"]
 _ALL_SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def launch_command(script: str | Path, nproc: int, launcher: str) -> list[str]:
-    """The command before the script's own arguments: `launcher` is one of :data:`.plan.LAUNCHERS`."""
+    """Return the command without the script's arguments. `launcher` is one of :data:`.plan.LAUNCHERS`."""
     if launcher == "deepspeed":
         options = ["--num_gpus", str(nproc), "--master_port", str(free_port())]
         return [sys.executable, "-m", "deepspeed.launcher.runner", *options, str(script)]
@@ -42,13 +42,13 @@ def launch_command(script: str | Path, nproc: int, launcher: str) -> list[str]:
 
 @dataclass(frozen=True)
 class End:
-    """How everything ended.
+    """How the processes ended.
 
     Attributes:
         code: exit status of the launcher; None if it had to be killed.
-        ranks: of each rank; None where it did not choose one.
-        seconds: from the signal until the last process had gone.
-        left: what was still there after the bound, and was killed.
+        ranks: exit status of each rank; None if it was killed.
+        seconds: time from the signal until the last process had exited.
+        left: processes that had to be killed after the limit.
     """
 
     code: int | None
@@ -58,14 +58,14 @@ class End:
 
 
 class Launched:
-    """A run under a launcher, in a session of its own.
+    """A run started by a launcher in a separate session.
 
     Args:
-        command: without the workers' plan.
-        plan: for the workers.
-        ranks: their number.
-        log: for what they print.
-        cwd: their working directory; None: that of this process.
+        command: command line without the workers' plan.
+        plan: plan for the workers.
+        ranks: number of ranks.
+        log: file for their output.
+        cwd: working directory; None for the current one.
     """
 
     def __init__(self, command: Sequence[str], plan: Plan, ranks: int, log: Path, cwd: Path | None = None) -> None:
@@ -85,25 +85,25 @@ class Launched:
             )
 
     def text(self) -> str:
-        """What was printed so far."""
+        """Return the output so far."""
         return self.log.read_text(errors="replace")
 
     # Before the signal ----------------------------------------------------------------------------------------------
 
     def wait_for_step(self, step: int, seconds: float = 120.0) -> None:
-        """Wait until every rank has begun a step.
+        """Wait until all ranks have started a step.
 
         Raises:
-            RuntimeError: the run ended before, or did not come so far.
+            RuntimeError: the run ended before that, or did not reach the step in time.
         """
         end = time.monotonic() + seconds
         while any((trail.get("step") or 0) < step for trail in self.trails):
             if self.process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"step {step} was not come to:\n{self.text()[-4000:]}")
+                raise RuntimeError(f"step {step} was not reached:\n{self.text()[-4000:]}")
             time.sleep(_POLL_S)
 
     def send(self, target: str, name: str) -> None:
-        """Send a signal, or leave the file ``STOP``."""
+        """Send a signal, or create the file ``STOP``."""
         if name == "STOP":
             (Path(self.plan.output_dir) / "STOP").touch()
         elif name == "INT2":
@@ -128,12 +128,12 @@ class Launched:
         for child in psutil.Process(self.process.pid).children():
             if "deepspeed.launcher.launch" in child.cmdline():
                 return child
-        raise RuntimeError("deepspeed has no child launch.py")
+        raise RuntimeError("deepspeed has no child process launch.py")
 
     # After it -------------------------------------------------------------------------------------------------------
 
     def wait(self, bound: float = BOUND_S) -> End:
-        """Wait until no process is left; kill what is left after ``bound`` seconds."""
+        """Wait until all processes have exited; kill the remaining ones after ``bound`` seconds."""
         start = time.monotonic()
         while (left := list(self.processes())) and time.monotonic() < start + bound:
             time.sleep(_POLL_S)
@@ -144,18 +144,18 @@ class Launched:
         return End(code, tuple(trail.get("code") for trail in self.trails), seconds, names)
 
     def processes(self) -> Iterator[psutil.Process]:
-        """Every living process of the run."""
-        self.process.poll()  # so that it is no zombie
+        """Return all running processes of the run."""
+        self.process.poll()  # reap it if it is a zombie
         return processes_of(self.plan)
 
     def end(self) -> None:
-        """Kill whatever is left."""
+        """Kill all remaining processes."""
         end_processes(self.plan)
         self.process.wait()
 
 
 def processes_of(plan: Plan) -> Iterator[psutil.Process]:
-    """Every living process that was started with a plan, whoever its parent is by now: it is in its environment."""
+    """Return all running processes with a plan in their environment, regardless of their current parent."""
     own = f"{VARIABLE}={plan.variable()[VARIABLE]}".encode()
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.Error):
@@ -164,7 +164,7 @@ def processes_of(plan: Plan) -> Iterator[psutil.Process]:
 
 
 def end_processes(plan: Plan) -> None:
-    """Kill every process of a plan."""
+    """Kill all processes of a plan."""
     while left := list(processes_of(plan)):
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):

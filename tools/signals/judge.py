@@ -1,4 +1,4 @@
-"""Compares what became of a cell with what was expected."""
+"""Compare the result of a cell with the expected result."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ KILLED = "killed"
 
 @dataclass(frozen=True)
 class Seen:
-    """What became of a cell.
+    """The result of a cell.
 
     Attributes:
-        cell: its name.
-        exit: status of the launcher; None if it had to be killed.
-        ranks: that of each rank, as text.
-        seconds: until no process was left.
-        left: the processes that were left after the bound.
-        state, signal: of ``status.json``; ``-`` for none.
-        hit: the last step that was complete when the signal was sent.
+        cell: name of the cell.
+        exit: exit status of the launcher; None if it had to be killed.
+        ranks: exit status of each rank, as text.
+        seconds: time until all processes had exited.
+        left: processes that remained after the limit.
+        state, signal: values in ``status.json``; ``-`` for none.
+        hit: last complete step when the signal was sent.
         checkpoint: step of the newest checkpoint; 0 for none.
-        resumed: whether the run went on from it and ended as an undisturbed one, to the bit.
-        problems: what is not as expected, each in one line; what the judge of checkpoints and the comparison with an
-            undisturbed run have found included.
-        output: what the run printed, where there are problems.
+        resumed: whether the resumed run ended bitwise like an undisturbed one.
+        problems: differences from the expected result, one line each, including problems of checkpoints and
+            differences from the undisturbed run.
+        output: output of the run if there are problems.
     """
 
     cell: str
@@ -47,7 +47,7 @@ class Seen:
 
 
 def status(output_dir: Path) -> dict[str, Any]:
-    """``status.json``, read without the product; empty if it cannot be read."""
+    """Read ``status.json`` without using the package; empty if it cannot be read."""
     try:
         found = json.loads((output_dir / "status.json").read_text())
     except (OSError, ValueError):
@@ -56,7 +56,7 @@ def status(output_dir: Path) -> dict[str, Any]:
 
 
 def seen(cell: Cell, end: End, output_dir: Path, hit: int, checkpoint: int) -> Seen:
-    """What is known before the run goes on."""
+    """Return the result before the run is resumed."""
     found = status(output_dir)
     return Seen(
         cell=cell.name,
@@ -72,12 +72,12 @@ def seen(cell: Cell, end: End, output_dir: Path, hit: int, checkpoint: int) -> S
 
 
 def differences(seen: Seen, expected: Expected, scheduled: int) -> list[str]:
-    """What is not as expected.
+    """Return the differences from the expected result.
 
     Args:
-        seen: of the cell.
-        expected: of the table.
-        scheduled: steps between two scheduled checkpoints.
+        seen: the result of the cell.
+        expected: the expected result.
+        scheduled: number of steps between two scheduled checkpoints.
     """
     problems = [f"{process}: still running" for process in seen.left]
     if seen.exit not in expected.exits:
@@ -93,7 +93,9 @@ def differences(seen: Seen, expected: Expected, scheduled: int) -> list[str]:
     if expected.checkpoint == OLD and seen.checkpoint != before:
         problems.append(f"the newest checkpoint is of step {seen.checkpoint}, expected {before}")
     elif expected.checkpoint != OLD and not seen.hit <= seen.checkpoint < before + scheduled:
-        problems.append(f"the newest checkpoint is of step {seen.checkpoint}, and step {seen.hit} was hit")
+        problems.append(
+            f"the newest checkpoint is of step {seen.checkpoint}, but the signal was sent in step {seen.hit}"
+        )
     return problems
 
 

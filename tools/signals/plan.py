@@ -1,4 +1,4 @@
-"""The cells: which launcher, which signal, which process, and what is expected; read from ``expected.txt``."""
+"""The cells (launcher, signal and process) and their expected results, read from ``expected.txt``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLUMNS = 9
 
 @dataclass(frozen=True)
 class Cell:
-    """A launcher, and what is sent to which of its processes while a method trains."""
+    """A launcher, a signal and the process that receives it, and the method being trained."""
 
     launcher: str
     target: str
@@ -24,7 +24,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """For people and for the record."""
+        """The name of the cell."""
         return f"{self.launcher} {self.target} {self.signal} {self.method}"
 
     @property
@@ -35,13 +35,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Expected:
-    """What becomes of a cell; each entry holds the alternatives.
+    """The expected result of a cell; each entry contains the alternatives.
 
     Attributes:
-        exits: exit statuses of the launcher, negative for a signal that ended it.
-        ranks: those of each rank, as text; ``killed`` where it could not choose one.
-        states: of ``status.json``.
-        signals: of ``status.json``; ``-`` for none.
+        exits: exit statuses of the launcher, negative if a signal killed it.
+        ranks: exit statuses of each rank, as text; ``killed`` if a signal killed it.
+        states: states in ``status.json``.
+        signals: signals in ``status.json``; ``-`` for none.
         checkpoint: :data:`NEW` or :data:`OLD`.
     """
 
@@ -53,10 +53,10 @@ class Expected:
 
 
 def read(text: str) -> dict[Cell, Expected]:
-    """The table.
+    """Parse the table.
 
     Raises:
-        ValueError: a line is none of it, or a cell is there twice.
+        ValueError: a line is invalid, or a cell occurs twice.
     """
     cells: dict[Cell, Expected] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -70,7 +70,7 @@ def read(text: str) -> dict[Cell, Expected]:
         known = ((cell.launcher, LAUNCHERS), (cell.target, TARGETS), (cell.signal, SIGNALS), (checkpoint, (NEW, OLD)))
         for value, choices in known:
             if value not in choices:
-                raise ValueError(f"line {number}: {value} is none of {', '.join(choices)}")
+                raise ValueError(f"line {number}: {value} is not one of {', '.join(choices)}")
         expected = Expected(
             exits=tuple(map(int, exits.split("|"))),
             ranks=tuple(tuple(one.split("|")) for one in ranks.split(",")),
@@ -81,11 +81,11 @@ def read(text: str) -> dict[Cell, Expected]:
         if len(expected.ranks) != cell.ranks:
             raise ValueError(f"line {number}: {len(expected.ranks)} exit statuses for {cell.ranks} rank(s)")
         if cell in cells:
-            raise ValueError(f"line {number}: {cell.name} is there twice")
+            raise ValueError(f"line {number}: {cell.name} occurs twice")
         cells[cell] = expected
     return cells
 
 
 def table() -> dict[Cell, Expected]:
-    """All cells of ``make signals``."""
+    """Return all cells of ``make signals``."""
     return read(TABLE.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What became of every cell, line by line in a file, so that a long run can be interrupted."""
+"""Record the result of every cell as a line in a file, so that a long run can be interrupted and continued."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tools.signals.plan import Cell, Expected
 _CODE = ("alignment", "launch", "tools/signals", "tools/chaos")
 _HEAD = (
     *("launcher", "to", "signal", "method", "exit status", "ranks", "status.json"),
-    *("hit in step", "checkpoint", "seconds", "resume"),
+    *("signal in step", "checkpoint", "seconds", "resume"),
 )
 
 
 def fingerprint(root: Path = ROOT) -> str:
-    """A hash of the code that a cell runs; what is expected of it counts as well."""
+    """Return a hash of the code that a cell runs, including the expected results."""
     digest = hashlib.sha256()
     files = (path for name in _CODE for path in (root / name).rglob("*") if path.suffix in (".py", ".txt"))
     for path in sorted(files):
@@ -29,18 +29,18 @@ def fingerprint(root: Path = ROOT) -> str:
 
 
 class Record:
-    """The cells that were made with this very code, in a file that also holds others.
+    """The cells that were made with the current code, in a file that may also contain others.
 
     Args:
-        file: appended to; made with the first cell.
-        code: fingerprint.
+        file: the file to append to; created with the first cell.
+        code: fingerprint of the code.
     """
 
     def __init__(self, file: Path, code: str) -> None:
         self.file, self.code = file, code
         self.cells: dict[str, Seen] = {}
         for line in file.read_text().splitlines() if file.exists() else ():
-            if not line.endswith("}"):  # cut off
+            if not line.endswith("}"):  # incomplete line
                 continue
             entry = json.loads(line)
             if entry.pop("code") == code:
@@ -48,17 +48,17 @@ class Record:
                 self.cells[entry["cell"]] = Seen(**{**entry, **lists})
 
     def add(self, seen: Seen) -> None:
-        """Write a cell."""
+        """Append a cell."""
         self.cells[seen.cell] = seen
         self.file.parent.mkdir(parents=True, exist_ok=True)
         text = self.file.read_bytes() if self.file.exists() else b""
         with self.file.open("a") as file:
-            file.write("\n" * (not text.endswith(b"\n") and bool(text)))  # after a line that was cut off
+            file.write("\n" * (not text.endswith(b"\n") and bool(text)))  # after an incomplete line
             file.write(json.dumps({"code": self.code, **dataclasses.asdict(seen)}) + "\n")
 
 
 def markdown(cells: Iterable[Cell], record: Mapping[str, Seen]) -> list[str]:
-    """The table, and below it what is wrong; cells that were not made are left out."""
+    """Return the table, followed by the problems. Cells that were not made are omitted."""
     lines = [f"| {' | '.join(_HEAD)} |", f"|{'---|' * len(_HEAD)}"]
     wrong: list[str] = []
     for cell in cells:
@@ -82,6 +82,6 @@ def markdown(cells: Iterable[Cell], record: Mapping[str, Seen]) -> list[str]:
 
 
 def wanted(table: Mapping[Cell, Expected], record: Record, only: str) -> list[Cell]:
-    """The cells that are still to be made: those whose name holds every word of ``only``, but for what has passed."""
+    """Return the cells to make: those whose names contain all words of ``only`` and that have not passed."""
     done = {name for name, seen in record.cells.items() if not seen.problems}
     return [cell for cell in table if cell.name not in done and set(only.split()) <= set(cell.name.split())]

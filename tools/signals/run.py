@@ -1,4 +1,4 @@
-"""Makes cells: starts the run, hits it, judges what is left, goes on from it and compares the end."""
+"""Make cells: start the run, send the signal, check the files, resume the run and compare the result."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tools.signals.judge import Seen, differences, seen
 from tools.signals.plan import Cell, Expected
 from tools.signals.worker import Plan
 
-STEPS, SCHEDULED = 24, 8  # of a run, and between two of its checkpoints
+STEPS, SCHEDULED = 24, 8  # steps of a run, and between two of its checkpoints
 _SLOW_FROM = 10
-_OUTPUT = 6000  # characters that are kept
+_OUTPUT = 6000  # number of characters of the output to keep
 WORKER = Path(__file__).with_name("worker.py")
-# Ranks take turns at waiting for each other, so that some signals find their rank within a collective.
+# Ranks alternately wait for each other, so that some signals arrive while their rank is in a collective.
 _SLOW_S, _LONG_S = (0.5, 0.1), 25.0
 
 
@@ -26,11 +26,11 @@ class Signals:
     """Cells in a folder.
 
     Args:
-        server: forks the ranks of undisturbed runs and of those that go on.
-        folder: for models, references and runs; on a fast disk.
+        server: the server that forks the ranks of undisturbed and of resumed runs.
+        folder: folder for models, references and runs; on a fast disk.
 
     Attributes:
-        program: that is run.
+        program: the program under test.
     """
 
     def __init__(self, server: RankServer, folder: Path) -> None:
@@ -40,12 +40,12 @@ class Signals:
         self._made = 0
 
     def arguments(self, method: str, output_dir: Path, **changes: object) -> list[str]:
-        """Of ``launch/train.py``: the same for the first start and for every restart."""
+        """Return the arguments of ``launch/train.py``, the same for every attempt."""
         own = {"max_steps": STEPS, "save_steps": SCHEDULED, "eval_steps": SCHEDULED, "save_total_limit": 100}
         return self.world.arguments(method, output_dir, **(own | changes))
 
     def reference(self, method: str, ranks: int) -> Path:
-        """The folder of the run that nobody disturbs; made when it is first needed."""
+        """Return the folder of the undisturbed run, which is made on first use."""
         output_dir = self.folder / f"{method}-{ranks}"
         if not output_dir.exists():
             self.server.run(self.program, *self.arguments(method, output_dir), nproc=ranks)
@@ -87,12 +87,12 @@ class Signals:
         return dataclasses.replace(told, resumed=not after, problems=problems, output=text)
 
     def go_on(self, method: str, ranks: int, output_dir: Path) -> list[str]:
-        """Start the run again by the same command, and compare its end with that of the reference."""
+        """Resume the run with the same command, and compare its result with the reference."""
         newest = look(output_dir).steps[-1:]
         try:
             self.server.run(self.program, *self.arguments(method, output_dir), nproc=ranks)
         except RanksFailed as error:
-            return [f"it does not go on: {error.outcome.report()}"]
+            return [f"the run cannot be resumed: {error.outcome.report()}"]
         extra = [step for step in newest if step % SCHEDULED]
         shutil.rmtree(output_dir / f"checkpoint-{extra[0]}") if extra else None
         return compare(output_dir, self.reference(method, ranks), newest)

@@ -1,7 +1,7 @@
 """A worker of the run under test: ``launch/train.py`` with slow steps, a trail, and a fault at a chosen event.
 
-Usage: ``worker.py arguments of launch/train.py…``, with a :class:`Plan` in the environment. Nothing of the product is
-replaced: a step takes longer, and what this process does is written down.
+Usage: ``worker.py arguments of launch/train.py…``, with a :class:`Plan` in the environment. No code of the package is
+replaced; steps only take longer, and the actions of this process are recorded.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from typing import Any, NoReturn
 VARIABLE = "ALIGNMENT_SIGNALS"
 LOADING = "loading"
 SLOW_EVENT_S = 0.2
-_BEATS_S = 1.2  # in which a rank has told the others what it is doing
+_BEATS_S = 1.2  # the time in which a rank has reported its activity to the others
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the workers of one start do beside training.
+    """The plan for the workers of one attempt.
 
     Attributes:
-        folder: where each leaves its process number, its steps and its exit status.
-        output_dir: of the run.
-        slow_from: the first step that is slow.
-        slow: how much longer such a step takes on each rank, in seconds.
-        rank: that has the fault.
-        event: of :mod:`tools.chaos.events`, at which the fault happens, or ``loading``, when a model is about to be
-            loaded; None: there is none.
-        occurrence: the so-manieth time that the event happens.
-        fault: ``stop`` (SIGSTOP), ``kill`` (SIGKILL), ``sleep`` (the main thread hangs) or ``slow`` (it goes on, and
-            every further event takes longer).
+        folder: folder in which each worker writes its process ID, its steps and its exit status.
+        output_dir: output folder of the run.
+        slow_from: the first slow step.
+        slow: additional seconds of a slow step on each rank.
+        rank: the rank with the fault.
+        event: an event of :mod:`tools.chaos.events` at which the fault happens, or ``loading``, before a model is
+            loaded; None for no fault.
+        occurrence: which occurrence of the event, counted from 1.
+        fault: ``stop`` (SIGSTOP), ``kill`` (SIGKILL), ``sleep`` (the main thread hangs) or ``slow`` (the rank
+            continues, but all further events take longer).
     """
 
     folder: str
@@ -53,17 +53,17 @@ class Plan:
     fault: str = "stop"
 
     def variable(self) -> dict[str, str]:
-        """For the environment of a launcher."""
+        """Return the environment variable for a launcher."""
         return {VARIABLE: json.dumps(dataclasses.asdict(self))}
 
     @classmethod
     def of_environment(cls) -> Plan:
-        """The plan that this process was started with."""
+        """Return the plan with which this process was started."""
         return cls(**json.loads(os.environ[VARIABLE]))
 
 
 class Trail:
-    """What a worker leaves for the tool: ``pid-RANK``, ``step-RANK``, ``fault-RANK`` and ``code-RANK``."""
+    """The files that a worker writes for the tool: ``pid-RANK``, ``step-RANK``, ``fault-RANK`` and ``code-RANK``."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
@@ -75,7 +75,7 @@ class Trail:
         hidden.rename(self.folder / f"{what}-{self.rank}")
 
     def get(self, what: str) -> int | None:
-        """What the file says; None if there is none."""
+        """Read the file; None if it does not exist."""
         try:
             return int((self.folder / f"{what}-{self.rank}").read_text())
         except FileNotFoundError:
@@ -83,14 +83,14 @@ class Trail:
 
     @property
     def pid(self) -> int:
-        """The process of the rank.
+        """The process ID of the rank.
 
         Raises:
-            RuntimeError: it has not begun.
+            RuntimeError: the rank has not started.
         """
         found = self.get("pid")
         if found is None:
-            raise RuntimeError(f"rank {self.rank} has not begun")
+            raise RuntimeError(f"rank {self.rank} has not started")
         return found
 
 
@@ -116,14 +116,14 @@ def main(plan: Plan) -> None:
 
 
 def _program() -> Path:
-    """``launch/train.py`` of the checkout that is first on the path, whichever this file belongs to."""
+    """Return ``launch/train.py`` of the checkout that is first on the path."""
     spec = importlib.util.find_spec("alignment")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parents[1] / "launch" / "train.py"
 
 
 def _note_exit(trail: Trail) -> None:
-    """Write the exit status down where the process chooses it: launchers keep it to themselves."""
+    """Record the exit status when the process sets it, because launchers do not report it."""
     leave = os._exit
 
     def noted(status: int) -> NoReturn:
@@ -134,7 +134,7 @@ def _note_exit(trail: Trail) -> None:
 
 
 def _slow_steps(plan: Plan, trail: Trail) -> None:
-    """Steps of the engine from a given one on take longer; each is written down before it begins."""
+    """Slow down the engine's steps, starting with a given one, and record each step before it starts."""
     done = 0
 
     def patch(deepspeed: Any) -> None:
@@ -154,7 +154,7 @@ def _slow_steps(plan: Plan, trail: Trail) -> None:
 
 
 def _when_imported(name: str, change: Callable[[Any], None]) -> None:
-    """Change a module once the program imports it: signals may come before that, and imports take seconds."""
+    """Patch a module when the program imports it, because imports take seconds and signals may arrive before them."""
     if name in sys.modules:
         change(sys.modules[name])
         return
@@ -179,7 +179,7 @@ def _when_imported(name: str, change: Callable[[Any], None]) -> None:
 
 
 def _follow(plan: Plan, trail: Trail) -> None:
-    """Wait for the event at which the fault happens."""
+    """Trigger the fault at its event."""
     from tools.chaos.events import Events
 
     left = plan.occurrence

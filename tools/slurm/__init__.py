@@ -1,7 +1,7 @@
-"""A real SLURM on one machine: its daemons in a folder of their own, each node in namespaces of its own.
+"""A private SLURM cluster on one machine: its daemons run in a separate folder, each node in separate namespaces.
 
-The packages ``slurm-wlm`` and ``munge`` have to be installed, and only root may unshare namespaces. Nothing outside
-the folder is read or changed, and a SLURM that the machine already has is left alone::
+The packages ``slurm-wlm`` and ``munge`` must be installed, and creating namespaces requires root. Nothing outside of
+the folder is read or changed, and an existing SLURM installation is not affected::
 
     python -m tools.slurm start FOLDER     # prints the variables to set
     python -m tools.slurm stop FOLDER

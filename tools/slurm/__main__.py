@@ -14,7 +14,7 @@ def main() -> None:
     """Start or stop the cluster of a folder."""
     parser = argparse.ArgumentParser(prog="python -m tools.slurm", description=__doc__)
     parser.add_argument("action", choices=["start", "stop"])
-    parser.add_argument("folder", type=Path, help="everything that the daemons write goes there")
+    parser.add_argument("folder", type=Path, help="folder for all files of the daemons")
     given = parser.parse_args()
     cluster = Cluster(given.folder, bound=False)
     if given.action == "stop":
@@ -28,7 +28,7 @@ def main() -> None:
     except RuntimeError as error:
         cluster.stop()
         sys.exit(f"error: {error}")
-    print(f"# up in {seconds:.1f} s; set this to use it:")
+    print(f"# ready in {seconds:.1f} s; set these variables to use it:")
     for name, value in cluster.variables.items():
         print(f"export {name}={shlex.quote(value)}")
 

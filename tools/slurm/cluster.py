@@ -1,4 +1,4 @@
-"""Starts and stops the daemons of a private cluster, and loses nodes."""
+"""Start and stop the daemons of a private cluster, and simulate the loss of nodes."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from tools.slurm.settings import LOOPBACK, NODES, address, write_settings
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
 _UNSHARE = ("unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
-# The first process of a node is a shell, which reaps what daemons leave behind; when it ends, all others do.
+# The first process of a node is a shell, which reaps orphaned processes. When it exits, all others are killed.
 _NODE = 'hostname "$1" && mount --bind "$2" /etc/hosts && { slurmd -D -N "$1" & wait "$!"; }'
 
 
 def why_not() -> str | None:
-    """Why no cluster can be started here; None if one can."""
+    """Return why no cluster can be started on this machine, or None."""
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]
     if missing:
         return f"{', '.join(missing)} not found: `make slurm` installs the packages slurm-wlm and munge"
     if os.geteuid() != 0:
-        return "a SLURM of two nodes on one machine needs root"
+        return "several SLURM nodes on one machine require root"
     tried = subprocess.run([*_UNSHARE, "true"], capture_output=True, text=True, check=False)
-    return None if tried.returncode == 0 else f"no namespaces here: {tried.stderr.strip()}"
+    return None if tried.returncode == 0 else f"namespaces cannot be created: {tried.stderr.strip()}"
 
 
 class Cluster:
-    """A controller and the nodes of :data:`~tools.slurm.settings.NODES`, with everything they write in one folder.
+    """A controller and the nodes of :data:`~tools.slurm.settings.NODES`, with all their files in one folder.
 
     Args:
-        folder: of the cluster; made if it is not there.
-        bound: end the daemons with the calling process.
+        folder: folder of the cluster; created if it does not exist.
+        bound: stop the daemons when the calling process exits.
     """
 
     def __init__(self, folder: Path, *, bound: bool = True) -> None:
@@ -48,35 +48,35 @@ class Cluster:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What a process needs in its environment to use the cluster."""
+        """The environment variables that a process needs to use the cluster."""
         found = {"SLURM_CONF": str(self.folder / "slurm.conf")}
-        # Where the machine has no address but loopback, its nodes can meet there, and a run has to be told so.
+        # If the machine only has a loopback address, the nodes can communicate over it, but a run must be told so.
         return found | {"GLOO_SOCKET_IFNAME": "lo"} if address() == LOOPBACK else found
 
     def start(self) -> float:
         """Start the daemons and wait until every node is ready.
 
         Returns:
-            How long it took, in seconds.
+            The duration in seconds.
         """
         begun = time.monotonic()
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._pids():
-            raise RuntimeError(f"{self.folder}: a cluster runs there; stop it first")
+            raise RuntimeError(f"{self.folder}: a cluster is already running; stop it first")
         (self.folder / "state").mkdir(exist_ok=True)
         write_settings(self.folder)
         munge = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log"}
         files = [f"--{option}={self.folder / name}" for option, name in {**munge, "seed-file": "munge.seed"}.items()]
         self._daemon("munged", ["munged", "--foreground", "--force", "--num-threads=2", *files])
-        _until(lambda: (self.folder / "munge.socket").exists(), 10, "munged does not listen")
+        _until(lambda: (self.folder / "munge.socket").exists(), 10, "munged did not start")
         self._daemon("slurmctld", ["slurmctld", "-D"])
         for node in NODES:
             self._daemon(node, [*_UNSHARE, "bash", "-c", _NODE, "node", node, str(self.folder / "hosts")])
-        _until(lambda: self.ready(*NODES), 30, f"the nodes do not come up; see {self.folder}/*.log")
+        _until(lambda: self.ready(*NODES), 30, f"the nodes did not start; see {self.folder}/*.log")
         return time.monotonic() - begun
 
     def stop(self) -> None:
-        """Kill all nodes with what runs there, then end the other daemons."""
+        """Kill all nodes with their processes, then stop the other daemons."""
         for name, process in self._pids().items():
             process.send_signal(signal.SIGKILL if name in NODES else signal.SIGTERM)
         _, left = psutil.wait_procs(self._pids().values(), timeout=10)
@@ -86,23 +86,23 @@ class Cluster:
         (self.folder / "pids.json").unlink(missing_ok=True)
 
     def lose(self, node: str) -> None:
-        """Kill everything on a node at once, as when its power fails.
+        """Kill everything on a node immediately, as in a power failure.
 
-        It stays lost. What SLURM could not tell it is sent again after a minute, when it would hit a job that was
-        requeued and has the same number; with SLURM's own times no job is started again as early as that.
+        The node is not restarted. SLURM resends undelivered messages after a minute, which could then affect a
+        requeued job with the same ID; with SLURM's default times, jobs are not restarted that early.
         """
         process = self._pids()[node]
         process.kill()
         process.wait(10)
 
     def ready(self, *nodes: str) -> bool:
-        """Whether jobs can start on these nodes."""
+        """Return whether jobs can start on these nodes."""
         shown = self.run("sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N %T").stdout
         states = dict(line.split() for line in shown.splitlines())
         return len(states) == len(nodes) and set(states.values()) <= {"idle", "mixed", "allocated", "completing"}
 
     def run(self, *command: str, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run a command outside of the nodes, as on a login node."""
+        """Run a command outside of the nodes, like on a login node."""
         env = {**os.environ, **self.variables, **variables}
         return subprocess.run(
             command, env=env, text=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout, check=False
@@ -126,7 +126,7 @@ class Cluster:
         (self.folder / "pids.json").write_text(json.dumps(known))
 
     def _pids(self) -> dict[str, psutil.Process]:
-        """The daemons that run, by name."""
+        """Return the running daemons by name."""
         found = {}
         with contextlib.suppress(FileNotFoundError):
             for name, (pid, created) in json.loads((self.folder / "pids.json").read_text()).items():

@@ -1,4 +1,4 @@
-"""The files of a private cluster: ``slurm.conf``, its GPUs, and the hosts that its nodes know."""
+"""The configuration files of a private cluster: ``slurm.conf``, GPUs and hosts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 NODES = ("n1", "n2", "n3", "n4", "n5", "n6")
-WITH_GPUS = NODES[:4]  # a job takes two of them, and others once those are lost
-# Jobs of the partition high take the place of those in low, after a time of grace.
+WITH_GPUS = NODES[:4]  # a job uses two of them, and others after a loss
+# Jobs of the partition high preempt those in low, after a grace period.
 PARTITIONS = {
     "gpu": "Nodes=n[1-4] Default=YES",
     "cpu": "Nodes=n5",
     "low": "Nodes=n6 PriorityTier=1 GraceTime=8",
     "high": "Nodes=n6 PriorityTier=2",
 }
-CPUS, GPUS = 8, 2  # that a node claims to have; no process is bound to either
+CPUS, GPUS = 8, 2  # reported by a node; processes are not bound to them
 
-# Short times: a lost node is noticed after 15 s (6 minutes by default), and a requeued job waits for 5 s (2 minutes).
+# Short times: a lost node is detected after 15 s (default: 6 minutes), a requeued job waits for 5 s (default: 2
+# minutes).
 _CONF = """\
 ClusterName=private
 SlurmctldHost={host}({address})
@@ -61,7 +62,7 @@ PreemptMode=REQUEUE
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that are all free at this moment."""
+    """Return ports of this machine that are currently free."""
     probes = [socket.socket() for _ in range(count)]
     try:
         for probe in probes:
@@ -73,10 +74,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def address() -> str:
-    """The machine's own address, by which its nodes reach each other; loopback where it has no other."""
+    """Return the machine's address, which its nodes use to communicate; loopback if it has no other."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("198.51.100.1", 9))  # sends nothing: the kernel only chooses a route
+            probe.connect(("198.51.100.1", 9))  # sends no packets; the kernel only selects a route
             found: str = probe.getsockname()[0]
         except OSError:
             return LOOPBACK
@@ -84,7 +85,7 @@ def address() -> str:
 
 
 def write_settings(folder: Path) -> None:
-    """Write the files of a cluster into ``folder``."""
+    """Write the files of a cluster to ``folder``."""
     own, (controller, *ports) = address(), free_ports(1 + len(NODES))
     host = socket.gethostname()
     lines = [_CONF.format(host=host, address=own, port=controller, folder=folder)]

@@ -1,7 +1,7 @@
 """``python -m tools.trl CHECKOUT...``: run TRL's own tests of these checkouts against this package.
 
-Prints a table of releases and files, and ends with 1 if ``expected.txt`` is not exactly right about a test that ran.
-An interrupted call goes on with the next one: the outcomes of this very code are kept in ``outputs/``.
+Print a table of releases and files, and exit with status 1 if ``expected.txt`` is wrong about a test that ran. An
+interrupted run continues with the next call: outcomes with the current code are stored in ``outputs/``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from tools.trl.hub.build import prepare
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tests that are left, and return the exit status."""
+    """Run the remaining tests and return the exit status."""
     given = _parser().parse_args(argv)
     if not _installed("parameterized"):
-        print("tests of TRL up to 0.24 need the package `parameterized`: pip install parameterized", file=sys.stderr)
+        print(
+            "tests of TRL up to 0.24 require the package `parameterized`; run pip install parameterized",
+            file=sys.stderr,
+        )
         return 2
     code = fingerprint(given.checkouts)
     done = {} if given.fresh else _read(given.record, code)
@@ -52,21 +55,25 @@ def _installed(package: str) -> bool:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.trl", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkouts", nargs="+", type=Path, help="folders of TRL's repository, one for each release")
-    parser.add_argument("--only", default="", help="words of a test's name: --only '0.24 test_kto lora'")
-    parser.add_argument("--jobs", type=int, default=2, help="tests at once")
-    parser.add_argument("--limit", type=int, default=120, help="seconds that a test may take")
-    parser.add_argument("--update", action="store_true", help="add and remove lines of the file; reasons stay")
-    parser.add_argument("--failed", action="store_true", help="run those again that failed with this very code")
-    parser.add_argument("--fresh", action="store_true", help="run all again")
-    parser.add_argument("--expected", type=Path, default=reasons.EXPECTED, help="the file of what does not pass")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="only tests whose names contain these words, for example --only '0.24 test_kto lora'",
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="number of concurrent tests")
+    parser.add_argument("--limit", type=int, default=120, help="time limit of a test in seconds")
+    parser.add_argument("--update", action="store_true", help="add and remove lines of the file, keeping reasons")
+    parser.add_argument("--failed", action="store_true", help="run tests again that failed with the current code")
+    parser.add_argument("--fresh", action="store_true", help="run all tests again")
+    parser.add_argument("--expected", type=Path, default=reasons.EXPECTED, help="file with the tests that do not pass")
     parser.add_argument("--record", type=Path, default=ROOT / "outputs" / "trl.jsonl", help="outcomes so far")
     parser.add_argument("--failures", type=Path, default=ROOT / "outputs" / "trl-failures", help="tracebacks and logs")
-    parser.add_argument("--hub", type=Path, default=ROOT / "outputs" / "trl-hub", help="where the local hub is built")
+    parser.add_argument("--hub", type=Path, default=ROOT / "outputs" / "trl-hub", help="folder for the local hub")
     return parser
 
 
 def fingerprint(folders: Sequence[Path]) -> str:
-    """A hash of the code that a test runs: this package, this tool, and the checkouts' tests."""
+    """Return a hash of the code that a test runs: this package, this tool, and the checkouts' tests."""
     digest = hashlib.sha256()
     own = [file for name in ("alignment", "tools/trl") for file in (ROOT / name).rglob("*.py")]
     for file in (*sorted(own), *(file for folder in folders for file in checkouts.files(folder))):
@@ -75,10 +82,10 @@ def fingerprint(folders: Sequence[Path]) -> str:
 
 
 def _read(record: Path, code: str) -> dict[str, reasons.Outcome]:
-    """The last outcome of each test with this code."""
+    """Read the last outcome of each test with the current code."""
     outcomes = {}
     for line in record.read_text().splitlines() if record.exists() else ():
-        if not line.endswith("}"):  # cut off
+        if not line.endswith("}"):  # incomplete line
             continue
         entry = json.loads(line)
         if entry.pop("code", None) == code:
@@ -89,7 +96,7 @@ def _read(record: Path, code: str) -> dict[str, reasons.Outcome]:
 
 
 def run(given: argparse.Namespace, code: str, done: dict[str, reasons.Outcome]) -> int:
-    """Run what is not done, and add the outcomes to the record; the status of pytest where it could not run."""
+    """Run the remaining tests and add the outcomes to the record; return pytest's status if it could not run."""
     with workspace("trl-") as folder:
         results = folder / "results"
         results.mkdir()
@@ -121,14 +128,14 @@ def run(given: argparse.Namespace, code: str, done: dict[str, reasons.Outcome]) 
         try:
             status = subprocess.run(command, cwd=folder, env=_environment(prepare(given.hub))).returncode
         except KeyboardInterrupt:
-            print("interrupted; the same command continues")
+            print("interrupted; run the same command to continue")
             status = 1
         _keep(results, given, code)
-    return 0 if status in (0, 5) else status  # 5: nothing was left to run
+    return 0 if status in (0, 5) else status  # 5: no tests were left to run
 
 
 def _environment(home: Path) -> dict[str, str]:
-    """Of the tests: no network, no tracker, one thread each."""
+    """Return the environment of the tests: no network, no trackers, one thread each."""
     own = {
         "HF_HOME": str(home),
         "HF_HUB_OFFLINE": "1",
@@ -144,7 +151,7 @@ def _environment(home: Path) -> dict[str, str]:
 
 
 def _keep(results: Path, given: argparse.Namespace, code: str) -> None:
-    """Add the outcomes to the record, and copy what failed."""
+    """Add the outcomes to the record, and copy the logs of failed tests."""
     file = results / "outcomes.jsonl"
     given.record.parent.mkdir(parents=True, exist_ok=True)
     text = given.record.read_text() if given.record.exists() else ""

@@ -1,4 +1,4 @@
-"""Which tests of a checkout are meant, and a copy of them that runs apart from TRL."""
+"""Select the tests of a checkout, and copy them so that they run without TRL."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import shutil
 from pathlib import Path
 
 _TRAINERS = ("kto", "cpo", "online_dpo", "reward")
-_WITH_SFT = (0, 24)  # the first release whose tests of SFT are about today's interface
+_WITH_SFT = (0, 24)  # the first release whose SFT tests use the current interface
 _LEAVES = ("conftest.py",)  # prepares TRL's own classes and machines
 
 
 def release(checkout: Path) -> str:
-    """The release that a checkout says it is.
+    """Return the release of a checkout.
 
     Raises:
-        ValueError: it is not a checkout of TRL.
+        ValueError: the folder is not a checkout of TRL.
     """
     file = checkout / "VERSION"
     text = file.read_text().strip() if file.exists() else ""
@@ -24,19 +24,19 @@ def release(checkout: Path) -> str:
         found = re.search(r'^__version__ = "(.+)"', source.read_text(), re.M)
         text = found.group(1) if found else ""
     if not text:
-        raise ValueError(f"{checkout} is not a checkout of TRL: it has neither VERSION nor trl/__init__.py; clone it")
+        raise ValueError(f"{checkout} is not a checkout of TRL: no VERSION or trl/__init__.py; pass a clone")
     return text
 
 
 def files(checkout: Path) -> list[Path]:
-    """The test files that are meant: those of the trainers that are here too.
+    """Return the test files of the trainers that this package also has.
 
     Raises:
-        ValueError: one is missing.
+        ValueError: a file is missing.
     """
     found = [_test_file(checkout, name) for name in _TRAINERS]
     numbers = tuple(int(part) for part in release(checkout).split(".")[:2])
-    # 1.6 has no more of SFT than the release after it: one of the two is enough.
+    # The SFT tests of 1.6 are a subset of those of the next release.
     if numbers == _WITH_SFT or "dev" in release(checkout):
         found.append(_test_file(checkout, "sft"))
     return found
@@ -51,11 +51,11 @@ def _test_file(checkout: Path, name: str) -> Path:
 
 
 def copy(checkout: Path, folder: Path) -> list[Path]:
-    """Copy the test files and what they import from their own package.
+    """Copy the test files and the modules that they import from their package.
 
     Args:
-        checkout: of TRL.
-        folder: becomes a package with a package ``tests`` in it.
+        checkout: a checkout of TRL.
+        folder: the target folder, which becomes a package with a package ``tests`` in it.
 
     Returns:
         The copies of :func:`files`.

@@ -1,7 +1,7 @@
-"""A pytest plugin: every test in a process of its own, several at once, each with a time limit and an outcome in JSON.
+"""A pytest plugin that runs every test in a separate process, concurrently, with a time limit and a JSON outcome.
 
-DeepSpeed and torch.distributed keep state for the life of a process, and a script trains one model in one process. The
-libraries are imported once and every test is a fork of that process.
+DeepSpeed and torch.distributed have process-wide state, and a script trains one model in one process. The libraries
+are imported once, and every test is a fork of that process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from _pytest.runner import runtestprotocol
 from tools.trl import shim
 from tools.trl.reasons import Outcome, Reason
 
-_RENAMED = {"AutoModelForVision2Seq": "AutoModelForImageTextToText"}  # imported by tests of older releases
+_RENAMED = {"AutoModelForVision2Seq": "AutoModelForImageTextToText"}  # imported by the tests of older releases
 _MARKS = (
     ("vision", Reason.VISION),
     ("vllm", Reason.VLLM),
@@ -40,23 +40,23 @@ _MARKS = (
 
 
 def pytest_addoption(parser: Any) -> None:
-    """The plugin's options."""
+    """Register the plugin's options."""
     parser.addoption("--settings", required=True, help="JSON file: checkouts, limit, jobs, folder, skip")
 
 
 def pytest_configure(config: Any) -> None:
-    """Make the shim known before anything of TRL is imported."""
+    """Install the shim before anything is imported from TRL."""
     settings = json.loads(Path(config.getoption("--settings")).read_text())
     config.trl = settings
     shim.install(map(Path, settings["checkouts"]))
     config.addinivalue_line("markers", "slow: TRL's slow tests")
     for name in ("low_priority", "require_torch_accelerator", "is_staging_test"):
-        config.addinivalue_line("markers", f"{name}: one of TRL's")
+        config.addinivalue_line("markers", f"{name}: a marker of TRL")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makemodule() -> None:
-    """Give transformers the names that it has dropped since; its ``testing_utils`` imports it once more."""
+    """Restore names that transformers has removed; its ``testing_utils`` imports it once more."""
     importlib.import_module("transformers.testing_utils")
     transformers = importlib.import_module("transformers")
 
@@ -67,19 +67,19 @@ def pytest_pycollect_makemodule() -> None:
 
 @pytest.fixture
 def lazy_shared_datadir(request: Any) -> Path:
-    """As pytest-datadir's, for tests that only read."""
+    """Replace pytest-datadir's fixture, for tests that only read."""
     return next(parent / "data" for parent in Path(request.node.fspath).parents if (parent / "data").is_dir())
 
 
 def identifier(item: Any) -> str:
-    """``RELEASE/FILE::TEST``: where the file lies differs among releases, and does not matter."""
+    """Return ``RELEASE/FILE::TEST``, without the folder of the file, which differs between releases."""
     folder, settings = Path(item.fspath), item.config.trl
     release = folder.relative_to(settings["root"]).parts[0]
     return f"{settings['releases'][release]}/{folder.name}::{item.nodeid.partition('::')[2]}"
 
 
 def left_out(item: Any) -> Reason | None:
-    """What the test's own marks say that it needs."""
+    """Return the reason to skip a test according to its markers."""
     if item.get_closest_marker("slow"):
         return Reason.SLOW
     for mark in item.iter_markers("skipif"):
@@ -94,7 +94,7 @@ def _reason(text: str) -> Reason | None:
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Leave out what is not asked for."""
+    """Deselect tests that are not requested."""
     only, done = config.trl["only"].split(), set(config.trl["done"])
     names = {id(item): identifier(item) for item in items}
     items[:] = [
@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
 
 
 def pytest_runtestloop(session: Any) -> bool:
-    """Run every test in a fork; as many at once as there are jobs."""
+    """Run every test in a fork, with up to ``jobs`` concurrent tests."""
     if session.testsfailed:
         return False
     config = session.config
@@ -117,7 +117,7 @@ def pytest_runtestloop(session: Any) -> bool:
             if item is None:
                 more = False
             elif reason := left_out(item):
-                _write(item, Outcome(False, reason, "left out by its marks"))
+                _write(item, Outcome(False, reason, "skipped by its markers"))
             else:
                 running[_fork(item)] = item, time.monotonic()
         for pid, (item, start) in list(running.items()):
@@ -127,18 +127,18 @@ def pytest_runtestloop(session: Any) -> bool:
 
 
 def _look(pid: int, item: Any, start: float, running: dict[int, tuple[Any, float]]) -> None:
-    """Take the outcome of a process that has ended, or end one that is over its limit."""
+    """Read the outcome of a process that has exited, or kill one that exceeds its time limit."""
     seconds = time.monotonic() - start
     if os.waitpid(pid, os.WNOHANG) != (0, 0):
         result = _folder(item) / f"{pid}.json"
         if result.exists():
             _write(item, Outcome(**_revived(json.loads(result.read_text())), seconds=round(seconds, 1)))
         else:
-            _write(item, Outcome(False, None, "the process ended without an outcome", round(seconds, 1)))
+            _write(item, Outcome(False, None, "the process exited without an outcome", round(seconds, 1)))
     elif seconds > item.config.trl["limit"]:
         os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        _write(item, Outcome(False, None, f"not done after {item.config.trl['limit']} s", round(seconds, 1)))
+        _write(item, Outcome(False, None, f"timed out after {item.config.trl['limit']} s", round(seconds, 1)))
     else:
         return
     del running[pid]
@@ -174,7 +174,7 @@ def _fork(item: Any) -> int:
 
 
 def _run(item: Any) -> None:
-    """In the fork: run the test with caches and a log of its own, and leave its outcome."""
+    """Run the test in the fork, with separate caches and a separate log, and write its outcome."""
     import datasets
 
     folder, pid = _folder(item), os.getpid()
@@ -201,14 +201,14 @@ def _run(item: Any) -> None:
 
 
 def _own_folder(folder: Path, pid: int) -> Path:
-    """Where the test runs: a run without ``output_dir`` leaves its folder there."""
+    """Return the working directory of the test, in which a run without ``output_dir`` creates its folder."""
     own = folder / f"{pid}.cwd"
     own.mkdir()
     return own
 
 
 def _outcome(reports: list[Any]) -> Outcome:
-    """What setup, call and teardown come to."""
+    """Combine the outcomes of setup, call and teardown."""
     for report in reports:
         if report.skipped:
             text = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)

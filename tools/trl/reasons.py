@@ -1,4 +1,4 @@
-"""Which tests do not pass, and why: a strict file, and the closed list of its reasons."""
+"""The tests that do not pass and the reasons: a strict file, and a fixed list of reasons."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXPECTED = Path(__file__).with_name("expected.txt")
 
 
 class Reason(enum.Enum):
-    """Why a test of TRL does not pass here; the value says it in a sentence."""
+    """Why a test of TRL does not pass; the value is an explanation."""
 
     VISION = "is about images"
     VLLM = "generates with vLLM"
@@ -31,7 +31,7 @@ LEFT_OUT = frozenset(
     (Reason.VISION, Reason.VLLM, Reason.LIGER, Reason.GPU, Reason.SLOW, Reason.SKIPPED, Reason.PRIVATE)
     + (Reason.PACKAGE, Reason.NETWORK)
 )
-"""Those of tests that cannot run here, whatever this package does."""
+"""Reasons for which a test cannot run, regardless of this package."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Line:
     """An entry of the file.
 
     Attributes:
-        reason: None until a person has chosen one.
-        remark: a few words, for people.
+        reason: None until it has been set manually.
+        remark: a short explanation.
     """
 
     reason: Reason | None
@@ -48,10 +48,10 @@ class Line:
 
 
 def read(text: str) -> dict[str, Line]:
-    """The entries, by test: lines of ``test | REASON | remark`` under headings in square brackets.
+    """Parse the entries by test: lines of ``test | REASON | remark`` below headings in square brackets.
 
     Raises:
-        ValueError: a line is none of it, names no known reason, or a test is there twice.
+        ValueError: a line is invalid or has an unknown reason, or a test occurs twice.
     """
     entries: dict[str, Line] = {}
     heading = ""
@@ -65,16 +65,16 @@ def read(text: str) -> dict[str, Line]:
         if len(parts) < 2 or not heading:
             raise ValueError(f"line {number}: expected `test | REASON | remark` below a [release/file]")
         if parts[1] != "?" and parts[1] not in Reason.__members__:
-            raise ValueError(f"line {number}: {parts[1]} is none of {', '.join(Reason.__members__)}")
+            raise ValueError(f"line {number}: {parts[1]} is not one of {', '.join(Reason.__members__)}")
         name = f"{heading}::{parts[0]}"
         if name in entries:
-            raise ValueError(f"line {number}: {name} is there twice")
+            raise ValueError(f"line {number}: {name} occurs twice")
         entries[name] = Line(Reason.__members__.get(parts[1]), parts[2] if len(parts) > 2 else "")
     return entries
 
 
 def write(entries: Mapping[str, Line]) -> str:
-    """The text of the file, its header included."""
+    """Return the text of the file, including its header."""
     lines = [
         "# Tests of TRL that do not pass here. `python -m tools.trl --update CHECKOUT...` adds and removes lines;"
     ]
@@ -92,12 +92,12 @@ def write(entries: Mapping[str, Line]) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a test.
+    """The outcome of a test.
 
     Attributes:
-        passed: it ran, and passed.
-        reason: what the test's own marks, or the use of a private helper, say; None where it failed.
-        detail: the error, or why it was left out; one line.
+        passed: whether it ran and passed.
+        reason: reason given by the test's markers, or by the use of a private helper; None if it failed.
+        detail: the error, or why it was skipped, in one line.
         seconds: wall-clock time.
     """
 
@@ -108,21 +108,21 @@ class Outcome:
 
 
 def problems(outcomes: Mapping[str, Outcome], entries: Mapping[str, Line]) -> list[str]:
-    """What the file has wrong about the tests that ran; empty if it is right."""
+    """Return the errors in the file about the tests that ran; empty if it is correct."""
     found = []
     for name, outcome in outcomes.items():
         line = entries.get(name)
         if outcome.passed and line:
             found.append(f"{name} passes: remove its line")
         elif not outcome.passed and line is None:
-            found.append(f"{name} does not pass, and is not in the file: {outcome.detail}")
+            found.append(f"{name} does not pass, but is not in the file: {outcome.detail}")
         elif line and line.reason is None:
             found.append(f"{name} has no reason: {line.remark}")
     return found
 
 
 def updated(outcomes: Mapping[str, Outcome], entries: Mapping[str, Line]) -> dict[str, Line]:
-    """The entries that fit the outcomes; reasons and remarks that are there stay, entries of other tests as well."""
+    """Update the entries with the outcomes, keeping reasons, remarks and the entries of other tests."""
     kept = {name: line for name, line in entries.items() if name not in outcomes or not outcomes[name].passed}
     for name, outcome in outcomes.items():
         if not outcome.passed and (name not in kept or kept[name].reason is None):
@@ -137,7 +137,7 @@ def _order(name: str) -> tuple[tuple[int, ...], str]:
 
 
 def table(outcomes: Mapping[str, Outcome], entries: Mapping[str, Line]) -> list[str]:
-    """Markdown: of every release and file, how many tests there are, can run here and pass."""
+    """Return a Markdown table with the numbers of tests, runnable tests and passed tests by release and file."""
     counts: dict[tuple[str, str], list[int]] = {}
     for name, outcome in outcomes.items():
         release, _, file = name.partition("::")[0].partition("/")
@@ -148,13 +148,13 @@ def table(outcomes: Mapping[str, Outcome], entries: Mapping[str, Line]) -> list[
             row[0] += 1
             row[1] += outcome.passed or reason not in LEFT_OUT
             row[2] += outcome.passed
-    lines = ["| release | file | tests | can run here | passed |", "|---|---|---|---|---|"]
+    lines = ["| release | file | tests | runnable | passed |", "|---|---|---|---|---|"]
     ordered = sorted(counts, key=lambda key: (key[0] == "all", _order(key[0])))
     return lines + [f"| {' | '.join(map(str, (*key, *counts[key])))} |" for key in ordered]
 
 
 def by_reason(outcomes: Mapping[str, Outcome], entries: Mapping[str, Line]) -> list[str]:
-    """Markdown: how many tests do not pass for each reason."""
+    """Return a Markdown table with the number of tests that do not pass, by reason."""
     counts: dict[Reason | None, int] = {}
     for name, outcome in outcomes.items():
         if not outcome.passed:
@@ -167,5 +167,5 @@ def by_reason(outcomes: Mapping[str, Outcome], entries: Mapping[str, Line]) -> l
 
 
 def names(entries: Iterable[str], only: str) -> list[str]:
-    """Those that hold every word of ``only``."""
+    """Return the names that contain all words of ``only``."""
     return [name for name in entries if all(word in name for word in only.split())]

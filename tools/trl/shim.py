@@ -1,8 +1,8 @@
-"""The package ``trl`` that TRL's tests import: its names are the public ones of ``alignment``.
+"""The package ``trl`` that TRL's tests import, which provides the public names of ``alignment``.
 
-A module of it exists where the checkouts have one, so that ``from trl.trainer.kto_trainer import KTOTrainer`` works
-as ``from trl import KTOTrainer`` does. A name that ``alignment`` does not have is a :class:`Missing`: importing it is
-harmless, and a test that uses it is left out, with the name as the reason.
+It has the modules that exist in the checkouts, so that ``from trl.trainer.kto_trainer import KTOTrainer`` works like
+``from trl import KTOTrainer``. A name that ``alignment`` does not have is a :class:`Missing`: it can be imported, but
+a test that uses it is skipped with the name as the reason.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _AVAILABLE = {"math_verify": "math_verify", "llm_blender": "llm_blender", "liger
 
 
 class Missing:
-    """A name that is in ``trl`` and not in ``alignment``.
+    """A name that exists in ``trl`` but not in ``alignment``.
 
     Args:
-        name: where a test imports it from.
+        name: its full name in ``trl``.
     """
 
     def __init__(self, name: str) -> None:
@@ -37,21 +37,21 @@ class Missing:
         pytest.skip(PRIVATE + self._name)
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        """Leave the test out."""
+        """Skip the test."""
         return self._leave_out()
 
     def __getattr__(self, name: str) -> Any:
-        """Leave the test out, but for what Python itself looks up."""
+        """Skip the test, except for attributes that Python itself looks up."""
         if name.startswith("__"):
             raise AttributeError(name)
         return self._leave_out()
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
-        """A class derived from it can be defined; making an object of it leaves the test out."""
+        """Allow subclasses to be defined; instantiating them skips the test."""
         return (type(self._name.rpartition(".")[2], (), {"__init__": self.__call__}),)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Functions are hashed by ``datasets`` before they are called."""
+        """Support pickling, because ``datasets`` hashes functions before they are called."""
         return Missing, (self._name,)
 
 
@@ -78,7 +78,7 @@ def _installed(package: str) -> bool:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules that the checkouts have."""
+    """Finds the modules that exist in the checkouts."""
 
     def __init__(self) -> None:
         self.modules: set[str] = set()
@@ -86,30 +86,30 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The module, if a checkout has it."""
+        """Return the module if a checkout has it."""
         if fullname not in self.modules:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """An empty module, whose names are looked up when they are asked for."""
+        """Create an empty module, whose names are looked up on access."""
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is in it."""
+        """Do nothing: the module is empty."""
 
 
 _FINDER = _Finder()
 
 
 def modules(checkout: Path) -> set[str]:
-    """The names of all modules of a checkout's package."""
+    """Return the names of all modules of a checkout's package."""
     files = [file.relative_to(checkout) for file in (checkout / "trl").rglob("*.py")]
     return {".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files}
 
 
 def install(checkouts: Iterable[Path]) -> None:
-    """Let ``import trl`` find the shim from now on in this process; an installed TRL is not looked at."""
+    """Make ``import trl`` find the shim in this process, even if TRL is installed."""
     for checkout in checkouts:
         _FINDER.modules |= modules(checkout)
     if _FINDER not in sys.meta_path:

@@ -1,6 +1,6 @@
-"""Counts where the host waits for the device, on a machine without one.
+"""Count device synchronizations on a machine without a device.
 
-:mod:`.device` stands in for a GPU: tensors stay on the CPU, but each is known to be the host's or the device's, and
-whatever would make the host wait is recorded with the code that asked for it. :mod:`.run` does so for the steps of a
-training run. CUDA's own rules are those of ``torch.cuda.set_sync_debug_mode``, and a copy from pageable memory.
+:mod:`.device` simulates a GPU: tensors stay on the CPU, but each belongs to the host or to the device, and every
+operation that would block the host is recorded with the code that called it. :mod:`.run` does so for the steps of a
+training run. The rules are those of ``torch.cuda.set_sync_debug_mode``, plus copies from pageable memory.
 """

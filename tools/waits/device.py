@@ -1,8 +1,8 @@
-"""A device that is not there: a mode of torch functions that tells host tensors from device tensors.
+"""A simulated device: a mode of torch functions that distinguishes host tensors from device tensors.
 
-The device is called ``cpu:0`` and the host ``cpu``; torch computes both in the same memory. A tensor is the host's if
-it was made without a device, of data or of host tensors alone; everything else, weights and gradients included, is the
-device's. A move between the two makes a copy, as on a GPU.
+The device is called ``cpu:0`` and the host ``cpu``; torch computes both in the same memory. A tensor belongs to the
+host if it was created without a device, from data or from host tensors only; all other tensors, including weights and
+gradients, belong to the device. Moving a tensor makes a copy, as on a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEVICE, HOST = torch.device("cpu:0"), torch.device("cpu")
 _SIDE, _PINNED = "_waits_on_host", "_waits_pinned"
 _OWNERS = ("alignment", "deepspeed", "transformers", "peft", "bitsandbytes")
 
-# What the host cannot go on without: a value, or a size that depends on values.
+# Operations for which the host waits: they return a value, or a size that depends on values.
 _READS = {
     "item": "a value",
     "tolist": "values",
@@ -47,13 +47,13 @@ _FACTORIES = frozenset(
 
 
 class Wait(NamedTuple):
-    """The host waited.
+    """A device synchronization.
 
     Attributes:
-        owner: the package whose code asked for it, ``ours`` for this project's.
+        owner: the package whose code caused it, ``ours`` for this project.
         kind: ``a value``, ``a size``, ``a pageable copy``, ``a copy to the host`` or ``synchronize``.
         place: file and line.
-        step: of the run; 0 before the first.
+        step: step of the run; 0 before the first.
     """
 
     owner: str
@@ -63,7 +63,7 @@ class Wait(NamedTuple):
 
 
 def caller() -> tuple[str, str]:
-    """The innermost frame of a package that is known: its name, and file and line."""
+    """Return the name, file and line of the innermost frame of a known package."""
     frame = sys._getframe(1)
     while frame is not None:
         parts = Path(frame.f_code.co_filename).parts
@@ -78,12 +78,12 @@ def caller() -> tuple[str, str]:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether the stand-in keeps a tensor on the host."""
+    """Return whether a tensor belongs to the host."""
     return bool(getattr(tensor, _SIDE, False))
 
 
 def as_host(tensor: Tensor) -> Tensor:
-    """Mark a tensor as the host's; return it."""
+    """Mark a tensor as belonging to the host, and return it."""
     setattr(tensor, _SIDE, True)
     return tensor
 
@@ -99,12 +99,12 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 class StandIn(TorchFunctionMode):
-    """Within this context, tensors have a side and :attr:`waits` grows.
+    """Simulates the device within this context.
 
     Attributes:
-        waits: what was recorded.
-        counting: whether to record at all.
-        step: written into what is recorded.
+        waits: the recorded synchronizations.
+        counting: whether to record.
+        step: the current step, for recorded synchronizations.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class StandIn(TorchFunctionMode):
         self.step = 0
 
     def wait(self, kind: str) -> None:
-        """Record one."""
+        """Record a synchronization."""
         if self.counting:
             self.waits.append(Wait(*caller_of(kind), self.step))
 
@@ -124,7 +124,7 @@ class StandIn(TorchFunctionMode):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         if name == "__get__" and attribute == "device":
             if (real := func(*args, **kwargs)).type != "cpu":
-                return real  # meta: what transformers has still to fill
+                return real  # meta: tensors that transformers has not initialized yet
             return HOST if on_host(args[0]) else DEVICE
         if name == "__set__" and attribute == "data":
             setattr(args[0], _SIDE, on_host(args[1]))
@@ -147,7 +147,7 @@ class StandIn(TorchFunctionMode):
         return result
 
     def _read(self, name: str, args: Any, kwargs: Any) -> None:
-        """What needs a value of a device tensor."""
+        """Record operations that need a value of a device tensor."""
         device = [each for each in _tensors(args) if not on_host(each)]
         if not device:
             return
@@ -174,7 +174,7 @@ class StandIn(TorchFunctionMode):
             self._crossed(source if on_host(source) else target, to_host=on_host(target), non_blocking=non_blocking)
 
     def _crossed(self, host: Tensor | None, *, to_host: bool, non_blocking: bool) -> None:
-        """A copy between the two sides; only one between pinned memory and the device runs on its own."""
+        """Record a copy between host and device; only copies with pinned memory are asynchronous."""
         pinned = host is not None and bool(getattr(host, _PINNED, False))
         if not (non_blocking and pinned):
             self.wait("a copy to the host" if to_host else "a pageable copy")
@@ -214,7 +214,7 @@ class StandIn(TorchFunctionMode):
         return copy
 
     def _made(self, name: str, result: Tensor, args: Any, kwargs: Any, pinned: bool) -> None:
-        """A tensor that a factory made; numbers of Python reach the device from pageable memory."""
+        """Handle a newly created tensor. Python numbers are copied to the device from pageable memory."""
         of = args[0] if name.startswith("new_") else None
         where = kwargs.get("device")
         if where is None:
@@ -232,7 +232,7 @@ class StandIn(TorchFunctionMode):
         setattr(result, _PINNED, pinned)
 
     def _follow(self, result: Any, args: Any, kwargs: Any) -> None:
-        """The side of a result: the host's if everything that it was made of is."""
+        """Assign a result to the host if all of its inputs belong to the host."""
         made = list(_tensors(result))
         if not made:
             return
@@ -245,6 +245,6 @@ class StandIn(TorchFunctionMode):
 
 
 def caller_of(kind: str) -> tuple[str, str, str]:
-    """Owner, kind and place of a wait."""
+    """Return owner, kind and place of a synchronization."""
     owner, place = caller()
     return owner, kind, place

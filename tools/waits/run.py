@@ -1,6 +1,6 @@
-"""The waits of a training run's steps, per micro-batch and per step.
+"""Count the device synchronizations of a training run, per micro-batch and per step.
 
-The same run is made with windows of two and of four micro-batches; the difference is what a micro-batch costs.
+The same run is made with windows of two and of four micro-batches; the difference is the cost of a micro-batch.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from alignment.training.loop import TrainingLoop
 from alignment.training.trainer import AlignmentTrainer
 from tools.waits.device import DEVICE, StandIn, Wait, as_host, caller
 
-COUNTED = 3  # the step that counts: before it, optimizers make their states, and DeepSpeed's timer has not begun
-STEPS = COUNTED + 1  # of a run; what is between two steps belongs to the one before
-FEW, MANY = 2, 4  # micro-batches of a window
+COUNTED = 3  # the counted step; in earlier steps, optimizers create their states and DeepSpeed's timer is inactive
+STEPS = COUNTED + 1  # steps of a run; the time between two steps belongs to the first one
+FEW, MANY = 2, 4  # micro-batches per window
 OWNERS = ("ours", "transformers", "deepspeed")
 
 
 class Share(NamedTuple):
-    """How often the host waits for each micro-batch, and for each step beside them."""
+    """Number of synchronizations per micro-batch, and additional ones per step."""
 
     micro_batch: float
     step: float
 
 
 class _Event:
-    """In the place of ``torch.cuda.Event``: done at once."""
+    """Replaces ``torch.cuda.Event``; it is always complete."""
 
     def __init__(self, stand_in: StandIn, *args: Any, **kwargs: Any) -> None:
         self._stand_in = stand_in
 
     def record(self, *args: Any) -> None:
-        """Nothing to note."""
+        """Do nothing."""
 
     def query(self) -> bool:
-        """Whether the device has come this far."""
+        """Return whether the device has reached the event."""
         return True
 
     def synchronize(self) -> None:
-        """A wait."""
+        """Record a synchronization."""
         self._stand_in.wait("synchronize")
 
     def elapsed_time(self, other: Any) -> float:
@@ -58,7 +58,7 @@ class _Event:
 
 @contextlib.contextmanager
 def standing_in() -> Iterator[StandIn]:
-    """Within this context, the accelerator is the stand-in; enter it before a trainer is made."""
+    """Use the simulated device as the accelerator within this context. Enter it before creating a trainer."""
     stand_in, accelerator = StandIn(), type(get_accelerator())
 
     def synchronize(*args: Any, **kwargs: Any) -> None:
@@ -97,12 +97,12 @@ def standing_in() -> Iterator[StandIn]:
 
 
 def _device_name(accelerator: Any, device_index: int | None = None) -> str:
-    """What DeepSpeed moves to; others ask for the kind of device."""
+    """Return the device name for DeepSpeed, or the device type for other callers."""
     return str(DEVICE) if caller()[0] == "deepspeed" else DEVICE.type
 
 
 def _kept_on_host(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The function, whose tensors the mode would not see being made."""
+    """Wrap a function whose results the mode cannot observe, and assign them to the host."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -116,7 +116,7 @@ def _shape(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _within(stand_in: StandIn, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with the mode on the stack."""
+    """Wrap a function to run it with the mode on the stack."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ def _within(stand_in: StandIn, function: Callable[..., Any]) -> Callable[..., An
 
 
 def _blocking(stand_in: StandIn, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective of Python objects is one wait, whatever it does inside."""
+    """Count a collective of Python objects as one synchronization, regardless of its implementation."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -142,7 +142,7 @@ def _blocking(stand_in: StandIn, function: Callable[..., Any]) -> Callable[..., 
 
 
 def _uncounted(stand_in: StandIn) -> Callable[..., Any]:
-    """``RolloutEngine.generate``, which a token of every completion waits for anyway."""
+    """Do not count ``RolloutEngine.generate``, which synchronizes for every token anyway."""
     generate = RolloutEngine.generate
 
     @functools.wraps(generate)
@@ -157,11 +157,11 @@ def _uncounted(stand_in: StandIn) -> Callable[..., Any]:
 
 
 def waits_of(make: Callable[[int], AlignmentTrainer]) -> dict[int, list[Wait]]:
-    """The waits of step :data:`COUNTED`, by micro-batches in a window: :data:`FEW` and :data:`MANY`.
+    """Return the synchronizations of step :data:`COUNTED` for windows of :data:`FEW` and :data:`MANY` micro-batches.
 
     Args:
-        make: gives a trainer of :data:`STEPS` steps, whose windows have so many micro-batches of equal shapes; called
-            within the stand-in.
+        make: creates a trainer with :data:`STEPS` steps and the given number of micro-batches of equal shapes per
+            window; called with the simulated device.
     """
     found = {}
     for number in (FEW, MANY):
@@ -177,7 +177,7 @@ def waits_of(make: Callable[[int], AlignmentTrainer]) -> dict[int, list[Wait]]:
 
 
 def _numbered(stand_in: StandIn, step: Callable[..., Any]) -> Callable[..., Any]:
-    """``TrainingLoop._step``, which begins a step; what is between two belongs to the one before."""
+    """Wrap ``TrainingLoop._step``, which starts a step, to count steps."""
 
     @functools.wraps(step)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ def _numbered(stand_in: StandIn, step: Callable[..., Any]) -> Callable[..., Any]
 
 
 def shares(found: dict[int, list[Wait]]) -> dict[str, Share]:
-    """What a micro-batch and a step cost, by owner: see :data:`OWNERS`; others are among ``ours``."""
+    """Return the cost of a micro-batch and of a step by owner; owners not in :data:`OWNERS` count as ``ours``."""
     counts = {
         number: Counter(wait.owner if wait.owner in OWNERS else "ours" for wait in waits)
         for number, waits in found.items()
@@ -202,6 +202,6 @@ def shares(found: dict[int, list[Wait]]) -> dict[str, Share]:
 
 
 def places(waits: list[Wait]) -> list[tuple[int, str]]:
-    """How often each place waited, the most frequent first."""
+    """Return the number of synchronizations by place, most frequent first."""
     counted = Counter(f"{wait.owner:12} {wait.kind:20} {wait.place}" for wait in waits)
     return [(number, place) for place, number in counted.most_common()]

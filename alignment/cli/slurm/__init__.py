@@ -1,1 +1,1 @@
-"""Jobs of SLURM: what is asked for, whether the cluster has it, and the batch script that comes of it."""
+"""SLURM jobs: the request, its check against the cluster, and the batch script."""

@@ -1,4 +1,4 @@
-"""What SLURM answers: its partitions, whether a job fits one, and the number of a job that was submitted."""
+"""Communication with SLURM: list partitions, check whether a job fits one, submit and cancel jobs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from alignment.cli.slurm.request import Request, seconds, time_text
 from alignment.cli.slurm.script import HEADER
 from alignment.config.errors import AlignmentError, OptionError, did_you_mean
 
-_LIMIT_S = 60.0  # for an answer
+_LIMIT_S = 60.0  # timeout of a SLURM command
 _PARTITION = "SBATCH_PARTITION"
-# What a request says also where its header has no line for it.
+# Options that a request determines even if its header has no line for them.
 _SAID = (
     "--array",
     "--cpus-per-gpu",
@@ -30,23 +30,23 @@ _SAID = (
 
 
 class SlurmError(AlignmentError):
-    """SLURM is not there, does not answer, or refuses a job."""
+    """SLURM is not available, does not respond, or rejects a job."""
 
 
 class Node(NamedTuple):
-    """What nodes of one kind have: cores, and GPUs by their type."""
+    """One kind of node: its number of cores, and its GPUs by type."""
 
     cpus: int
     gpus: dict[str, int]
 
     def has(self, kind: str) -> int:
-        """GPUs of this type, of any if it is ``""``."""
+        """Return the number of GPUs of this type, or of all types if it is ``""``."""
         return sum(count for name, count in self.gpus.items() if kind in ("", name))
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition: most nodes of a job and longest time in seconds, None where it sets no limit."""
+    """A partition: maximum number of nodes and maximum time in seconds (None: unlimited) of a job."""
 
     name: str
     nodes: int
@@ -56,15 +56,15 @@ class Partition:
 
 
 def check_cluster(job: Request) -> None:
-    """Compare a job with the partition that it names, or with the default one.
+    """Check a job against its partition, or the default partition.
 
     Raises:
-        OptionError: it asks for more than there is.
-        SlurmError: there is no SLURM here, or it does not answer.
+        OptionError: the job requests more than the partition has.
+        SlurmError: SLURM is not available or does not respond.
     """
     if shutil.which("sbatch") is None:
         raise SlurmError(
-            "sbatch is not on PATH: submit from a login node of the cluster, or see the script by --print"
+            "sbatch is not on PATH; submit from a login node of the cluster, or show the script with --print"
         )
     known = {one.name: one for one in read_partitions(ask("scontrol", "show", "partition", "--oneliner"))}
     given, option = job.partition, "--partition"
@@ -72,11 +72,11 @@ def check_cluster(job: Request) -> None:
         given, option = os.environ.get(_PARTITION, ""), _PARTITION
     names = given.split(",") if given else [one.name for one in known.values() if one.default]
     if not names:
-        raise OptionError(f"--partition is missing, and no partition is the default; there are: {', '.join(known)}")
+        raise OptionError(f"the cluster has no default partition; set --partition to one of {', '.join(known)}")
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise OptionError(f"{option}={name!r}: no such partition{hint}; there are: {', '.join(known)}")
+            raise OptionError(f"{option}={name!r}: unknown partition; set one of {', '.join(known)}{hint}")
         _check_partition(job, known[name])
         _check_nodes(job, name, read_nodes(ask("sinfo", "--noheader", "--partition", name, "--format", "%c|%G")))
 
@@ -84,14 +84,17 @@ def check_cluster(job: Request) -> None:
 def _check_partition(job: Request, partition: Partition) -> None:
     where = f"the partition {partition.name}"
     if not partition.up:
-        raise OptionError(f"--partition={partition.name!r}: it is not up; choose another one")
+        raise OptionError(f"--partition={partition.name!r}: the partition is not up; choose another one")
     if job.nodes > partition.nodes:
         raise OptionError(
-            f"--nodes={job.nodes}: {where} has {partition.nodes} for a job; set --nodes {partition.nodes}"
+            f"--nodes={job.nodes}: {where} allows at most {partition.nodes} per job; set --nodes {partition.nodes}"
         )
     if partition.time is not None and job.time > partition.time:
         longest = time_text(partition.time)
-        raise OptionError(f"--time={time_text(job.time)}: {where} allows {longest}; the job requeues itself there")
+        raise OptionError(
+            f"--time={time_text(job.time)}: {where} allows at most {longest}; set --time {longest} (the job requeues "
+            "itself until the run is complete)"
+        )
 
 
 def _check_nodes(job: Request, partition: str, nodes: list[Node]) -> None:
@@ -100,18 +103,20 @@ def _check_nodes(job: Request, partition: str, nodes: list[Node]) -> None:
     if job.gpus.number > most:
         kinds = sorted({name for node in nodes for name in node.gpus if name})
         typed = f" of type {job.gpus.kind}" if job.gpus.kind else ""
-        others = f"; its types are {', '.join(kinds)}" if typed and kinds else ""
-        raise OptionError(f"--gpus={job.gpus}: {where} have at most {most}{typed}{others}; set --gpus for one node")
+        others = f" (available types: {', '.join(kinds)})" if typed and kinds else ""
+        raise OptionError(
+            f"--gpus={job.gpus}: {where} have at most {most}{typed}{others}; set --gpus to the GPUs per node"
+        )
     cores = max((node.cpus for node in nodes if node.has(job.gpus.kind) >= job.gpus.number), default=0)
     if job.cpus * job.tasks > cores:
         raise OptionError(
-            f"--cpus-per-task={job.cpus}: {job.tasks} ranks of a node take {job.cpus * job.tasks} cores, and {where} "
-            f"have {cores}; set --cpus-per-task {max(1, cores // job.tasks)}"
+            f"--cpus-per-task={job.cpus}: the {job.tasks} ranks of a node need {job.cpus * job.tasks} cores, but "
+            f"{where} have {cores}; set --cpus-per-task {max(1, cores // job.tasks)}"
         )
 
 
 def read_partitions(answer: str) -> list[Partition]:
-    """The partitions that ``scontrol show partition --oneliner`` lists."""
+    """Parse the output of ``scontrol show partition --oneliner``."""
     found = []
     for line in answer.splitlines():
         said = dict(part.partition("=")[::2] for part in line.split())
@@ -132,7 +137,7 @@ def read_partitions(answer: str) -> list[Partition]:
 
 
 def read_nodes(answer: str) -> list[Node]:
-    """The kinds of nodes that ``sinfo --format '%c|%G'`` lists, such as ``64+|gpu:a100:4(S:0-1),shard:8``."""
+    """Parse the output of ``sinfo --format '%c|%G'``, such as ``64+|gpu:a100:4(S:0-1),shard:8``."""
     found = []
     for line in answer.splitlines():
         cpus, _, resources = line.partition("|")
@@ -144,14 +149,14 @@ def read_nodes(answer: str) -> list[Node]:
 
 
 def submit(script: str, *options: str) -> str:
-    """Hand a script to sbatch.
+    """Submit a script with sbatch.
 
     Args:
-        script: the whole text.
-        options: of sbatch, beside those in the script.
+        script: the text of the script.
+        options: sbatch options in addition to those in the script.
 
     Returns:
-        The job's number.
+        The job id.
     """
     answer = ask("sbatch", "--parsable", *options, given=script, environment=_without_contradictions(script))
     return answer.strip().partition(";")[0]
@@ -163,7 +168,7 @@ def cancel(number: str) -> None:
 
 
 def _without_contradictions(script: str) -> dict[str, str]:
-    """The environment without the variables that sbatch would prefer to the lines of the script."""
+    """Return the environment without the variables with which sbatch would override the lines of the script."""
     lines = [line.removeprefix(HEADER) for line in script.splitlines() if line.startswith(HEADER)]
     said = {*_SAID, *(name for line in lines for name in named(line))}
     if "--mem" in said:
@@ -175,10 +180,10 @@ def _without_contradictions(script: str) -> dict[str, str]:
 
 
 def ask(*command: str, given: str = "", environment: dict[str, str] | None = None) -> str:
-    """What a command of SLURM prints.
+    """Run a SLURM command and return its output.
 
     Raises:
-        SlurmError: it fails, or takes longer than a minute.
+        SlurmError: the command fails or takes longer than a minute.
     """
     called = " ".join(command[:3])
     try:
@@ -186,7 +191,7 @@ def ask(*command: str, given: str = "", environment: dict[str, str] | None = Non
             command, input=given, env=environment, text=True, capture_output=True, timeout=_LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"{called}: no answer within {_LIMIT_S:g} s; is SLURM's controller up?") from None
+        raise SlurmError(f"{called}: no response within {_LIMIT_S:g} s; check that SLURM's controller is up") from None
     except OSError as error:
         raise SlurmError(f"{called}: {error.strerror or error}") from None
     if done.returncode:

@@ -1,4 +1,4 @@
-"""What a job asks of SLURM, read from the command line and checked without asking the cluster."""
+"""The resources that a job requests, parsed from the command line and checked without contacting the cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from alignment.cli.slurm.further import check_further
 from alignment.config.errors import OptionError, did_you_mean
 
-_EARLY = 60  # seconds by which SLURM may send the signal of --signal too early
+_EARLY = 60  # SLURM may send the signal of --signal up to so many seconds early
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _TIME = re.compile(
     r"(?P<minutes>\d+)(:(?P<seconds>\d+))?"
@@ -24,29 +24,29 @@ _SEEDS = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
 _NAME = re.compile(r"[\w.@:+,\[\]-]+")
 
 
-# Name, default, what it takes, help.
+# Name, default, metavar, help.
 _JOB = (
     ("--nodes", "1", "N", "number of nodes (1)"),
-    ("--gpus", "1", "[TYPE:]N", "GPUs of each node, one rank per GPU (1); 0 for one rank per node, on the CPU"),
+    ("--gpus", "1", "[TYPE:]N", "GPUs per node, one rank per GPU (1); 0 for one rank per node on the CPU"),
     ("--cpus-per-task", "8", "N", "cores per rank (8)"),
-    ("--mem", "", "SIZE", "memory per node, such as 500G; 0 for all of it"),
+    ("--mem", "", "SIZE", "memory per node, such as 500G; 0 for all memory of the node"),
     ("--time", "04:00:00", "D-HH:MM:SS", "time limit of an attempt (04:00:00)"),
-    ("--signal", "USR1@120", "USR1@SECONDS", "how long before that to write a checkpoint and requeue (USR1@120)"),
-    ("--partition", "", "NAME", "where to run; several as A,B"),
-    ("--account", "", "NAME", "who pays"),
+    ("--signal", "USR1@120", "USR1@SECONDS", "checkpoint and requeue this long before the time limit (USR1@120)"),
+    ("--partition", "", "NAME", "partition to submit to, or several as A,B"),
+    ("--account", "", "NAME", "account to charge"),
     ("--qos", "", "NAME", "quality of service"),
-    ("--job-name", "alignment", "NAME", "the job's name (alignment)"),
-    ("--seeds --array", "", "1-5", "a run for each seed, in OUTPUT_DIR/seed-N; 1-5%%2 for two at a time"),
+    ("--job-name", "alignment", "NAME", "name of the job (alignment)"),
+    ("--seeds --array", "", "1-5", "one run per seed, in OUTPUT_DIR/seed-N; 1-5%%2 for two at a time"),
 )
 _PLACE = (
-    ("setup", "COMMANDS", "bash to run first, such as 'module load cuda/12.4'"),
-    ("container", "IMAGE", "apptainer:IMAGE or pyxis:IMAGE; without one, the Python that runs this command is used"),
-    ("mounts", "FOLDER[:THERE],…", "what the container sees beside the working directory"),
+    ("setup", "COMMANDS", "bash commands to run first, such as 'module load cuda/12.4'"),
+    ("container", "IMAGE", "apptainer:IMAGE or pyxis:IMAGE; without a container, the job uses the current Python"),
+    ("mounts", "FOLDER[:THERE],…", "folders to mount in the container in addition to the working directory"),
 )
 
 
 class Gpus(NamedTuple):
-    """GPUs of a node: their kind, ``""`` for any, and how many."""
+    """The GPUs of a node: their type (``""`` for any) and number."""
 
     kind: str
     number: int
@@ -57,23 +57,23 @@ class Gpus(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """A job. Texts are ``""`` where the cluster's default is meant.
+    """A SLURM job. Strings are ``""`` for the cluster's default.
 
     Attributes:
-        name: of the job.
-        nodes: how many.
-        gpus: of each node; one task runs per GPU, and one per node without any.
+        name: job name.
+        nodes: number of nodes.
+        gpus: GPUs per node; one task runs per GPU, or per node if there are none.
         cpus: cores per task.
-        mem: memory per node, as SLURM writes it.
-        time: limit in seconds.
-        notice: seconds before that at which the run is signalled.
-        partition, account, qos: as SLURM knows them.
-        seeds: of a job array, as SLURM writes its numbers.
+        mem: memory per node, in SLURM's notation.
+        time: time limit in seconds.
+        notice: seconds before the time limit at which the run receives the signal.
+        partition, account, qos: SLURM's names.
+        seeds: array indices of a job array, in SLURM's notation.
         setup: commands to run before the job.
         container: ``apptainer:IMAGE`` or ``pyxis:IMAGE``.
-        mounts: folders that the container sees.
-        sbatch: further options of sbatch.
-        run: the job that this one prepares; None if it trains.
+        mounts: folders to mount in the container.
+        sbatch: further sbatch options.
+        run: the training job that this job prepares; None for a training job.
     """
 
     name: str = "alignment"
@@ -95,21 +95,21 @@ class Request:
 
     @property
     def command(self) -> str:
-        """What it runs."""
+        """The command that the job runs."""
         return "train" if self.run is None else "prepare"
 
     @property
     def tasks(self) -> int:
-        """Tasks per node."""
+        """Number of tasks per node."""
         return self.gpus.number or 1
 
     @property
     def first_seed(self) -> str:
-        """Of the job array."""
+        """The first seed of the job array."""
         return str(int(re.split(r"\D", self.seeds)[0]))
 
     def preparation(self, partition: str, time: int | None, sbatch: tuple[str, ...]) -> Request:
-        """The job that prepares this one on a node without GPUs. What may be meant for GPU nodes is not taken over."""
+        """Return the job that prepares this one on a CPU node. Options that may be for GPU nodes are not inherited."""
         return dataclasses.replace(
             self,
             name=f"{self.name}-prepare",
@@ -127,7 +127,7 @@ class Request:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a job to the command's parser."""
-    job = parser.add_argument_group("the job")
+    job = parser.add_argument_group("job")
     for name, default, metavar, text in _JOB:
         job.add_argument(*name.split(), default=default, metavar=metavar, help=text)
     job.add_argument(
@@ -135,19 +135,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="OPTION",
-        help="a further option of sbatch, such as --sbatch=--constraint=ib; may be repeated",
+        help="further sbatch option, such as --sbatch=--constraint=ib; can be repeated",
     )
-    place = parser.add_argument_group("its environment; the defaults are those of ALIGNMENT_SETUP … in this one")
+    place = parser.add_argument_group("environment (defaults: ALIGNMENT_SETUP, ALIGNMENT_CONTAINER, ALIGNMENT_MOUNTS)")
     for name, metavar, text in _PLACE:
         default = os.environ.get(f"ALIGNMENT_{name.upper()}", "")
         place.add_argument(f"--{name}", default=default, metavar=metavar, help=text)
 
 
 def request(given: argparse.Namespace) -> Request:
-    """The job that the options ask for.
+    """Return the job that the options describe.
 
     Raises:
-        OptionError: a value that SLURM would not take, or that would not do what was meant.
+        OptionError: a value that SLURM would reject, or that would not have the intended effect.
     """
     found = Request(
         name=_name("--job-name", given.job_name),
@@ -168,17 +168,17 @@ def request(given: argparse.Namespace) -> Request:
     )
     if found.notice + _EARLY >= found.time:
         raise OptionError(
-            f"--signal={given.signal}: nothing would be left of --time={given.time}, for SLURM may send the signal "
-            f"{_EARLY} s early; set a longer --time or fewer seconds"
+            f"--signal={given.signal}: leaves no time to train within --time={given.time}, because SLURM may send the "
+            f"signal {_EARLY} s early; set a longer --time or fewer seconds"
         )
     return found
 
 
 def seconds(option: str, text: str) -> int:
-    """A time as SLURM writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
+    """Parse a time in SLURM's notation: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
 
     Raises:
-        OptionError: it is none, or it is zero.
+        OptionError: not a valid time, or zero.
     """
     matched = _TIME.fullmatch(text)
     parts = {
@@ -194,7 +194,7 @@ def seconds(option: str, text: str) -> int:
 
 
 def time_text(total: int) -> str:
-    """Seconds as ``D-HH:MM:SS``, or ``HH:MM:SS`` below a day."""
+    """Format seconds as ``D-HH:MM:SS``, or as ``HH:MM:SS`` if less than a day."""
     days, rest = divmod(total, _DAY)
     clock = f"{rest // _HOUR:02}:{rest % _HOUR // _MINUTE:02}:{rest % _MINUTE:02}"
     return f"{days}-{clock}" if days else clock
@@ -202,22 +202,20 @@ def time_text(total: int) -> str:
 
 def _number(option: str, text: str, least: int) -> int:
     if not re.fullmatch(r"\d{1,6}", text) or int(text) < least:
-        raise OptionError(f"{option}={text!r}: expected a whole number from {least}")
+        raise OptionError(f"{option}={text!r}: expected an integer of at least {least}")
     return int(text)
 
 
 def _gpus(text: str) -> Gpus:
     matched = re.fullmatch(r"(?:([\w.+-]+):)?(\d{1,4})", text)
     if matched is None or (matched[1] and matched[2] == "0"):
-        raise OptionError(
-            f"--gpus={text!r}: expected the GPUs of each node as a number or TYPE:NUMBER, such as 8 or a100:8"
-        )
+        raise OptionError(f"--gpus={text!r}: expected the GPUs per node as NUMBER or TYPE:NUMBER, such as 8 or a100:8")
     return Gpus(matched[1] or "", int(matched[2]))
 
 
 def _mem(text: str) -> str:
     if text and not re.fullmatch(r"\d+[KMGTkmgt]?", text):
-        raise OptionError(f"--mem={text!r}: expected a size such as 500G, or 0 for all of a node's memory")
+        raise OptionError(f"--mem={text!r}: expected a size such as 500G, or 0 for all memory of a node")
     return text
 
 
@@ -227,13 +225,13 @@ def _notice(text: str) -> int:
         raise OptionError(f"--signal={text!r}: expected USR1@SECONDS, such as USR1@120")
     name, notice = matched["name"].upper(), matched["notice"]
     if name not in _SIGNALS and name != "10":
-        raise OptionError(f"--signal={text!r}: no such signal{did_you_mean(name, _SIGNALS)}; set USR1@SECONDS")
+        raise OptionError(f"--signal={text!r}: unknown signal; set USR1@SECONDS{did_you_mean(name, _SIGNALS)}")
     if name not in ("USR1", "10"):
-        raise OptionError(f"--signal={text!r}: a job requeues itself after USR1 only; set USR1@{notice or 120}")
+        raise OptionError(f"--signal={text!r}: a job requeues itself only after USR1; set USR1@{notice or 120}")
     if matched["where"]:
-        raise OptionError(f"--signal={text!r}: the run itself has to get the signal; set USR1@{notice or 120}")
+        raise OptionError(f"--signal={text!r}: the signal must go to the run itself; set USR1@{notice or 120}")
     if notice is None or not 0 < int(notice) < 2**16:
-        raise OptionError(f"--signal={text!r}: how many seconds before the time limit? set USR1@120")
+        raise OptionError(f"--signal={text!r}: expected the seconds before the time limit, such as USR1@120")
     return int(notice)
 
 
@@ -246,7 +244,7 @@ def _name(option: str, text: str) -> str:
 def _seeds(text: str) -> str:
     if text and not _SEEDS.fullmatch(text):
         raise OptionError(
-            f"--seeds={text!r}: expected numbers and ranges, such as 1-5, 1,3,7 or 1-20%4 (four at a time)"
+            f"--seeds={text!r}: expected integers and ranges, such as 1-5, 1,3,7 or 1-20%4 (four at a time)"
         )
     for first, last in re.findall(r"(\d+)-(\d+)", text):
         if int(first) > int(last):
@@ -262,5 +260,5 @@ def _container(text: str) -> str:
 
 def _mounts(text: str, container: str) -> str:
     if text and not container:
-        raise OptionError(f"--mounts={text!r}: there is no container; set --container or remove it")
+        raise OptionError(f"--mounts={text!r}: has no effect without --container; set it or remove --mounts")
     return text

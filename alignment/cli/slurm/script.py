@@ -1,4 +1,4 @@
-"""The batch script of a job: ``launch/slurm/train.sbatch`` with every value in place, for sbatch expands nothing."""
+"""The batch script of a job: ``launch/slurm/train.sbatch`` with all values filled in, as sbatch expands nothing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ HEADER = "#SBATCH "
 
 
 def render(request: Request, arguments: Sequence[str], *, log: Path, folder: Path) -> str:
-    """The script that trains with these arguments.
+    """Return the batch script of a job.
 
     Args:
         request: the job.
-        arguments: of the command, the recipe first.
-        log: where its output goes, with SLURM's patterns.
+        arguments: arguments of the command, the recipe first.
+        log: path of the job's output, with SLURM's filename patterns.
         folder: the working directory.
     """
     lines = packaged("slurm", "train").read_text(encoding="utf-8").splitlines()
@@ -34,7 +34,7 @@ def render(request: Request, arguments: Sequence[str], *, log: Path, folder: Pat
 
 
 def header_options(request: Request, log: Path, folder: Path) -> list[str]:
-    """The options of sbatch, one to a line of the header."""
+    """Return the sbatch options of the header, one per line."""
     given = {
         "job-name": request.name,
         "nodes": request.nodes,
@@ -56,7 +56,7 @@ def header_options(request: Request, log: Path, folder: Path) -> list[str]:
 
 
 def log_pattern(request: Request, output_dir: Path) -> Path:
-    """Where SLURM writes what the job prints: beside the output folder, which a run wants to itself."""
+    """Return the path of the job's output: next to the output folder, not in it, which must be empty at first."""
     number = "%A_%a" if request.seeds else "%j"
     prepared = "-prepare" if request.command == "prepare" else ""
     return Path(f"{str(output_dir).replace('%', '%%')}{prepared}-{number}.out")
@@ -86,5 +86,7 @@ def _settings(request: Request, arguments: Sequence[str]) -> list[str]:
 
 def _quoted(value: str) -> str:
     if any(sign in value for sign in "\"'\\\n"):
-        raise OptionError(f"{value!r}: sbatch cannot read a path with quotes, backslashes or line breaks; rename it")
+        raise OptionError(
+            f"{value!r}: sbatch does not support paths with quotes, backslashes or line breaks; rename it"
+        )
     return f'"{value}"' if " " in value or "#" in value else value

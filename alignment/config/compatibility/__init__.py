@@ -1,7 +1,6 @@
-"""Options of TRL and of transformers' ``TrainingArguments`` that scripts set, and what becomes of each here.
+"""Options of TRL and of transformers' ``TrainingArguments`` that scripts set, and how each is treated.
 
-A script for TRL sets options that this project has under the same name, that it had under another one, that ask for
-what is done in any case, or that ask for what is not done. The first are in :mod:`alignment.config` and
-:mod:`alignment.methods`; the rest are here, each with its reason. ``docs/reference/trl-options.md`` is printed from
-them.
+A script for TRL sets options that exist here under the same name, or under another name, that have no effect, or that
+are not supported. The first are declared in :mod:`alignment.config` and :mod:`alignment.methods`; the others are
+declared here, each with a reason. ``docs/reference/trl-options.md`` is generated from them.
 """

@@ -1,4 +1,4 @@
-"""Keywords of ``from_pretrained`` that are options here: ``model_init_kwargs={"torch_dtype": "bfloat16"}``."""
+"""Arguments of ``from_pretrained`` that are options here: ``model_init_kwargs={"torch_dtype": "bfloat16"}``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from alignment.config.errors import OptionError, setting
 
-# Keyword -> option that says the same.
+# Keyword argument -> equivalent option.
 _OPTIONS = {
     "dtype": "dtype",
     "torch_dtype": "dtype",
@@ -16,16 +16,16 @@ _OPTIONS = {
     "load_in_4bit": "load_in_4bit",
     "load_in_8bit": "load_in_8bit",
 }
-_PLACES = ("auto", "balanced", "sequential")  # of a device map that leaves it to the library
+_PLACES = ("auto", "balanced", "sequential")  # device maps that let the library decide
 _DEVICE_MAP = "device_map"
 _DEFAULTS = (None, False)
 
 
 def read_keywords(options: Any) -> None:
-    """Take options from ``model_init_kwargs``, and refuse what contradicts them there and in the reference's.
+    """Set options from ``model_init_kwargs``, and reject conflicts with options and with ``ref_model_init_kwargs``.
 
     Raises:
-        OptionError: a keyword and an option, or the keywords of policy and reference, say different things.
+        OptionError: an argument conflicts with an option, or with that of the other model.
     """
     for key, value in _said(options, "model_init_kwargs").items():
         name = _OPTIONS[key]
@@ -43,32 +43,32 @@ def read_keywords(options: Any) -> None:
 
 
 def loading_keywords(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What of such keywords goes on to ``from_pretrained``: all but what options say and what is unset."""
+    """Return the arguments to pass on to ``from_pretrained``: those that are no options and are set."""
     left = {key: value for key, value in (given or {}).items() if key not in _OPTIONS and key != _DEVICE_MAP}
     return {key: value for key, value in left.items() if value is not None or key != "quantization_config"}
 
 
 def _said(options: Any, where: str) -> dict[str, Any]:
-    """The keywords that options say as well, with values as options have them."""
+    """Return the arguments that have an equivalent option, with the values that the option takes."""
     given: Mapping[str, Any] = getattr(options, where) or {}
     if "output_loading_info" in given:
-        raise OptionError(f"{setting(where, given)}: output_loading_info has no place in it; leave it out")
+        raise OptionError(f"{setting(where, given)}: output_loading_info is not supported; remove it")
     if not _leaves_placement(given.get(_DEVICE_MAP)):
         raise OptionError(
-            f"{setting(where, given)}: the engine places the model; leave device_map out, or set deepspeed: zero3 to "
-            "divide it among devices"
+            f"{setting(where, given)}: DeepSpeed places the model; remove device_map, or set deepspeed: zero3 to "
+            "shard it across devices"
         )
     said = {key: given[key] for key in _OPTIONS if given.get(key) is not None}
     for key in ("dtype", "torch_dtype"):
         if key in said:
             said[key] = str(said[key]).removeprefix("torch.")
             if said[key] in ("auto", "float32") and options.bf16 is not False:
-                del said[key]  # weights are kept in float32 in any case, whatever they are computed in
+                del said[key]  # weights are stored in float32 in any case, whatever the compute dtype
     return said
 
 
 def _leaves_placement(value: Any) -> bool:
-    """Whether a device map puts the whole model where the engine does: on this process's device."""
+    """Whether a device map places the whole model on this process's device, as the engine does."""
     if value is None or value in _PLACES:
         return True
     return isinstance(value, Mapping) and set(value) == {""} and str(value[""]) not in ("cpu", "disk", "meta")
@@ -77,6 +77,6 @@ def _leaves_placement(value: Any) -> bool:
 def _contradiction(options: Any, where: str, key: str, name: str) -> OptionError:
     given = getattr(options, where)
     return OptionError(
-        f"{setting(where, given)} and {setting(name, getattr(options, name))}: {key} says something else than {name}; "
-        f"leave it out of {where}"
+        f"{setting(where, given)} and {setting(name, getattr(options, name))}: {key} contradicts the option {name}; "
+        f"remove it from {where}"
     )

@@ -1,4 +1,4 @@
-"""Names and values that options have elsewhere, and what they are here."""
+"""Aliases of options, and values of TRL and transformers that are written differently here."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from alignment.config.errors import OptionError, setting
 from alignment.config.fields import convert, hints, option_fields
 
-# Values that TRL or transformers have for an option, as they are written here. None: what is meant by no value.
+# Values of TRL or transformers -> values here. None: no value.
 _VALUES: dict[str, dict[Any, Any]] = {
     "disable_tqdm": {None: False},
     "report_to": {None: "none"},
-    "gradient_checkpointing": {None: False},  # so does TrainingArguments
+    "gradient_checkpointing": {None: False},  # as in TrainingArguments
     "top_k": {None: 0, -1: 0},
     "save_total_limit": {0: None, -1: None},  # no limit
     "max_grad_norm": {None: 0.0},
-    # Sequences are counted without their padding.
+    # Padding is never counted.
     "include_num_input_tokens_seen": {"no": False, "non_padding": True, "all": True},
     "optim": {"adamw_hf": "adamw_torch", "adamw_apex_fused": "adamw_torch_fused"},
     "fsdp": {(): None, False: None},
@@ -25,7 +25,7 @@ _VALUES: dict[str, dict[Any, Any]] = {
 
 
 def older_names(cls: Any) -> dict[str, str]:
-    """Older name -> name here, of the options of a class."""
+    """Return the aliases of a class's options: older name -> name here."""
     return _older_names(cls)
 
 
@@ -37,10 +37,10 @@ def _older_names(cls: Any) -> dict[str, str]:
 
 
 def read_names(cls: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Options by the names that they have here.
+    """Replace aliases by the names of the options.
 
     Raises:
-        OptionError: one is there under two names, with different values.
+        OptionError: an option is set to different values under two names.
     """
     result = dict(given)
     for older, name in older_names(cls).items():
@@ -48,11 +48,11 @@ def read_names(cls: Any, given: dict[str, Any]) -> dict[str, Any]:
             continue
         value = result.pop(older)
         if value is None and name in result:
-            continue  # an older name that a release still lists, left at its default
+            continue  # an older name that a release of TRL still lists, at its default
         if name in result and not _agree(cls, name, result[name], value):
             raise OptionError(
-                f"{setting(older, value)} and {setting(name, result[name])}: they are one option under two names; "
-                f"leave {older} out"
+                f"{setting(older, value)} and {setting(name, result[name])} contradict each other: {older} is an "
+                f"alias of {name}; remove {older}"
             )
         result[name] = value
     return result
@@ -64,7 +64,7 @@ def _agree(cls: Any, name: str, one: Any, other: Any) -> bool:
 
 
 def value_here(name: str, value: Any) -> Any:
-    """A value as it is written here."""
+    """Return a value of TRL or transformers as it is written here."""
     known = _VALUES.get(name)
     key = tuple(value) if isinstance(value, list) else value
     if known is None or not isinstance(key, (str, int, tuple, type(None))):

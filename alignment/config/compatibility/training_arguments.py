@@ -1,4 +1,4 @@
-"""Options of transformers' ``TrainingArguments`` that this project has none for."""
+"""Options of transformers' ``TrainingArguments`` that have no effect or are not supported here."""
 
 # ruff: noqa: RUF009 - accepted() and only() are dataclasses.field() with a reason
 
@@ -11,15 +11,15 @@ from alignment.config.compatibility.verdicts import accepted, only
 from alignment.config.fields import Keywords, OptionalTexts, TextOrTruth
 from alignment.config.process.facts import LEVELS
 
-_ENGINE = "DeepSpeed reduces gradients itself; this has no effect on results."
-_LOADER = "Affects speed only; batches are planned for the whole step and collated in order."
-_SCRIPT = "Read by scripts only; the trainer does what is called."
-_NO_PREDICTIONS = "Evaluation accumulates loss and metrics on the device and keeps no predictions."
+_ENGINE = "Has no effect: DeepSpeed reduces the gradients."
+_LOADER = "Affects speed only: batches are planned for the whole step and collated in order."
+_SCRIPT = "Read by scripts only; the trainer has separate methods for training and evaluation."
+_NO_PREDICTIONS = "Has no effect: evaluation accumulates loss and metrics on the device and keeps no predictions."
 _TRACKIO = "trackio is not supported"
 _TRACKIO_INSTEAD = "set report_to to another integration, such as tensorboard"
 _NO_METRICS = "compute_metrics is not supported"
 _COMPILE = "torch.compile is not supported"
-_LEAVE = "leave it out"
+_LEAVE = "remove it"
 _LOG_LEVELS = ("passive", *LEVELS)
 
 
@@ -28,7 +28,7 @@ def _alone(options: Any) -> bool:
 
 
 def _plain_accelerator(options: Any) -> bool:
-    """Whether the settings of Accelerate ask for what is done here: whole batches on each rank, in a seeded order."""
+    """Whether Accelerate's settings match the behavior here: whole batches on each rank, in a seeded order."""
     harmless = ("even_batches", "use_seedable_sampler", "non_blocking", "data_seed", "use_configured_state")
     given = options.accelerator_config
     return isinstance(given, dict) and not any(value for key, value in given.items() if key not in harmless)
@@ -36,25 +36,25 @@ def _plain_accelerator(options: Any) -> bool:
 
 @dataclass(kw_only=True)
 class DeviceArguments:
-    """Devices, processes and the way gradients travel."""
+    """Devices, processes and communication."""
 
     TITLE: ClassVar[str] = "Devices and processes"
 
     average_tokens_across_devices: bool = only(
         True,
-        reason="means are always taken over all devices",
+        reason="averages are always taken over all devices",
         instead=_LEAVE,
         when=_alone,
     )
     bf16_full_eval: bool = only(
         False,
-        reason="evaluation uses the dtype of training",
+        reason="evaluation uses the compute dtype of training",
         instead="set bf16",
         when=lambda options: options.resolved_bf16,
     )
     fp16_full_eval: bool = only(
         False,
-        reason="evaluation uses the dtype of training",
+        reason="evaluation uses the compute dtype of training",
         instead="set fp16",
         when=lambda options: options.resolved_fp16,
     )
@@ -62,7 +62,7 @@ class DeviceArguments:
     torch_compile_backend: str | None = only(None, reason=_COMPILE, instead=_LEAVE)
     torch_compile_mode: str | None = only(None, reason=_COMPILE, instead=_LEAVE)
     torch_empty_cache_steps: int | None = accepted(
-        None, "Has no effect on results; cached memory is released after each rollout."
+        None, "Has no effect: cached memory is released after each rollout."
     )
     ddp_find_unused_parameters: bool | None = accepted(None, _ENGINE)
     ddp_bucket_cap_mb: int | None = accepted(None, _ENGINE)
@@ -71,15 +71,15 @@ class DeviceArguments:
     ddp_backend: str | None = only(
         None, "nccl", "gloo", reason="ranks communicate over NCCL on GPUs and over gloo on CPUs", instead=_LEAVE
     )
-    ddp_timeout: int = accepted(1800, "Use `hang_timeout`, which watches each rank.")
+    ddp_timeout: int = accepted(1800, "Has no effect: `hang_timeout` ends a run in which a rank hangs.")
     fsdp: OptionalTexts = only(
-        None, "", reason="the engine is DeepSpeed", instead="set deepspeed to zero3, which shards parameters likewise"
+        None, "", reason="FSDP is not supported", instead="set deepspeed to zero3, which also shards parameters"
     )
-    fsdp_config: Keywords = only(None, reason="the engine is DeepSpeed", instead="set deepspeed to zero3")
+    fsdp_config: Keywords = only(None, reason="FSDP is not supported", instead="set deepspeed to zero3")
     accelerator_config: Keywords = only(
         None,
         {},
-        reason="batches are neither split nor dispatched; every rank reads its own rows",
+        reason="batches are neither split nor dispatched: every rank reads its own rows",
         instead=_LEAVE,
         when=_plain_accelerator,
     )
@@ -89,7 +89,7 @@ class DeviceArguments:
     debug: OptionalTexts = only(
         "", None, reason="debug modes are not supported", instead="set on_bad_step, which handles overflows"
     )
-    local_rank: int = accepted(-1, "Read from the environment that the launcher sets.")
+    local_rank: int = accepted(-1, "Has no effect: the local rank is read from the launcher's environment.")
 
 
 @dataclass(kw_only=True)
@@ -101,19 +101,21 @@ class LoopArguments:
     label_smoothing_factor: float = only(
         0.0,
         reason="it applies to the loss of transformers' Trainer only",
-        instead="set label_smoothing, with CPO or DPO",
+        instead="set label_smoothing with CPO or DPO",
     )
     neftune_noise_alpha: float | None = only(None, reason="embedding noise (NEFTune) is not supported", instead=_LEAVE)
     optim_target_modules: OptionalTexts = only(
         None, reason="low-rank optimizers (GaLore, APOLLO) are not supported", instead="set optim: adamw_8bit"
     )
-    use_cache: bool = accepted(False, "Log-probs are computed without a KV cache; generation always uses one.")
-    ignore_data_skip: bool = only(False, reason="a resumed run continues with the next row", instead=_LEAVE)
-    length_column_name: str = accepted("length", "Lengths are taken from the tokenised rows.")
-    remove_unused_columns: bool = accepted(
-        True, "Unused columns are always ignored; reward functions receive all of them."
+    use_cache: bool = accepted(
+        False, "Has no effect: log-probs are computed without a KV cache, and generation always uses one."
     )
-    label_names: list[str] | None = accepted(None, "Each method knows its label columns.")
+    ignore_data_skip: bool = only(False, reason="a resumed run always continues with the next row", instead=_LEAVE)
+    length_column_name: str = accepted("length", "Has no effect: lengths are taken from the tokenized rows.")
+    remove_unused_columns: bool = accepted(
+        True, "Has no effect: unused columns are always ignored, and reward functions receive all columns."
+    )
+    label_names: list[str] | None = accepted(None, "Has no effect: each method defines its label columns.")
     dataloader_pin_memory: bool = accepted(True, _LOADER)
     dataloader_persistent_workers: bool = accepted(False, _LOADER)
     dataloader_prefetch_factor: int | None = accepted(None, _LOADER)
@@ -126,24 +128,26 @@ class LoopArguments:
 
 @dataclass(kw_only=True)
 class ReportArguments:
-    """Logs, evaluation and what is saved."""
+    """Logging, evaluation and saving."""
 
     TITLE: ClassVar[str] = "Logging, evaluation, saving"
 
     log_level: str = accepted(
         "passive",
-        "The value of `get_process_log_level()` on the first rank; the run itself prints on the first rank only.",
+        "Sets `get_process_log_level()` on rank 0 only; the run itself always prints on rank 0 only.",
         choices=_LOG_LEVELS,
     )
     log_level_replica: str = accepted(
-        "warning", "The value of `get_process_log_level()` on the other ranks.", choices=_LOG_LEVELS
+        "warning", "Sets `get_process_log_level()` on the other ranks only.", choices=_LOG_LEVELS
     )
-    log_on_each_node: bool = accepted(True, "Only the first rank logs, to `log.jsonl` and the integrations.")
+    log_on_each_node: bool = accepted(
+        True, "Has no effect: only rank 0 logs, to `log.jsonl` and the reporting integrations."
+    )
     logging_nan_inf_filter: bool = accepted(
-        True, "A non-finite loss is never logged; `on_bad_step` decides what happens to its step."
+        True, "Has no effect: a non-finite loss is never logged, and `on_bad_step` decides how its step is handled."
     )
-    skip_memory_metrics: bool = accepted(True, "The report always has the peak memory.")
-    project: str = accepted("huggingface", "Read by trackio only, which is not supported.")
+    skip_memory_metrics: bool = accepted(True, "Has no effect: the report always includes the peak memory.")
+    project: str = accepted("huggingface", "Applies to trackio only, which is not supported.")
     trackio_space_id: str | None = only(None, reason=_TRACKIO, instead=_TRACKIO_INSTEAD)
     trackio_bucket_id: str | None = only(None, reason=_TRACKIO, instead=_TRACKIO_INSTEAD)
     trackio_static_space_id: TextOrTruth = only(None, False, reason=_TRACKIO, instead=_TRACKIO_INSTEAD)
@@ -151,38 +155,42 @@ class ReportArguments:
     eval_do_concat_batches: bool = accepted(True, _NO_PREDICTIONS)
     eval_use_gather_object: bool = accepted(False, _NO_PREDICTIONS)
     eval_accumulation_steps: int | None = accepted(None, _NO_PREDICTIONS)
-    batch_eval_metrics: bool = accepted(False, "Applies to `compute_metrics` only, which is refused.")
+    batch_eval_metrics: bool = accepted(False, "Applies to `compute_metrics` only, which is not supported.")
     include_for_metrics: list[str] | None = only(None, [], reason=_NO_METRICS, instead=_LEAVE)
     save_on_each_node: bool = only(
-        False, reason="a checkpoint is written once", instead="set output_dir to storage that all nodes share"
+        False, reason="a checkpoint is written once", instead="set output_dir to a folder that all nodes share"
     )
-    enable_jit_checkpoint: bool = accepted(False, "A termination signal always saves a checkpoint.")
-    restore_callback_states_from_checkpoint: bool = accepted(False, "The states of callbacks are always restored.")
+    enable_jit_checkpoint: bool = accepted(False, "Has no effect: a termination signal always saves a checkpoint.")
+    restore_callback_states_from_checkpoint: bool = accepted(
+        False, "Has no effect: the states of callbacks are always restored."
+    )
 
 
 @dataclass(kw_only=True)
 class FormerArguments:
     """Options of earlier releases of transformers, which scripts for TRL 0.12 to 0.24 set."""
 
-    TITLE: ClassVar[str] = "Of earlier releases of transformers"
+    TITLE: ClassVar[str] = "Options of earlier releases of transformers"
 
-    logging_dir: str | None = accepted(None, "The folder of TensorBoard's log; `log.jsonl` is in `output_dir`.")
-    save_safetensors: bool = only(True, reason="weights are written as safetensors only", instead=_LEAVE)
-    group_by_length: bool = only(False, reason="rows are shuffled by the seed", instead="set max_tokens_per_batch")
-    adafactor: bool = only(False, reason="it is an alias of an optimizer", instead="set optim: adafactor")
+    logging_dir: str | None = accepted(None, "Sets the folder of TensorBoard logs; `log.jsonl` is in `output_dir`.")
+    save_safetensors: bool = only(True, reason="weights are always saved as safetensors", instead=_LEAVE)
+    group_by_length: bool = only(
+        False, reason="the order of the rows does not depend on their lengths", instead="set max_tokens_per_batch"
+    )
+    adafactor: bool = only(False, reason="it is an alias for an optimizer", instead="set optim: adafactor")
     jit_mode_eval: bool = only(False, reason="TorchScript is not supported", instead=_LEAVE)
-    use_ipex: bool = only(False, reason="Intel's extension is no longer needed", instead=_LEAVE)
-    use_mps_device: bool = only(False, reason="DeepSpeed does not run on Apple's GPUs", instead="set use_cpu")
+    use_ipex: bool = only(False, reason="Intel's extension is not supported", instead=_LEAVE)
+    use_mps_device: bool = only(False, reason="Apple GPUs are not supported", instead="set use_cpu")
     half_precision_backend: str = only(
         "auto", "cpu_amp", "cuda_amp", reason="Apex is not supported", instead="set fp16 or bf16"
     )
     fp16_backend: str = only("auto", "amp", "cuda_amp", reason="Apex is not supported", instead="set fp16")
     fp16_opt_level: str = accepted("O1", "Applies to Apex only, which is not supported.")
-    tpu_num_cores: int | None = only(None, reason="DeepSpeed does not run on TPUs", instead="use a GPU or the CPU")
-    tpu_metrics_debug: bool = only(False, reason="DeepSpeed does not run on TPUs", instead=_LEAVE)
-    fsdp_min_num_params: int = only(0, reason="the engine is DeepSpeed", instead="set deepspeed to zero3")
+    tpu_num_cores: int | None = only(None, reason="TPUs are not supported", instead="use a GPU or the CPU")
+    tpu_metrics_debug: bool = only(False, reason="TPUs are not supported", instead=_LEAVE)
+    fsdp_min_num_params: int = only(0, reason="FSDP is not supported", instead="set deepspeed to zero3")
     fsdp_transformer_layer_cls_to_wrap: str | None = only(
-        None, reason="the engine is DeepSpeed", instead="set deepspeed to zero3"
+        None, reason="FSDP is not supported", instead="set deepspeed to zero3"
     )
     torchdynamo: str | None = only(None, reason=_COMPILE, instead=_LEAVE)
     ray_scope: str | None = accepted("last", "Applies to hyperparameter search with Ray only, which is not supported.")
@@ -198,4 +206,4 @@ class FormerArguments:
 
 @dataclass(kw_only=True)
 class TransformersOptions(FormerArguments, ReportArguments, LoopArguments, DeviceArguments):
-    """All of them."""
+    """All options of ``TrainingArguments`` that have no effect or are not supported here."""

@@ -1,4 +1,4 @@
-"""Options of TRL's configurations, since release 0.12, that this project has none for; a group for each method."""
+"""Options of TRL's configurations since release 0.12 that have no effect or are not supported here, by method."""
 
 # ruff: noqa: RUF009 - accepted() and only() are dataclasses.field() with a reason
 
@@ -10,42 +10,44 @@ from typing import ClassVar
 from alignment.config.compatibility.verdicts import accepted, only
 from alignment.config.fields import ListOrKeywords, OptionalTexts
 
-_PADDING = "Padding is masked; its width and token have no effect on results."
-_MARKED = "Completions are marked by position, so no label is padded."
+_PADDING = "Has no effect: padding is masked, whatever its width and token."
+_MARKED = "Has no effect: completions are marked by position, so labels are not padded."
 _DECODER = "encoder-decoder models are not supported"
-_SYNC = "Applies to `sync_ref_model` only, which is refused."
+_SYNC = "Applies to `sync_ref_model` only, which is not supported."
 _DIVERGENCE = "only the reverse KL divergence is supported"
-_VLLM = "Applies to `use_vllm` only, which is refused."
-_LEAVE = "leave it out"
-_BUFFER = "Sizes a buffer of packing in TRL 0.12; packs are made of all rows here."
+_VLLM = "Applies to `use_vllm` only, which is not supported."
+_LEAVE = "remove it"
+_BUFFER = "Has no effect: sets a buffer size of packing in TRL 0.12; rows are packed all together here."
 
 
 @dataclass(kw_only=True)
 class PaddingOptions:
-    """Of KTO, CPO and DPO in TRL up to 0.24."""
+    """Options of KTO, CPO and DPO in TRL up to 0.24."""
 
-    TITLE: ClassVar[str] = "Of TRL"
+    TITLE: ClassVar[str] = "Options of TRL"
 
     label_pad_token_id: int = accepted(-100, _MARKED)
     padding_value: int | None = accepted(None, _PADDING)
     is_encoder_decoder: bool | None = only(None, False, reason=_DECODER, instead="use a causal language model")
-    base_model_attribute_name: str = accepted("model", "The head of a supported model is found without it.")
+    base_model_attribute_name: str = accepted(
+        "model", "Has no effect: the head of a supported model is found automatically."
+    )
 
 
 @dataclass(kw_only=True)
 class WidthOptions:
-    """Of every method on given answers."""
+    """Options of all methods that train on given completions."""
 
-    TITLE: ClassVar[str] = "Of TRL"
+    TITLE: ClassVar[str] = "Options of TRL"
 
     pad_to_multiple_of: int | str | None = accepted(None, _PADDING)
 
 
 @dataclass(kw_only=True)
 class SyncOptions:
-    """Of methods with a reference."""
+    """Options of methods with a reference."""
 
-    TITLE: ClassVar[str] = "Of TRL"
+    TITLE: ClassVar[str] = "Options of TRL"
 
     ref_model_mixup_alpha: float = accepted(0.6, _SYNC)
     ref_model_sync_steps: int = accepted(512, _SYNC)
@@ -53,36 +55,42 @@ class SyncOptions:
 
 @dataclass(kw_only=True)
 class KTOCompatibility(PaddingOptions, WidthOptions, SyncOptions):
-    """What TRL's ``KTOConfig`` has besides."""
+    """Further options of TRL's ``KTOConfig``."""
 
 
 @dataclass(kw_only=True)
 class CPOCompatibility(PaddingOptions, WidthOptions):
-    """What TRL's ``CPOConfig`` has besides."""
+    """Further options of TRL's ``CPOConfig``."""
 
 
 @dataclass(kw_only=True)
 class DPOCompatibility(PaddingOptions, WidthOptions, SyncOptions):
-    """What TRL's ``DPOConfig`` has besides."""
+    """Further options of TRL's ``DPOConfig``."""
 
-    TITLE: ClassVar[str] = "Of TRL"
+    TITLE: ClassVar[str] = "Options of TRL"
 
     pad_token: str | None = accepted(None, _PADDING)
-    padding_free: bool = accepted(False, "Affects speed only; `max_tokens_per_batch` reduces padding.")
-    use_logits_to_keep: bool = accepted(False, "Log-probs are always computed at completion positions only.")
-    force_use_ref_model: bool = accepted(False, "A given reference model is always used, with adapters too.")
+    padding_free: bool = accepted(False, "Affects speed only; set `max_tokens_per_batch` to reduce padding.")
+    use_logits_to_keep: bool = accepted(
+        False, "Has no effect: log-probs are always computed at the positions of completions only."
+    )
+    force_use_ref_model: bool = accepted(
+        False, "Has no effect: a reference model that you pass is always used, even with adapters."
+    )
     loss_weights: list[float] | None = only(
         None, [1.0], reason="combining several losses is not supported", instead="set one loss_type"
     )
     ld_alpha: float | None = only(None, 1.0, reason="length desensitization (LD-DPO) is not supported", instead=_LEAVE)
     f_divergence_type: str = only("reverse_kl", reason=_DIVERGENCE, instead=_LEAVE)
-    f_alpha_divergence_coef: float = accepted(0.5, "Applies to the alpha divergence only, which is refused.")
+    f_alpha_divergence_coef: float = accepted(0.5, "Applies to the alpha divergence only, which is not supported.")
     use_weighting: bool = only(False, reason="weighting of pairs (WPO) is not supported", instead=_LEAVE)
-    discopop_tau: float = accepted(0.05, "Applies to the discopop loss only, which is refused.")
-    reference_free: bool = only(False, reason="DPO needs a reference model", instead="set method: cpo, which has none")
+    discopop_tau: float = accepted(0.05, "Applies to the discopop loss only, which is not supported.")
+    reference_free: bool = only(
+        False, reason="DPO requires a reference model", instead="set method: cpo, which does not"
+    )
     rpo_alpha: float | None = only(
         None,
-        reason="an NLL term on chosen answers is part of CPO",
+        reason="an NLL term on chosen completions is part of CPO only",
         instead="set method: cpo and cpo_alpha",
     )
     max_target_length: int | None = only(
@@ -95,30 +103,30 @@ class DPOCompatibility(PaddingOptions, WidthOptions, SyncOptions):
 
 @dataclass(kw_only=True)
 class RewardCompatibility(WidthOptions):
-    """What TRL's ``RewardConfig`` has besides."""
+    """Further options of TRL's ``RewardConfig``."""
 
 
 @dataclass(kw_only=True)
 class SFTCompatibility(WidthOptions):
-    """What TRL's ``SFTConfig`` has besides."""
+    """Further options of TRL's ``SFTConfig``."""
 
-    TITLE: ClassVar[str] = "Of TRL"
+    TITLE: ClassVar[str] = "Options of TRL"
 
     dataset_batch_size: int | None = accepted(1000, "Affects speed only.")
     num_of_sequences: int = accepted(1024, _BUFFER)
     chars_per_token: float = accepted(3.6, _BUFFER)
     padding_free: bool = accepted(
         False,
-        "A forward computes sequences of like lengths together, never across one another: numbers are the same, and "
-        "`max_length` holds.",
+        "Affects speed only: sequences of similar length are computed together and do not attend to each other; "
+        "`max_length` still applies.",
     )
 
 
 @dataclass(kw_only=True)
 class OnlineDPOCompatibility(WidthOptions):
-    """What TRL's ``OnlineDPOConfig`` has besides."""
+    """Further options of TRL's ``OnlineDPOConfig``."""
 
-    TITLE: ClassVar[str] = "Of TRL"
+    TITLE: ClassVar[str] = "Options of TRL"
 
     use_vllm: bool = only(
         False, reason="completions are generated by transformers", instead="set rollout_backend: continuous"

@@ -1,4 +1,4 @@
-"""What is decided about an option of TRL or transformers that has no effect of its own here."""
+"""Declarations of options of TRL and transformers that have no effect, or whose values are restricted."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Condition = Callable[[Any], bool]
 
 
 class Verdict(str):
-    """The help text of such an option, which also says which of its values ask for what is done here in any case.
+    """The help text of such an option, together with the values that are accepted.
 
-    It is a text because a field's metadata are what ``HfArgumentParser`` hands on to ``argparse``.
+    It is a string because ``HfArgumentParser`` passes a field's metadata on to ``argparse``.
 
     Attributes:
-        values: those that are accepted; None for all.
-        reason: why they change nothing, or why another value is refused.
-        instead: what to set in the place of one that is refused.
-        condition: of the options, with which any value is accepted; None: none.
+        values: accepted values; None for all.
+        reason: why they have no effect, or why other values are rejected.
+        instead: what to set instead of a rejected value.
+        condition: a predicate on the options; if true, every value is accepted. None for no such predicate.
     """
 
     values: tuple[Any, ...] | None
@@ -30,25 +30,25 @@ class Verdict(str):
     condition: Condition | None
 
     def allows(self, options: Any, value: Any) -> bool:
-        """Whether the options may have this value."""
+        """Whether the value is accepted with these options."""
         if self.values is None or any(_same(value, one) for one in self.values):
             return True
         return self.condition is not None and self.condition(options)
 
 
 def _same(one: Any, other: Any) -> bool:
-    # False == 0 in Python: the type decides as well, but for numbers.
+    # False == 0 in Python: compare the types as well, except for numbers.
     numbers = type(one) in (int, float) and type(other) in (int, float)
     return bool(one == other) and (numbers or type(one) is type(other))
 
 
 def accepted(default: Any, reason: str, *, choices: tuple[str, ...] | None = None) -> Any:
-    """A field of which every value is accepted: ``reason`` is a sentence that says why none changes anything.
+    """Declare a field whose values are all accepted and have no effect.
 
     Args:
-        default: its value where none is given.
-        reason: the sentence.
-        choices: the values that there are of a text; None: any.
+        default: default value.
+        reason: a sentence that says why it has no effect.
+        choices: possible values of a string; None for any.
     """
     verdict = Verdict(reason)
     verdict.values, verdict.reason, verdict.instead, verdict.condition = None, reason, "", None
@@ -57,29 +57,29 @@ def accepted(default: Any, reason: str, *, choices: tuple[str, ...] | None = Non
 
 
 def only(default: Any, *further: Any, reason: str, instead: str, when: Condition | None = None) -> Any:
-    """A field of which some values are accepted, those that ask for what is done here.
+    """Declare a field of which only the values are accepted that match the behavior here.
 
     Args:
-        default: the first of them.
-        further: others.
-        reason: why the rest is refused.
-        instead: what to do.
-        when: a condition on the options with which every value is accepted.
+        default: the default, which is accepted.
+        further: further accepted values.
+        reason: why other values are rejected.
+        instead: what to set instead.
+        when: a predicate on the options; if true, every value is accepted.
     """
-    shown = ", ".join("unset" if each is None else str(each).lower() for each in (default, *further) if each != "")
-    verdict = Verdict(f"Only {shown or 'unset'}: {reason}; {instead}.")
+    shown = " or ".join("unset" if each is None else str(each).lower() for each in (default, *further) if each != "")
+    verdict = Verdict(f"Must be {shown or 'unset'}: {reason}; {instead}.")
     verdict.values, verdict.reason, verdict.instead, verdict.condition = (default, *further), reason, instead, when
     return dataclasses.field(default=default, metadata={"help": verdict})
 
 
 def verdict_of(field: dataclasses.Field[Any]) -> Verdict | None:
-    """What is decided about a field; None for an option of this project."""
+    """Return the verdict of a field, or None for an option of this project."""
     text = field.metadata.get("help")
     return text if isinstance(text, Verdict) else None
 
 
 def refuse_values(options: Any) -> None:
-    """Raise :class:`OptionError` for the first value that asks for what is not done here."""
+    """Raise :class:`OptionError` for the first value that is not accepted."""
     for field in option_fields(options):
         verdict = verdict_of(field)
         value = getattr(options, field.name)
@@ -88,5 +88,5 @@ def refuse_values(options: Any) -> None:
 
 
 def judged_names(cls: Any) -> set[str]:
-    """The names of the options of a class that have a verdict: they change no number of a run."""
+    """Return the names of the options of a class that have a verdict, and so no effect on results."""
     return {field.name for field in option_fields(cls) if verdict_of(field) is not None}

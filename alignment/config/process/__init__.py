@@ -1,1 +1,1 @@
-"""What scripts ask transformers' arguments about the process that they run in."""
+"""Members of transformers' ``TrainingArguments`` about the process that scripts run in."""

@@ -1,4 +1,4 @@
-"""Members of transformers' ``TrainingArguments`` that are no options: rank, device, who writes, and how loud to be."""
+"""Members of transformers' ``TrainingArguments`` that are not options: rank, device, saving ranks, and log level."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# transformers' names of levels, besides "passive", which leaves the library's own level as it is.
+# transformers' names of log levels, except "passive", which does not change the library's own level.
 LEVELS = {
     "detail": logging.DEBUG,
     "debug": logging.DEBUG,
@@ -23,7 +23,7 @@ LEVELS = {
 
 
 class ProcessFacts:
-    """The part of the options that is a matter of the process. torch is imported where it is asked for."""
+    """Properties of the options that depend on the process. torch is imported only when needed."""
 
     if TYPE_CHECKING:
         warmup_steps: float
@@ -42,31 +42,31 @@ class ProcessFacts:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         import torch
 
         return torch.device("cuda", self.local_process_index) if self.n_gpu else torch.device("cpu")
 
     @property
     def should_log(self) -> bool:
-        """Whether this process prints: the first rank."""
+        """Whether this process logs: true on rank 0."""
         return self.process_index == 0
 
     @property
     def should_save(self) -> bool:
-        """Whether this process writes what all ranks gather: the first rank."""
+        """Whether this process saves what is gathered from all ranks: true on rank 0."""
         return self.process_index == 0
 
     @property
     def place_model_on_device(self) -> bool:
-        """Whether the engine moves the model to its device: always."""
+        """Whether the engine moves the model to its device: always true."""
         return True
 
     def get_process_log_level(self) -> int:
-        """The level for the loggers of a script, as in the module ``logging``.
+        """Return the level for the loggers of a script, as in the module ``logging``.
 
-        It is that of ``log_level``, of other ranks than the first that of ``log_level_replica``; where that is
-        ``passive``, the level that transformers logs at.
+        This is ``log_level`` on rank 0 and ``log_level_replica`` on other ranks, or the level of transformers if that
+        is ``passive``.
         """
         name = self.log_level if self.should_log else self.log_level_replica
         if name in LEVELS:
@@ -76,24 +76,24 @@ class ProcessFacts:
         return int(transformers_logging.get_verbosity())
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Steps of the warm-up in a run of so many; a share of them is rounded up, as transformers does."""
+        """Return the number of warmup steps; a fraction of the training steps is rounded up, as in transformers."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         return math.ceil(num_training_steps * (self.warmup_steps or self.warmup_ratio))
 
     def main_process_first(self, local: bool = True, desc: str = "work") -> contextlib.AbstractContextManager[None]:
-        """One rank runs the body before the others do, such as to fill a cache that they read. Collective.
+        """Run the body on the main process before the others, for example to fill a cache that they read. Collective.
 
         Args:
-            local: the first rank of each machine goes first; False: the first rank of all.
-            desc: of no effect; names the work, for readers.
+            local: whether rank 0 of every host goes first (the default), or only rank 0 of the run.
+            desc: has no effect; describes the work.
         """
         return ahead_of_others((self.local_process_index if local else self.process_index) == 0)
 
 
 @contextlib.contextmanager
 def ahead_of_others(goes_first: bool) -> Iterator[None]:
-    """The body runs on ranks that go first, then on the others; at once where there is one process. Collective."""
+    """Run the body on the ranks that go first, then on the others. Collective."""
     import torch
     from torch import distributed
 

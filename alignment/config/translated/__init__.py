@@ -1,1 +1,1 @@
-"""What other programs' settings mean in our options: DeepSpeed's own sections, and accelerate's environment."""
+"""Translation of other programs' settings to options: sections of the DeepSpeed JSON, and Accelerate's environment."""

@@ -1,7 +1,7 @@
-"""What ``accelerate launch`` was told, which it hands on in environment variables, said in options.
+"""Translation of the settings of ``accelerate launch``, which it passes in environment variables, to options.
 
-``accelerate launch --config_file zero3.yaml`` means ZeRO-3: without this, the run would take the options' default. The
-variables count only where accelerate's launcher has started this process; libraries set some of them by themselves.
+``accelerate launch --config_file zero3.yaml`` requests ZeRO-3, and a run must not silently use another stage. The
+variables are read only if Accelerate's launcher has started this process, as libraries also set some of them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from alignment.config.dtypes import BF16, FP16, requested_dtype
 from alignment.config.errors import OptionError, setting
 from alignment.config.translated.taking import contradiction
 
-_LAUNCHED = ("ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_DYNAMO_BACKEND")  # one of them is always set by the launcher
+_LAUNCHED = ("ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_DYNAMO_BACKEND")  # the launcher always sets one of them
 _DEEPSPEED, _FILE = "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _PRECISION, _CPU = "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"
-_ENGINE = "the engine is DeepSpeed; start with deepspeed_config in accelerate's file, or without it and set deepspeed"
+_ENGINE = "only DeepSpeed is supported; use deepspeed_config in Accelerate's file, or remove it and set deepspeed"
 _REFUSED = {
     "ACCELERATE_USE_FSDP": _ENGINE,
     "ACCELERATE_USE_MEGATRON_LM": _ENGINE,
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "only data parallelism is supported; leave parallelism_config out",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "only data parallelism is supported; remove parallelism_config",
 }
 _STAGE = "zero_optimization.stage"
-# Where a variable's value belongs in a DeepSpeed JSON.
+# The path of a variable's value in a DeepSpeed JSON.
 _PATHS = {
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": _STAGE,
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "zero_optimization.offload_optimizer.device",
@@ -36,15 +36,15 @@ _PATHS = {
 
 
 def launched() -> bool:
-    """Whether accelerate's launcher has started this process."""
+    """Whether Accelerate's launcher has started this process."""
     return any(name in os.environ for name in _LAUNCHED)
 
 
 def translate(options: Any) -> None:
-    """Set the options that accelerate's launcher was told something of; once more, it changes nothing.
+    """Set options from the settings of Accelerate's launcher. Idempotent.
 
     Raises:
-        OptionError: it was told what cannot be had here, or something else than an option says.
+        OptionError: a setting is not supported, or contradicts an option.
     """
     if not launched():
         return
@@ -54,8 +54,8 @@ def translate(options: Any) -> None:
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if backend.lower() != "no":
         raise OptionError(
-            f"{setting('ACCELERATE_DYNAMO_BACKEND', backend)} (accelerate launch): models are not compiled here; "
-            "leave dynamo_backend out"
+            f"{setting('ACCELERATE_DYNAMO_BACKEND', backend)} (accelerate launch): torch.compile is not supported; "
+            "remove dynamo_backend"
         )
     if _is_true(_CPU):
         options.use_cpu = True
@@ -65,7 +65,7 @@ def translate(options: Any) -> None:
 
 
 def notes(options: Any) -> list[str]:
-    """A line for the start of a run on what of the launcher's settings was followed, and in which options."""
+    """Return a line for the start of a run that says which options the launcher's settings have set."""
     if not launched():
         return []
     told = {name: os.environ[name] for name in (_FILE, *_PATHS) if os.environ.get(name, "none").lower() != "none"}
@@ -81,7 +81,7 @@ def notes(options: Any) -> list[str]:
         means["deepspeed"] = f"ZeRO-{value_at(options.deepspeed, _STAGE)}"
     followed = ", ".join(setting(name, value) for name, value in told.items())
     options_so = ", ".join(setting(name, value) for name, value in means.items() if value not in (None, False))
-    return [f"accelerate launch: {followed} taken as {options_so or 'the options say'}"]
+    return [f"accelerate launch: {followed} sets {options_so or 'nothing that differs from the options'}"]
 
 
 def _is_true(name: str) -> bool:
@@ -89,7 +89,7 @@ def _is_true(name: str) -> bool:
 
 
 def _take_precision(options: Any) -> None:
-    """bf16 or fp16; ``no`` is also what the launcher says where nobody has said anything."""
+    """Set bf16 or fp16; ``no`` is ignored, as it is the launcher's value by default."""
     asked = os.environ.get(_PRECISION, "no").lower()
     if asked == "no":
         return
@@ -104,7 +104,7 @@ def _take_precision(options: Any) -> None:
 
 
 def _take_engine(options: Any) -> None:
-    """The DeepSpeed JSON that accelerate's own settings mean, or the file that it names."""
+    """Set ``deepspeed`` to the file of the launcher, or to a JSON built from its settings."""
     file = os.environ.get(_FILE, "none")
     said = _said()
     if file != "none":
@@ -118,7 +118,7 @@ def _take_engine(options: Any) -> None:
 
 
 def _said() -> dict[str, Any]:
-    """What the launcher says about the engine, by its place in a DeepSpeed JSON."""
+    """Return the launcher's settings of the engine, by dotted path in a DeepSpeed JSON."""
     said: dict[str, Any] = {}
     for name, path in _PATHS.items():
         text = os.environ.get(name, "none").lower()
@@ -133,8 +133,8 @@ def _said() -> dict[str, Any]:
 
 
 def _made(said: dict[str, Any]) -> LoadedConfig:
-    """The packaged JSON of the stage, with what is to be offloaded."""
-    stage = said.get(_STAGE, 2)  # accelerate's default
+    """Return the packaged JSON of the stage, with the requested offloading."""
+    stage = said.get(_STAGE, 2)  # Accelerate's default
     if stage not in (0, 1, 2, 3):
         raise OptionError(f"{setting('ACCELERATE_DEEPSPEED_ZERO_STAGE', stage)} (accelerate launch): set 0, 1, 2 or 3")
     config = load_deepspeed_config(None, f"zero{stage}")
@@ -146,7 +146,7 @@ def _made(said: dict[str, Any]) -> LoadedConfig:
 
 
 def _check_alike(options: Any, config: dict[str, Any], said: dict[str, Any]) -> None:
-    """Refuse an engine, and options, that are not as the launcher was told."""
+    """Reject a DeepSpeed JSON, and options, that contradict the launcher's settings."""
     for name, path in _PATHS.items():
         if path not in said:
             continue
@@ -156,5 +156,5 @@ def _check_alike(options: Any, config: dict[str, Any], said: dict[str, Any]) -> 
             detail = f" ({path}={own!r})" if option == "deepspeed" else ""
             raise OptionError(
                 f"{setting(name, said[path])} (accelerate launch) contradicts the option "
-                f"{setting(option, getattr(options, option))}{detail}; leave one of them out"
+                f"{setting(option, getattr(options, option))}{detail}; remove one of them"
             )

@@ -1,8 +1,8 @@
-"""The sections ``optimizer`` and ``scheduler`` of a DeepSpeed JSON, said in options.
+"""Translation of the sections ``optimizer`` and ``scheduler`` of a DeepSpeed JSON to options.
 
-Optimizer and schedule are this project's, whose checkpoints know their states; a section says which ones and with what
-values. What it leaves to "auto" is the options', as transformers' integration fills it. What it says itself is taken
-where the option is at its default, and refused where the option says something else.
+The training loop has its own optimizer and schedule, whose states are part of its checkpoints. A section determines
+their type and values. As in transformers' integration, "auto" stands for the value of the option. Other values set an
+option that is at its default, and are rejected if they contradict an option.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from alignment.config.translated.taking import AUTO, contradiction, default_of, 
 
 SECTIONS = ("optimizer", "scheduler")
 _ADAMW = words("adamw_torch adamw_torch_fused deepspeed_fused_adam deepspeed_cpu_adam")
-# DeepSpeed's types in lower case, and the values of optim that make the same step: the first one where none is set.
+# DeepSpeed's types in lower case, and the equivalent values of optim, of which the first is the default.
 _OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "adam": _ADAMW,
     "adamw": _ADAMW,
@@ -31,14 +31,14 @@ _SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear"}
 _NEAREST = {
     "warmupcosinelr": 'lr_scheduler_type: cosine_with_min_lr with lr_scheduler_kwargs: {"min_lr_rate": 0.0001}',
 }
-_MOVED = {"lr": "learning_rate", "weight_decay": "weight_decay"}  # parameters of every optimizer
+_MOVED = {"lr": "learning_rate", "weight_decay": "weight_decay"}  # parameters of all optimizers
 _ARGUMENTS = {
     "sgd": words("momentum dampening nesterov"),
     "rmsprop": words("alpha eps momentum centered"),
     "adam": words("amsgrad"),
     "adamw": words("amsgrad"),
 }
-# Parameters that change nothing with these values; None: with any.
+# Parameters that have no effect with these values; None: with any value.
 _NEUTRAL: dict[str, bool | None] = {
     "torch_adam": None, "fused": None, "foreach": None, "set_grad_none": None, "bias_correction": True,
     "amsgrad": False, "fp32_optimizer_states": True,
@@ -47,14 +47,14 @@ _SPOKEN_OF = {
     "optimizer": ("optim", "learning_rate", "weight_decay", "optim_args"),
     "scheduler": ("lr_scheduler_type", "learning_rate", "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs"),
 }
-_LEAST_WARMUP = 2  # DeepSpeed makes a shorter one as long as this
+_LEAST_WARMUP = 2  # DeepSpeed's minimum
 
 
 def translate(options: Any) -> None:
-    """Set the options that the sections of ``options.deepspeed`` speak of; once more, it changes nothing.
+    """Set options from the sections of ``options.deepspeed``. Idempotent.
 
     Raises:
-        OptionError: a type or parameter that cannot be had here, or that contradicts an option.
+        OptionError: a type or parameter is not supported, or contradicts an option.
     """
     if options.deepspeed is not None:
         config = load_deepspeed_config(options.deepspeed, "")
@@ -62,40 +62,42 @@ def translate(options: Any) -> None:
 
 
 def check_translated(options: Any, config: dict[str, Any], where: str) -> None:
-    """Refuse sections that the options do not follow, because ``deepspeed`` was set after they had been made.
+    """Reject sections that the options do not reflect because ``deepspeed`` was set after construction.
 
     Raises:
-        OptionError: naming the first option that differs.
+        OptionError: names the first option that differs.
     """
     followed = copy.copy(options)
     _translate(followed, config, where)
     for name, value in vars(followed).items():
         if value != getattr(options, name):
             raise OptionError(
-                f"{where}: its sections {' and '.join(SECTIONS)} ask for {setting(name, value)}, and the options say "
-                f"{setting(name, getattr(options, name))}; give deepspeed when the options are made"
+                f"{where}: the sections {' and '.join(SECTIONS)} require {setting(name, value)}, but the options have "
+                f"{setting(name, getattr(options, name))}; pass deepspeed to the constructor of the options"
             )
 
 
 def has_optimizer(deepspeed: Any) -> bool:
-    """Whether the option ``deepspeed`` has the section ``optimizer``, which decays biases and norms like all weights:
-    the Trainer of transformers hands it every trainable parameter in one group."""
+    """Whether the DeepSpeed JSON has an ``optimizer`` section; if so, weight decay applies to biases and norms too.
+
+    transformers' Trainer passes all trainable parameters to such an optimizer in a single group.
+    """
     return deepspeed is not None and load_deepspeed_config(deepspeed, "").get("optimizer") is not None
 
 
 def notes(options: Any) -> list[str]:
-    """A line for the start of a run on what each section of ``options.deepspeed`` means in options."""
+    """Return a line for the start of a run for each section that says which options it has set."""
     config = {} if options.deepspeed is None else load_deepspeed_config(options.deepspeed, "")
     found = []
     for name, spoken_of in _SPOKEN_OF.items():
         if config.get(name) is not None:
             means = ", ".join(setting(option, getattr(options, option)) for option in spoken_of)
-            found.append(f"{source_of(config)}: {name} {config[name]['type']} is taken as {means}")
+            found.append(f"{source_of(config)}: {name} {config[name]['type']} sets {means}")
     return found
 
 
 def without_sections(config: LoadedConfig) -> LoadedConfig:
-    """The rest of a JSON, which DeepSpeed is given: it would build the section's optimizer in the place of ours."""
+    """Return the JSON for DeepSpeed without the sections, from which it would build its own optimizer."""
     rest = {name: value for name, value in config.items() if name not in SECTIONS}
     return LoadedConfig(rest, config.source)
 
@@ -109,12 +111,12 @@ def _translate(options: Any, config: dict[str, Any], where: str) -> None:
 
 
 def _read(name: str, section: Any, where: str) -> tuple[str, dict[str, Any]]:
-    """A section's type, and its parameters."""
+    """Return the type and the parameters of a section."""
     if not isinstance(section, dict) or not isinstance(section.get("type"), str):
         raise OptionError(f'{where}: {setting(name, section)}: expected a mapping with "type" and "params"')
     for key, value in section.items():
         if key not in ("type", "params"):
-            raise OptionError(f"{where}: {said(f'{name}.{key}', value)}: not usable here; remove it")
+            raise OptionError(f"{where}: {said(f'{name}.{key}', value)}: not supported; remove it")
     parameters = section.get("params") or {}
     if not isinstance(parameters, dict):
         raise OptionError(f"{where}: {setting(f'{name}.params', parameters)}: expected a mapping")
@@ -125,8 +127,7 @@ def _unknown_type(place: str, kind: str, known: tuple[str, ...]) -> OptionError:
     nearest = _NEAREST.get(kind.lower())
     instead = f"set {nearest}" if nearest else f"set one of {', '.join(known)}"
     return OptionError(
-        f"{said(f'{place}.type', kind)}: not one that can be had here{did_you_mean(kind, known)}; remove the "
-        f"section, or {instead}"
+        f"{said(f'{place}.type', kind)}: not supported; remove the section, or {instead}{did_you_mean(kind, known)}"
     )
 
 
@@ -148,13 +149,13 @@ def _translate_optimizer(options: Any, kind: str, parameters: dict[str, Any], pl
 
 def _missing(place: str, key: str, option: str) -> OptionError:
     return OptionError(
-        f'{place}.params: there is no {key}, for which DeepSpeed has a default of its own; write "{key}": "auto" to '
-        f"take the option {option}"
+        f'{place}.params: {key} is missing, for which DeepSpeed has its own default; write "{key}": "auto" to use the '
+        f"option {option}"
     )
 
 
 def _translate_parameter(options: Any, kind: str, key: str, value: Any, place: str) -> None:
-    """One parameter of the optimizer; adam_w_mode is checked when all of them are known."""
+    """Translate a parameter of the optimizer; adam_w_mode is checked once all parameters are known."""
     adam = kind not in ("sgd", "rmsprop", "lion")
     if key in _MOVED:
         _take(options, _MOVED[key], place, value)
@@ -164,7 +165,7 @@ def _translate_parameter(options: Any, kind: str, key: str, value: Any, place: s
         if value == AUTO:
             return
         if not isinstance(value, (list, tuple)) or len(value) != 2:
-            raise OptionError(f"{said(place, value)}: expected two numbers; correct it")
+            raise OptionError(f"{said(place, value)}: expected a list of two numbers")
         for name, part in zip(("adam_beta1", "adam_beta2"), value, strict=True):
             take(options, name, place, part)
     elif key in _NEUTRAL and _NEUTRAL[key] in (None, value):
@@ -172,7 +173,7 @@ def _translate_parameter(options: Any, kind: str, key: str, value: Any, place: s
     elif key in _ARGUMENTS.get(kind, ()) and value != AUTO:
         _add_argument(options, key, value, place)
     elif key != "adam_w_mode" or not adam:
-        raise OptionError(f"{said(place, value)}: the optimizer here has no such parameter; remove it")
+        raise OptionError(f"{said(place, value)}: not supported; remove it")
 
 
 def _take(options: Any, name: str, place: str, value: Any) -> None:
@@ -188,12 +189,12 @@ def _add_argument(options: Any, key: str, value: Any, place: str) -> None:
 
 
 def _check_decay(options: Any, kind: str, parameters: dict[str, Any], place: str) -> None:
-    """DeepSpeed's Adam decays weights as AdamW does, unless it is told to add the decay to the gradient."""
+    """Reject L2 regularization: DeepSpeed's Adam decouples the weight decay unless adam_w_mode is false."""
     if kind == "adam" and parameters.get("adam_w_mode", True) is not True and options.weight_decay:
         raise OptionError(
             f"{place}.params.adam_w_mode={parameters['adam_w_mode']!r}: with "
-            f"{setting('weight_decay', options.weight_decay)} it adds the decay to the gradient, which no optimizer "
-            "here does; set adam_w_mode to true, or weight_decay to 0"
+            f"{setting('weight_decay', options.weight_decay)}, the decay would be added to the gradient, which is not "
+            "supported; set adam_w_mode to true, or weight_decay to 0"
         )
 
 
@@ -231,7 +232,7 @@ def _translate_schedule(options: Any, kind: str, parameters: dict[str, Any], pla
 
 def _check_least(options: Any, place: str, value: Any) -> None:
     if value != 0:
-        raise OptionError(f"{said(place, value)}: the warm-up rises from 0 here; set 0")
+        raise OptionError(f"{said(place, value)}: the warmup always starts at 0; set 0")
 
 
 def _take_rate(options: Any, place: str, value: Any) -> None:
@@ -240,7 +241,7 @@ def _take_rate(options: Any, place: str, value: Any) -> None:
 
 def _take_warmup(options: Any, place: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{said(place, value)}: expected a whole number of steps, at least 1; correct it")
+        raise OptionError(f"{said(place, value)}: expected an integer number of steps, at least 1")
     if options.warmup_ratio:
         raise contradiction(options, "warmup_ratio", place, value)
     take(options, "warmup_steps", place, max(value, _LEAST_WARMUP))
@@ -248,19 +249,19 @@ def _take_warmup(options: Any, place: str, value: Any) -> None:
 
 def _check_warmup_type(options: Any, place: str, value: Any) -> None:
     if value not in ("log", "linear"):
-        raise OptionError(f"{said(place, value)}: set log or linear")
+        raise OptionError(f"{said(place, value)}: expected log or linear")
 
 
 def _check_length(options: Any, place: str, value: Any) -> None:
     if value != options.max_steps:
         raise OptionError(
-            f"{said(place, value)}: the length of this run follows from {setting('max_steps', options.max_steps)}"
-            f'{"" if options.max_steps > 0 else " (by num_train_epochs)"}; write "auto"'
+            f"{said(place, value)}: the number of steps is set by {setting('max_steps', options.max_steps)}"
+            f'{"" if options.max_steps > 0 else " (num_train_epochs)"}; write "auto"'
         )
 
 
 def _take_shape(options: Any, shape: str, place: str) -> None:
-    """DeepSpeed's warm-up is logarithmic where nothing else is said; transformers' is linear."""
+    """Set the shape of the warmup, which is logarithmic by default in DeepSpeed and linear in transformers."""
     if shape != "log" or not (options.warmup_steps or options.warmup_ratio):
         return
     given = dict(options.lr_scheduler_kwargs or {})

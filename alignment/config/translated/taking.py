@@ -1,4 +1,4 @@
-"""An option takes a value from elsewhere, unless it says something else itself."""
+"""Set an option from another program's setting, unless the option is already set to another value."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ AUTO = "auto"
 
 
 def default_of(options: Any, name: str) -> Any:
-    """The default of an option."""
+    """Return the default of an option."""
     return next(field.default for field in option_fields(options) if field.name == name)
 
 
 def said(place: str, value: Any) -> str:
-    """``place=value`` for a message, as :func:`setting` says it, but with the whole place."""
+    """Format ``place=value`` for a message like :func:`setting`, but without shortening the place."""
     return place + setting("", value)
 
 
 def contradiction(options: Any, name: str, place: str, value: Any) -> OptionError:
-    """The error for an option that says something else than another place.
+    """Return the error for an option that contradicts a setting.
 
     Args:
         options: the options.
-        name: of the option.
-        place: where the other value stands, in words that a message begins with.
-        value: the other one.
+        name: name of the option.
+        place: location of the setting, with which the message begins.
+        value: value of the setting.
     """
     own = setting(name, getattr(options, name))
-    return OptionError(f"{said(place, value)} contradicts the option {own}; leave one of them out")
+    return OptionError(f"{said(place, value)} contradicts the option {own}; remove one of them")
 
 
 def take(options: Any, name: str, place: str, value: Any) -> None:
-    """Set an option to a value from elsewhere; the same once more changes nothing.
+    """Set an option that is at its default to the value of a setting. Idempotent.
 
     Args:
-        options: the options; an option that is at its default takes the value.
-        name: of the option.
-        place: where the value stands, as :func:`contradiction` says it.
-        value: of any type that the option can be converted from.
+        options: the options.
+        name: name of the option.
+        place: location of the setting, for messages.
+        value: value of the setting, of any type that can be converted to the option's.
 
     Raises:
-        OptionError: the option is set to something else, or the value is of another type.
+        OptionError: the option is set to another value, or the value has a wrong type.
     """
     try:
         wanted = convert(name, value, hints(options.__class__)[name], default_of(options, name))

@@ -98,7 +98,10 @@ class RunFolder:
         """
         args = self.args
         if asked and args.overwrite_output_dir:  # no earlier check sees an argument of train()
-            raise OptionError(f"{setting('resume_from_checkpoint', asked)}: set overwrite_output_dir: false with it")
+            raise OptionError(
+                f"{setting('resume_from_checkpoint', asked)}: cannot be combined with overwrite_output_dir; set it to "
+                "false"
+            )
         again = self._entered  # this trainer's own earlier run is moved aside
         if not asked and not again:
             # If the folder was empty but has a log, this trainer wrote it: it may have evaluated.

@@ -298,7 +298,7 @@ def _json(parts: Mapping[str, Any]) -> str:
 def _number(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"of type {type(value).__name__}")
+    raise TypeError(f"unsupported type {type(value).__name__}")
 
 
 def _size(count: float) -> str:

@@ -1,4 +1,4 @@
-"""Write the local hub into a folder: models as in the hub's cache, rows as in the one of ``datasets``."""
+"""Write the local hub to a folder: models in the layout of the hub cache, rows in that of the ``datasets`` cache."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _HASH = "0" * 40
 
 
 def prepare(folder: Path) -> Path:
-    """The hub, built the first time.
+    """Return the hub, which is built on first use.
 
     Args:
-        folder: holds one hub for each state of this package and release of transformers.
+        folder: contains one hub for each state of this package and release of transformers.
 
     Returns:
-        What ``HF_HOME`` is to be set to.
+        The value for ``HF_HOME``.
     """
     digest = hashlib.sha256(transformers.__version__.encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):
@@ -38,7 +38,7 @@ def prepare(folder: Path) -> Path:
 
 
 def build(home: Path) -> None:
-    """Write everything."""
+    """Write all files."""
     from tools.trl.hub import models
 
     texts = rows.texts()
@@ -47,7 +47,7 @@ def build(home: Path) -> None:
     _remote(home, texts)
     organisation = models.ORGANISATION
     for name, configs in {"zen": rows.zen(), "harmony": rows.harmony(), "toolcall": rows.toolcall()}.items():
-        for config, columns in reversed(configs.items()):  # the newest is what a call without a name gets
+        for config, columns in reversed(configs.items()):  # the newest one is used by calls without a name
             write_rows(home, f"{organisation}/{name}", config, columns)
     chats = rows.conversational()["language_modeling"]
     write_rows(home, f"{organisation}/dolly-chatml-sft", "default", chats)
@@ -55,7 +55,7 @@ def build(home: Path) -> None:
 
 
 def snapshot(home: Path, repository: str) -> Path:
-    """The folder that ``from_pretrained(repository)`` reads without a network."""
+    """Return the folder that ``from_pretrained(repository)`` reads without a network."""
     folder = home / "hub" / f"models--{repository.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True, exist_ok=True)
     (folder / "refs" / "main").write_text(_HASH)
@@ -64,7 +64,7 @@ def snapshot(home: Path, repository: str) -> Path:
 
 
 def write_rows(home: Path, repository: str, config: str, columns: rows.Columns) -> None:
-    """Write a training split and a test split, a tenth of the rows, where ``load_dataset`` looks without a network."""
+    """Write a training split and a test split (10% of the rows) that ``load_dataset`` finds without a network."""
     from datasets import Dataset, DatasetInfo
     from datasets.arrow_writer import ArrowWriter
     from datasets.naming import filename_prefix_for_split
@@ -96,7 +96,7 @@ def write_rows(home: Path, repository: str, config: str, columns: rows.Columns) 
 
 
 def _remote(home: Path, texts: list[str]) -> None:
-    """A model whose classes come with it: what ``trust_remote_code`` decides about."""
+    """Write a model with custom classes, which requires ``trust_remote_code``."""
     import json
 
     from tools.trl.hub import models

@@ -1,4 +1,4 @@
-"""The models that TRL's tests name, as random ones with some thousand parameters."""
+"""Random models with a few thousand parameters in place of the models in TRL's tests."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _REWARD = {**_SIZES, "hidden_size": 16, "num_labels": 1}
 
 @dataclass(frozen=True)
 class Tiny:
-    """A model: its name on the hub, its class and sizes, the family of its tokenizer.
+    """A model: its name on the hub, its class and sizes, and the family of its tokenizer.
 
     Attributes:
-        dtype: of the saved weights, as published.
-        own: settings of the configuration beside (or in the place of) the usual sizes.
-        sizes: whether the usual sizes are set at all.
+        dtype: dtype of the saved weights, as published.
+        own: configuration values that extend or override the default sizes.
+        sizes: whether the default sizes are used.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Tiny:
 
     @property
     def repository(self) -> str:
-        """Its full name on the hub."""
+        """The full name on the hub."""
         return self.name if "/" in self.name else f"{ORGANISATION}/{self.name}"
 
 
@@ -107,12 +107,12 @@ MODELS = (
 
 
 def save(tiny: Tiny, texts: list[str], folder: Path) -> None:
-    """Make the model and its tokenizer, and write both in transformers' layout.
+    """Create the model and its tokenizer, and save both in the layout of transformers.
 
     Args:
-        tiny: which one.
-        texts: what its tokenizer is trained on.
-        folder: where to; made if need be.
+        tiny: the model.
+        texts: texts on which its tokenizer is trained.
+        folder: target folder; created if it does not exist.
     """
     tokenizer = train(FAMILIES[tiny.family], texts)
     cls = getattr(transformers, tiny.model)
@@ -127,7 +127,7 @@ def save(tiny: Tiny, texts: list[str], folder: Path) -> None:
 
 
 def _draw(model: nn.Module) -> None:
-    """Weights at random: matrices of moderate size, norms of one, biases of zero."""
+    """Initialize the weights: random matrices, norms of 1, biases of 0."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
@@ -138,4 +138,4 @@ def _draw(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         left = parameter.ndim > 1 and "bias" not in name and not parameter.any()
         if left or not torch.isfinite(parameter).all():
-            raise ValueError(f"{type(model).__name__}: {name} was left without values")
+            raise ValueError(f"{type(model).__name__}: {name} was not initialized")

@@ -1,4 +1,4 @@
-"""Rows in every shape that TRL's documentation describes: nineteen statements, each cut into a prompt and two ends."""
+"""Rows in every format of TRL's documentation, made from nineteen prompts with two completions each."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _answered(content: str) -> list[dict[str, str]]:
 
 
 def standard() -> dict[str, Columns]:
-    """Text: configuration → column → values."""
+    """Return rows of text: configuration → column → values."""
     prompts, good, bad = (list(column) for column in zip(*STATEMENTS))
     whole, worse = [a + b for a, b, _ in STATEMENTS], [a + c for a, _, c in STATEMENTS]
     labels = [i % 2 == 0 for i in range(len(STATEMENTS))]
@@ -56,7 +56,7 @@ def standard() -> dict[str, Columns]:
 
 
 def conversational() -> dict[str, Columns]:
-    """Messages: configuration → column → values."""
+    """Return rows of messages: configuration → column → values."""
     asked = [_said(question) for question in QUESTIONS]
     good, bad = [_answered(b.strip()) for _, b, _ in STATEMENTS], [_answered(c.strip()) for _, _, c in STATEMENTS]
     labels = [i % 2 == 0 for i in range(len(STATEMENTS))]
@@ -73,13 +73,13 @@ def conversational() -> dict[str, Columns]:
 
 
 def zen() -> dict[str, Columns]:
-    """All configurations of text and of messages."""
+    """Return all configurations of text and messages."""
     kinds = {"standard": standard(), "conversational": conversational()}
     return {f"{kind}_{name}": columns for kind, configs in kinds.items() for name, columns in configs.items()}
 
 
 def harmony() -> dict[str, Columns]:
-    """Messages with ``thinking``, and template arguments beside them."""
+    """Return messages with ``thinking`` and template arguments."""
     efforts = [("low", "medium", "high")[i % 3] for i in range(len(STATEMENTS))]
     extra = {"chat_template_kwargs": [{"reasoning_effort": e, "model_identity": "You are tiny."} for e in efforts]}
     asked = [_said(question) for question in QUESTIONS]
@@ -117,7 +117,7 @@ def _called(name: str, arguments: dict[str, Any], result: str, answer: str) -> l
 
 
 def toolcall() -> dict[str, Columns]:
-    """Messages with calls of tools of different types, and the tools' schemas beside them as JSON."""
+    """Return messages with tool calls of different types, and the tools' schemas as JSON."""
     lift = _tool("move_lift", floor="integer")
     blinds = _tool("set_blinds", room="string", state="string")
     asked = [f"Take the lift to floor {i}." if i % 2 else f"Close the blinds of room {i}." for i in range(8)]
@@ -137,13 +137,13 @@ def toolcall() -> dict[str, Columns]:
 
 
 def reviews() -> Columns:
-    """Text with a label, a few hundred characters each."""
+    """Return texts of a few hundred characters with a label."""
     texts = [" ".join(a + b for a, b, _ in STATEMENTS[i % 15 : i % 15 + 4]) for i in range(200)]
     return {"text": texts, "label": [i % 2 for i in range(200)]}
 
 
 def texts() -> list[str]:
-    """What tokenizers are trained on."""
+    """Return the texts on which tokenizers are trained."""
     whole = [text for prompt, good, bad in STATEMENTS for text in (prompt + good, prompt + bad)]
     calls = [str(column) for columns in toolcall().values() for column in columns.values()]
     words = "Hi Hello there yes no this is a very long prompt that fills up the whole max length budget on its own"

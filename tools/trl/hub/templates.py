@@ -1,4 +1,4 @@
-"""Chat templates of the families that the local hub's tokenizers belong to, each in its plainest form."""
+"""Minimal chat templates for the tokenizer families of the local hub."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CALLS = (
 
 
 def _turns(opening: str, closing: str, *, first: str = "", generation: bool = False, default: str = "") -> str:
-    """A template of turns: ``opening`` (an expression over ``role``), the content, ``closing``."""
+    """Build a template of turns: ``opening`` (an expression with ``role``), the content, ``closing``."""
     text = "{%- if message.content %}{{ message.content }}{%- endif %}" + _CALLS + f"{{{{ {closing} }}}}"
     if generation:
         answer = f"{{%- if message.role == 'assistant' %}}{{% generation %}}{text}{{% endgeneration %}}"

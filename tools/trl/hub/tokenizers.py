@@ -15,16 +15,16 @@ VOCABULARY = 1000
 
 @dataclass(frozen=True)
 class Family:
-    """What the tokenizers of a family have in common.
+    """The common properties of a family's tokenizers.
 
     Attributes:
-        eos: ends an answer.
-        pad: None where the family has none.
-        bos: None where the family has none.
-        template: chat template; None where the family has none.
+        eos: token that ends a completion.
+        pad: None if the family has none.
+        bos: None if the family has none.
+        template: chat template; None if the family has none.
         others: further special tokens.
-        starts: ``bos`` is put before every text.
-        ends: ``eos`` is put behind every text.
+        starts: whether ``bos`` is added before every text.
+        ends: whether ``eos`` is added after every text.
     """
 
     eos: str
@@ -36,7 +36,7 @@ class Family:
     ends: bool = False
 
     def specials(self) -> list[str]:
-        """All special tokens, each once."""
+        """All special tokens, without duplicates."""
         return list(dict.fromkeys(token for token in (self.pad, self.bos, self.eos, *self.others) if token))
 
 
@@ -91,11 +91,11 @@ FAMILIES: dict[str, Family] = {
 
 
 def train(family: Family, texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer of the family; the same texts give the same one.
+    """Train a tokenizer of the family, deterministically.
 
     Args:
         family: special tokens and chat template.
-        texts: what pairs of bytes are counted in.
+        texts: the training texts.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,1 +1,1 @@
-"""TRL's example scripts, run with this package in the place of TRL."""
+"""Run TRL's example scripts with this package instead of TRL."""

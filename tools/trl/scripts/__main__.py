@@ -1,8 +1,8 @@
 """``python -m tools.trl.scripts CHECKOUT...``: run TRL's example scripts of these checkouts with this package.
 
-Nothing of a script is changed but its import lines. The commands are those of its docstring, for two steps, on small
-random models of the same families and rows of the same shape as its data set's; one process each, without a network.
-Prints a Markdown table, and ends with 1 if a script failed with anything but a refusal.
+Only the import lines of a script are changed. The commands are those of its docstring, for two steps, with small
+random models of the same families and rows with the same columns as its dataset, in one process each and without a
+network. Print a Markdown table, and exit with status 1 if a script failed with anything but a refusal.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from tools.trial import workspace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the commands, and return the exit status."""
+    """Run the commands and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.trl.scripts", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkouts", nargs="+", type=Path, help="folders of TRL's repository, one for each release")
-    parser.add_argument("--only", default="", help="words of a command's name: --only 'v0.24 kto LoRA'")
-    parser.add_argument("--jobs", type=int, default=2, help="scripts at once")
-    parser.add_argument("--limit", type=int, default=300, help="seconds that a script may take")
-    parser.add_argument("--hub", type=Path, default=ROOT / "outputs" / "trl-hub", help="where the local hub is built")
-    parser.add_argument("--logs", type=Path, default=ROOT / "outputs" / "trl-scripts", help="output of every script")
-    parser.add_argument("--page", type=Path, help="also write the page with the table here")
+    parser.add_argument(
+        "--only", default="", help="only commands whose names contain these words, for example --only 'v0.24 kto LoRA'"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="number of concurrent scripts")
+    parser.add_argument("--limit", type=int, default=300, help="time limit of a script in seconds")
+    parser.add_argument("--hub", type=Path, default=ROOT / "outputs" / "trl-hub", help="folder for the local hub")
+    parser.add_argument(
+        "--logs", type=Path, default=ROOT / "outputs" / "trl-scripts", help="folder for the output of every script"
+    )
+    parser.add_argument("--page", type=Path, help="file to which the page with the table is written")
     given = parser.parse_args(argv)
     _prepare_environment(given.hub)
     from tools.trl.scripts import page, runs
@@ -42,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare_environment(hub: Path) -> None:
-    """Before a library reads it: the local hub, no network, one thread."""
+    """Set the environment before libraries read it: the local hub, no network, one thread."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE", "HF_TOKEN"):
         os.environ.pop(name, None)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -1,4 +1,4 @@
-"""What the scripts name: models of the same families with some thousand parameters, rows of the same shape."""
+"""The assets of the scripts: tiny models of the same families, and rows with the same columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _QWEN: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "num_key_v
 _WIDE: dict[str, Any] = {"hidden_size": 16}
 MODELS = (
     Tiny("trl-lib/qwen1.5-1.8b-sft", "Qwen2ForCausalLM", "qwen", own=_QWEN),
-    Tiny("gpt2", "GPT2LMHeadModel", "neox", own=_GPT2, sizes=False),  # its tokenizer has no template either
+    Tiny("gpt2", "GPT2LMHeadModel", "neox", own=_GPT2, sizes=False),  # its tokenizer has no chat template either
     Tiny("trl-lib/pythia-1b-deduped-tldr-sft", "GPTNeoXForCausalLM", "neox", own=_WIDE),
     Tiny(
         "trl-lib/pythia-1b-deduped-tldr-rm", "GPTNeoXForSequenceClassification", "neox", own={**_WIDE, "num_labels": 1}
@@ -24,11 +24,11 @@ MODELS = (
     Tiny("Qwen/Qwen2-0.5B", "Qwen2ForCausalLM", "qwen", own=_QWEN),
     Tiny("Qwen/Qwen2-0.5B-Instruct", "Qwen2ForCausalLM", "qwen", own=_QWEN),
 )
-_TIMES = 6  # the statements are 19
+_TIMES = 6  # there are 19 statements
 
 
 def prepare(folder: Path) -> Path:
-    """The assets, built the first time; what ``HF_HOME`` is to be set to."""
+    """Build the assets on first use, and return the value for ``HF_HOME``."""
     home = folder / "trl-scripts"
     if not home.exists():
         partial = folder / f"trl-scripts.{os.getpid()}"
@@ -37,13 +37,13 @@ def prepare(folder: Path) -> Path:
         for tiny in MODELS:
             models.save(tiny, texts, snapshot(partial, tiny.name))
         for repository, columns in datasets().items():
-            write_rows(partial, repository.lower(), "default", columns)  # as datasets names its folders
+            write_rows(partial, repository.lower(), "default", columns)  # the folder names of datasets
         partial.rename(home)
     return home
 
 
 def datasets() -> dict[str, rows.Columns]:
-    """Rows by the name of the dataset that has such columns."""
+    """Return rows by the name of the dataset with these columns."""
     chats, texts = rows.conversational(), rows.standard()
     pairs = chats["implicit_prompt_preference"]
     unpaired = {name: values * _TIMES for name, values in chats["unpaired_preference"].items()}

@@ -1,4 +1,4 @@
-"""Which scripts of a checkout are meant, and the commands that their docstrings give."""
+"""Select the scripts of a checkout, and extract the commands from their docstrings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMES = (
     *(f"trl/scripts/{name}.py" for name in ("kto", "reward", "sft")),
 )
 _IMPORT = re.compile(r"^( *)from trl(?:\.[\w.]+)? import", re.M)
-# What a run of two steps on a CPU needs; the last of two values counts.
+# Options for two steps on a CPU. The last value of an option is used.
 SHORT = {
     "max_steps": "2",
     "per_device_train_batch_size": "2",
@@ -43,12 +43,12 @@ class Command:
     """A run of a script.
 
     Attributes:
-        release: of TRL.
-        script: its path in the checkout.
-        label: what distinguishes it from the other commands of the script.
-        arguments: as they are run.
-        changes: what differs from the docstring's command, but for :data:`SHORT`.
-        files: name and text of each that the command reads.
+        release: TRL release.
+        script: path of the script in the checkout.
+        label: distinguishes it from the other commands of the script.
+        arguments: the arguments.
+        changes: differences from the docstring's command, except :data:`SHORT`.
+        files: name and text of each file that the command reads.
     """
 
     release: str
@@ -60,27 +60,27 @@ class Command:
 
     @property
     def name(self) -> str:
-        """Of its row."""
+        """The name of its row."""
         return f"{self.release} {self.script} {self.label}"
 
 
 def scripts(checkout: Path) -> list[Path]:
-    """The scripts of a checkout that are more than a note of where they have moved."""
+    """Return the scripts of a checkout, except those that have only moved."""
     found = [checkout / name for name in _NAMES if (checkout / name).exists()]
     return [path for path in found if ast.parse(path.read_text()).body]
 
 
 def rewritten(text: str) -> str:
-    """A script that imports from ``alignment`` what it imports from ``trl``: no other line is changed."""
+    """Rewrite a script to import from ``alignment`` instead of ``trl``, without changing other lines."""
     return _IMPORT.sub(r"\1from alignment import", text)
 
 
 def commands(checkout: Path, path: Path) -> list[Command]:
-    """The commands of a script: those of its docstring, shortened, and further ones for what these leave out.
+    """Return the commands of a script: those of its docstring, shortened, and additional ones.
 
     Args:
-        checkout: of TRL.
-        path: of the script in it.
+        checkout: a checkout of TRL.
+        path: path of the script in the checkout.
     """
     source = path.read_text()
     joined = (ast.get_docstring(ast.parse(source)) or "").replace("\\\n", " ")
@@ -91,7 +91,7 @@ def commands(checkout: Path, path: Path) -> list[Command]:
 
 
 def _shortened(where: tuple[str, str], given: list[str]) -> Command:
-    """A command with what a short run without network and trackers needs."""
+    """Adapt a command to a short run without network and trackers."""
     given = [part for argument in given for part in argument.split("=", 1)]
     changes: list[str] = []
     if "wandb" in given:
@@ -109,7 +109,7 @@ def _shortened(where: tuple[str, str], given: list[str]) -> Command:
 
 
 def _further(found: list[Command], source: str) -> list[Command]:
-    """What the docstrings' commands do not reach: 4-bit weights, completions and judges at evaluation, a mixture."""
+    """Return additional commands: 4-bit weights, completions and judges at evaluation, a mixture."""
     full = found[0]
     more: list[Command] = []
     if "gpt2" in full.arguments and "SIMPLE_CHAT_TEMPLATE" not in source:
@@ -136,7 +136,7 @@ def _further(found: list[Command], source: str) -> list[Command]:
 
 
 def _changed(command: Command, label: str, *more: str, without: str | None = None) -> Command:
-    """A command with further arguments, and without one (and its value)."""
+    """Return a command with additional arguments, and without one argument and its value."""
     arguments = list(command.arguments)
     changes = [*command.changes]
     if more:

@@ -1,4 +1,4 @@
-"""Runs of scripts: each in a fork of this process, which has the libraries already, with a time limit and a log."""
+"""Run scripts, each in a fork of this process, which has imported the libraries, with a time limit and a log."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ RAN = "ran"
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a command.
+    """The result of a command.
 
     Attributes:
-        command: which one.
+        command: the command.
         text: ``ran``, or the refusal or error in one line.
-        refused: this package said so, by name.
+        refused: whether this package refused it with an error message.
     """
 
     command: Command
@@ -39,12 +39,12 @@ class Result:
 
     @property
     def failed(self) -> bool:
-        """Neither ran nor was refused."""
+        """Whether the command neither ran nor was refused."""
         return self.text != RAN and not self.refused
 
 
 def chosen(checkouts: Sequence[Path], words: Sequence[str]) -> list[tuple[Path, Command]]:
-    """The commands of all scripts whose names have these words, with the script's file."""
+    """Return the commands of all scripts whose names contain these words, with the script's file."""
     found = [
         (path, command) for checkout in checkouts for path in scripts(checkout) for command in commands(checkout, path)
     ]
@@ -55,11 +55,11 @@ def run(jobs: Sequence[tuple[Path, Command]], folder: Path, logs: Path, at_once:
     """Run the commands.
 
     Args:
-        jobs: a script's file and a command of it, each.
-        folder: for the runs' own folders, each with a copy of the script in it.
-        logs: is left with the output of each.
-        at_once: so many.
-        limit: seconds for each.
+        jobs: pairs of a script's file and one of its commands.
+        folder: folder for the runs' folders, each with a copy of the script.
+        logs: folder for the output of each run.
+        at_once: number of concurrent runs.
+        limit: time limit of each run in seconds.
     """
     import_libraries()
     shutil.rmtree(logs, ignore_errors=True)
@@ -108,9 +108,9 @@ def _start(path: Path, command: Command, folder: Path, log: Path) -> int:
 
 
 def _in_child(script: Path, command: Command, folder: Path) -> None:
-    """Run the script, and leave what became of it in a file."""
+    """Run the script and write its result to a file."""
     cache = folder / "datasets"
-    shutil.copytree(datasets.config.HF_DATASETS_CACHE, cache)  # what is derived from the rows is this run's
+    shutil.copytree(datasets.config.HF_DATASETS_CACHE, cache)  # data derived from the rows belongs to this run
     datasets.config.HF_DATASETS_CACHE = cache
     print(shlex.join(["python", command.script, *command.arguments]), flush=True)
     sys.argv = [str(script), *command.arguments]
@@ -118,7 +118,7 @@ def _in_child(script: Path, command: Command, folder: Path) -> None:
     try:
         runpy.run_path(str(script), run_name="__main__")
         if not (folder / "out").is_dir():
-            outcome = "0it left no model"
+            outcome = "0no model was saved"
     except (AlignmentError, ImportError) as error:
         traceback.print_exc()
         outcome = f"{'1' if isinstance(error, AlignmentError) else '0'}{one_line(error)}"
@@ -132,12 +132,12 @@ def _in_child(script: Path, command: Command, folder: Path) -> None:
 
 
 def _result(command: Command, folder: Path, status: int, late: bool) -> Result:
-    """What a process left."""
+    """Read the result of a process."""
     file = folder / "outcome"
     if late:
-        return Result(command, "not done in time")
+        return Result(command, "timed out")
     if not file.exists():
-        return Result(command, f"the process ended with status {status}")
+        return Result(command, f"the process exited with status {status}")
     text = file.read_text()
     shutil.rmtree(folder, ignore_errors=True)
     return Result(command, text[1:], refused=text[0] == "1" and text[1:] != RAN)

@@ -1,0 +1,79 @@
+"""Options set on ``trainer.args`` after the trainer was created: those accepted are those that it has not read yet."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import make_model, options, unpaired_rows
+
+from alignment import KTOConfig, KTOTrainer
+from alignment.config.fields import option_fields
+from alignment.training.interruptions.faults import BadSteps, LossSpike
+from alignment.training.surface.later import AT_BUILDING, AT_TRAINING
+
+OPTIONS = frozenset(field.name for field in option_fields(KTOConfig))
+# These functions of the configuration read all options, whatever a run needs.
+READ_ALL = ("values", "check_again", "to_dict", "__post_init__", "__repr__")
+READS: list[set[str]] = []  # the options read in each phase, the current one last
+
+
+@dataclass(kw_only=True)
+class Recorded(KTOConfig):
+    """Options that record when they are read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in OPTIONS and READS and not _all_are_read():
+            READS[-1].add(name)
+        return super().__getattribute__(name)
+
+
+def _all_are_read() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name in READ_ALL:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def run(model: str, folder: Path, **more: Any) -> tuple[set[str], set[str], set[str]]:
+    """Return the options that a run reads when the trainer is created, when its engines are built, and in training."""
+    settings = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 1, "on_bad_step": "rewind", **more}
+    args = Recorded(**options(folder, **settings, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True))
+    try:
+        READS.append(set())
+        trainer = KTOTrainer(model, None, args, unpaired_rows(8), unpaired_rows(4, seed=3))
+        READS.append(set())
+        trainer.build_engines()
+        READS.append(set())
+        trainer.train()
+        return READS[0], READS[1], READS[2]
+    finally:
+        READS.clear()
+        trainer.close()
+
+
+def test_options_are_accepted_until_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_process_group: None
+) -> None:
+    spikes, original = [LossSpike("a spike")], BadSteps.check
+
+    def check(self: BadSteps, loss: float) -> None:
+        original(self, loss)
+        if self.state_dict()["losses"] and spikes:
+            raise spikes.pop()
+
+    monkeypatch.setattr(BadSteps, "check", check)
+    model = make_model(tmp_path / "model", "untied")
+    created, built, trained = run(model, tmp_path)
+    *_, resumed = run(model, tmp_path, resume_from_checkpoint="latest", resume_anyway=True)
+    assert not spikes, "the first run had a bad step"
+    later = trained | resumed
+    assert AT_TRAINING - later == set(), "accepted later, but not read any more"
+    assert AT_BUILDING - built == set(), "accepted before the engines are built, but not read by them"
+    assert later - created - built - AT_TRAINING == set(), "first read in training, but refused after creation"
+    assert built - created - AT_BUILDING == set(), "first read by the engines, but refused after creation"
