@@ -104,7 +104,11 @@ OPTIONS = [
 ]
 
 DATA = [
-    Case("missing file", ("@absent.jsonl", "no such file", "dataset_name"), {"dataset_name": "@absent.jsonl"}),
+    Case(
+        "missing file",
+        ("@absent.jsonl", "file or folder does not exist", "dataset_name"),
+        {"dataset_name": "@absent.jsonl"},
+    ),
     Case("torn file", ("@data.jsonl, line 3: invalid JSON",), data='{"prompt": "a"}\n\n{"prompt": "b", "compl'),
     Case("empty file", ("@data.jsonl", "contains no rows"), data=""),
     Case("missing split", ("@data.jsonl", "split 'test' does not exist", "train"), {"dataset_test_split": "test"}),
@@ -153,7 +157,7 @@ DATA = [
     ),
     Case(
         "mixture with a missing part",
-        ("@b.jsonl: no such file",),
+        ("@b.jsonl: file or folder does not exist",),
         {"dataset_name": None, "dataset_mixture": '{"@data.jsonl": 1, "@b.jsonl": 2}'},
     ),
     Case(

@@ -337,7 +337,7 @@ def test_a_second_round_at_stage_3_has_its_own_reference(base: str, tmp_path: Pa
     assert list(model.peft_config) == ["default"], "the copy is no part of what the user saves"
 
 
-def test_embeddings_that_grew_are_saved(base: str, tmp_path: Path) -> None:
+def test_resized_embeddings_are_saved(base: str, tmp_path: Path) -> None:
     """Also for a plain live model with new adapters."""
     model = AutoModelForCausalLM.from_pretrained(base)
     model.resize_token_embeddings(model.config.vocab_size + 3)
@@ -357,7 +357,7 @@ def test_options_that_would_be_lost_or_ignored_are_rejected(base: str, tmp_path:
             trained(model, tmp_path / "x", config, **more)
 
     inner = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2))
-    refused(r"adapters inside already \(default\)", inner.get_base_model(), LoraConfig(r=2))
+    refused(r"already contains adapters \(default\)", inner.get_base_model(), LoraConfig(r=2))
     refused("this folder contains the base model", use_peft=True, output_dir=base, overwrite_output_dir=True)
     refused("a separate folder", use_peft=True, merged_output_dir=str(tmp_path / "x" / "out"))
     refused(

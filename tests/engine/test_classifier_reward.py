@@ -190,7 +190,7 @@ def test_errors_before_anything_is_loaded(tmp_path: Path) -> None:
         source("/nowhere", tmp_path)
     with pytest.raises(ModelError, match="^reward_processing_class: int is not a transformers tokenizer"):
         source(path, tmp_path, 3)
-    with pytest.raises(ModelError, match="^the tokenizer has .* tokens but .*reward's vocab_size is 77"):
+    with pytest.raises(ModelError, match="^the tokenizer has .* tokens, but .*reward's vocab_size is 77"):
         source(path, tmp_path, char_tokenizer(template=PLAIN, merges=(("a", "b"), ("c", "d"), ("e", "f"))))
 
 
@@ -201,9 +201,7 @@ def test_its_engine_is_configured_separately_from_the_policys(tmp_path: Path) ->
     assert reward.frozen.placement.name == "offload"
     assert reward.frozen.ds_config["zero_optimization"]["stage"] == 3
     assert reward.frozen.ds_config["train_micro_batch_size_per_gpu"] == 5
-    with pytest.raises(
-        OptionError, match="^DeepSpeed mapping: .*'offload', which contradicts reward_placement='replica'"
-    ):
+    with pytest.raises(OptionError, match="^DeepSpeed mapping: .*'offload'.* contradicts reward_placement='replica'"):
         source(path, tmp_path, deepspeed=mapping, placement="replica")
     with pytest.raises(OptionError, match="zero_optimization.stage=2: a frozen model requires stage 3"):
         source(path, tmp_path, deepspeed=zero(2))

@@ -178,7 +178,7 @@ def test_another_activation_is_never_replaced(model_type: str, changes: dict[str
     for name, value in changes.items():
         setattr(own, name, value)
     other = AutoModelForCausalLM.from_config(own)
-    with pytest.raises(ModelError, match=f"{kernel} computes another activation than the model's"):
+    with pytest.raises(ModelError, match=f"{kernel} computes a different activation than the model's"):
         put_liger_kernels(other, None)
     put_liger_kernels(AutoModelForCausalLM.from_config(own), {KERNEL_OF[kernel]: False})
     assert dict(dict.items(ACT2FN)) == before
