@@ -168,7 +168,7 @@ def test_an_exception_names_function_line_and_rows() -> None:
         FunctionReward(breaks).score(samples(["a", "b", "a"]))
     line = helper.__code__.co_firstlineno + 1
     assert str(caught.value) == (
-        f"reward function 'breaks' raised KeyError: 'b' (test_rewards.py line {line}) while scoring {SPAN}; fix the "
+        f"reward function 'breaks' raised KeyError: 'b' (test_rewards.py, line {line}) while scoring {SPAN}; fix the "
         "function, or return None for samples that it cannot score"
     )
     assert isinstance(caught.value.__cause__, KeyError)
