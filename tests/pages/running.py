@@ -1,4 +1,4 @@
-"""A page's blocks, run from top to bottom in one scratch folder, as a reader would in one terminal."""
+"""Run a page's blocks from top to bottom in one temporary folder, as a reader would in one terminal."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pages.output import difference
 from tools.ranks.client import environment
 
 _VISIBLE = ("launch", "ds_configs", "examples")
-_STATE = ".shell"  # variables and folder of the reader's shell between two blocks
+_STATE = ".shell"  # variables and working directory of the reader's shell between two blocks
 _TAIL = 6000
-# One interpreter runs the page's Python: names of a block are there in the next one.
+# One interpreter runs the page's Python blocks: names defined in a block exist in the following ones.
 _PYTHON = """\
 import linecache, sys, traceback
 names = {"__name__": "__main__"}
@@ -44,11 +44,11 @@ for number, path in enumerate(iter(lambda: sys.stdin.readline().rstrip("\\n"), "
 
 
 class BlockFailed(Exception):
-    """A block did not do what its page says. The message has the page, the line and the end of the output."""
+    """A block did not behave as the page says. The message contains the page, the line and the end of the output."""
 
 
 def make_folder(folder: Path, tiny: str | Path) -> Path:
-    """A working directory as in a checkout: commands, DeepSpeed files, examples, and a tiny model in outputs/tiny."""
+    """Create a working directory like a checkout: commands, DeepSpeed files, examples and a model in outputs/tiny."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in _VISIBLE:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -67,10 +67,10 @@ class PageRun:
     """A reader's terminal and interpreter.
 
     Args:
-        folder: the working directory, of :func:`make_folder`.
+        folder: the working directory, created by :func:`make_folder`.
         timeout: seconds for each block.
-        path: folders to look for commands in, before those of this environment.
-        variables: of the environment.
+        path: folders that are searched for commands before those of this environment.
+        variables: environment variables.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PageRun:
             PYTHONUNBUFFERED="1",
             **(variables or {}),
         )
-        # Tests choose these for themselves; a reader has not set them.
+        # The tests set these for themselves; a reader does not.
         for name in ("TRITON_INTERPRET", "PYTEST_CURRENT_TEST", "HF_DATASETS_CACHE"):
             self._environment.pop(name, None)
         self._environment["HF_DATASETS_CACHE"] = str(folder.parent / f"{folder.name}-cache")
@@ -107,7 +107,7 @@ class PageRun:
         self.close()
 
     def close(self) -> None:
-        """End the interpreter."""
+        """Stop the interpreter."""
         if self._python is not None:
             assert self._python.stdin is not None
             self._python.stdin.close()
@@ -121,7 +121,7 @@ class PageRun:
         """Run a block, or write it to its file.
 
         Raises:
-            BlockFailed: a command failed, or printed something else than the page shows.
+            BlockFailed: a command failed, or its output differs from the page.
         """
         started = time.monotonic()
         if block.file:
@@ -143,7 +143,7 @@ class PageRun:
                 raise BlockFailed(f"{block.name}: $ {command}\n{fault}\n--- printed ---\n{printed[-_TAIL:]}")
 
     def _bash(self, block: Block, script: str, may_fail: bool = False) -> str:
-        """Run a script in the shell as the blocks before it left it; what it printed."""
+        """Run a script in the shell state left by the preceding blocks; return its output."""
         state = f"'{self._state}'"
         whole = (
             f"[ -f {state} ] && . {state}\n"
@@ -187,7 +187,7 @@ class PageRun:
         begin = self._python_output.stat().st_size
         self._pieces += 1
         path = self.folder.parent / f"{self.folder.name}-{Path(block.page).stem}-{self._pieces}.py"
-        path.write_text("\n" * block.line + block.text, encoding="utf-8")  # tracebacks name the page's lines
+        path.write_text("\n" * block.line + block.text, encoding="utf-8")  # tracebacks show the page's line numbers
         self._python.stdin.write(f"{path}\n")
         self._python.stdin.flush()
         code = path.with_name(path.name + ".code")
