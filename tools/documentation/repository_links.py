@@ -35,6 +35,7 @@ class RepositoryLinks(SphinxTransform):
 
     def _replace(self, node: nodes.Element) -> None:
         target, _, anchor = unquote(node["reftarget"]).partition("#")
+        anchor = anchor or node.get("reftargetid") or ""
         source = Path(self.env.doc2path(self.env.docname))
         path = (source.parent / target).resolve()
         if not path.is_relative_to(ROOT) or path.is_relative_to(Path(self.env.srcdir).resolve()):
