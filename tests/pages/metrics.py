@@ -7,6 +7,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+from alignment.config.registry import METHODS
 from pages.blocks import ROOT
 
 _ROW = re.compile(r"^\| `([\w/]+)` \|", re.MULTILINE)
@@ -25,13 +26,14 @@ def matches(name: str, documented_name: str) -> bool:
 
 
 def undocumented(log: Path) -> set[str]:
-    """Names in the metrics of a run's log.jsonl that are not documented; ``eval_`` and a set's name are taken off."""
-    found: set[str] = set()
-    for line in log.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        if "event" not in record:
-            found |= {name for name in record if not _known(name)}
-    return found
+    """Names in a run's log.jsonl that are not documented, none for a method from outside.
+
+    The prefix ``eval_`` and the name of an evaluation set do not count.
+    """
+    records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    if any(record.get("event") == "start" and record["method"] not in METHODS for record in records):
+        return set()
+    return {name for record in records if "event" not in record for name in record if not _known(name)}
 
 
 def _known(name: str) -> bool:
