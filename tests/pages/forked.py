@@ -58,6 +58,11 @@ sys.exit(outcome.returncode if outcome.returncode >= 0 else 128 - outcome.return
 _MODULE = "from alignment.cli.commands import main\n\nmain()\n"
 
 
+def forked_python(folder: Path, address: str) -> list[str]:
+    """The command that runs a script of Python in a forked process; ``folder`` is that of :func:`make_commands`."""
+    return [sys.executable, str(folder / "client.py"), address]
+
+
 def make_commands(folder: Path, address: str) -> Path:
     """Write the two commands, which use the server at ``address``, and return their folder."""
     folder.mkdir(parents=True)

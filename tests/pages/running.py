@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from pages.blocks import ROOT, Block
 from pages.checks import console
@@ -21,14 +22,19 @@ _VISIBLE = ("launch", "ds_configs", "examples")
 _STATE = ".shell"  # variables and working directory of the reader's shell between two blocks
 _TAIL = 6000
 # One interpreter runs the page's Python blocks: names defined in a block exist in the following ones.
-_PYTHON = """\
-import linecache, sys, traceback
+_DRIVER = """\
+import os, sys, traceback
+pipe, output = sys.argv[1:]
+descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+os.dup2(descriptor, 1)
+os.dup2(descriptor, 2)
+sys.argv[:] = [""]
 names = {"__name__": "__main__"}
-for number, path in enumerate(iter(lambda: sys.stdin.readline().rstrip("\\n"), "")):
-    source = open(path).read()
+for path in open(pipe):
+    path = path.rstrip("\\n")
     code = 0
     try:
-        exec(compile(source, path, "exec"), names)
+        exec(compile(open(path).read(), path, "exec"), names)
     except SystemExit as error:
         code = int(bool(error.code))
     except BaseException:
@@ -38,7 +44,6 @@ for number, path in enumerate(iter(lambda: sys.stdin.readline().rstrip("\\n"), "
     sys.stderr.flush()
     with open(path + ".done", "w") as done:
         done.write(str(code))
-    import os
     os.rename(path + ".done", path + ".code")
 """
 
@@ -70,6 +75,7 @@ class PageRun:
         folder: the working directory, created by :func:`make_folder`.
         timeout: seconds for each block.
         path: folders that are searched for commands before those of this environment.
+        python: the command that runs a Python script.
         variables: environment variables.
     """
 
@@ -78,6 +84,7 @@ class PageRun:
         folder: Path,
         timeout: float = 300,
         path: Iterable[str | Path] = (),
+        python: Sequence[str] = (sys.executable,),
         variables: Mapping[str, str] | None = None,
     ) -> None:
         self.folder, self.timeout = folder, timeout
@@ -95,7 +102,8 @@ class PageRun:
             self._environment.pop(name, None)
         self._environment["HF_DATASETS_CACHE"] = str(folder.parent / f"{folder.name}-cache")
         self._state = folder.parent / f"{folder.name}{_STATE}"
-        self._python: subprocess.Popen[str] | None = None
+        self._command, self._pipe = python, -1
+        self._python: subprocess.Popen[bytes] | None = None
         self._python_output = folder.parent / f"{folder.name}.python"
         self._pieces = 0
         self.seconds: dict[str, float] = {}
@@ -109,13 +117,31 @@ class PageRun:
     def close(self) -> None:
         """Stop the interpreter."""
         if self._python is not None:
-            assert self._python.stdin is not None
-            self._python.stdin.close()
+            os.close(self._pipe)
             try:
                 self._python.wait(20)
             except subprocess.TimeoutExpired:
                 _kill(self._python)
             self._python = None
+
+    def _interpreter(self) -> subprocess.Popen[bytes]:
+        """The process that runs the page's Python, started by the first block."""
+        if self._python is None:
+            driver, pipe = (self.folder.parent / f"{self.folder.name}-driver{end}" for end in (".py", ".pipe"))
+            driver.write_text(_DRIVER)
+            os.mkfifo(pipe)
+            self._python_output.touch()
+            self._python = subprocess.Popen(
+                [*self._command, str(driver), str(pipe), str(self._python_output)],
+                cwd=self.folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            self._pipe = os.open(pipe, os.O_RDWR)  # does not wait for the reader
+        return self._python
 
     def run(self, block: Block) -> None:
         """Run a block, or write it to its file.
@@ -172,39 +198,27 @@ class PageRun:
         return printed
 
     def _run_python(self, block: Block) -> None:
-        if self._python is None:
-            self._python = subprocess.Popen(
-                [sys.executable, "-c", _PYTHON],
-                cwd=self.folder,
-                env=self._environment,
-                text=True,
-                stdin=subprocess.PIPE,
-                stdout=self._python_output.open("w"),
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        assert self._python.stdin is not None
+        python = self._interpreter()
         begin = self._python_output.stat().st_size
         self._pieces += 1
         path = self.folder.parent / f"{self.folder.name}-{Path(block.page).stem}-{self._pieces}.py"
-        path.write_text("\n" * block.line + block.text, encoding="utf-8")  # tracebacks show the page's line numbers
-        self._python.stdin.write(f"{path}\n")
-        self._python.stdin.flush()
+        path.write_text("\n" * block.line + block.text, encoding="utf-8")  # tracebacks name the page's lines
+        os.write(self._pipe, f"{path}\n".encode())
         code = path.with_name(path.name + ".code")
         deadline = time.monotonic() + self.timeout
-        while not code.exists() and self._python.poll() is None and time.monotonic() < deadline:
+        while not code.exists() and python.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         printed = self._python_output.read_bytes()[begin:].decode(errors="replace")[-_TAIL:]
         if not code.exists():
-            ended = self._python.poll()
-            _kill(self._python)
+            ended = python.poll()
+            _kill(python)
             why = f"did not end within {self.timeout:g} s" if ended is None else f"Python exited with status {ended}"
             raise BlockFailed(f"{block.name}: {why}\n{printed}")
         if code.read_text() != "0":
             raise BlockFailed(f"{block.name}: Python raised an error\n{printed}")
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def _kill(process: subprocess.Popen[Any]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
