@@ -71,7 +71,7 @@ def measure(job: HeadJob, ways: Sequence[str], repeats: int) -> dict[str, list[H
 
 
 def table(found: dict[str, list[HeadResult]]) -> str:
-    """Return a Markdown table; ratios above 1 favour the first implementation."""
+    """Return a Markdown table; ratios above 1 favor the first implementation."""
     heads = ("head", "forward", "backward", "both", "time ratio", "CPU time ratio", "memory")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     first = next(iter(found.values()))

@@ -128,7 +128,7 @@ def paired_rows(shape: Shape, count: int, seed: int = 0) -> list[dict[str, Any]]
 
 
 def unpaired_rows(shape: Shape, count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return labelled completions, every second one desirable."""
+    """Return labeled completions, every second one desirable."""
     rng = random.Random(seed)
     rows = []
     for number in range(count):

@@ -104,8 +104,12 @@ OPTIONS = [
 ]
 
 DATA = [
-    Case("missing file", ("@absent.jsonl", "no such file", "dataset_name"), {"dataset_name": "@absent.jsonl"}),
-    Case("torn file", ("@data.jsonl line 3: not valid JSON",), data='{"prompt": "a"}\n\n{"prompt": "b", "compl'),
+    Case(
+        "missing file",
+        ("@absent.jsonl", "file or folder does not exist", "dataset_name"),
+        {"dataset_name": "@absent.jsonl"},
+    ),
+    Case("torn file", ("@data.jsonl, line 3: invalid JSON",), data='{"prompt": "a"}\n\n{"prompt": "b", "compl'),
     Case("empty file", ("@data.jsonl", "contains no rows"), data=""),
     Case("missing split", ("@data.jsonl", "split 'test' does not exist", "train"), {"dataset_test_split": "test"}),
     Case(
@@ -117,17 +121,17 @@ DATA = [
     Case("kto without labels", ("missing column label", "prompt, completion"), data=UNLABELLED),
     Case(
         "label is a text",
-        ("@data.jsonl line 5: label is 'yes' (a string)", "true or false"),
+        ("@data.jsonl, line 5: label is 'yes' (a string)", "true or false"),
         data=[*unpaired_rows(4), {"prompt": "ab", "completion": "cd", "label": "yes"}],
     ),
     Case(
         "labels are numbers",
-        ("@data.jsonl row 1: label is 1 (an integer)", "true or false"),
+        ("@data.jsonl, row 1: label is 1 (an integer)", "true or false"),
         data=[{"prompt": "ab", "completion": "cd", "label": 1}] * 4,
     ),
     Case(
         "content is a number",
-        ("@data.jsonl line 2: prompt[0].content is 7 (an integer)", "string"),
+        ("@data.jsonl, line 2: prompt[0].content is 7 (an integer)", "string"),
         data=[CHAT, {**CHAT, "prompt": [{"role": "user", "content": 7}]}],
     ),
     Case(
@@ -153,18 +157,18 @@ DATA = [
     ),
     Case(
         "mixture with a missing part",
-        ("@b.jsonl: no such file",),
+        ("@b.jsonl: file or folder does not exist",),
         {"dataset_name": None, "dataset_mixture": '{"@data.jsonl": 1, "@b.jsonl": 2}'},
     ),
     Case(
         "fault in a part of a mixture",
-        ("@b.jsonl row 1: label is 3 (an integer)",),
+        ("@b.jsonl, row 1: label is 3 (an integer)",),
         {"dataset_name": None, "dataset_mixture": '{"@data.jsonl": 1, "@b.jsonl": 2}'},
         files={"b.jsonl": '{"prompt": "a", "completion": "b", "label": 3}\n'},
     ),
     Case(
         "image in a message",
-        ("@data.jsonl row 1: prompt[0].content[0] is of type 'image'", "only text"),
+        ("@data.jsonl, row 1: prompt[0].content[0] has type 'image'", "only text"),
         data=[{**CHAT, "prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}] * 4,
     ),
     Case(
@@ -176,7 +180,7 @@ DATA = [
     ),
     Case(
         "no chat template",
-        ("@data.jsonl row 1: is conversational", "no chat template", "tokenizer.chat_template"),
+        ("@data.jsonl, row 1: the row is conversational", "no chat template", "tokenizer.chat_template"),
         data=[CHAT] * 4,
         model="no-template",
     ),
@@ -260,7 +264,7 @@ DEEPSPEED = [
     Case("no such deepspeed file", ("'zero9': no such file", "zero2"), {"deepspeed": "zero9"}),
     Case(
         "torn deepspeed file",
-        ("@deepspeed.json line 2: not valid JSON",),
+        ("@deepspeed.json, line 2: invalid JSON",),
         {"deepspeed": "@deepspeed.json"},
         files={"deepspeed.json": '{\n"zero_optimization": '},
     ),

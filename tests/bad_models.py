@@ -125,7 +125,7 @@ TOKENIZERS = [
     tokenizer("EOS a list", own(eos_token=["a"]), NO_TOKENIZER, "eos_token"),
     template("empty", "", "no chat template"),
     template("binary", bytes(range(256)), NO_TOKENIZER),
-    template("half written", "{% for %}", "@data.jsonl row 1: the chat template", "Expected an expression"),
+    template("half written", "{% for %}", "@data.jsonl, row 1: the chat template", "Expected an expression"),
     template("that refuses", "{{ raise_exception('no') }}", "the chat template", "fails on it: no;"),
     template("without its filter", "{{ messages | zebra }}", "the chat template", "No filter named 'zebra'"),
     template("that divides by zero", "{{ 1 / 0 }}", "the chat template", "division by zero"),

@@ -48,10 +48,17 @@ ONLINE = [
         max_new_tokens="80",
     ),
     online("no prompt", "@data.jsonl: missing column prompt", "Online DPO", "text", data=[{"text": "a"}] * 2),
-    online("no such file", "reward_funcs='@none.py:f'", "cannot be read", reward_funcs="@none.py:f"),
-    online("no such function", "has no 'letter'", "did you mean 'letters'", reward_funcs="@rewards.py:letter"),
-    online("no function", "number is 3", "cannot be called", reward_funcs="@rewards.py:number"),
-    online("missing column", "'graded' needs 'answer'", "further columns", reward_funcs="@rewards.py:graded"),
+    online("no such file", "reward_funcs='@none.py:f'", "cannot read", reward_funcs="@none.py:f"),
+    online(
+        "no such function", "does not define 'letter'", "did you mean 'letters'", reward_funcs="@rewards.py:letter"
+    ),
+    online("no function", "number is 3", "expected a function or class", reward_funcs="@rewards.py:number"),
+    online(
+        "missing column",
+        "'graded' requires argument 'answer'",
+        "no such column (available: ",
+        reward_funcs="@rewards.py:graded",
+    ),
     online("too many weights", "reward_weights: 2 weights for 1 reward sources (letters)", reward_weights="[1, 2]"),
     online("penalty for a judge", "judge=", "missing_eos_penalty=1.0", judge="@j.py:J", missing_eos_penalty="1"),
     online("batch of no reward model", "reward_batch_size", "without a reward model", reward_batch_size="4"),
@@ -59,7 +66,7 @@ ONLINE = [
     online(
         "sampling option in the wrong place",
         "generation_kwargs",
-        "set it as top_k",
+        "set top_k outside generation_kwargs",
         generation_kwargs='{"top_k": 2}',
     ),
     online("no reward model", "reward_model_path: folder '@none' does not exist", reward_model_path="@none"),
@@ -67,12 +74,12 @@ ONLINE = [
     online("three labels", "reward_model_path", "num_labels=3", reward_model_path="%three-labels"),
     online(
         "no template of the reward model's",
-        "reward_processing_class: @data.jsonl row 1 is conversational",
+        "reward_processing_class: @data.jsonl, row 1 is conversational",
         "no chat template",
         data=[{"prompt": CHAT["prompt"]}] * 2,
         reward_model_path="%classifier-no-template",
     ),
-    online("no column of the map", "column_map takes prompt from 'question'", column_map='{"prompt": "question"}'),
+    online("no column of the map", "column_map maps prompt to column 'question'", column_map='{"prompt": "question"}'),
     deepspeed_case(
         "stage 2 reward model",
         {"zero_optimization": {"stage": 2}},
@@ -89,7 +96,7 @@ ONLINE = [
     ),
     Case(
         "reference of a reward model",
-        ("ref_placement='replica': reward-model training has no reference",),
+        ("ref_placement='replica': reward model training does not use a reference model",),
         {"ref_placement": "replica"},
         method="reward",
     ),

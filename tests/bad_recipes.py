@@ -25,19 +25,19 @@ def other(name: str, *says: str, make: object = None, given: str = "@recipe.yaml
 
 
 YAML = [
-    recipe("tabs", "training:\n\tbeta: 0.1\n", "@recipe.yaml line 2: invalid YAML", "indent with spaces"),
+    recipe("tabs", "training:\n\tbeta: 0.1\n", "@recipe.yaml, line 2: invalid YAML", "indent with spaces"),
     recipe("unclosed quote", 'run_name: "kto\nbeta: 1\n', "invalid YAML: found unexpected end of stream"),
-    recipe("unclosed bracket", "report_to: [none\nbeta: 1\n", "@recipe.yaml line 2: invalid YAML"),
-    recipe("key twice", "beta: 0.1\nbeta: 0.2\n", "@recipe.yaml line 2: duplicate key 'beta'"),
+    recipe("unclosed bracket", "report_to: [none\nbeta: 1\n", "@recipe.yaml, line 2: invalid YAML"),
+    recipe("key twice", "beta: 0.1\nbeta: 0.2\n", "@recipe.yaml, line 2: duplicate key 'beta'"),
     recipe("option in two sections", "a:\n  beta: 0.1\nb:\n  beta: 0.2\n", "section b: beta=0.2: duplicate option"),
     recipe("list", "- beta\n- 0.1\n", "expected a mapping, found list"),
     recipe("one word", "kto\n", "expected a mapping, found str"),
     recipe("empty", "", "@recipe.yaml: method is missing", method=None),
     recipe("two documents", "beta: 0.1\n---\nbeta: 0.2\n", "line 2: invalid YAML: but found another document"),
     recipe("code", "beta: !!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
-    recipe("list as a key", "? [a, b]\n: 1\n", "@recipe.yaml line 1: the key ['a', 'b'] (a list) must be a string"),
+    recipe("list as a key", "? [a, b]\n: 1\n", "@recipe.yaml, line 1: the key ['a', 'b'] (a list) must be a string"),
     recipe(
-        "mapping as a key", "? {a: b}\n: 1\n", "@recipe.yaml line 1: the key {'a': 'b'} (an object) must be a string"
+        "mapping as a key", "? {a: b}\n: 1\n", "@recipe.yaml, line 1: the key {'a': 'b'} (an object) must be a string"
     ),
     recipe("number as a key", "3: 1\n", "the key 3 must be a string"),
     recipe("null as a key", "~: 1\n", "the key None must be a string"),
@@ -65,13 +65,13 @@ YAML = [
     recipe("Latin-1", "run_name: é\n".encode("latin-1"), "@recipe.yaml: cannot be read ('utf-8' codec can't decode"),
     recipe("byte order mark and CRLF", b"\xef\xbb\xbfbetta: 0.1\r\n", "betta=0.1: unknown option"),
     recipe("large", "# " + "x" * 1_100_000, "@recipe.yaml: 1.1 MB is too large", "if it is a data file"),
-    other("data file", "@data.jsonl line 2: invalid YAML", given="@data.jsonl"),
+    other("data file", "@data.jsonl, line 2: invalid YAML", given="@data.jsonl"),
     other("folder", "@recipe.yaml: is a folder", make=folder_of("recipe.yaml")),
     other("pipe", "not a regular file", make=lambda folder, models: os.mkfifo(folder / "recipe.yaml")),
     other("link to itself", NO_FILE, make=lambda folder, models: (folder / "recipe.yaml").symlink_to("recipe.yaml")),
     other("absent", NO_FILE, "launch/recipes: alphapo", given="@none.yaml"),
     other("JSON list", "expected a mapping, found list", make=file_of("r.json", "[1, 2]"), given="@r.json"),
-    other("torn JSON", "@r.json line 1: invalid YAML", make=file_of("r.json", '{"beta": 0.1'), given="@r.json"),
+    other("torn JSON", "@r.json, line 1: invalid YAML", make=file_of("r.json", '{"beta": 0.1'), given="@r.json"),
 ]
 
 COMMAND_LINES = [
@@ -85,7 +85,7 @@ COMMAND_LINES = [
     Case("command line: a line break", ("a b='1': unknown option",), arguments=("kto", "--a\nb", "1")),
     Case("command line: no name", ("no such file",), arguments=("",)),
     Case("command line: a name too long", ("File name too long",), arguments=("a" * 300 + ".yaml",)),
-    Case("command line: half a character", ("no such file",), {"dataset_name": "\udcff.jsonl"}),
+    Case("command line: half a character", ("file or folder does not exist",), {"dataset_name": "\udcff.jsonl"}),
     Case("value: none", ("learning_rate=True: expected a number",), arguments=("kto", "--learning_rate")),
     Case("value: empty", ("learning_rate='': expected a number",), {"learning_rate": ""}),
     Case("value: comma", ("learning_rate='1,5': expected a number",), {"learning_rate": "1,5"}),

@@ -20,7 +20,7 @@ _SUFFIXES = (".py", ".yaml", ".json", ".txt")
 
 def add_option(parser: pytest.Parser) -> None:
     """Add ``--record``."""
-    parser.addoption("--record", type=Path, help="skip the tests that FILE says have passed with this very code")
+    parser.addoption("--record", type=Path, help="skip the tests recorded in FILE as passed with the current code")
 
 
 def register(config: pytest.Config) -> None:

@@ -36,10 +36,10 @@ def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dic
         line = key_node.start_mark.line + 1
         if isinstance(key, (list, dict, set)):
             raise OptionError(
-                f"{loader.name} line {line}: the key {show(key)} must be a string, the name of an option"
+                f"{loader.name}, line {line}: the key {show(key)} must be a string, the name of an option"
             )
         if key in seen:
-            raise OptionError(f"{loader.name} line {line}: duplicate key {key!r}; remove one of them")
+            raise OptionError(f"{loader.name}, line {line}: duplicate key {key!r}; remove one of them")
         seen.add(key)
     return loader.construct_mapping(node, deep=True)
 
@@ -70,7 +70,7 @@ def read_recipe(name: str, outside: Iterable[type[AlignmentConfig]] = ()) -> dic
         raise
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark is not None else ""
+        line = f", line {mark.line + 1}" if mark is not None else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
         advice = "indent with spaces" if "'\\t'" in problem else "correct that line"
         raise OptionError(f"{path}{line}: invalid YAML: {problem}; {advice}") from None
@@ -148,7 +148,7 @@ def _flattened(content: dict[Any, Any], where: str, options: set[str]) -> dict[s
             _add(flat, key, value, where)
             continue
         for inner, inner_value in (value or {}).items():
-            _add(flat, inner, inner_value, f"{where} section {key}")
+            _add(flat, inner, inner_value, f"{where}, section {key}")
     return flat
 
 

@@ -134,7 +134,7 @@ def load_deepspeed_config(value: str | Path | dict[str, Any] | None, default: st
     try:
         config = parse_json(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
-        raise OptionError(f"{path} line {error.lineno}: invalid JSON: {error.msg}; correct that line") from None
+        raise OptionError(f"{path}, line {error.lineno}: invalid JSON: {error.msg}; correct that line") from None
     except OptionError as error:
         raise OptionError(f"{path}: {error}") from None
     except (OSError, UnicodeDecodeError) as error:

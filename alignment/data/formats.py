@@ -86,7 +86,7 @@ def unpaired_rows(row: Mapping[str, Any], where: str) -> list[UnpairedPreference
     Args:
         row: one row of the dataset: ``prompt, completion, label``, or ``messages, label``, or a pair. Columns that
             only other rows use are null.
-        where: name of the row in messages, such as ``data.jsonl row 12``.
+        where: name of the row in messages, such as ``data.jsonl, row 12``.
 
     Raises:
         DataError: the row is invalid.

@@ -105,7 +105,7 @@ def storable_rows(
         kept[name] = Value("float64") if broken and all(type(value) in numbers for value in values) else feature
     names = {name for name, feature in kept.items() if isinstance(feature, Json) and name in names}
     left_out: set[str] = set()
-    rows = [storable(row, names, f"{where} row {number}", left_out) for number, row in enumerate(rows, start=1)]
+    rows = [storable(row, names, f"{where}, row {number}", left_out) for number, row in enumerate(rows, start=1)]
     tell_left_out(left_out, where)
     return rows, Features({name: feature for name, feature in kept.items() if name not in left_out})
 

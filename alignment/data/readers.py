@@ -132,20 +132,20 @@ def _json_list_rows(path: Path) -> Placed:
     try:
         rows = json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path} line {error.lineno}: not valid JSON: {error.msg}; fix the file") from error
+        raise DataError(f"{path}, line {error.lineno}: invalid JSON: {error.msg}; fix the file") from error
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path} line {line}: not UTF-8 text: {error.reason}; save the file as UTF-8") from error
+        raise DataError(f"{path}, line {line}: not UTF-8 text: {error.reason}; save the file as UTF-8") from error
     except ValueError as error:
-        raise DataError(f"{path}: not valid JSON: {one_line(error)}") from error
+        raise DataError(f"{path}: invalid JSON: {one_line(error)}") from error
     for number, row in enumerate(rows, start=1):
-        yield _checked(f"{path} row {number}", row, escapes=b"\\ud" in data.lower())
+        yield _checked(f"{path}, row {number}", row, escapes=b"\\ud" in data.lower())
 
 
 def _json_line_rows(path: Path) -> Placed:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            place = f"{path} line {number}"
+            place = f"{path}, line {number}"
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if line.strip():
@@ -157,13 +157,13 @@ def _json_line(place: str, line: bytes) -> object:
         return json.loads(line.decode("utf-8").rstrip(), parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{place}: not valid JSON: {error.msg} (column {error.colno}); "
+            f"{place}: invalid JSON: {error.msg} (column {error.colno}); "
             "expected one object per line, or a single list of objects"
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: not UTF-8 text: {error.reason}; save the file as UTF-8") from error
     except ValueError as error:
-        raise DataError(f"{place}: not valid JSON: {one_line(error)}") from error
+        raise DataError(f"{place}: invalid JSON: {one_line(error)}") from error
 
 
 def _checked(place: str, row: object, escapes: bool) -> tuple[str, dict[str, Any]]:
@@ -192,11 +192,11 @@ def _csv_rows(path: Path) -> Placed:
         header: list[str] | None = None
         while True:
             first = reader.line_num + 1
-            place = f"{path} line {first}"
+            place = f"{path}, line {first}"
             try:
                 cells = next(reader, None)
             except csv.Error as error:
-                raise DataError(f"{place}: not valid CSV: {one_line(error)}") from error
+                raise DataError(f"{place}: invalid CSV: {one_line(error)}") from error
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"{path}: not UTF-8 text near line {first}: {error.reason}; save the file as UTF-8"

@@ -166,7 +166,7 @@ class RowMapper:
         return Encoded(found.prompt, [found.completion])
 
     def _job(self, row: dict[str, Any], index: int) -> _Job:
-        place = f"{self.where} row {index + 1}"
+        place = f"{self.where}, row {index + 1}"
         row = {key: without_nulls(value) if key in self._filled else value for key, value in row.items()}
         if "label" in self.column_map and isinstance(row["label"], str):  # CSV files have no types
             row["label"] = _LABELS.get(row["label"].strip().lower(), row["label"])

@@ -83,8 +83,10 @@ def dataset_from_python(value: object) -> Dataset:
         raise DataError("dataset is an empty list; pass at least one row")
     for number, row in enumerate(value, start=1):
         if not isinstance(row, dict) or not all(isinstance(key, str) for key in row):
-            raise DataError(f"dataset row {number}: the row is {show(row)}; expected a dict of column names to values")
-    features = infer_features((f"dataset row {number}", row) for number, row in enumerate(value, start=1))
+            raise DataError(
+                f"dataset, row {number}: the row is {show(row)}; expected a dict of column names to values"
+            )
+    features = infer_features((f"dataset, row {number}", row) for number, row in enumerate(value, start=1))
     if not features:
         raise DataError("the rows of the dataset have no columns; pass dicts with prompt, completion, label, …")
     try:
@@ -242,7 +244,7 @@ def _spooled(
     with path.open("w", encoding="utf-8") as file:
         try:
             for number, row in enumerate(islice(stream.with_format(None), rows), start=1):
-                place = f"{where} row {number}"
+                place = f"{where}, row {number}"
                 check_no_images(row, place)
                 if columns is None:
                     kept = storable(row, row.keys() - PROMPT_COLUMNS, place, left_out)

@@ -64,7 +64,9 @@ def cpo_loss(
     if loss_type not in CPO_LOSS_TYPES:
         raise ValueError(f"loss_type {loss_type!r} is not one of {', '.join(CPO_LOSS_TYPES)}")
     if alpha != 0.0 and loss_type not in ("simpo", "alphapo"):
-        raise ValueError(f"alpha={alpha} needs length-normalised log-probs: loss_type {loss_type!r} has none")
+        raise ValueError(
+            f"alpha={alpha} requires length-normalized log-probs, which loss_type {loss_type!r} does not use"
+        )
     if loss_type in LENGTH_NORMALISED:
         chosen_logps, rejected_logps = chosen_logps / chosen_lengths, rejected_logps / rejected_lengths
     chosen, rejected = alpha_reward(chosen_logps, alpha), alpha_reward(rejected_logps, alpha)

@@ -61,7 +61,7 @@ def dpo_loss(
         raise ValueError(f"label_smoothing={label_smoothing}: must be at least 0 and below 0.5")
     if label_smoothing and loss_type != "sigmoid":
         raise ValueError(
-            f"label_smoothing={label_smoothing} is for loss_type 'sigmoid'; set it to 0 for {loss_type!r}"
+            f"label_smoothing={label_smoothing} only applies to loss_type 'sigmoid'; set it to 0 for {loss_type!r}"
         )
     chosen, rejected = chosen_logps - ref_chosen_logps.detach(), rejected_logps - ref_rejected_logps.detach()
     rewards = beta * chosen.detach(), beta * rejected.detach()

@@ -13,7 +13,7 @@ from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
 from alignment.rewards.samples import in_groups, spoken
 
-# Why a prompt gives no pair. A tie is dropped: training on it would favour whichever completion came first.
+# Why a prompt gives no pair. A tie is dropped: training on it would favor whichever completion came first.
 TIED, IDENTICAL, UNSCORED, FAILED = "tied", "identical", "unscored", "failed"
 REASONS = (TIED, IDENTICAL, UNSCORED, FAILED)
 

@@ -19,7 +19,7 @@ class Samples:
         completion_ids: (S,) generated token IDs, including the token that ended the completion.
         ended: (S,) whether the completion ended with an end token rather than at ``max_new_tokens``.
         columns: additional columns of the dataset by name, each with S values.
-        places: (S,) names of the samples' rows in messages, such as ``data.jsonl row 12``.
+        places: (S,) names of the samples' rows in messages, such as ``data.jsonl, row 12``.
         template: (S,) variables for the chat template, such as ``tools``.
     """
 

@@ -130,7 +130,7 @@ class PreparedData:
     def place(self, row: int) -> str:
         """Return the name of a tokenized row in messages."""
         number = self.source_row(row)
-        return number if isinstance(number, str) else f"{self.where} row {number}"
+        return number if isinstance(number, str) else f"{self.where}, row {number}"
 
     def source_row(self, row: int) -> int | str:
         """Return the 1-based number of a tokenized row in the user's data; in a mixture, with the name of its part."""
@@ -138,7 +138,7 @@ class PreparedData:
         if len(self.parts) == 1:
             return number
         ends = list(itertools.accumulate(part.report.rows_out for part in self.parts))
-        return f"{self.parts[bisect.bisect_right(ends, row)].where} row {number}"
+        return f"{self.parts[bisect.bisect_right(ends, row)].where}, row {number}"
 
     def sources(self, planned: Iterable[int]) -> list[int | str]:
         """Return the source rows of entries of a plan: of rows, or of all rows of the packs."""

@@ -10,31 +10,26 @@ from __future__ import annotations
 
 import functools
 import math
-import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
-import torch
-from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 
 from alignment.config.errors import RewardError, TrainingError
 from alignment.config.fields import Strategy
-from alignment.data.batching import AnyBatch, EpochWindows
+from alignment.data.batching import AnyBatch
 from alignment.data.windows import WindowPlan, WindowSampler
 from alignment.engines.checkpoints.folder import checkpoint_folder
-from alignment.engines.collectives import from_first_rank, on_first_rank
 from alignment.engines.launch_env import rank, world_size
 from alignment.engines.watch.requests import REQUESTS, STOP_FILE
 from alignment.engines.watch.safe_points import agreed_reason
-from alignment.engines.watch.signals import ignore_stop_signals
 from alignment.engines.watch.stop import Cut
 from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
 from alignment.training.callbacks import Decision
-from alignment.training.checkpointing.best import BestModel, damage_of_model
+from alignment.training.checkpointing.best import BestModel, load_best
 from alignment.training.checkpointing.rewind import Rewinder
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
@@ -47,6 +42,7 @@ from alignment.training.run_state import Boundary, RandomAtStart, Totals
 from alignment.training.start_event import start_event
 from alignment.training.step import OptimizerStep
 from alignment.training.window import BadStep
+from alignment.training.window_loader import windows_of_epoch
 
 # Where a run that is asked to stop may be interrupted, see Boundary.left.
 _DONE, _STEP, _EPOCH = "done", "step", "epoch"
@@ -302,22 +298,10 @@ class TrainingLoop:
 
     def _windows(self) -> Iterator[tuple[WindowPlan, Sequence[AnyBatch]]]:
         """Yield the remaining windows; the sampler is advanced before each one."""
-        args, sampler = self.args, self.sampler
+        sampler = self.sampler
         while self._goes_on():
-            left = min(sampler.steps_per_epoch, sampler.step + self.total_steps - self.state.global_step)
-            loader = DataLoader(
-                EpochWindows(self.context.method.collate, self.data.batched, sampler, sampler.epoch, rank()),
-                batch_size=None,
-                sampler=range(sampler.step, left),
-                num_workers=args.dataloader_num_workers,
-                # Workers send bytes: as shared tensors, a large window would exceed the limit on open files.
-                collate_fn=pickle.dumps if args.dataloader_num_workers else None,
-                # Its iterator draws a random number; from the global generator, later draws would depend on restarts.
-                generator=torch.Generator().manual_seed(args.seed),
-                worker_init_fn=ignore_stop_signals,
-            )
-            for window in loader:
-                plan, batches = pickle.loads(window) if isinstance(window, bytes) else window
+            last = min(sampler.steps_per_epoch, sampler.step + self.total_steps - self.state.global_step)
+            for plan, batches in windows_of_epoch(self.context, self.data, sampler, last):
                 self.context.run_state.mark("data", "random")
                 sampler.advance()
                 place = sampler.epoch, sampler.step
@@ -413,23 +397,6 @@ class TrainingLoop:
         self._saves += 1
         return True
 
-    def _return_to_best(self) -> None:
-        """Load the weights of the best evaluation into the policy."""
-        folder = from_first_rank(self.best.folder)
-        if folder is None:
-            self.context.tell("load_best_model_at_end: no evaluation was finite; keeping the weights of the last step")
-        if folder is None or self.state.best_global_step == self.state.global_step:
-            return
-        damage = on_first_rank(lambda: damage_of_model(folder, read=True))
-        if damage is not None:
-            self.context.tell(f"load_best_model_at_end: {damage}; keeping the weights of the last step")
-            return
-        with self.context.phases("load best"):
-            self.engines.restore(folder)
-        self.progress.note(
-            f"loaded the weights of {folder.name}: {self.args.metric_for_best_model} {self.state.best_metric:.6g}"
-        )
-
     def _rescue(self) -> str:
         """Save the weights after the last good step, on every rank, unless the run saves nothing; return a message."""
         if self.args.save_strategy == "no" or self.state.global_step == 0 or not self._save():
@@ -446,7 +413,9 @@ class TrainingLoop:
     def _finish(self) -> TrainOutput:
         REQUESTS.done = True  # only the result remains to be written, so stopping now saves no time
         if self.args.load_best_model_at_end:
-            self._return_to_best()
+            loaded = load_best(self.context, self.engines, self.best)
+            if loaded is not None:
+                self.progress.note(loaded)
         seconds, steps = self._seconds(), self.state.global_step
         metrics = {
             "train_runtime": seconds,

@@ -6,7 +6,6 @@ The constructor follows TRL's, so that a TRL script runs after changing its impo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,41 +14,28 @@ from transformers.trainer_utils import TrainOutput
 
 from alignment.config.errors import LastCheckpointError, OptionError, setting
 from alignment.config.options import AlignmentConfig
-from alignment.config.translated import accelerate, sections
 from alignment.data.prepare import check_vocabulary
-from alignment.data.windows import WindowSampler
 from alignment.engines.collectives import barrier, device, on_first_rank
 from alignment.engines.cores import share_cores
 from alignment.engines.launch_env import init_distributed, local_rank, rank, world_size
-from alignment.engines.optimizers import check_optimization
 from alignment.engines.phases import Phases
 from alignment.engines.watch.retries import Retries
-from alignment.models.adapters.merged import merge_live
 from alignment.models.adapters.record import unwrapped
-from alignment.models.source import ModelSource
-from alignment.models.vocabulary import Vocabulary
-from alignment.planning.engines import check_alike, plan_engines
 from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.log import JsonlLog
-from alignment.training.advice import about_rows
 from alignment.training.arguments import (
-    balancing_coefficient,
     check_collator,
     check_data_source,
-    check_optimizers,
     check_rows_given,
     data_of_commands,
-    load_tokenizer,
     model_and_options,
-    model_sources,
     named_datasets,
     refuse_arguments,
     with_adapter_names,
     with_quantization,
-    with_vocabulary,
 )
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping
-from alignment.training.checkpointing.best import BestModel, check_best_metric
+from alignment.training.checkpointing.best import BestModel
 from alignment.training.checkpointing.merged import write_merged
 from alignment.training.checkpointing.output_folder import LOG
 from alignment.training.checkpointing.present import Present, present_run
@@ -58,8 +44,8 @@ from alignment.training.checkpointing.resume import Checkpoint
 from alignment.training.checkpointing.rewind import Rewinder
 from alignment.training.checkpointing.run_folder import RunFolder
 from alignment.training.checkpointing.writer import CheckpointWriter
-from alignment.training.context import Resources, RunContext
-from alignment.training.data import PreparedData, prepare_data, total_steps, window_sampler
+from alignment.training.context import RunContext
+from alignment.training.data import PreparedData, total_steps
 from alignment.training.evaluation import evaluate, evaluation_windows
 from alignment.training.hub.methods import HubMethods
 from alignment.training.hub.uploads import Uploads
@@ -68,6 +54,7 @@ from alignment.training.interruptions.status import begin_status, ending_in_stat
 from alignment.training.interruptions.stopping import listening
 from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
+from alignment.training.preparation import TrainerPreparation
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Identity, RunState
 from alignment.training.surface.again import begin_again
@@ -78,7 +65,7 @@ from alignment.training.surface.records import TrainerRecords
 from alignment.training.surface.trainer_surface import TrainerSurface
 
 
-class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
+class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMethods):
     """Base class of the trainers; use that of a method, such as :class:`KTOTrainer`.
 
     Args:
@@ -222,108 +209,6 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
     def end(self) -> None:
         """Same as :meth:`close`, with the name that TRL's scripts call."""
         self.close()
-
-    def _prepare_models(
-        self,
-        model: str | PreTrainedModel,
-        ref_model: str | PreTrainedModel | None,
-        optimizers: tuple[Any, Any],
-        peft_config: Any,
-        adapted: Any,
-        tokenizers: tuple[Any, Any],
-    ) -> None:
-        check_optimizers(optimizers, model)
-        self.optimizers, needed = optimizers, self.method.needs_reference
-        merged = adapted is not None and peft_config is not None
-        if merged:
-            (model, note), adapted = merge_live(adapted), None
-            self.tell(note)
-        self.policy_source, self.reference_source = model_sources(
-            model, ref_model, self.args, needed, self.method.task
-        )
-        if merged:
-            self._replace_policy(replace(self.policy_source, merged=True))
-        self.processing_class = self._tokenizer(load_tokenizer(*tokenizers, self.policy_source, self.args))
-        self.aux_coefficient = balancing_coefficient(self.args, self.policy_source.config)
-        self.engine_plan = plan_engines(
-            self.args, self.policy_source, self.reference_source if needed else None, peft_config, adapted
-        )
-        check_alike(self.engine_plan)
-        self.tell(self.engine_plan.dtypes.note)
-        for note in (*accelerate.notes(self.args), *sections.notes(self.args)):
-            self.tell(note)
-        adapters = self.engine_plan.adapters
-        if adapters is not None:
-            self.method.trains_adapters = True
-            if adapters.are_new and any(optimizers):
-                raise OptionError(
-                    "optimizers: cannot contain the parameters of adapters that do not exist yet; pass a PeftModel"
-                )
-            for note in adapters.notes:
-                self.tell(note)
-        self.resources = self._resources()
-
-    def _replace_policy(self, source: ModelSource) -> None:
-        """Replace the policy's model, and the reference's if it is the same."""
-        if self.reference_source is self.policy_source:
-            self.reference_source = source
-        self.policy_source = source
-
-    def _tokenizer(self, tokenizer: Any) -> Any:
-        """Return the tokenizer as the method's options require: itself, or a modified copy."""
-        return tokenizer
-
-    def _know(self, vocabulary: Vocabulary) -> None:
-        """Apply a changed vocabulary to the policy's model."""
-        if vocabulary:
-            source, note = with_vocabulary(self.policy_source, vocabulary, self.optimizers)
-            self._replace_policy(source)
-            self.tell(note)
-
-    def _resources(self) -> Resources:
-        """Return the method's further resources."""
-        return Resources()
-
-    def _prepare_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
-        args = self.args
-        self.train_data: PreparedData | None = None
-        self.sampler: WindowSampler | None = None
-        self.advice: list[str] = []
-        if train_dataset is not None:
-            self.train_data = self._prepare(train_dataset, args.max_train_samples, "train_dataset", trains=True)
-            self.sampler = window_sampler(self.train_data, self.method, args)
-            if not any(self.optimizers):
-                self.tell(check_optimization(args, total_steps(args, self.sampler)))
-            report = self.train_data.report
-            self.advice = [*about_rows(report), *self.method.advice(report, self.sampler.window)]
-            for sentence in () if args.dry_run else self.advice:
-                self.tell(f"advice: {sentence}")
-        self.eval_data = {
-            name: self._prepare(source, args.max_eval_samples, f"eval_dataset{f' {name}' if name else ''}")
-            for name, source in named_datasets(eval_dataset).items()
-        }
-        for data in (self.train_data, *self.eval_data.values()):
-            if data is not None:
-                self.resources.check_data(data)
-        self._check_evaluation()
-
-    def _check_evaluation(self) -> None:
-        args = self.args
-        if self.eval_data:
-            check_best_metric(args, self.metrics, self.eval_data)
-        elif args.eval_strategy != "no" or args.eval_on_start:
-            raise OptionError(
-                f"eval_strategy: {args.eval_strategy.value} (eval_on_start: {args.eval_on_start}) requires evaluation "
-                "data; set dataset_test_split, or pass eval_dataset"
-            )
-
-    def _prepare(self, source: Any, limit: int | None, where: str, *, trains: bool = False) -> PreparedData:
-        load = source if callable(source) else lambda: source
-        where = getattr(source, "where", where)
-        packing = self.method.packing(trains)
-        data = prepare_data(load, limit, self.method, self.processing_class, self.args, where, self.retries, packing)
-        self.tell(f"{data.where}: {data.report.summary()}")
-        return data
 
     # Training -------------------------------------------------------------------------------------------------------
 
@@ -497,11 +382,6 @@ class AlignmentTrainer(TrainerRecords, TrainerSurface, HubMethods):
             self.events("on_evaluate", metrics=own)
             metrics |= own
         return metrics
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """The names of all metrics other than the loss."""
-        return (*self.method.metrics, *self.resources.metrics)
 
     # For callers ----------------------------------------------------------------------------------------------------
 

@@ -189,14 +189,14 @@ VARIANTS = (
     Stage(
         "kto",
         "after KTO",
-        "labelled responses, starting from the initial model",
+        "labeled responses, starting from the initial model",
         lambda world, s: labelled_rows(world.training, s.kto.rows, s.seed),
         kto_trainer,
     ),
     Stage(
         "kto_lora",
         "after KTO, LoRA",
-        "labelled responses, training only adapters on the initial model",
+        "labeled responses, training only adapters on the initial model",
         lambda world, s: labelled_rows(world.training, s.kto_lora.rows, s.seed),
         kto_lora_trainer,
         LORA_PROMISE,

@@ -1,9 +1,9 @@
-"""Runs in which chosen windows go wrong, and runs whose window plan leaves those windows out.
+"""Runs with failures in selected windows, and runs whose window plan omits those windows.
 
 Usage: bad_steps.py SPEC, a JSON list of runs: ``name``, ``method``, ``model``, ``args``, ``train``; ``faults``, each a
-``kind``, a ``window`` as epoch and number, and maybe a ``rank`` and how many ``times``; ``left_out``, windows without
-rows; ``from``, the name of a run and the step of its checkpoint to go on from. Beside SPEC, ``NAME/out`` is the run's
-output folder, ``NAME/final`` the weights at its end, and ``NAME/outcome.json`` has its history, or the error.
+``kind``, a ``window`` as epoch and index, and optionally a ``rank`` and a number of ``times``; ``left_out``, windows
+without rows; ``from``, the name of a run and the step of its checkpoint to resume from. Next to SPEC, ``NAME/out`` is
+the run's output folder, ``NAME/final`` has the final weights, and ``NAME/outcome.json`` its history, or the error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from alignment.training.interruptions import faults
 from alignment.training.trainer import AlignmentTrainer
 from alignment.training.window import WindowPass
 
-LEAST = 2  # losses before a spike can be told
+LEAST = 2  # losses before a spike can be detected
 SPIKE = 60.0
 
 
@@ -40,7 +40,7 @@ class Spoiler:
     """Spoils windows of training.
 
     ``gradient``: a hook on one parameter makes its gradient nan. ``loss``: the loss is nan. ``spike``: the loss is
-    many times what it is.
+    multiplied by a large factor.
 
     Args:
         spoilt: the faults.
@@ -50,7 +50,7 @@ class Spoiler:
         self.left = [{"times": 10**9, "rank": None, **fault} for fault in spoilt]
 
     def __call__(self, passed: WindowPass, plan: WindowPlan, *args: Any, train: bool, **kwargs: Any) -> Any:
-        """In the place of ``WindowPass.__call__``."""
+        """Replace ``WindowPass.__call__``."""
         with contextlib.ExitStack() as spoilt:
             for fault in self.left:
                 if train and fault["window"] == [plan.epoch, plan.step] and fault["times"] > 0:
@@ -89,7 +89,7 @@ PLANNED = WindowSampler.plan
 
 
 def leaving_out(windows: list[list[int]]) -> Callable[..., WindowPlan]:
-    """In the place of ``WindowSampler.plan``: these windows have no rows."""
+    """Replace ``WindowSampler.plan``: these windows have no rows."""
 
     def plan(sampler: WindowSampler, epoch: int, step: int) -> WindowPlan:
         made = PLANNED(sampler, epoch, step)
@@ -102,7 +102,7 @@ def leaving_out(windows: list[list[int]]) -> Callable[..., WindowPlan]:
 
 @contextlib.contextmanager
 def conditions(run: dict[str, Any]) -> Iterator[None]:
-    """Within this context windows go wrong, or are left out."""
+    """Within this context, windows fail or are omitted."""
     spoiler = Spoiler(run.get("faults", []))
     with (
         mock.patch.object(WindowPass, "__call__", lambda *args, **kwargs: spoiler(*args, **kwargs)),
@@ -113,12 +113,12 @@ def conditions(run: dict[str, Any]) -> Iterator[None]:
 
 
 def vowels(completions: list[str]) -> list[float]:
-    """Scores that differ."""
+    """Return different scores."""
     return [sum(letter in "aeiou" for letter in text) + len(text) / 100 for text in completions]
 
 
 def made(run: dict[str, Any], folder: Path, **more: Any) -> AlignmentTrainer:
-    """The trainer of a run."""
+    """Return the trainer of a run."""
     if run["method"] == "OnlineDPO":
         more["reward_funcs"] = vowels
     args = getattr(alignment, f"{run['method']}Config")(output_dir=str(folder / "out"), **run["args"])
@@ -129,7 +129,7 @@ def made(run: dict[str, Any], folder: Path, **more: Any) -> AlignmentTrainer:
 
 
 def train(run: dict[str, Any], folder: Path) -> None:
-    """Train to the end, which may be an error, and keep what there is then."""
+    """Train to the end or to an error, and save the results."""
     place = folder / run["name"]
     checkpoint = None
     if "from" in run:
@@ -137,7 +137,7 @@ def train(run: dict[str, Any], folder: Path) -> None:
         checkpoint = f"checkpoint-{step}"
         on_first_rank(lambda: shutil.copytree(folder / before / "out", place / "out"))
     outcome: dict[str, Any] = {}
-    # Random draws that depend on how the process came here would show in the numbers.
+    # Random draws that depend on the process's history would affect the results.
     torch.manual_seed(sum(map(ord, run["name"])) + rank())
     with conditions(run), contextlib.closing(made(run, place)) as trainer:
         try:
@@ -149,7 +149,7 @@ def train(run: dict[str, Any], folder: Path) -> None:
         outcome["weights finite"] = _finite(trainer)
     everyone: list[Any] = [None] * world_size()
     torch.distributed.all_gather_object(everyone, (outcome.get("error"), json.dumps(outcome["history"])))
-    assert len({error for error, _ in everyone}) == 1, "all ranks end by the same error, or none does"
+    assert len({error for error, _ in everyone}) == 1, "all ranks raise the same error, or none does"
     if rank() == 0:
         place.mkdir(parents=True, exist_ok=True)
         (place / "outcome.json").write_text(json.dumps(outcome))
@@ -161,7 +161,7 @@ def _finite(trainer: AlignmentTrainer) -> bool:
 
 
 def main() -> None:
-    """Run everything that the file lists."""
+    """Train all runs of the file."""
     mock.patch("alignment.training.run_page.draw_page").start()
     spec = Path(sys.argv[1])
     for run in json.loads(spec.read_text()):

@@ -1,4 +1,4 @@
-"""Two ranks with callbacks: what one rank's callback asks for in any event, and the return to the best weights."""
+"""Two ranks with callbacks: requests of one rank's callback in any event, and loading of the best weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from alignment.engines.guard import guarded
 from alignment.engines.launch_env import rank
 from alignment.engines.saving import gathered_state_dict
 
-# Event, what is asked for, on which rank; always at step 2.
+# Event, request and rank; always at step 2.
 ASKED = [
     ("on_step_end", "should_training_stop", 1),
     ("on_log", "should_training_stop", 0),
@@ -56,7 +56,7 @@ class GetsWorse(TrainerCallback):
 
 
 def train(model: str, folder: Path, callbacks: list[Any], **more: Any) -> CPOTrainer:
-    """A trained trainer; 5 windows an epoch."""
+    """Return a trained trainer; 5 windows per epoch."""
     args = CPOConfig(
         output_dir=str(folder),
         per_device_train_batch_size=1,
@@ -69,14 +69,14 @@ def train(model: str, folder: Path, callbacks: list[Any], **more: Any) -> CPOTra
     )
     rows = {"train_dataset": paired_rows(10), "eval_dataset": paired_rows(3)}
     trainer = CPOTrainer(model=model, args=args, callbacks=callbacks, **rows)
-    # Known before training: an evaluation alone must not be reported by every rank.
+    # Set before training: an evaluation must not be reported by every rank.
     assert trainer.state.is_world_process_zero == (rank() == 0)
     trainer.train()
     return trainer
 
 
 def one_that_asks(model: str, folder: Path, event: str, flag: str, on_rank: int) -> dict[str, Any]:
-    """Where all ranks stopped, and what they saved."""
+    """Return where all ranks stopped, and what they saved."""
     saves = {"save_strategy": "steps" if event == "on_save" else "no", "save_steps": 2}
     evaluates = {"eval_strategy": "steps" if event == "on_evaluate" else "no"}
     trainer = train(model, folder, [Asks(event, flag, on_rank)], max_steps=4, **saves, **evaluates)
@@ -86,7 +86,7 @@ def one_that_asks(model: str, folder: Path, event: str, flag: str, on_rank: int)
 
 
 def the_best(model: str, folder: Path, stage: str) -> dict[str, Any]:
-    """Whether the weights of the best step came back, on every rank."""
+    """Whether the weights of the best step were loaded on every rank."""
     evaluated = {"eval_strategy": "steps", "load_best_model_at_end": True, "save_strategy": "no"}
     trainer = train(model, folder, [GetsWorse], max_steps=3, deepspeed=STAGES[stage], **evaluated)
     trainer.save_model(folder / "saved")
@@ -103,7 +103,7 @@ def the_best(model: str, folder: Path, stage: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all of it, and write the outcome beside the file that was given."""
+    """Run all cases, and write the outcome next to the given file."""
     mock.patch("alignment.training.run_page.draw_page").start()
     spec = Path(sys.argv[1])
     given = json.loads(spec.read_text())

@@ -1,6 +1,6 @@
 """Completions and scores that are pure functions of the prompt, so that a test knows the pairs of every window.
 
-Prompts are those of ``char_tokenizer``. One that begins with a digit behaves in a way of its own: see :class:`Kind`.
+Prompts are those of ``char_tokenizer``. Prompts that begin with a digit are special: see :class:`Kind`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ LONGEST = 20
 
 
 class Kind(IntEnum):
-    """What the completions of a prompt have to do with each other, by its first digit."""
+    """The relation between the completions of a prompt, by its first digit."""
 
-    IDENTICAL = 0  # one text for all
+    IDENTICAL = 0  # all have the same text
     TIED = 1  # different texts, one score
     UNSCORED = 2  # none has a score
     SOME_UNSCORED = 3  # those that begin with a to m have none
-    ENDED_APART = 4  # one text for all, every second one with EOS
+    ENDED_APART = 4  # all have the same text, every second one with EOS
 
 
 def completion(prompt: Sequence[int], number: int, count: int) -> tuple[int, ...]:
-    """The ids of completion ``number`` of ``count``: 1 to 20 lower-case letters, with EOS behind them or not."""
+    """Return the ids of completion ``number`` of ``count``: 1 to 20 lower-case letters, with or without EOS."""
     kind = prompt[0] - DIGIT_0
     one_text = kind in (Kind.IDENTICAL, Kind.ENDED_APART)
     rng = random.Random(repr((list(prompt), None if one_text else (number, count))))
@@ -34,12 +34,12 @@ def completion(prompt: Sequence[int], number: int, count: int) -> tuple[int, ...
 
 
 def written(ids: Sequence[int]) -> str:
-    """The text of a completion."""
+    """Return the text of a completion."""
     return "".join(chr(ord("a") + token - LETTER_A) for token in ids if token != EOS)
 
 
 def score(prompt: str, text: str) -> float | None:
-    """What :func:`reward` says of a completion; None for nothing."""
+    """Return the score of a completion in :func:`reward`, or None."""
     kind = int(prompt[0]) if prompt[0].isdigit() else -1
     if kind == Kind.UNSCORED or (kind == Kind.SOME_UNSCORED and text[0] < "n"):
         return None
@@ -52,7 +52,7 @@ def reward(prompts: Sequence[str], completions: Sequence[str]) -> list[float | N
 
 
 def judge(prompts: Sequence[str], pairs: Sequence[Sequence[str]]) -> list[int]:
-    """A judge that finds better what :func:`score` does, and cannot say where that is tied or missing."""
+    """A judge that prefers higher values of :func:`score`, and gives no verdict on ties and missing scores."""
     verdicts = []
     for prompt, (first, second) in zip(prompts, pairs):
         one, other = score(prompt, first), score(prompt, second)

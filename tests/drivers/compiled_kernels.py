@@ -30,7 +30,7 @@ def signature(kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, s
 
 
 def order(ptx: str) -> list[str]:
-    """Loads, barriers and stores in their order; neighbours of a kind are one."""
+    """Loads, barriers and stores in their order; neighbors of a kind are one."""
     found: list[str] = []
     for line in ptx.splitlines():
         kind = next((name for name, pattern in KINDS.items() if re.search(pattern, line)), None)

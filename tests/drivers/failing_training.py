@@ -1,4 +1,4 @@
-"""The main job with something going wrong on rank 1 only: `failing_training.py WHAT arguments of the command…`."""
+"""The training command with a failure on rank 1 only: `failing_training.py WHAT arguments of the command…`."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from alignment.config.errors import DataError
 
 
 def collate(*args: Any) -> Any:
-    """In place of the collation of a batch."""
-    raise DataError("rows.jsonl row 3: the completion cannot be read; correct the row")
+    """Replace the collation of a batch."""
+    raise DataError("rows.jsonl, row 3: the completion cannot be read; correct the row")
 
 
 def loss(*args: Any, **kwargs: Any) -> Any:
-    """In place of the loss."""
+    """Replace the loss."""
     raise RuntimeError("the loss exploded")
 
 
 def disk(*args: Any, **kwargs: Any) -> Any:
-    """In place of writing the model."""
+    """Replace the writing of the model."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors")
 
 
 def killed(*args: Any, **kwargs: Any) -> None:
-    """In place of making the first layer, while the other rank loads the model with this one."""
+    """Replace the creation of the first layer, while the other rank loads the model with this one."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

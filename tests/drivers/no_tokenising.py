@@ -1,4 +1,4 @@
-"""The command ``train`` where no row can be tokenised: it finds all of them in the cache, or fails."""
+"""The command ``train`` where no row can be tokenized: it finds all of them in the cache, or fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from alignment.data.row_mapper import RowMapper
 
 
 def refuse(self: RowMapper, *batch: Any) -> None:
-    """What ``Dataset.map`` would run."""
+    """Replaces the function of ``Dataset.map``."""
     raise RuntimeError("a row was tokenised")
 
 

@@ -23,7 +23,7 @@ from alignment.training import data
 
 
 def trained(folder: Path, cache: Path, model: str, rows: Callable[[], Any], **more: Any) -> dict[str, Any]:
-    """What a run of two steps logs, how often this rank tokenised, and where its rows lie."""
+    """What a run of two steps logs, how often this rank tokenized, and where its rows lie."""
     tokenised: list[str] = []
     prepare = data.prepare
 

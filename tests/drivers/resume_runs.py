@@ -1,7 +1,7 @@
-"""Train whole runs, and each once more from some of its checkpoints; for ``test_resume_grid.py``.
+"""Train uninterrupted runs, and resume each from some of its checkpoints; for ``test_resume_grid.py``.
 
-Usage: resume_runs.py SPEC, a JSON list of what ``resume_grid.runs_of`` gives. Beside SPEC, ``NAME/whole`` and
-``NAME/after-STEP`` have the output folder ``out``, the weights at the end ``final`` and ``history.json``.
+Usage: resume_runs.py SPEC, a JSON list returned by ``resume_grid.runs_of``. Next to SPEC, ``NAME/whole`` and
+``NAME/after-STEP`` contain the output folder ``out``, the final weights ``final`` and ``history.json``.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from alignment.engines.collectives import on_first_rank
 from alignment.engines.guard import guarded
 from alignment.engines.launch_env import rank
 
-TORN = '{"step": 99, "of a line that was cut'
+TORN = '{"step": 99, "of a truncated line'
 
 
 def counting(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-    """A hook: what a module says depends on how often it was asked in training, which a buffer counts."""
+    """A hook: a module's output depends on its number of calls in training, which a buffer counts."""
     if module.training:
         module.asked.add_(1)
     return output * (1 + 0.001 * module.asked)
 
 
 class Saves(TrainerCallback):
-    """Asks for a checkpoint at each step that a run goes on from, and at the one after it."""
+    """Requests a checkpoint at each step that a run is resumed from, and at the next one."""
 
     def __init__(self, points: list[int]) -> None:
         self.steps = {step for point in points for step in (point, point + 1)}
@@ -60,7 +60,7 @@ class Saves(TrainerCallback):
 
 
 def live_model(run: dict[str, Any]) -> PreTrainedModel:
-    """A model with a buffer that training changes."""
+    """Return a model with a buffer that training changes."""
     kind = AutoModelForSequenceClassification if run["method"] == "Reward" else AutoModelForCausalLM
     model: PreTrainedModel = kind.from_pretrained(run["model"], dtype=torch.float32)
     last = model.get_submodule("model.norm")
@@ -70,7 +70,7 @@ def live_model(run: dict[str, Any]) -> PreTrainedModel:
 
 
 def made(run: dict[str, Any], folder: Path) -> Any:
-    """A trainer of a run."""
+    """Return the trainer of a run."""
     model: Any = run["model"]
     optimizers: tuple[Any, Any] = (None, None)
     if run["own"]:
@@ -93,7 +93,7 @@ def made(run: dict[str, Any], folder: Path) -> Any:
 
 
 def train(run: dict[str, Any], folder: Path, checkpoint: str | None = None) -> None:
-    """Train to the end, and save what there is then."""
+    """Train to the end, and save the results."""
     trainer = made(run, folder)
     with contextlib.closing(trainer):
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -103,7 +103,7 @@ def train(run: dict[str, Any], folder: Path, checkpoint: str | None = None) -> N
 
 
 def left_behind(whole: Path, folder: Path, newest: int | None = None) -> None:
-    """A copy of a run's output folder, with checkpoints up to a step or all; its logs are whole, and end torn."""
+    """Copy a run's output folder with checkpoints up to a step or all; its logs are complete, plus a torn line."""
     later = set() if newest is None else {f"checkpoint-{step}" for step in range(newest + 1, STEPS + 1)}
     shutil.copytree(whole / "out", folder / "out", ignore=lambda place, names: later & set(names))
     for name in ("log.jsonl", "completions.jsonl"):
@@ -113,16 +113,16 @@ def left_behind(whole: Path, folder: Path, newest: int | None = None) -> None:
 
 
 def disturb(seed: int) -> None:
-    """Leave the process's random generators elsewhere."""
+    """Draw from the process's random generators."""
     set_seed(seed)
     for _ in range(seed % 7):
         random.random(), np.random.rand(), torch.rand(1)
 
 
 def main() -> None:
-    """Run everything that the file lists."""
+    """Train all runs of the file."""
     mock.patch("alignment.training.run_page.draw_page").start()
-    # A CPU computes in fp16 more slowly than in bf16, which is all that its accelerator means by that.
+    # The CPU accelerator reports fp16 as unsupported only because it is slower than bf16.
     mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True).start()
     spec = Path(sys.argv[1])
     for run in json.loads(spec.read_text()):
@@ -130,9 +130,9 @@ def main() -> None:
         train(run, whole)
         for point in run["points"]:
             folder = spec.parent / run["name"] / f"after-{point}"
-            # The newest of those that there are, or an older one by its name.
+            # The newest existing checkpoint, or an older one by name.
             asked, newest = ("latest", point) if point == POINTS["epoch"] else (f"checkpoint-{point}", None)
-            on_first_rank(lambda: left_behind(whole, folder, newest))  # noqa: B023 - called at once
+            on_first_rank(lambda: left_behind(whole, folder, newest))  # noqa: B023 - called immediately
             disturb(1000 + 10 * point + rank())
             train(run, folder, asked)
 

@@ -1,8 +1,8 @@
-"""Go on from checkpoints in each of which one piece of state is missing or stale; for ``test_resume_state.py``.
+"""Resume from checkpoints in which one piece of state is missing or stale; for ``test_resume_state.py``.
 
-Usage: resume_tampered.py SPEC, a JSON list of runs with two points each: checkpoints of the second are damaged, with
-what those of the first hold, in the pieces that ``only`` matches. ``NAME.json`` beside SPEC has what was noticed, by
-piece; ``control`` is an intact one.
+Usage: resume_tampered.py SPEC, a JSON list of runs with two points each: in checkpoints of the second, the pieces that
+``only`` matches are replaced by those of the first. ``NAME.json`` next to SPEC has the detected differences by piece;
+``control`` is an intact checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from alignment.engines.guard import guarded
 
 
 def noticed(run: dict[str, Any], folder: Path, piece: Piece | None) -> list[str]:
-    """What differs from the whole run where it goes on without a piece; or why it does not go on."""
+    """Return the differences from the uninterrupted run after resuming without a piece, or why it cannot resume."""
     older, point = run["points"]
     whole, after = folder / "whole", folder / "after"
     left_behind(whole, after, point)
@@ -35,14 +35,14 @@ def noticed(run: dict[str, Any], folder: Path, piece: Piece | None) -> list[str]
     try:
         train(run, after, f"checkpoint-{point}")
         return differences(whole, after, point)
-    except Exception as error:  # whichever: nobody goes on with other numbers unawares
+    except Exception as error:  # any error is fine: the run does not silently continue with wrong results
         return [f"{type(error).__name__}: {error}"]
     finally:
         shutil.rmtree(after)
 
 
 def main() -> None:
-    """Run everything that the file lists."""
+    """Train all runs of the file."""
     mock.patch("alignment.training.run_page.draw_page").start()
     mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True).start()
     spec = Path(sys.argv[1])

@@ -1,7 +1,7 @@
-"""Two short runs of Online DPO on two ranks, in the second of which data and a reward function fail at first.
+"""Two short runs of Online DPO on two ranks; in the second, data and a reward function fail at first.
 
-Usage: retried.py FOLDER MODEL. FOLDER/plain and FOLDER/retried are the output folders; beside them, ``NAME-RANK.json``
-has what each rank's run logged.
+Usage: retried.py FOLDER MODEL. FOLDER/plain and FOLDER/retried are the output folders; ``NAME-RANK.json`` next to
+them has the log of each rank.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ROWS = [{"prompt": row["prompt"]} for row in paired_rows(8, 3)]
 
 
 class Flaky:
-    """A reward function that draws at random, and a source of rows; each fails at some of its calls.
+    """A reward function that draws random numbers, and a source of rows; each fails in some of its calls.
 
     Args:
-        failing: the numbers of the calls of the function that fail on rank 1.
-        unread: how often rows cannot be read.
+        failing: indices of the function calls that fail on rank 1.
+        unread: number of failing reads.
     """
 
     def __init__(self, failing: set[int], unread: int) -> None:
@@ -52,7 +52,7 @@ class Flaky:
 
 
 def train(folder: Path, model: str, flaky: Flaky) -> None:
-    """One run."""
+    """Train one run."""
     given = options(folder.parent, max_steps=3, retry_pause=0.01, save_strategy="steps", save_steps=3)
     given |= {"output_dir": str(folder), "gradient_accumulation_steps": 1, "max_new_tokens": LONGEST, "retries": 2}
     del given["max_prompt_length"]
@@ -65,7 +65,7 @@ def train(folder: Path, model: str, flaky: Flaky) -> None:
 
 
 def main() -> None:
-    """Both runs."""
+    """Train both runs."""
     RolloutEngine.generate = canned  # type: ignore[method-assign]
     mock.patch("alignment.training.run_page.draw_page").start()
     folder, model = Path(sys.argv[1]), sys.argv[2]

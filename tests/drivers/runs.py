@@ -1,8 +1,8 @@
-"""Train what a JSON file lists, one run after another in one process per rank; for tests that need real engines.
+"""Train the runs listed in a JSON file, one after another in one process per rank, for tests with real engines.
 
-The file holds ``[{"name", "trainer", "model", "ref_model", "args", "train", "eval", "save"}]``: method, paths, options
-and rows. Each run's log and the plan of its windows go to ``NAME.json`` beside the file. Completions of Online DPO are
-not generated: they are those of ``canned.py``.
+The file contains ``[{"name", "trainer", "model", "ref_model", "args", "train", "eval", "save"}]``: method, paths,
+options and rows. Each run's log and the plan of its windows are written to ``NAME.json`` next to the file. Completions
+of Online DPO are not generated, but taken from ``canned.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK_COST = batching._BLOCK_COST
 
 
 def canned(engine: RolloutEngine, request: RolloutRequest) -> list[list[Completion]]:
-    """In the place of ``RolloutEngine.generate``."""
+    """Replace ``RolloutEngine.generate``."""
     numbers, results = range(request.num_generations), []
     for prompt in request.prompts:
         made = [completion(prompt, number, request.num_generations) for number in numbers]
@@ -36,7 +36,7 @@ def canned(engine: RolloutEngine, request: RolloutRequest) -> list[list[Completi
 
 
 def windows(trainer: AlignmentTrainer) -> list[list[dict[str, Any]]]:
-    """The rows of every window trained on, with token ids, and the partner as an index into the window."""
+    """Record the rows of every window trained on, with token ids, and the partner as an index into the window."""
     assert trainer.sampler is not None and trainer.train_data is not None
     result = []
     for number in range(trainer.state.global_step):
@@ -53,8 +53,8 @@ def windows(trainer: AlignmentTrainer) -> list[list[dict[str, Any]]]:
 def one_run(
     run: dict[str, Any], folder: Path, watched: Callable[[AlignmentTrainer], dict[str, Any]] = lambda trainer: {}
 ) -> None:
-    """Train (and evaluate) once, and write what happened, with all that ``watched`` gives to be filled in."""
-    # Blocks of rows are cut where that saves padding; tiny rows do so only if a further pass is said to cost nothing.
+    """Train (and evaluate) once, and write the results, with the records of ``watched``."""
+    # Blocks of rows are split to save padding; with tiny rows, only if a further pass is declared to cost nothing.
     batching._BLOCK_COST = run.get("block_cost", BLOCK_COST)
     kind = run["trainer"]
     options = getattr(alignment, f"{kind}Config")(**run["args"])
@@ -77,7 +77,7 @@ def one_run(
 
 
 def main() -> None:
-    """Run everything that the file lists."""
+    """Train all runs of the file."""
     RolloutEngine.generate = canned  # type: ignore[method-assign]
     mock.patch("alignment.training.run_page.draw_page").start()
     spec = Path(sys.argv[1])

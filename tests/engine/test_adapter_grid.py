@@ -1,7 +1,8 @@
-"""Adapters, however they are trained: method, kind, ZeRO stage, offload, ranks, new ones and those gone on with.
+"""Adapters under every configuration: method, kind, ZeRO stage, offload, ranks, new adapters and continued ones.
 
-Every run is compared with PEFT's own model in dense float64 (``oracle/adapters.py``) at every step. By default a
-subset in which every pair of values meets; everything with ``-m slow``, and there each run also with the plainest one.
+Every run is compared at every step with PEFT's model in dense float64 (``oracle/adapters.py``). By default, a subset
+in which every pair of values occurs is tested; ``-m slow`` tests all cases and also compares each run with the
+simplest one.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from split_runs import METHOD
 
 from tools.ranks import RankServer
 
-# Of losses, gradient norms and updates: two runs this close to float64 are about as close to each other.
+# Tolerance of losses, gradient norms and updates: two runs this close to float64 are about as close to each other.
 CLOSE = 1e-5
-_SAMPLED = "test_every_step_is_that_of_peft_in_float64"
+_SAMPLED = "test_every_step_matches_peft_in_float64"
 OPTIONS = {"KTO": KTOOptions, "CPO": CPOOptions, "DPO": DPOOptions, "OnlineDPO": DPOOptions}
 
 pytestmark = pytest.mark.ci
 
 
 class Oracle:
-    """The steps of runs in float64, computed once for runs that differ in their engine alone."""
+    """The steps of runs in float64, computed once for runs that differ only in their engine."""
 
     def __init__(self) -> None:
         self.bases: dict[Any, Any] = {}
@@ -62,7 +63,7 @@ class Oracle:
 
 
 def task_of(run: dict[str, Any]) -> Task:
-    """What a run computes."""
+    """The task of a run."""
     method = run["trainer"]
     if method not in OPTIONS:
         return Task(method, center=run["args"].get("center_rewards_coefficient", 0.0))
@@ -81,7 +82,7 @@ def oracle() -> Oracle:
 def outcomes(
     cases: list[Combination], bases: dict[str, str], starts: Path, folder: Path, ranks: RankServer
 ) -> Results:
-    """What became of the cases by name: one job for each number of ranks."""
+    """The results of the cases by name: one job for each number of ranks."""
     found: Results = {}
     for world in (1, 2):
         place = folder / str(world)
@@ -95,7 +96,7 @@ def outcomes(
 
 
 def outcome_of(run: dict[str, Any], place: Path) -> dict[str, Any]:
-    """What the driver wrote, with ``logs`` and ``updates`` of each step, ``tensors`` before each and ``run``."""
+    """The driver's output, with ``logs`` and ``updates`` of each step, ``tensors`` before each and ``run``."""
     outcome, folder = json.loads((place / f"{run['name']}.json").read_text()), place / run["name"]
     logs = [entry for entry in outcome["log"] if "grad_norm" in entry]
     tensors = [load_file(folder / f"step-{step}" / "adapter_model.safetensors") for step in range(len(logs) + 1)]
@@ -107,12 +108,12 @@ def outcome_of(run: dict[str, Any], place: Path) -> dict[str, Any]:
 
 
 def check(outcome: dict[str, Any], steps: list[AdapterStep]) -> None:
-    """All steps of a run: what was logged, what was changed, and what was not."""
+    """Check all steps of a run: the log, the changes, and what did not change."""
     case = outcome["run"]["case"]
     assert [len(rows) for rows in outcome["windows"]] == [4, 4, 3]
     for number, (expected, log, update) in enumerate(zip(steps, outcome["logs"], outcome["updates"], strict=True)):
         what = f"step {number + 1}"
-        # Before new adapters have moved all rewards are 0, up to rounding, and none is the higher one.
+        # Before new adapters have changed, all rewards are 0 up to rounding, and none is the higher one.
         undecided = {"rewards/accuracies"} if case["start"] == "new" and number == 0 else set()
         assert_same(log, expected.metrics, 1e-4, what, expected.metrics.keys() - undecided)
         assert_same(log, expected.metrics, CLOSE, what, ("loss", "grad_norm"))
@@ -122,7 +123,7 @@ def check(outcome: dict[str, Any], steps: list[AdapterStep]) -> None:
 
 
 def check_moved(outcome: dict[str, Any], case: Combination) -> None:
-    """What trains has moved, with new adapters A too, once B is not 0; nothing else has, to the bit."""
+    """Trained weights have changed, including A of new adapters once B is not 0; nothing else has, bitwise."""
     before, after = outcome["before"], outcome["after"]
     assert before["frozen"] and before["frozen"] == after["frozen"]
     assert before["trained"].keys() == after["trained"].keys()
@@ -146,24 +147,24 @@ def found(
     ranks: RankServer,
     request: pytest.FixtureRequest,
 ) -> Results:
-    """The runs of the tests that were selected, and no others."""
+    """Train the runs of the selected tests only."""
     return outcomes(selected_cases(request, _SAMPLED), bases, starts, tmp_path_factory.mktemp("sampled"), ranks)
 
 
 @pytest.mark.parametrize("case", sampled(), ids=name_of)
-def test_every_step_is_that_of_peft_in_float64(case: Combination, found: Results, oracle: Oracle) -> None:
+def test_every_step_matches_peft_in_float64(case: Combination, found: Results, oracle: Oracle) -> None:
     outcome = found[name_of(case)]
     check(outcome, oracle(outcome))
 
 
 def test_the_kl_of_the_sampled_runs_is_not_clamped(found: Results, oracle: Oracle) -> None:
-    """Else nothing would depend on the reference's mismatched pairs."""
+    """Otherwise nothing would depend on the reference's mismatched pairs."""
     runs = [outcome for outcome in found.values() if outcome["run"]["trainer"] == "KTO"]
     assert all(oracle(outcome)[-1].metrics["kl"] > 0.01 for outcome in runs)
 
 
-def test_new_adapters_begin_alike_whatever_the_engine(found: Results) -> None:
-    """At random, as the seed has it, on each number of ranks and at each ZeRO stage."""
+def test_new_adapters_are_initialized_identically_in_every_engine(found: Results) -> None:
+    """Random but seeded, identical for each number of ranks and each ZeRO stage."""
     first: dict[Any, dict[str, Any]] = {}
     compared = 0
     for outcome in found.values():
@@ -183,7 +184,7 @@ def test_new_adapters_begin_alike_whatever_the_engine(found: Results) -> None:
 def test_every_combination(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, ranks: RankServer, method: str, kind: str
 ) -> None:
-    """With two layers, and each run compared with the plainest one of the same adapters as well."""
+    """With two layers; each run is also compared with the plainest one of the same adapters."""
     bases, oracle, cases = make_bases(tmp_path / "bases", layers=2), Oracle(), part(method, kind)
     wanted = {name_of(case): case for case in [*map(reference_of, cases), *cases]}
     found = outcomes(list(wanted.values()), bases, tmp_path / "starts", tmp_path, ranks)

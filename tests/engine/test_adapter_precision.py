@@ -1,4 +1,4 @@
-"""Adapters in bf16 have fp32 masters at every ZeRO stage, and a step far below bf16's resolution moves them."""
+"""Adapters in bf16 have fp32 master weights at every ZeRO stage, and updates far below bf16's resolution are kept."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 class Watch(TrainerCallback):
-    """Looks at the masters before the first step."""
+    """Inspects the master weights before the first step."""
 
     trainer: CPOTrainer
     before: dict[str, Tensor]
@@ -44,7 +44,7 @@ class Watch(TrainerCallback):
         pytest.param("qlora", "stage3", "new", marks=pytest.mark.slow),
     ],
 )
-def test_masters_move_at_a_rate_that_bf16_cannot_see(
+def test_master_weights_change_at_a_rate_below_the_resolution_of_bf16(
     bases: dict[str, str], tmp_path: Path, kind: str, stage: str, start: str
 ) -> None:
     case = {"method": "CPO", "kind": kind, "stage": stage, "ranks": 1, "start": start, "checkpointing": "unchecked"}
@@ -65,7 +65,7 @@ def test_masters_move_at_a_rate_that_bf16_cannot_see(
         for name, master in after.items():
             moved = (master - watch.before[name]).abs()
             assert float(moved.max()) <= 4 * RATE, name
-            # Adam moves all that has a gradient by up to the rate in a step, whatever the gradient's size.
+            # Adam changes everything with a gradient by up to the learning rate per step, whatever the gradient's size
             assert float(moved.median()) > 0.5 * RATE, name
     finally:
         trainer.close()

@@ -1,4 +1,4 @@
-"""A reference that is the policy itself: equal to a frozen copy, before and after training and wherever that is."""
+"""A reference that is the policy itself: equal to a frozen copy, before and after training and in every placement."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.ci
 
 
 def case_of(kind: str, stage: str, start: str, ranks: int = 1) -> Combination:
-    """A case of KTO as ``adapter_grid`` has them."""
+    """A KTO case of ``adapter_grid``."""
     case = {"method": "KTO", "kind": kind, "stage": stage, "ranks": ranks, "start": start}
     return case | {"checkpointing": "unchecked"}
 
@@ -69,7 +69,7 @@ def closed() -> Iterator[list[KTOTrainer]]:
 def test_it_equals_a_frozen_copy(
     bases: dict[str, str], starts: Path, tmp_path: Path, closed: list[KTOTrainer], kind: str, stage: str, start: str
 ) -> None:
-    """The copy is PEFT's model in float64, on the base as it is loaded; each token's log-prob to 1e-5."""
+    """The copy is PEFT's model in float64, on the base as loaded; each token's log-prob matches to 1e-5."""
     run = adapter_run(case_of(kind, stage, start), bases, tmp_path, starts)
     copy = dense_base(run["model"], False, BITS.get(kind))
     if start == "continued":
@@ -112,7 +112,7 @@ def test_it_equals_a_frozen_copy(
 def placed(
     bases: dict[str, str], starts: Path, folder: Path, case: Combination, placements: Sequence[str] = PLACEMENTS
 ) -> list[dict[str, Any]]:
-    """The same run with its reference in each place."""
+    """The same run with each placement of its reference."""
     runs = []
     for placement in placements:
         run = adapter_run(case, bases, folder, starts)
@@ -123,7 +123,7 @@ def placed(
 
 
 def check_placements(sets: list[list[dict[str, Any]]], folder: Path, ranks: RankServer, world: int) -> None:
-    """Train all runs, and compare what those of each set log and what their adapters are in the end."""
+    """Train all runs, and compare the logs and final adapters within each set."""
     (folder / "spec.json").write_text(json.dumps([run for runs in sets for run in runs]))
     ranks.run(DRIVERS / "adapter_runs.py", folder / "spec.json", nproc=world, timeout=600)
     for runs in sets:
@@ -139,7 +139,7 @@ def check_placements(sets: list[list[dict[str, Any]]], folder: Path, ranks: Rank
         assert all(log[1]["kl"] > 0.01 and abs(log[2]["rewards/chosen"]) > 0.01 for log in logs)
 
 
-def test_all_placements_give_the_same_trajectory(
+def test_all_placements_give_the_same_results(
     bases: dict[str, str], starts: Path, tmp_path: Path, ranks: RankServer
 ) -> None:
     saved, new = case_of("saved", "stage2", "continued"), case_of("lora", "stage0", "new")
@@ -147,10 +147,10 @@ def test_all_placements_give_the_same_trajectory(
     check_placements(sets, tmp_path, ranks, 1)
 
 
-def test_a_live_model_with_a_whole_head_trains_as_its_folder_does(
+def test_a_live_model_with_a_saved_head_trains_like_its_folder(
     bases: dict[str, str], starts: Path, tmp_path: Path
 ) -> None:
-    """PEFT made the copy of its head before there was a scorer."""
+    """PEFT copied its head before the scorer was created."""
     run = adapter_run(case_of("saved", "stage0", "continued"), bases, tmp_path, starts)
     folder, logs = run["args"].pop("adapter_name_or_path"), []
     live = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(run["model"]), folder, is_trainable=True)
@@ -164,10 +164,10 @@ def test_a_live_model_with_a_whole_head_trains_as_its_folder_does(
         assert_logged(found, expected, 1e-6, f"step {number + 1}")
 
 
-def test_packed_weights_stay_packed_on_a_cpu_that_would_pack_them_again(
+def test_packed_weights_are_not_repacked_on_a_cpu(
     bases: dict[str, str], starts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One with AVX512-BF16 does, in a reference's first pass: in the policy's engine, and in a frozen one."""
+    """A CPU with AVX512-BF16 does so in a reference's first pass, in the policy's engine and in a frozen one."""
     case, logs = case_of("qlora", "stage0", "continued"), []
     for kernel in (False, True):
         for run in placed(bases, starts, tmp_path / str(kernel), case, ("adapter", "replica")):

@@ -1,4 +1,4 @@
-"""Rollouts from a policy with adapters, by both backends, gathered and by layer: of what, and what they leave."""
+"""Rollouts from a policy with adapters, with both backends, gathered and by layer, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from alignment.models.adapters.injection import inject, keep_given
 from alignment.models.adapters.record import Adapters
 from alignment.models.quantization import Quantization
 
-# Backend, and whether weights are gathered for the whole rollout.
+# Backend, and whether weights are gathered for the entire rollout.
 WAYS = [("generate", True), ("continuous", True), ("generate", False)]
 
 pytestmark = pytest.mark.ci
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def adapted(kind: str, model: PreTrainedModel, ds_config: dict[str, Any]) -> None:
-    """Random adapters, A and B, and a frozen copy of them that is not to be computed with."""
+    """Random adapters, A and B, and a frozen copy that must not be active."""
     config = LoraConfig(
         r=4,
         lora_alpha=4,
@@ -49,13 +49,13 @@ def adapted(kind: str, model: PreTrainedModel, ds_config: dict[str, Any]) -> Non
 
 
 def arguments(kind: str) -> dict[str, Any]:
-    """What ``policy_engine`` is given for a kind of adapters."""
+    """The arguments of ``policy_engine`` for a kind of adapters."""
     loaded = {"quantization": Quantization(quantization(4)), "device": torch.device("cpu")} if kind == "qlora" else {}
     return {"adapted": partial(adapted, kind), **loaded}
 
 
 def answers_of(policy: PolicyEngine, backend: str, gather: bool, seed: int, **more: Any) -> list[list[Completion]]:
-    """Two completions of each prompt."""
+    """Return two completions of each prompt."""
     rollout = RolloutEngine(policy, backend, gather=gather, longest_context=64)
     return rollout.generate(RolloutRequest(PROMPTS, 2, sampling(max_new_tokens=12), seed, **more))
 
@@ -68,8 +68,8 @@ def answers_of(policy: PolicyEngine, backend: str, gather: bool, seed: int, **mo
         for kind, stage in (("qlora", "stage3"), ("dora", "stage3"), ("saved", "stage3-offload"), ("dora", "stage0"))
     ],
 )
-def test_they_are_of_the_policy_with_its_adapters_and_leave_nothing(model: str, kind: str, stage: str) -> None:
-    """Their log-probs are those of the learn phase; training after them is what it would have been, to the bit."""
+def test_they_use_the_policys_adapters_and_leave_nothing_behind(model: str, kind: str, stage: str) -> None:
+    """Their log-probs match those of the train phase; training after them is bitwise unchanged."""
 
     def between(policy: PolicyEngine, step: int, backend: str, gather: bool) -> None:
         answers = answers_of(policy, backend, gather, step, logps=True)

@@ -1,4 +1,4 @@
-"""Adapters in a run: trained, saved for PEFT and for another run, put back, merged; of every supported type."""
+"""Adapters in a run: trained, saved for PEFT and for another run, restored, merged; for every supported type."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run_options(folder: Path, **more: Any) -> dict[str, Any]:
-    """Two windows, and steps large enough to be seen."""
+    """Two windows, and steps large enough to be measured."""
     common = {"optim": "sgd", "learning_rate": RATE, "max_grad_norm": 0.0, "num_train_epochs": 1}
     return {**options(folder), **common, **more}
 
 
 def trained(model: Any, folder: Path, config: Any = None, **more: Any) -> KTOTrainer:
-    """A trainer that has trained and saved; its engines are still there."""
+    """A trainer that has trained and saved; its engines still exist."""
     args = KTOConfig(**run_options(folder, **more))
     tokenizer = char_tokenizer(template=PLAIN)
     trainer = KTOTrainer(model, args=args, train_dataset=ROWS, peft_config=config, processing_class=tokenizer)
@@ -55,14 +55,14 @@ def trained(model: Any, folder: Path, config: Any = None, **more: Any) -> KTOTra
 
 
 def logits(model: nn.Module) -> Tensor:
-    """Of fixed tokens, without dropout."""
+    """Logits of fixed tokens, without dropout."""
     model.eval()
     with torch.no_grad():
         return model(input_ids=IDS).logits
 
 
 def inside(trainer: Any) -> Tensor:
-    """The logits of the model that is in the engine."""
+    """Logits of the model in the engine."""
     assert trainer.engines.models is not None
     return logits(trainer.engines.models.policy.scorer.model)
 
@@ -84,7 +84,7 @@ KINDS = {
     "lokr": peft.LoKrConfig(r=2),
     "oft": peft.OFTConfig(oft_block_size=8),
 }
-COPIED = {"random", "pissa"}  # which change the model before any training
+COPIED = {"random", "pissa"}  # which change the model before training
 
 
 LONGER = {"dora", "rslora", "pissa", "head", "loha", "lokr", "oft"}
@@ -93,8 +93,8 @@ LONGER = {"dora", "rslora", "pissa", "head", "loha", "lokr", "oft"}
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.ci) if kind in LONGER else kind for kind in KINDS]
 )
-def test_what_is_saved_is_what_was_trained(kind: str, base: str, tmp_path: Path) -> None:
-    """PEFT reads it onto the base, and the reference was the policy as given: every loss of the first step is 0.5."""
+def test_the_saved_adapters_are_the_trained_ones(kind: str, base: str, tmp_path: Path) -> None:
+    """PEFT loads it onto the base. The reference is the initial policy: every loss of the first step is 0.5."""
     trainer = trained(base, tmp_path, KINDS[kind])
     found = inside(trainer)
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), trainer.output_dir)
@@ -107,7 +107,7 @@ def test_what_is_saved_is_what_was_trained(kind: str, base: str, tmp_path: Path)
 
 
 def test_the_saved_folder(base: str, tmp_path: Path) -> None:
-    """What was trained, the tokenizer, and what it was trained on; no full model of before is left beside it."""
+    """The adapter, the tokenizer, and a record of the base; no full model from before is left next to it."""
     (tmp_path / "out").mkdir()
     for name in ("config.json", "model.safetensors", "notes.txt"):
         (tmp_path / "out" / name).write_text("{}")
@@ -127,8 +127,8 @@ def test_the_saved_folder(base: str, tmp_path: Path) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("stage", ["stage0", "stage3"])
-def test_training_goes_on_from_a_folder(stage: str, base: str, tmp_path: Path) -> None:
-    """Adapters with nonzero A and B: the reference is a frozen copy of them, and equals a model of its own."""
+def test_training_continues_from_a_folder(stage: str, base: str, tmp_path: Path) -> None:
+    """Adapters with nonzero A and B: the reference is a frozen copy of them, and equals a separate model."""
     first = trained(base, tmp_path / "first", LoraConfig(r=2))
     first.close()
     outcomes = []
@@ -142,8 +142,8 @@ def test_training_goes_on_from_a_folder(stage: str, base: str, tmp_path: Path) -
     assert "a frozen copy of its adapters" in outcomes[0][1] and "replica" in outcomes[1][1]
 
 
-def test_the_tokenizer_of_the_adapters_is_taken(base: str, tmp_path: Path) -> None:
-    """With the chat template that they were trained with, which the base may not have."""
+def test_the_tokenizer_of_the_adapters_is_used(base: str, tmp_path: Path) -> None:
+    """With the chat template of their training, which the base may lack."""
     first = trained(base, tmp_path / "first", LoraConfig(r=2))
     first.close()
     tokenizer = char_tokenizer(template=PLAIN + "!")
@@ -153,8 +153,8 @@ def test_the_tokenizer_of_the_adapters_is_taken(base: str, tmp_path: Path) -> No
     assert second.processing_class.chat_template == PLAIN + "!" != AutoTokenizer.from_pretrained(base).chat_template
 
 
-def test_the_best_weights_come_back_without_the_base(base: str, tmp_path: Path) -> None:
-    """Only adapters are read, also onto packed weights, and over modules that are trained whole."""
+def test_the_best_weights_are_restored_without_the_base(base: str, tmp_path: Path) -> None:
+    """Only adapters are read, even onto packed weights and over fully trained modules."""
     more = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
     args = KTOConfig(
         **run_options(tmp_path, **more, save_strategy="steps", save_steps=1, greater_is_better=True, load_in_4bit=True)
@@ -179,10 +179,10 @@ def test_the_best_weights_come_back_without_the_base(base: str, tmp_path: Path) 
 
 
 def test_a_live_model_with_adapters(base: str, tmp_path: Path) -> None:
-    """It is trained in place, is a ``PeftModel`` again, and keeps its adapters' dropout."""
+    """It is trained in place, remains a ``PeftModel``, and keeps its adapters' dropout."""
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
     trainer = trained(model, tmp_path)
-    assert trainer.model is model and "its adapters off" in trainer.engines.plan.describe(trainer.engines._given)
+    assert trainer.model is model and "adapters disabled" in trainer.engines.plan.describe(trainer.engines._given)
     found = inside(trainer)
     trainer.close()
     torch.testing.assert_close(logits(model), found, rtol=0, atol=1e-6)
@@ -192,7 +192,7 @@ def test_a_live_model_with_adapters(base: str, tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_two_live_adapters(base: str, tmp_path: Path) -> None:
-    """One is trained against the other; with the same adapter as the reference's model that is the same run."""
+    """One is trained against the other; with the same adapter in the reference's model, the run is the same."""
     first, second = (trained(base, tmp_path / name, LoraConfig(r=2), seed=n).output_dir for n, name in enumerate("ab"))
 
     def live() -> Any:
@@ -213,8 +213,8 @@ def test_two_live_adapters(base: str, tmp_path: Path) -> None:
     assert losses(runs[0]) == pytest.approx(losses(runs[1]), abs=1e-6) and abs(losses(runs[0])[0] - 0.5) > 1e-5
 
 
-def test_a_trained_bias_is_no_part_of_the_reference(tmp_path: Path) -> None:
-    """The base then changes with the adapters: refused by the policy's own engine, exact with one of its own."""
+def test_a_trained_bias_is_not_part_of_the_reference(tmp_path: Path) -> None:
+    """The base then changes with the adapters: rejected with the policy's engine, exact with a separate one."""
     torch.manual_seed(0)
     folder = make_model(tmp_path / "llama", "untied")
     config = Qwen2Config(**{**AutoModelForCausalLM.from_pretrained(folder).config.to_dict(), "model_type": "qwen2"})
@@ -245,7 +245,7 @@ def test_a_reward_model_trains_and_saves_its_score(base: str, tmp_path: Path) ->
 
 @pytest.mark.ci
 def test_packed_checkpoints_and_live_packed_models(base: str, tmp_path: Path) -> None:
-    """Stored as bytes they train as they are, and at stage 3 packed anew: the same numbers as packed on loading."""
+    """They train as stored, and are repacked at stage 3: the same results as when packed on loading."""
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     packed = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, device_map={"": "cpu"})
     packed.save_pretrained(tmp_path / "packed")
@@ -267,7 +267,7 @@ def test_packed_checkpoints_and_live_packed_models(base: str, tmp_path: Path) ->
 
 
 def test_evaluation_before_training(base: str, tmp_path: Path) -> None:
-    """The engines that only evaluate are followed by those that train, with the same new adapters."""
+    """Evaluation engines are followed by training engines with the same new adapters."""
     args = KTOConfig(**run_options(tmp_path, use_peft=True, lora_r=2, lora_dropout=0.0))
     trainer = KTOTrainer(base, args=args, train_dataset=ROWS, eval_dataset=ROWS)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(0.5, abs=1e-6)
@@ -283,7 +283,7 @@ def test_evaluation_before_training(base: str, tmp_path: Path) -> None:
 
 
 def test_a_merged_folder_after_training(base: str, tmp_path: Path) -> None:
-    """Also when the same command is started once more, as after a kill at its very end."""
+    """Also when the same command is restarted, as after a kill at the very end."""
     merged = {"merged_output_dir": str(tmp_path / "merged"), "resume_from_checkpoint": "latest"}
     for _ in range(2):
         trainer = trained(base, tmp_path, None, use_peft=True, lora_r=2, save_strategy="epoch", **merged)
@@ -294,7 +294,7 @@ def test_a_merged_folder_after_training(base: str, tmp_path: Path) -> None:
     assert (tmp_path / "merged.previous-1" / "model.safetensors").exists()
 
 
-def test_dropout_of_adapters_is_spared(base: str) -> None:
+def test_dropout_of_adapters_is_kept(base: str) -> None:
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, lora_dropout=0.3))
     inner = model.get_base_model()
     inner.model.layers[0].self_attn.attention_dropout = 0.2
@@ -303,7 +303,7 @@ def test_dropout_of_adapters_is_spared(base: str) -> None:
     assert rates == {0.3} and inner.model.layers[0].self_attn.attention_dropout == 0.0
 
 
-def test_two_references_are_one_too_many(base: str, tmp_path: Path) -> None:
+def test_two_references_are_rejected(base: str, tmp_path: Path) -> None:
     def plan(**more: Any) -> None:
         reference = more.pop("reference", None)
         args = DPOConfig(**run_options(tmp_path, use_peft=True, **more))
@@ -328,7 +328,7 @@ def test_two_references_are_one_too_many(base: str, tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_a_second_round_at_stage_3_has_its_own_reference(base: str, tmp_path: Path) -> None:
-    """The weights of a live model stay divided after a run; the next run's reference is the policy as it is then."""
+    """The weights of a live model stay partitioned after a run; the next run's reference is its present policy."""
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, init_lora_weights=False))
     for number in range(2):
         trainer = trained(model, tmp_path / str(number), deepspeed=STAGES["stage3"])
@@ -337,8 +337,8 @@ def test_a_second_round_at_stage_3_has_its_own_reference(base: str, tmp_path: Pa
     assert list(model.peft_config) == ["default"], "the copy is no part of what the user saves"
 
 
-def test_embeddings_that_grew_are_saved(base: str, tmp_path: Path) -> None:
-    """Also of a plain live model, whose adapters are new."""
+def test_resized_embeddings_are_saved(base: str, tmp_path: Path) -> None:
+    """Also for a plain live model with new adapters."""
     model = AutoModelForCausalLM.from_pretrained(base)
     model.resize_token_embeddings(model.config.vocab_size + 3)
     trainer = trained(model, tmp_path, LoraConfig(r=2))
@@ -351,13 +351,13 @@ def test_embeddings_that_grew_are_saved(base: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(PeftModel.from_pretrained(plain, trainer.output_dir)), found, rtol=0, atol=1e-5)
 
 
-def test_what_would_be_lost_or_ignored_is_refused(base: str, tmp_path: Path) -> None:
+def test_options_that_would_be_lost_or_ignored_are_rejected(base: str, tmp_path: Path) -> None:
     def refused(said: str, model: Any = base, config: Any = None, **more: Any) -> None:
         with pytest.raises(OptionError, match=said):
             trained(model, tmp_path / "x", config, **more)
 
     inner = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2))
-    refused(r"adapters inside already \(default\)", inner.get_base_model(), LoraConfig(r=2))
+    refused(r"already contains adapters \(default\)", inner.get_base_model(), LoraConfig(r=2))
     refused("this folder contains the base model", use_peft=True, output_dir=base, overwrite_output_dir=True)
     refused("a separate folder", use_peft=True, merged_output_dir=str(tmp_path / "x" / "out"))
     refused(

@@ -1,4 +1,4 @@
-"""A batch of unequal rows goes through the model in blocks of similar lengths, and no score notices."""
+"""A batch of unequal rows passes through the model in blocks of similar lengths, without any effect on scores."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from alignment.models.scorer import CompletionScorer
     [
         ([1], ((1, 1),)),
         ([500] * 4, ((4, 500),)),
-        ([500, 500, 100, 100], ((2, 500), (2, 100))),  # saves 800 tokens for one more pass
+        ([500, 500, 100, 100], ((2, 500), (2, 100))),  # saves 800 tokens with one more pass
         ([500, 300], ((2, 500),)),  # would save 200, less than the pass costs
         ([2000, 1000, 990, 300, 100], ((1, 2000), (2, 1000), (2, 300))),
     ],
 )
-def test_blocks_are_cut_where_that_saves_more_than_a_pass_costs(
+def test_blocks_are_split_if_that_saves_more_than_a_pass_costs(
     widths: list[int], blocks: tuple[tuple[int, int], ...]
 ) -> None:
     assert cut_into_blocks(widths) == blocks
@@ -55,7 +55,7 @@ def test_scores_are_the_same_and_padding_is_not_computed(tmp_path: Path, monkeyp
 def test_zero2_trains_with_either_checkpointing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reentrant: bool
 ) -> None:
-    """DeepSpeed takes each weight's gradient once; re-entrant checkpointing would hand it over once per block."""
+    """DeepSpeed accepts each weight's gradient once; re-entrant checkpointing would deliver it once per block."""
     model, found = make_model(tmp_path / "model"), []
     for cost in (1, 10**9):
         monkeypatch.setattr(batching, "_BLOCK_COST", cost)
@@ -67,7 +67,7 @@ def test_zero2_trains_with_either_checkpointing(
 
 
 def trained(model: str, folder: Path, reentrant: bool) -> dict[str, torch.Tensor]:
-    """The weights after two steps of SGD."""
+    """Return the weights after two steps of SGD."""
     args = CPOConfig(
         output_dir=str(folder),
         optim="sgd",

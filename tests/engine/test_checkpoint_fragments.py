@@ -1,4 +1,4 @@
-"""Optimizer fragments with real engines: bitwise at the same split, to rounding at any other, and what is refused."""
+"""Optimizer fragments with real engines: bitwise at the same split, up to rounding at any other, and errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FACTORS = {
 
 
 def grid() -> list[str]:
-    """Every pair of layout, number format, optimizer, and what is frozen or in the model's files."""
+    """Every pair of layout, number format, optimizer, and which parameters are frozen or in the model's files."""
 
     def text(chosen: Combination) -> str:
         return f"{chosen['layout']}/{chosen['dtype']}/{chosen['optim']}{chosen['more']}"
@@ -88,42 +88,42 @@ def one_rank() -> Iterator[None]:
         "stage3-sub-groups/bf16/adamw_torch/frozen",
     ],
 )
-def test_continued_to_the_bit(text: str, tmp_path: Path) -> None:
+def test_continued_bitwise(text: str, tmp_path: Path) -> None:
     assert continued(Case.of(text), tmp_path / "saved", 3, 2) == []
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("text", grid())
-def test_continued_to_the_bit_in_every_pair(text: str, tmp_path: Path) -> None:
+def test_continued_bitwise_in_every_pair(text: str, tmp_path: Path) -> None:
     assert continued(Case.of(text), tmp_path / "saved", 3, 2) == []
 
 
 @pytest.mark.parametrize(
     ("layout", "name"),
     [(layout, name) for layout in ("stage0", "stage2") for name in ("NAdam", "Adafactor", "RMSprop", "ASGD")]
-    + [("stage0", "Adagrad")],  # with ZeRO, DeepSpeed's own rebuilding of it allows one group only
+    + [("stage0", "Adagrad")],  # with ZeRO, DeepSpeed's own reconstruction of it allows only one group
 )
 def test_the_users_own_optimizer(layout: str, name: str, tmp_path: Path) -> None:
-    """With scalars of its own (NAdam, ASGD), with factors of a matrix (Adafactor), with states from the start."""
+    """With its own scalars (NAdam, ASGD), with factors of a matrix (Adafactor), with states from the start."""
     assert continued(Case(layout, "fp32", f"torch.{name}"), tmp_path / "saved", 3, 2) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_fused_adam_continues_to_the_bit(dtype: str, tmp_path: Path) -> None:
-    """At stage 0 in 16 bits it has a wrapper of its own."""
+def test_fused_adam_continues_bitwise(dtype: str, tmp_path: Path) -> None:
+    """At stage 0 in 16 bits it has a separate wrapper."""
     assert continued(Case("stage0", dtype, "deepspeed_fused_adam"), tmp_path / "saved", 3, 2) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["stage2", "stage2-offload", "stage3-offload"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_compiled_adam_continues_to_the_bit(layout: str, dtype: str, tmp_path: Path) -> None:
-    """After 40 steps its running products of the betas are no longer what `pow` gives."""
+def test_compiled_adam_continues_bitwise(layout: str, dtype: str, tmp_path: Path) -> None:
+    """After 40 steps, its running products of the betas differ from the results of `pow`."""
     assert continued(Case(layout, dtype, "deepspeed_cpu_adam"), tmp_path / "saved", 40, 2) == []
 
 
-def test_an_engine_that_has_taken_steps_is_set_back(tmp_path: Path) -> None:
+def test_an_engine_that_has_made_steps_is_reset(tmp_path: Path) -> None:
     policy = engine(Case("stage2"), tmp_path)
     train(policy, 0, 2)
     beside, wanted = save(policy, tmp_path), everything(policy)
@@ -187,7 +187,7 @@ def test_two_ranks(ranks: RankServer, tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_ranks_and_stages(ranks: RankServer, tmp_path: Path) -> None:
-    """Every (ranks, stage) to every other one, 56 pairs; and two ranks that continue to the bit, in every pair."""
+    """From every (ranks, stage) to every other one, 56 pairs; two ranks continue bitwise in every pair."""
     wanted = {stage: begin(Case(f"stage{stage}"), tmp_path / f"1-{stage}", FIRST, STEPS) for stage in STAGES}
     jobs = tmp_path / "jobs.json"
     texts = grid()
@@ -206,7 +206,7 @@ def test_ranks_and_stages(ranks: RankServer, tmp_path: Path) -> None:
 
 
 def rewritten(path: Path, changes: dict[str, str], **replaced: Tensor) -> None:
-    """Write a file again with other texts in its index, or other tensors."""
+    """Rewrite a file with other text in its index, or other tensors."""
     with TensorFile(path) as file:
         metadata, tensors = dict(file.metadata), {name: file.read(name) for name in file.keys()}
     tensors |= replaced
@@ -216,8 +216,8 @@ def rewritten(path: Path, changes: dict[str, str], **replaced: Tensor) -> None:
     write_tensors(path, tensors, metadata)
 
 
-def test_scalars_that_become_one(tmp_path: Path) -> None:
-    """Of steps the most is taken; anything else has to be the same."""
+def test_scalars_that_are_merged(tmp_path: Path) -> None:
+    """The largest step count is used; all other values must agree."""
     policy = engine(Case("stage0", optim="torch.NAdam"), tmp_path)
     train(policy, 0, 3)
     save(policy, tmp_path)
@@ -236,7 +236,7 @@ def test_scalars_that_become_one(tmp_path: Path) -> None:
     policy.close()
 
 
-def test_what_never_had_a_gradient_has_states_of_zero(tmp_path: Path) -> None:
+def test_parameters_without_gradients_have_zero_states(tmp_path: Path) -> None:
     policy = engine(Case("stage0"), tmp_path)
     train(policy, 0, 2)
     unit = state_units(policy.engine)[1]
@@ -245,7 +245,7 @@ def test_what_never_had_a_gradient_has_states_of_zero(tmp_path: Path) -> None:
     save(policy, tmp_path)
     policy.close()
     policy = engine(Case("stage2"), tmp_path, seed=1)
-    train(policy, 0, 1)  # states that have to be overwritten
+    train(policy, 0, 1)  # states that must be overwritten
     read_fragments(policy, tmp_path)
     names = trained_names(policy.scorer.model)
     for unit in state_units(policy.engine):
@@ -296,7 +296,7 @@ def test_the_peak_memory_of_a_load(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, one_rank: None) -> Path:
-    """Fragments of stage 2, as two files would be named."""
+    """Fragments of stage 2, named like two files."""
     folder = tmp_path_factory.mktemp("saved")
     policy = engine(Case("stage2"), folder)
     train(policy, 0, 1)
@@ -378,7 +378,7 @@ def test_more_is_trained_than_before(tmp_path: Path) -> None:
     policy.close()
 
 
-def test_masters_that_are_nowhere(tmp_path: Path) -> None:
+def test_missing_master_weights(tmp_path: Path) -> None:
     policy = engine(Case("stage2"), tmp_path)
     save(policy, tmp_path, exported=True)
     with pytest.raises(CheckpointError, match="are in neither the optimizer's nor the model's files"):

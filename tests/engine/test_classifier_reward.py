@@ -1,4 +1,4 @@
-"""A reward model as a source of rewards: order, batches, truncation, templates, and what it refuses."""
+"""A reward model as a source of rewards: order, batches, truncation, templates, and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def samples(
         completion_ids=[[]] * size,
         ended=[True] * size,
         columns={},
-        places=[f"{name} row {n + 1}" for n in range(size)],
+        places=[f"{name}, row {n + 1}" for n in range(size)],
         template=[template or {}] * size,
     )
 
@@ -46,7 +46,7 @@ def source(model: Any, folder: Path, tokenizer: Any = None, **more: Any) -> Clas
 
 @torch.no_grad()
 def own_scores(path: str, texts: list[str], tokenizer: Any) -> list[float]:
-    """transformers' score of each text on its own; the texts hold their special tokens."""
+    """transformers' score of each text by itself; the texts contain their special tokens."""
     model = AutoModelForSequenceClassification.from_pretrained(path)
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     return [float(model(input_ids=torch.tensor([one])).logits[0, 0]) for one in ids]
@@ -56,7 +56,7 @@ PROMPTS, TEXTS = ["once ", "ab", "a long prompt, ", "", "x"], ["upon a time", "b
 
 
 @pytest.mark.parametrize(("placement", "batch_size"), [(None, None), ("sharded", 3), ("offload", 1), ("replica", 9)])
-def test_scores_are_those_of_the_saved_model_in_order(tmp_path: Path, placement: Any, batch_size: Any) -> None:
+def test_scores_match_the_saved_model_in_order(tmp_path: Path, placement: Any, batch_size: Any) -> None:
     path = make_classifier(tmp_path / "reward", "untied", seed=1)
     reward = source(path, tmp_path, placement=placement, batch_size=batch_size)
     lives = reward.frozen.placement.name
@@ -75,7 +75,7 @@ def test_scores_are_those_of_the_saved_model_in_order(tmp_path: Path, placement:
         reward.close()
 
 
-def test_a_live_model_is_as_it_was_afterwards(tmp_path: Path) -> None:
+def test_a_live_model_is_unchanged_afterwards(tmp_path: Path) -> None:
     path = make_classifier(tmp_path / "reward", seed=1)
     live = AutoModelForSequenceClassification.from_pretrained(path)
     weights = {name: value.clone() for name, value in live.state_dict().items()}
@@ -88,7 +88,7 @@ def test_a_live_model_is_as_it_was_afterwards(tmp_path: Path) -> None:
     assert all(torch.equal(value, weights[name]) for name, value in live.state_dict().items())
 
 
-def test_conversations_go_through_its_own_template(tmp_path: Path) -> None:
+def test_conversations_use_its_own_template(tmp_path: Path) -> None:
     path = make_classifier(tmp_path / "reward", seed=1)
     prompt = [{"role": "user", "content": "what time is it"}]
     tokenizer = char_tokenizer(template=TOOLS)
@@ -96,7 +96,7 @@ def test_conversations_go_through_its_own_template(tmp_path: Path) -> None:
     messages: Any = [*prompt, *spoken(prompt, "late")]
     given = tokenizer.apply_chat_template(messages, tools=[TOOL], return_dict=True, return_tensors="pt")
     rendered = tokenizer.decode(given["input_ids"][0])
-    assert "clock" in rendered and rendered.endswith("late<|im_end|>\n")  # the template's last token is behind it
+    assert "clock" in rendered and rendered.endswith("late<|im_end|>\n")  # the template's last token follows it
     with torch.no_grad():
         by_the_card = AutoModelForSequenceClassification.from_pretrained(path)(**given).logits[0].tolist()
     reward.check(prompt, "row 1", {"tools": [TOOL]})
@@ -106,20 +106,20 @@ def test_conversations_go_through_its_own_template(tmp_path: Path) -> None:
     reward.close()
 
 
-def test_a_model_that_is_given_twice_counts_once(tmp_path: Path) -> None:
+def test_a_model_that_is_passed_twice_counts_once(tmp_path: Path) -> None:
     path = make_classifier(tmp_path / "reward", seed=1)
 
     def brief(completions: list[str]) -> list[float]:
         return [-len(text) for text in completions]
 
     options = OnlineDPOConfig(output_dir=str(tmp_path / "out"), reward_model_path=path, reward_weights=[1.0, 2.0])
-    given = [brief, path]  # the weights are in their order
+    given = [brief, path]  # the weights are in the order of the sources
     resources = OnlineResources(options, source(path, tmp_path).dtypes, 0, reward_funcs=given)
     assert isinstance(resources.ranker, RewardRanker)
     assert resources.ranker.rewards.names == ["brief", "reward_model"] and len(resources.classifiers) == 1
 
 
-def test_of_two_labels_the_first_is_the_score(tmp_path: Path) -> None:
+def test_the_first_of_two_labels_is_the_score(tmp_path: Path) -> None:
     path = make_classifier(tmp_path / "two", seed=1, labels=2)
     reward = source(path, tmp_path)
     assert reward.describe().endswith("the score is the logit of the first of its 2 labels")
@@ -128,7 +128,7 @@ def test_of_two_labels_the_first_is_the_score(tmp_path: Path) -> None:
     reward.close()
 
 
-def test_long_sequences_are_cut_on_the_right_and_counted(tmp_path: Path) -> None:
+def test_long_sequences_are_truncated_on_the_right_and_counted(tmp_path: Path) -> None:
     path = make_classifier(tmp_path / "reward", seed=1)
     tokenizer = char_tokenizer()
     for limit, longest in ((None, 96), (20, 20), (1000, 96)):
@@ -144,7 +144,7 @@ def test_long_sequences_are_cut_on_the_right_and_counted(tmp_path: Path) -> None
         reward.close()
 
 
-def test_nothing_at_all_has_no_score(tmp_path: Path) -> None:
+def test_empty_input_has_no_score(tmp_path: Path) -> None:
     reward = source(make_classifier(tmp_path / "reward"), tmp_path, char_tokenizer(eos=None))
     found = reward.score(samples(["", "a"], ["", "b"]))
     assert found[0] is None and isinstance(found[1], float)
@@ -158,26 +158,26 @@ def test_a_score_that_is_not_finite_names_model_and_row(tmp_path: Path) -> None:
     reward.score(samples(["a"], ["b"]))
     torch.nn.init.constant_(live.score.weight, float("nan"))
     with pytest.raises(
-        RewardError, match=r"^reward model .*reward: the score of a completion of rows\.jsonl row 1 is nan"
+        RewardError, match=r"^reward model .*reward: the score of a completion of rows\.jsonl, row 1 is nan"
     ):
         reward.score(samples(["a", "c"], ["b", "d"]))
     reward.close()
 
 
-def test_what_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_errors_before_anything_is_loaded(tmp_path: Path) -> None:
     path, chat = make_classifier(tmp_path / "reward"), [{"role": "user", "content": "hello"}]
     reward = source(path, tmp_path, char_tokenizer())
-    reward.check("hello", "rows.jsonl row 1", {})
+    reward.check("hello", "rows.jsonl, row 1", {})
     with pytest.raises(
-        ModelError, match=r"^reward_processing_class: rows\.jsonl row 1 is conversational, but .* no chat"
+        ModelError, match=r"^reward_processing_class: rows\.jsonl, row 1 is conversational, but .* no chat"
     ):
-        reward.check(chat, "rows.jsonl row 1", {})
+        reward.check(chat, "rows.jsonl, row 1", {})
     failing = source(path, tmp_path, char_tokenizer(template="{{ raise_exception('no users') }}"))
-    with pytest.raises(DataError, match=r"^rows\.jsonl row 1: the chat template .* fails on it: no users"):
-        failing.check(chat, "rows.jsonl row 1", {})
+    with pytest.raises(DataError, match=r"^rows\.jsonl, row 1: the chat template .* failed: no users"):
+        failing.check(chat, "rows.jsonl, row 1", {})
     picky = char_tokenizer(template="{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN)
-    source(path, tmp_path, picky).check(chat, "rows.jsonl row 1", {"tools": [TOOL]})
-    with pytest.raises(RewardError, match=r"^reward model .*: rows\.jsonl row 1: the chat template .* fails on it"):
+    source(path, tmp_path, picky).check(chat, "rows.jsonl, row 1", {"tools": [TOOL]})
+    with pytest.raises(RewardError, match=r"^reward model .*: rows\.jsonl, row 1: the chat template .* failed"):
         failing.score(samples([chat], ["hi"]))
     failing.close()
     with pytest.raises(ModelError, match=r"^reward_model_path: .* is a LlamaForCausalLM without score"):
@@ -190,20 +190,18 @@ def test_what_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
         source("/nowhere", tmp_path)
     with pytest.raises(ModelError, match="^reward_processing_class: int is not a transformers tokenizer"):
         source(path, tmp_path, 3)
-    with pytest.raises(ModelError, match="^the tokenizer has .* tokens but .*reward's vocab_size is 77"):
+    with pytest.raises(ModelError, match="^the tokenizer has .* tokens, but .*reward's vocab_size is 77"):
         source(path, tmp_path, char_tokenizer(template=PLAIN, merges=(("a", "b"), ("c", "d"), ("e", "f"))))
 
 
-def test_its_engine_is_configured_apart_from_the_policys(tmp_path: Path) -> None:
+def test_its_engine_is_configured_separately_from_the_policys(tmp_path: Path) -> None:
     path = make_classifier(tmp_path / "reward")
     mapping = zero(3, parameters=True)
     reward = source(path, tmp_path, deepspeed=mapping, batch_size=5)
     assert reward.frozen.placement.name == "offload"
     assert reward.frozen.ds_config["zero_optimization"]["stage"] == 3
     assert reward.frozen.ds_config["train_micro_batch_size_per_gpu"] == 5
-    with pytest.raises(
-        OptionError, match="^DeepSpeed mapping: .*'offload', which contradicts reward_placement='replica'"
-    ):
+    with pytest.raises(OptionError, match="^DeepSpeed mapping: .*'offload'.* contradicts reward_placement='replica'"):
         source(path, tmp_path, deepspeed=mapping, placement="replica")
     with pytest.raises(OptionError, match="zero_optimization.stage=2: a frozen model requires stage 3"):
         source(path, tmp_path, deepspeed=zero(2))

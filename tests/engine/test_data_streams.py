@@ -1,4 +1,4 @@
-"""Streamed data: as many rows as are needed are written to disk, the same as from a list."""
+"""Streamed data: the required number of rows is written to disk, identical to those of a list."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = ("prompt", "completion", "label")
 
 
 def endless() -> Iterator[dict[str, Any]]:
-    """Rows without an end, with a column that nobody uses and that JSON cannot hold."""
+    """Endless rows, with an unused column that JSON does not support."""
     number = 0
     while True:
         for row in unpaired_rows(50, seed=number):
@@ -27,11 +27,11 @@ def endless() -> Iterator[dict[str, Any]]:
 
 
 def stream_of(rows: list[Any]) -> IterableDataset:
-    """A stream that gives exactly these values."""
+    """A stream of exactly these values."""
     return IterableDataset.from_generator(lambda: iter(rows))
 
 
-def test_the_first_rows_are_those_of_a_list(tmp_path: Path) -> None:
+def test_the_first_rows_equal_those_of_a_list(tmp_path: Path) -> None:
     made = from_stream(IterableDataset.from_generator(endless), 7, COLUMNS, "data", tmp_path)
     assert made.to_list() == unpaired_rows(50)[:7]
     assert made.features == dataset_from_python(unpaired_rows(7)).features
@@ -63,28 +63,28 @@ def broken() -> Iterator[dict[str, Any]]:
         (IterableDataset.from_generator(broken), "the stream failed after row 2: the line was cut"),
         (
             stream_of([*unpaired_rows(2), {"prompt": {1}}]),
-            r"row 3: prompt is .1. \(of type set\), which cannot be stored: .* use JSON-like values",
+            r"row 3: prompt is .1. \(of type set\), which cannot be stored: .* use values that JSON supports",
         ),
         (
             stream_of([*unpaired_rows(2), {"label": 1}]),
-            r"row 3: label is 1 \(an integer\), but other rows have a bool",
+            r"row 3: label is 1 \(an integer\), but other rows have a boolean",
         ),
     ],
 )
-def test_streams_that_cannot_be_used(stream: IterableDataset, said: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"^data:? {said}"):
+def test_unusable_streams(stream: IterableDataset, said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"^data[:,]? {said}"):
         from_stream(stream, 9, COLUMNS, "data", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small model's folder."""
+    """The folder of a small model."""
     return make_model(tmp_path_factory.mktemp("streams") / "model")
 
 
 def trainer_of(model: str, out: Path, evaluation: Any = None, **options: Any) -> KTOTrainer:
-    """A trainer over a stream without an end."""
+    """A trainer over an endless stream."""
     args = KTOConfig(str(out), max_length=96, per_device_train_batch_size=2, gradient_accumulation_steps=2, **options)
     stream = IterableDataset.from_generator(endless)
     return KTOTrainer(model=model, args=args, train_dataset=stream, eval_dataset=evaluation)
@@ -99,24 +99,22 @@ def trainer_of(model: str, out: Path, evaluation: Any = None, **options: Any) ->
         ({"max_steps": 3, "max_train_samples": 20}, 12),
     ],
 )
-def test_rows_that_are_taken(model: str, tmp_path: Path, options: dict[str, Any], rows: int) -> None:
+def test_rows_that_are_used(model: str, tmp_path: Path, options: dict[str, Any], rows: int) -> None:
     data = trainer_of(model, tmp_path / "out", **options).train_data
     assert data is not None
     assert data.report.rows_in == rows
 
 
 def test_a_stream_of_unknown_length_is_refused(model: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"^train_dataset: it is an IterableDataset, .* set max_steps \(or max_train_sa"
-    ):
+    with pytest.raises(DataError, match=r"^train_dataset: is an IterableDataset, .* set max_steps \(or max_train_sa"):
         trainer_of(model, tmp_path / "out")
     whole = trainer_of(model, tmp_path / "out", stream_of(unpaired_rows(30)), max_steps=2).eval_data
-    assert whole[""].report.rows_in == 30  # to its end
+    assert whole[""].report.rows_in == 30  # read to its end
     data = trainer_of(model, tmp_path / "out", stream_of(unpaired_rows(30)), max_steps=2, max_eval_samples=6).eval_data
     assert data[""].report.rows_in == 6
 
 
-def test_training_on_a_stream_is_training_on_its_rows(model: str, tmp_path: Path) -> None:
+def test_training_on_a_stream_equals_training_on_its_rows(model: str, tmp_path: Path) -> None:
     losses = []
     for number, rows in enumerate((IterableDataset.from_generator(endless), unpaired_rows(50)[:8])):
         args = KTOConfig(

@@ -1,4 +1,4 @@
-"""What is free on a device, what an optimizer has yet to take of it, and how torch allocates."""
+"""Free memory of a device, the memory that an optimizer will still allocate, and torch's allocator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, Made] = {
     "adamw": lambda weights: torch.optim.AdamW(weights, fused=True),
     "8-bit": lambda weights: bitsandbytes.optim.AdamW8bit(weights),
     "paged": lambda weights: bitsandbytes.optim.PagedAdamW32bit(weights),
-    "adagrad": lambda weights: torch.optim.Adagrad(weights),  # makes its states when it is made
+    "adagrad": lambda weights: torch.optim.Adagrad(weights),  # creates its states on construction
     "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
     "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1),
 }
@@ -71,7 +71,7 @@ def policy_engine(model: str, stage: str, made: str, bf16: bool | None) -> Polic
 
 
 def live_tensors() -> list[torch.Tensor]:
-    """Every tensor on the CPU that there is, gradients among them."""
+    """All tensors on the CPU, including gradients."""
     gc.collect()
     found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
     found += [one.grad for one in found if one.is_leaf and one.grad is not None]
@@ -79,7 +79,7 @@ def live_tensors() -> list[torch.Tensor]:
 
 
 def live_bytes() -> int:
-    """Their memory, each storage once."""
+    """Their memory, counting each storage once."""
     storages = (tensor.untyped_storage() for tensor in live_tensors())
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -112,12 +112,12 @@ CASES = [
     [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.ci) for case in CASES],
 )
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-def test_what_the_first_step_takes_for_good_is_known_before_it(
+def test_permanent_memory_of_the_first_step_is_known_in_advance(
     model: str, stage: str, made: str, bf16: bool | None
 ) -> None:
-    held = live_tensors()  # what earlier tests have left would otherwise go while this one measures
+    held = live_tensors()  # leftovers of earlier tests would otherwise be freed during the measurement
     policy = policy_engine(model, stage, made, bf16)
-    for _ in range(2):  # its first pass leaves DeepSpeed's own small things
+    for _ in range(2):  # its first pass leaves small objects of DeepSpeed
         with policy.inference():
             policy.sequence_scores(collate(SEQUENCES[0], 20))
     inner = inner_optimizer(policy.engine)
@@ -125,7 +125,7 @@ def test_what_the_first_step_takes_for_good_is_known_before_it(
     expected = bytes_to_come(policy.engine, CPU)
     assert (expected == 0) == (made in ("sgd", "adagrad"))
     assert len(inner.state) == states, "asking changes nothing"
-    # Of a GPU an optimizer in host memory takes nothing.
+    # An optimizer in host memory uses no GPU memory.
     assert bytes_to_come(policy.engine, GPU) == 0
     step(policy)
     assert live_bytes() - before == pytest.approx(expected, abs=3000), "a few scalars and a bucket"
@@ -134,7 +134,9 @@ def test_what_the_first_step_takes_for_good_is_known_before_it(
     held.clear()
 
 
-def test_the_room_for_a_rollout_is_that_of_the_second_one(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_for_the_first_rollout_is_that_of_the_second_one(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = policy_engine(model, "stage2", "adamw", False)
     with policy.inference():
         policy.sequence_scores(collate(SEQUENCES[0], 20))
@@ -155,7 +157,7 @@ def test_the_room_for_a_rollout_is_that_of_the_second_one(model: str, monkeypatc
     policy.close()
 
 
-def test_an_engine_that_only_answers_has_nothing_to_come(model: str) -> None:
+def test_an_inference_engine_allocates_nothing_later(model: str) -> None:
     init_distributed(use_cpu=True)
     config = {"train_micro_batch_size_per_gpu": 1, **STAGES["stage3"]}
     engine = FrozenEngine(CompletionScorer(load_model(model, torch.float32, ds_config=config)), config)
@@ -179,13 +181,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("free", "allocated", "reserved", "share", "expected"),
     [
-        (20, 2, 3, 1.0, 21),  # what torch holds unused is free
+        (20, 2, 3, 1.0, 21),  # reserved but unused memory is free
         (20, 2, 3, 0.5, 10),  # a cap of 12 GiB, of which 2 are taken
         (4, 2, 3, 0.5, 5),  # other processes leave less than the cap
         (20, 12, 12, 0.25, 0),
     ],
 )
-def test_free_memory_of_a_gpu_within_the_cap(
+def test_free_memory_of_a_gpu_within_the_limit(
     gpu: Any, free: int, allocated: int, reserved: int, share: float, expected: int
 ) -> None:
     gpu(free, allocated, reserved, share)
@@ -193,8 +195,8 @@ def test_free_memory_of_a_gpu_within_the_cap(
     assert devices.total_bytes(GPU) == 24 * GIB * share
 
 
-def test_free_memory_is_asked_for_in_one_place() -> None:
-    """The driver's answer alone ignores a cap."""
+def test_free_memory_is_queried_in_one_place() -> None:
+    """The driver's value ignores the limit."""
     package = Path(devices.__file__).parents[2]
     asking = {str(file.relative_to(package)) for file in package.rglob("*.py") if "mem_get_info" in file.read_text()}
     assert asking == {"engines/memory/devices.py"}
@@ -203,7 +205,7 @@ def test_free_memory_is_asked_for_in_one_place() -> None:
 @pytest.fixture
 def cuda_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in allocator.VARIABLES:
-        monkeypatch.setenv(name, "")  # so that whatever is set is undone
+        monkeypatch.setenv(name, "")  # so that any setting is undone
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(platform, "release", lambda: "6.1.0-amd64")
@@ -215,11 +217,11 @@ def settings() -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("cuda_on_linux")
-def test_segments_grow_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_are_expandable_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert allocator.grow_segments() and settings() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert not allocator.grow_segments()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.8.0"))  # does not know the new name
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.8.0"))  # lacks the new name
     assert allocator.grow_segments() and settings() == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -236,7 +238,7 @@ def test_segments_grow_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["new name", "old name", "of ROCm", "no cache", "no CUDA", "too late", "WSL", "Windows"],
 )
-def test_segments_that_are_left_alone(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, value: Any) -> None:
+def test_segments_that_are_not_changed(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, value: Any) -> None:
     set_one = monkeypatch.setitem if where is allocator.os.environ else monkeypatch.setattr
     set_one(where, name, value)
     before = settings()

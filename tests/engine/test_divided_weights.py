@@ -1,4 +1,4 @@
-"""Models whose layers read the weights of a module that nobody calls, which ZeRO-3 has not fetched then."""
+"""Models whose layers read the weights of a module that is never called, so that ZeRO-3 does not gather them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("own_process_group")
 
 
 def built(kind: str, stage: str, *, leaves: bool, task: Task = CAUSAL_LM) -> FrozenEngine:
-    """A frozen engine of a tiny model."""
+    """Return a frozen engine of a tiny model."""
     init_distributed(use_cpu=True)
     model = tiny_model(kind)
     config: dict[str, Any] = {**STAGES[stage], "train_micro_batch_size_per_gpu": 2, "train_batch_size": 2}
@@ -34,8 +34,8 @@ def built(kind: str, stage: str, *, leaves: bool, task: Task = CAUSAL_LM) -> Fro
 
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("kind", ["dbrx", "jetmoe"])
-def test_such_a_model_scores_as_the_whole_one_does(kind: str, leaves: bool) -> None:
-    """Its check's first pass is one of what the engine wraps, in which DeepSpeed finds such weights."""
+def test_such_a_model_scores_like_the_unsharded_one(kind: str, leaves: bool) -> None:
+    """The first pass of its check goes through the wrapped module, in which DeepSpeed finds such weights."""
     batch = collate([(range(2, 10), range(10, 18)), (range(3, 9), range(20, 30))], 18)
     found = []
     for stage in ("stage0", "stage3"):
@@ -45,7 +45,7 @@ def test_such_a_model_scores_as_the_whole_one_does(kind: str, leaves: bool) -> N
 
 
 def failing_with(error: Exception) -> Task:
-    """A task whose check of an engine ends so."""
+    """A task whose check of an engine fails with this error."""
 
     def failing(*args: Any) -> None:
         raise error
@@ -53,7 +53,7 @@ def failing_with(error: Exception) -> Task:
     return replace(CAUSAL_LM, check_scorer=failing)
 
 
-def test_weights_that_deepspeed_does_not_find_are_refused_by_name() -> None:
+def test_weights_that_deepspeed_does_not_find_are_rejected_by_name() -> None:
     task = failing_with(IndexError("tuple index out of range"))
     with pytest.raises(ModelError, match=r"\(dbrx\) does not work with ZeRO-3.*tuple index.*stage below 3"):
         built("dbrx", "stage3", leaves=False, task=task)
@@ -62,6 +62,6 @@ def test_weights_that_deepspeed_does_not_find_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("stage", "error"), [("stage3", torch.OutOfMemoryError("none left")), ("stage0", RuntimeError("another reason"))]
 )
-def test_what_has_another_reason_is_not_blamed_on_that(stage: str, error: RuntimeError) -> None:
+def test_errors_with_another_cause_are_not_attributed_to_zero3(stage: str, error: RuntimeError) -> None:
     with pytest.raises(type(error), match=str(error)):
         built("dbrx", stage, leaves=False, task=failing_with(error))

@@ -1,4 +1,4 @@
-"""Per-token log-probs and gradients out of real engines, stages 0 to 3, against dense float64."""
+"""Per-token log-probs and gradients from real engines, stages 0 to 3, against dense float64."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_logps_and_gradients(tmp_path: Path, kind: str, stage: int) -> None:
 
 
 def clipped(logps: Tensor, old: Tensor, ratio: float = 1.3) -> Tensor:
-    """A loss with a ratio for each token, which is no function of the sums."""
+    """A loss with a ratio for each token, which is not a function of the sums."""
     return -torch.exp(logps - old).clamp(max=ratio).sum() / len(old)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_token_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
-    monkeypatch.setattr(batching, "_BLOCK_COST", 1)  # rows are in another order than sequences
+    monkeypatch.setattr(batching, "_BLOCK_COST", 1)  # rows and sequences are in different orders
     path = make_model(tmp_path / "model", "untied", seed=3)
     dense = load(path)
     expected = torch.cat([token_logps(dense, prompt, completion) for prompt, completion in SEQUENCES])
@@ -95,8 +95,8 @@ def test_token_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: in
     trainer.close()
 
 
-def test_what_is_only_asked_has_no_dropout(tmp_path: Path) -> None:
-    """With dropout left on the policy learns with it; reference, inference and evaluations are without."""
+def test_inference_has_no_dropout(tmp_path: Path) -> None:
+    """With dropout enabled, the policy trains with it; reference, inference and evaluations do not use it."""
     path = make_model(tmp_path / "model", "untied", seed=3)
     config = AutoConfig.from_pretrained(path)
     config.attention_dropout = 0.5
@@ -117,15 +117,15 @@ def test_what_is_only_asked_has_no_dropout(tmp_path: Path) -> None:
             asked = policy.sequence_scores(batch)
         for _ in range(2):
             assert torch.equal(reference.sequence_scores(batch), asked)
-        # The policy is its own reference still, so that no reward is anything but 0.
+        # The policy still equals its reference, so that all rewards are 0.
         found = trainer.evaluate()
         assert found["eval_rewards/chosen"] == found["eval_rewards/rejected"] == found["eval_kl"] == 0.0
         assert policy.engine.module.training
         trainer.close()
 
 
-def test_a_live_16_bit_model_is_widened_with_its_reference(tmp_path: Path) -> None:
-    """transformers loads a checkpoint in its own dtype: bf16 weights in an fp32 run are no error."""
+def test_a_live_16_bit_model_and_its_reference_are_upcast(tmp_path: Path) -> None:
+    """transformers loads a checkpoint in its dtype: bf16 weights in an fp32 run are not an error."""
     path = make_model(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     args = KTOConfig(

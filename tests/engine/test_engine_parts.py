@@ -1,4 +1,4 @@
-"""Optimizer, schedule and phases: what the engines are given and what they are measured by."""
+"""Optimizer, schedule and phases: the inputs of the engines and their measurements."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_biases_and_norms_do_not_decay() -> None:
         ("sgd", torch.optim.SGD, None),
     ],
 )
-def test_the_optimizer_is_the_one_that_was_named(optim: str, kind: type, fused: bool | None) -> None:
+def test_the_optimizer_is_the_selected_one(optim: str, kind: type, fused: bool | None) -> None:
     adam = {} if optim == "sgd" else {"adam_beta2": 0.95, "adam_epsilon": 1e-3}
     made = build_optimizer(nn.Linear(2, 2), options(optim=optim, learning_rate=0.5, weight_decay=0.1, **adam))
     assert type(made) is kind and made.defaults["fused"] is fused and made.defaults["lr"] == 0.5
@@ -82,8 +82,8 @@ def test_the_schedule_rises_and_falls(more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("ratio", [0.03, 0.1, 0.25, 0.5])
 @pytest.mark.parametrize("steps", [1, 7, 11, 15, 30, 100])
-def test_warmup_steps_follow_from_a_ratio_as_in_transformers(tmp_path: Path, steps: int, ratio: float) -> None:
-    """Rounded up: the first step that has the whole rate is the same."""
+def test_warmup_steps_are_derived_from_a_ratio_as_in_transformers(tmp_path: Path, steps: int, ratio: float) -> None:
+    """Rounded up: the first step with the full rate is the same."""
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=8.0)
     scheduler = build_scheduler(optimizer, options(warmup_ratio=ratio), steps=steps)
     theirs = TrainingArguments(output_dir=str(tmp_path), warmup_steps=ratio, use_cpu=True).get_warmup_steps(steps)
@@ -103,7 +103,7 @@ def test_a_schedule_with_wrong_arguments() -> None:
         build_scheduler(optimizer, settings, steps=10)
 
 
-def test_phases_add_up_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_add_up_even_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([1.0, 3.0, 10.0, 10.5, 20.0, 27.0])
     monkeypatch.setattr("alignment.engines.phases.time.monotonic", lambda: next(clock))
     phases = Phases(torch.device("cpu"))
@@ -123,7 +123,7 @@ def test_phases_add_up_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class FakeEvent:
-    """Of a GPU that is done with what it was given before ``done``; its clock is ``given``."""
+    """An event of a GPU that has finished all work queued before ``done``; its clock is ``given``."""
 
     given, done, synchronized = 0.0, 0.0, 0
 
@@ -167,15 +167,15 @@ def test_phases_of_a_gpu_are_timed_without_waiting_for_it(monkeypatch: pytest.Mo
     assert FakeEvent.synchronized == 1
 
 
-def test_phases_of_an_older_state_are_read_by_their_new_names() -> None:
+def test_phases_of_an_older_state_get_their_new_names() -> None:
     phases = Phases(torch.device("cpu"))
     record = {"seconds": 2.5, "tokens": 120, "peak_bytes": 7, "entries": 2}
     phases.load_state_dict({"records": {"learn": record, "step": record}})
     assert phases.summary() == {"train": record, "step": record}
 
 
-def test_a_phase_knows_its_own_peak_of_resident_memory() -> None:
-    """Also one that is gone when the phase ends; a later phase does not inherit it."""
+def test_a_phase_has_its_own_peak_of_resident_memory() -> None:
+    """Even if it is over when the phase ends; a later phase does not inherit it."""
     phases = Phases(torch.device("cpu"))
     size = 200 * 2**20
     with phases("large"):
@@ -200,8 +200,8 @@ def test_summaries_of_several_ranks() -> None:
     }
 
 
-def test_a_short_peak_of_memory_is_seen() -> None:
-    """Sampled every 10 ms: 64 MiB that live for a fifth of a second count."""
+def test_a_short_peak_of_memory_is_measured() -> None:
+    """Sampled every 10 ms: 64 MiB that exist for a fifth of a second are counted."""
     phases = Phases(torch.device("cpu"))
     with phases("before"):
         pass

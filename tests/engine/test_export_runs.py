@@ -1,4 +1,4 @@
-"""Checkpoints of real runs exported: the fp32 master weights of the engine, whatever its stage, arrive to the bit."""
+"""Export of checkpoints of real runs: the engine's fp32 master weights are preserved bitwise at every stage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def checkpoint(kind: str, base: str, folder: Path, **more: Any) -> tuple[Path, dict[str, Tensor]]:
-    """The checkpoint at the end of two steps in 16 bits, and the engine's masters by parameter name."""
+    """The checkpoint after two steps in 16 bits, and the engine's master weights by parameter name."""
     trainer_class, config_class, rows = TRAINERS[kind]
     own = {"learning_rate": 1e-4, "max_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_only_model": False}
     args = config_class(model_name_or_path=base, **options(folder, **own, **more))
@@ -50,7 +50,7 @@ def checkpoint(kind: str, base: str, folder: Path, **more: Any) -> tuple[Path, d
         pytest.param("reward", "stage3", marks=pytest.mark.ci),
     ],
 )
-def test_a_run_in_16_bits_is_exported_from_its_masters(kind: str, stage: str, base: str, tmp_path: Path) -> None:
+def test_a_16_bit_run_is_exported_from_its_master_weights(kind: str, stage: str, base: str, tmp_path: Path) -> None:
     source, exact = checkpoint(kind, base, tmp_path, deepspeed=STAGES[stage], bf16=True)
     report = export(source, tmp_path / "wide", dtype="float32", sample_count=2)
     auto = AutoModelForCausalLM if kind == "kto" else AutoModelForSequenceClassification
@@ -67,7 +67,7 @@ def test_a_run_in_16_bits_is_exported_from_its_masters(kind: str, stage: str, ba
 
 
 @pytest.mark.ci
-def test_adapters_are_merged_from_their_masters(base: str, tmp_path: Path) -> None:
+def test_adapters_are_merged_from_their_master_weights(base: str, tmp_path: Path) -> None:
     own = {"use_peft": True, "lora_modules_to_save": ["lm_head"], "bf16": True, "deepspeed": STAGES["stage2"]}
     source, exact = checkpoint("kto", base, tmp_path, **own)
     report = export(source, tmp_path / "wide", dtype="float32", sample_count=2)
@@ -81,7 +81,7 @@ def test_adapters_are_merged_from_their_masters(base: str, tmp_path: Path) -> No
 
 
 @pytest.mark.ci
-def test_a_run_in_fp32_and_its_output_folder(base: str, tmp_path: Path) -> None:
+def test_an_fp32_run_and_its_output_folder(base: str, tmp_path: Path) -> None:
     source, exact = checkpoint("kto", base, tmp_path, bf16=False, deepspeed=STAGES["stage2"])
     report = export(source, tmp_path / "whole", sample_count=2)
     assert report.masters == 0 and report.dtype == "float32"

@@ -1,6 +1,6 @@
-"""A step of every method, traced on a CUDA device that computes nothing: everything lies where a GPU needs it.
+"""A step of every method, traced on a CUDA device that computes nothing: all tensors are where a GPU needs them.
 
-Nothing is read back either: a trace has no values. So what a micro-batch computes does not make the host wait.
+Nothing is read back either, as a trace has no values: a micro-batch's work does not make the host wait.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def traced(library: Path, folder: Path, *cases: str, **variables: str) -> tuple[dict[str, Any], str]:
-    """What the driver found, and what it said."""
+    """The driver's results and its output."""
     result = folder / "result.json"
-    # Triton's kernels are launched, which cannot be traced; where they are used the other way is their fallback.
+    # Triton's kernels are launched, which cannot be traced; where they are used, the other way is their fallback.
     more = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)]), "ALIGNMENT_HEAD_TILES": "torch"}
     done = subprocess.run(
         [sys.executable, str(DRIVERS / "fake_cuda_steps.py"), str(library), str(result), *cases],
@@ -66,7 +66,7 @@ def test_a_step_of_every_method_stays_on_its_device(library: Path, tmp_path: Pat
     assert all(found[f"{method}/lora"] == found[f"{method}/4-bit"] > 20 for method in ("kto", "cpo", "sft"))
 
 
-def test_a_tensor_that_stays_on_the_host_is_noticed(library: Path, tmp_path: Path) -> None:
+def test_a_tensor_that_stays_on_the_host_is_detected(library: Path, tmp_path: Path) -> None:
     cases = ("kto/full", "online_dpo/4-bit", "reward/lora")
     found, _ = traced(library, tmp_path, *cases, MIXED="1")
     assert set(found) == set(cases)

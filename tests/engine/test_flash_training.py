@@ -1,4 +1,4 @@
-"""Training with FlashAttention, whose functions are replaced by plain torch: no layer looks at positions."""
+"""Training with FlashAttention, whose functions are replaced by plain torch: no layer reads the positions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from alignment.models.loading import enable_checkpointing
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_no_layer_looks_at_the_positions_of_a_row(
+def test_no_layer_reads_the_positions_of_a_row(
     reentrant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither in the forward pass nor as it is computed again for the backward pass; the gradient is the same."""
+    """Neither in the forward pass nor in its recomputation for the backward pass; the gradient is the same."""
     looked: list[int] = []
     look = modeling_flash_attention_utils._is_packed_sequence
     monkeypatch.setattr(

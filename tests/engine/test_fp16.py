@@ -1,4 +1,4 @@
-"""fp16: the gradients that the optimizer receives, and windows that are computed again after an overflow."""
+"""fp16: the gradients that the optimizer receives, and windows that are recomputed after an overflow."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fp16() -> Iterator[None]:
 
 
 def received(case: Case, out: Path) -> tuple[Received, list[float], PolicyEngine]:
-    """What the inner optimizer gets at each step, by parameter and without padding; norms; the engine."""
+    """The inner optimizer's input at each step, by parameter and without padding; norms; the engine."""
     policy, found = engine(case, out), Received()
     names = {parameter: name for name, parameter in policy.scorer.named_parameters()}
 
@@ -53,7 +53,7 @@ def received(case: Case, out: Path) -> tuple[Received, list[float], PolicyEngine
 
 
 def merged(found: Received) -> Received:
-    """One mapping for each step: stage 3 steps sub-group by sub-group."""
+    """One mapping per step: stage 3 updates one sub-group at a time."""
     parts = len(found) // STEPS
     return [{k: v for part in found[n * parts : (n + 1) * parts] for k, v in part.items()} for n in range(STEPS)]
 
@@ -104,7 +104,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Heard(TrainerCallback):
-    """How often each event was told."""
+    """The number of calls of each event."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -125,7 +125,7 @@ class Heard(TrainerCallback):
 def trainer_of(
     model: str, folder: Path, stage: str, power: int, heard: Heard | None = None, **more: Any
 ) -> CPOTrainer:
-    """A run of 3 steps with dropout, whose loss scale begins at ``2**power``."""
+    """A run of 3 steps with dropout and an initial loss scale of ``2**power``."""
     scaling = {"initial_scale_power": power, "loss_scale_window": 1000, "hysteresis": 2, **more.pop("scaling", {})}
     given: dict[str, Any] = {
         "fp16": True,
@@ -163,8 +163,8 @@ TIMELESS = {"overflows", "train_runtime", "step_time"}
 @pytest.mark.parametrize(
     "stage", ["stage2", *(pytest.param(s, marks=pytest.mark.ci) for s in ("stage0", "stage3", "stage2-offload"))]
 )
-def test_a_window_that_overflows_is_computed_again(stage: str, model: str, tmp_path: Path) -> None:
-    """The run is, to the bit, the one that began at the scale which this one came to: nothing was counted twice."""
+def test_a_window_that_overflows_is_recomputed(stage: str, model: str, tmp_path: Path) -> None:
+    """The run is bitwise equal to one that starts at the scale that this one reached: nothing was counted twice."""
     high, low = Heard(), Heard()
     found, weights, scale = outcome(trainer_of(model, tmp_path / "high", stage, 32, high))
     power = scale.as_integer_ratio()[0].bit_length() - 1
@@ -190,7 +190,7 @@ def test_a_window_that_overflows_is_computed_again(stage: str, model: str, tmp_p
     ids=["minimum", "static"],
 )
 @pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.ci) for stage in ("stage0", "stage2")])
-def test_a_scale_that_cannot_fall_ends_the_run(
+def test_a_scale_that_cannot_be_lowered_ends_the_run(
     stage: str, scaling: dict[str, Any], named: str, model: str, tmp_path: Path
 ) -> None:
     trainer = trainer_of(model, tmp_path, stage, 32, scaling=scaling)
@@ -204,8 +204,8 @@ def test_a_scale_that_cannot_fall_ends_the_run(
 
 
 @pytest.mark.ci
-def test_such_a_step_is_a_bad_one(model: str, tmp_path: Path) -> None:
-    """``on_bad_step`` decides, as of every other."""
+def test_such_a_step_is_a_bad_step(model: str, tmp_path: Path) -> None:
+    """``on_bad_step`` applies, as to every other step."""
     trainer = trainer_of(model, tmp_path, "stage2", 32, scaling={"loss_scale": 2.0**31}, on_bad_step="skip")
     lines, weights, _ = outcome(trainer)
     assert [line["kind"] for line in events(tmp_path, "bad_step")] == ["fp16 overflow"] * 3
@@ -214,7 +214,7 @@ def test_such_a_step_is_a_bad_one(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-def test_a_stop_is_heard_between_two_attempts(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_is_noticed_between_two_attempts(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_of(model, tmp_path, "stage2", 32)
     lower = PolicyEngine.lower_loss_scale
     asked: list[StopReason] = []
@@ -258,7 +258,7 @@ def test_completions_are_kept(model: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.ci
-def test_a_resumed_run_counts_on_at_the_scale_that_it_had(model: str, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_at_its_loss_scale(model: str, tmp_path: Path) -> None:
     whole, weights, scale = outcome(trainer_of(model, tmp_path, "stage2", 32, save_strategy="steps", save_steps=1))
     again = trainer_of(
         model, tmp_path / "again", "stage2", 32, resume_from_checkpoint=str(tmp_path / "out/checkpoint-1")

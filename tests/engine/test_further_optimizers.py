@@ -1,4 +1,4 @@
-"""transformers' optimizers beside AdamW: made as its Trainer makes them, the same step at every split, and resumed."""
+"""transformers' optimizers other than AdamW: built as by its Trainer, the same step at every split, and resumed."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("optim", [name for name in WORKING_OPTIMIZERS if name not in OWN])
-def test_they_are_made_as_transformers_makes_them(optim: str, tmp_path: Path) -> None:
+def test_they_are_built_as_by_transformers(optim: str, tmp_path: Path) -> None:
     given = {"optim": optim, "optim_args": ARGUMENTS.get(optim), "learning_rate": 0.5}
     layer = nn.Linear(2, 2)
     made = build_optimizer(layer, CPOConfig("out", **given))
     kind, arguments = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(str(tmp_path), use_cpu=True, **given))
-    if optim == "rmsprop_bnb":  # which it hands on as texts
+    if optim == "rmsprop_bnb":  # which it passes on as strings
         arguments |= {"alpha": 0.9, "eps": 0.001}
     theirs = kind(layer.parameters(), **arguments)
     assert type(made) is type(theirs)
-    fused = {"fused", "foreach", "weight_decay"}  # no difference in numbers; the groups have their own decay
+    fused = {"fused", "foreach", "weight_decay"}  # no numerical difference; the groups have their own decay
     assert {k: v for k, v in made.defaults.items() if k not in fused} == {
         k: v for k, v in theirs.defaults.items() if k not in fused
     }
@@ -43,23 +43,23 @@ def test_they_are_made_as_transformers_makes_them(optim: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("optim", ["galore_adamw", "adamw_torch_4bit", "schedule_free_sgd"])
 def test_other_packages_are_named(optim: str) -> None:
-    with pytest.raises(OptionError, match=f"optim='{optim}': it is made of the package {OTHER_OPTIMIZERS[optim]}"):
+    with pytest.raises(OptionError, match=f"optim='{optim}': optimizers of the package {OTHER_OPTIMIZERS[optim]}"):
         CPOConfig("out", optim=optim)
 
 
-def test_options_that_they_do_not_read() -> None:
+def test_options_without_effect() -> None:
     with pytest.raises(OptionError, match="adam_epsilon=1e-06: has no effect with optim='lion_8bit'"):
         CPOConfig("out", optim="lion_8bit", adam_epsilon=1e-6)
     assert CPOConfig("out", optim="paged_lion_32bit", adam_beta1=0.8).adam_beta1 == 0.8
 
 
 def ended(model: str, folder: Path, stage: str, optim: str, **more: Any) -> dict[str, Tensor]:
-    """The weights that a run of three steps ends with."""
+    """The weights after a run of three steps."""
     return run(model, folder, stage, optim, **more)[0]
 
 
 def run(model: str, folder: Path, stage: str, optim: str, **more: Any) -> tuple[dict[str, Tensor], list[float]]:
-    """The weights that a run of three steps ends with, and the course of its loss."""
+    """The weights after a run of three steps, and its losses."""
     given = {"max_steps": 3, "optim": optim, "deepspeed": STAGES[stage], "save_strategy": "steps", "save_steps": 2}
     args = CPOConfig(**options(folder, **{**given, "weight_decay": 0.1, "optim_args": ARGUMENTS.get(optim), **more}))
     trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(12))
@@ -72,7 +72,7 @@ def run(model: str, folder: Path, stage: str, optim: str, **more: Any) -> tuple[
     return load_file(folder / "saved" / "model.safetensors"), course
 
 
-RATES = {"lion_8bit": 1e-3}  # of a step that is as long for every weight
+RATES = {"lion_8bit": 1e-3}  # of a step of the same size for every weight
 EXACT = ["rmsprop", "lion_32bit", "ademamix", "rmsprop_bnb"]
 SAMPLE = ("ademamix", "adafactor")
 
@@ -101,8 +101,8 @@ def test_the_same_step_at_every_stage_and_after_a_restart(optim: str, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("optim", "wide"), [(f"{name}_8bit", name) for name in ("lion", "ademamix", "rmsprop_bnb")])
-def test_8_bits_learn_as_32_do(optim: str, wide: str, tmp_path: Path) -> None:
-    """At every stage the course of the loss is that of 32 bits, within a part of its fall; a restart is exact."""
+def test_8_bits_learn_like_32(optim: str, wide: str, tmp_path: Path) -> None:
+    """At every stage, the losses are those of 32 bits within a fraction of their decrease; a restart is exact."""
     model = make_model(tmp_path / "policy", "tied", seed=1)
     more: dict[str, Any] = {"max_steps": 10, "logging_steps": 1, "learning_rate": RATES.get(optim, 3e-3)}
     wide = wide if wide in KINDS else f"{wide}_32bit"
@@ -117,7 +117,7 @@ def test_8_bits_learn_as_32_do(optim: str, wide: str, tmp_path: Path) -> None:
     assert all(torch.equal(resumed[name], found[name]) for name in found)
 
 
-def test_adafactor_needs_whole_matrices(tmp_path: Path) -> None:
+def test_adafactor_needs_unsharded_matrices(tmp_path: Path) -> None:
     model = make_model(tmp_path / "policy", "tied", seed=1)
     args = CPOConfig(**options(tmp_path, optim="adafactor", deepspeed="zero2"))
     with pytest.raises(OptionError, match=r"^optim='adafactor': .*stage=2\); set deepspeed to zero0"):
@@ -125,7 +125,7 @@ def test_adafactor_needs_whole_matrices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optim", ["lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit", "rmsprop_bnb", "rmsprop"])
-def test_states_take_the_bytes_that_are_planned(optim: str) -> None:
+def test_states_have_the_planned_size(optim: str) -> None:
     layer, given = nn.Linear(256, 256, bias=False), ARGUMENTS.get(optim)
     args = CPOConfig("out", optim=optim, optim_args=given)
     made = build_optimizer(layer, args)

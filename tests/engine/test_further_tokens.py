@@ -1,4 +1,4 @@
-"""Runs that change their model before training: further tokens of a chat template, and adapters merged into it."""
+"""Runs that change their model before training: additional tokens of a chat template, and merged adapters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ IDS = torch.arange(2, 26)[None]
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a tokenizer whose template writes tokens that the models' have not."""
+    """A folder with a tokenizer whose template uses tokens that the models' tokenizers lack."""
     tokenizer = char_tokenizer(template=PLAIN)
     tokenizer.add_special_tokens({"additional_special_tokens": [OPEN, END]})
     tokenizer.eos_token = END
@@ -47,7 +47,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(model: Any, source: str, folder: Path, stage: str = "stage0", resume: Any = None, **more: Any) -> SFTTrainer:
-    """Two windows, saved; the engines are still there."""
+    """Two windows, saved; the engines still exist."""
     plain = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "num_train_epochs": 1}
     given = {**options(folder), **plain, "deepspeed": STAGES[stage], "chat_template_path": source, **more}
     tokenizer = char_tokenizer(template=PLAIN)
@@ -62,7 +62,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_what_is_saved_is_the_same_at_every_stage(kind: str, source: str, tmp_path: Path) -> None:
+def test_the_saved_model_is_the_same_at_every_stage(kind: str, source: str, tmp_path: Path) -> None:
     base = make_model(tmp_path / "base", kind)
     live = AutoModelForCausalLM.from_pretrained(base)
     known = live.get_input_embeddings().num_embeddings
@@ -81,7 +81,7 @@ def test_what_is_saved_is_the_same_at_every_stage(kind: str, source: str, tmp_pa
             torch.testing.assert_close(value, saved.state_dict()[name], rtol=0, atol=2e-6)
 
 
-def test_a_run_goes_on_with_them(source: str, tmp_path: Path) -> None:
+def test_a_run_resumes_with_them(source: str, tmp_path: Path) -> None:
     base = make_model(tmp_path / "base", "untied")
     more = {"save_strategy": "steps", "save_steps": 1}
     whole = run(base, source, tmp_path, "stage3", **more)
@@ -97,8 +97,8 @@ def test_a_run_goes_on_with_them(source: str, tmp_path: Path) -> None:
         assert torch.equal(value, expected[name]), name
 
 
-def test_adapters_come_with_the_new_rows(source: str, tmp_path: Path) -> None:
-    """At both stages; PEFT loads them onto the base, of which it makes as many rows; and so does the merge."""
+def test_adapters_are_saved_with_the_new_rows(source: str, tmp_path: Path) -> None:
+    """At both stages; PEFT loads them onto the base, which it extends by these rows, as does the merge."""
     base = make_model(tmp_path / "base", "untied")
     outputs = []
     for stage in ("stage0", "stage3"):
@@ -115,7 +115,7 @@ def test_adapters_come_with_the_new_rows(source: str, tmp_path: Path) -> None:
     torch.testing.assert_close(merged, outputs[1], rtol=0, atol=2e-5)
 
 
-def test_reward_models_get_them_too(source: str, tmp_path: Path) -> None:
+def test_reward_models_with_additional_tokens(source: str, tmp_path: Path) -> None:
     base = make_classifier(tmp_path / "base")
     given = {**options(tmp_path), "deepspeed": STAGES["stage3"], "chat_template_path": source}
     rows = [{"chosen": row["messages"], "rejected": [row["messages"][0], REJECTED]} for row in ROWS]
@@ -129,8 +129,8 @@ def test_reward_models_get_them_too(source: str, tmp_path: Path) -> None:
     assert len(AutoTokenizer.from_pretrained(trainer.output_dir)) == saved.config.vocab_size == 128
 
 
-def test_adapters_beside_a_configuration_are_merged(tmp_path: Path) -> None:
-    """The reference is the merged model: the first loss of KTO is that of a policy that is its reference."""
+def test_adapters_with_a_peft_configuration_are_merged(tmp_path: Path) -> None:
+    """The reference is the merged model: the first KTO loss is that of a policy that equals its reference."""
     base = make_model(tmp_path / "base", "untied")
     live = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM")

@@ -1,4 +1,4 @@
-"""Gradients that two ranks sum and reduce once are those of one rank, whatever a micro-batch leaves out."""
+"""Gradients that two ranks sum and reduce once equal those of one rank, whichever parameters are idle."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def results(tmp_path_factory: pytest.TempPathFactory, ranks: RankServer) -> dict
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_update_as_one_does(case: str, results: dict[int, Any]) -> None:
-    """Also where an expert is idle in a rank's last micro-batch, or in all of them; clipped by the same norm."""
+def test_two_ranks_update_like_one(case: str, results: dict[int, Any]) -> None:
+    """Also if an expert is idle in a rank's last micro-batch, or in all of them; clipped by the same norm."""
     one, two = results[1][case], results[2][case]
     off = 1e-5 if "fp32/" in case else 2e-2
     for step, (found, wanted) in enumerate(zip(two["updates"], one["updates"], strict=True)):
@@ -49,14 +49,14 @@ def test_nothing_is_reduced_before_the_last_micro_batch(case: str, results: dict
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_window_that_is_given_up_leaves_nothing(case: str, results: dict[int, Any]) -> None:
+def test_an_abandoned_window_leaves_nothing_behind(case: str, results: dict[int, Any]) -> None:
     assert results[2][case]["discarded"]
     norms = results[2][case]["norms"]
     assert len(norms) == 5 and 0 < norms[4] < float("inf")
 
 
-def test_a_run_says_and_does_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a host with room: sums in fp32, by what was planned for two ranks; the JSON that is written says it too."""
+def test_a_run_reports_and_uses_the_plan_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a host with enough memory: sums in fp32, as planned for two ranks; the written JSON agrees."""
     given = options(tmp_path, bf16=True, max_steps=1, deepspeed=STAGES["stage2"])
     trainer = CPOTrainer(model=make_model(tmp_path / "model"), args=CPOConfig(**given), train_dataset=paired_rows(8))
     with contextlib.closing(trainer), mock.patch("alignment.training.run_engines.world_size", return_value=2):

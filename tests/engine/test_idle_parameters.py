@@ -1,4 +1,4 @@
-"""Windows in which micro-batches leave parameters without gradient, or that are given up: nothing older is summed."""
+"""Windows with micro-batches that leave parameters without gradients, or abandoned windows: nothing older is added."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_step import complete_partitioned, drop_older, forget_sums
 
 MICRO_BATCHES = 3
-# In which micro-batches of the second window nothing goes through the expert; in the first window all go through it.
+# The micro-batches of the second window in which the expert is idle; in the first window it is never idle.
 IDLE = {"first": {0}, "last": {2}, "all but one": {0, 2}, "all": {0, 1, 2}}
 FP32 = "stage2-offload-fp32-accumulation"
 
@@ -35,7 +35,7 @@ def micro_batch(number: int) -> Batch:
 
 
 def window(policy: PolicyEngine, idle: Collection[int] = (), factor: float = 1.0, only: int = MICRO_BATCHES) -> None:
-    """The backward passes of a window, or of its beginning."""
+    """The backward passes of a window, or of its first part."""
     mlp = policy.scorer.model.model.layers[1].mlp
     forward = mlp.forward
     for number in range(only):
@@ -46,7 +46,7 @@ def window(policy: PolicyEngine, idle: Collection[int] = (), factor: float = 1.0
 
 
 def norms(case: str, out: Path) -> list[float]:
-    """Of a window without and one with idle micro-batches, for each of :data:`IDLE`."""
+    """Norms of a window without and one with idle micro-batches, for each of :data:`IDLE`."""
     policy = engine(Case.of(case), out)
     found = []
     for idle in IDLE.values():
@@ -73,12 +73,12 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     ],
 )
 def test_a_parameter_has_the_gradient_of_its_own_window(case: str, wanted: list[float], tmp_path: Path) -> None:
-    """Whichever micro-batches pass it by, at every stage."""
+    """Whichever micro-batches it is idle in, at every stage."""
     assert norms(case, tmp_path) == pytest.approx(wanted, rel=2e-2 if "bf16" in case else 1e-5)
 
 
 def after(case: str, out: Path, spoilt: str) -> tuple[float, float]:
-    """The norm of a window's gradient, alone and after one that made no update."""
+    """The norm of a window's gradient, alone and after a window without an update."""
     alone, policy = (engine(Case.of(case), out) for _ in range(2))
     window(alone)
     expected = alone.step()
@@ -112,12 +112,12 @@ def after(case: str, out: Path, spoilt: str) -> tuple[float, float]:
         pytest.param("stage3/fp16/sgd", "overflown", marks=pytest.mark.ci),
     ],
 )
-def test_nothing_is_left_of_a_window_that_made_no_update(case: str, spoilt: str, tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_window_without_an_update(case: str, spoilt: str, tmp_path: Path) -> None:
     found, expected = after(case, tmp_path, spoilt)
     assert found == pytest.approx(expected, rel=2e-2)
 
 
-def test_the_functions_leave_other_optimizers_alone(tmp_path: Path) -> None:
+def test_the_functions_do_not_change_other_optimizers(tmp_path: Path) -> None:
     policy = engine(Case("stage0"), tmp_path)
     window(policy)
     drop_older(policy.engine, several=True)

@@ -1,4 +1,4 @@
-"""What `alignment.internals.transformers_batching` relies on, with a tiny model."""
+"""Assumptions of `alignment.internals.transformers_batching`, with a tiny model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def manager(model: Any, page: int = 32, blocks: int = 0) -> Any:
 
 
 def answer(made: Any, name: str) -> list[int]:
-    """What a manager generates for a prompt that it is given before it starts."""
+    """The tokens that a manager generates for a prompt added before its start."""
     assert made.add_request([0, 5, 9, 11], request_id=name) == name
     made.start()
     result = made.get_result(timeout=20)
@@ -39,7 +39,7 @@ def answer(made: Any, name: str) -> list[int]:
 
 
 def live_caches() -> list[int]:
-    """Every cache that there is; by type, for some objects answer by importing when they are asked for their class."""
+    """All existing caches; checked by type, because some objects import modules when asked for their class."""
     gc.collect()
     return [id(one) for one in gc.get_objects() if type(one) is PagedAttentionCache]
 
@@ -54,7 +54,7 @@ def test_kernels_that_decode_from_pages_by_any_name(model: Any, version: int, pa
         config._attn_implementation = name
         assert internals.decodes_from_pages(config) and internals.decodes_from_pages(config, version)
         assert not internals.decodes_from_pages(config, 5 - version)
-    # The first token is that of the prefill; with pages that the kernel does not take there is no second one.
+    # The first token is that of the prefill; with unsupported pages there is no second one.
     with flash_attention(model, version) as calls:
         made = manager(model, page, 2)
         try:
@@ -68,7 +68,7 @@ def test_kernels_that_decode_from_pages_by_any_name(model: Any, version: int, pa
     assert result.error is None or "divisible by 256" in result.error
 
 
-def test_a_manager_that_stopped_answers_again_with_the_same_cache(model: Any) -> None:
+def test_a_stopped_manager_generates_again_with_the_same_cache(model: Any) -> None:
     made = manager(model)
     try:
         first, caches = answer(made, "0"), live_caches()

@@ -1,4 +1,4 @@
-"""What `alignment.internals.deepspeed` and `deepspeed_zero3` rely on, each with real engines around a small module.
+"""Assumptions of `alignment.internals.deepspeed` and `deepspeed_zero3`, with real engines around a small module.
 
 Tests look at private parts through these functions first, and by themselves only where a fault has to be shown: what a
 release renames is then reported by the function that needs it (`tests/renames.yaml`).
@@ -34,7 +34,7 @@ WIDTH = 16
 
 
 class Net(nn.Module):
-    """Blocks of a weight that is divided and a small bias, which DeepSpeed keeps whole."""
+    """Blocks of a partitioned weight and a small bias that DeepSpeed keeps gathered."""
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 def configuration(stage: int, **more: Any) -> dict[str, Any]:
-    """At stage 3 one weight at a time is fetched ahead and none is kept for a later use, as in a large model."""
+    """At stage 3, one weight at a time is prefetched and none is kept for later use, as in a large model."""
     section = zero(stage)["zero_optimization"]
     if stage == 3:
         section |= {"stage3_prefetch_bucket_size": WIDTH**2, "stage3_max_reuse_distance": 0}
@@ -65,7 +65,7 @@ def configuration(stage: int, **more: Any) -> dict[str, Any]:
 def build(
     stage: int, *, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, recompute: bool = False, **more: Any
 ) -> Any:
-    """An engine around a module that holds a `Net`, the same at every stage; further arguments are of the JSON."""
+    """An engine around a module that contains a `Net`, the same at every stage; other arguments are for the JSON."""
     init_distributed(use_cpu=True)
     config = configuration(stage, **more)
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def step(engine: Any) -> None:
 
 
 def status(parameter: Any) -> str:
-    """What ZeRO-3 calls the state of a parameter, such as ``INFLIGHT``."""
+    """ZeRO-3's name of a parameter's state, such as ``INFLIGHT``."""
     return str(parameter.ds_status.name)
 
 
@@ -115,7 +115,7 @@ def stack_as_before() -> Iterator[None]:
         ("fp16", {"loss_scale": "high"}),
     ],
 )
-def test_section_models_refuse_what_an_engine_refuses(section: str, wrong: dict[str, Any]) -> None:
+def test_section_models_reject_what_an_engine_rejects(section: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as early:
         internals.section_models()[section](**wrong)
     with pytest.raises(ValidationError) as late:
@@ -137,11 +137,11 @@ def test_a_prebuilt_op_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         builder.load()
     monkeypatch.setitem(installed_ops, builder.name, True)
     assert internals.is_prebuilt("CPUAdamBuilder")
-    with pytest.raises(ImportError):  # looked for in DeepSpeed's own folder, where it is not
+    with pytest.raises(ImportError):  # looked up in DeepSpeed's own folder, where it is missing
         builder.load()
 
 
-def test_without_its_entry_the_shared_memory_op_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shared_memory_op_is_not_built_without_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(self: Any, verbose: bool = True) -> None:
         raise RuntimeError("compiled")
 
@@ -158,7 +158,7 @@ def test_without_its_entry_the_shared_memory_op_is_not_built(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("stage", "bf16"), [(0, False), (0, True), (1, True), (2, False), (3, False), (3, True)])
-def test_the_norm_is_a_number_where_it_is_said_to_be(stage: int, bf16: bool) -> None:
+def test_the_norm_is_a_number_where_expected(stage: int, bf16: bool) -> None:
     more = {"data_types": {"grad_accum_dtype": "fp32"}} if stage == 1 else {}
     engine = build(stage, bf16={"enabled": bf16}, **more)
     reported = internals.reports_grad_norm(engine)
@@ -179,7 +179,7 @@ def test_weights_are_partitioned_at_stage_3(stage: int) -> None:
 
 
 @pytest.mark.parametrize("fp16", [False, True])
-def test_a_loss_that_is_scaled_may_overflow(fp16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scaled_loss_may_overflow(fp16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
     engine = build(2, fp16={"enabled": fp16})
     engine.backward(engine(batch(engine)) * float("inf"))
@@ -190,8 +190,8 @@ def test_a_loss_that_is_scaled_may_overflow(fp16: bool, monkeypatch: pytest.Monk
     internals.destroy(engine)
 
 
-def test_a_destroyed_engine_takes_its_hooks_along() -> None:
-    """Those of ZeRO-3, which gather weights; two that the engine sets on the outermost module stay."""
+def test_a_destroyed_engine_removes_its_hooks() -> None:
+    """Those of ZeRO-3, which gather weights; two of the engine's hooks on the outermost module stay."""
     engine = build(3)
     step(engine)
     inner = engine.module[0]
@@ -207,9 +207,9 @@ def test_a_destroyed_engine_takes_its_hooks_along() -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["unfused_optimizer.FP16_UnfusedOptimizer", "fused_optimizer.FP16_Optimizer"])
-def test_the_first_step_is_that_of_a_fresh_adam(wrapper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_step_equals_that_of_a_fresh_adam(wrapper: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def after_one_step(undo: Callable[[Any], None]) -> tuple[Tensor, Tensor]:
-        """All weights after one step, and after that of torch's AdamW on fp32 copies."""
+        """All weights after one step, and after one step of torch's AdamW on fp32 copies."""
         engine = build(0, optimizer=torch.optim.AdamW, bf16={"enabled": True})
         undo(engine.optimizer)
         assert f"{type(engine.optimizer).__module__}.{type(engine.optimizer).__name__}".endswith(wrapper)
@@ -224,7 +224,7 @@ def test_the_first_step_is_that_of_a_fresh_adam(wrapper: str, monkeypatch: pytes
         internals.destroy(engine)
         return tuple(torch.cat([p.detach().float().flatten() for p in ps]) for ps in (parameters, copies))
 
-    if wrapper.startswith("fused"):  # for DeepSpeed's own Adam, which would have to be compiled
+    if wrapper.startswith("fused"):  # instead of DeepSpeed's Adam, which would have to be compiled
         monkeypatch.setattr("deepspeed.runtime.engine.FusedAdam", torch.optim.AdamW)
     found, expected = after_one_step(internals.undo_dummy_step)
     torch.testing.assert_close(found, expected, rtol=2**-8, atol=0)  # rounded to bf16
@@ -232,7 +232,7 @@ def test_the_first_step_is_that_of_a_fresh_adam(wrapper: str, monkeypatch: pytes
     assert float((found - expected).abs().mean()) == pytest.approx(0.01 / 4, rel=0.5)
 
 
-def test_an_optimizer_that_was_not_stepped_is_left_alone() -> None:
+def test_an_optimizer_without_steps_is_not_changed() -> None:
     for stage in (0, 2, 3):
         engine = build(stage, optimizer=torch.optim.AdamW)
         step(engine)
@@ -248,7 +248,7 @@ def test_an_optimizer_that_was_not_stepped_is_left_alone() -> None:
 
 @pytest.fixture
 def engine() -> Iterator[Any]:
-    """At stage 3, after a first step: DeepSpeed has gathered what it keeps whole."""
+    """An engine at stage 3 after a first step: DeepSpeed has gathered the small weights."""
     made = build(3)
     step(made)
     zero3.divide_again(made.module)
@@ -258,17 +258,17 @@ def engine() -> Iterator[Any]:
 
 
 def weights(engine: Any) -> list[Any]:
-    """Taken before a forward: to look one up in its module during a forward gathers it."""
+    """Collected before a forward, since accessing one in its module during a forward gathers it."""
     return [parameter for name, parameter in engine.module.named_parameters() if name.endswith("weight")]
 
 
 def away(engine: Any) -> list[int]:
-    """The numbers of the weights that are away; there are three."""
+    """The indices of the partitioned weights, of which there are three."""
     gone = {id(parameter) for parameter in zero3.away(engine.module)}
     return [number for number, weight in enumerate(weights(engine)) if id(weight) in gone]
 
 
-def test_a_weight_that_is_away_is_known_with_its_size(engine: Any) -> None:
+def test_a_partitioned_weight_is_found_with_its_size(engine: Any) -> None:
     plain, own = Net(), weights(engine)
     assert not any(map(zero3.is_partitioned, plain.parameters())) and zero3.away(plain) == []
     assert all(map(zero3.is_partitioned, engine.module.parameters()))
@@ -281,7 +281,7 @@ def test_a_weight_that_is_away_is_known_with_its_size(engine: Any) -> None:
 
 
 def failing_forward(engine: Any, seen: Callable[[], Any]) -> Any:
-    """What ``seen`` returns while the second block is computed, whose forward then fails."""
+    """The result of ``seen`` during the second block, whose forward then fails."""
     found: list[Any] = []
 
     def fails(*_: Any) -> None:
@@ -295,7 +295,7 @@ def failing_forward(engine: Any, seen: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def test_a_pass_that_fails_leaves_weights_whole(engine: Any) -> None:
+def test_a_failing_pass_leaves_weights_gathered(engine: Any) -> None:
     failing_forward(engine, lambda: None)
     zero3.settle(engine, engine.module)
     assert 1 not in away(engine)
@@ -318,7 +318,7 @@ def test_a_weight_in_flight_is_waited_for(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_weights_are_fetched_ahead_only_in_announced_passes(engine: Any, announced: bool) -> None:
+def test_weights_are_prefetched_only_in_announced_passes(engine: Any, announced: bool) -> None:
     ahead: list[bool] = []
     second = weights(engine)[1]
     engine.module[0].blocks[0][1].register_forward_hook(lambda *_: ahead.append(status(second) != "NOT_AVAILABLE"))
@@ -333,7 +333,7 @@ def test_weights_are_fetched_ahead_only_in_announced_passes(engine: Any, announc
 
 
 @pytest.mark.parametrize("aside", [True, False])
-def test_deepspeeds_hooks_divide_weights_that_were_gathered(engine: Any, aside: bool) -> None:
+def test_deepspeeds_hooks_partition_gathered_weights(engine: Any, aside: bool) -> None:
     calls: list[str] = []
     engine.module[0].blocks[0].register_forward_hook(lambda *_: calls.append("own"))
     unwanted = zero3.is_deepspeed_hook if aside else lambda hook: False
@@ -370,7 +370,7 @@ def test_a_recomputation_leaves_modules_on_the_stack() -> None:
     zero3.forget_partitioned(engine.module)
 
 
-def test_the_balanced_stack_is_so_after_an_error() -> None:
+def test_the_stack_is_balanced_after_an_error() -> None:
     stack = zero3._module_stack()
     depth = len(stack)
     with pytest.raises(ValueError), zero3.balanced_module_stack():
@@ -380,7 +380,7 @@ def test_the_balanced_stack_is_so_after_an_error() -> None:
 
 
 def stack_alone(module: nn.Module) -> None:
-    """The half of `forget_partitioned` that is about the stack."""
+    """The part of `forget_partitioned` that concerns the stack."""
     own = set(module.modules())
     zero3._module_stack()[:] = [entry for entry in zero3._module_stack() if entry not in own]
 
@@ -396,7 +396,7 @@ def stack_alone(module: nn.Module) -> None:
     ids=["nothing", "the stack", "release plans", "both"],
 )
 @pytest.mark.usefixtures("stack_as_before")
-def test_an_engine_dies_once_both_references_are_gone(forget: Callable[[nn.Module], None], alive: bool) -> None:
+def test_an_engine_is_freed_once_both_references_are_removed(forget: Callable[[nn.Module], None], alive: bool) -> None:
     other = build(3)
     engine = build(3)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What `alignment.internals.deepspeed_reduction` relies on, with real engines."""
+"""Assumptions of `alignment.internals.deepspeed_reduction`, with real engines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def backward(policy: PolicyEngine, number: int, *, last: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_held_back_is_what_would_have_been_reduced_each_time(kind: str, tmp_path: Path) -> None:
+def test_held_gradients_equal_those_reduced_each_time(kind: str, tmp_path: Path) -> None:
     once, each = engine(Case(kind), tmp_path), engine(Case(kind), tmp_path)
     for _ in range(2):
         internals.hold_back(once.engine)
@@ -59,7 +59,7 @@ def test_only_stages_1_and_2_hold_back(kind: str, can: bool, tmp_path: Path) -> 
 
 def test_sums_are_in_the_accumulation_dtype(tmp_path: Path) -> None:
     policy = engine(Case("stage2-fp32-accumulation", "bf16"), tmp_path, reduce_once=True)
-    internals.accumulate_locally(policy.engine)  # as the engine's own class has done; asked for twice it does no more
+    internals.accumulate_locally(policy.engine)  # as the engine's own class has done; a second call has no effect
     backward(policy, 0, last=False)
     backward(policy, 1, last=False)
     for parameter in policy.scorer.parameters():
@@ -70,7 +70,7 @@ def test_sums_are_in_the_accumulation_dtype(tmp_path: Path) -> None:
     policy.close()
 
 
-def test_a_window_that_is_let_go_is_forgotten_by_the_next_step(tmp_path: Path) -> None:
+def test_a_released_window_is_cleared_by_the_next_step(tmp_path: Path) -> None:
     policy, plain = (engine(Case("stage2"), tmp_path, reduce_once=True) for _ in range(2))
     internals.hold_back(policy.engine)
     backward(policy, 5, last=False)
@@ -86,7 +86,7 @@ def test_a_window_that_is_let_go_is_forgotten_by_the_next_step(tmp_path: Path) -
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.ci)])
 def test_an_idle_expert_of_an_offloaded_optimizer(dtype: str, tmp_path: Path) -> None:
-    """It is idle in the last micro-batch of a window, then in a whole one."""
+    """It is idle in the last micro-batch of a window, then in an entire window."""
     kinds = (
         ("stage2", "stage2-offload")
         if dtype == "fp32"

@@ -1,4 +1,4 @@
-"""What `alignment.internals.deepspeed_state` relies on, with real engines of every kind of wrapped optimizer."""
+"""Assumptions of `alignment.internals.deepspeed_state`, with real engines of every kind of wrapped optimizer."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def flat_weights(policy: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("text", KINDS)
-def test_units_are_what_the_optimizer_steps_on(text: str, tmp_path: Path) -> None:
-    """Together their pieces are the weights, each once, at whatever offsets."""
+def test_units_are_the_tensors_that_the_optimizer_updates(text: str, tmp_path: Path) -> None:
+    """Together, their pieces cover the weights exactly once, at any offsets."""
     policy = engine(kind(text), tmp_path)
     train(policy, 0, 1)
     units, states = internals.state_units(policy.engine), internals.inner_optimizer(policy.engine).state
@@ -109,7 +109,7 @@ def test_the_stage_is_known(stage: int, replicated: bool, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("layout", ["stage0", "stage2", "stage3"])
-def test_a_loss_scale_goes_on(layout: str, again: bool, tmp_path: Path) -> None:
+def test_a_loss_scale_continues(layout: str, again: bool, tmp_path: Path) -> None:
     """It falls at an overflow, with ZeRO at the second one, and rises after three good steps; a fresh engine does so
     at the same steps."""
     first, second = engine(Case(layout, "fp16"), tmp_path), engine(Case(layout, "fp16"), tmp_path)
@@ -132,7 +132,7 @@ def test_a_loss_scale_goes_on(layout: str, again: bool, tmp_path: Path) -> None:
 
 
 def overflow(policy: Any) -> None:
-    """A step that overflows, and what DeepSpeed makes of its loss scale then."""
+    """A step that overflows, with DeepSpeed's update of its loss scale."""
     policy.backward(policy.forward(batch()).scores.sum() * float("inf"), last=True)
     policy.step()
     policy.engine.optimizer._update_scale(True)
@@ -144,7 +144,7 @@ def batch() -> Any:
     return collate([([2, 3, 4], [5, 6])], 20)
 
 
-def test_no_loss_scale_where_nothing_is_scaled(tmp_path: Path) -> None:
+def test_no_loss_scale_without_scaling(tmp_path: Path) -> None:
     policy = engine(Case("stage2", "bf16"), tmp_path)
     assert internals.loss_scale_state(policy.engine) == {}
     internals.set_loss_scale_state(policy.engine, {"cur_scale": 8.0})
@@ -152,7 +152,7 @@ def test_no_loss_scale_where_nothing_is_scaled(tmp_path: Path) -> None:
     policy.close()
 
 
-def test_the_engine_counts_on(tmp_path: Path) -> None:
+def test_the_engine_continues_counting(tmp_path: Path) -> None:
     policy, other = engine(Case("stage2", "fp16"), tmp_path), engine(Case("stage2", "fp16"), tmp_path)
     train(policy, 0, 3)
     overflow(policy)
@@ -167,7 +167,7 @@ def test_the_engine_counts_on(tmp_path: Path) -> None:
 
 
 class Recorder:
-    """Takes the place of compiled code: what is called, with which arguments but tensors."""
+    """Replaces compiled code and records calls with their non-tensor arguments."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -180,7 +180,7 @@ class Recorder:
         return called
 
 
-def test_a_replayed_step_is_called_as_a_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replayed_step_is_called_like_a_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     monkeypatch.setattr(CPUAdamBuilder, "load", lambda self: recorder)
     groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": decay} for decay in (0.0, 0.1)]

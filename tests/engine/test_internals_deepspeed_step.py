@@ -1,4 +1,4 @@
-"""What `alignment.internals.deepspeed_step` relies on, with real engines of every kind of wrapped optimizer."""
+"""Assumptions of `alignment.internals.deepspeed_step`, with real engines of every kind of wrapped optimizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from alignment.internals.deepspeed_step import (
     step_in_fp16,
 )
 
-# Each kind of wrapper in the precisions in which it does something of its own, the most usual ones first.
+# Each kind of wrapper in the precisions that it handles differently, the most common ones first.
 KINDS = ["stage0/fp32", "stage2/bf16", "stage3/fp32"]
 MORE = [
     "stage0/bf16",
@@ -59,12 +59,12 @@ def accumulate(policy: PolicyEngine, factor: float = 1.0) -> None:
 
 def built(text: str, out: Path) -> PolicyEngine:
     policy = engine(Case.of(f"{text}/adamw_torch"), out)
-    skip_invalid_norm(policy.engine)  # as the engine's own class has done; asked for twice it does nothing more
+    skip_invalid_norm(policy.engine)  # as the engine's own class has done; a second call has no further effect
     return policy
 
 
 def check_left_alone(policy: PolicyEngine, plain: PolicyEngine) -> None:
-    """``policy`` is as ``plain`` is, whose steps were all good, and goes on as it does."""
+    """Check that ``policy`` equals ``plain``, whose steps were all good, and continues in the same way."""
     assert differences(everything(policy), everything(plain)) == []
     for number in (1, 2):
         accumulate(policy), accumulate(plain)
@@ -75,7 +75,7 @@ def check_left_alone(policy: PolicyEngine, plain: PolicyEngine) -> None:
 
 @pytest.mark.parametrize("factor", [math.nan, pytest.param(math.inf, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("text", ALL)
-def test_a_gradient_that_is_not_finite_makes_no_update(text: str, factor: float, tmp_path: Path) -> None:
+def test_a_non_finite_gradient_makes_no_update(text: str, factor: float, tmp_path: Path) -> None:
     policy, plain = built(text, tmp_path), built(text, tmp_path)
     train(policy, 0, 1), train(plain, 0, 1)
     rate = policy.learning_rate
@@ -90,7 +90,7 @@ def test_a_gradient_that_is_not_finite_makes_no_update(text: str, factor: float,
 @pytest.mark.parametrize(
     "text", [*ALL, "stage2/fp16", *(pytest.param(f"stage{n}/fp16", marks=pytest.mark.ci) for n in (0, 1, 3))]
 )
-def test_a_gradient_that_is_discarded_leaves_nothing(text: str, tmp_path: Path) -> None:
+def test_a_discarded_gradient_leaves_nothing_behind(text: str, tmp_path: Path) -> None:
     policy, plain = built(text, tmp_path), built(text, tmp_path)
     train(policy, 0, 1), train(plain, 0, 1)
     before = loss_scale_state(policy.engine)
@@ -113,10 +113,10 @@ def test_a_first_step_may_be_discarded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_the_norm_alone_says_what_is_not_finite(
+def test_only_the_norm_decides_what_is_not_finite(
     checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients are not gone through once more, whatever the JSON asks for."""
+    """Gradients are not scanned again, whatever the JSON requests."""
     monkeypatch.setitem(LAYERS["stage2"], "bf16", {"check_grad_overflow": checked})
     policy = built("stage2/bf16", tmp_path)
     policy.engine.optimizer.has_overflow = lambda *_: pytest.fail("the gradients were gone through")

@@ -1,4 +1,4 @@
-"""What this project relies on in Liger, which it does not document; kernels run in Triton's interpreter."""
+"""Undocumented behaviour of Liger that this project relies on; kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOT_INTERPRETED |= {"qwen3_5_moe", "qwen3_5_moe_text"}
 
 
 def run(out: Path, *names: str) -> dict[str, Any]:
-    """What the driver writes about these types; in a process of its own."""
+    """The driver's results for these types, from a separate process."""
     command = [sys.executable, str(DRIVERS / "liger_types.py"), str(out), *names]
     paths = f"{ROOT}:{ROOT / 'tests'}"
     done = subprocess.run(
@@ -52,8 +52,8 @@ def test_types_and_names_of_kernels() -> None:
 
 
 @pytest.mark.ci
-def test_kernels_are_put_into_one_model(tmp_path: Path) -> None:
-    """Its layers compute by them, to the same numbers; the modelling file keeps its classes."""
+def test_kernels_are_applied_to_one_model(tmp_path: Path) -> None:
+    """Its layers use them, with the same results; the modeling module keeps its classes."""
     found = run(tmp_path / "out.json", *SAMPLE)
     assert {name: one["classes"] for name, one in found.items()} == dict.fromkeys(SAMPLE, [])
     assert all("apply_rotary_pos_emb" in one["functions"] for one in found.values())
@@ -70,8 +70,8 @@ def test_every_type_of_liger(tmp_path: Path, name: str) -> None:
     assert same(run(tmp_path / "out.json", name)[name])
 
 
-def test_liger_leaves_the_forward_of_a_model_and_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No fused loss, and a rotary embedding that still runs where no kernel does; without the interpreter."""
+def test_liger_does_not_change_the_forward_of_a_model_or_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No fused loss, and a rotary embedding that still runs without kernels or an interpreter."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     file = sys.modules[LlamaForCausalLM.__module__]
     plain, attention = file.apply_rotary_pos_emb, torch.randn(1, 2, 3, 8)

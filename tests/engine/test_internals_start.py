@@ -1,4 +1,4 @@
-"""Imports that leave something out: what is there afterwards is what a plain import gives. In a process of its own."""
+"""Imports that skip modules have the same result as plain imports. In a separate process."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", ""
 
 
 def run(code: str) -> str:
-    """What a process prints that runs ``code``."""
+    """The output of a process that runs ``code``."""
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment(PYTHONPATH=PATHS), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
@@ -104,7 +104,7 @@ def run(code: str) -> str:
 
 @pytest.fixture(scope="module")
 def faults() -> dict[str, str]:
-    """What is found amiss after the libraries were imported, by part; one process for all of them."""
+    """Problems after the import of the libraries, by part; one process for all of them."""
     parts = "".join(
         f"try:\n{indent(code, '    ')}\nexcept Exception:\n    faults[{part!r}] = format_exc()\n"
         for part, code in PARTS.items()
@@ -115,7 +115,7 @@ def faults() -> dict[str, str]:
 
 
 @pytest.mark.ci
-def test_transformers_is_as_it_is_by_itself(faults: dict[str, str]) -> None:
+def test_transformers_is_the_same_as_by_a_plain_import(faults: dict[str, str]) -> None:
     assert not faults.get("transformers"), faults["transformers"]
 
 
@@ -137,12 +137,12 @@ assert reads().misses == before + 1, "by itself it is read again"
 
 
 @pytest.mark.ci
-def test_muon_is_compiled_when_it_is_used(faults: dict[str, str]) -> None:
+def test_muon_is_compiled_on_first_use(faults: dict[str, str]) -> None:
     assert not faults.get("muon"), faults["muon"]
 
 
-def test_muon_that_is_elsewhere_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start must not fail where a release has moved something: it may only take longer."""
+def test_a_moved_muon_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start must not fail if a release has moved something: it may only take longer."""
     from deepspeed.runtime import compiler
 
     for name in ("deepspeed.no.such.package", "deepspeed.no_such_module"):
@@ -162,7 +162,7 @@ def test_muon_that_is_elsewhere_is_left_alone(tmp_path: Path, monkeypatch: pytes
     assert made.with_arguments == (("later",), {"dynamic": True})
 
 
-def test_what_is_imported_already_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imported_modules_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.runtime.zero.muon import original_muon
     from transformers import models, trainer_utils
 

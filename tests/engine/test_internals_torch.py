@@ -1,4 +1,4 @@
-"""What `alignment.internals.torch` relies on."""
+"""Assumptions of `alignment.internals.torch`."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from tools.ranks import RankServer
 
 
 @pytest.mark.ci
-def test_the_store_serves_as_long_as_it_is_held(ranks: RankServer) -> None:
-    """At the group's address, also when the group has gone."""
+def test_the_store_serves_as_long_as_it_is_referenced(ranks: RankServer) -> None:
+    """At the group's address, even after the group has been destroyed."""
     done = ranks.run(DRIVERS / "process_group.py", "store", timeout=60)
     assert "rank 0 was given a word" in done.stdout and "rank 1 was given a word" in done.stdout
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(("rank_0_is", "said"), [("patient", "rank 0 waited"), ("impatient", "rank 0 gave up")])
-def test_a_collective_waits_as_long_as_was_set(ranks: RankServer, rank_0_is: str, said: str) -> None:
+def test_a_collective_waits_for_the_configured_timeout(ranks: RankServer, rank_0_is: str, said: str) -> None:
     done = ranks.run(DRIVERS / "process_group.py", rank_0_is, timeout=60, check=False)
     assert said in done.stdout, done.report()
 
 
-def test_dropout_of_every_kind_is_one() -> None:
+def test_every_kind_of_dropout_is_recognised() -> None:
     kinds = [kind for name, kind in vars(nn).items() if "Dropout" in name and isinstance(kind, type)]
     assert len(kinds) >= 6 and all(is_dropout(kind(0.5)) and kind(0.5).p == 0.5 for kind in kinds)
     assert not any(is_dropout(module) for module in (nn.Linear(1, 1), nn.Identity(), nn.Sequential(nn.Dropout())))
 
 
-def test_writing_into_a_tensor_is_counted() -> None:
+def test_in_place_changes_of_a_tensor_are_counted() -> None:
     tensor = torch.zeros(2)
     before = version_of(tensor)
     assert version_of(tensor) == before
@@ -65,7 +65,7 @@ def test_a_schedule_that_was_restored_sets_its_rates() -> None:
     assert optimizer.param_groups[0]["lr"] == 2.0 and scheduler.get_last_lr() == [2.0]
 
 
-def test_hooks_are_back_in_their_order_on_any_exit() -> None:
+def test_hooks_are_restored_in_order_on_any_exit() -> None:
     calls: list[str] = []
 
     def hook(name: str) -> Any:
@@ -96,9 +96,7 @@ def test_hooks_are_back_in_their_order_on_any_exit() -> None:
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_the_toolkit_is_the_one_that_extensions_are_compiled_with(
-    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_toolkit_is_that_of_extensions(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path) if installed else None, raising=False)
     found = cuda_toolkit()
     if installed:
@@ -110,8 +108,8 @@ def test_the_toolkit_is_the_one_that_extensions_are_compiled_with(
 
 
 @pytest.mark.skipif(shutil.which("c++") is None or not cpp_extension.is_ninja_available(), reason="no compiler")
-def test_a_build_looks_at_the_lock_that_keeps_it_waiting(tmp_path: Path) -> None:
-    """And then builds itself, instead of loading what the process that was killed has not built."""
+def test_a_build_checks_the_lock_that_blocks_it(tmp_path: Path) -> None:
+    """It then builds the extension itself instead of loading what the killed process did not build."""
     source, seen = tmp_path / "tiny.cpp", list[Path]()
     source.write_text('extern "C" int tiny() { return 7; }')
     (tmp_path / "lock").touch()
@@ -126,7 +124,7 @@ def test_a_build_looks_at_the_lock_that_keeps_it_waiting(tmp_path: Path) -> None
     assert (tmp_path / "tiny.so").exists() and not (tmp_path / "lock").exists()
 
 
-def test_a_lock_is_open_as_long_as_it_is_held(tmp_path: Path) -> None:
+def test_a_lock_file_is_open_as_long_as_it_is_held(tmp_path: Path) -> None:
     from torch.utils.file_baton import FileBaton
 
     baton = FileBaton(str(tmp_path / "lock"))
@@ -137,7 +135,7 @@ def test_a_lock_is_open_as_long_as_it_is_held(tmp_path: Path) -> None:
     assert not (tmp_path / "lock").exists()
 
 
-def test_a_schedule_may_go_first_where_that_is_meant() -> None:
+def test_a_schedule_may_step_first_if_intended() -> None:
     def steps() -> None:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
         torch.optim.lr_scheduler.StepLR(optimizer, 1).step()
@@ -152,7 +150,7 @@ def test_a_schedule_may_go_first_where_that_is_meant() -> None:
             steps()
 
 
-def test_deprecated_collectives_say_nothing_more() -> None:
+def test_deprecated_collectives_do_not_warn() -> None:
     init_distributed(use_cpu=True)
 
     def gather() -> None:
@@ -168,8 +166,8 @@ def test_deprecated_collectives_say_nothing_more() -> None:
             warnings.warn("something else is deprecated", FutureWarning, stacklevel=1)
 
 
-def test_the_first_states_of_an_optimizer_that_stays_as_it_is() -> None:
-    """No hook hears of it, and the schedule still counts no step."""
+def test_the_first_states_of_an_optimizer_that_does_not_change() -> None:
+    """No hook is called, and the schedule does not count a step."""
     heard: list[str] = []
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([{"params": [weight], "amsgrad": True}], lr=0.1)

@@ -1,4 +1,4 @@
-"""What `alignment.internals.transformers` relies on, with tiny models."""
+"""Assumptions of `alignment.internals.transformers`, with tiny models."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_flag_lives_for_one_load() -> None:
     assert not flag()
 
 
-def test_the_flag_comes_back_after_an_error() -> None:
+def test_the_flag_is_restored_after_an_error() -> None:
     users: Any = hf_deepspeed.HfDeepSpeedConfig(STAGE3)
     with pytest.raises(RuntimeError), loading(None):
         assert not flag()
@@ -97,14 +97,14 @@ def test_the_flag_comes_back_after_an_error() -> None:
     assert not flag()
 
 
-def test_the_configuration_is_not_written_into() -> None:
+def test_the_configuration_is_not_modified() -> None:
     given = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     with loading(given):
         pass
     assert given == {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
 
-def test_a_model_is_partitioned_within_the_flag_alone(tmp_path: Path) -> None:
+def test_a_model_is_partitioned_only_within_the_flag(tmp_path: Path) -> None:
     init_distributed(use_cpu=True)
     path = make_model(tmp_path)
 
@@ -121,7 +121,7 @@ def test_a_model_is_partitioned_within_the_flag_alone(tmp_path: Path) -> None:
 # Models -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_decays_is_what_decays_under_trainer(model: Any, tmp_path: Path) -> None:
+def test_weight_decay_applies_to_the_same_parameters_as_in_trainer(model: Any, tmp_path: Path) -> None:
     patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
     own = internals.parameter_names_outside(model, [nn.LayerNorm], patterns)
     trainer = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
@@ -157,7 +157,7 @@ def test_dropout_rates_are_those_that_attention_applies() -> None:
     assert repeats()
 
 
-def test_code_that_is_not_trusted_is_told_from_other_errors(tmp_path: Path) -> None:
+def test_untrusted_code_is_distinguished_from_other_errors(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text("raise RuntimeError('this was run')")
     described = {"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(described))
@@ -182,7 +182,7 @@ def test_the_options_of_a_tokenizer_are_those_that_it_saves(tmp_path: Path) -> N
 
 
 class Noting(TrainerCallback):
-    """Notes what it is called with, and asks for a checkpoint."""
+    """Records its arguments and requests a checkpoint."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -194,7 +194,7 @@ class Noting(TrainerCallback):
 
 
 def test_the_handler_calls_callbacks_as_trainer_does(model: Any, tmp_path: Path) -> None:
-    """With the same keywords, and instances of classes; `control` is what they made of it."""
+    """With the same keywords and instances of classes; `control` is their result."""
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True)
     state = TrainerState()
     own, of_trainer = Noting(), Noting()
@@ -217,7 +217,7 @@ def test_the_handler_calls_callbacks_as_trainer_does(model: Any, tmp_path: Path)
     [(EarlyStoppingCallback(), True), (TrainerControl(), True), (DefaultFlowCallback(), False), (Noting(), False)],
     ids=lambda value: type(value).__name__,
 )
-def test_what_keeps_state_has_a_place_in_trainers_state(part: Any, keeps: bool) -> None:
+def test_stateful_objects_are_part_of_trainers_state(part: Any, keeps: bool) -> None:
     assert internals.keeps_state(part) == keeps
     with contextlib.nullcontext() if keeps else pytest.raises(TypeError):
         kept = TrainerState(stateful_callbacks=[part]).stateful_callbacks
@@ -245,7 +245,7 @@ def test_the_parallel_mode_is_that_of_training_arguments(tmp_path: Path) -> None
 # Logits processors --------------------------------------------------------------------------------------------------
 
 
-def test_the_processors_are_those_of_a_generation(model: Any) -> None:
+def test_the_processors_are_those_of_generate(model: Any) -> None:
     config = GenerationConfig(
         do_sample=True, temperature=0.5, top_k=3, repetition_penalty=1.5, max_new_tokens=4, eos_token_id=1
     )
@@ -265,7 +265,7 @@ def test_the_processors_are_those_of_a_generation(model: Any) -> None:
 
 def test_a_changed_processor_is_used_in_its_place_and_only_within_the_context(model: Any) -> None:
     class Only(LogitsProcessor):
-        """Leaves one token, whatever was there before."""
+        """Allows only one token."""
 
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([33]), 0.0)
@@ -280,8 +280,8 @@ def test_a_changed_processor_is_used_in_its_place_and_only_within_the_context(mo
     assert generate(model, repetition_penalty=1.5) == plain
 
 
-def test_a_processor_is_told_the_padding_of_each_row(model: Any) -> None:
-    """By `generate`, of all processors that read tokens only to the repetition penalty."""
+def test_a_processor_receives_the_padding_of_each_row(model: Any) -> None:
+    """By `generate`; among all processors that read tokens, only the repetition penalty."""
     padded, seen = torch.cat([torch.full((1, 2), 2), IDS[:, :2]], dim=1), {}
 
     def note(one: LogitsProcessor) -> LogitsProcessor:
@@ -302,7 +302,7 @@ def test_a_processor_is_told_the_padding_of_each_row(model: Any) -> None:
 # Continuous batching ------------------------------------------------------------------------------------------------
 
 
-def test_the_attention_is_what_was_asked_for() -> None:
+def test_the_attention_is_the_requested_one() -> None:
     for asked in ("eager", "sdpa"):
         model = AutoModelForCausalLM.from_config(tiny_config("tied"), attn_implementation=asked)
         assert internals.attention_implementation(model) == asked
@@ -333,7 +333,7 @@ def manager(model: Any, **more: Any) -> Any:
 
 @contextlib.contextmanager
 def running(model: Any, **more: Any) -> Iterator[Any]:
-    """A manager that has been given one request, and is about to generate."""
+    """A manager with one request that is about to generate."""
     made = manager(model, **more)
     try:
         made.add_request(IDS[0].tolist(), request_id="0")
@@ -354,7 +354,7 @@ def test_models_with_paged_attention_generate_the_same_in_batches(model: Any) ->
 
 
 def test_processors_that_need_tokens_are_dropped_by_a_manager(model: Any) -> None:
-    """And marked as such, unlike those that need scores alone."""
+    """They are marked as such, unlike those that need only scores."""
     penalty = RepetitionPenaltyLogitsProcessor(1.5)
     assert not internals.works_in_continuous_batching(penalty)
     assert internals.works_in_continuous_batching(TemperatureLogitsWarper(0.5))
@@ -363,13 +363,13 @@ def test_processors_that_need_tokens_are_dropped_by_a_manager(model: Any) -> Non
     assert result.generated_tokens == generate(model) != generate(model, repetition_penalty=0.1)
 
 
-def test_a_model_with_a_state_of_its_own_has_no_paged_attention() -> None:
+def test_a_stateful_model_has_no_paged_attention() -> None:
     with torch.device("meta"):
         mamba = AutoModelForCausalLM.from_config(MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9))
     assert not internals.supports_paged_attention(mamba)
 
 
-def test_layers_without_a_paged_cache_are_refused_as_by_a_manager() -> None:
+def test_layers_without_a_paged_cache_are_rejected_as_by_a_manager() -> None:
     config = LlamaConfig(**tiny_config("tied").to_diff_dict())
     config.layer_types = ["full_attention", "linear_attention"]
     obstacle = internals.paged_cache_obstacle(config)
@@ -396,7 +396,7 @@ def test_copies_of_a_request_are_returned_under_their_names(model: Any) -> None:
 
 
 def failing(model: Any) -> Exception | None:
-    """What ended the generating thread of a manager whose model fails."""
+    """The error that ended the thread of a manager whose model fails."""
 
     def fails(*_: Any) -> None:
         raise ZeroDivisionError("a layer failed")
@@ -409,20 +409,20 @@ def failing(model: Any) -> Exception | None:
             return internals.generation_error(batching)
     finally:
         hook.remove()
-        for thread in set(threading.enumerate()) - set(others):  # it may still have to log
+        for thread in set(threading.enumerate()) - set(others):  # it may still be logging
             thread.join(10)
 
 
-def test_the_error_that_ended_the_generating_thread_is_told(model: Any) -> None:
+def test_the_error_that_ended_the_generating_thread_is_returned(model: Any) -> None:
     assert "a layer failed" in str(failing(model))
 
 
 @pytest.mark.parametrize("hushed", [True, False])
-def test_what_continuous_batching_logs(model: Any, hushed: bool) -> None:
+def test_log_messages_of_continuous_batching(model: Any, hushed: bool) -> None:
     messages: list[str] = []
     make = logging.getLogRecordFactory()
 
-    def note(*args: Any, **kwargs: Any) -> logging.LogRecord:  # its logger has a handler of its own, and no parent
+    def note(*args: Any, **kwargs: Any) -> logging.LogRecord:  # its logger has its own handler and no parent
         record = make(*args, **kwargs)
         messages.append(record.getMessage())
         return record
@@ -450,8 +450,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_positions_that_rows_share_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row alone does not tell; from two rows on it is known, and the states are the same to the bit."""
+def test_positions_that_rows_share_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single row is ambiguous; from two rows on it is known, and the states are bitwise the same."""
     sizes = asked(monkeypatch)
     model = AutoModelForCausalLM.from_config(tiny_config("capped")).eval()  # with a sliding window: two masks
     check, ids = PackingCheck(), torch.arange(2 * 40).reshape(2, 40) % 20
@@ -467,7 +467,7 @@ def test_positions_that_rows_share_are_looked_at_once(monkeypatch: pytest.Monkey
     assert all(torch.equal(one, expected[len(one) - 1]) for one in found)
 
 
-def test_positions_that_are_made_of_the_tokens_are_looked_at_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_derived_from_tokens_are_read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = asked(monkeypatch)
     model = AutoModelForCausalLM.from_config(tiny_config("tied")).eval()
     check, ids = PackingCheck(), torch.arange(12).reshape(2, 6)
@@ -482,7 +482,7 @@ def test_positions_that_are_made_of_the_tokens_are_looked_at_each_time(monkeypat
     assert sizes == [2, 2] and not check.shared
 
 
-def test_the_answer_about_packed_positions_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_decision_on_packed_positions_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config("tied")).eval()
     ids, packed = torch.arange(6)[None], torch.tensor([[0, 1, 2, 0, 1, 2]])
     whole, apart = (
@@ -497,7 +497,7 @@ def test_the_answer_about_packed_positions_is_taken(monkeypatch: pytest.MonkeyPa
     assert torch.equal(found, apart)
 
 
-def test_the_answer_about_a_row_is_taken_in_its_layers() -> None:
+def test_the_decision_on_a_row_is_used_in_its_layers() -> None:
     from transformers import modeling_flash_attention_utils as flash
 
     packed = torch.tensor([[0, 1, 2, 0, 1, 2]])

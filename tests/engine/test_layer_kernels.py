@@ -1,4 +1,4 @@
-"""Runs whose layers compute by Liger's kernels, in Triton's interpreter: the numbers of the same run without them."""
+"""Runs with Liger kernels in Triton's interpreter have the same results as runs without them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from tools.ranks.client import environment
 
 ROWS = [{"prompt": "abc", "chosen": "defg", "rejected": "hi"}, {"prompt": "jk", "chosen": "l", "rejected": "mnop"}]
-# A whole model at stage 0 and 3, layers recomputed there; adapters, whose reference is the policy without them.
+# A full model at stages 0 and 3, with recomputed layers at stage 3; adapters, whose reference is the policy without
+# them.
 CASES: dict[str, dict[str, Any]] = {
     "whole": {"deepspeed": STAGES["stage0"], "gradient_checkpointing": False, "ref_placement": "replica"},
     "divided": {"deepspeed": STAGES["stage3"], "gradient_checkpointing": True, "ref_placement": "sharded"},
@@ -28,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every case with and without kernels; one process, because its imports take longer than its runs."""
+    """Every case with and without kernels, in one process, because imports take longer than the runs."""
     folder = tmp_path_factory.mktemp("runs")
     runs = []
     for kind in ("tied", "capped"):
@@ -58,7 +59,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def update(trained: Path, label: str, start: str) -> torch.Tensor:
-    """The change of every weight that was saved, in one vector; of adapters their values, half of which begin at 0."""
+    """Return the change of all saved weights as one vector; for adapters their values, half of which start at 0."""
     adapters = trained / label / "saved" / "adapter_model.safetensors"
     if adapters.is_file():
         return torch.cat([value.flatten() for _, value in sorted(load_file(adapters).items())])
@@ -69,7 +70,7 @@ def update(trained: Path, label: str, start: str) -> torch.Tensor:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", CASES)
-def test_the_numbers_are_those_without_kernels(trained: Path, name: str) -> None:
+def test_results_match_those_without_kernels(trained: Path, name: str) -> None:
     plain, ours = (json.loads((trained / f"{name}-{kernels}.json").read_text())["log"] for kernels in (False, True))
     keys = [key for key in plain[0] if key.startswith(("loss", "logps", "rewards", "grad_norm", "entropy"))]
     assert len(keys) > 5

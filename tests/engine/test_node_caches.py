@@ -1,4 +1,4 @@
-"""Tokenised rows where nodes share a cache, and where each has one of its own. A node is a local rank 0 here."""
+"""Tokenized rows with a shared cache, and with a separate cache per node. Here, a node is a local rank 0."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_shared_cache_has_one_writer(found: list[dict[str, Any]]) -> None:
     assert all(entry["shared"]["cache"] == ["both"] for entry in found)
 
 
-def test_a_node_with_a_cache_of_its_own_fills_it(found: list[dict[str, Any]]) -> None:
+def test_a_node_with_a_separate_cache_fills_it(found: list[dict[str, Any]]) -> None:
     assert [entry["apart"]["tokenised"] for entry in found] == [1, 1]
     assert [entry["apart"]["cache"] for entry in found] == [["node0"], ["node1"]]
     for entry in found:
@@ -35,13 +35,13 @@ def test_a_node_with_a_cache_of_its_own_fills_it(found: list[dict[str, Any]]) ->
         assert entry["apart"]["left"] == ["deepspeed-alignment"], "nothing is left behind"
 
 
-def test_log_probs_that_are_kept_need_no_second_copy(found: list[dict[str, Any]]) -> None:
+def test_stored_log_probs_need_no_second_copy(found: list[dict[str, Any]]) -> None:
     for entry in found:
         assert entry["precomputed"]["log"][0]["loss"] == pytest.approx(0.5)
         assert entry["precomputed"]["log"] == found[0]["precomputed"]["log"]
 
 
-def test_nodes_with_other_rows_are_refused(found: list[dict[str, Any]]) -> None:
+def test_nodes_with_different_rows_are_refused(found: list[dict[str, Any]]) -> None:
     for entry in found:
         assert "train_dataset: " in entry["other rows"]["error"] and "/unlike1/" in entry["other rows"]["error"]
         assert "the same data files" in entry["other rows"]["error"]

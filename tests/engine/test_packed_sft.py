@@ -46,7 +46,7 @@ def cut(rows: list[dict[str, list[int]]], strategy: str) -> list[list[tuple[int,
 
 
 def expected(model: str, sequences: list[list[tuple[int, int]]]) -> tuple[float, float]:
-    """Return loss and gradient norm over all labelled tokens in float64, one sequence at a time."""
+    """Return loss and gradient norm over all labeled tokens in float64, one sequence at a time."""
     policy, losses = load(model), []
     for sequence in sequences:
         ids = [token for token, _ in sequence]

@@ -1,4 +1,4 @@
-"""A whole model under ZeRO-3: divided parameter by parameter, and the same model afterwards."""
+"""Partitioning a full model for ZeRO-3, parameter by parameter, without changing its results."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def config(stage: str = "stage3", bf16: bool = False) -> dict[str, Any]:
 
 
 class Filled(TorchDispatchMode):
-    """Notes how many bytes that did not lie in the host's memory before are alive at once at most.
+    """Tracks the peak number of bytes that were not in host memory before.
 
-    The device is ``cpu:0``: whatever is moved there is copied. A cast is made where a tensor lies.
+    The device is ``cpu:0``: tensors moved there are copied. Casts stay on the same side.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Filled(TorchDispatchMode):
 
 
 def _shares(tensor: Tensor, arguments: Any) -> bool:
-    """Whether a tensor is a view of an argument, or the argument itself."""
+    """Return whether a tensor is an argument or a view of one."""
     storages = {one.untyped_storage()._cdata for one in tree_leaves(arguments) if isinstance(one, Tensor)}
     return tensor.untyped_storage()._cdata in storages
 
@@ -76,9 +76,7 @@ def _shares(tensor: Tensor, arguments: Any) -> bool:
 @pytest.fixture
 def device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The device of one of four ranks."""
-    accelerator = type(
-        get_accelerator()
-    )  # undoing a change of the instance would leave a method that hides the class's
+    accelerator = type(get_accelerator())  # restoring the instance would leave a method that hides the class's
     monkeypatch.setattr(accelerator, "device_name", lambda self, index=None: "cpu:0")
     monkeypatch.setattr(accelerator, "set_device", lambda self, index: None)
     monkeypatch.setattr(partition_parameters.dist, "broadcast", lambda *_, **__: None)
@@ -87,7 +85,7 @@ def device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 
 def made(folder: Path, kind: str) -> nn.Module:
-    """A whole model in its scorer: plain, tied, a snapshot, with adapters, or in 4 bits with adapters."""
+    """Return a full model in its scorer: plain, tied, a snapshot, with adapters, or in 4 bits with adapters."""
     source = str(folder / ("tied" if kind == "tied" else "untied"))
     more = {"quantization_config": NF4, "device_map": {"": "cpu"}} if kind == "packed" else {}
     model = AutoModelForCausalLM.from_pretrained(source, **more)
@@ -106,7 +104,7 @@ KINDS = ["plain", "tied", "snapshot", "adapters", "packed"]
 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_device_holds_its_share_and_one_parameter(folder: Path, device: torch.device, kind: str, bf16: bool) -> None:
+def test_a_device_holds_its_shard_and_one_parameter(folder: Path, device: torch.device, kind: str, bf16: bool) -> None:
     if kind == "packed" and bf16:
         pytest.skip("4-bit weights are packed in the dtype of the run")
     scorer = made(folder, kind)
@@ -115,7 +113,7 @@ def test_a_device_holds_its_share_and_one_parameter(folder: Path, device: torch.
     with Filled() as filled:
         partition_whole(scorer, config(bf16=bf16), device)
     padding = 64 * len(sizes)
-    # The parameter itself, and what DeepSpeed flattens of it.
+    # The parameter itself, and its flattened copy in DeepSpeed.
     assert 0 < filled.peak <= sum(sizes) / RANKS + 2 * max(sizes) + buffers + padding < sum(sizes)
     assert [*map(id, scorer.parameters())] == [*map(id, tied)], "tied parameters and their owners stay"
     assert [whole_bytes(p) for p in scorer.parameters()] == sizes and all(p.numel() == 0 for p in scorer.parameters())
@@ -123,10 +121,10 @@ def test_a_device_holds_its_share_and_one_parameter(folder: Path, device: torch.
 
 @pytest.mark.parametrize("stage", ["stage3", pytest.param("stage3-offload", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_engine_is_given_a_divided_model_that_scores_the_same(
+def test_an_engine_gets_a_partitioned_model_with_the_same_scores(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, stage: str
 ) -> None:
-    """DeepSpeed moves what is whole to the device as it is; the scores are those of dividing it there, to the bit."""
+    """DeepSpeed would move a full model to the device; the scores are bitwise equal to partitioning there."""
     moved: list[int] = []
     move = nn.Module.to
 
@@ -153,7 +151,7 @@ def test_an_engine_is_given_a_divided_model_that_scores_the_same(
     assert torch.equal(scores(), found) and any(moved)
 
 
-def test_other_models_are_left_to_their_engines(folder: Path) -> None:
+def test_other_models_are_not_partitioned(folder: Path) -> None:
     scorer = made(folder, "plain")
     for stage in ("stage0", "stage2"):
         partition_whole(scorer, config(stage), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""KTO's partners: a derangement of a window's rows, from a different prompt wherever there is one."""
+"""KTO's partners: a derangement of a window's rows, with a different prompt if possible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from alignment.data.windows import RowTable, derangement
 
 
 def groupings(count: int) -> Iterator[list[int]]:
-    """Every way to give ``count`` rows keys, up to renaming."""
+    """Return every way to assign keys to ``count`` rows, up to renaming."""
 
     def grow(keys: list[int]) -> Iterator[list[int]]:
         if len(keys) == count:
@@ -26,7 +26,7 @@ def groupings(count: int) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 6])
-def test_partners_differ_in_prompt_as_often_as_any_permutation_could(count: int) -> None:
+def test_partners_differ_in_prompt_as_often_as_possible(count: int) -> None:
     candidates = [p for p in itertools.permutations(range(count)) if all(i != j for i, j in enumerate(p))]
     for keys in groupings(count):
         best = max(sum(keys[i] != keys[j] for i, j in enumerate(p)) for p in candidates)
@@ -40,7 +40,7 @@ def test_partners_differ_in_prompt_as_often_as_any_permutation_could(count: int)
 def test_partners_of_larger_windows(seed: int) -> None:
     rng = np.random.default_rng(seed)
     count = int(rng.integers(7, 200))
-    skew = rng.random() ** 3  # from all prompts alike to nearly all different
+    skew = rng.random() ** 3  # from all prompts equal to almost all different
     keys = rng.integers(-(2**62), 2**62, max(1, int(count * skew)))[rng.zipf(1.5, count) % max(1, int(count * skew))]
     partners = derangement(keys, rng)
     assert sorted(partners) == list(range(count))
@@ -49,7 +49,7 @@ def test_partners_of_larger_windows(seed: int) -> None:
     assert int((keys == keys[partners]).sum()) == max(0, 2 * largest - count)
 
 
-def test_every_row_meets_every_other_one_equally_often() -> None:
+def test_all_pairs_of_rows_are_equally_likely() -> None:
     met = np.zeros((5, 5))
     draws = 4000
     for seed in range(draws):
@@ -64,7 +64,7 @@ def test_a_single_row_has_no_partner() -> None:
     assert derangement(np.array([], dtype=np.int64), np.random.default_rng(0)).tolist() == []
 
 
-def test_a_mismatched_completion_is_cut_to_the_longest_sequence() -> None:
+def test_a_mismatched_completion_is_truncated_to_max_length() -> None:
     table = RowTable(np.array([6, 2, 9]), np.array([[3], [8], [1]]), max_length=10)
     kept = table.mismatched_completion(np.array([0, 1, 2, 0, 2]), np.array([1, 0, 0, -1, 1]))
     assert kept.tolist() == [4, 3, 1, 0, 1]

@@ -1,4 +1,4 @@
-"""References by their protocol: what is asked of one is enough for a store of log-probs to take its place."""
+"""References through their interface, which is sufficient to replace a model with a store of log-probs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Key = tuple[str, int, int]
 
 
 def keys(count: int, ids: RowIds) -> list[Key]:
-    """A key for each of ``count`` sequences: dataset, row, and which completion or whose follows its prompt."""
+    """Return a key for each of ``count`` sequences: dataset, row, and which completion follows its prompt."""
     partnered = [(row, partner) for row, partner in zip(ids.rows, ids.partners) if partner >= 0]
     own = count - len(partnered)
     completions = own // len(ids.rows) if ids.rows else 0
@@ -37,7 +37,7 @@ def keys(count: int, ids: RowIds) -> list[Key]:
 
 
 class Recorder:
-    """An engine whose answers are written down."""
+    """An engine whose results are recorded."""
 
     def __init__(self, engine: EngineReference, store: dict[Key, Tensor]) -> None:
         self.engine, self.store = engine, store
@@ -52,7 +52,7 @@ class Recorder:
 
 
 class Store:
-    """Answers from what was written down, without a model."""
+    """Returns recorded results without a model."""
 
     def __init__(self, store: dict[Key, Tensor]) -> None:
         self.store = store
@@ -62,12 +62,12 @@ class Store:
         return torch.stack(found) if found else torch.zeros(0)
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing."""
 
 
 @pytest.mark.parametrize("method", ["KTO", "DPO"])
-def test_a_store_takes_the_place_of_the_model(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looked up by row, by partner and by which answer it is, also where the window is cut in another way."""
+def test_a_store_replaces_the_model(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked up by row, by partner and by completion, also if the window is split differently."""
     model, reference = make_model(tmp_path / "model"), make_model(tmp_path / "reference", seed=1)
     rows = unpaired_rows(10) if method == "KTO" else paired_rows(10)
     held = unpaired_rows(3, seed=5) if method == "KTO" else paired_rows(3, seed=5)
@@ -99,7 +99,7 @@ def test_a_store_takes_the_place_of_the_model(method: str, tmp_path: Path, monke
 
 
 def test_a_reference_needs_no_policy(tmp_path: Path) -> None:
-    """Built alone, asked, released: then the policy has the device to itself."""
+    """Build, use and release it alone: the policy then has the device to itself."""
     model, reference = make_model(tmp_path / "model"), make_model(tmp_path / "reference", seed=1)
     args = alignment.KTOConfig(**options(tmp_path))
     trainer = alignment.KTOTrainer(model, reference, args=args, train_dataset=unpaired_rows(4))
@@ -120,7 +120,7 @@ def test_a_reference_needs_no_policy(tmp_path: Path) -> None:
 
 
 def built(folder: Path, placement: str, **more: Any) -> tuple[Any, Any, RowIds]:
-    """A reference with an engine of its own, a batch, and its rows."""
+    """A reference with a separate engine, a batch, and its rows."""
     model, reference = make_model(folder / "model"), make_model(folder / "reference", "untied", seed=1, layers=3)
     args = alignment.KTOConfig(**options(folder, ref_placement=placement, **more))
     trainer = alignment.KTOTrainer(model, reference, args=args, train_dataset=unpaired_rows(4))
@@ -135,7 +135,9 @@ def leaves_of(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 @pytest.mark.parametrize("placement", ["sharded", "offload"])
-def test_leaf_layers_change_no_bit(placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaf_layers_give_bitwise_equal_results(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fetches: list[torch.nn.Module] = []
     fetch = PartitionedParameterCoordinator.fetch_sub_module
 
@@ -164,7 +166,7 @@ def test_leaf_layers_change_no_bit(placement: str, tmp_path: Path, monkeypatch: 
     assert 3 * counts[0] < counts[1], counts
 
 
-def test_a_live_model_that_cannot_be_asked_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_model_is_unchanged_if_its_engine_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     live = AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "reference", seed=1))
     args = alignment.KTOConfig(**options(tmp_path, ref_placement="sharded"))
     trainer = alignment.KTOTrainer(make_model(tmp_path / "model"), live, args=args, train_dataset=unpaired_rows(4))
@@ -182,7 +184,7 @@ def test_a_live_model_that_cannot_be_asked_is_left_as_it_was(tmp_path: Path, mon
     assert not leaves_of(live) and not any(hasattr(p, "ds_z3_leaf_module") for p in live.parameters())
 
 
-def test_a_layer_that_may_not_be_whole_is_no_leaf(tmp_path: Path) -> None:
+def test_a_layer_above_max_live_parameters_is_not_a_leaf(tmp_path: Path) -> None:
     least = {"stage": 3, "stage3_max_live_parameters": 1000, "stage3_param_persistence_threshold": 0}
     reference, batch, ids = built(tmp_path, "sharded", ref_deepspeed={"zero_optimization": least})
     assert not leaves_of(reference.engine.scorer.model)

@@ -1,4 +1,4 @@
-"""Adapters of a reward model that do not train its head whole: what is saved answers as what was trained."""
+"""Adapters of a reward model whose head is not trained in full: saved and trained models give the same rewards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEAD = LoraConfig(r=2, target_modules=["q_proj", "score"])
 
 
 def trained(model: Any, folder: Path, config: Any = None, **more: Any) -> tuple[Tensor, list[str]]:
-    """Rewards (R, 2) after a short run, and what it said."""
+    """Return (R, 2) rewards after a short run, and its output."""
     args = RewardConfig(**{**options(folder, learning_rate=0.1, max_steps=2, **more), "output_dir": str(folder)})
     trainer = RewardTrainer(model, args=args, train_dataset=ROWS, peft_config=config)
     trainer.train()
@@ -33,7 +33,7 @@ def trained(model: Any, folder: Path, config: Any = None, **more: Any) -> tuple[
 
 
 def answered(model: Any, folder: Path, **more: Any) -> Tensor:
-    """Rewards (R, 2) without training."""
+    """Return (R, 2) rewards without training."""
     args = RewardConfig(**options(folder, **more))
     trainer = RewardTrainer(model, args=args, train_dataset=ROWS)
     found = torch.as_tensor(trainer.predict(ROWS).predictions)
@@ -42,7 +42,7 @@ def answered(model: Any, folder: Path, **more: Any) -> Tensor:
 
 
 def loaded(base: str, adapter: Path) -> Any:
-    """The base with another new head, and the adapter on it, as PEFT reads it."""
+    """Return the base model with another new head and the adapter, as loaded by PEFT."""
     torch.manual_seed(99)
     plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     return PeftModel.from_pretrained(plain, str(adapter)).merge_and_unload().requires_grad_(True)
@@ -66,7 +66,7 @@ def test_a_new_head_with_an_adapter_is_saved_with_it(stage: str, tmp_path: Path)
 
 
 @pytest.mark.ci
-def test_a_live_model_keeps_the_head_that_its_adapters_leave_out(tmp_path: Path) -> None:
+def test_a_live_model_keeps_a_head_without_adapter(tmp_path: Path) -> None:
     base, out = make_model(tmp_path / "base"), tmp_path / "out"
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     head = model.score.weight.detach().clone()
@@ -77,7 +77,7 @@ def test_a_live_model_keeps_the_head_that_its_adapters_leave_out(tmp_path: Path)
 
 
 @pytest.mark.ci
-def test_the_head_of_a_checkpoint_is_left_as_it_is(tmp_path: Path) -> None:
+def test_the_head_of_a_checkpoint_is_unchanged(tmp_path: Path) -> None:
     base, out = make_classifier(tmp_path / "base"), tmp_path / "out"
     found, notes = trained(base, out, LoraConfig(r=2))
     assert "is frozen" in notes[0]

@@ -33,7 +33,7 @@ def test_every_rank_gets_the_same_error(ranks: RankServer, tmp_path: Path) -> No
     assert (said["two"], said["judge"]) == ([short] * 2, [odd] * 2)
     assert said["stopping"] == ["cut"] * 2
     assert said["good"] == ["[3.0, 3.0]", "[]"]
-    # At last nobody catches it: one line, whichever rank speaks.
+    # Finally the error is not caught: one line, regardless of the rank that prints it.
     assert done.returncode == 1
     spoken = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(spoken) == 1 and "'length' raised KeyError: 'answer'" in spoken[0] and "(on rank 1)" in spoken[0]

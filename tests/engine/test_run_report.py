@@ -18,7 +18,9 @@ from transformers import TrainerCallback
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.engines.watch.stop import RunStopped
+from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.report import RunReport, duration
+from alignment.reporting.status_file import RunStatus
 from alignment.training import run_page
 from alignment.training.run_page import draw_page
 from tools.ranks.client import environment
@@ -232,3 +234,18 @@ def test_a_command_that_fails_on_two_ranks_leaves_a_report(tmp_path: Path) -> No
     assert done.returncode == 1 and len(errors) == 1, done.stderr
     page = page_of(tmp_path)
     assert "failed</span>" in page and "Ranks</dt><dd>2<" in page and "the gradient norm is" in page
+
+
+@pytest.mark.usefixtures("own_process_group")
+def test_runs_that_one_command_trains_one_after_another_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guard of the command records the end of the last one."""
+    monkeypatch.setattr(ACTIVITY, "guarded", True)
+    for name in ("one", "two"):
+        trainer = kto(tmp_path / name, max_steps=1)
+        trainer.train()
+        trainer.close()
+    states = [RunStatus.parsed((tmp_path / name / "out" / "status.json").read_text()).state for name in ("one", "two")]
+    ACTIVITY.reset()
+    assert states == ["finished", "running"]

@@ -176,7 +176,7 @@ def live_model() -> PreTrainedModel:
             {"train_dataset": IterableDataset.from_generator(lambda: iter(unpaired_rows(4)))},
             "may be endless; set max_steps",
         ),
-        ({"train_dataset": [{**CHAT, "label": "yes"}]}, "train_dataset row 1: label is 'yes' (a string)"),
+        ({"train_dataset": [{**CHAT, "label": "yes"}]}, "train_dataset, row 1: label is 'yes' (a string)"),
     ],
 )
 def test_arguments_of_the_constructor(

@@ -102,7 +102,7 @@ def error_lines(stderr: str) -> list[str]:
 
 
 FAILURES = [
-    ("data", "sleep", "error: rank 1: train.jsonl line 3: 'label' is 'yes': set true or false"),
+    ("data", "sleep", "error: rank 1: train.jsonl, line 3: 'label' is 'yes': set true or false"),
     ("defect", "collective", f"error: rank 1: RuntimeError: tensor shapes differ {DEFECT}"),
     ("disk", "collective", f"error: rank 1: /full/model.safetensors {DISK_FULL}"),
 ]

@@ -1,4 +1,4 @@
-"""The texts by which torch tells of a lost rank, as it really raises them: each of them has to be recognised."""
+"""The texts by which torch tells of a lost rank, as it really raises them: each of them has to be recognized."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def test_an_installed_package_can_provide_a_method(
         ("Trainer = 3", "not a trainer class"),
         ("class Trainer: ...", "not a trainer class"),
         ("class Trainier: ...", "has no 'Trainer'; did you mean 'Trainier'"),
-        ("1 / 0", "importing mine.py raised ZeroDivisionError: division by zero .mine.py line 1."),
+        ("1 / 0", "importing mine.py raised ZeroDivisionError: division by zero .mine.py, line 1."),
         (NAMELESS, "its config_class does not define"),
     ],
 )

@@ -137,7 +137,7 @@ def test_a_closed_terminal(signals: Signals, tmp_path: Path) -> None:
 def wait_for_steps(trails: list[Trail], step: int, seconds: float = 90.0) -> None:
     end = time.monotonic() + seconds
     while any((trail.get("step") or 0) < step for trail in trails):
-        assert time.monotonic() < end, f"step {step} was not come to"
+        assert time.monotonic() < end, f"step {step} was not reached"
         time.sleep(0.05)
 
 

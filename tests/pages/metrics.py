@@ -7,7 +7,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from alignment.config.registry import METHODS
+from alignment.methods import METHODS
 from pages.blocks import ROOT
 
 _ROW = re.compile(r"^\| `([\w/]+)` \|", re.MULTILINE)
@@ -26,9 +26,9 @@ def matches(name: str, documented_name: str) -> bool:
 
 
 def undocumented(log: Path) -> set[str]:
-    """Names in a run's log.jsonl that are not documented, none for a method from outside.
+    """Names in the metrics of a run's log.jsonl that are not documented; ``eval_`` and a set's name are taken off.
 
-    The prefix ``eval_`` and the name of an evaluation set do not count.
+    Metrics of a method that is defined outside the package are its author's to document.
     """
     records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     if any(record.get("event") == "start" and record["method"] not in METHODS for record in records):

@@ -67,7 +67,7 @@ HARM = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "the manifest is missing"),
     "another step": (lambda folder: folder.rename(folder.with_name("checkpoint-5")), "of step 4"),
     "no best": (lambda folder: shutil.rmtree(folder.with_name("checkpoint-2")), "best checkpoint"),
-    "a torn line": (lambda folder: (folder.parent / "log.jsonl").write_text('{"a"\n{}\n'), "line 1: torn"),
+    "a truncated line": (lambda folder: (folder.parent / "log.jsonl").write_text('{"a"\n{}\n'), "line 1: truncated"),
     "half a JSON": (lambda folder: (folder.parent / "options.json").write_text('{"a"'), "half-written"),
     "half a model": (lambda folder: (folder.parent / "model.safetensors").write_bytes(b"12345678"), "half-written"),
     "moved aside": (lambda folder: (folder.parent / "previous-1").mkdir(), "moved aside"),

@@ -1,4 +1,4 @@
-"""safetensors files in chunks: the same bytes as the library's, and every defect of a header noticed."""
+"""safetensors files in chunks: byte-identical to the library's, with every defect of a header detected."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_what_the_library_wrote_is_read(content: dict[str, Tensor], tmp_path: Pa
         for name, tensor in content.items():
             assert (file.shape(name), file.dtype(name)) == (tuple(tensor.shape), tensor.dtype)
             assert torch.equal(file.read(name), tensor)
-            target = torch.empty_like(tensor)  # keeps the strides of the turned one
+            target = torch.empty_like(tensor)  # keeps the strides of the transposed one
             file.read_into(name, target)
             assert torch.equal(target, tensor)
 
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.usefixtures("small_chunks")
-def test_a_part_is_read_from_where_it_begins(turned: bool, tmp_path: Path) -> None:
+def test_a_part_is_read_from_its_offset(turned: bool, tmp_path: Path) -> None:
     write_tensors(tmp_path / "a", {"first": torch.zeros(3), "x": torch.arange(100.0).view(20, 5)}, {})
     with TensorFile(tmp_path / "a") as file:
         target = torch.empty(5, 6).T if turned else torch.empty(6, 5)
@@ -89,7 +89,9 @@ def test_a_part_is_read_from_where_it_begins(turned: bool, tmp_path: Path) -> No
         ("x", 1, 0, torch.bfloat16, "x is torch.float32, but torch.bfloat16 is required"),
     ],
 )
-def test_what_is_not_there(key: str, numel: int, start: int, dtype: torch.dtype, said: str, tmp_path: Path) -> None:
+def test_missing_tensors_and_elements(
+    key: str, numel: int, start: int, dtype: torch.dtype, said: str, tmp_path: Path
+) -> None:
     write_tensors(tmp_path / "a", {"x": torch.zeros(10)}, {})
     with TensorFile(tmp_path / "a") as file, pytest.raises(CheckpointError, match=said) as caught:
         file.read_into(key, torch.empty(numel, dtype=dtype), start)
@@ -119,11 +121,11 @@ def entry(begin: int = 0, end: int = 8, dtype: Any = "F32", shape: Any = (2,)) -
         ({"__metadata__": []}, 0, None, "metadata does not map names to strings"),
         ({"x": 5}, 0, None, "the entry of x does not consist of dtype, shape and data_offsets"),
         ({"x": entry() | {"y": 1}}, 8, None, "the entry of x does not consist of"),
-        ({"x": entry(dtype="F99")}, 8, None, "dtype 'F99' of x is not supported"),
+        ({"x": entry(dtype="F99")}, 8, None, "the dtype 'F99' of x is not supported"),
         ({"x": entry(dtype=["F32"])}, 8, None, "of x is not supported"),
-        ({"x": entry(shape=(-2,))}, 8, None, "not non-negative integers"),
-        ({"x": entry(shape=(True, 2))}, 8, None, "not non-negative integers"),
-        ({"x": entry(shape="2")}, 8, None, "not non-negative integers"),
+        ({"x": entry(shape=(-2,))}, 8, None, "must be non-negative integers"),
+        ({"x": entry(shape=(True, 2))}, 8, None, "must be non-negative integers"),
+        ({"x": entry(shape="2")}, 8, None, "must be non-negative integers"),
         ({"x": entry(0, 12)}, 12, None, "do not match its shape"),
         ({"x": entry(8, 0)}, 8, None, "do not match its shape"),
         ({"x": entry(4, 12)}, 12, None, r"x starts at byte \d+ instead of"),
@@ -142,7 +144,7 @@ def test_every_defect_of_a_header(header: Any, data: int, length: int | None, sa
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_truncations_are_noticed(content: dict[str, Tensor], tmp_path: Path) -> None:
+def test_truncations_are_detected(content: dict[str, Tensor], tmp_path: Path) -> None:
     path = tmp_path / "a"
     write_tensors(path, content, {})
     whole = path.read_bytes()
@@ -152,7 +154,7 @@ def test_truncations_are_noticed(content: dict[str, Tensor], tmp_path: Path) -> 
             TensorFile(path)
 
 
-def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path) -> None:
+def test_a_file_that_is_truncated_while_it_is_open(tmp_path: Path) -> None:
     write_tensors(tmp_path / "a", {"x": torch.zeros(100)}, {})
     with TensorFile(tmp_path / "a") as file:
         os.truncate(tmp_path / "a", 300)
@@ -168,12 +170,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             read(tmp_path)
 
 
-def test_a_dtype_that_the_format_does_not_have(tmp_path: Path) -> None:
+def test_an_unsupported_dtype(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="x: the dtype torch.complex128 cannot be saved"):
         write_tensors(tmp_path / "a", {"x": torch.zeros(2, dtype=torch.complex128)}, {})
 
 
-def test_a_full_disk_is_the_systems_own_error() -> None:
+def test_a_full_disk_raises_the_systems_error() -> None:
     with pytest.raises(OSError, match="No space left on device"):
         write_tensors(Path("/dev/full"), {"x": torch.zeros(2)}, {})
 
@@ -185,8 +187,8 @@ def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert torch.equal(load_file(tmp_path / "a")["x"], torch.arange(1000.0))
 
 
-def test_no_file_is_whole_in_memory(tmp_path: Path) -> None:
-    """Neither written nor read: the address space has no room for a copy of the 256 MiB."""
+def test_no_file_is_entirely_in_memory(tmp_path: Path) -> None:
+    """Neither when written nor when read: the address space has no space for a copy of the 256 MiB."""
     tensor = torch.arange(2**26, dtype=torch.float32)
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()

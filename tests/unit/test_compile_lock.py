@@ -1,4 +1,4 @@
-"""The lock of a process that was killed while it compiled: torch's own lock, and processes that really hold it."""
+"""The compilation lock of a killed process: torch's own lock, and processes that really hold it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Hold = Callable[[], "subprocess.Popen[str]"]
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of the lock, on a disk that no other host or container shares; the waits are short."""
+    """Path of the lock, on a disk that no other host or container shares; waits are short."""
     monkeypatch.setattr(compile_lock, "_is_private", lambda folder: True)
     monkeypatch.setattr(compile_lock, "_LOOK_S", 0.1)
     return tmp_path / "lock"
@@ -67,7 +67,7 @@ def acquired(path: Path) -> FileBaton:
     return baton
 
 
-def test_a_killed_process_keeps_nobody_waiting(path: Path, hold: Hold, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_process_does_not_block_builds(path: Path, hold: Hold, capsys: pytest.CaptureFixture[str]) -> None:
     process = hold()
     process.kill()
     process.wait()
@@ -80,11 +80,11 @@ def test_a_killed_process_keeps_nobody_waiting(path: Path, hold: Hold, capsys: p
     assert not path.exists()
 
 
-def test_one_that_lives_is_waited_for(
+def test_a_living_process_is_waited_for(
     path: Path, hold: Hold, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compile_lock, "_TELL_S", 0.3)
-    monkeypatch.setattr(compile_lock, "_LIMIT_S", 0.5)  # is for those that cannot be seen
+    monkeypatch.setattr(compile_lock, "_LIMIT_S", 0.5)  # only for processes that are not visible
     process = hold()
     waiting = threading.Thread(target=lambda: acquired(path).release())
     waiting.start()
@@ -97,7 +97,7 @@ def test_one_that_lives_is_waited_for(
 
 
 @pytest.mark.parametrize("hidden", ["other hosts", "other users"])
-def test_what_cannot_be_seen_is_waited_for_with_a_limit(
+def test_invisible_processes_are_waited_for_with_a_limit(
     hidden: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path.touch()
@@ -111,18 +111,18 @@ def test_what_cannot_be_seen_is_waited_for_with_a_limit(
     assert path.exists()
 
 
-def test_a_lock_that_another_process_has_taken_since_stays(path: Path) -> None:
+def test_a_lock_that_another_process_has_taken_is_kept(path: Path) -> None:
     path.touch()
     before = compile_lock._Lock.at(path)
     assert before is not None
     path.unlink()
     path.touch()
-    os.utime(path, ns=(0, 0))  # the number of the file may be the same
+    os.utime(path, ns=(0, 0))  # the inode number may be the same
     assert not compile_lock._remove(path, before)
     assert path.exists()
 
 
-def test_of_several_that_wait_one_compiles_at_a_time(path: Path) -> None:
+def test_waiting_processes_compile_one_at_a_time(path: Path) -> None:
     path.touch()
     inside: list[int] = []
     most: list[int] = []
@@ -143,7 +143,7 @@ def test_of_several_that_wait_one_compiles_at_a_time(path: Path) -> None:
     assert most == [1] * 4
 
 
-def test_where_every_process_can_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_for_which_every_process_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = os.stat("/proc/self/ns/pid").st_ino == compile_lock._FIRST_PID_SPACE
     for kind, private in {0xEF53: machine, 0x6969: False, 0x794C7630: True, None: False}.items():
         monkeypatch.setattr(compile_lock, "_file_system", lambda folder, kind=kind: kind)

@@ -1,4 +1,4 @@
-"""How the cores of a host are divided among its ranks, and whose OMP_NUM_THREADS counts."""
+"""The cores of a host are shared among its ranks, and whose OMP_NUM_THREADS applies."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ ALL = frozenset(range(8))
         ([Cores("a", ALL)] * 3, [2, 2, 2]),
         ([Cores("a", ALL)] * 20, [1] * 20),
         ([Cores("a", ALL), Cores("b", ALL)], [8, 8]),
-        # Bound by the launcher: to cores of their own, of which some have more.
+        # Bound by the launcher to separate cores, of which some ranks have more.
         ([Cores("a", frozenset({0, 1})), Cores("a", frozenset(range(2, 8)))], [2, 6]),
         ([Cores("a", frozenset({0, 1})), Cores("a", frozenset({1, 2}))], [1, 1]),
-        # A container's quota is its ranks' together; a SLURM task may have its own.
+        # A container's quota is shared by its ranks; a SLURM task may have its own.
         ([Cores("a", ALL, "/", 3.0)] * 2, [1, 1]),
         ([Cores("a", ALL, f"/task{n}", 4.0) for n in range(2)], [4, 4]),
         ([Cores("a", ALL, "/", 64.0)] * 2, [4, 4]),
@@ -51,7 +51,7 @@ def limited(folder: Path, **files: str) -> None:
         (folder / name.replace("__", ".")).write_text(text)
 
 
-def test_the_lowest_quota_of_a_group_and_those_above_it_counts(tmp_path: Path) -> None:
+def test_the_lowest_quota_of_a_group_and_its_parents_applies(tmp_path: Path) -> None:
     mounts = tmp_path / "sys" / "fs" / "cgroup"
 
     def quota(groups: str) -> tuple[str, float | None]:
@@ -71,7 +71,7 @@ def test_the_lowest_quota_of_a_group_and_those_above_it_counts(tmp_path: Path) -
     assert quota("4:cpu,cpuacct:/box\n") == ("/box", 1.5)
 
 
-def test_the_users_own_number_is_kept_and_a_launchers_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_thread_count_is_kept_but_not_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     started: dict[str, str] = {}
     monkeypatch.setattr(cores, "launchers", lambda: [Launcher(1, "slurmstepd"), Launcher(2, "torchrun")])
     monkeypatch.setattr(psutil, "Process", lambda pid: SimpleNamespace(environ=lambda: started if pid == 2 else {}))
@@ -90,7 +90,7 @@ def test_the_users_own_number_is_kept_and_a_launchers_is_not(monkeypatch: pytest
     assert users_threads() == "1"
 
 
-def test_threads_are_set_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_set_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     init_distributed(use_cpu=True)
     before = torch.get_num_threads()
     monkeypatch.setattr(cores, "own_cores", lambda: Cores("a", ALL, "/", 3.5))
@@ -125,7 +125,7 @@ def test_work_in_host_memory_is_offloading_or_a_cpu(
 
 @pytest.mark.ci
 @pytest.mark.parametrize(("given", "seen"), [(None, "None"), ("1", "1")])
-def test_torchrun_sets_one_thread_that_nobody_asked_for(given: str | None, seen: str) -> None:
+def test_torchrun_sets_one_thread_without_being_asked(given: str | None, seen: str) -> None:
     variables = environment(PYTHONPATH=str(ROOT))
     variables.pop("OMP_NUM_THREADS", None)
     if given:
@@ -135,4 +135,4 @@ def test_torchrun_sets_one_thread_that_nobody_asked_for(given: str | None, seen:
         [*command, DRIVERS / "threads.py"], env=variables, capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.split() == ["threads", seen] * 2
-    assert os.environ.get("OMP_NUM_THREADS"), "the tests' own, which was taken away"
+    assert os.environ.get("OMP_NUM_THREADS"), "the value of the tests, which was removed"

@@ -80,9 +80,9 @@ def test_system_column(tmp_path: Path) -> None:
     headed = ["system: be brief\nuser: hi\nassistant:", " oh\n</s>"]
     assert texts(rows, names, tmp_path) == [headed, *[["user: hi\nassistant:", " oh\n</s>"]] * 2]
     twice = [{"conversations": [{"from": "system", "value": "x"}, *turns], "system": "y", "kto_tag": True}]
-    with pytest.raises(DataError, match="^data row 1: system is set, but .* already start with a system message"):
+    with pytest.raises(DataError, match="^data, row 1: system is set, but .* already start with a system message"):
         texts(twice, names, tmp_path)
-    with pytest.raises(DataError, match="^data row 1: system requires a conversation"):
+    with pytest.raises(DataError, match="^data, row 1: system requires a conversation"):
         texts([{**ROW, "system": "y"}], {**ALPACA, "system": "system"}, tmp_path)
 
 
@@ -97,7 +97,7 @@ def test_labels_of_csv_files(tmp_path: Path) -> None:
     assert load_prepared(made).dataset["label"][:] == [True, False]
     path.write_text("instruction,input,output,kto_tag\ndo,it,ok,yes\n")
     with pytest.raises(
-        DataError, match=r"^data row 1: label is 'yes' \(a string\); .* \(column_map: .*label: kto_tag"
+        DataError, match=r"^data, row 1: label is 'yes' \(a string\); .* \(column_map: .*label: kto_tag"
     ):
         texts(load_split(str(path), None, "train"), ALPACA, tmp_path)
 
@@ -153,7 +153,7 @@ def test_column_map_from_every_source_of_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        ({"instruction": "prompt"}, "'instruction' is no column .*; write .*, as in {prompt: instruction}"),
+        ({"instruction": "prompt"}, "'instruction' is not an expected column name; .*{prompt: instruction}"),
         ({"kto_tag": "x"}, "'kto_tag' is not an expected column name; use 'label' instead"),
         ({"promt": "x"}, "did you mean 'prompt'"),
         ({"zzz": "x"}, "expected one of prompt, completion, label"),

@@ -147,8 +147,8 @@ BAD_UNPAIRED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), BAD_UNPAIRED)
 def test_invalid_unpaired_rows(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=f"^data.jsonl row 12: ({message})") as caught:
-        unpaired_rows({**GOOD, **change}, "data.jsonl row 12")
+    with pytest.raises(DataError, match=f"^data.jsonl, row 12: ({message})") as caught:
+        unpaired_rows({**GOOD, **change}, "data.jsonl, row 12")
     assert "\n" not in str(caught.value)
 
 

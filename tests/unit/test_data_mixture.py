@@ -194,11 +194,11 @@ def test_a_mixture_of_labelled_rows_pairs_and_other_columns(folder: Path) -> Non
     decode = trainer.processing_class.decode
     assert decode(data.dataset[50]["prompt_ids"]) == "do 0"
     assert data.table.prompt[50] == len(data.dataset[50]["prompt_ids"])
-    assert data.source_row(29) == f"{folder / 'labelled.jsonl'} row 30"
-    assert data.source_row(50) == f"{folder / 'alpaca'} row 1"
+    assert data.source_row(29) == f"{folder / 'labelled.jsonl'}, row 30"
+    assert data.source_row(50) == f"{folder / 'alpaca'}, row 1"
     for row in range(30, 50, 2):  # complete pairs, with the row numbers of their file
         number = int(str(data.source_row(row)).rsplit(" ", 1)[1])
-        assert data.source_row(row) == data.source_row(row + 1) == f"{folder / 'pairs.jsonl'} row {number}"
+        assert data.source_row(row) == data.source_row(row + 1) == f"{folder / 'pairs.jsonl'}, row {number}"
         chosen = decode(data.dataset[row]["completion_ids"]).removesuffix("</s>")
         assert json.loads((folder / "pairs.jsonl").read_text().splitlines()[number - 1])["chosen"] == chosen
     [evaluation] = trainer.eval_data.values()
@@ -224,7 +224,7 @@ def test_errors_name_the_part_and_its_row(folder: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps({"prompt": "a", "completion": "b", "label": 3}) + "\n")
     for part, said in (
-        (str(bad), f"{bad} row 1: label is 3"),
+        (str(bad), f"{bad}, row 1: label is 3"),
         (str(folder / "none.jsonl"), "file or folder does not exist"),
         (str(folder / "alpaca"), "alpaca: missing columns prompt, completion, label"),
     ):

@@ -123,7 +123,7 @@ def test_the_number_of_processes_does_not_matter(tmp_path: Path, kind: Any) -> N
 @pytest.mark.parametrize("processes", [None, 2])
 def test_errors_in_workers_are_the_same(tmp_path: Path, processes: int | None) -> None:
     rows = [*KTO * 4, {"prompt": "x", "completion": "c", "label": None}]
-    with pytest.raises(DataError, match="^data row 13: label is null; expected true or false$"):
+    with pytest.raises(DataError, match="^data, row 13: label is null; expected true or false$"):
         run(rows, "unpaired_preference", tmp_path, num_proc=processes)
     assert list(tmp_path.iterdir()) == []
 
@@ -221,7 +221,7 @@ def test_columns_are_checked_first(tmp_path: Path) -> None:
 
 def test_conversations_need_a_template(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "c"}]}]
-    with pytest.raises(DataError, match="^data row 1: the row is conversational, .* has no chat template"):
+    with pytest.raises(DataError, match="^data, row 1: the row is conversational, .* has no chat template"):
         run([{**rows[0], "label": True}], "unpaired_preference", tmp_path, tokenizer=char_tokenizer())
 
 

@@ -156,7 +156,7 @@ def test_further_columns_of_a_list(tmp_path: Path, caplog: pytest.LogCaptureFixt
     ]
     assert left_out_in(caplog) == ["dataset: dropped, because the values cannot be represented in JSON: column raw"]
     pairs = [{**PAIR, "gap": 1}, {**PAIR, "gap": NAN}]
-    with pytest.raises(DataError, match="^data row 2: margin is nan"):
+    with pytest.raises(DataError, match="^data, row 2: margin is nan"):
         made(pairs, tmp_path, "preference_margin", column_map={"margin": "gap"})
 
 
@@ -209,10 +209,10 @@ def test_a_stream_keeps_every_column_of_prompts_only(tmp_path: Path) -> None:
             [{"question": "a", "messages": [USER]}],
             "data: missing column prompt, which training requires; columns: question, mess",
         ),
-        ([{"prompt": "a"}, {"prompt": None}], "data row 2: prompt is missing; every row must have one"),
-        ([{"prompt": 5}], r"data row 1: prompt is 5 \(an integer\); expected a string or a list of {role, content}"),
-        ([{"prompt": [{"role": "user"}]}], r"data row 1: prompt\[0\] has no content"),
-        ([{"prompt": [{**USER, "image": b"x"}]}], "data row 1: prompt is .*, which cannot be stored"),
+        ([{"prompt": "a"}, {"prompt": None}], "data, row 2: prompt is missing; every row must have one"),
+        ([{"prompt": 5}], r"data, row 1: prompt is 5 \(an integer\); expected a string or a list of {role, content}"),
+        ([{"prompt": [{"role": "user"}]}], r"data, row 1: prompt\[0\] has no content"),
+        ([{"prompt": [{**USER, "image": b"x"}]}], "data, row 1: prompt is .*, which cannot be stored"),
     ],
 )
 def test_invalid_prompts_are_named(rows: list[dict[str, Any]], said: str, tmp_path: Path) -> None:
@@ -262,14 +262,14 @@ def test_margins_of_a_csv_file_and_under_another_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("margin", [float("nan"), float("inf"), 1e39, 10**400, True, "wide", [1.0, 2.0], {"a": 1}])
 def test_a_margin_is_a_finite_number(margin: Any) -> None:
-    with pytest.raises(DataError, match="^data row 3: margin is .*; expected a finite number or null$"):
-        margin_of({**PAIR, "margin": margin}, "data row 3")
-    assert margin_of({**PAIR, "margin": [-0.5]}, "data row 3") == -0.5
+    with pytest.raises(DataError, match="^data, row 3: margin is .*; expected a finite number or null$"):
+        margin_of({**PAIR, "margin": margin}, "data, row 3")
+    assert margin_of({**PAIR, "margin": [-0.5]}, "data, row 3") == -0.5
 
 
 def test_a_faulty_margin_is_named_with_its_row(tmp_path: Path) -> None:
     rows = [{**PAIR, "margin": 1.0}, {**PAIR, "margin": float("nan")}]
-    with pytest.raises(DataError, match=r"^data row 2: margin is nan \(a number\); expected"):
+    with pytest.raises(DataError, match=r"^data, row 2: margin is nan \(a number\); expected"):
         made(rows, tmp_path, "preference_margin")
 
 

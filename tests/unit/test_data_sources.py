@@ -102,14 +102,14 @@ def test_empty_files(tmp_path: Path, content: str, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([ROWS[0], ROWS[1], '{"prompt": "p", "compl'], "line 3: not valid JSON: Unterminated string"),
-        ([ROWS[0], "", "", '{"prompt": 1,}'], "line 4: not valid JSON"),
-        ([json.dumps(ROWS[0]) * 2], "line 1: not valid JSON: Extra data"),
+        ([ROWS[0], ROWS[1], '{"prompt": "p", "compl'], "line 3: invalid JSON: Unterminated string"),
+        ([ROWS[0], "", "", '{"prompt": 1,}'], "line 4: invalid JSON"),
+        ([json.dumps(ROWS[0]) * 2], "line 1: invalid JSON: Extra data"),
         ([ROWS[0], "[1, 2]"], r"line 2: the row is \[1, 2\] \(a list\); expected an object"),
         ([ROWS[0], '"text"'], "line 2: the row is 'text'"),
-        ([ROWS[0], '{"score": NaN}'], "line 2: not valid JSON: NaN is not a JSON value"),
+        ([ROWS[0], '{"score": NaN}'], "line 2: invalid JSON: NaN is not a JSON value"),
         ([ROWS[0], r'{"prompt": "\ud83d"}'], "line 2: a string contains an unpaired surrogate"),
-        (["{", '"prompt": "p"', "}"], "line 1: not valid JSON: .*one object per line"),
+        (["{", '"prompt": "p"', "}"], "line 1: invalid JSON: .*one object per line"),
         ([ROWS[0], {**ROWS[1], "label": 1}], r"line 2: label is 1 \(an integer\), but other rows have a boolean"),
         (
             [ROWS[0], {**ROWS[1], "label": "true"}],
@@ -131,12 +131,12 @@ def test_truncated_or_mixed_lines_are_named(tmp_path: Path, lines: list[Any], me
 def test_truncated_json_list_and_wrong_encoding(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_text('[\n{"prompt": "a"},\n{"prompt": "b"\n')
-    assert refused(str(path)).startswith(f"{path} line 4: not valid JSON")
+    assert refused(str(path)).startswith(f"{path}, line 4: invalid JSON")
     path.write_text(json.dumps([ROWS[0], {**ROWS[1], "label": 1}]))
-    assert refused(str(path)).startswith(f"{path} row 2: label is 1")
+    assert refused(str(path)).startswith(f"{path}, row 2: label is 1")
     latin = tmp_path / "latin.jsonl"
     latin.write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n')
-    assert refused(str(latin)).startswith(f"{latin} line 2: not UTF-8 text")
+    assert refused(str(latin)).startswith(f"{latin}, line 2: not UTF-8 text")
 
 
 def test_values_are_kept_exactly(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_csv_has_no_guessed_types(tmp_path: Path) -> None:
         ("prompt,completion,label\na,b,True\na,b,1\n", "line 3: label is '1' (a string); expected true or false"),
         ("prompt,completion,label\na,b\n", "line 2: the row has 2 cells, but the header has 3"),
         ("prompt,prompt\na,b\n", "line 1: the header contains column 'prompt' twice"),
-        ('prompt,completion\na,"b\n', "line 2: not valid CSV"),
+        ('prompt,completion\na,"b\n', "line 2: invalid CSV"),
     ]:
         path.write_text(content)
         assert refused(str(path)).startswith(f"{path} {message}")
@@ -191,8 +191,8 @@ def test_python_objects() -> None:
         ([], "an empty list"),
         ([{}], "have no columns"),
         ("data.jsonl", "of type str"),
-        ([1], "dataset row 1: the row is 1"),
-        ([ROWS[0], {**ROWS[1], "label": 1}], r"dataset row 2: label is 1 \(an integer\), but other rows"),
+        ([1], "dataset, row 1: the row is 1"),
+        ([ROWS[0], {**ROWS[1], "label": 1}], r"dataset, row 2: label is 1 \(an integer\), but other rows"),
         ([{"tools": object()}], "cannot be stored"),
         ([{"tools": [float("nan")]}], "cannot be stored"),
     ]:

@@ -171,9 +171,9 @@ def test_a_formatting_function_returns_the_text_of_a_row(tmp_path: Path) -> None
     assert data["text"] == ["ab"] and data.column_names == ["text"]
     stream = IterableDataset.from_generator(lambda: iter(rows))
     assert list(formatted(stream, lambda row: row["answer"], "data")) == [{"text": "b"}]
-    with pytest.raises(DataError, match=r"data row 1: formatting_func returned \['b'\]"):
+    with pytest.raises(DataError, match=r"data, row 1: formatting_func returned \['b'\]"):
         formatted(dataset_from_python(rows), lambda row: [row["answer"]], "data")  # type: ignore[arg-type,return-value]
-    with pytest.raises(DataError, match="data row 1: formatting_func raised KeyError: 'none'"):
+    with pytest.raises(DataError, match="data, row 1: formatting_func raised KeyError: 'none'"):
         formatted(dataset_from_python(rows), lambda row: row["none"], "data")
     with pytest.raises(OptionError, match="already tokenized"):
         formatted(dataset_from_python([{"input_ids": [4, 5]}]), lambda row: "a", "data")

@@ -16,7 +16,7 @@ BOS = ("<s>",)
 
 
 def encode(tokenizer: Any, prompt: Any, *completions: Any, **template: Any) -> Encoded:
-    return RowTokenizer(tokenizer).encode([Source(prompt, completions, "data row 1", template)])[0]
+    return RowTokenizer(tokenizer).encode([Source(prompt, completions, "data, row 1", template)])[0]
 
 
 def golden(tokenizer: Any, prompt: Any, *completions: Any) -> list[str]:
@@ -159,14 +159,14 @@ def test_a_mixed_batch_equals_single_rows() -> None:
 
 def test_conversation_without_chat_template() -> None:
     with pytest.raises(
-        DataError, match="data row 1: the row is conversational, but tokenizer .* has no chat template"
+        DataError, match="data, row 1: the row is conversational, but tokenizer .* has no chat template"
     ):
         encode(char_tokenizer(), [user("x")], [assistant("c")])
 
 
 def test_template_error_names_the_row() -> None:
     tokenizer = char_tokenizer(template="{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match="data row 1: the chat template .* roles must alternate") as caught:
+    with pytest.raises(DataError, match="data, row 1: the chat template .* roles must alternate") as caught:
         encode(tokenizer, [user("x")], [assistant("c")])
     assert "\n" not in str(caught.value)
 

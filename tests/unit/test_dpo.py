@@ -174,7 +174,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValueError, match=f"label_smoothing={share}: must be at least 0 and below 0.5"):
             dpo_loss(*ones, label_smoothing=share)
     for loss_type in ("hinge", "ipo"):
-        with pytest.raises(ValueError, match=f"is for loss_type 'sigmoid'; set it to 0 for '{loss_type}'"):
+        with pytest.raises(ValueError, match=f"only applies to loss_type 'sigmoid'; set it to 0 for '{loss_type}'"):
             dpo_loss(*ones, loss_type=loss_type, label_smoothing=0.1)
 
 

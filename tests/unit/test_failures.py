@@ -1,4 +1,4 @@
-"""What an error is called: its line, and whether it is a defect."""
+"""Descriptions of errors: their line, and whether they are bugs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REMOTE = (
     "remote process exited or there was a network error, NCCL version 2.21.5 ncclRemoteError: A call failed possibly "
     "due to a network error or a remote process exiting prematurely. Last error: Call to recv failed"
 )
-# What torch 2.13 says, and what is left of it in the line for the user. Those of gloo and of the store were seen
+# Messages of torch 2.13, and what remains of them in the line for the user. Those of gloo and the store were observed
 # (test_lost_peers.py produces most of them); those of NCCL are from reports.
 LOST = [
     ("RuntimeError", f"{PAIR}:553] Connection closed by peer [127.0.0.1]:18317. {CRASHING} an error. GLHF!",
@@ -56,7 +56,7 @@ def test_a_lost_peer_is_one_line(kind: str, text: str, reason: str) -> None:
     line = f"another rank exited without reporting an error, or the network to it is down ({reason})"
     assert describe(error) == (line, False)
     assert is_lost_peer(error)
-    # A rank was lost while another one loaded a model, and what loads models took it for a fault of the model.
+    # A rank was lost while another one was loading a model, which reported it as a fault of the model.
     try:
         try:
             raise error
@@ -67,7 +67,7 @@ def test_a_lost_peer_is_one_line(kind: str, text: str, reason: str) -> None:
         assert is_lost_peer(outer)
 
 
-def test_other_connections_are_no_ranks() -> None:
+def test_other_connections_are_not_ranks() -> None:
     for error in (
         RuntimeError("Data processing error: CAS service error: Connection reset by peer"),
         ConnectionResetError(104, "Connection reset by peer"),
@@ -78,20 +78,20 @@ def test_other_connections_are_no_ranks() -> None:
         assert not is_lost_peer(error)
 
 
-def test_what_wandb_lacks_is_one_line() -> None:
-    """Most often nobody has logged in."""
+def test_wandb_errors_are_one_line() -> None:
+    """The usual reason is a missing login."""
     error = type("UsageError", (Exception,), {"__module__": "wandb.errors"})("No API key configured.")
     line, is_defect = describe(error)
     assert line.startswith("report_to: wandb failed (No API key configured.)") and not is_defect
 
 
-def test_what_nccl_refuses_is_one_line() -> None:
+def test_nccl_errors_are_one_line() -> None:
     error = raised("DistBackendError", "NCCL error in: /pytorch/NCCLUtils.hpp:268, invalid usage, NCCL version 2.21.5")
     expected = "NCCL failed (invalid usage, NCCL version 2.21.5); set NCCL_DEBUG=INFO in the environment for details"
     assert describe(error) == (expected, False)
 
 
-def test_an_error_in_joining_keeps_its_words() -> None:
+def test_an_error_in_joining_keeps_its_message() -> None:
     try:
         try:
             raise raised("DistNetworkError", "Broken pipe")
@@ -103,7 +103,7 @@ def test_an_error_in_joining_keeps_its_words() -> None:
     assert describe(ReportedElsewhere("rank 1: port 1 is in use")) == ("", False)
 
 
-def test_a_full_disk_is_seen_through_wrapping_and_named_from_the_frame() -> None:
+def test_a_full_disk_is_found_behind_other_errors_and_named_from_the_frame() -> None:
     def save_file(filename: Path) -> None:
         raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
 
@@ -138,8 +138,8 @@ def test_safetensors_and_memory_errors_are_one_line(tmp_path: Path) -> None:
     assert not is_defect
 
 
-def test_causes_that_go_round_are_walked_once() -> None:
+def test_cyclic_causes_are_visited_once() -> None:
     first, second = RuntimeError("first"), ValueError("second")
     first.__cause__, second.__context__ = second, first
     assert list(itertools.islice(causes(first), 5)) == [first, second]
-    assert describe(first)[1], "and looked through for a full disk"
+    assert describe(first)[1], "and searched for a full disk"

@@ -1,4 +1,4 @@
-"""Private APIs of other libraries are touched in `alignment/internals/` only, which imports the libraries on call.
+"""Private APIs of other libraries are used only in `alignment/internals/`, which imports the libraries on call.
 
 What a syntax tree cannot show stays with the reviewer: names that are computed (``getattr(x, name)``), texts of errors
 and of ``str(x)``, and public-looking names that no documentation has.
@@ -32,8 +32,8 @@ PUBLIC = {
     *("transformers.integrations", "transformers.trainer_utils", "transformers.utils", "transformers.utils.logging"),
     *("datasets.utils", "tqdm.auto", "peft.tuners.tuners_utils", "transformers.pytorch_utils", "bitsandbytes.nn"),
 }
-# Private though their names do not say so: what ZeRO-3 adds to parameters, and what it does with them; what engines,
-# processors, managers, callbacks and tokenizers have without documentation.
+# Private despite their names: attributes that ZeRO-3 adds to parameters; undocumented attributes of engines,
+# processors, managers, callbacks and tokenizers.
 NAMES = {"ds_id", "ds_status", "ds_numel", "ds_shape", "ds_tensor", "ds_persist", "ds_active_sub_modules"}
 NAMES |= {"get_param_coordinator", "parameter_offload", "FWD_MODULE_STACK", "fp16_groups", "fp32_groups"}
 NAMES |= {"zero_optimization_partition_weights", "fp16_enabled", "background_thread_status", "fatal_error"}
@@ -52,7 +52,7 @@ PYTHONS = (
 
 
 def called(node: ast.AST) -> str:
-    """The last part of the name of what a node calls; empty if it is no call."""
+    """The last part of the name that a node calls; empty if it is not a call."""
     if not isinstance(node, ast.Call):
         return ""
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -117,7 +117,7 @@ def is_module(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
         return False
-    except ValueError:  # a module that was put into sys.modules without a spec, as torch.backends.cudnn is
+    except ValueError:  # a module in sys.modules without a spec, such as torch.backends.cudnn
         return True
 
 
@@ -161,7 +161,7 @@ def private(name: str) -> bool:
 
 
 def touches(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and name of every touch of a private API."""
+    """Line and name of every use of a private API."""
     own, names = own_names() | set(defined(tree)), local_names(tree)
     for node in ast.walk(tree):
         line: int = getattr(node, "lineno", 0)
@@ -179,7 +179,7 @@ def touches(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_private_api_is_touched(path: Path) -> None:
+def test_no_private_api_is_used(path: Path) -> None:
     found = [f"line {line}: {name}" for line, name in touches(ast.parse(path.read_text(encoding="utf-8")))]
     assert not found, "move each to a function of alignment/internals/ that says why it is needed"
 
@@ -216,7 +216,7 @@ def test_no_private_api_is_touched(path: Path) -> None:
         ("warnings.filterwarnings('ignore', 'Detected call of', UserWarning)", ["Detected call of"]),
     ],
 )
-def test_what_is_a_touch(code: str, found: list[str]) -> None:
+def test_uses_of_private_apis(code: str, found: list[str]) -> None:
     names = [name for _, name in touches(ast.parse(code)) if not name.startswith("deepspeed.runtime.zero.")]
     assert sorted(names) == sorted(found)
 
@@ -234,7 +234,7 @@ def test_what_is_a_touch(code: str, found: list[str]) -> None:
         "from tqdm.auto import tqdm\nimport logging\nlogger = logging.getLogger(__name__)",
     ],
 )
-def test_what_is_not(code: str) -> None:
+def test_uses_of_public_apis(code: str) -> None:
     assert list(touches(ast.parse(code))) == []
 
 

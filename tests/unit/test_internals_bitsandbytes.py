@@ -1,4 +1,4 @@
-"""What `alignment.internals.bitsandbytes` relies on."""
+"""Assumptions of `alignment.internals.bitsandbytes`."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def packed(kept: bool) -> Any:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_packed_weights_stay_as_they_are(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first case they do not, or there would be nothing to keep."""
+def test_packed_weights_are_not_repacked(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first case they do not; otherwise the workaround would be unnecessary."""
     monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: True)
     layer = packed(kept)
     before, shape = layer.weight.data.clone(), layer.weight.quant_state.shape
     with torch.no_grad(), contextlib.nullcontext() if kept else contextlib.suppress(Exception):
-        layer.eval()(ROWS)  # which needs a kernel that this machine may lack, if they are packed again
+        layer.eval()(ROWS)  # needs a kernel that this machine may lack, if they are repacked
     same = before.shape == layer.weight.data.shape and torch.equal(before, layer.weight.data)
     assert same == kept and layer.weight.quant_state.shape == shape
     if kept:
@@ -82,7 +82,7 @@ def test_packed_weights_stay_as_they_are(kept: bool, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("alike", [False, True])
 def test_8_bit_layers_compute_in_evaluation_what_they_do_in_training(alike: bool) -> None:
-    """In the first case they do not, or there would be nothing to do."""
+    """In the first case they do not; otherwise the workaround would be unnecessary."""
     torch.manual_seed(0)
     layer = bitsandbytes.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False, threshold=6.0).to("cpu")
     if alike:
@@ -98,8 +98,8 @@ def test_8_bit_layers_compute_in_evaluation_what_they_do_in_training(alike: bool
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_a_buffer_is_the_optimizers_own(dtype: torch.dtype) -> None:
-    """On a CPU nothing can be paged, which the optimizer says as it allocates."""
+def test_a_buffer_is_allocated_by_the_optimizer(dtype: torch.dtype) -> None:
+    """Nothing can be paged on a CPU, which the optimizer reports when it allocates."""
     weight = torch.nn.Parameter(torch.ones(5, 7))
     paged = bitsandbytes.optim.AdamW([weight], is_paged=True)
     with pytest.warns(UserWarning, match="Paged optimizers are not supported on CPU"):
@@ -116,7 +116,7 @@ def test_optimizers_whose_states_leave_the_gpu() -> None:
 
 
 def test_the_size_of_a_tensor_is_counted_in_32_bits() -> None:
-    """The kernels for GPUs are told of a larger tensor that its size is negative."""
+    """The GPU kernels would receive a negative size for a larger tensor."""
     weights = [torch.nn.Parameter(torch.ones(2))]
     for kind in (bitsandbytes.optim.AdamW8bit, bitsandbytes.optim.Lion, bitsandbytes.optim.PagedAdamW):
         assert counts_in_32_bits(kind(weights))

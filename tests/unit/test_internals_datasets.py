@@ -1,4 +1,4 @@
-"""What `alignment.internals.datasets` relies on."""
+"""Assumptions of `alignment.internals.datasets`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_slices_are_those_of_load_dataset(tmp_path: Path, split: str) -> None:
 
 
 @pytest.mark.parametrize("split", ["train[", "train[150%:]", "other"])
-def test_a_split_that_is_none(split: str) -> None:
+def test_an_invalid_split(split: str) -> None:
     with pytest.raises((ValueError, AssertionError)):
         slices(split, {"train": 10})
 
@@ -76,7 +76,7 @@ def test_the_error_of_a_generator_is_behind_that_of_the_library() -> None:
     assert cause_of(other.value) is None
 
 
-def test_the_cache_is_where_the_variables_say(tmp_path: Path) -> None:
+def test_the_cache_folder_follows_the_variables(tmp_path: Path) -> None:
     def said(**variables: str) -> str:
         code = "from alignment.internals.datasets import cache_folder; print(cache_folder())"
         environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | variables

@@ -1,4 +1,4 @@
-"""What `alignment.internals.peft` relies on."""
+"""Assumptions of `alignment.internals.peft`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = torch.linspace(-1, 1, 12).reshape(2, 6)
 
 
 class Plain(nn.Module):
-    """A layer that gets adapters, and a head that is trained whole."""
+    """A layer that gets adapters, and a fully trained head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ def base() -> Plain:
 
 
 def adapted(base: Plain) -> PeftModel:
-    """With two adapters, each with its own copy of the head, of which the first one trains."""
+    """A model with two adapters, each with its own copy of the head; the first one is trained."""
     config = LoraConfig(r=2, target_modules=["layer"], modules_to_save=["head"], init_lora_weights=False)
     model = get_peft_model(base, config, "own")
     model.add_adapter("other", config)
@@ -66,7 +66,7 @@ def test_layers_and_wrappers_compute_with_the_adapter_that_is_named(base: Plain)
     assert any("modules_to_save.own" in name for name in names) and not any("other" in name for name in names)
 
 
-def test_what_was_computed_with_before_comes_back_on_any_exit(base: Plain) -> None:
+def test_the_previous_adapter_is_restored_on_any_exit(base: Plain) -> None:
     model = adapted(base)
     with torch.no_grad():
         own = model(ROWS)
@@ -94,7 +94,7 @@ def test_one_adapter_is_trained_and_computed_with(base: Plain) -> None:
 
 
 def test_the_peft_model_around_injected_adapters_is_that_of_get_peft_model() -> None:
-    """The same class, names, trained parameters, attributes and answers; injecting it leaves everything in place."""
+    """The same class, names, trained parameters, attributes and results; the injected model does not change."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, pad_token_id=0

@@ -1,4 +1,4 @@
-"""What `alignment.internals.tqdm` relies on."""
+"""Assumptions of `alignment.internals.tqdm`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from alignment.internals.tqdm import open_bars
 
 @pytest.fixture(autouse=True)
 def bars_are_on(library_bars: None) -> None:
-    """Whatever ran before."""
+    """Enable progress bars, whatever ran before."""
     enable_progress_bars()
     transformers_logging.enable_progress_bar()
 
 
 class Apart(tqdm.tqdm):  # type: ignore[type-arg]
-    """A class of bars with a set of its own."""
+    """A class of progress bars with its own set."""
 
     _instances: Any = WeakSet()
 

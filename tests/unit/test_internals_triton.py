@@ -1,4 +1,4 @@
-"""What `alignment.internals.triton` relies on."""
+"""Assumptions of `alignment.internals.triton`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for CPU tensors")
 def test_reads_and_writes_of_an_interpreted_kernel() -> None:
-    """Masked entries do not count, and nothing counts outside of the context."""
+    """Masked entries are not counted, and nothing is counted outside of the context."""
     from alignment.models.tiles import fused
     from alignment.models.tiles.transform import LogitTransform
 
@@ -43,7 +43,7 @@ print(".target sm_80" in made["ptx"] and ".reqntid 64" in made["ptx"], len(made[
 """
 
 
-def test_a_kernel_is_compiled_for_a_card_that_is_not_there(tmp_path: Path) -> None:
+def test_a_kernel_is_compiled_for_an_absent_gpu(tmp_path: Path) -> None:
     variables = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     variables.pop("TRITON_INTERPRET", None)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Ranks that meet before they join: what keeps one of them away, and what the others hear of it. Ranks are threads."""
+"""Ranks that meet before they join: reasons why one cannot, and what the others learn. Ranks are threads here."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ OWN = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.5", "fe80::1%eth0"], "ib0": 
 
 @pytest.fixture(autouse=True)
 def little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no launcher that would take the first rank to end for the cause."""
+    """No launcher here would blame the first rank that exits."""
     monkeypatch.setattr(meeting, "_LATER_S", 0.1)
 
 
 def fine() -> None:
-    """A check that finds nothing."""
+    """A check that succeeds."""
 
 
 def loopback() -> str:
-    """Where hosts that are threads of this process reach each other."""
+    """The address at which hosts, which are threads of this process, reach each other."""
     return "127.0.0.1"
 
 
 def refuse() -> Any:
-    """A check that finds something."""
+    """A check that fails."""
     raise AlignmentError("GLOO_SOCKET_IFNAME=ib9")
 
 
 def places(count: int, hosts: int = 1) -> list[Place]:
-    """Those of the ranks of a new run, the same number on each host."""
+    """The places of the ranks of a new run, with the same number of ranks per host."""
     first = Place("127.0.0.1", free_port(), 0, 0, count, False, "0/0", "host0", "network0")
     each = count // hosts
     return [
@@ -60,7 +60,7 @@ def places(count: int, hosts: int = 1) -> list[Place]:
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
-    """What the calls return or raise, each in a thread of its own."""
+    """The results or exceptions of calls, each made in its own thread."""
     results: list[Any] = [None] * len(calls)
 
     def run(number: int) -> None:
@@ -81,7 +81,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 def ranks(
     all_places: list[Place], check: dict[int, Any] | None = None, address: dict[int, Any] | None = None
 ) -> list[Callable[[], None]]:
-    """The meetings of all ranks, to be run together."""
+    """The meetings of all ranks, to be run concurrently."""
     check, address = check or {}, address or {}
 
     def agree(place: Place) -> None:
@@ -93,7 +93,7 @@ def ranks(
     return [lambda place=place: agree(place) for place in all_places]  # type: ignore[misc]
 
 
-def test_all_meet_and_a_process_of_another_run_is_turned_away() -> None:
+def test_all_ranks_meet_and_a_process_of_another_run_is_rejected() -> None:
     asked: list[int] = []
     run = places(3)
     calls = ranks(run, address={rank: lambda: asked.append(1) or "" for rank in range(3)})
@@ -103,18 +103,18 @@ def test_all_meet_and_a_process_of_another_run_is_turned_away() -> None:
         JoinError, match=r"is used by another run, which already has a rank 1; choose another MASTER_PORT"
     ):
         calls[1]()
-    # Its number is not among the others', but they are about to train.
+    # Its rank is not taken, but the others are about to train.
     with pytest.raises(JoinError, match="is used by another run"):
         Meeting(dataclasses.replace(run[0], rank=7), 5).agree(fine, loopback)
 
 
-def test_a_second_group_of_the_same_processes_meets_anew() -> None:
+def test_a_second_group_of_the_same_processes_meets_separately() -> None:
     run = places(2)
     assert together(*ranks(run)) == [None] * 2
     assert together(*ranks([dataclasses.replace(place, attempt="0/1") for place in run])) == [None] * 2
 
 
-def test_an_agents_store_lets_workers_come_again() -> None:
+def test_an_agents_store_lets_workers_meet_again() -> None:
     from torch.distributed import TCPStore
 
     run = places(2)
@@ -126,7 +126,7 @@ def test_an_agents_store_lets_workers_come_again() -> None:
 
 
 @pytest.mark.parametrize("who", [0, 1, 2])
-def test_one_rank_cannot_join_and_all_of_them_know(who: int) -> None:
+def test_all_ranks_learn_that_one_cannot_join(who: int) -> None:
     begun = time.monotonic()
     results = together(*ranks(places(3), check={who: refuse}))
     assert time.monotonic() - begun < 10
@@ -135,15 +135,15 @@ def test_one_rank_cannot_join_and_all_of_them_know(who: int) -> None:
     for other in {0, 1, 2} - {who}:
         assert isinstance(results[other], ReportedElsewhere)
         assert str(results[other]) == f"rank {who} (host host0): GLOO_SOCKET_IFNAME=ib9"
-        assert describe(results[other]) == ("", False), "it falls silent"
+        assert describe(results[other]) == ("", False), "it stops responding"
 
 
-def test_a_rank_that_comes_late_hears_of_it_too() -> None:
+def test_a_late_rank_learns_of_it_too() -> None:
     run = places(2)
     calls = ranks(run, check={0: refuse})
 
     def first() -> None:
-        """It serves the store for as long as it is in the meeting."""
+        """It serves the store as long as it is in the meeting."""
         with contextlib.suppress(JoinError):
             calls[0]()
         gc.collect()
@@ -175,7 +175,7 @@ def test_hosts_have_to_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None
     assert str(results[0]) == f"rank 1 (host host1): {line}"
 
 
-def test_ranks_that_do_not_come_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ranks_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_TELL_S", 0.5)
     with pytest.raises(
         JoinError, match=r"only 1 of 3 ranks arrived at 127\.0\.0\.1:\d+ within 1 s; missing: 1, 2; start"
@@ -186,10 +186,10 @@ def test_ranks_that_do_not_come_are_named(capsys: pytest.CaptureFixture[str], mo
         JoinError, match=r"rank 0 could not be reached at .* from host host0 within 1 s \(Connection r"
     ):
         Meeting(places(3)[2], 1).agree(fine, loopback)
-    assert capsys.readouterr().err == "", "the first rank of a host tells"
+    assert capsys.readouterr().err == "", "the first rank of a host reports it"
 
 
-def test_a_rank_that_stops_inside_the_meeting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_suspended_during_the_meeting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_STAGE_S", 0.5)
     monkeypatch.setattr(meeting, "_HUSH_S", 0.5)
 
@@ -218,7 +218,7 @@ def test_a_rank_that_stops_inside_the_meeting_is_named(monkeypatch: pytest.Monke
     late.join(10)
 
 
-def test_a_store_that_answers_nobody_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_store_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Meeting(places(2)[1], 60)
     made._store, made._answered = object(), time.monotonic()
     made._tell(1)
@@ -241,9 +241,7 @@ def test_a_port_in_use_is_named_with_its_holder(monkeypatch: pytest.MonkeyPatch)
         ):
             Meeting(taken[1], 1).agree(fine, loopback)
         monkeypatch.setattr(meeting, "_ANSWER_S", 0.5)
-        with pytest.raises(
-            JoinError, match=r"rank 0 did not respond at 127\.0\.0\.1:\d+, though the port .*; choose another M"
-        ):
+        with pytest.raises(JoinError, match=r"127\.0\.0\.1:\d+, where rank 0 .* does not respond; choose another M"):
             Meeting(taken[1], 10).agree(fine, loopback)
     assert f"port {port} of host host0, the rendezvous port of the ranks (MASTER_PORT), is in use by process" in str(
         caught.value
@@ -251,7 +249,7 @@ def test_a_port_in_use_is_named_with_its_holder(monkeypatch: pytest.MonkeyPatch)
     assert holder_of(port) is None
 
 
-def test_a_call_that_does_not_return_is_left_behind() -> None:
+def test_a_call_that_does_not_return_is_abandoned() -> None:
     begun = time.monotonic()
     with pytest.raises(TimeoutError):
         within(0.3, lambda: time.sleep(5))
@@ -262,13 +260,13 @@ def test_a_call_that_does_not_return_is_left_behind() -> None:
 
 
 def slow(*_: object, **__: object) -> list[Any]:
-    """A resolver whose servers do not answer."""
+    """A resolver whose servers do not respond."""
     time.sleep(5)
     return []
 
 
 def unknown(*_: object, **__: object) -> list[Any]:
-    """A resolver that knows no name."""
+    """A resolver that does not know any name."""
     raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
 
@@ -293,10 +291,10 @@ def test_a_name_that_does_not_resolve_is_an_error_within_seconds(
     assert f"({reason}); set it to the name or address of rank 0's host" in str(caught.value)
 
 
-def test_a_name_that_comes_a_moment_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_appears_a_moment_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [(2, 1, 6, "", ("10.0.0.1", 0))] * 2
     answers = iter([unknown, lambda *_, **__: found])
-    resolve = socket.getaddrinfo  # a thread that was given up may still look another name up
+    resolve = socket.getaddrinfo  # an abandoned thread may still look up another name
 
     def later(name: str, *arguments: Any, **more: Any) -> Any:
         return (next(answers) if name == "node-8" else resolve)(name, *arguments, **more)
@@ -322,7 +320,7 @@ def test_a_name_that_comes_a_moment_later_is_found(monkeypatch: pytest.MonkeyPat
         ("nccl", "^lo,eth,ib", "no interface ^lo,eth,ib that is up"),
     ],
 )
-def test_a_variable_that_names_no_interface(
+def test_a_variable_without_a_matching_interface(
     backend: str, value: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_interface(monkeypatch, backend, value)
@@ -382,13 +380,13 @@ def test_a_host_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
         address_for_others("nccl", {"lo": ["127.0.0.1"]})
 
 
-def test_nccl_leaves_containers_and_the_link_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_skips_containers_and_link_local_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     set_interface(monkeypatch, "nccl", None)
     own = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "virbr0": ["192.168.122.1"], "en0": ["fe80::1", "10.2.0.5"]}
     assert address_for_others("nccl", own) == "10.2.0.5"
 
 
-def test_gloo_takes_the_first_address_that_is_this_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_uses_the_first_address_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interfaces, "look_up", lambda name, seconds: ["192.0.2.1", "127.0.0.1"])
     assert interfaces.gloo_address("h") == "127.0.0.1"
 

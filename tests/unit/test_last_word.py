@@ -1,4 +1,4 @@
-"""Why a job ends is said, and every process ends, whatever hangs or fails meanwhile."""
+"""The reason for the end of a job is reported and every process exits, whatever hangs or fails meanwhile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from alignment.reporting.activity import Activity, Limits
 
 @pytest.fixture(autouse=True)
 def one_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An end that a test survives, and little patience."""
+    """An exit that a test survives, and short time limits."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(last_word, "mute", lambda: None)
     monkeypatch.setattr(last_word, "end_process", ended)
@@ -39,10 +39,10 @@ def hang(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.ci
-def test_a_disk_and_a_dead_rank_that_hang_are_not_waited_for(
+def test_a_hanging_disk_and_a_dead_rank_are_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    os.mkfifo(tmp_path / "hang-0.txt")  # nobody reads it: open() does not return
+    os.mkfifo(tmp_path / "hang-0.txt")  # without a reader, open() does not return
     activity = SimpleNamespace(folder=tmp_path, status=SimpleNamespace(update=hang))
     monkeypatch.setattr(last_word, "ACTIVITY", activity)
     begun = time.monotonic()
@@ -52,7 +52,7 @@ def test_a_disk_and_a_dead_rank_that_hang_are_not_waited_for(
     assert capsys.readouterr().err == "\nerror: rank 1 hangs\n"
 
 
-def test_a_terminal_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_terminal_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = SimpleNamespace(write=hang, flush=hang)
     monkeypatch.setattr(sys, "stderr", stream)
     begun = time.monotonic()
@@ -62,8 +62,8 @@ def test_a_terminal_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("what", ["bars", "stderr", "living", "stacks"])
-def test_what_fails_in_the_last_word_does_not_keep_the_process(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its right to speak would stay taken, and whoever speaks next would wait for ever."""
+def test_errors_in_the_last_word_do_not_prevent_the_exit(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the right to report would stay claimed, and the next rank would wait forever."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("Set changed size during iteration")
@@ -84,7 +84,7 @@ def test_what_fails_in_the_last_word_does_not_keep_the_process(what: str, monkey
     assert said == ([] if what == "stderr" else ["\nthe line\n"])
 
 
-def test_one_that_follows_ends_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_following_rank_exits_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -94,7 +94,7 @@ def test_one_that_follows_ends_whatever_fails(monkeypatch: pytest.MonkeyPatch) -
         word.follow()
 
 
-def test_the_first_speaks_and_the_others_end_as_it_says(
+def test_the_first_rank_reports_and_the_others_exit_with_its_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store, codes = Store(), []
@@ -120,7 +120,7 @@ def test_the_first_speaks_and_the_others_end_as_it_says(
 
 
 @pytest.mark.ci
-def test_a_single_process_that_hangs_ends_although_its_disk_hangs(tmp_path: Path) -> None:
+def test_a_hanging_single_process_exits_even_if_its_disk_hangs(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "hang-0.txt")
     code = f"""
 import sys, time
@@ -139,8 +139,8 @@ sys.exit(guarded(main))
     assert done.stderr.startswith("error: this process (host ") and "has made no progress for" in done.stderr
 
 
-def test_a_rank_that_goes_on_alone_is_watched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it was one of several before."""
+def test_a_rank_that_continues_alone_is_monitored_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regardless of how long it was one of several."""
     now, said = [0.0], []
     activity = Activity(lambda: now[0])
     activity.limits = Limits(least=10, factor=5, first=10)
@@ -164,7 +164,7 @@ def test_a_rank_that_goes_on_alone_is_watched_at_once(monkeypatch: pytest.Monkey
     assert said == [(110.5, "hung", True), (111.0, "hung", True)]
 
 
-def test_the_way_out_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     bounds: list[tuple[float, int]] = []
     monkeypatch.setattr(guard, "end_within", lambda seconds, code: bounds.append((seconds, code)))
     monkeypatch.setattr(guard, "ignore_stop_signals", lambda: None)
@@ -177,7 +177,7 @@ def test_the_way_out_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bounds == [(30.0, 85)]
 
 
-def test_a_process_that_does_not_end_is_ended_with_its_compilers(tmp_path: Path) -> None:
+def test_a_process_that_does_not_exit_is_killed_with_its_compilers(tmp_path: Path) -> None:
     (tmp_path / "ninja").symlink_to("/bin/sleep")
     code = """
 import subprocess, sys, time

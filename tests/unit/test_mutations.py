@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from conftest import ROOT
 from tools.mutants.ledger import equivalents
 from tools.mutations import Mutation, load
 
+# Part of a test's name in a ``-k`` expression; words with a dash are parameters, which a file may not spell out.
+NAME = re.compile(r"(?<![\w-])[a-z0-9]+(?:_[a-z0-9]+)+(?![\w-])")
 ENTRY = """\
 - name: a name
   file: alignment/__init__.py
@@ -29,8 +32,12 @@ def test_a_mutation_applies_and_names_its_tests(mutation: Mutation) -> None:
         subprocess.run(["bash", "-n"], input=mutated, text=True, check=True)  # a script for SLURM
     assert mutation.tests
     for tests in mutation.tests:
-        file, _, name = tests.partition(" ")[0].partition("::")
-        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text() if name else (ROOT / file).is_file()
+        chosen, _, keywords = tests.partition(" -k ")
+        file, _, name = chosen.partition(" ")[0].partition("::")
+        text = (ROOT / file).read_text()
+        assert not name or f"def {name.partition('[')[0]}(" in text
+        for word in NAME.findall(keywords):
+            assert word in text, f"-k {word} selects no test of {file}"
 
 
 def test_there_are_enough_of_them() -> None:

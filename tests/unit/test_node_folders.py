@@ -1,4 +1,4 @@
-"""Folders that another node has filled, as this one sees them."""
+"""Folders that another node has filled, as seen from this node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from alignment.engines.node_folders import check_filled
 pytestmark = pytest.mark.usefixtures("own_process_group")
 
 
-def test_a_folder_that_a_shared_disk_shows_late_is_waited_for(tmp_path: Path) -> None:
+def test_a_folder_that_appears_late_on_a_shared_disk_is_waited_for(tmp_path: Path) -> None:
     init_distributed(use_cpu=True)
     cache = tmp_path / "cache"
     late = threading.Timer(0.3, (cache / "rows").mkdir, kwargs={"parents": True})
@@ -24,7 +24,9 @@ def test_a_folder_that_a_shared_disk_shows_late_is_waited_for(tmp_path: Path) ->
     late.join()
 
 
-def test_one_that_never_comes_is_named_with_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_never_appears_is_reported_with_its_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     init_distributed(use_cpu=True)
     monkeypatch.setattr(node_folders, "_PATIENCE_S", 0.0)
     (tmp_path / "rows").mkdir()

@@ -1,4 +1,4 @@
-"""An earlier run is moved out of the way whole, also by a call that was interrupted."""
+"""An earlier run is moved out of the way completely, even by an interrupted call."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def content(names: tuple[str, ...], run: int = 1, inside: str = "") -> dict[str,
     return {f"{inside}{name}": f"{name} of run {run}" for name in names}
 
 
-def test_a_run_is_moved_and_what_is_not_of_it_stays(tmp_path: Path) -> None:
+def test_a_run_is_moved_and_other_files_stay(tmp_path: Path) -> None:
     fill(tmp_path)
     assert set_aside(tmp_path) == tmp_path / "previous-1"
     assert files(tmp_path) == content(KEPT) | content(MOVED, inside="previous-1/")
-    assert set_aside(tmp_path) is None, "there is no other"
+    assert set_aside(tmp_path) is None, "there is only one"
     (tmp_path / "previous-7").mkdir()
     (tmp_path / "previous-mine").mkdir()
     fill(tmp_path, 2, MOVED[:2])
@@ -56,11 +56,11 @@ def test_nothing_to_move(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """Ends the process, as far as what is on the disk can tell."""
+    """Ends the process, as far as the disk is concerned."""
 
 
 def killed_at(monkeypatch: pytest.MonkeyPatch, folder: Path, renames: int) -> bool:
-    """Call it and let it be killed at a rename; whether it was."""
+    """Call it and kill it at a rename; return whether it was killed."""
     done, rename = [], os.rename
 
     def counted(source: Path, target: Path) -> None:
@@ -81,7 +81,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, folder: Path, renames: int) -> bo
     return False
 
 
-def test_wherever_a_call_is_interrupted_the_next_one_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_is_completed_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     renames = 0
     while True:
         folder = tmp_path / str(renames)
@@ -95,7 +95,7 @@ def test_wherever_a_call_is_interrupted_the_next_one_finishes(tmp_path: Path, mo
     assert renames == 10, "nine names and the folder's own"
 
 
-def test_a_run_between_two_calls_is_a_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_between_two_calls_is_kept_separate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path)
     assert killed_at(monkeypatch, tmp_path, 9), "all but the last name"
     fill(tmp_path, 2, MOVED)
@@ -104,7 +104,7 @@ def test_a_run_between_two_calls_is_a_run_of_its_own(tmp_path: Path, monkeypatch
     assert files(tmp_path) == content(KEPT) | moved
 
 
-def test_what_cannot_be_moved_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_moved_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(source: Path, target: Path) -> None:
         raise OSError(errno.EBUSY, "Device or resource busy")
 
@@ -121,7 +121,7 @@ def test_what_cannot_be_moved_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     )
 
 
-def test_a_folder_beside_those_before(tmp_path: Path) -> None:
+def test_a_folder_next_to_earlier_ones(tmp_path: Path) -> None:
     folder = tmp_path / "merged"
     assert set_folder_aside(folder) is None
     for number in (1, 2):

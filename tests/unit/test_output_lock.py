@@ -1,4 +1,4 @@
-"""The lock of an output folder: one writer, whoever was killed before and wherever it ran."""
+"""The lock of an output folder: one writer, regardless of where an earlier one ran and was killed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 class Observer:
-    """Time as a test wants it: a wait takes none; ``during`` is called in each with the seconds that have passed."""
+    """Simulated time: waiting takes none; ``during`` is called in each wait with the elapsed seconds."""
 
     def __init__(self, during: Callable[[float], object] = lambda seconds: None) -> None:
         self.now, self.during, self.told = 1000.0, during, []
@@ -61,7 +61,7 @@ class Observer:
 
 
 def left(folder: Path, owner: Owner | bytes, beat: int = 0) -> Path:
-    """A lock file as an owner leaves it."""
+    """Leave a lock file of this owner."""
     text = owner if isinstance(owner, bytes) else owner.text()
     path = folder / LOCK
     path.write_bytes(text.replace(b"           0}", f"{beat:>12}}}".encode()))
@@ -73,23 +73,23 @@ def named(path: Path) -> Any:
 
 
 def no_wait(seconds: float) -> None:
-    """For takeovers that must not watch anything: only the short check afterwards may take its time."""
+    """For takeovers without watching: only the short final check may wait."""
     assert seconds < 1
 
 
-def test_a_lock_names_its_process_and_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_names_its_process_and_is_removed_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "3", "SLURM_CLUSTER_NAME": "c"}.items():
         monkeypatch.setenv(name, value)
     lock = OutputLock(tmp_path / "new" / "run")
     lock.peek()
-    assert not (tmp_path / "new").exists(), "a look changes nothing"
+    assert not (tmp_path / "new").exists(), "peek() changes nothing"
     with lock:
         said = named(lock.path)
         assert (said["pid"], said["job"], said["restarts"], said["cluster"]) == (os.getpid(), "12", 3, "c")
         assert said["start"] == process_start(os.getpid()) and said["heartbeat"] == 0
         assert [path.name for path in lock.folder.iterdir()] == [LOCK]
         lock.acquire()
-        assert named(lock.path) == said, "it has it already"
+        assert named(lock.path) == said, "it already holds it"
         lock.check()
         check_output_folder(lock.folder, False)
     assert list(lock.folder.iterdir()) == []
@@ -98,7 +98,7 @@ def test_a_lock_names_its_process_and_goes_with_it(tmp_path: Path, monkeypatch: 
     assert Owner.this_process().restarts == 0
 
 
-def test_a_lock_appears_with_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_appears_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     linked, link = [], os.link
 
     def looked_at(source: Path, target: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_lock_appears_with_its_content(tmp_path: Path, monkeypatch: pytest.Mon
         assert linked == [lock._own]
 
 
-def test_the_heart_beats_in_place_until_the_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heartbeat_is_updated_in_place_until_the_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.005)
     others = set(threading.enumerate())
     lock = OutputLock(tmp_path)
@@ -145,10 +145,10 @@ def test_a_living_process_is_not_disturbed(holder: subprocess.Popen[str], tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
 
 
-def test_a_killed_process_is_succeeded_at_once(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_killed_process_is_succeeded_immediately(holder: subprocess.Popen[str], tmp_path: Path) -> None:
     holder.kill()
     os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
-    assert Path(f"/proc/{holder.pid}").exists(), "its parent has not asked for its status"
+    assert Path(f"/proc/{holder.pid}").exists(), "its parent has not reaped it"
     lock = OutputLock(tmp_path, wait=no_wait)
     lock.peek()
     lock.acquire()
@@ -157,11 +157,11 @@ def test_a_killed_process_is_succeeded_at_once(holder: subprocess.Popen[str], tm
 
 
 def test_a_process_may_end_while_it_holds_the_lock(holder: subprocess.Popen[str], tmp_path: Path) -> None:
-    holder.communicate(timeout=20)  # which the thread of the heartbeat does not keep it from
-    assert holder.returncode == 0 and not (tmp_path / LOCK).exists()  # given back as the process ended
+    holder.communicate(timeout=20)  # the heartbeat thread does not prevent it
+    assert holder.returncode == 0 and not (tmp_path / LOCK).exists()  # released when the process exited
 
 
-def test_a_number_that_another_process_has_now_is_no_owner(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_reused_pid_is_not_the_owner(holder: subprocess.Popen[str], tmp_path: Path) -> None:
     owner = Owner.parsed((tmp_path / LOCK).read_bytes())
     assert owner is not None
     left(tmp_path, dataclasses.replace(owner, start=owner.start + "0"))
@@ -187,7 +187,7 @@ def test_a_second_trainer_of_the_same_process_succeeds_the_first(tmp_path: Path)
     assert not second.path.exists()
 
 
-def test_from_elsewhere_a_heart_that_stands_still_for_a_minute_has_stopped(tmp_path: Path) -> None:
+def test_from_elsewhere_a_heartbeat_without_change_for_a_minute_is_stale(tmp_path: Path) -> None:
     observer = Observer()
     left(tmp_path, ELSEWHERE, beat=41)
     lock = observer.lock(tmp_path)
@@ -203,7 +203,7 @@ def test_from_elsewhere_a_heart_that_stands_still_for_a_minute_has_stopped(tmp_p
 
 
 @pytest.mark.parametrize("beats", [1, 20, 59])
-def test_from_elsewhere_one_beat_is_a_sign_of_life(beats: int, tmp_path: Path) -> None:
+def test_from_elsewhere_one_heartbeat_proves_life(beats: int, tmp_path: Path) -> None:
     def during(seconds: float) -> None:
         if seconds >= beats:
             left(tmp_path, ELSEWHERE, beat=42)
@@ -216,7 +216,7 @@ def test_from_elsewhere_one_beat_is_a_sign_of_life(beats: int, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
 
 
-def test_what_becomes_of_the_file_meanwhile(tmp_path: Path) -> None:
+def test_the_file_changes_in_the_meantime(tmp_path: Path) -> None:
     path = left(tmp_path, ELSEWHERE)
     gone = Observer(lambda seconds: path.unlink(missing_ok=True) if 3 <= seconds < 4 else None)
     lock = gone.lock(tmp_path)
@@ -232,8 +232,8 @@ def test_what_becomes_of_the_file_meanwhile(tmp_path: Path) -> None:
     assert 3 < beating.now - 1000 < 6
 
 
-def test_an_observer_that_stood_still_watches_on(tmp_path: Path) -> None:
-    """Its own machine, or the file system, may have been away for the minute in which the owner could not beat."""
+def test_a_suspended_observer_keeps_watching(tmp_path: Path) -> None:
+    """Its own machine, or the file system, may have been stalled while the owner could not update its heartbeat."""
 
     def during(seconds: float) -> None:
         if seconds == 5:
@@ -294,8 +294,8 @@ def test_a_requeued_job_does_not_disturb_a_process_that_it_can_see(holder: Any, 
 
 
 @pytest.mark.parametrize("other", ["space", "boot", "host"])
-def test_numbers_say_nothing_across_containers_and_machines(other: str, tmp_path: Path) -> None:
-    """Containers of one name, each with its process 1, which even started at the same tick."""
+def test_pids_are_not_compared_across_containers_and_machines(other: str, tmp_path: Path) -> None:
+    """Containers of the same name, each with a process 1 that even started at the same tick."""
     left(tmp_path, dataclasses.replace(HERE, token="other", **{other: "another"}))
     observer = Observer()
     lock = observer.lock(tmp_path)
@@ -305,8 +305,8 @@ def test_numbers_say_nothing_across_containers_and_machines(other: str, tmp_path
     lock.release()
 
 
-def test_processes_that_hide_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/proc mounted with hidepid shows users their own processes only."""
+def test_hidden_processes_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc mounted with hidepid shows users only their own processes."""
 
     def denied(pid: int, number: int) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
@@ -323,24 +323,24 @@ def test_processes_that_hide_are_watched(tmp_path: Path, monkeypatch: pytest.Mon
     lock.release()
 
 
-def test_one_of_many_wins(tmp_path: Path) -> None:
+def test_exactly_one_of_many_wins(tmp_path: Path) -> None:
     process = driver("race", tmp_path, 10, 5)
     out, _ = process.communicate(timeout=60)
     assert out == " ".join("1" * 10) + "\n\n", "one winner each, and nothing left in the folder"
 
 
 @pytest.mark.ci
-def test_one_of_many_always_wins(tmp_path: Path) -> None:
+def test_exactly_one_of_many_wins_every_round(tmp_path: Path) -> None:
     process = driver("race", tmp_path, 200, 8)
     out, _ = process.communicate(timeout=300)
     assert out == " ".join("1" * 200) + "\n\n"
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_file_that_was_replaced_under_the_observer_is_put_back(
+def test_a_file_that_was_replaced_in_the_meantime_is_restored(
     links: bool, holder: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no kernel keeps turns for all hosts: another one has taken the stale file over since the last look."""
+    """Without a lock across all hosts: another process has replaced the stale file since the last check."""
     living = (tmp_path / LOCK).read_bytes()
     left(tmp_path, dataclasses.replace(HERE, start="0", token="dead"))
     rename = os.rename
@@ -357,8 +357,8 @@ def test_a_file_that_was_replaced_under_the_observer_is_put_back(
     assert (tmp_path / LOCK).read_bytes() == living and [path.name for path in tmp_path.iterdir()] == [LOCK]
 
 
-def test_a_successor_that_was_moved_away_notices(tmp_path: Path) -> None:
-    """The other side: a third process has come into the place while the second held the file in its hand."""
+def test_a_successor_whose_file_was_moved_notices(tmp_path: Path) -> None:
+    """The opposite case: a third process has created its file while the second had moved the old one."""
     left(tmp_path, dataclasses.replace(HERE, start="0", token="dead"))
     third = dataclasses.replace(ELSEWHERE, host="n3")
     observer = Observer(lambda seconds: left(tmp_path, third))
@@ -369,13 +369,13 @@ def test_a_successor_that_was_moved_away_notices(tmp_path: Path) -> None:
     assert named(tmp_path / LOCK)["host"] == "n3"
 
 
-def test_a_run_that_was_taken_for_dead_notices(tmp_path: Path) -> None:
+def test_a_run_that_was_mistaken_for_dead_notices(tmp_path: Path) -> None:
     lock = OutputLock(tmp_path)
-    lock.check()  # not acquired, so there is nothing to lose
+    lock.check()  # not acquired, so nothing to check
     lock.acquire()
     lock.path.unlink()
     lock.check()
-    assert named(lock.path)["token"] == lock._own.token, "written again: somebody has removed it"
+    assert named(lock.path)["token"] == lock._own.token, "recreated after it was removed"
     left(tmp_path, ELSEWHERE)
     with pytest.raises(OutputError, match="is in use by process 7 on n2"):
         lock.check()
@@ -390,7 +390,7 @@ def test_turns_are_for_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest
         descriptor = os.open(tmp_path, os.O_RDONLY)
         assert not lock_module._locked(descriptor)
         start = time.monotonic()
-        with second._turn():  # a process that was stopped in its turn must not stop the others
+        with second._turn():  # a process suspended while holding it must not block the others
             assert time.monotonic() - start > 0.04
     assert lock_module._locked(descriptor)
     os.close(descriptor)
@@ -420,8 +420,8 @@ def test_a_file_system_without_links(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_repeated_request_is_no_other_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS may answer that the name exists because its own first request has made it."""
+def test_a_repeated_request_is_not_another_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS may report that the name exists because its own first request created it."""
     link = os.link
 
     def twice(source: Path, target: Path) -> None:
@@ -433,7 +433,7 @@ def test_a_repeated_request_is_no_other_owner(tmp_path: Path, monkeypatch: pytes
         assert lock.path.exists()
 
 
-def test_a_fork_has_no_lock(tmp_path: Path) -> None:
+def test_a_fork_does_not_hold_the_lock(tmp_path: Path) -> None:
     with OutputLock(tmp_path) as lock:
         pid = os.fork()
         if not pid:
@@ -454,12 +454,12 @@ def test_a_folder_that_disappears(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     lock.path.unlink()
     lock.folder.rmdir()
     heart.join(timeout=10)
-    assert not heart.is_alive(), "nobody can see it beat"
+    assert not heart.is_alive(), "its heartbeat is invisible"
     lock.release()
     assert not told and not lock.folder.exists()
 
 
-def test_a_full_disk_takes_no_lock_and_stops_no_heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_prevents_a_lock_but_not_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.005)
     with small_disk(tmp_path / "disk") as disk:
         lock = OutputLock(disk / "run")
@@ -477,7 +477,7 @@ def test_a_full_disk_takes_no_lock_and_stops_no_heart(tmp_path: Path, monkeypatc
         assert not any((disk / "other").iterdir())
 
 
-def test_a_beat_that_fails_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_heartbeat_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.005)
     tried, write = [], os.pwrite
 
@@ -512,7 +512,7 @@ def test_folders_that_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.Monke
     assert told == [f"output_dir: {lock.path} could not be removed: Read-only file system"]
 
 
-def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
     for name in (f"{LOCK}.abc.new", f"{LOCK}.abc.old", ".other"):
         (tmp_path / name).write_text("")
     check_output_folder(tmp_path / "new", False)

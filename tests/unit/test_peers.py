@@ -1,4 +1,4 @@
-"""What a rank makes of the others' signs of life: over a store in memory, with a clock that the tests move on."""
+"""One rank's view of the others' heartbeats: a store in memory, and a clock that the tests advance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from alignment.reporting.activity import Activity
 
 
 class Failed(SystemExit):
-    """What a rank said, and its verdict, in the place of its end."""
+    """Raised instead of exiting, with the rank's line and verdict."""
 
     def __init__(self, line: str, verdict: Verdict) -> None:
         super().__init__(verdict.code)
@@ -34,7 +34,7 @@ class Failed(SystemExit):
 
 
 class World:
-    """Some ranks of one job; none of them has a thread of its own."""
+    """Some ranks of one job, without threads."""
 
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.store, self.size = 100.0, Store(), size
@@ -51,7 +51,7 @@ class World:
         raise Failed(line, verdict)
 
     def beat(self, *ranks: int, machine: str = "elsewhere") -> None:
-        """What other ranks do meanwhile."""
+        """The activity of other ranks in the meantime."""
         for rank in ranks:
             self.absent[rank].machine = machine
             self.store.set(f"beat/{rank}", self.absent[rank].beat().text())
@@ -69,14 +69,14 @@ def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fallen(rank: Peers, *gone: int) -> None:
-    """Processes of this machine that have ended, as far as a rank knows; all ranks below 4 run here."""
+    """Processes of this machine that a rank considers ended; all ranks below 4 run here."""
     names = [other for other in range(min(4, rank.world_size)) if other != rank.rank]
     watched = {other: SimpleNamespace(ended=other in gone, kill=lambda: None, close=lambda: None) for other in names}
     rank._neighbours._watched = watched  # type: ignore[assignment]
 
 
 @pytest.mark.usefixtures("no_thread")
-def test_a_rank_that_never_beats_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_first_heartbeat_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(3, monkeypatch)
     first = world.rank(0)
 
@@ -92,8 +92,8 @@ def test_a_rank_that_never_beats_is_missed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("no_thread")
-def test_of_several_silent_ranks_all_are_buried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second was stopped some seconds after the first, and would stay behind."""
+def test_all_silent_ranks_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second was suspended some seconds after the first, and would remain."""
     world = World(4, monkeypatch)
     first = world.rank(0)
     world.spend(5, lambda: (world.beat(1, 2, 3), first._turn()))  # type: ignore[func-returns-value]
@@ -104,7 +104,7 @@ def test_of_several_silent_ranks_all_are_buried(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("no_thread")
-def test_a_rank_that_is_cut_off_itself_buries_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_cut_off_itself_kills_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(2, monkeypatch)
     first = world.rank(0)
     world.spend(5, lambda: (world.beat(1), first._turn()))  # type: ignore[func-returns-value]
@@ -117,8 +117,8 @@ def test_a_rank_that_is_cut_off_itself_buries_nobody(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("no_thread")
-def test_a_suspended_job_is_pardoned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever thread comes to see it first."""
+def test_a_suspended_job_gets_one_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever thread notices it first."""
     for seen_by in ("_turn", "tick"):
         world = World(2, monkeypatch)
         first = world.rank(0)
@@ -135,13 +135,13 @@ def test_a_suspended_job_is_pardoned_once(monkeypatch: pytest.MonkeyPatch) -> No
         first._turn()
         assert world.activity.idle <= 5.5
         with pytest.raises(Failed):
-            world.spend(26, first._turn)  # silence counts from now on
+            world.spend(26, first._turn)  # silence is measured from now on
         assert world.now < 1000 + 105 + 27
 
 
 @pytest.mark.usefixtures("no_thread")
-def test_after_a_broken_connection_the_rank_that_has_gone_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one that has said nothing for a second may be busy."""
+def test_the_lost_rank_is_blamed_for_a_broken_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one without a heartbeat for a second may be busy."""
     monkeypatch.setattr(peers, "_LOST_S", 0.5)
     world = World(6, monkeypatch)
     rank = world.rank(2)
@@ -157,7 +157,7 @@ def test_after_a_broken_connection_the_rank_that_has_gone_is_blamed(monkeypatch:
 
 @pytest.mark.usefixtures("no_thread")
 @pytest.mark.parametrize(("beats", "blamed"), [((0, 1, 3, 4), "rank 5"), ((0, 4, 5), ""), ((), "rank 4")])
-def test_after_a_broken_connection_nobody_is_killed_for_being_slow(
+def test_no_rank_is_killed_for_being_slow_after_a_broken_connection(
     beats: tuple[int, ...], blamed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(6, monkeypatch)
@@ -179,8 +179,8 @@ def test_after_a_broken_connection_nobody_is_killed_for_being_slow(
 
 
 @pytest.mark.usefixtures("no_thread")
-def test_the_store_is_kept_for_every_rank_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has left and ended does not count for another."""
+def test_the_store_is_kept_as_long_as_a_rank_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has left and ended does not count twice."""
     world = World(4, monkeypatch)
     first = world.rank(0)
     for rank in (1, 2):
@@ -195,7 +195,7 @@ def test_the_store_is_kept_for_every_rank_that_needs_it(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("no_thread")
-def test_a_store_that_is_stopped_at_the_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_suspended_at_the_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(2, monkeypatch)
     monkeypatch.setattr(peers, "ASK_S", 0.1)
     ranks = [world.rank(0), world.rank(1)]
@@ -208,7 +208,7 @@ def test_a_store_that_is_stopped_at_the_end_is_not_waited_for(monkeypatch: pytes
     stop.set()
 
 
-def test_the_watch_survives_what_it_did_not_expect(
+def test_the_watch_survives_unexpected_errors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     turns: list[int] = []
@@ -229,8 +229,8 @@ def test_the_watch_survives_what_it_did_not_expect(
     )
 
 
-def test_neighbours_are_there_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread may be going through them."""
+def test_neighbours_are_set_in_one_assignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may be iterating over them."""
     here, seen = Neighbours(), []
 
     def begin(pid: int) -> Watched:
@@ -266,8 +266,8 @@ def test_a_process_is_watched_by_a_descriptor_of_any_number() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_rank_asks_little_until_all_have_come() -> None:
-    """Each rank of many used to ask for the first beats of all, twice a second."""
+def test_a_rank_makes_few_queries_until_all_have_joined() -> None:
+    """Every rank used to query the first heartbeats of all ranks, twice a second."""
     store, size = Store(), 40
     exchanges = []
     for rank in range(size):
@@ -289,6 +289,6 @@ def test_a_rank_asks_little_until_all_have_come() -> None:
         exchange._neighbours.close()
 
 
-def test_a_beat_of_the_same_version_is_read_back() -> None:
+def test_a_heartbeat_survives_a_round_trip() -> None:
     beat = Pulse(3).beat()
     assert Beat.parsed(beat.text()) == beat and beat.asker == 3

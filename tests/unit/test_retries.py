@@ -1,4 +1,4 @@
-"""What may pass is repeated, after pauses, and counted; everything else is raised at once."""
+"""Transient failures are retried after pauses and counted; everything else is raised immediately."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def retries(limit: int = 3, pauses: list[float] | None = None) -> Retries:
 
 
 class Failing:
-    """Raises some errors, one at each call, and then returns a value."""
+    """Raises one error per call, then returns a value."""
 
     def __init__(self, *errors: BaseException, result: Any = "read") -> None:
         self.errors, self.result, self.calls = list(errors), result, 0
@@ -45,14 +45,14 @@ class Failing:
 
 
 class Answered(Exception):
-    """As clients of HTTP raise it, with a status of their own."""
+    """An HTTP client's error, with a status."""
 
     def __init__(self, status: int) -> None:
         self.status_code = status
 
 
 class APITimeoutError(Exception):
-    """Known by its name, as those of clients that are not installed."""
+    """Identified by its name, like the errors of clients that are not installed."""
 
 
 def with_response(status: int) -> httpx.HTTPStatusError:
@@ -102,16 +102,16 @@ PERMANENT = [
 
 
 @pytest.mark.parametrize("error", TRANSIENT, ids=repr)
-def test_what_may_pass(error: Exception) -> None:
+def test_transient_errors(error: Exception) -> None:
     assert is_transient(error)
 
 
 @pytest.mark.parametrize("error", PERMANENT, ids=repr)
-def test_what_does_not_pass(error: Exception) -> None:
+def test_permanent_errors(error: Exception) -> None:
     assert not is_transient(error)
 
 
-def test_offline_mode_is_seen_where_it_is_hidden() -> None:
+def test_offline_mode_is_detected_behind_other_errors() -> None:
     """As ``load_dataset`` reports a dataset that is not in the cache."""
     try:
         try:
@@ -122,18 +122,18 @@ def test_offline_mode_is_seen_where_it_is_hidden() -> None:
         assert not is_transient(error)
 
 
-def test_errors_that_cause_each_other_have_an_end() -> None:
+def test_cyclic_causes_terminate() -> None:
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     assert not is_transient(one)
 
 
-def test_a_call_is_repeated_after_growing_pauses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_is_retried_after_growing_pauses(capsys: pytest.CaptureFixture[str]) -> None:
     pauses: list[float] = []
     again, call = retries(pauses=pauses), Failing(TimeoutError("slow"), OSError(errno.EIO, "bad block"))
     assert again("data.jsonl", call) == "read"
     assert call.calls == 3
-    assert sum(pauses) == 4 + 8 and max(pauses) == 1  # in slices, each with a sign of life
+    assert sum(pauses) == 4 + 8 and max(pauses) == 1  # in slices, each of which reports progress
     said = capsys.readouterr().out.splitlines()
     assert said == [
         "data.jsonl: TimeoutError: slow; retry 1 of 3 in 4 s",
@@ -141,7 +141,7 @@ def test_a_call_is_repeated_after_growing_pauses(capsys: pytest.CaptureFixture[s
     ]
 
 
-def test_a_rank_that_waits_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_rank_reports_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     signs: list[float] = []
     slept: list[float] = []
     monkeypatch.setattr(ACTIVITY, "progress", lambda: signs.append(sum(slept)))
@@ -158,7 +158,7 @@ def test_the_last_error_is_raised() -> None:
         retries()("a", Failing(ValueError("wrong")))
 
 
-def test_repetitions_of_all_ranks_are_counted_and_written() -> None:
+def test_retries_of_all_ranks_are_counted_and_logged() -> None:
     one, other = retries(), retries()
     one("a", Failing(TimeoutError(), TimeoutError()))
     other("b", Failing(TimeoutError("slow")))
@@ -179,14 +179,14 @@ def test_repetitions_of_all_ranks_are_counted_and_written() -> None:
     again("c", Failing(TimeoutError()))
     again.counted([again.taken()])
     again.load_state_dict(one.state_dict())
-    assert again.count == 4  # those from before a restart, and that of its start
+    assert again.count == 4  # those before a restart, and those since its start
 
 
 def draws() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-def test_a_repetition_draws_what_the_first_call_drew() -> None:
+def test_a_retry_draws_the_same_random_numbers() -> None:
     drawn: list[Any] = []
 
     def call() -> None:
@@ -210,7 +210,7 @@ def named(name: str, call: Callable[..., Any]) -> FunctionReward:
     return FunctionReward(lambda completions: call(completions), name)
 
 
-def test_functions_are_called_again_with_what_they_had() -> None:
+def test_functions_are_called_again_with_the_same_arguments() -> None:
     def score(completions: list[Any]) -> list[float]:
         return [random.random() for _ in completions]
 
@@ -234,7 +234,7 @@ def test_functions_are_called_again_with_what_they_had() -> None:
     assert len(again.taken()) == 1
 
 
-def test_only_the_awaitables_that_failed_are_awaited_again() -> None:
+def test_only_failed_awaitables_are_awaited_again() -> None:
     calls = {"good": 0, "bad": 0}
 
     async def good(completions: list[Any]) -> list[float]:
@@ -254,7 +254,7 @@ def test_only_the_awaitables_that_failed_are_awaited_again() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("wrong"), httpx.ReadTimeout("slow")])
-def test_a_function_that_goes_on_failing_is_reported(error: Exception) -> None:
+def test_a_function_that_keeps_failing_is_reported(error: Exception) -> None:
     async def bad(completions: list[Any]) -> list[float]:
         raise error
 
@@ -264,7 +264,7 @@ def test_a_function_that_goes_on_failing_is_reported(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("awaited", [False, True])
-def test_a_judge_is_asked_again(awaited: bool) -> None:
+def test_a_judge_is_called_again(awaited: bool) -> None:
     asked: list[int] = []
 
     def answer(prompts: list[Any], pairs: list[Any]) -> list[int]:
@@ -284,7 +284,7 @@ def test_a_judge_is_asked_again(awaited: bool) -> None:
     assert verdicts == Judge(lambda p, c: [0, 0]).verdicts(["p", "q"], [["a", "b"], ["c", "d"]], 0, ["r", "s"])
 
 
-def test_a_pause_grows_to_five_minutes_and_ends_when_the_run_is_to_stop(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pause_grows_to_five_minutes_and_ends_at_a_stop_request(capsys: pytest.CaptureFixture[str]) -> None:
     pauses: list[float] = []
     assert retries(20, pauses).again("a", TimeoutError(), 12)
     assert sum(pauses) == 300
@@ -294,4 +294,4 @@ def test_a_pause_grows_to_five_minutes_and_ends_when_the_run_is_to_stop(capsys: 
         assert retries(20, pauses).again("a", TimeoutError(), 1)
     finally:
         REQUESTS.forget()
-    assert sum(pauses) == 304, "it is repeated at once"
+    assert sum(pauses) == 304, "it is retried immediately"

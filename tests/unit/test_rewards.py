@@ -50,7 +50,7 @@ def samples(completions: list[str], **columns: list[Any]) -> Samples:
         completion_ids=[list(map(ord, text)) for text in completions],
         ended=[text.endswith(".") for text in completions],
         columns=columns,
-        places=[f"rows.jsonl row {1 + number // 2}" for number in range(count)],
+        places=[f"rows.jsonl, row {1 + number // 2}" for number in range(count)],
         template=[{} for _ in completions],
     )
 
@@ -127,7 +127,7 @@ def test_tensors_and_arrays_may_be_returned(kind: Any) -> None:
     assert FunctionReward(returning(kind([1.5, 2.0]))).score(samples(["a", "b"])) == [1.5, 2.0]
 
 
-SPAN = "rows.jsonl row 1 to rows.jsonl row 2"
+SPAN = "rows.jsonl, row 1 to rows.jsonl, row 2"
 
 
 @pytest.mark.parametrize(
@@ -140,14 +140,14 @@ SPAN = "rows.jsonl row 1 to rows.jsonl row 2"
         (None, f"returned null for {SPAN}"),
         ("abc", "returned 'abc' (a string)"),
         ({1: 2}, "returned {1: 2} (an object)"),
-        (torch.zeros(3, 1), "returned [0.0] (a list) for rows.jsonl row 1; expected a number, or None for no score"),
-        ([1.0, 2.0, "3"], "returned '3' (a string) for rows.jsonl row 2; expected a number"),
-        ([1.0, 2.0, math.nan], "returned nan for rows.jsonl row 2; expected a finite number, or None for no score"),
-        (torch.tensor([1.0, -math.inf, 0.0]), "returned -inf for rows.jsonl row 1; expected a finite number"),
-        ([10**400, 1, 1], "returned inf for rows.jsonl row 1"),
-        ([1.0, 2.0, 1j], "returned 1j (of type complex) for rows.jsonl row 2"),
+        (torch.zeros(3, 1), "returned [0.0] (a list) for rows.jsonl, row 1; expected a number, or None for no score"),
+        ([1.0, 2.0, "3"], "returned '3' (a string) for rows.jsonl, row 2; expected a number"),
+        ([1.0, 2.0, math.nan], "returned nan for rows.jsonl, row 2; expected a finite number, or None for no score"),
+        (torch.tensor([1.0, -math.inf, 0.0]), "returned -inf for rows.jsonl, row 1; expected a finite number"),
+        ([10**400, 1, 1], "returned inf for rows.jsonl, row 1"),
+        ([1.0, 2.0, 1j], "returned 1j (of type complex) for rows.jsonl, row 2"),
         # One element, but in a list that a function may have forgotten to reduce.
-        ([1.0, 2.0, torch.ones(1)], "for rows.jsonl row 2; expected a number, or None for no score"),
+        ([1.0, 2.0, torch.ones(1)], "for rows.jsonl, row 2; expected a number, or None for no score"),
     ],
 )
 def test_invalid_scores(returned: Any, said: str) -> None:
@@ -168,11 +168,11 @@ def test_an_exception_names_function_line_and_rows() -> None:
         FunctionReward(breaks).score(samples(["a", "b", "a"]))
     line = helper.__code__.co_firstlineno + 1
     assert str(caught.value) == (
-        f"reward function 'breaks' raised KeyError: 'b' (test_rewards.py line {line}) while scoring {SPAN}; fix the "
+        f"reward function 'breaks' raised KeyError: 'b' (test_rewards.py, line {line}) while scoring {SPAN}; fix the "
         "function, or return None for samples that it cannot score"
     )
     assert isinstance(caught.value.__cause__, KeyError)
-    with pytest.raises(RewardError, match="while scoring rows.jsonl row 1; fix the function"):
+    with pytest.raises(RewardError, match="while scoring rows.jsonl, row 1; fix the function"):
         FunctionReward(breaks).score(samples(["b", "b"]))  # one prompt, named once
 
 

@@ -18,7 +18,7 @@ from alignment.engines.watch.stop import Cut, RunStopped, StopReason
 from alignment.rewards import callables
 from alignment.rewards.judges import Judge
 
-PLACES = [f"rows.jsonl row {number}" for number in range(40)]
+PLACES = [f"rows.jsonl, row {number}" for number in range(40)]
 
 
 def longer(prompts: list[str], pairs: list[list[str]]) -> list[int]:
@@ -126,16 +126,16 @@ def test_a_judge_is_not_called_without_pairs() -> None:
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        ([0], "returned 1 verdicts for 2 pairs, rows.jsonl row 0 to rows.jsonl row 1; expected one for each"),
-        (0, "returned 0 (an integer) for rows.jsonl row 0 to rows.jsonl row 1; expected a list of 2 verdicts"),
+        ([0], "returned 1 verdicts for 2 pairs, rows.jsonl, row 0 to rows.jsonl, row 1; expected one for each"),
+        (0, "returned 0 (an integer) for rows.jsonl, row 0 to rows.jsonl, row 1; expected a list of 2 verdicts"),
         (
             [0, 2],
-            "returned 2 (an integer) for rows.jsonl row 1; expected 0 (the first is better), 1 (the",
+            "returned 2 (an integer) for rows.jsonl, row 1; expected 0 (the first is better), 1 (the",
         ),
-        ([0, True], "returned true (a boolean) for rows.jsonl row 1; expected 0"),
-        ([0.0, 1], "returned 0.0 (a number) for rows.jsonl row 0; expected 0"),
-        ([None, 1], "returned null for rows.jsonl row 0; expected 0"),
-        (["A", "B"], "returned 'A' (a string) for rows.jsonl row 0; expected 0"),
+        ([0, True], "returned true (a boolean) for rows.jsonl, row 1; expected 0"),
+        ([0.0, 1], "returned 0.0 (a number) for rows.jsonl, row 0; expected 0"),
+        ([None, 1], "returned null for rows.jsonl, row 0; expected 0"),
+        (["A", "B"], "returned 'A' (a string) for rows.jsonl, row 0; expected 0"),
     ],
 )
 def test_invalid_verdicts(returned: Any, said: str) -> None:
@@ -161,8 +161,8 @@ def test_an_exception_names_judge_line_and_rows(judge: Any, said: str) -> None:
         verdicts(judge, [["a", "b"], ["c", "d"]])
     line = judge.__code__.co_firstlineno + 1
     assert str(caught.value) == (
-        f"judge {judge.__name__!r} {said} (test_rewards_judges.py line {line}) while judging rows.jsonl row 0 to "
-        "rows.jsonl row 1; fix the judge, or return -1 for pairs that it cannot judge"
+        f"judge {judge.__name__!r} {said} (test_rewards_judges.py, line {line}) while judging rows.jsonl, row 0 to "
+        "rows.jsonl, row 1; fix the judge, or return -1 for pairs that it cannot judge"
     )
     assert isinstance(caught.value.__cause__, (ConnectionError, KeyError))
 

@@ -47,7 +47,7 @@ def v2(folder: str, limit: str | int, usage: int, freeable: int = 0) -> dict[str
         ("0::/", v2("", 8 * GIB, 5 * GIB, 2 * GIB), 5),
         ("0::/", v2("", 64 * GIB, 5 * GIB), 10),
         ("0::/", v2("", 2 * GIB, 3 * GIB), 0),
-        # A job within a container, and a container that is told a path which it cannot see.
+        # A job in a container, and a container with a path that it cannot see.
         ("0::/job/task", v2("job/task/", "max", 0) | v2("job/", 6 * GIB, 2 * GIB) | v2("", 9 * GIB, 2 * GIB), 4),
         ("0::/docker/abc", v2("", 8 * GIB, GIB), 7),
     ],
@@ -67,7 +67,7 @@ def test_the_first_version(tmp_path: Path) -> None:
         f"{top}/job/memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB}",
     }
     assert free_host_bytes(write(tmp_path, files)) == 3 * GIB
-    assert total_host_bytes(tmp_path) == 6 * GIB, "the lowest limit of all groups, whatever is used"
+    assert total_host_bytes(tmp_path) == 6 * GIB, "the lowest limit of all groups, whatever the usage"
 
 
 def test_a_system_without_control_groups(tmp_path: Path) -> None:

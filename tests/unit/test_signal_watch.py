@@ -1,4 +1,4 @@
-"""What the thread that hears signals makes of them, step by step; and where ranks ask each other to stop."""
+"""The signal thread, step by step; and the points at which ranks exchange stop requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from alignment.engines.watch.stop import Cut, RunStopped, StopReason
 
 
 class Hearing:
-    """A watch that handles signals, without its thread, and what it did."""
+    """A watch without its thread, and a record of its actions."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -41,8 +41,8 @@ def hearing() -> Iterator[Hearing]:
         signal.signal(each, handler)
 
 
-def test_a_main_thread_that_looks_by_itself_meanwhile_is_not_ended(hearing: Hearing) -> None:
-    """It was about to begin the loop as the signal came."""
+def test_a_main_thread_that_checks_in_the_meantime_is_not_killed(hearing: Hearing) -> None:
+    """It was about to enter the loop when the signal arrived."""
     hearing.watch._hear(signal.SIGTERM)
     hearing.now += 2.9
     hearing.watch._insist()
@@ -53,7 +53,7 @@ def test_a_main_thread_that_looks_by_itself_meanwhile_is_not_ended(hearing: Hear
     assert hearing.ends == []
 
 
-def test_a_main_thread_that_does_not_hear_is_ended(hearing: Hearing) -> None:
+def test_an_unresponsive_main_thread_is_killed(hearing: Hearing) -> None:
     hearing.watch._hear(signal.SIGTERM)
     hearing.now += 3
     hearing.watch._insist()
@@ -61,8 +61,8 @@ def test_a_main_thread_that_does_not_hear_is_ended(hearing: Hearing) -> None:
     assert hearing.ends == [StopReason.SIGTERM]
 
 
-def test_an_interruption_that_is_swallowed_is_insisted_on(hearing: Hearing) -> None:
-    """Some libraries catch every exception, and a clean-up may block."""
+def test_a_swallowed_interrupt_is_enforced(hearing: Hearing) -> None:
+    """Some libraries catch every exception, and clean-up code may block."""
     with pytest.raises(RunStopped):
         hearing.watch._handle(signal.SIGTERM, None)
     hearing.watch._hear(signal.SIGTERM)
@@ -74,7 +74,7 @@ def test_an_interruption_that_is_swallowed_is_insisted_on(hearing: Hearing) -> N
     assert hearing.ends == [StopReason.SIGTERM]
 
 
-def test_a_handler_that_somebody_set_later_decides(hearing: Hearing) -> None:
+def test_a_handler_that_was_set_later_takes_precedence(hearing: Hearing) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     hearing.watch._hear(signal.SIGTERM)
     hearing.now += 10
@@ -82,7 +82,7 @@ def test_a_handler_that_somebody_set_later_decides(hearing: Hearing) -> None:
     assert hearing.requests.reason is None and hearing.ends == []
 
 
-def test_ctrl_c_while_the_run_finishes_is_answered_and_the_next_one_counts(hearing: Hearing) -> None:
+def test_ctrl_c_while_the_run_finishes_is_acknowledged_and_the_next_one_applies(hearing: Hearing) -> None:
     hearing.requests.done = True
     for pause, ends in ((0, 0), (1, 0), (2, 1)):
         hearing.now += pause
@@ -91,7 +91,7 @@ def test_ctrl_c_while_the_run_finishes_is_answered_and_the_next_one_counts(heari
     assert hearing.told == ["SIGINT: the run is already finishing; press Ctrl-C again to exit immediately"]
 
 
-def test_what_another_rank_was_asked_is_said_once(hearing: Hearing) -> None:
+def test_a_request_on_another_rank_is_announced_once(hearing: Hearing) -> None:
     with hearing.requests.deferred(None):
         hearing.requests.request(StopReason.SIGUSR1, "received by rank 3")
         for _ in range(3):
@@ -99,7 +99,7 @@ def test_what_another_rank_was_asked_is_said_once(hearing: Hearing) -> None:
     assert hearing.told == ["SIGUSR1 (received by rank 3): saving a checkpoint at the next safe point, then stopping"]
 
 
-def test_the_thread_survives_a_terminal_that_was_closed() -> None:
+def test_the_thread_survives_a_closed_terminal() -> None:
     ticks, requests = [], StopRequests()
 
     def closed(text: str) -> None:
@@ -120,7 +120,7 @@ def test_the_thread_survives_a_terminal_that_was_closed() -> None:
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_the_file_is_found_while_the_main_thread_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stop_file_is_found_while_the_main_thread_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alignment.engines.watch.requests._FILE_POLL_S", 0.02)
     requests, over = StopRequests(lambda: time.monotonic() * 100), threading.Event()
     thread = threading.Thread(target=requests.look_until, args=(over,))
@@ -140,7 +140,7 @@ def test_the_file_is_found_while_the_main_thread_waits(tmp_path: Path, monkeypat
 
 
 class Asking(StopRequests):
-    """Counts how often a process looks at what it was asked, by its clock."""
+    """Counts a process's checks for requests, by its clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,8 +160,8 @@ def windows(point: SafePoint, requests: Asking, number: int, calls: int, seconds
             requests.now += seconds
 
 
-def test_ranks_ask_again_where_micro_batches_become_slow() -> None:
-    """Of the first one only its launch was seen."""
+def test_ranks_check_more_often_when_micro_batches_become_slow() -> None:
+    """Only the launch of the first one was timed."""
     requests = Asking()
     point = SafePoint(requests, lambda: requests.now)
     with requests.deferred(None):
@@ -172,7 +172,7 @@ def test_ranks_ask_again_where_micro_batches_become_slow() -> None:
     assert len(requests.at) > 100 and max(gaps[2:]) <= 4.0
 
 
-def test_ranks_do_not_ask_much_more_often_than_every_two_seconds() -> None:
+def test_ranks_check_about_every_two_seconds() -> None:
     requests = Asking()
     point = SafePoint(requests, lambda: requests.now)
     with requests.deferred(None):
@@ -188,7 +188,7 @@ def test_ranks_follow_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safe_points, "world_size", lambda: 2)
 
     def slowest(values: list[float]) -> list[float]:
-        return [values[0], max(values[1], 1.0)]  # the other rank takes a second for each
+        return [values[0], max(values[1], 1.0)]  # the other rank takes a second per call
 
     monkeypatch.setattr(safe_points, "largest_numbers", slowest)
     point = SafePoint(requests, lambda: requests.now)

@@ -69,7 +69,7 @@ def test_as_expected() -> None:
         ({"left": ("python worker.py",)}, "python worker.py: still running"),
         ({"state": "running"}, "the state is running, expected preempted"),
         ({"signal": "-"}, "the signal is -, expected SIGTERM"),
-        ({"checkpoint": 8}, "the newest checkpoint is of step 8, and step 10 was hit"),
+        ({"checkpoint": 8}, "the newest checkpoint is of step 8, but the signal was sent in step 10"),
         ({"checkpoint": 16}, "the newest checkpoint is of step 16, but the signal was sent in step 10"),
     ],
 )
@@ -107,7 +107,7 @@ def test_a_record_continues_with_what_has_not_passed_with_this_code(tmp_path: Pa
     cells = {CELL: EXPECTED, Cell("deepspeed", "group", "INT", "kto"): EXPECTED}
     assert [cell.launcher for cell in wanted(cells, again, "")] == ["deepspeed"]
     assert wanted(cells, again, "TERM") == []
-    again.add(dataclasses.replace(SEEN, problems=("it does not go on",)))
+    again.add(dataclasses.replace(SEEN, problems=("the run cannot be resumed",)))
     assert [cell.launcher for cell in wanted(cells, again, "TERM torchrun")] == ["torchrun"]
 
 

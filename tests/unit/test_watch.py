@@ -1,4 +1,4 @@
-"""What watches a process: progress and its limits, signs of life, requests to stop, launchers, status.json."""
+"""Monitoring of a process: progress and its limits, heartbeats, stop requests, launchers, status.json."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from alignment.reporting.status_file import RunStatus, StatusFile, fail_in_place
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torchrun leaves its workers' environment."""
+    """The environment of a torchrun worker."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
 
 
 class Clock:
-    """A clock that a test moves on."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -51,7 +51,7 @@ class Clock:
 # Progress ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_phase_has_a_limit_by_what_was_seen_of_it() -> None:
+def test_the_limit_of_a_phase_follows_its_history() -> None:
     clock = Clock()
     activity = Activity(clock)
     activity.limits = Limits(least=10, factor=5, first=60)
@@ -60,19 +60,17 @@ def test_a_phase_has_a_limit_by_what_was_seen_of_it() -> None:
         clock.now += 15
         assert activity.idle == 15
         activity.progress()
-        assert activity.idle == 0 and activity.limit == 75, (
-            "five times the longest stretch is more than the first limit"
-        )
+        assert activity.idle == 0 and activity.limit == 75, "five times the longest interval exceeds the first limit"
     assert activity.phase == "start"
     with activity("rollout"):
         assert activity.limit == 75
     with activity("save"):
         clock.now += 1
     with activity("save"):
-        assert activity.limit == 10, "passed once, and shorter than the least limit"
+        assert activity.limit == 10, "completed once, and shorter than the minimum limit"
 
 
-def test_a_phase_that_failed_was_not_passed() -> None:
+def test_a_failed_phase_does_not_count_as_completed() -> None:
     activity = Activity(Clock())
     activity.limits = Limits(least=10, factor=5, first=60)
     with pytest.raises(ValueError), activity("load"):
@@ -81,22 +79,22 @@ def test_a_phase_that_failed_was_not_passed() -> None:
         assert activity.limit == 60
 
 
-def test_time_that_a_process_stood_still_is_not_its_own() -> None:
+def test_suspended_time_does_not_count() -> None:
     clock = Clock()
     activity = Activity(clock)
     assert activity.tick() == 0
     clock.now += 0.5
     assert activity.tick() == 0
     clock.now += 500
-    assert activity.idle == 0.5, "asked before a watcher has come to see it"
-    assert activity.tick() == 500 and activity.tick() == 0, "one watcher hears of it"
+    assert activity.idle == 0.5, "requested before a watcher has seen it"
+    assert activity.tick() == 500 and activity.tick() == 0, "one watcher is told"
     assert activity.idle == 0.5
     clock.now += 2
     assert activity.idle == 2.5, "time counts again"
 
 
-def test_a_main_thread_that_goes_on_first_after_a_suspension_has_not_taken_so_long() -> None:
-    """Hang detection would be off for as long as the job was suspended, and lenient for the rest of the run."""
+def test_suspended_time_does_not_count_if_the_main_thread_resumes_first() -> None:
+    """Otherwise hang detection would be off as long as the job was suspended, and lenient for the rest of the run."""
     clock = Clock()
     activity = Activity(clock)
     activity.limits = Limits(least=10, factor=5, first=60)
@@ -119,8 +117,8 @@ def test_without_a_watcher_all_time_counts() -> None:
     assert activity.idle == 500
 
 
-def test_a_forked_worker_has_locks_of_its_own() -> None:
-    """Those of its parent may be held by a thread that a fork does not copy."""
+def test_a_forked_worker_has_its_own_locks() -> None:
+    """The parent's locks may be held by a thread that a fork does not copy."""
     code = """
 import os
 from alignment.engines.watch.requests import REQUESTS
@@ -149,12 +147,12 @@ def beat(moves: int, *, over: bool = True, waiting: bool = True, finished: bool 
     ("beats", "rank"),
     [
         ([beat(5), beat(4, waiting=False)], 1),
-        ([beat(5), beat(4, waiting=False, over=False)], None),  # a long rollout that gets on
-        ([beat(5, waiting=False), beat(4)], 0),  # what a rank does counts before how far it came
+        ([beat(5), beat(4, waiting=False, over=False)], None),  # a long rollout that makes progress
+        ([beat(5, waiting=False), beat(4)], 0),  # activity takes precedence over progress
         ([beat(5, waiting=False), beat(4, waiting=False)], 1),
         ([beat(5), beat(5)], 0),
         ([beat(5, idle=8.0), beat(5, idle=9.0)], 1),
-        ([beat(7, finished=True, over=False), beat(5)], 1),  # who has finished waits for the others
+        ([beat(7, finished=True, over=False), beat(5)], 1),  # a finished rank waits for the others
         ([beat(7, finished=True), beat(7, finished=True)], None),
     ],
 )
@@ -162,23 +160,23 @@ def test_the_rank_that_hangs(beats: list[Beat], rank: int | None) -> None:
     assert hung_rank(dict(enumerate(beats))) == rank
 
 
-def test_silence_is_counted_by_the_observers_clock() -> None:
+def test_silence_is_measured_by_the_observers_clock() -> None:
     clock = Clock()
     heard, first = Heard(clock), beat(1)
     heard.hear({1: first, 2: first})
     clock.now += 4
-    heard.hear({1: replace(first, count=2), 2: first})  # the latter is the same beat, read again
+    heard.hear({1: replace(first, count=2), 2: first})  # the latter is the same heartbeat, read again
     clock.now += 2
     assert heard.silent(5) == [2] and heard.silent(7) == []
     heard.pardon(3)
     assert heard.silent(5) == []
     heard.pardon(100)
     clock.now += 6
-    assert heard.silent(5) == [1, 2], "nobody is pardoned for what is to come"
+    assert heard.silent(5) == [1, 2], "the future is not pardoned"
     assert Beat.parsed(first.text()) == first
 
 
-def test_who_is_not_heard_of_at_all_is_silent_once_the_time_to_start_is_over() -> None:
+def test_a_rank_without_any_heartbeat_is_silent_after_the_start_period() -> None:
     clock = Clock()
     heard = Heard(clock, awaited=[1, 2], allowance=30)
     clock.now += 3
@@ -189,14 +187,14 @@ def test_who_is_not_heard_of_at_all_is_silent_once_the_time_to_start_is_over() -
     assert heard.silent(5) == [1, 2]
 
 
-def test_ranks_tell_each_other_what_they_were_asked() -> None:
+def test_ranks_forward_stop_requests() -> None:
     first, second, third = (StopRequests() for _ in range(3))
     pulses = [Pulse(rank, requests) for rank, requests in enumerate((first, second, third))]
     assert pulses[1].beat().asked == 0
     second.request(StopReason.SIGTERM)
     pulses[0].heed(pulses[1].beat())
     assert (first.reason, first.detail) == (StopReason.SIGTERM, "received by rank 1")
-    pulses[2].heed(pulses[0].beat())  # which passes it on
+    pulses[2].heed(pulses[0].beat())  # which forwards it
     assert (third.reason, third.detail) == (StopReason.SIGTERM, "received by rank 1")
     first.request(StopReason.SIGINT)
     for pulse in pulses[1:]:
@@ -206,7 +204,7 @@ def test_ranks_tell_each_other_what_they_were_asked() -> None:
     assert (first.reason, first.detail) == (StopReason.SIGINT, ""), "its own"
 
 
-def test_machines_without_proc_are_told_apart_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_without_proc_are_distinguished_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_boot", "_space"):
         monkeypatch.setattr(owner, name, lambda: "")
     machines = []
@@ -216,27 +214,27 @@ def test_machines_without_proc_are_told_apart_by_their_names(monkeypatch: pytest
     assert machines[0] != machines[1]
 
 
-def test_a_collective_is_seen_in_the_stack() -> None:
+def test_a_collective_is_found_in_the_stack() -> None:
     code = "def all_reduce(): return in_collective()\nanswer = all_reduce()"
     inside = {"in_collective": in_collective}
     exec(compile(code, "/lib/torch/distributed/distributed_c10d.py", "exec"), inside)
     assert inside["answer"] and not in_collective()
 
 
-def test_what_does_not_return_is_given_up(tmp_path: Path) -> None:
+def test_calls_that_do_not_return_are_abandoned(tmp_path: Path) -> None:
     start = time.monotonic()
     assert bounded(lambda: time.sleep(5), 0.05) is None and time.monotonic() - start < 2
     assert bounded(lambda: 7, 5) == 7
     assert bounded(lambda: 1 // 0, 5) is None
     path = write_stacks(tmp_path, 3)
-    assert path == tmp_path / "hang-3.txt" and "test_what_does_not_return" in path.read_text()
+    assert path == tmp_path / "hang-3.txt" and "test_calls_that_do_not_return" in path.read_text()
     assert write_stacks(tmp_path / "absent", 3) is None
 
 
 # Requests ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_request_names_the_reason_and_ctrl_c_outranks_it() -> None:
+def test_the_first_request_sets_the_reason_and_ctrl_c_overrides_it() -> None:
     requests = StopRequests()
     assert requests.asked() is None
     for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -244,7 +242,7 @@ def test_the_first_request_names_the_reason_and_ctrl_c_outranks_it() -> None:
     assert requests.reason is StopReason.SIGUSR1
     requests.request(StopReason.STOP)
     requests.request(StopReason.SIGTERM)
-    assert requests.reason is StopReason.STOP, "a person's request outranks a launcher's"
+    assert requests.reason is StopReason.STOP, "a user's request overrides a launcher's"
     requests.request(StopReason.SIGINT, "typed")
     requests.request(StopReason.SIGTERM)
     assert requests.reason is StopReason.SIGINT and requests.detail == "typed"
@@ -254,11 +252,11 @@ def test_the_first_request_names_the_reason_and_ctrl_c_outranks_it() -> None:
     assert requests.reason is None
 
 
-def test_the_file_is_looked_for_at_times(tmp_path: Path) -> None:
+def test_the_stop_file_is_polled(tmp_path: Path) -> None:
     clock, file = Clock(), tmp_path / "STOP"
     requests = StopRequests(clock)
     file.touch()
-    assert requests.asked() is None, "nobody has said where it would be"
+    assert requests.asked() is None, "its location is not known"
     file.unlink()
     with requests.deferred(file):
         assert requests.deferring and requests.asked() is None
@@ -287,12 +285,12 @@ def test_the_file_is_looked_for_at_times(tmp_path: Path) -> None:
         ([], ""),
     ],
 )
-def test_launchers_are_known_by_what_they_run(command: list[str], name: str) -> None:
+def test_launchers_are_recognised_by_their_command(command: list[str], name: str) -> None:
     assert launcher_name(command) == name
 
 
 def orphans(tmp_path: Path, parent: str) -> str:
-    """What a process thinks of itself whose parent is a program of this name."""
+    """Whether a process with a parent of this name considers itself orphaned."""
     program = tmp_path / parent
     program.symlink_to(os.path.realpath(sys.executable))
     child = "from alignment.engines.watch.launchers import orphaned; print(orphaned())"
@@ -303,15 +301,15 @@ def orphans(tmp_path: Path, parent: str) -> str:
 
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize(("parent", "orphan"), [("init", "True\n"), ("python-of-a-launcher", "False\n")])
-def test_a_launcher_that_was_gone_at_the_start_is_missed(tmp_path: Path, parent: str, orphan: str) -> None:
+def test_a_launcher_that_exited_before_the_start_is_detected(tmp_path: Path, parent: str, orphan: str) -> None:
     assert orphans(tmp_path, parent) == orphan
 
 
-def test_nobody_misses_a_launcher_that_there_was_none_of(tmp_path: Path) -> None:
+def test_a_process_without_a_launcher_is_not_orphaned(tmp_path: Path) -> None:
     assert orphans(tmp_path, "init") == "False\n"
 
 
-def test_a_process_that_stands_still_is_seen() -> None:
+def test_a_suspended_process_is_detected() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
         watched = Watched.begin(child.pid)
         assert not watched.stopped
@@ -322,7 +320,7 @@ def test_a_process_that_stands_still_is_seen() -> None:
     assert not watched.stopped
 
 
-def test_the_notice_is_what_the_job_was_promised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_notice_is_that_of_the_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in (NOTICE, "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(NOTICE, "120")
@@ -377,7 +375,7 @@ def test_the_end_of_a_process_is_noticed() -> None:
     assert Watched.begin(child.pid).gone
 
 
-# Signals, in a process of their own ----------------------------------------------------------------------------------
+# Signals, in a separate process --------------------------------------------------------------------------------------
 
 PROGRAM = """
 import os, signal, sys, time
@@ -453,14 +451,14 @@ def test_signals(kind: str, code: int, out: str, err: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
 
 
-def test_a_main_thread_that_does_not_hear_is_not_waited_for() -> None:
+def test_an_unresponsive_main_thread_is_not_waited_for() -> None:
     start = time.monotonic()
     done = run("deaf")
     assert done.returncode == 85 and time.monotonic() - start < 15
     assert done.stderr == "preempted immediately by SIGTERM in phase start after step 0\n"
 
 
-def test_a_second_ctrl_c_ends_at_once() -> None:
+def test_a_second_ctrl_c_exits_immediately() -> None:
     done = run("twice")
     assert (done.returncode, done.stdout) == (130, "still here\n")
     first, last = done.stderr.splitlines()
@@ -468,13 +466,13 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     assert last == "stopped immediately by SIGINT in phase start after step 0"
 
 
-def test_signals_that_are_to_be_ignored_at_the_end_stay_so_and_the_thread_is_not_waited_for() -> None:
+def test_signals_ignored_at_the_end_stay_ignored_and_the_thread_is_not_waited_for() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     watch = SignalWatch(StopRequests(), lambda reason: None)
     try:
         with watch.listening([signal.SIGUSR1, signal.SIGHUP]):
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-            time.sleep(0.1)  # the thread waits for something to hear
+            time.sleep(0.1)  # the thread waits for a signal
             start = time.monotonic()
         assert time.monotonic() - start < 0.3
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
@@ -483,8 +481,8 @@ def test_signals_that_are_to_be_ignored_at_the_end_stay_so_and_the_thread_is_not
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_what_was_ignored_at_the_start_stays_ignored() -> None:
-    """As under `nohup`, or in the background of a script."""
+def test_signals_ignored_at_the_start_stay_ignored() -> None:
+    """As with `nohup`, or in the background of a script."""
     done = run("ignored", (signal.SIGHUP, signal.SIGINT))
     assert (done.returncode, done.stdout, done.stderr) == (0, "survived\n", "")
 
@@ -492,7 +490,7 @@ def test_what_was_ignored_at_the_start_stays_ignored() -> None:
 # status.json ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_status_is_one_key_to_a_line(tmp_path: Path) -> None:
+def test_a_status_has_one_key_per_line(tmp_path: Path) -> None:
     assert read_status(tmp_path) is None
     file = StatusFile(tmp_path, RunStatus(job="17", restarts=2))
     file.update(state="preempted", signal="SIGUSR1", checkpoint="checkpoint-4")
@@ -522,11 +520,11 @@ def test_a_status_is_written_when_something_has_changed_or_time_has_passed(tmp_p
     (tmp_path / "status.json").unlink()
     tmp_path.chmod(0o500)
     file.path = tmp_path / "absent" / "status.json"
-    file.update(step=4)  # a disk that cannot be written costs the update and no more
+    file.update(step=4)  # an unwritable disk only loses the update
     tmp_path.chmod(0o700)
 
 
-def test_a_closed_status_is_not_written_by_itself(tmp_path: Path) -> None:
+def test_a_closed_status_is_not_written_automatically(tmp_path: Path) -> None:
     file = StatusFile(tmp_path, RunStatus())
     file.keep(0.01, lambda: {"step": file.status.step + 1})
     deadline = time.monotonic() + 10
@@ -542,8 +540,8 @@ def test_a_closed_status_is_not_written_by_itself(tmp_path: Path) -> None:
     assert found is not None and found.state == "finished"
 
 
-def test_a_disk_that_does_not_answer_costs_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step and no end of a process waits for it; once it answers, the file is what the run is."""
+def test_an_unresponsive_disk_loses_only_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a step nor the end of a process waits for it; once it responds, the file matches the run."""
     answers, write = threading.Event(), status_file.replace_text
 
     def hangs(path: Path, text: str) -> None:
@@ -565,7 +563,7 @@ def test_a_disk_that_does_not_answer_costs_the_update(tmp_path: Path, monkeypatc
     assert (found.step, found.signal) == (3, "SIGTERM")
 
 
-def test_an_end_is_not_written_over_a_later_attempt(tmp_path: Path) -> None:
+def test_the_end_does_not_overwrite_a_later_attempt(tmp_path: Path) -> None:
     file = StatusFile(tmp_path, RunStatus(host="n1", pid=17, started="then"))
     file.update(state="running")
     later = StatusFile(tmp_path, RunStatus(host="n1", pid=18, started="now"))
@@ -579,7 +577,7 @@ def test_a_status_is_written_for_a_rank_that_was_killed(tmp_path: Path) -> None:
     fail_in_place_of(tmp_path, "n1", 18, "rank 0 was killed")
     fail_in_place_of(tmp_path, "n2", 17, "rank 0 was killed")
     found = read_status(tmp_path)
-    assert found is not None and found.state == "running", "a later attempt keeps it by now"
+    assert found is not None and found.state == "running", "it belongs to a later attempt"
     fail_in_place_of(tmp_path, "n1", 17, "rank 0 was killed")
     found = read_status(tmp_path)
     assert found is not None and (found.state, found.error, found.step) == ("failed", "rank 0 was killed", 4)
@@ -591,7 +589,7 @@ def test_a_status_is_written_for_a_rank_that_was_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"state": "dancing"}', json.dumps({"state": "running", "step": "four"}), '{"step": 4}']
 )
-def test_a_torn_status_is_no_status(tmp_path: Path, text: str) -> None:
+def test_a_torn_status_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "status.json").write_text(text)
     with pytest.raises(ValueError):
         read_status(tmp_path)

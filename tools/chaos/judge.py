@@ -91,7 +91,7 @@ def _half_written(output_dir: Path) -> Iterator[str]:
     for path in sorted(output_dir.glob("*.jsonl")):
         for number, line in enumerate(path.read_text().splitlines(keepends=True), 1):
             if line.endswith("\n") and not _is_json(line):
-                yield f"{path.name}, line {number}: torn"
+                yield f"{path.name}, line {number}: truncated"
 
 
 def _is_json(line: str) -> bool:

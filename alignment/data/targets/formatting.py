@@ -59,8 +59,8 @@ def _text(row: Mapping[str, Any], number: int, function: Format, where: str) -> 
         text = function(row)
     except FAILURES as error:
         raise DataError(
-            f"{where} row {number + 1}: formatting_func raised {raised(error)}; fix the function, or remove the row"
+            f"{where}, row {number + 1}: formatting_func raised {raised(error)}; fix the function, or remove the row"
         ) from error
     if not isinstance(text, str):
-        raise DataError(f"{where} row {number + 1}: formatting_func returned {show(text)}; expected a string")
+        raise DataError(f"{where}, row {number + 1}: formatting_func returned {show(text)}; expected a string")
     return text

@@ -160,6 +160,7 @@ def _environment() -> Environment:
     )
     environment.filters["shown"] = _shown
     environment.filters["percent"] = _percent
+    environment.filters["short"] = _compact
     environment.filters["breakable"] = _breakable
     environment.filters["count"] = lambda value: f"{value:,}"
     return environment

@@ -10,7 +10,7 @@ from alignment.reporting.log_reading import number
 
 Point = tuple[float, float]
 _EVALUATION, _RUNTIME = "eval_", "_runtime"
-_TERMINATED = "completions/mean_terminated_length"
+_LENGTH, _TERMINATED = "completions/mean_length", "completions/mean_terminated_length"
 _MOST_POINTS = 500  # per curve; more cannot be told apart at the size of a chart
 
 
@@ -24,7 +24,7 @@ class Panel(NamedTuple):
 
 PANELS = (
     Panel("Loss", "", {"loss": ""}),
-    Panel("Implicit rewards", "β times the log-ratio of policy and reference", {
+    Panel("Rewards", "of the chosen and the rejected completions", {
         "rewards/chosen": "chosen", "rewards/rejected": "rejected",
     }),
     Panel("Reward margin", "chosen minus rejected", {"rewards/margins": ""}),
@@ -37,7 +37,7 @@ PANELS = (
     Panel("Score margin", "best minus worst completion of a prompt", {"objective/scores_margin": ""}),
     Panel("Win rate", "share of prompts for which the judge prefers the policy", {"win_rate": ""}),
     Panel("Completion length", "tokens", {
-        "completions/mean_length": "all", _TERMINATED: "terminated",
+        _LENGTH: "all", _TERMINATED: "terminated",
     }),
     Panel("Log-probabilities", "of the completions", {"logps/chosen": "chosen", "logps/rejected": "rejected"}),
     Panel("Entropy", "of the next token", {"entropy": ""}),
@@ -103,25 +103,23 @@ def charts(history: Sequence[Mapping[str, Any]], marks: Sequence[tuple[int, str]
 
 
 def _of_run(panel: Panel, history: Sequence[Mapping[str, Any]]) -> Iterator[Series]:
-    color = 0
-    several = sum(bool(points(history, metric)) for metric in panel.metrics) > 1
-    shown: list[list[Point]] = []
-    for metric, label in panel.metrics.items():
-        trained = points(history, metric)
+    trained = {metric: points(history, metric) for metric in panel.metrics}
+    if trained.get(_TERMINATED) == trained.get(_LENGTH):  # all completions terminated
+        trained.pop(_TERMINATED, None)
+    several, color = sum(map(bool, trained.values())) > 1, 0
+    for metric, values in trained.items():
+        label = panel.metrics[metric] if several or metric != _LENGTH else ""
         evaluated = {name: points(history, name) for name in _evaluations(history, metric)}
-        if not trained and not evaluated:
+        if not values and not evaluated:
             continue
-        if metric == _TERMINATED and trained in shown:  # all completions terminated
-            continue
-        shown.append(trained)
         color += 1
-        if trained:
-            yield Series(label or ("training" if evaluated else ""), trained, color)
-        for name, values in evaluated.items():
+        if values:
+            yield Series(label or ("training" if evaluated else ""), values, color)
+        for name, found in evaluated.items():
             which = name[len(_EVALUATION) : len(name) - len(metric)].rstrip("_")
             color += 0 if several and not which else 1
             said = f"evaluation ({which})" if which else "evaluation"
-            yield Series(f"{label}, {said}" if label else said, values, color, evaluation=True)
+            yield Series(f"{label}, {said}" if label else said, found, color, evaluation=True)
 
 
 def compared(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Chart]:

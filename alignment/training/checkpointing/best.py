@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 from alignment.config.errors import CheckpointError, OptionError, did_you_mean, setting
 from alignment.config.fields import SaveStrategy
 from alignment.engines.checkpoints.manifest import Manifest
-from alignment.engines.collectives import on_first_rank
+from alignment.engines.collectives import from_first_rank, on_first_rank
 
 if TYPE_CHECKING:
     from transformers import TrainerState
 
     from alignment.config.options import AlignmentConfig
+    from alignment.training.context import RunContext
+    from alignment.training.run_engines import RunEngines
 
 
 def check_best_metric(args: AlignmentConfig, measured: Iterable[str], eval_names: Iterable[str]) -> None:
@@ -125,3 +127,23 @@ def damage_of_model(folder: Path, *, read: bool) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
+
+
+def load_best(context: RunContext, engines: RunEngines, best: BestModel) -> str | None:
+    """Load the weights of the best evaluation into the policy; collective.
+
+    Returns:
+        A message if weights were loaded, else None.
+    """
+    folder = from_first_rank(best.folder)
+    if folder is None:
+        context.tell("load_best_model_at_end: no evaluation was finite; keeping the weights of the last step")
+    if folder is None or context.state.best_global_step == context.state.global_step:
+        return None
+    damage = on_first_rank(lambda: damage_of_model(folder, read=True))
+    if damage is not None:
+        context.tell(f"load_best_model_at_end: {damage}; keeping the weights of the last step")
+        return None
+    with context.phases("load best"):
+        engines.restore(folder)
+    return f"loaded the weights of {folder.name}: {context.args.metric_for_best_model} {context.state.best_metric:.6g}"

@@ -36,6 +36,7 @@ def begin_status(
     job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
     # Restarts within this job; a newly submitted job has the full number of attempts again.
     stalls = before is not None and before.job == job and before.resumed_from == (resumed_from or "")
+    _finish_earlier_run(folder)
     ACTIVITY.step = 0
     status = RunStatus(
         attempt=before.attempt + 1 if before else 1,
@@ -54,6 +55,13 @@ def begin_status(
     ACTIVITY.status.update()
     ACTIVITY.status.keep(_EVERY_S, _doing)
     ACTIVITY.at_failure = functools.partial(write_page, folder, tell)
+
+
+def _finish_earlier_run(folder: Path) -> None:
+    """Record the end of a run that this process has completed in another folder: a guard records that of the last."""
+    earlier = ACTIVITY.status
+    if earlier is not None and earlier.path.parent != folder and 0 < earlier.status.total_steps <= earlier.status.step:
+        earlier.update(state="finished")
 
 
 def _earlier(folder: Path, tell: Callable[[str], None]) -> RunStatus | None:
