@@ -148,7 +148,7 @@ def _flattened(content: dict[Any, Any], where: str, options: set[str]) -> dict[s
             _add(flat, key, value, where)
             continue
         for inner, inner_value in (value or {}).items():
-            _add(flat, inner, inner_value, f"{where} section {key}")
+            _add(flat, inner, inner_value, f"{where}, section {key}")
     return flat
 
 

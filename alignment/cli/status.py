@@ -1,4 +1,4 @@
-"""The command ``status``: where a run stands, from the files in its output folder."""
+"""The ``status`` command: the status of a run, read from the files in its output folder."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from alignment.engines.inspecting.view import RunView
 from alignment.reporting.status_file import STATUS
 
 _ABOUT = """\
-Show where a run stands, from the files in its output folder alone: state, step and time left, speed, last metrics,
-checkpoints and whether they are complete, phase times, attempts. A run whose process is gone is reported with "no
-heartbeat since". On the host of the run this is known immediately; on another host, the heartbeat is watched for up to
-20 seconds."""
+Show the status of a run, read from its output folder: state, step, time left, speed, last metrics, checkpoints and
+whether they are complete, phase times, attempts. A run whose process has died is reported with "no heartbeat since".
+On the host of the run, this is known immediately; on another host, the heartbeat is watched for up to 20 seconds."""
 _POLL_S, _INTERVAL_S = 0.5, 2.0
 _CLEAR_BELOW, _UP = "\x1b[J", "\x1b[{}F"
 
@@ -91,7 +90,7 @@ def _follow(reader: RunReader, options: argparse.Namespace) -> RunView:
         if view.over:
             return view
         now = time.monotonic()
-        shown = max(shown + (options.interval or _INTERVAL_S), now)  # missed refreshes are not made up for
+        shown = max(shown + (options.interval or _INTERVAL_S), now)  # do not make up for missed refreshes
         time.sleep(shown - now)
 
 

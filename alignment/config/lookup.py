@@ -81,7 +81,7 @@ def load_named(given: str, option: str) -> Any:
 
 
 def raised(error: BaseException) -> str:
-    """Describe an exception of a user's code and its location: ``KeyError: 'x' (lengths.py line 3)``."""
+    """Describe an exception of a user's code and its location: ``KeyError: 'x' (lengths.py, line 3)``."""
     text = " ".join(str(error).split())
     text = text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -90,7 +90,7 @@ def raised(error: BaseException) -> str:
         return said
     # The frames below are in libraries, which the user cannot fix.
     last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
-    return f"{said} ({Path(last.filename).name} line {last.lineno})"
+    return f"{said} ({Path(last.filename).name}, line {last.lineno})"
 
 
 def _is_foreign(filename: str) -> bool:

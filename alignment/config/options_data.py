@@ -56,14 +56,16 @@ class DataOptions:
         "completion: output, label: kto_tag}`. A mapped column replaces a column that already has the expected name. "
         "Expected names: `prompt`, `completion`, `label`, `chosen`, `rejected`, `messages` (a conversation that ends "
         "with the completion), `text`, `tools`, `chat_template_kwargs`. Two more are read only if they are mapped: "
-        "`query` (a text to append to the prompt) and `system` (a system message to prepend to its messages).",
+        "`query` (a text to append to the prompt) and `system` (a system message to prepend to it).",
     )
     max_train_samples: int | None = option(
         None,
-        "Maximum number of training rows to use, the first ones. For a mixture, the maximum applies to all parts "
-        "together and keeps their proportions.",
+        "Maximum number of training rows to use, from the start of the dataset. For a mixture, the maximum applies to "
+        "all parts together and keeps their proportions.",
     )
-    max_eval_samples: int | None = option(None, "Maximum number of evaluation rows to use, the first ones.")
+    max_eval_samples: int | None = option(
+        None, "Maximum number of evaluation rows to use, from the start of the dataset."
+    )
     dataset_num_proc: int | None = option(None, "Number of processes for tokenization. Affects speed only.")
     dataloader_num_workers: int = option(
         0, "Number of worker processes that collate batches. If 0, the training process collates them."

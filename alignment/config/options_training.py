@@ -113,7 +113,7 @@ class LoggingOptions:
 class SavingOptions:
     """Output folder, checkpoints and the hub."""
 
-    TITLE: ClassVar[str] = "Saving and the hub"
+    TITLE: ClassVar[str] = "Saving and the Hub"
 
     overwrite_output_dir: bool = option(
         False,

@@ -106,7 +106,7 @@ def _check_activations(model: nn.Module, before: Mapping[nn.Module, Callable[[Te
         elif "GEGLU" in kernel:
             theirs = F.gelu(points, approximate="tanh")
         if kernel.startswith("Liger") and not torch.allclose(own(points), theirs, atol=1e-5):
-            raise ValueError(f"{kernel} computes another activation than the model's {type(own).__name__}")
+            raise ValueError(f"{kernel} computes a different activation than the model's {type(own).__name__}")
 
 
 def _by_device(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,14 +25,14 @@ from alignment.training.trainer import AlignmentTrainer
 
 
 def digest(tensor: Tensor) -> str:
-    """Of the bits of a tensor, and of its dtype and shape."""
+    """Digest of a tensor's bits, dtype and shape."""
     kept = hashlib.sha1(repr((tensor.dtype, tuple(tensor.shape))).encode())
     kept.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return kept.hexdigest()
 
 
 def packed_with(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What bitsandbytes keeps beside packed weights, by the name of the module."""
+    """bitsandbytes' state of packed weights, by the name of the module."""
     found: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         state = getattr(getattr(module, "weight", None), "quant_state", None)
@@ -46,7 +46,7 @@ def packed_with(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def digests(model: PreTrainedModel) -> dict[str, dict[str, str]]:
-    """Digests of ``frozen`` and ``trained`` parameters, whole whatever the ZeRO stage; collective."""
+    """Digests of ``frozen`` and ``trained`` parameters, unsharded at any ZeRO stage. Collective."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     state = gathered_state_dict(model, keep=True) | packed_with(model)
     return {
@@ -64,7 +64,7 @@ class Recorder(TrainerCallback):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The one inside the engine."""
+        """The model inside the engine."""
         return self.trainer.engines.policy.scorer.model
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -85,7 +85,7 @@ class Recorder(TrainerCallback):
 
 
 def recorded(trainer: AlignmentTrainer, folder: Path) -> dict[str, Any]:
-    """Let a recorder watch; what it will have found."""
+    """Attach a recorder; return its future results."""
     recorder = Recorder(trainer, folder)
     trainer.add_callback(recorder)
     return recorder.found

@@ -26,7 +26,7 @@ PROMPTS = 5  # fewer on the second rank
 
 
 def rows_of(method: str) -> list[dict[str, Any]]:
-    """6 rows; the first two have one prompt."""
+    """6 rows; the first two have the same prompt."""
     rows = unpaired_rows(6, 3) if method == "KTO" else paired_rows(6, 3)
     rows[1]["prompt"] = rows[0]["prompt"]
     return rows

@@ -1,4 +1,4 @@
-"""Under the guard, rank 1 fails in the way that is asked for while rank 0 does something else.
+"""Under the guard, rank 1 fails in the requested way while rank 0 does something else.
 
 Usage: failing_rank.py KIND WORK, after an optional --local_rank=N as the `deepspeed` launcher adds it.
 """
@@ -36,7 +36,7 @@ def main() -> None:
     kind, work = sys.argv[-2:]
     print(f"rank {rank()} of {world_size()} began", flush=True)
     if kind.startswith("everyone-"):
-        torch.distributed.barrier()  # a rank that is still connecting hears of nothing until torch tries again
+        torch.distributed.barrier()  # a connecting rank is not notified before torch retries
         fail(kind.removeprefix("everyone-"))
     if rank() == 1 and kind != "none":
         time.sleep(0.5)

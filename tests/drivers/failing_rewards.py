@@ -39,7 +39,7 @@ class Model:
 
 
 def samples(count: int) -> Samples:
-    """So many of this rank's."""
+    """``count`` samples of this rank."""
     texts: list[Any] = ["text"] * count
     places = [f"rank {rank()}'s row {number}" for number in range(count)]
     return Samples(texts, texts, [[1]] * count, [True] * count, {}, places, [{}] * count)
@@ -64,7 +64,7 @@ def judge(prompts: list[str], pairs: list[list[str]]) -> list[int]:
 
 
 def message(act: Callable[[], Any]) -> str:
-    """What is said, on whatever rank."""
+    """The message, on any rank."""
     try:
         act()
     except RewardError as error:
@@ -75,7 +75,7 @@ def message(act: Callable[[], Any]) -> str:
 
 
 def while_stopping() -> str:
-    """The judge's failure on rank 1, in a run of which rank 0 alone knows that it has to stop."""
+    """The judge's failure on rank 1, while only rank 0 knows that the run has to stop."""
     requests = StopRequests()
     if rank() == 0:
         requests.request(StopReason.SIGTERM)

@@ -81,19 +81,19 @@ class TracedReference:
         self.engine = engine
 
     def sequence_logps(self, batch: Batch, ids: RowIds) -> torch.Tensor:
-        """As :class:`~alignment.references.base.Reference` says."""
+        """See :class:`~alignment.references.base.Reference`."""
         return self.engine.sequence_scores(batch)
 
     def token_logps(self, batch: Batch, ids: RowIds) -> torch.Tensor:
-        """As :class:`~alignment.references.base.Reference` says."""
+        """See :class:`~alignment.references.base.Reference`."""
         return self.engine.token_logps(batch)
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """Nothing to release."""
 
 
 def scorer_of(method: Any, weights: str, architecture: str) -> Any:
-    """A tiny model in its scorer, with what is trained of it."""
+    """A tiny model in its scorer, with its trained parameters."""
     config = tiny_config(architecture)
     config.num_labels, config.pad_token_id = 1, 2
     auto = AutoModelForSequenceClassification if method.options.method == "reward" else AutoModelForCausalLM
@@ -142,7 +142,7 @@ def options_of(name: str, **more: Any) -> AlignmentConfig:
 
 
 def main() -> None:
-    """Trace everything, and write what came of it."""
+    """Trace everything, and write the results."""
     found: dict[str, Any] = {}
     cases: list[tuple[str, str, dict[str, Any], str]]
     cases = [(name, kind, {}, "untied") for name, kind in itertools.product(BATCHES, KINDS)]

@@ -1,4 +1,4 @@
-"""The command, until the end of its first optimizer step: then what is imported goes into a file, and it ends.
+"""Run the command until the end of its first optimizer step, then write the imported modules into a file and exit.
 
 ``python first_step.py FILE.json ARGUMENT ...``
 """

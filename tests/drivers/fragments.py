@@ -17,7 +17,7 @@ FIRST, STEPS = 5, 4
 
 
 def pairs(folder: Path, stages: list[str], sources: list[str]) -> dict[str, float]:
-    """Begin at each stage on these ranks, and proceed at each from what was begun elsewhere."""
+    """Start at each stage on these ranks, and continue at each stage from runs started elsewhere."""
     world = torch.distributed.get_world_size()
     wanted = {stage: begin(Case(f"stage{stage}"), folder / f"{world}-{stage}", FIRST, STEPS) for stage in stages}
     begun = [*sources, *(f"{world}-{stage}" for stage in stages)]
@@ -30,7 +30,7 @@ def pairs(folder: Path, stages: list[str], sources: list[str]) -> dict[str, floa
 
 
 def main() -> None:
-    """Do the jobs one after the other."""
+    """Run the jobs one after another."""
     folder, jobs = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
     init_distributed(use_cpu=True)
     world = torch.distributed.get_world_size()

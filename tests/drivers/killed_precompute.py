@@ -21,7 +21,7 @@ build, write = ReferencePlan.build, store.LogpStore.write
 
 
 def built(plan: ReferencePlan, options: Any) -> EngineReference:
-    """The reference; from now on the time is running, on every rank."""
+    """Build the reference, and start the timer on every rank."""
     reference = build(plan, options)
     if SECONDS:
         threading.Timer(SECONDS, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -29,7 +29,7 @@ def built(plan: ReferencePlan, options: Any) -> EngineReference:
 
 
 def written(one: store.LogpStore, *args: Any) -> None:
-    """A part, and a pause, so that there is time to be killed in."""
+    """Write a part and pause, so that there is time for the kill."""
     write(one, *args)
     time.sleep(0.02 if SECONDS else 0)
 

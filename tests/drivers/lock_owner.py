@@ -20,7 +20,7 @@ from alignment.engines.checkpoints.owner import Owner
 
 
 def hold(folder: Path) -> None:
-    """Hold it, and end without giving it back."""
+    """Hold the lock, and exit without releasing it."""
     OutputLock(folder).acquire()
     print("held", flush=True)
     sys.stdin.read()
@@ -39,14 +39,14 @@ def contend(folder: Path, rounds: int, barrier: Barrier, results: multiprocessin
         try:
             lock.check()
         except OutputError:
-            won = 100  # two had it
+            won = 100  # two processes held it
         results.put(won)
         lock.release()
         barrier.wait()
 
 
 def race(folder: Path, rounds: int, processes: int) -> None:
-    """Winners per round."""
+    """Number of winners per round."""
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(processes + 1), context.SimpleQueue()
     for _ in range(processes):

@@ -1,6 +1,6 @@
-"""What torch raises when another rank has gone: each error as one line, by ``describe``. Usage: lost_peers.py CASE.
+"""torch's errors when another rank is lost, each as one line of ``describe``. Usage: lost_peers.py CASE.
 
-Without the guard, which would end the rank before.
+It runs without the guard, which would end the rank first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from alignment.internals.torch import default_store, set_group_timeout
 
 
 def tell(name: str, call: Callable[[], Any]) -> None:
-    """Print what a call raises."""
+    """Print the exception of a call."""
     try:
         call()
         print(f"{name}: nothing", flush=True)
@@ -32,7 +32,7 @@ def tell(name: str, call: Callable[[], Any]) -> None:
 
 
 def silent(store: Any) -> None:
-    """Rank 1 answers nobody."""
+    """Rank 1 does not respond."""
     if rank() == 1:
         store.wait(["done"], timedelta(seconds=30))
         return

@@ -10,7 +10,7 @@ from alignment.data.row_mapper import RowMapper
 
 
 def refuse(self: RowMapper, *batch: Any) -> None:
-    """What ``Dataset.map`` would run."""
+    """Replaces the function of ``Dataset.map``."""
     raise RuntimeError("a row was tokenised")
 
 

@@ -1,4 +1,4 @@
-"""Ranks that do what their arguments say: ``odd_ranks.py WHAT``; they leave their numbers in the folder PIDS."""
+"""Ranks that follow their arguments: ``odd_ranks.py WHAT``; they leave their PIDs in the folder PIDS."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def facts() -> dict[str, object]:
-    """What a rank can see of itself."""
+    """A rank's view of itself."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OWN")
     return {
         "variables": {name: os.environ.get(name) for name in names},
@@ -24,20 +24,20 @@ def facts() -> dict[str, object]:
 
 
 def note(pid: int) -> None:
-    """Leave the number of a process."""
+    """Record the PID of a process."""
     if "PIDS" in os.environ:
         (Path(os.environ["PIDS"]) / str(pid)).touch()
 
 
 def main() -> None:
-    """Rank 1 misbehaves; rank 0 goes on."""
+    """Rank 1 misbehaves; rank 0 continues."""
     what, rank = sys.argv[1], int(os.environ["RANK"])
     print(f"rank {rank} began", flush=True)
     note(os.getpid())
     if what == "facts":
         print(json.dumps(facts()))
     elif what == "daemon":
-        # Ends only if someone finds it: it has left the session and the group of its rank.
+        # Must be found to be ended: it has left the session and the group of its rank.
         note(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
     elif what == "both hang":
         time.sleep(600)
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def waits_for_ever() -> None:
-    """Named in the stack of a rank that hangs."""
+    """Appears in the stack of a hanging rank."""
     time.sleep(600)
 
 

@@ -1,4 +1,4 @@
-"""A rank that moves to a host of its own and joins the others: on_hosts.py HOSTS_FILE PID_OF_A PID_OF_B.
+"""A rank that moves to a separate host and joins the others: on_hosts.py HOSTS_FILE PID_OF_A PID_OF_B.
 
 Ranks are forked from a server that has imported the libraries, which takes a third of a start by a launcher.
 """
@@ -14,7 +14,7 @@ from tools.hosts.network import NAMES, Host
 
 
 def main() -> None:
-    """Add up the ranks' numbers."""
+    """Sum the ranks' numbers."""
     import torch
 
     total = torch.tensor([float(os.environ["RANK"]) + 1])

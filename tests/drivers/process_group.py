@@ -15,7 +15,7 @@ from alignment.internals.torch import default_store, set_group_timeout
 
 
 def late(patience: int) -> None:
-    """Rank 1 comes 3 s late to a collective; rank 0 prints whether it waited."""
+    """Rank 1 enters a collective 3 s late; rank 0 prints whether it waited."""
     set_group_timeout(timedelta(seconds=patience))
     if rank() == 1:
         time.sleep(3)
@@ -28,7 +28,7 @@ def late(patience: int) -> None:
 
 
 def store() -> None:
-    """Both use the group's store by connections of their own, also when the group has gone."""
+    """Both use the group's store over separate connections, even after the group has been destroyed."""
     held = default_store()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     own = torch.distributed.TCPStore(
@@ -38,7 +38,7 @@ def store() -> None:
     deepspeed.comm.destroy_process_group()
     own.set(f"from {rank()}", "a word")
     word = own.get(f"from {1 - rank()}").decode()
-    if rank() == 0:  # which may serve the other
+    if rank() == 0:  # may serve the other rank
         own.wait(["done"])
     else:
         own.set("done", "")

@@ -31,7 +31,7 @@ PICKY = (
 
 
 def samples(pairs: list[list[Any]]) -> Samples:
-    """Prompts with their completions, and nothing else."""
+    """Prompts with their completions only."""
     size = len(pairs)
     prompts, completions = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     places = [f"row {number + 1}" for number in range(size)]
@@ -39,12 +39,12 @@ def samples(pairs: list[list[Any]]) -> Samples:
 
 
 def scored(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """This rank's scores at every placement, and what it is told when another rank fails."""
+    """This rank's scores with every placement, and its error when another rank fails."""
     options = OnlineDPOConfig(output_dir=str(folder / "unused"))
     common: dict[str, Any] = {"options": options, "dtypes": plan_dtypes(options, zero(0)), "batch_size": 2}
     found: dict[str, Any] = {}
     offload = zero(3, parameters=True)
-    # Weights are gathered for each forward anew: a rank that makes fewer of them would leave the other waiting.
+    # Weights are gathered for every forward: a rank with fewer of them would leave the other waiting.
     offload["zero_optimization"] |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
     for placement, mapping in {"replica": zero(0), "offload": offload}.items():
         reward = ClassifierReward(
@@ -62,7 +62,7 @@ def scored(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Everything that the file lists."""
+    """Run everything that the file lists."""
     mock.patch("alignment.training.run_page.draw_page").start()
     path = Path(sys.argv[1])
     spec = json.loads(path.read_text())

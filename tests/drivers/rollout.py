@@ -78,7 +78,7 @@ def policy_engine(
 
 
 def sampling(**more: Any) -> Sampling:
-    """8 tokens at temperature 1, ended by the tokenizer's EOS."""
+    """8 tokens at temperature 1, or until the tokenizer's EOS."""
     return Sampling(**{"max_new_tokens": 8, "eos_token_ids": (EOS,), "pad_token_id": PAD, **more})
 
 
@@ -106,7 +106,7 @@ def train(
 
 
 def whole(policy: PolicyEngine) -> list[str]:
-    """Names of the weights that are whole on this rank, and should not be."""
+    """Names of the weights that are gathered on this rank but should not be."""
     return [
         name
         for name, parameter in policy.scorer.named_parameters()
@@ -140,15 +140,15 @@ def failing_rollout(policy: PolicyEngine, step: int, rollout: RolloutEngine) -> 
 
 
 def lengths(rollout: RolloutEngine, prompts: list[list[int]], seed: int, **more: Any) -> list[list[int]]:
-    """Lengths of two completions of each prompt."""
+    """The lengths of two completions of each prompt."""
     answers = rollout.generate(RolloutRequest(prompts, 2, sampling(**more), seed))
     return [[len(completion.ids) for completion in completions] for completions in answers]
 
 
 def unequal(policy: PolicyEngine, backend: str, gather: bool) -> dict[str, Any]:
-    """Rollouts of one engine in which ranks have little in common."""
+    """Rollouts of one engine with very different work on each rank."""
     rollout = RolloutEngine(policy, backend, gather=gather, batch_size=4, longest_context=64)
-    # Every token ends a completion of one rank, none that of the other; then one rank has no prompt at all.
+    # Every token ends a completion on one rank, none on the other; then one rank has no prompts at all.
     stops = {"eos_token_ids": tuple(range(VOCABULARY))}
     runs = {"eos_token_ids": ()}
     first, second = (stops, runs) if rank() == 0 else (runs, stops)
@@ -162,7 +162,7 @@ def unequal(policy: PolicyEngine, backend: str, gather: bool) -> dict[str, Any]:
 
 
 def token_step(policy: PolicyEngine) -> float:
-    """The gradient norm of a loss over tokens, of which the second rank has none."""
+    """The gradient norm of a token loss, with no tokens on the second rank."""
     scores = policy.forward(collate([] if rank() else SEQUENCES[0], 9), tokens=True)
     assert scores.token_logps is not None
     policy.backward(scores.token_logps.exp().sum() / 9, last=True)
@@ -170,7 +170,7 @@ def token_step(policy: PolicyEngine) -> float:
 
 
 def fitting(policy: PolicyEngine) -> int:
-    """How many completions fit where the first rank's device has room for 40, and the second's for 5."""
+    """Number of completions that fit if the first rank's device has space for 40 and the second's for 5."""
     each = memory.completion_bytes(policy.scorer.model, 64)
     free = int((5 if rank() else 40) * each / 0.8) + 1
     with mock.patch.object(memory, "free_bytes", lambda where: free):
@@ -178,7 +178,7 @@ def fitting(policy: PolicyEngine) -> int:
 
 
 def trained(model: str) -> dict[str, bool]:
-    """Whether training after rollouts equals training without, to the bit."""
+    """Whether training after rollouts is bitwise equal to training without."""
 
     def between(backend: str, gather: bool, fails: bool = False) -> Between:
         made: list[RolloutEngine] = []
@@ -205,8 +205,8 @@ def trained(model: str) -> dict[str, bool]:
 
 
 def main() -> None:
-    """Run all of it."""
-    gc.freeze()  # DeepSpeed collects garbage with every engine, and looks through every library
+    """Run everything."""
+    gc.freeze()  # DeepSpeed collects garbage with every engine, which scans every library
     spec = Path(sys.argv[-1])
     model = json.loads(spec.read_text())["model"]
     found: dict[str, Any] = {}

@@ -27,7 +27,7 @@ _LATE_S = 0.4
 
 
 def waited() -> list[float]:
-    """Seconds in two barriers, to each of which another rank comes late, where an all-reduce returns at once."""
+    """Seconds in two barriers, with a different late rank each, where an all-reduce would return immediately."""
     reduce, works = dist.all_reduce, []
 
     def at_once(*arguments: Any, **options: Any) -> None:
@@ -47,7 +47,7 @@ def waited() -> list[float]:
 
 
 def said(folder: Path) -> str:
-    """What this rank is told of its folder."""
+    """This rank's error for its folder."""
     try:
         probe.check_shared_folder(folder)
     except OutputError as error:
@@ -65,12 +65,12 @@ def on_rank(number: int, *patches: Any) -> Iterator[None]:
 
 
 def appears(link: Path, target: Path) -> None:
-    """Let a folder come into sight late, as through the caches of a network file system."""
+    """Let a folder appear late, as with the caches of a network file system."""
     threading.Timer(0.3, lambda: link.symlink_to(target)).start()
 
 
 def cases(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Names of cases and what they do."""
+    """The cases and their functions."""
     own = folder / str(rank())
     shared = folder / "0"
     own.mkdir()

@@ -22,7 +22,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def end(status: StatusFile, reason: StopReason) -> None:
-    """As a run that was asked to stop."""
+    """Exit like a run after a stop request."""
     status.update(state=reason.state, signal=reason.name)
     sys.exit(reason.code)
 

@@ -1,4 +1,4 @@
-"""Print the threads that the user has asked for, as a rank that a launcher has started sees it."""
+"""Print the number of threads that the user requested, as seen by a rank of a launcher."""
 
 from alignment.engines.cores import users_threads
 

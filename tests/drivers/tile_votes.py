@@ -1,4 +1,4 @@
-"""Two ranks of which first one and then both can use the head's kernels; each prints what they agree on."""
+"""Two ranks, of which first one and then both can use the head's kernels; each prints the common decision."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from alignment.engines.guard import guarded
 from alignment.engines.launch_env import init_distributed, rank, world_size
 from alignment.engines.scoring import PolicyEngine
 
-# The last ones divide gradients among the ranks in another order, and sum in another format than they compute in.
+# The last ones partition gradients in another order, and sum them in another format than they compute in.
 CASES = (
     "stage1/fp32/sgd",
     "stage2/fp32/sgd",
@@ -44,14 +44,14 @@ PLAIN = (1.0,) * MICRO_BATCHES
 
 
 def micro_batch(number: int) -> Batch:
-    """The third is the first one again."""
+    """The third is a repetition of the first one."""
     generator = torch.Generator().manual_seed(0 if number == 2 else number)
     row = torch.randint(2, 53, (9,), generator=generator).tolist()
     return collate([(row[:3], row[3:])], 20)
 
 
 def passed(policy: PolicyEngine, numbers: list[int], idle: set[int], weights: tuple[float, ...]) -> Iterator[int]:
-    """Backward passes of these micro-batches; how many reductions each made."""
+    """Run backward passes of these micro-batches; return the number of reductions of each."""
     mlp = policy.scorer.model.model.layers[1].mlp
     forward = mlp.forward
     for place, number in enumerate(numbers):
@@ -90,7 +90,7 @@ def steps(case: str, folder: Path, once: bool) -> dict[str, Any]:
     before = masters(policy)
     if once:
         for _ in passed(policy, share(MICRO_BATCHES), set(), WEIGHTS):
-            break  # the window is given up after its first micro-batch
+            break  # the window is abandoned after its first micro-batch
         policy.discard()
         found["discarded"] = all(torch.equal(after, before[name]) for name, after in masters(policy).items())
         list(passed(policy, share(2), set(), WEIGHTS))
@@ -100,7 +100,7 @@ def steps(case: str, folder: Path, once: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Every case."""
+    """Run every case."""
     folder = Path(sys.argv[1])
     init_distributed(use_cpu=True)
     results = {case: steps(case, folder, once=world_size() > 1) for case in CASES}

@@ -337,7 +337,7 @@ def test_a_second_round_at_stage_3_has_its_own_reference(base: str, tmp_path: Pa
     assert list(model.peft_config) == ["default"], "the copy is no part of what the user saves"
 
 
-def test_embeddings_that_grew_are_saved(base: str, tmp_path: Path) -> None:
+def test_resized_embeddings_are_saved(base: str, tmp_path: Path) -> None:
     """Also for a plain live model with new adapters."""
     model = AutoModelForCausalLM.from_pretrained(base)
     model.resize_token_embeddings(model.config.vocab_size + 3)

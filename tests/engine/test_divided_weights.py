@@ -62,6 +62,6 @@ def test_weights_that_deepspeed_does_not_find_are_rejected_by_name() -> None:
 @pytest.mark.parametrize(
     ("stage", "error"), [("stage3", torch.OutOfMemoryError("none left")), ("stage0", RuntimeError("another reason"))]
 )
-def test_errors_with_another_cause_are_not_blamed_on_zero3(stage: str, error: RuntimeError) -> None:
+def test_errors_with_another_cause_are_not_attributed_to_zero3(stage: str, error: RuntimeError) -> None:
     with pytest.raises(type(error), match=str(error)):
         built("dbrx", stage, leaves=False, task=failing_with(error))

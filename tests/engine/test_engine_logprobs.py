@@ -124,7 +124,7 @@ def test_inference_has_no_dropout(tmp_path: Path) -> None:
         trainer.close()
 
 
-def test_a_live_16_bit_model_is_widened_with_its_reference(tmp_path: Path) -> None:
+def test_a_live_16_bit_model_and_its_reference_are_upcast(tmp_path: Path) -> None:
     """transformers loads a checkpoint in its dtype: bf16 weights in an fp32 run are not an error."""
     path = make_model(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Export of checkpoints of real runs: the engine's fp32 master weights arrive bitwise at every stage."""
+"""Export of checkpoints of real runs: the engine's fp32 master weights are preserved bitwise at every stage."""
 
 from __future__ import annotations
 

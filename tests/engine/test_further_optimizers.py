@@ -43,7 +43,7 @@ def test_they_are_built_as_by_transformers(optim: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("optim", ["galore_adamw", "adamw_torch_4bit", "schedule_free_sgd"])
 def test_other_packages_are_named(optim: str) -> None:
-    with pytest.raises(OptionError, match=f"optim='{optim}': it is made of the package {OTHER_OPTIMIZERS[optim]}"):
+    with pytest.raises(OptionError, match=f"optim='{optim}': optimizers of the package {OTHER_OPTIMIZERS[optim]}"):
         CPOConfig("out", optim=optim)
 
 

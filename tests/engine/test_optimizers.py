@@ -49,13 +49,13 @@ def losses(model: str, folder: Path, **more: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_every_working_name_has_its_kind() -> None:
+def test_every_supported_name_has_an_optimizer() -> None:
     assert set(KINDS) == set(WORKING_OPTIMIZERS)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_adam_begins_at_step_0(model: str, tmp_path: Path, bf16: bool) -> None:
-    """Also at stage 0 in 16 bits, where DeepSpeed takes a step on gradients of zero; decay makes that one visible."""
+def test_adam_starts_at_step_0(model: str, tmp_path: Path, bf16: bool) -> None:
+    """Including stage 0 in 16 bits, where DeepSpeed makes a step on zero gradients; weight decay makes it visible."""
     courses = {}
     for stage in ("stage0", "stage2", "stage3"):
         args = CPOConfig(
@@ -101,8 +101,8 @@ def test_states_have_the_bits_of_the_name(optim: str) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("stage", ["stage0", "stage2", "stage3", "stage2-offload", "stage3-offload"])
-def test_8bit_adam_learns_as_adam_does(model: str, tmp_path: Path, stage: str) -> None:
-    """Quantised moments change a step by percents: the course of the loss is the same, its digits are not."""
+def test_8bit_adam_learns_like_adam(model: str, tmp_path: Path, stage: str) -> None:
+    """Quantized moments change a step by a few percent: the losses follow the same course, not the same digits."""
     exact = losses(model, tmp_path / "exact", deepspeed=STAGES[stage])
     found = losses(model, tmp_path / "found", deepspeed=STAGES[stage], optim="adamw_8bit")
     assert found[-1] < found[0] - 1 and found != exact
@@ -113,7 +113,7 @@ def test_8bit_adam_learns_as_adam_does(model: str, tmp_path: Path, stage: str) -
     ("optim", "builder", "said"),
     [("deepspeed_cpu_adam", "CPUAdamBuilder", "g++"), ("deepspeed_fused_adam", "FusedAdamBuilder", "g++")],
 )
-def test_without_a_compiler_torch_takes_its_place(
+def test_torch_replaces_an_optimizer_without_a_compiler(
     optim: str, builder: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -125,7 +125,7 @@ def test_without_a_compiler_torch_takes_its_place(
     assert type(made) is torch.optim.AdamW and made.defaults["fused"] is True
 
 
-def test_no_note_where_nothing_is_replaced() -> None:
+def test_no_note_if_nothing_is_replaced() -> None:
     assert check_optimization(CPOConfig(output_dir="out"), 10) is None
 
 
@@ -142,7 +142,9 @@ def test_without_ninja(monkeypatch: pytest.MonkeyPatch) -> None:
         ("deepspeed_fused_adam", "zero2_offload", "set optim to adamw_torch or deepspeed_cpu_adam"),
     ],
 )
-def test_in_the_wrong_memory(optim: str, file: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizers_for_the_other_kind_of_memory(
+    optim: str, file: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = CPOConfig(output_dir="out", optim=optim, bf16=True)
     base = deepspeed_json.load_deepspeed_config(file, "zero2")
     plan = plan_dtypes(args, base)
@@ -158,7 +160,7 @@ def test_in_the_wrong_memory(optim: str, file: str, said: str, monkeypatch: pyte
     [("deepspeed_cpu_adam", ("stage2-offload", "stage3-offload")), ("deepspeed_fused_adam", ("stage0", "stage2"))],
 )
 def test_compiled_adam_is_adam(model: str, tmp_path: Path, optim: str, stages: tuple[str, ...]) -> None:
-    """Builds the op where this machine has not before: one to three minutes."""
+    """Builds the op if this machine has not built it yet: one to three minutes."""
     for stage in stages:
         exact = losses(model, tmp_path / f"{stage}-exact", deepspeed=STAGES[stage], weight_decay=0.1)
         found = losses(model, tmp_path / f"{stage}-found", deepspeed=STAGES[stage], weight_decay=0.1, optim=optim)

@@ -1,4 +1,4 @@
-"""Rollouts from a real engine: what is drawn, what is returned, and that nothing of them stays."""
+"""Rollouts from a real engine: samples, results, and a clean state afterwards."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def policy(model: str) -> Any:
 
 
 def rollout(policy: PolicyEngine, backend: str = "generate", seed: int = 5, **more: Any) -> Answers:
-    """Two completions of each prompt; further arguments are the engine's, the request's, or of the sampling."""
+    """Two completions of each prompt; other arguments belong to the engine, the request, or the sampling."""
     engine = {key: more.pop(key) for key in ("gather", "batch_size", "progress") if key in more}
     logps, prompts = more.pop("logps", False), more.pop("prompts", PROMPTS)
     made = RolloutEngine(policy, backend, longest_context=64, **engine)
@@ -60,7 +60,7 @@ def rows(answers: Answers) -> list[tuple[list[int], list[int]]]:
 
 
 @BOTH
-def test_logps_are_those_of_the_learn_phase(policy: PolicyEngine, backend: str) -> None:
+def test_logps_are_those_of_the_train_phase(policy: PolicyEngine, backend: str) -> None:
     answers = rollout(policy, backend, max_new_tokens=24, logps=True)
     with policy.inference():
         expected = policy.sequence_scores(collate(rows(answers), 400))
@@ -68,7 +68,7 @@ def test_logps_are_those_of_the_learn_phase(policy: PolicyEngine, backend: str) 
         assert one.logps is not None and len(one.logps) == len(ids)
         assert sum(one.logps) == pytest.approx(total, abs=1e-5 * len(ids))
     ended = [one.ended for completions in answers for one in completions]
-    assert True in ended and False in ended  # or the ends are not tested
+    assert True in ended and False in ended  # otherwise the ends are not tested
     for _, ids in rows(answers):
         assert PAD not in ids[-1:] and EOS not in ids[:-1] and len(ids) <= 24
     assert ended == [ids[-1] == EOS for _, ids in rows(answers)]
@@ -93,7 +93,7 @@ def test_logps_are_those_of_the_processed_distribution(policy: PolicyEngine, bac
 
 
 @BOTH
-def test_a_request_repeats_exactly_and_touches_no_other_randomness(policy: PolicyEngine, backend: str) -> None:
+def test_a_request_is_reproducible_and_changes_no_other_randomness(policy: PolicyEngine, backend: str) -> None:
     def states() -> tuple[Any, ...]:
         return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
@@ -106,15 +106,17 @@ def test_a_request_repeats_exactly_and_touches_no_other_randomness(policy: Polic
     assert states() == moved != before
     failing_rollout(policy, 1, RolloutEngine(policy, backend, longest_context=64))
     assert states() == moved
-    # Equal prompts in different chunks are drawn independently.
+    # Equal prompts in different chunks are sampled independently.
     drawn = rollout(policy, backend, prompts=[[0, 5]] * 4, batch_size=2)
     assert len({one.ids for completions in drawn for one in completions}) == 8
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, None])
 @BOTH
-def test_answers_are_in_the_order_of_the_prompts(policy: PolicyEngine, backend: str, batch_size: int | None) -> None:
-    # Each prompt's last token decides the next one, at so low a temperature.
+def test_completions_are_in_the_order_of_the_prompts(
+    policy: PolicyEngine, backend: str, batch_size: int | None
+) -> None:
+    # Each prompt's last token determines the next one, at such a low temperature.
     greedy = {}
     with policy.inference():
         for place, prompt in enumerate(PROMPTS):
@@ -123,11 +125,11 @@ def test_answers_are_in_the_order_of_the_prompts(policy: PolicyEngine, backend: 
     assert {place: {one.ids[0] for one in both} for place, both in enumerate(answers)} == {
         place: {token} for place, token in greedy.items()
     }
-    assert len(set(greedy.values())) == 3  # the last prompt has the first one's
+    assert len(set(greedy.values())) == 3  # the last prompt has that of the first one
 
 
 @BOTH
-def test_the_checkpoints_own_generation_config_has_no_say(policy: PolicyEngine, backend: str) -> None:
+def test_the_checkpoints_generation_config_is_ignored(policy: PolicyEngine, backend: str) -> None:
     model = policy.scorer.model
     plain, own = rollout(policy, backend), model.generation_config
     model.generation_config = GenerationConfig(
@@ -143,14 +145,14 @@ def test_the_checkpoints_own_generation_config_has_no_say(policy: PolicyEngine, 
 
 @pytest.fixture
 def thawed() -> Iterator[None]:
-    """Garbage is collected as in a user's process: conftest.py hides the libraries from it."""
+    """Collect garbage as in a user's process: conftest.py hides the libraries from the collector."""
     gc.unfreeze()
     yield
     gc.freeze()
 
 
 @BOTH
-def test_the_engine_is_as_before_on_any_exit(policy: PolicyEngine, backend: str, thawed: None) -> None:
+def test_the_engine_is_restored_on_any_exit(policy: PolicyEngine, backend: str, thawed: None) -> None:
     model = policy.scorer.model
     own, attention, level = model.generation_config, model.config._attn_implementation, _log_level()
 
@@ -159,7 +161,7 @@ def test_the_engine_is_as_before_on_any_exit(policy: PolicyEngine, backend: str,
         assert model.generation_config is own and model.config._attn_implementation == attention
         assert _log_level() == level and gc.get_freeze_count() == 0
         gc.collect()
-        # By type: isinstance() asks objects for their class, and some answer by importing.
+        # By type: isinstance() queries the class of objects, and some import modules then.
         alive = [one for one in gc.get_objects() if type(one) in (DynamicCache, PagedAttentionCache)]
         assert alive == []
 
@@ -173,7 +175,7 @@ def _log_level() -> int:
     return logging.getLogger("ContinuousBatchingLogger").level
 
 
-def test_the_cache_is_used_where_activations_are_recomputed(policy: PolicyEngine) -> None:
+def test_the_cache_is_used_with_activation_checkpointing(policy: PolicyEngine) -> None:
     model, widths = policy.scorer.model, []
     expected = rollout(policy, eos_token_ids=())
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -182,7 +184,7 @@ def test_the_cache_is_used_where_activations_are_recomputed(policy: PolicyEngine
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     try:
-        # A layer that recomputes its activations neither fills nor reads the cache that it is given.
+        # A layer that recomputes its activations neither fills nor reads the cache.
         assert rollout(policy, eos_token_ids=()) == expected
     finally:
         hook.remove()
@@ -202,7 +204,7 @@ def test_nothing_is_printed(policy: PolicyEngine, backend: str, capfd: pytest.Ca
 
 @pytest.fixture
 def old_objects_spared() -> Any:
-    """DeepSpeed collects garbage with every engine, and looks through every library."""
+    """Exclude the libraries, which DeepSpeed's collection for every engine would scan."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -228,7 +230,7 @@ def test_training_after_rollouts_is_what_it_would_have_been(model: str, stage: s
         assert all(torch.equal(trained[name], weight) for name, weight in plain.items()), (backend, gather, fails)
 
 
-def test_where_the_weights_are_while_tokens_are_generated(model: str) -> None:
+def test_location_of_the_weights_during_generation(model: str) -> None:
     policy = policy_engine(model, "stage3")
     coordinator = policy.engine.optimizer.parameter_offload.get_param_coordinator()
     seen: list[tuple[bool, bool]] = []
@@ -239,13 +241,13 @@ def test_where_the_weights_are_while_tokens_are_generated(model: str) -> None:
     assert [all_whole for all_whole, _ in seen] == [True] * 8
     seen.clear()
     rollout(policy, gather=False, eos_token_ids=())
-    # From the second token on DeepSpeed knows the order of the layers, and fetches ahead.
+    # From the second token on, DeepSpeed knows the order of the layers, and prefetches.
     assert seen == [(False, False)] + [(False, True)] * 7
     policy.close()
 
 
 @pytest.mark.parametrize("gather", [True, False])
-def test_what_an_earlier_pass_kept_whole_is_let_go_of(model: str, gather: bool) -> None:
+def test_weights_kept_by_an_earlier_pass_are_released(model: str, gather: bool) -> None:
     policy = policy_engine(model, "stage3")
     batch = collate([([0, 5, 9], [3, 40, 8, 1])], 4)
     for _ in range(3):
@@ -253,13 +255,13 @@ def test_what_an_earlier_pass_kept_whole_is_let_go_of(model: str, gather: bool) 
         policy.step()
     with policy.inference():
         policy.sequence_scores(batch)
-    assert whole(policy) != []  # for a backward pass that does not come
+    assert whole(policy) != []  # for a backward pass that does not follow
     rollout(policy, gather=gather)
     assert whole(policy) == []
     policy.close()
 
 
-def test_stages_and_ways_of_gathering_draw_the_same(policy: PolicyEngine, model: str) -> None:
+def test_stages_and_ways_of_gathering_give_the_same_samples(policy: PolicyEngine, model: str) -> None:
     expected = rollout(policy)
     other = policy_engine(model, "stage3-offload")
     for gather in (True, False):
@@ -268,14 +270,14 @@ def test_stages_and_ways_of_gathering_draw_the_same(policy: PolicyEngine, model:
 
 
 def test_a_mixture_of_experts(tmp_path: Path) -> None:
-    """Its balancing loss, switched on in the checkpoint, cannot be computed beside a cache."""
+    """Its load-balancing loss, enabled in the checkpoint, cannot be computed with a cache."""
     experts = policy_engine(make_model(tmp_path, "moe"), "stage0")
     assert all(one.ids for completions in rollout(experts) for one in completions)
     assert experts.scorer.model.config.output_router_logits is True
     experts.close()
 
 
-def test_what_fits_is_measured(policy: PolicyEngine, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_memory_is_measured(policy: PolicyEngine, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = policy.scorer.model.config
     each = memory.completion_bytes(policy.scorer.model, 100)
     # 2 layers of 2 key-value heads of 8 each; one layer's activations; six vectors of the vocabulary. All in fp32.

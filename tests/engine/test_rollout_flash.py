@@ -1,4 +1,4 @@
-"""Continuous batching with FlashAttention, whose functions are replaced by plain torch with the kernels' refusals."""
+"""Continuous batching with FlashAttention: plain torch replaces its functions, with the kernels' restrictions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rollout(policy: Any, **engine: Any) -> Any:
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_tokens_are_decoded_from_pages_that_the_kernel_takes(policy: Any, version: int) -> None:
+def test_tokens_are_decoded_from_pages_that_the_kernel_supports(policy: Any, version: int) -> None:
     expected = rollout(policy)
     with flash_attention(policy.scorer.model, version) as calls:
         found = rollout(policy)
@@ -45,8 +45,8 @@ def test_tokens_are_decoded_from_pages_that_the_kernel_takes(policy: Any, versio
 
 @pytest.mark.parametrize(("version", "page"), [(2, 256), (3, 32), (None, 32)])
 @pytest.mark.parametrize("longest", [20, 3000])
-def test_what_transformers_makes_of_the_sizes(policy: Any, version: int | None, page: int, longest: int) -> None:
-    """Tables as long as the longest sequence, so that it is decoded from its pages too, and room for every one."""
+def test_sizes_of_transformers_cache(policy: Any, version: int | None, page: int, longest: int) -> None:
+    """Block tables as long as the longest sequence, so that its pages are used, and space for all sequences."""
     model, new = policy.scorer.model, 7
     parts = [[Work(0, [3] * longest, 2)], [Work(1, [3] * 5, 1), Work(2, [3], 4)]]
     generation = Generation(model, sampling(max_new_tokens=new), torch.device("cpu"))
@@ -69,7 +69,7 @@ def test_what_transformers_makes_of_the_sizes(policy: Any, version: int | None, 
 
 
 def test_whole_pages_are_counted(policy: Any) -> None:
-    """A page is taken whole, however few tokens are in it."""
+    """A page is allocated entirely, however few tokens it contains."""
     model, heads = policy.scorer.model, 2 * 2 * 2 * 8  # layers, keys and values, heads, their width
     plain = memory.completion_bytes(model, 100)
     assert memory.completion_bytes(model, 100, page=256) - plain == (512 - 100) * heads * 4
@@ -87,7 +87,7 @@ def test_whole_pages_are_counted(policy: Any) -> None:
 
 
 def test_one_manager_serves_all_chunks_of_a_rollout(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA graphs belong to what a manager made for its first chunk, and completions are those of separate ones."""
+    """CUDA graphs belong to the manager of the first chunk; the completions are those of separate managers."""
     managers, processors = [], []
     make = ContinuousBatchingManager._create_batch_processor
 

@@ -1,4 +1,4 @@
-"""Processors that read tokens: what they do to a prompt does not depend on the prompts of the same batch."""
+"""Processors that read tokens: their effect on a prompt does not depend on the other prompts of the batch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from alignment.engines.rollout.processors import ACCEPTED, generation_config
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.transformers import logits_processors
 
-# Only the EOS is likely, unless a processor that reads tokens has something to say of it.
+# Only EOS is likely, unless a processor that reads tokens changes that.
 ENDS = {"sequence_bias": [[[EOS], 30.0]]}
-# What stands at the start of a padded row; every prompt begins with 0.
+# The start of a padded row; every prompt begins with 0.
 SEEN = [EOS, 0]
 # Each is wrong for a padded prompt if the padding, here mostly the EOS, is read.
 READ: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def rollout(policy: PolicyEngine, batch_size: int, **more: Any) -> list[list[Completion]]:
-    """At so low a temperature that nothing is left to chance."""
+    """At such a low temperature that sampling is deterministic."""
     engine = RolloutEngine(policy, "generate", batch_size=batch_size, longest_context=64)
     prompts = more.pop("prompts", PROMPTS)
     given = sampling(**{"temperature": 1e-3, "pad_token_id": EOS, **more})
@@ -53,7 +53,7 @@ def rollout(policy: PolicyEngine, batch_size: int, **more: Any) -> list[list[Com
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_batch_is_answered_as_its_prompts_alone_are(policy: PolicyEngine, name: str) -> None:
+def test_a_batch_gives_the_completions_of_its_single_prompts(policy: PolicyEngine, name: str) -> None:
     together, alone = rollout(policy, 8, **READ[name]), rollout(policy, 1, **READ[name])
     assert [[one.ids for one in both] for both in together] == [[one.ids for one in both] for both in alone]
     for one, other in zip(sum(together, []), sum(alone, []), strict=True):
@@ -63,21 +63,21 @@ def test_a_batch_is_answered_as_its_prompts_alone_are(policy: PolicyEngine, name
 
 
 def test_prompts_of_one_length_keep_their_own_scores(policy: PolicyEngine) -> None:
-    """A processor is given the rows of equal padding together."""
+    """A processor receives the rows of equal padding together."""
     more = {"prompts": [[0, 5], [0, 9], [0, 31], [0, 7, 8, 9]], "extra": {"no_repeat_ngram_size": 1}}
     together, alone = (rollout(policy, size, **more) for size in (8, 1))
     assert [[one.ids for one in both] for both in together] == [[one.ids for one in both] for both in alone]
     assert len({one.ids for both in together for one in both}) == 4
 
 
-def test_the_end_may_be_drawn_once(policy: PolicyEngine) -> None:
+def test_the_end_can_be_sampled_once(policy: PolicyEngine) -> None:
     answers = rollout(policy, 8, **READ["no_repeat_ngram_size"])
     assert {one.ids for both in answers for one in both} == {(EOS,)}
 
 
 @pytest.mark.parametrize("key", [*ACCEPTED, "repetition_penalty"])
 def test_every_processor_that_reads_tokens_is_known(policy: PolicyEngine, key: str) -> None:
-    """Tokens changed before the last, whose number stays: no other processor gives another answer."""
+    """With tokens before the last changed but not their number, no other processor gives a different result."""
     value = VALUES[key]
     more = {key: value} if key == "repetition_penalty" else {"extra": {key: value}}
     config = generation_config(sampling(**more))

@@ -1,4 +1,4 @@
-"""What a rollout and an evaluation show while they last."""
+"""Progress bars of rollouts and evaluations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def policy(model: str) -> Any:
 
 @pytest.fixture
 def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(position, total) of every bar of a rollout after every move."""
+    """(position, total) of every bar of a rollout after every update."""
     found: list[tuple[int, int]] = []
 
     class Bar(rollout_engine.tqdm):  # type: ignore[misc]
@@ -55,7 +55,7 @@ def rollout(policy: PolicyEngine, progress: bool, batch_size: int | None, **more
     return engine.generate(RolloutRequest(PROMPTS, 2, sampling(**more), 5))
 
 
-def test_one_chunk_moves_the_bar_at_every_token(policy: PolicyEngine, moves: list[tuple[int, int]]) -> None:
+def test_one_chunk_updates_the_bar_at_every_token(policy: PolicyEngine, moves: list[tuple[int, int]]) -> None:
     shown = rollout(policy, True, None, eos_token_ids=())
     assert moves == [*((step, 8) for step in range(1, 9)), (8, 8)]
     assert rollout(policy, False, None, eos_token_ids=()) == shown
@@ -67,14 +67,14 @@ def test_a_chunk_that_ends_early_counts_in_full(policy: PolicyEngine, moves: lis
     assert rollout(policy, False, 4, eos_token_ids=tuple(range(77))) == shown
 
 
-def test_the_bar_is_one_of_the_rollout(policy: PolicyEngine, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rollout_has_one_bar(policy: PolicyEngine, capfd: pytest.CaptureFixture[str]) -> None:
     rollout(policy, True, None)
     assert "rollout:" in capfd.readouterr().err
     rollout(policy, False, None)
     assert capfd.readouterr() == ("", "")
 
 
-def test_items_that_are_taken_move_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_consumed_items_update_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     bar = Progress(7, "eval", True, torch.device("cpu"))
     items = bar.watch(["a", "b"], 2)
     assert [*items, items[0]] == ["a", "b", "a"] and len(items) == 2
@@ -84,7 +84,7 @@ def test_items_that_are_taken_move_a_bar(capsys: pytest.CaptureFixture[str]) -> 
     assert "3/4" in capsys.readouterr().err.split("\r")[-1]
 
 
-def test_prompts_do_not_move_the_bar_of_an_evaluation(
+def test_prompts_do_not_update_the_bar_of_an_evaluation(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []

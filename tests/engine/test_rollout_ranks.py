@@ -1,4 +1,4 @@
-"""Rollouts on two ranks: none waits for ever, and training goes on as if there had been none."""
+"""Rollouts on two ranks: neither waits forever, and training is not affected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, model: str, ranks: RankServer) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """The results of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     spec = folder / "spec.json"
     spec.write_text(json.dumps({"model": model}))
@@ -35,7 +35,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, model: str, ranks: RankServe
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_that_stop_at_very_different_lengths(found: list[dict[str, Any]], name: str) -> None:
     first, second = (one[name] for one in found)
-    # One rank ends every completion with its first token while the other never does.
+    # One rank ends every completion with its first token, the other never does.
     assert first["first stops"] == [[1, 1]] * 4 and second["first stops"] == [[8, 8]]
     assert first["second stops"] == [[8, 8]] * 4 and second["second stops"] == [[1, 1]]
     assert second["second has none"] == [] and first["first has none"] == []
@@ -46,11 +46,11 @@ def test_ranks_that_stop_at_very_different_lengths(found: list[dict[str, Any]], 
     assert first["described"].startswith("continuous" if name.endswith("continuous") else "generate")
 
 
-def test_what_fits_on_the_fuller_device_is_for_both(found: list[dict[str, Any]]) -> None:
+def test_the_device_with_less_memory_decides_for_both(found: list[dict[str, Any]]) -> None:
     assert [one["fits"] for one in found] == [4, 4]
 
 
-def test_a_loss_over_tokens_of_which_one_rank_has_none(found: list[dict[str, Any]], model: str) -> None:
+def test_a_token_loss_with_a_rank_without_tokens(found: list[dict[str, Any]], model: str) -> None:
     dense = load(model)
     logps = torch.cat([token_logps(dense, prompt, completion) for prompt, completion in SEQUENCES[0]])
     gradients = torch.autograd.grad(logps.exp().mean(), list(dense.parameters()))

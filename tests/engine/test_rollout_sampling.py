@@ -1,4 +1,4 @@
-"""What may be asked of a rollout: backends, further sampling keys, and how a request is divided."""
+"""Options of a rollout: backends, additional sampling keys, and how a request is split."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REFUSED = [
     ("epsilon_cutoff", 7.0, "generation_kwargs: epsilon_cutoff=7.0: transformers ignores this value"),
     ("sequence_bias", {"a": 1}, "generation_kwargs: sequence_bias"),
 ]
-# A value of each key, and what must then be true of a completion of the prompt that it follows.
+# A value of each key, and a condition on the resulting completion of the prompt.
 WORKS: dict[str, Any] = {
     "min_new_tokens": (6, lambda prompt, ids: len(ids) >= 6),
     "no_repeat_ngram_size": (1, lambda prompt, ids: len({*prompt, *ids}) == len(prompt) + len(ids)),
@@ -59,7 +59,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("key, value, message", REFUSED, ids=[key for key, _, _ in REFUSED])
-def test_keys_that_are_refused(key: str, value: Any, message: str) -> None:
+def test_rejected_keys(key: str, value: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message) as caught:
         check_generation_kwargs({key: value})
     assert f"generation_kwargs: {key}=" in str(caught.value) and "\n" not in str(caught.value)
@@ -87,7 +87,7 @@ def bare(config: PretrainedConfig, attention: str = "sdpa") -> Any:
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
-def test_which_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     model = bare(tiny_config("tied"))
     assert choose_backend("auto", model, sampling()).name == "generate"
     cuts = sampling(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
@@ -95,7 +95,7 @@ def test_which_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_backend("generate", model, sampling(repetition_penalty=1.2)).name == "generate"
     with pytest.raises(OptionError, match="vllm.*set one of auto, continuous, generate"):
         choose_backend("vllm", model, sampling())
-    # On a GPU the attention decides.
+    # On a GPU, the attention implementation decides.
     monkeypatch.setattr(continuous, "device", lambda: torch.device("cuda"))
     assert choose_backend("auto", model, sampling()).name == "generate"
     model.config._attn_implementation = "flash_attention_2"
@@ -119,7 +119,7 @@ def test_which_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["penalty", "least", "ngram", "eager", "state", "compressed"],
 )
-def test_continuous_batching_that_is_refused(config: PretrainedConfig, more: dict[str, Any], reason: str) -> None:
+def test_rejected_continuous_batching(config: PretrainedConfig, more: dict[str, Any], reason: str) -> None:
     model = bare(config, "eager" if config.model_type in ("gemma2", "mamba") else "sdpa")
     with pytest.raises(OptionError, match=f"rollout_backend='continuous': .*{reason}; set rollout_backend: generate"):
         choose_backend("continuous", model, sampling(**more))
@@ -127,17 +127,19 @@ def test_continuous_batching_that_is_refused(config: PretrainedConfig, more: dic
 
 
 @pytest.mark.parametrize("has", [{}, {"ContinuousBatchingConfig": object}], ids=["none", "another"])
-def test_a_release_of_transformers_whose_continuous_batching_is_too_old(
+def test_a_release_of_transformers_with_older_continuous_batching(
     monkeypatch: pytest.MonkeyPatch, has: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(continuous, "transformers", SimpleNamespace(__version__="5.0.0", **has))
     model = bare(tiny_config("tied"))
-    with pytest.raises(OptionError, match=r"'continuous': transformers 5\.0\.0 lacks .* 5\.20 has; set rollout_back"):
+    with pytest.raises(
+        OptionError, match=r"'continuous': transformers 5\.0\.0 lacks .* release 5\.20; set rollout_back"
+    ):
         choose_backend("continuous", model, sampling())
     assert choose_backend("auto", model, sampling()).name == "generate"
 
 
-def test_a_request_is_divided_by_completions_longest_prompts_first() -> None:
+def test_a_request_is_split_by_completions_longest_prompts_first() -> None:
     request = RolloutRequest([[1], [1, 2, 3], [1, 2], [4]], 3, sampling(), 0)
     divided = [[(work.prompt, work.count) for work in part] for part in chunks(request, 6)]
     assert divided == [[(1, 3), (2, 3)], [(0, 3), (3, 3)]]
@@ -162,7 +164,7 @@ def test_a_completion_ends_with_its_first_eos() -> None:
     + [("repetition_penalty", 1.3), ("pad_token_id", 7)],
 )
 def test_sampling_reaches_transformers(name: str, value: float) -> None:
-    """Every field under transformers' name for it; one that is misnamed would silently keep its neutral value."""
+    """Every field under transformers' name; a wrong name would silently keep its neutral value."""
     neutral = getattr(generation_config(sampling()), name)
     assert getattr(generation_config(sampling(**{name: value})), name) == value != neutral
 

@@ -1,4 +1,4 @@
-"""What ranks need before they write a checkpoint together: one folder, and a barrier at which the host waits."""
+"""Requirements for writing a checkpoint together: one shared folder, and a barrier at which the host waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARED = ("shared", "to be made", "late")
 
 @pytest.fixture(scope="module")
 def found(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
-    """What each of two ranks found."""
+    """The results of two ranks."""
     folder = tmp_path_factory.mktemp("folders")
     done = ranks.run(DRIVERS / "shared_folder.py", folder, timeout=60)
     own = [{"folder": str(folder)}, {"folder": str(folder)}]
@@ -27,13 +27,13 @@ def test_a_barrier_blocks_the_host_where_an_all_reduce_does_not(found: list[dict
     assert first[0] > 0.3 and second[1] > 0.3, "who came first waited for the other"
 
 
-def test_a_folder_that_all_ranks_see(found: list[dict[str, object]]) -> None:
+def test_a_folder_visible_to_all_ranks(found: list[dict[str, object]]) -> None:
     for entry in found:
         assert {name: entry[name] for name in SHARED} == dict.fromkeys(SHARED, "shared")
         assert entry["left"] == ["0", "1", "late"], "nothing is left behind"
 
 
-def test_a_folder_that_one_rank_does_not_see_is_refused_on_all(found: list[dict[str, object]]) -> None:
+def test_a_folder_invisible_to_one_rank_is_rejected_on_all(found: list[dict[str, object]]) -> None:
     for number, entry in enumerate(found):
         folder = entry["folder"]
         assert entry["node-local"] == (
@@ -50,7 +50,7 @@ def test_a_folder_that_one_rank_does_not_see_is_refused_on_all(found: list[dict[
         ("no quota on rank 1", "n2", "Disk quota exceeded"),
     ],
 )
-def test_a_folder_that_one_rank_cannot_write_is_refused_on_all(
+def test_a_folder_that_one_rank_cannot_write_is_rejected_on_all(
     case: str, host: str, reason: str, found: list[dict[str, object]]
 ) -> None:
     for entry in found:

@@ -100,7 +100,7 @@ def test_only_the_first_rank_prints_the_options(
 def test_an_unknown_command(name: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = exits(capsys, name, "--beta", "1")
     assert (code, out) == (2, "")
-    assert err == f"error: {name!r}: no such command; {hint} Commands: {', '.join(COMMANDS)}\n"
+    assert err == f"error: unknown command {name!r}; {hint} Commands: {', '.join(COMMANDS)}\n"
 
 
 # Closed pipes -------------------------------------------------------------------------------------------------------

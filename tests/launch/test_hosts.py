@@ -158,7 +158,7 @@ def test_misconfigured_hosts(
     if not message:
         assert "rank 0 on host-a: sum 3" in done.stdout and "rank 1 on host-b: sum 3" in done.stdout
         return
-    who = "error: rank " if rank is None else f"error: rank {rank}: host "
+    who = "error: rank " if rank is None else f"error: rank {rank}: "
     assert all(line.startswith(who) and message in line for line in errors), errors
     # The other host cannot be notified of an unresolvable name, because it would be contacted at that address.
     assert len(errors) == (2 if "MASTER_ADDR" in message else 1)

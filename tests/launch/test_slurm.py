@@ -311,7 +311,7 @@ def test_a_stop_file_ends_a_job_that_is_saving_for_a_requeue(waiting: dict[str, 
     job = waiting["stopped by a file"]
     assert job.ended(30) == "FAILED"
     assert (job.state()["Restarts"], job.state()["ExitCode"]) == ("0", "85:0")
-    assert f"not requeued: {job.folder}/STOP is there" in job.report()
+    assert f"not requeued: {job.folder}/STOP exists" in job.report()
 
 
 def test_a_job_that_saves_beyond_its_time_limit_is_requeued(waiting: dict[str, Job]) -> None:
@@ -371,7 +371,7 @@ def test_requests_beyond_the_cluster_are_refused(here: Here) -> None:
     for options, message in {
         "--nodes 5": "--nodes=5: the partition gpu allows at most 4 per job; set --nodes 4",
         "--gpus 3": "--gpus=3: the nodes of partition gpu have at most 2; set --gpus to the GPUs per node",
-        "--partition gpus": "--partition='gpus': no such partition; did you mean 'gpu'?; there are: gpu, cpu, low",
+        "--partition gpus": "--partition='gpus': unknown partition; set one of gpu, cpu, low; did you mean 'gpu'?",
         "--time 3-0": "--time=3-00:00:00: the partition gpu allows 2-00:00:00",
         "--account nobody;": "--account='nobody;': expected a name",
     }.items():

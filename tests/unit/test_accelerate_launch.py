@@ -1,4 +1,4 @@
-"""What accelerate's launcher was told reaches the options, or contradicts them."""
+"""Settings of Accelerate's launcher set options, or contradict them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def options(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], **give
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_engine_is_the_one_that_accelerate_was_told(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+def test_the_engine_matches_accelerates_settings(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
     environment = LAUNCHED | {STAGE: str(stage), "ACCELERATE_MIXED_PRECISION": "bf16"}
     offload = {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"} if stage == 3 else {}
     found = options(monkeypatch, environment | offload, max_grad_norm=1.0)
@@ -37,12 +37,10 @@ def test_the_engine_is_the_one_that_accelerate_was_told(monkeypatch: pytest.Monk
     found.__post_init__()
     assert found.to_dict() == before
     said = f"accelerate launch: {STAGE}='{stage}'"
-    assert notes(found)[0].startswith(said) and notes(found)[0].endswith(
-        f"taken as deepspeed='ZeRO-{stage}', bf16=True"
-    )
+    assert notes(found)[0].startswith(said) and notes(found)[0].endswith(f"sets deepspeed='ZeRO-{stage}', bf16=True")
 
 
-def test_its_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_accelerates_deepspeed_file_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     section = {"type": "AdamW", "params": {"lr": 0.25}}
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}, "optimizer": section}))
@@ -52,7 +50,7 @@ def test_its_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         CPOConfig("out", deepspeed="zero2")
 
 
-def test_variables_that_libraries_set_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_set_by_libraries_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     found = options(
         monkeypatch, {"ACCELERATE_USE_DEEPSPEED": "true", STAGE: "3", "ACCELERATE_MIXED_PRECISION": "fp16"}
     )
@@ -79,8 +77,12 @@ def test_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {"fp16": True}, ["PRECISION='bf16'", "fp16=True"]),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"bf16": False}, ["PRECISION='fp16'", "bf16=False"]),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, {}, ["PRECISION='fp8'", "set bf16, fp16 or no"]),
-        ({"ACCELERATE_USE_FSDP": "true"}, {}, ["ACCELERATE_USE_FSDP='true'", "the engine is DeepSpeed"]),
-        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {}, ["DYNAMO_BACKEND='INDUCTOR'", "not compiled"]),
+        ({"ACCELERATE_USE_FSDP": "true"}, {}, ["ACCELERATE_USE_FSDP='true'", "only DeepSpeed is supported"]),
+        (
+            {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
+            {},
+            ["DYNAMO_BACKEND='INDUCTOR'", "torch.compile is not supported"],
+        ),
         ({STAGE: "4"}, {}, [f"{STAGE}=4", "set 0, 1, 2 or 3"]),
         ({STAGE: "three"}, {}, [f"{STAGE}='three'", "a number"]),
     ],

@@ -173,13 +173,13 @@ def test_without_a_checkpoint_only_the_window_is_skipped(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"on_bad_step": "ignore"}, "on_bad_step='ignore': not one of stop, skip, rewind"),
+        ({"on_bad_step": "ignore"}, "on_bad_step='ignore': expected one of stop, skip, rewind"),
         ({"loss_spike_factor": 1}, "loss_spike_factor=1.0: must be greater than 1"),
         ({"max_bad_steps": 3}, "max_bad_steps=3: has no effect with on_bad_step='stop'"),
         ({"max_bad_steps": 0, "on_bad_step": "skip"}, "max_bad_steps=0: must be at least 1"),
         ({"rewind_windows": 2, "on_bad_step": "skip"}, "rewind_windows=2: has no effect with on_bad_step='skip'"),
-        ({"on_bad_step": "rewind", "save_strategy": "no"}, "with save_strategy='no' there is no checkpoint to return"),
-        ({"on_bad_step": "rewind", "save_only_model": True}, "with save_only_model=True there is no checkpoint"),
+        ({"on_bad_step": "rewind", "save_strategy": "no"}, "no checkpoint to return to with save_strategy='no'"),
+        ({"on_bad_step": "rewind", "save_only_model": True}, "no checkpoint to return to with save_only_model=True"),
         ({"retries": -1}, "retries=-1: must be at least 0"),
         ({"retry_pause": -0.5}, "retry_pause=-0.5: must be at least 0"),
         ({"hang_timeout": 0}, "hang_timeout=0.0: must be greater than 0"),

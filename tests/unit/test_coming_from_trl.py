@@ -1,4 +1,4 @@
-"""Options of TRL and of TrainingArguments: each is accounted for, none is refused at its own default."""
+"""Options of TRL and of TrainingArguments: all are known, and none is rejected at its own default."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def refused(cls: type, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_the_page_is_that_of_the_table() -> None:
+def test_the_page_is_up_to_date() -> None:
     written = (ROOT / "docs" / "reference" / "trl-options.md").read_text(encoding="utf-8")
     assert written == page(), "options changed; run `make tables`"
 
@@ -122,12 +122,12 @@ def test_every_option_of_trl_is_accounted_for(method: str) -> None:
         (SFTConfig, {"packing": True, "max_length": None}, "requires max_length, the length of a pack"),
     ],
 )
-def test_what_would_change_the_result_is_refused(cls: type, options: dict[str, Any], said: str) -> None:
+def test_values_that_would_change_the_result_are_rejected(cls: type, options: dict[str, Any], said: str) -> None:
     message = refused(cls, **options)
     assert message.startswith(f"{next(iter(options))}=") and said in message
 
 
-def test_what_asks_for_existing_behaviour_is_accepted() -> None:
+def test_values_that_match_the_behavior_are_accepted() -> None:
     options = KTOConfig(
         "out", remove_unused_columns=False, ddp_find_unused_parameters=True, fsdp=[], label_names=["label"],
         average_tokens_across_devices=False, accelerator_config={"split_batches": False}, bf16=True,
@@ -138,7 +138,7 @@ def test_what_asks_for_existing_behaviour_is_accepted() -> None:
     assert written["remove_unused_columns"] is False and "dataloader_pin_memory" not in written
 
 
-def test_means_over_one_device_are_means_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_average_tokens_across_devices_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "taken over all devices" in refused(KTOConfig, average_tokens_across_devices=False)
 
@@ -168,7 +168,7 @@ def test_means_over_one_device_are_means_over_all(monkeypatch: pytest.MonkeyPatc
         (KTOConfig, {"model_init_kwargs": '{"attn_implementation": "eager"}'}, "attn_implementation", "eager"),
     ],
 )
-def test_names_and_values_of_others_are_read(cls: type, given: dict[str, Any], name: str, expected: Any) -> None:
+def test_aliases_and_values_of_other_libraries(cls: type, given: dict[str, Any], name: str, expected: Any) -> None:
     options = cls("out", **given)
     assert getattr(options, name) == expected
     for older in given.keys() & older_names(cls).keys():
@@ -189,7 +189,7 @@ def test_contradictions_are_refused(given: dict[str, Any], said: str) -> None:
     assert said in refused(KTOConfig, **given)
 
 
-def test_what_goes_on_to_the_model() -> None:
+def test_arguments_passed_on_to_the_model() -> None:
     given = {
         "torch_dtype": "auto",
         "device_map": {"": 0},
@@ -221,7 +221,7 @@ def test_hf_argument_parser(method: str, order: tuple[int, ...]) -> None:
     assert untouched == METHODS[method]()
 
 
-def test_shared_options_stay_when_options_are_replaced_or_derived() -> None:
+def test_shared_options_survive_replace_and_subclassing() -> None:
     @dataclasses.dataclass
     class Derived(KTOConfig):
         further: int = 1
@@ -235,7 +235,7 @@ def test_shared_options_stay_when_options_are_replaced_or_derived() -> None:
     assert options.to_dict()["model_name_or_path"] == "m" and PublicKTOConfig is KTOConfig
 
 
-def test_what_is_set_afterwards_is_checked_when_the_trainer_is_made() -> None:
+def test_options_set_after_construction_are_checked_by_the_trainer() -> None:
     given = KTOConfig("out", logging_steps=7, model_init_kwargs={"torch_dtype": "bfloat16"})
     given.gradient_checkpointing_kwargs = {"use_reentrant": False}
     given.learning_rate = "1e-5"
@@ -250,12 +250,12 @@ def test_what_is_set_afterwards_is_checked_when_the_trainer_is_made() -> None:
         model_and_options("KTOTrainer", KTOConfig, "m", given)
 
 
-def test_how_to_checkpoint_may_be_said_where_nothing_is() -> None:
+def test_checkpointing_arguments_without_checkpointing() -> None:
     given = KTOConfig("out", gradient_checkpointing=False, gradient_checkpointing_kwargs={"use_reentrant": False})
     assert not given.gradient_checkpointing
 
 
-def test_plain_training_arguments_are_taken_over() -> None:
+def test_plain_training_arguments_are_accepted() -> None:
     plain = TrainingArguments("out", use_cpu=True, learning_rate=3e-4, warmup_steps=0.1, eval_strategy="epoch")
     _, options = model_and_options("KTOTrainer", KTOConfig, "m", plain)
     assert type(options) is KTOConfig
@@ -266,5 +266,5 @@ def test_plain_training_arguments_are_taken_over() -> None:
         model_and_options("KTOTrainer", KTOConfig, "m", refusing)
 
 
-def test_a_loss_of_sft_may_be_unset() -> None:
+def test_the_loss_of_sft_can_be_none() -> None:
     assert SFTConfig("out", loss_type=None).loss_type == SFTConfig("out").loss_type == "nll"

@@ -1,4 +1,4 @@
-"""The compute dtype on GPUs of several generations, which ``torch.cuda`` is made to report."""
+"""The compute dtype on GPUs of several generations, with a patched ``torch.cuda``."""
 
 from __future__ import annotations
 
@@ -60,21 +60,21 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
         (("A10", "P100"), "float32"),
     ],
 )
-def test_bf16_is_taken_where_every_card_computes_in_it(cards: tuple[str, ...], compute: str, plan: Plan) -> None:
+def test_bf16_is_used_if_all_gpus_support_it(cards: tuple[str, ...], compute: str, plan: Plan) -> None:
     made = plan(*cards)
     assert (made.compute, made.master) == (compute, "float32")
     assert (made.note is None) == (compute == "bfloat16")
     assert compute_dtype(KTOConfig("out")) == compute, "what options say without a JSON is the same"
 
 
-def test_a_card_that_no_rank_uses_has_no_say(plan: Plan) -> None:
+def test_a_gpu_that_no_rank_uses_is_ignored(plan: Plan) -> None:
     assert plan("A10", "P100", ranks=1).compute == "bfloat16"
     assert plan("T4", "P100", ranks=1).compute == "float16"
     assert plan("A10", "A10", "P100", ranks=3).compute == "float32"
 
 
-def test_hosts_with_different_cards_are_refused(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each decides by its own cards, and ranks that compute differently would wait for each other for ever."""
+def test_hosts_with_different_gpus_are_rejected(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each host decides by its own GPUs, and ranks with different dtypes would wait for each other forever."""
     made: Any = SimpleNamespace(dtypes=plan("A10"), adapters=None)
     monkeypatch.setattr(engines, "gathered", lambda own: [own, own, "float16", "float16"])
     with pytest.raises(OptionError, match=r"bfloat16 on rank 0, float16 on rank 2\); set dtype"):
@@ -88,14 +88,14 @@ def test_hosts_with_different_cards_are_refused(plan: Plan, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("stage", ["stage0", "stage2", "stage3"])
-def test_turing_trains_in_fp16_at_every_stage_and_says_so(stage: str, plan: Plan) -> None:
+def test_turing_trains_in_fp16_at_every_stage_with_a_note(stage: str, plan: Plan) -> None:
     made = plan("T4", ds=STAGES[stage])
     assert made.ds["fp16"] == {"enabled": True} and made.ds["bf16"] == {"enabled": False}
     assert made.note is not None and made.note.startswith("fp16: T4 does not support bf16")
     assert "\n" not in made.note and "dtype: float32" in made.note
 
 
-def test_a_reference_and_a_reward_model_follow(plan: Plan) -> None:
+def test_reference_and_reward_model_use_the_same_dtype(plan: Plan) -> None:
     made = plan("T4")
     options = KTOConfig("out")
     for key in ("ref", "reward"):
@@ -105,7 +105,7 @@ def test_a_reference_and_a_reward_model_follow(plan: Plan) -> None:
         assert frozen.ds_config["fp16"]["enabled"] and not frozen.ds_config["bf16"]["enabled"]
 
 
-def test_bf16_that_is_asked_for_is_emulated_with_a_warning(plan: Plan) -> None:
+def test_requested_bf16_is_emulated_with_a_warning(plan: Plan) -> None:
     made = plan("T4", bf16=True)
     assert made.compute == "bfloat16"
     assert made.note is not None and "emulates" in made.note and "slow" in made.note
@@ -120,9 +120,7 @@ def test_bf16_that_is_asked_for_is_emulated_with_a_warning(plan: Plan) -> None:
         ({"bf16": False}, {}, "float32"),
     ],
 )
-def test_what_is_asked_for_needs_no_words(
-    options: dict[str, Any], ds: dict[str, Any], compute: str, plan: Plan
-) -> None:
+def test_a_requested_dtype_has_no_note(options: dict[str, Any], ds: dict[str, Any], compute: str, plan: Plan) -> None:
     made = plan("T4", ds={**STAGES["stage2"], **ds}, **options)
     assert (made.compute, made.note) == (compute, None)
 
@@ -130,6 +128,6 @@ def test_what_is_asked_for_needs_no_words(
 @pytest.mark.parametrize(
     ("options", "ds"), [({"fp16": False}, {}), ({}, {"fp16": {"enabled": False}})], ids=["option", "json"]
 )
-def test_fp16_that_is_ruled_out_leaves_fp32(options: dict[str, Any], ds: dict[str, Any], plan: Plan) -> None:
+def test_fp32_is_used_if_fp16_is_disabled(options: dict[str, Any], ds: dict[str, Any], plan: Plan) -> None:
     made = plan("T4", ds={**STAGES["stage2"], **ds}, **options)
     assert made.compute == "float32" and made.note is not None and made.note.startswith("fp32: T4")

@@ -63,7 +63,7 @@ def autos(value: Any) -> bool:
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "max_grad_norm": 0, "gradient_accumulation_steps": 4}])
-def test_policy_is_what_deepspeed_reads(name: str, options: dict[str, Any]) -> None:
+def test_deepspeed_reads_the_policy_config(name: str, options: dict[str, Any]) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     base = load_deepspeed_config(name, "zero2")
@@ -90,7 +90,7 @@ def test_policy_is_what_deepspeed_reads(name: str, options: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_frozen_is_what_deepspeed_reads(placement: str) -> None:
+def test_deepspeed_reads_the_frozen_config(placement: str) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     config = frozen(placement, bf16=True).ds_config
@@ -124,8 +124,8 @@ def test_world_size_enters_the_batch() -> None:
         ("zero3_offload", 1, True, False),
     ],
 )
-def test_only_several_ranks_overlap_and_take_turns(name: str, world: int, overlaps: bool, robin: bool) -> None:
-    """Stage 3 also overlaps the fetching of weights."""
+def test_overlap_and_round_robin_need_several_ranks(name: str, world: int, overlaps: bool, robin: bool) -> None:
+    """Stage 3 overlaps weight prefetching as well."""
     zero = build(load_deepspeed_config(None, name), world_size=world)["zero_optimization"]
     assert (zero["overlap_comm"], zero.get("round_robin_gradients", False)) == (overlaps, robin)
 
@@ -160,7 +160,7 @@ def test_every_auto_is_filled(path: str, hidden: int) -> None:
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     ],
 )
-def test_auto_of_what_the_options_decide(path: str) -> None:
+def test_auto_for_keys_set_by_options(path: str) -> None:
     base: dict[str, Any] = {"zero_optimization": {"stage": 2}}
     set_at(base, path, "auto")
     assert value_at(build(base), path) not in (None, "auto")
@@ -173,7 +173,7 @@ def test_unknown_auto(path: str) -> None:
     assert f'{path}="auto"' in refused(base)
 
 
-def test_deepspeeds_own_auto_stays() -> None:
+def test_deepspeeds_own_auto_is_preserved() -> None:
     assert build({"data_types": {"keep_in_fp32_modules": "auto"}})["data_types"]["keep_in_fp32_modules"] == "auto"
 
 
@@ -212,7 +212,7 @@ def test_agreement_is_accepted() -> None:
     assert build({"steps_per_print": 5})["steps_per_print"] == 5
 
 
-def test_deepspeeds_throughput_timer_waits_only_where_it_is_asked_to() -> None:
+def test_deepspeeds_throughput_timer_is_off_by_default() -> None:
     from deepspeed.utils.config import DeepSpeedThroughputTimerConfig, get_timers_config
 
     for given in ({}, {"timers": {}}, {"timers": {"throughput": {"synchronized": True}}}):
@@ -285,7 +285,7 @@ def test_wrong_values(path: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
-def test_a_text_for_a_section(section: str) -> None:
+def test_a_string_for_a_section(section: str) -> None:
     base = {"zero_optimization": {"stage": 3, section: "cpu"}}
     assert placement_of(base) == "sharded"
     assert f"zero_optimization.{section}='cpu': expected an object" in refused(base)
@@ -337,7 +337,7 @@ def test_placement_of_the_reference() -> None:
     assert frozen(None, on_the_device).placement.name == "sharded"
 
 
-def test_the_table_of_placements_is_the_only_one() -> None:
+def test_placements_are_defined_once() -> None:
     assert set(PLACEMENTS) < set(REF_PLACEMENTS) and tuple(PLACEMENTS) == REWARD_PLACEMENTS
     assert (
         PLACEMENTS["sharded"]
@@ -450,7 +450,7 @@ def test_refused_plans(options: dict[str, Any], base: dict[str, Any], said: list
         assert part in str(caught.value)
 
 
-def test_fp16_needs_an_accelerator_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp16_requires_a_supporting_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator import get_accelerator
 
     monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: False)
@@ -469,7 +469,7 @@ def test_resolved_flags() -> None:
 
 
 class Recorder(dict[str, Any]):
-    """A mapping that notes which keys are asked for."""
+    """A mapping that records which keys are read."""
 
     asked: set[str] = set()
 
@@ -489,7 +489,7 @@ class Recorder(dict[str, Any]):
         return self
 
 
-def test_top_level_keys_are_those_that_deepspeed_reads() -> None:
+def test_top_level_keys_match_deepspeed() -> None:
     from deepspeed.runtime import config as ds
 
     Recorder.asked = set()
@@ -501,7 +501,7 @@ def test_top_level_keys_are_those_that_deepspeed_reads() -> None:
     assert TOP_LEVEL - asked <= {"scheduler", "optimizer", "bfloat16", "datastates_ckpt", "sequence_parallel_size"}
 
 
-def test_section_keys_are_those_of_deepspeed() -> None:
+def test_section_keys_match_deepspeed() -> None:
     from deepspeed.runtime import precision_config
     from deepspeed.runtime.zero import config, leaf_module_config, offload_config
 
@@ -520,7 +520,7 @@ def test_section_keys_are_those_of_deepspeed() -> None:
     assert aliases == STAGE3_SHORT
 
 
-def test_names_are_those_of_transformers() -> None:
+def test_names_match_transformers() -> None:
     from transformers.trainer_utils import SchedulerType
     from transformers.training_args import OptimizerNames
 

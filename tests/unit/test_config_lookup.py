@@ -1,4 +1,4 @@
-"""Functions and classes by name: from a file, from a module, and what is said when there are none."""
+"""Functions and classes by name, from a file or a module, and the errors if they do not exist."""
 
 from __future__ import annotations
 
@@ -108,16 +108,16 @@ def test_a_judge_is_an_object_with_that_method(file: Path) -> None:
         ("{folder}/own.py:Needs", "Needs() raised TypeError: "),
         (
             "{folder}/breaks.py:f",
-            ": importing breaks.py raised ZeroDivisionError: division by zero (breaks.py line 2)",
+            ": importing breaks.py raised ZeroDivisionError: division by zero (breaks.py, line 2)",
         ),
         ("{folder}/syntax.py:f", ": importing syntax.py raised SyntaxError: "),
-        ("{folder}/leaves.py:f", ": importing leaves.py raised SystemExit: 3 (leaves.py line 1)"),
-        ("{folder}/imports.py:f", "raised ModuleNotFoundError: No module named 'nowhere' (imports.py line 1)"),
+        ("{folder}/leaves.py:f", ": importing leaves.py raised SystemExit: 3 (leaves.py, line 1)"),
+        ("{folder}/imports.py:f", "raised ModuleNotFoundError: No module named 'nowhere' (imports.py, line 1)"),
         ("nowhere.module:f", ": no module named 'nowhere'; install it, or pass a file as file.py:name"),
         ("alignment.nothing:f", ": no module named 'alignment.nothing'"),
         ("alignment.objectives.likelihood:nl", "likelihood does not define 'nl'; did you mean 'nll'?"),
         ("_imports_beside:f", ": importing _imports_beside raised ModuleNotFoundError: No module named 'nowhere'"),
-        ("_breaks_beside:f", ": importing _breaks_beside raised KeyError: 'k' (_breaks_beside.py line 1)"),
+        ("_breaks_beside:f", ": importing _breaks_beside raised KeyError: 'k' (_breaks_beside.py, line 1)"),
     ],
 )
 def test_what_cannot_be_loaded(given: str, said: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +140,8 @@ def test_what_cannot_be_loaded(given: str, said: str, file: Path, monkeypatch: p
     assert "own.py" in given or not {name for name in set(sys.modules) - modules if name.startswith("_alignment_")}
 
 
-def test_a_request_to_stop_is_no_failure_of_a_file(tmp_path: Path) -> None:
-    """It comes while the file is imported, or while what it names is made."""
+def test_a_stop_request_is_not_an_error_of_the_file(tmp_path: Path) -> None:
+    """The request arrives while the file is imported, or while the class is instantiated."""
     path = tmp_path / "asked.py"
     leaves = "from alignment.engines.watch.stop import RunStopped, StopReason\n"
     for body in ("raise RunStopped(StopReason.SIGTERM, 'x')", "class f:\n def __init__(s): raise RunStopped(1, 'x')"):

@@ -1,4 +1,4 @@
-"""Options in Python: conversion, defaults, every refusal with key and value, and what callbacks read."""
+"""Options in Python: conversion, defaults, errors with key and value, and the properties that callbacks read."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(cls: type, **options: Any) -> str:
-    """The message with which the options are refused; one line."""
+    """Return the error message for invalid options, which is a single line."""
     with pytest.raises(OptionError) as caught:
         cls("out", **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_folders_to_write_to_may_begin_with_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell leaves that of `--output_dir=~/runs` as it is."""
+def test_home_is_expanded_in_output_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell does not expand `~` in `--output_dir=~/runs`."""
     monkeypatch.setenv("HOME", "/users/me")
     found = SFTConfig("~/runs/a~b", use_peft=True, merged_output_dir="~/merged")
     assert (found.output_dir, found.merged_output_dir) == ("/users/me/runs/a~b", "/users/me/merged")
@@ -126,7 +126,7 @@ def test_wrong_type(name: str, given: Any, said: str) -> None:
         (KTOConfig, {"per_device_eval_batch_size": 0}, ["per_device_eval_batch_size=0", "at least 1"]),
         (KTOConfig, {"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps=0", "at least 1"]),
         (KTOConfig, {"logging_steps": 0}, ["logging_steps=0", "at least 1"]),
-        (KTOConfig, {"save_steps": 1.5}, ["save_steps=1.5", "integer number of optimizer steps", "share"]),
+        (KTOConfig, {"save_steps": 1.5}, ["save_steps=1.5", "integer number of optimizer steps", "fraction"]),
         (KTOConfig, {"warmup_steps": -0.5}, ["warmup_steps=-0.5", "at least 0"]),
         (KTOConfig, {"save_strategy": "best"}, ["save_strategy='best'", "set eval_strategy"]),
         (KTOConfig, {"eval_delay": -1}, ["eval_delay=-1.0", "at least 0"]),
@@ -192,7 +192,7 @@ def test_refused_values(cls: type, options: dict[str, Any], said: list[str]) -> 
         assert part in message
 
 
-def test_an_output_dir_that_is_unset_is_that_of_transformers() -> None:
+def test_the_default_output_dir_matches_transformers() -> None:
     assert KTOConfig().output_dir == KTOConfig(output_dir=None).output_dir == "trainer_output"
     with pytest.raises(OptionError, match="^output_dir='': .*set a folder"):
         KTOConfig(output_dir="")
@@ -259,9 +259,10 @@ def test_not_yet_defaults_are_accepted() -> None:
     assert refusals.refused_fields() <= set().union(*map(option_names, METHODS.values()))
 
 
-def test_unknown_optimizer_is_not_promised() -> None:
+def test_an_unknown_optimizer() -> None:
     message = refused(KTOConfig, optim="adam_torch")
-    assert message.startswith("optim='adam_torch': no such optimizer; did you mean 'adamw_torch'")
+    assert message.startswith("optim='adam_torch': unknown optimizer; set one of adamw_torch, ")
+    assert message.endswith("; did you mean 'adamw_torch'?")
 
 
 def test_every_default_of_the_feature_list() -> None:
@@ -312,7 +313,7 @@ def test_numbers_that_must_not_be_negative(name: str) -> None:
         KTOConfig("out", **{name: -1})
 
 
-def test_a_wrong_value_is_told_the_default() -> None:
+def test_the_error_for_a_wrong_type_names_the_default() -> None:
     with pytest.raises(OptionError, match="beta='high': expected a number, such as '0.1'"):
         KTOConfig("out", beta="high")
 
@@ -392,7 +393,7 @@ def test_bad_optim_args(text: str) -> None:
         parse_optim_args(text)
 
 
-def test_strategies_are_read_by_transformers_as_their_own() -> None:
+def test_strategies_equal_those_of_transformers() -> None:
     options = KTOConfig("out", eval_strategy="steps")
     assert options.eval_strategy == IntervalStrategy.STEPS and options.eval_strategy.value == "steps"
     assert options.save_strategy != IntervalStrategy.NO and options.logging_strategy == IntervalStrategy.STEPS
@@ -411,6 +412,6 @@ def test_nothing_heavy_is_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=60)
 
 
-def test_a_key_twice_in_a_mapping_given_as_json() -> None:
+def test_duplicate_keys_in_json_options() -> None:
     with pytest.raises(OptionError, match="^dataset_mixture=.*a.jsonl=3: duplicate key; remove one"):
         KTOConfig("out", dataset_mixture='{"a.jsonl": 1, "a.jsonl": 3}')

@@ -51,7 +51,7 @@ def test_recipe_flat_and_in_sections(tmp_path: Path) -> None:
     assert (first.learning_rate, first.beta, first.save_strategy) == (5e-7, 0.2, "no")
 
 
-def test_a_mapping_under_an_option_is_its_value(tmp_path: Path) -> None:
+def test_a_mapping_under_an_option_is_not_a_section(tmp_path: Path) -> None:
     recipe = write(tmp_path, "method: cpo\ndeepspeed:\n  zero_optimization:\n    stage: 3\n")
     assert parse([recipe, *NEEDED]).deepspeed == {"zero_optimization": {"stage": 3}}
 
@@ -74,7 +74,7 @@ def test_command_line_forms(tmp_path: Path) -> None:
     assert options.model_init_kwargs == {"a": {"b": 1}} and options.run_name == "a=b"
 
 
-def test_the_last_of_several_counts(tmp_path: Path) -> None:
+def test_the_last_of_repeated_options_is_used(tmp_path: Path) -> None:
     recipe = write(tmp_path, "method: cpo\nmax_seq_length: 300\n")
     options = parse([recipe, *NEEDED, "--beta", "0.1", "--method=kto", "--beta=0.3"])
     assert (options.method, options.beta, options.max_length) == ("kto", 0.3, 300)
@@ -125,7 +125,7 @@ def test_bad_command_lines(tmp_path: Path, arguments: list[str], said: list[str]
 
 
 @pytest.mark.parametrize("left_out", ["--dataset_name", "--model_name_or_path"])
-def test_what_the_command_line_needs(left_out: str) -> None:
+def test_options_required_on_the_command_line(left_out: str) -> None:
     at = NEEDED.index(left_out)
     message = refused(["--method", "kto", *NEEDED[:at], *NEEDED[at + 2 :]])
     assert message.startswith(f"{left_out[2:]} is required; set it to ")
@@ -155,7 +155,7 @@ def test_bad_recipes(tmp_path: Path, text: str, said: list[str]) -> None:
         assert part in message
 
 
-def test_an_overridden_fault_of_the_recipe_is_not_blamed_on_it(tmp_path: Path) -> None:
+def test_errors_of_overriding_values_do_not_name_the_recipe(tmp_path: Path) -> None:
     recipe = write(tmp_path, "method: kto\nbeta: 0.1\n")
     assert refused([recipe, *NEEDED, "--beta", "-2"]).startswith("beta=-2.0: ")
 
@@ -235,12 +235,12 @@ def test_every_recipe_is_known() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_alone_has_no_data(name: str) -> None:
+def test_a_recipe_requires_a_dataset(name: str) -> None:
     scorer = ["--judge", "judges.py:Judge"] if name == "online_dpo" else []
     assert "dataset_name is required" in refused([name, "--output_dir", "out", *scorer])
 
 
-def test_a_folder_named_like_a_recipe_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_does_not_hide_a_recipe_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kto").mkdir()
     monkeypatch.chdir(tmp_path)
     assert read_recipe("kto")["method"] == "kto"

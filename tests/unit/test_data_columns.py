@@ -153,7 +153,7 @@ def test_column_map_from_every_source_of_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        ({"instruction": "prompt"}, "'instruction' is no column .*; write .*, as in {prompt: instruction}"),
+        ({"instruction": "prompt"}, "'instruction' is not an expected column name; .*{prompt: instruction}"),
         ({"kto_tag": "x"}, "'kto_tag' is not an expected column name; use 'label' instead"),
         ({"promt": "x"}, "did you mean 'prompt'"),
         ({"zzz": "x"}, "expected one of prompt, completion, label"),

@@ -241,9 +241,7 @@ def test_a_port_in_use_is_named_with_its_holder(monkeypatch: pytest.MonkeyPatch)
         ):
             Meeting(taken[1], 1).agree(fine, loopback)
         monkeypatch.setattr(meeting, "_ANSWER_S", 0.5)
-        with pytest.raises(
-            JoinError, match=r"rank 0 did not respond at 127\.0\.0\.1:\d+, though the port .*; choose another M"
-        ):
+        with pytest.raises(JoinError, match=r"127\.0\.0\.1:\d+, where rank 0 .* does not respond; choose another M"):
             Meeting(taken[1], 10).agree(fine, loopback)
     assert f"port {port} of host host0, the rendezvous port of the ranks (MASTER_PORT), is in use by process" in str(
         caught.value

@@ -75,7 +75,7 @@ def test_supported_kernels() -> None:
 
 def test_a_fused_loss_is_accepted_without_effect() -> None:
     (line,) = check(use_liger_loss=True)
-    assert line.startswith("use_liger_loss: ") and "changes nothing" in line
+    assert line.startswith("use_liger_loss has no effect: ")
 
 
 @pytest.mark.parametrize("given", [{"use_liger_kernel": True}, {"model_init_kwargs": {"use_kernels": True}}])
@@ -91,7 +91,7 @@ def test_without_a_gpu_nothing_is_loaded(tmp_path: Path, loads: list[Any], given
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"rope_embedding": True}, "has no such kernel for a llama model; set some of rms_norm, rope, swiglu$"),
+        ({"rope_embedding": True}, "has no such kernel for a llama model; expected one of rms_norm, rope, swiglu$"),
         ({"swiglue": True}, "liger_kernel_config: swiglue=True: .* did you mean 'swiglu'"),
         (
             {"cross_entropy": True},
@@ -102,13 +102,13 @@ def test_without_a_gpu_nothing_is_loaded(tmp_path: Path, loads: list[Any], given
         ({"model": True}, "has no such kernel"),
     ],
 )
-def test_kernels_that_are_refused(given: dict[str, Any], said: str) -> None:
+def test_rejected_kernels(given: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         check(use_liger_kernel=True, liger_kernel_config=given)
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_type_that_liger_lacks_is_named_with_those_that_it_has() -> None:
+def test_an_unsupported_model_type_lists_the_supported_ones() -> None:
     opt = source(OPTConfig())
     with pytest.raises(
         OptionError, match=r"no kernels for some/model, a opt model; .*gemma2, .*llama, .*qwen3"
@@ -118,7 +118,7 @@ def test_a_type_that_liger_lacks_is_named_with_those_that_it_has() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     with pytest.raises(
         OptionError, match=r'liger-kernel is not installed; run pip install "deepspeed-alignment\[liger'
@@ -130,7 +130,7 @@ def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_options_that_contradict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contradicting_kernel_options(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="has no effect without use_liger_kernel; set use_liger_kernel: true"):
         check(liger_kernel_config={"rope": True})
     monkeypatch.setattr(kernels, "is_kernels_available", lambda: True)
@@ -178,7 +178,7 @@ def test_another_activation_is_never_replaced(model_type: str, changes: dict[str
     for name, value in changes.items():
         setattr(own, name, value)
     other = AutoModelForCausalLM.from_config(own)
-    with pytest.raises(ModelError, match=f"{kernel} computes another activation than the model's"):
+    with pytest.raises(ModelError, match=f"{kernel} computes a different activation than the model's"):
         put_liger_kernels(other, None)
     put_liger_kernels(AutoModelForCausalLM.from_config(own), {KERNEL_OF[kernel]: False})
     assert dict(dict.items(ACT2FN)) == before
@@ -261,7 +261,7 @@ def test_a_kernel_that_liger_would_ignore_is_refused(model_type: str, kernel: st
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_liger_that_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_that_cannot_be_imported_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise ImportError("liger-kernel requires transformers >= 5.0.0, got 4.57")
 
@@ -282,7 +282,7 @@ def test_the_length_of_completions_at_evaluation_may_change() -> None:
     assert compared_options(OnlineDPOConfig("out", max_new_tokens=7))["max_new_tokens"] == 7
 
 
-def test_refusals_are_errors_of_one_line() -> None:
+def test_errors_are_a_single_line() -> None:
     with pytest.raises(AlignmentError) as caught:
         check(use_liger_kernel=True)
     assert "\n" not in str(caught.value)

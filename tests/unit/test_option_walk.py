@@ -1,6 +1,6 @@
-"""Every option does something: it is read, or refused, or shown here to change what the configuration produces.
+"""Every option has an effect: it is read, or rejected, or shown here to change the resulting configuration.
 
-The names of all options are in ``data/options.txt``; ``python tests/unit/test_option_walk.py`` writes it anew.
+The names of all options are in ``data/options.txt``; run ``python tests/unit/test_option_walk.py`` to regenerate it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def field_id(value: Any) -> str:
 
 
 def attributes_read(package: Path) -> set[str]:
-    """The attributes of options objects that the package reads outside its own ``config``."""
+    """Return the attributes of options objects that the package reads outside of ``config``."""
     names = set()
     for file in package.rglob("*.py"):
         if file.relative_to(package).parts[0] == "config":
@@ -80,7 +80,7 @@ def attributes_read(package: Path) -> set[str]:
 
 
 def _is_options(node: ast.expr) -> bool:
-    """Whether an expression is ``options`` or ``args``, by itself or of an object: ``self.args``."""
+    """Whether an expression is ``options`` or ``args``, or such an attribute: ``self.args``."""
     name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
     return name in OBJECTS
 
@@ -89,23 +89,23 @@ READ = attributes_read(ROOT / "alignment") | READ_BY_TRANSFORMERS | READ_INTO_OT
 
 
 def unaccounted(cls: type[AlignmentConfig]) -> set[str]:
-    """The fields that are neither read, nor refused, nor probed, nor another library's."""
+    """Return the fields that are neither read, rejected nor probed, and have no verdict."""
     return own_names(cls) - READ - refused_fields() - PROBES.keys()
 
 
 def own_names(cls: type[AlignmentConfig]) -> set[str]:
-    """The options of a class but those that docs/reference/trl-options.md alone lists."""
+    """Return the options of a class without those that only docs/reference/trl-options.md lists."""
     return option_names(cls) - judged_names(cls)
 
 
 def golden_text() -> str:
-    """Every method's options, one to a line."""
+    """Return the options of all methods, one per line."""
     methods = [f"{name}:\n" + "".join(f"  {o}\n" for o in sorted(own_names(cls))) for name, cls in METHODS.items()]
     return "\n".join(methods)
 
 
 def produced(options: AlignmentConfig) -> tuple[Any, ...]:
-    """What options become: dtype plan, DeepSpeed JSON and placement, steps of warm-up, and properties."""
+    """Return what options determine: dtype plan, DeepSpeed JSON and placement, warmup steps, and properties."""
     from helpers import tiny_config
 
     from alignment.models.source import ModelSource
@@ -118,7 +118,7 @@ def produced(options: AlignmentConfig) -> tuple[Any, ...]:
 
 
 def another_value(field: dataclasses.Field[Any], hint: Any) -> Any:
-    """A value of the field's type that is not its default."""
+    """Return a value of the field's type that differs from its default."""
     kinds, choices = members(hint), field.metadata.get("choices")
     if choices:
         return next(choice for choice in choices if choice != field.default)
@@ -135,7 +135,7 @@ def test_every_option_is_read_refused_or_probed(cls: type[AlignmentConfig]) -> N
     assert unaccounted(cls) == set()
 
 
-def test_an_option_that_nobody_reads_is_seen() -> None:
+def test_an_unread_option_is_detected() -> None:
     @dataclasses.dataclass(kw_only=True)
     class Careless(KTOConfig):
         learning_speed: float = option(1.0, "Nobody reads this.")
@@ -143,7 +143,7 @@ def test_an_option_that_nobody_reads_is_seen() -> None:
     assert unaccounted(Careless) == {"learning_speed"}
 
 
-def test_the_walk_sees_reading_and_nothing_else(tmp_path: Path) -> None:
+def test_the_walk_detects_only_reads(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "inner.py").write_text("options.inside_config")
     (tmp_path / "loop.py").write_text(
@@ -154,7 +154,7 @@ def test_the_walk_sees_reading_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("cls", "field"), FIELDS, ids=field_id)
-def test_refused_options_are_refused_and_not_read(cls: type[AlignmentConfig], field: dataclasses.Field[Any]) -> None:
+def test_rejected_options_are_not_read(cls: type[AlignmentConfig], field: dataclasses.Field[Any]) -> None:
     if field.name not in refused_fields():
         assert field.name in READ | PROBES.keys()
         return
@@ -167,7 +167,7 @@ PROBED = [(cls, name) for cls in METHODS.values() for name in PROBES if name in 
 
 
 @pytest.mark.parametrize(("cls", "name"), PROBED, ids=field_id)
-def test_options_that_act_through_the_configuration_change_what_it_produces(
+def test_probed_options_change_the_result(
     cls: type[AlignmentConfig], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
@@ -181,7 +181,7 @@ def test_options_that_act_through_the_configuration_change_what_it_produces(
     assert produced(cls("out", use_cpu=True, **{name: PROBES[name]})) != produced(cls("out", use_cpu=True))
 
 
-def test_the_values_arrive_where_deepspeed_reads_them() -> None:
+def test_values_are_passed_to_deepspeed() -> None:
     options = KTOConfig("out", use_cpu=True, **{n: v for n, v in PROBES.items() if n not in APART})
     plan, _, eval_batch_size, bf16, _ = produced(options)
     reference = plan.reference.frozen
@@ -196,21 +196,21 @@ def test_the_values_arrive_where_deepspeed_reads_them() -> None:
     assert "eval_batch_size" in READ, "the property through which per_device_eval_batch_size acts"
 
 
-def test_the_public_options_are_those_of_the_list() -> None:
+def test_public_options_match_the_list() -> None:
     difference = "\n".join(
         difflib.unified_diff(GOLDEN.read_text().splitlines(), golden_text().splitlines(), "data/options.txt", "code")
     )
     assert not difference, f"options were added or removed; if that is meant, run python {__file__}\n{difference}"
 
 
-def test_the_documented_options_are_those_of_the_classes() -> None:
+def test_documented_options_match_the_classes() -> None:
     page = (ROOT / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
     assert page == with_tables(page), "options changed; run `make tables`"
     shown = set(re.findall(r"^\| `(\w+)` \| ", option_tables(), re.MULTILINE))
     assert shown == set().union(*map(own_names, METHODS.values())) - refused_fields()
 
 
-def test_a_text_without_a_place_for_the_tables() -> None:
+def test_a_page_without_markers_for_the_tables() -> None:
     with pytest.raises(OutputError, match="no markers for the tables"):
         with_tables("nothing")
 

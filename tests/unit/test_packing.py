@@ -192,7 +192,10 @@ def test_packed_datasets_are_refused() -> None:
         ({"packing": True, "max_length": None}, "packing=True: requires max_length, the length of a pack; set it"),
         ({"eval_packing": True, "max_length": None}, "eval_packing=True: requires max_length, the length of a pack"),
         ({"packing": True, "dataset_kwargs": {"skip_prepare_dataset": True}}, "remove one of them"),
-        ({"packing": True, "packing_strategy": "ffd"}, "packing_strategy='ffd': not one of bfd, bfd_split, wrapped"),
+        (
+            {"packing": True, "packing_strategy": "ffd"},
+            "packing_strategy='ffd': expected one of bfd, bfd_split, wrapped",
+        ),
     ],
 )
 def test_unsupported_packing_is_refused(given: dict[str, Any], said: str) -> None:

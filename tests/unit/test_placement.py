@@ -1,4 +1,4 @@
-"""Where a reference lives on a GPU: chosen from sizes, the same for every rank and every start."""
+"""The placement of frozen models on GPUs: chosen from sizes, the same on every rank and in every attempt."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_the_fastest_placement_that_fits(tmp_path: Path) -> None:
     assert placed(tmp_path, EIGHT, EIGHT, config=full, card=80e9) == "offload", "the policy itself does not fit"
 
 
-def test_what_training_takes_of_a_card(tmp_path: Path) -> None:
-    """FACTS of AdamW with fp32 masters: 22 bytes per parameter at its step; less where it is divided or elsewhere."""
+def test_memory_of_training_on_a_gpu(tmp_path: Path) -> None:
+    """AdamW with fp32 master weights takes 22 bytes per parameter in its step; less if sharded or offloaded."""
     args = given(tmp_path)
 
     def weights(config: dict[str, Any], dtypes: DtypePlan = BF16, **more: Any) -> float:
@@ -72,8 +72,8 @@ def test_what_training_takes_of_a_card(tmp_path: Path) -> None:
     assert weights(zero(3, optimizer=True, parameters=True), ranks=2) == pytest.approx(whole)
 
 
-def test_what_adapters_on_packed_weights_take(tmp_path: Path) -> None:
-    """Peaks of QLoRA in FACTS, r = 16, one row of 1024 tokens: 7.7 GB of a Llama of 8B; never less is counted."""
+def test_memory_of_adapters_on_quantized_weights(tmp_path: Path) -> None:
+    """QLoRA of Llama 8B with r = 16 and a row of 1024 tokens peaks at 7.7 GB (calculated); the estimate is higher."""
     args = given(tmp_path, per_device_train_batch_size=1)
     use = use_of_policy(args, EIGHT, zero(2), BF16, ranks=1, bits=4, trained=42_000_000)
     assert use.weights == pytest.approx(0.6 * EIGHT.linear + 2 * (EIGHT.parameters - EIGHT.linear) + 22 * 42e6)
@@ -84,8 +84,8 @@ def test_what_adapters_on_packed_weights_take(tmp_path: Path) -> None:
     assert bytes_of(EIGHT, 4, None) == 4 * EIGHT.parameters
 
 
-def test_activations_count(tmp_path: Path) -> None:
-    """2 T H L bytes with checkpointing and one layer of (29 + 8 f/H) T H; all layers of it without."""
+def test_memory_of_activations(tmp_path: Path) -> None:
+    """2 T H L bytes with checkpointing, plus one layer of (29 + 8 f/H) T H; without, all layers of that size."""
     tokens, tiles = 2 * 2 * 1024, 3 * 256 * 2**20
     layer = (29 + 8 * 4864 / 896) * tokens * 896
     work = use_of_policy(given(tmp_path), HALF, zero(2), BF16, ranks=1).work
@@ -94,15 +94,15 @@ def test_activations_count(tmp_path: Path) -> None:
     assert work == pytest.approx(24 * layer + layer + tiles)
 
 
-def test_rollouts_are_left_more_room(tmp_path: Path) -> None:
+def test_more_memory_is_reserved_for_rollouts(tmp_path: Path) -> None:
     online = alignment.OnlineDPOConfig(output_dir=str(tmp_path))
     just = Census(6_250_000_000, 0, 0, 1, 1, 1)
     assert Cards(given(tmp_path), Use(0, 0), 2, 1, 20e9).chosen(just).placement == "replica"
     assert Cards(online, Use(0, 0), 2, 1, 20e9).chosen(just).placement == "offload"
 
 
-def test_models_are_placed_beside_each_other(tmp_path: Path) -> None:
-    """The second replica finds the first one there; one that is gone before training takes nothing."""
+def test_placed_models_reduce_the_memory_for_the_next(tmp_path: Path) -> None:
+    """The second replica has less memory; a model that is released before training takes none."""
     cards, model = Cards(given(tmp_path), Use(2e9, 0), 2, 1, CARD), Census(4_000_000_000, 0, 0, 1, 1, 1)
     assert cards.chosen(model, alone=True).placement == "replica"
     assert [cards.chosen(model).placement for _ in range(2)] == ["replica", "offload"]
@@ -112,7 +112,7 @@ def test_models_are_placed_beside_each_other(tmp_path: Path) -> None:
     assert cards.chosen(Census(7_000_000_000, 0, 0, 1, 1, 1), alone=True).placement == "replica"
 
 
-def test_a_model_that_the_user_placed_is_there_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_placed_by_the_user_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "census", lambda source: source)
     for placement, others in (("replica", 8e9), ("sharded", 4e9 + 2 * 1e6), ("offload", 2 * 1e6)):
         cards, source = (
@@ -130,8 +130,8 @@ def test_a_model_that_the_user_placed_is_there_for_the_next(tmp_path: Path, monk
     assert asked is not None and asked._taken == engines.plan_engines(args, model, model).cards._taken > 0
 
 
-def test_weights_that_a_rollout_gathers_keep_their_room(tmp_path: Path) -> None:
-    """A frozen model in host memory costs less than weights that are fetched for each token."""
+def test_memory_is_reserved_for_weights_gathered_for_a_rollout(tmp_path: Path) -> None:
+    """A frozen model in host memory costs less time than gathering weights for every token."""
     three = replace(EIGHT, parameters=3_000_000_000)
     reward = Census(3_500_000_000, 0, 0, 1, 1, 1)
 
@@ -147,7 +147,7 @@ def test_weights_that_a_rollout_gathers_keep_their_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("card", "expected"), [(24e9, "replica"), (1e9, "offload")])
-def test_a_run_says_where_its_reference_lives_and_why(
+def test_a_run_reports_the_placement_of_its_reference(
     card: float, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines, "smallest_card", lambda: card)
@@ -156,7 +156,10 @@ def test_a_run_says_where_its_reference_lives_and_why(
     reference = engines.plan_engines(args, model, model).reference
     assert reference is not None and reference.frozen.placement.name == expected
     said = reference.describe(None)
-    assert f"{expected} (" in said and ("GB fit beside" if expected == "replica" else "GB do not fit beside") in said
+    assert (
+        f"{expected} (" in said
+        and ("GB fit in addition to" if expected == "replica" else "GB do not fit in addition to") in said
+    )
     asked = given(tmp_path, deepspeed=zero(2), max_length=64, ref_placement="sharded")
     assert "by size" not in engines.plan_engines(asked, model, model).reference.describe(None)
     monkeypatch.undo()
@@ -164,7 +167,7 @@ def test_a_run_says_where_its_reference_lives_and_why(
     assert plain.frozen.placement.name == "replica" and "by size" not in plain.describe(None)
 
 
-def test_the_smallest_card_of_all_ranks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_gpu_of_all_ranks_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 24 * 10**9))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
@@ -175,7 +178,7 @@ def test_the_smallest_card_of_all_ranks_counts(monkeypatch: pytest.MonkeyPatch) 
     assert memory.smallest_card() == 12e9, "no more than its process may take"
 
 
-def test_a_model_is_counted_without_its_weights(tmp_path: Path) -> None:
+def test_parameters_are_counted_without_loading_weights(tmp_path: Path) -> None:
     args = given(tmp_path)
     path = make_model(tmp_path / "model", "untied", layers=3)
     found = census(model_source(path, "model_name_or_path", args))
@@ -190,8 +193,8 @@ def test_a_model_is_counted_without_its_weights(tmp_path: Path) -> None:
     assert dtypes.uses_cuda(args) is False
 
 
-def test_other_models_are_counted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma 3n has a width for each layer; a mixture's tokens go to several experts, which are no linear layers."""
+def test_counting_other_architectures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3n has a width per layer; MoE models route tokens to several experts, which are not linear layers."""
     found = census(ModelSource("gemma", None, tiny_config("gemma3n_text"), {}))
     assert found is not None and found.inner == 64 and found.layers == 4
     mixture = census(ModelSource("qwen", None, tiny_config("qwen3_moe"), {}))
@@ -207,7 +210,7 @@ def test_other_models_are_counted_too(tmp_path: Path, monkeypatch: pytest.Monkey
     assert census(ModelSource("gemma", None, tiny_config("gemma3n_text"), {})) is None
 
 
-def test_a_plan_for_another_machine_knows_no_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_for_another_machine_does_not_use_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(engines, "world_size", lambda: 16)
     args = given(tmp_path, deepspeed=zero(2), max_length=64, bf16=None, use_cpu=False)
@@ -218,7 +221,7 @@ def test_a_plan_for_another_machine_knows_no_cards(tmp_path: Path, monkeypatch: 
     assert reference is not None and "unless it fits on the GPUs of the run" in reference.describe(None)
 
 
-def test_a_reward_model_is_placed_beside_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placement_of_a_reward_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, reward = make_model(tmp_path / "model"), make_classifier(tmp_path / "reward")
     for card, expected in ((24e9, "replica"), (1e9, "offload")):
         monkeypatch.setattr(engines, "smallest_card", lambda card=card: card)
@@ -230,7 +233,7 @@ def test_a_reward_model_is_placed_beside_the_policy(tmp_path: Path, monkeypatch:
         )
         assert isinstance(trainer.resources, OnlineResources)
         assert trainer.resources.classifiers[0].frozen.placement.name == expected
-        reason = "GB fit beside" if expected == "replica" else "GB do not fit beside"
+        reason = "GB fit in addition to" if expected == "replica" else "GB do not fit in addition to"
         assert reason in trainer.resources.classifiers[0].describe()
         trainer.close()
     args = replace(args, reward_placement="replica", output_dir=str(tmp_path / "asked"))

@@ -1,4 +1,4 @@
-"""Which way to sum gradients fits, from sizes alone."""
+"""The plan of gradient accumulation, made from sizes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ TWO = Situation(2, 2, 4)
 
 
 def sizes(capacity: float, trained: int = N, others: int = 0) -> Sizes:
-    """Of a model of N parameters in bf16; ``capacity`` in bytes per parameter."""
+    """Return the sizes of a model with N parameters in bf16; ``capacity`` is in bytes per parameter."""
     return Sizes(2 * N, trained, others, int(capacity * N))
 
 
 def chosen(at: Situation, room: float, dtypes: DtypePlan = BF16, **more: int) -> tuple[str, bool, float]:
-    """Format, whether once, and bytes per parameter, with so many bytes per parameter left for gradients."""
+    """Return dtype, whether reduced once, and bytes per parameter, for a memory limit in bytes per parameter."""
     resident = gradients._resident(sizes(0, **more), at) / N
     plan = plan_gradients(sizes((resident + room) / 0.75, **more), dtypes, at)
     assert plan is not None
@@ -61,12 +61,12 @@ def chosen(at: Situation, room: float, dtypes: DtypePlan = BF16, **more: int) ->
         (Situation(1, 2, 4), [(3.1, "bfloat16", True, 3), (0, "bfloat16", True, 3)]),
     ],
 )
-def test_the_first_that_fits_is_taken(at: Situation, ladder: list[tuple[float, str, bool, float]]) -> None:
+def test_the_first_plan_that_fits_is_used(at: Situation, ladder: list[tuple[float, str, bool, float]]) -> None:
     for room, *expected in ladder:
         assert chosen(at, room) == tuple(expected), room
 
 
-def test_what_the_json_names_is_kept() -> None:
+def test_the_dtype_of_the_json_is_used() -> None:
     asked = replace(BF16, accumulation_is_free=False)
     assert chosen(TWO, 99, asked) == ("bfloat16", True, 3)
     assert chosen(TWO, 99, replace(asked, accumulate="float32")) == ("float32", True, 8)
@@ -79,8 +79,8 @@ def test_nothing_to_choose(at: Situation) -> None:
     assert plan_gradients(sizes(99), BF16, at) is None
 
 
-def test_what_else_is_on_the_device_counts() -> None:
-    """Weights, the optimizer's share, other models; with adapters little of it."""
+def test_other_memory_on_the_device_is_counted() -> None:
+    """Weights, the optimizer shard and other models; the optimizer of adapters takes little."""
     at = Situation(2, 2, 4)
     assert gradients._resident(sizes(0), at) == (2 + 6) * N
     assert gradients._resident(sizes(0), replace(at, offloaded=True)) == 2 * N
@@ -92,7 +92,7 @@ def test_what_else_is_on_the_device_counts() -> None:
     assert plan_gradients(little, BF16, checked) == GradientPlan("float32", False, 2 * N, 2)
 
 
-def test_it_is_said_in_one_line() -> None:
+def test_a_plan_is_described_in_one_line() -> None:
     line = "gradients: accumulated in float32, reduced once per step, 1.50 GiB on each device"
     assert GradientPlan("float32", True, 3 * 2**29, 2).describe() == line
     assert (
@@ -106,7 +106,7 @@ def test_it_is_said_in_one_line() -> None:
     )
 
 
-def test_sizes_are_those_of_the_model_and_of_the_rank_with_least_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_those_of_the_rank_with_the_least_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     init_distributed(use_cpu=True)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7, dtype=torch.bfloat16))
     model[1].requires_grad_(False)
@@ -115,7 +115,7 @@ def test_sizes_are_those_of_the_model_and_of_the_rank_with_least_room(monkeypatc
     assert sizes_of(model, 10) == Sizes(20 * 4 + 42 * 2, 20, 40, 100)
 
 
-def test_what_lies_on_a_card_already(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_in_use_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     init_distributed(use_cpu=True)
     assert bytes_in_use() == 0
     monkeypatch.setattr(gradients, "device", lambda: torch.device("cuda", 0))
@@ -123,7 +123,7 @@ def test_what_lies_on_a_card_already(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bytes_in_use() == 7
 
 
-def test_the_situation_is_read_off_the_json() -> None:
+def test_the_situation_is_read_from_the_json() -> None:
     assert situation_of(STAGES["stage3-offload"], 2, 4, True) == Situation(3, 2, 4, True, True, True)
     assert situation_of(STAGES["stage2-offload"], 1, 3, False) == Situation(2, 1, 3, True, False, False)
 
@@ -141,6 +141,6 @@ def test_the_situation_is_read_off_the_json() -> None:
         ),
     ],
 )
-def test_only_a_format_that_nobody_named_is_free(ds: dict[str, object], options: dict[str, float], free: bool) -> None:
+def test_only_an_unset_dtype_is_free(ds: dict[str, object], options: dict[str, float], free: bool) -> None:
     made = plan_dtypes(KTOConfig("out", bf16=True, **options), {**STAGES["stage2"], **ds})  # type: ignore[arg-type]
     assert made.accumulation_is_free == free

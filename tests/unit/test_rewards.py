@@ -168,7 +168,7 @@ def test_an_exception_names_function_line_and_rows() -> None:
         FunctionReward(breaks).score(samples(["a", "b", "a"]))
     line = helper.__code__.co_firstlineno + 1
     assert str(caught.value) == (
-        f"reward function 'breaks' raised KeyError: 'b' (test_rewards.py line {line}) while scoring {SPAN}; fix the "
+        f"reward function 'breaks' raised KeyError: 'b' (test_rewards.py, line {line}) while scoring {SPAN}; fix the "
         "function, or return None for samples that it cannot score"
     )
     assert isinstance(caught.value.__cause__, KeyError)
@@ -248,7 +248,7 @@ def test_a_failed_coroutine_is_named_and_all_are_awaited() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(RewardError, match=r"'fails' raised ConnectionError: no route \(test_rewards.py line"):
+        with pytest.raises(RewardError, match=r"'fails' raised ConnectionError: no route \(test_rewards.py, line"):
             score_all([FunctionReward(f) for f in (slow, fails, fails_at_once)], samples(["a"]))
         with pytest.raises(RewardError, match="'fails_at_once' raised ValueError: early"):
             score_all([FunctionReward(f) for f in (fails_at_once, slow)], samples(["a"]))

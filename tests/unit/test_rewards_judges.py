@@ -161,7 +161,7 @@ def test_an_exception_names_judge_line_and_rows(judge: Any, said: str) -> None:
         verdicts(judge, [["a", "b"], ["c", "d"]])
     line = judge.__code__.co_firstlineno + 1
     assert str(caught.value) == (
-        f"judge {judge.__name__!r} {said} (test_rewards_judges.py line {line}) while judging rows.jsonl, row 0 to "
+        f"judge {judge.__name__!r} {said} (test_rewards_judges.py, line {line}) while judging rows.jsonl, row 0 to "
         "rows.jsonl, row 1; fix the judge, or return -1 for pairs that it cannot judge"
     )
     assert isinstance(caught.value.__cause__, (ConnectionError, KeyError))

@@ -1,4 +1,4 @@
-"""``launch/slurm/train.sbatch`` with a pretended ``srun`` and ``scontrol``: what it starts, and when it requeues."""
+"""``launch/slurm/train.sbatch`` with a fake ``srun`` and ``scontrol``: what it starts, and when it requeues."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PREEMPTED = {"state": "preempted", "signal": "SIGUSR1", "job": "12", "restarts":
 
 @dataclass
 class Ran:
-    """What became of the script: its exit status and output, what it had srun start, and its calls of scontrol."""
+    """The result of the script: exit status, output, and its calls of srun and scontrol."""
 
     code: int
     out: str
@@ -61,7 +61,7 @@ class Ran:
 
 
 class Script:
-    """The script, in a folder of its own."""
+    """The script in a separate folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls = folder, folder / "calls"
@@ -123,7 +123,7 @@ def test_it_is_valid_bash() -> None:
 # What it starts -----------------------------------------------------------------------------------------------------
 
 
-def test_every_rank_is_started_with_what_srun_does_not_take_from_sbatch(script: Script) -> None:
+def test_srun_receives_what_it_does_not_inherit_from_sbatch(script: Script) -> None:
     ran = script.run("kto", "--output_dir", "out", "--beta", "0.2", RANK="0", MASTER_ADDR="left.over")
     assert ran.code == 0
     assert [ran.value(f"--{name}") for name in ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task")] == [
@@ -151,7 +151,7 @@ def test_every_rank_is_started_with_what_srun_does_not_take_from_sbatch(script: 
     assert "RANK" not in ran.environment
 
 
-def test_variables_choose_another_python_command_cache_and_notice(script: Script) -> None:
+def test_variables_set_python_command_cache_and_notice(script: Script) -> None:
     variables = {"PYTHON": "/venv/bin/python", "COMMAND": "prepare", "NODE_CACHE": "/disk/c", "STOP_NOTICE": "300"}
     ran = script.run(
         **{f"ALIGNMENT_{name}": value for name, value in variables.items()}, ALIGNMENT_SRUN="--label --cpu-bind=cores"
@@ -191,7 +191,7 @@ def test_containers(script: Script, container: str, mounts: str, before: list[st
     assert ran.srun[python - len(expected) : python] == expected
 
 
-def test_an_unknown_kind_of_container(script: Script) -> None:
+def test_an_unknown_container_type(script: Script) -> None:
     ran = script.run(ALIGNMENT_CONTAINER="image.sif")
     assert (ran.code, ran.srun) == (1, [])
     assert "error: ALIGNMENT_CONTAINER=image.sif: expected apptainer:IMAGE or pyxis:IMAGE" in ran.out
@@ -206,7 +206,7 @@ def test_an_unknown_kind_of_container(script: Script) -> None:
         ("output_dir: runs/kto\r", "runs/kto"), ("output_dir: ../größe a", "../größe a"), ("output_dir: a.b", "a.b"),
     ],
 )  # fmt: skip
-def test_the_folder_that_a_recipe_names(script: Script, line: str, folder: str) -> None:
+def test_the_output_folder_of_a_recipe(script: Script, line: str, folder: str) -> None:
     (script.folder / "own.yaml").write_text(f"method: kto\nsaving:\n{line}\n  # output_dir: other\n")
     assert yaml.safe_load(line)["output_dir"] == folder
     assert script.run("own.yaml").started[:4] == ["train", "own.yaml", "--output_dir", folder]
@@ -222,30 +222,31 @@ def test_the_folder_that_a_recipe_names(script: Script, line: str, folder: str) 
         "output_dir:\n    runs/kto", "output_dir: a\n  output_dir: b", "\ufeffoutput_dir: a", "output_dir: [a]",
     ],
 )  # fmt: skip
-def test_a_folder_that_a_recipe_writes_in_another_way(script: Script, line: str) -> None:
-    """Only Python could read it; a part of it would be another folder."""
+def test_an_output_folder_in_yaml_that_the_script_does_not_support(script: Script, line: str) -> None:
+    """Only Python could parse these lines; a partial match would be another folder."""
     start = "" if line[0] in "{\ufeff" else "saving:\n  "
     (script.folder / "own.yaml").write_text(f"{start}{line}\n", encoding="utf-8")
     ran = script.run("own.yaml")
     assert (ran.code, ran.srun) == (1, []), ran.out
-    assert re.search(
-        r"error: own\.yaml line \d: this script reads only a line \"output_dir: VALUE\" here: add", ran.out
-    )
+    assert re.search(r"error: own\.yaml line \d: this script supports only lines \"output_dir: VALUE\"; pass", ran.out)
     assert script.run("own.yaml", "--output_dir", "given").started[2:4] == ["--output_dir", "given"]
 
 
 @pytest.mark.parametrize(
     "line", ["", "output_dir:", "output_dir: null", "merged_output_dir: x", "beta: 1  # output_dir: x"]
 )
-def test_a_recipe_without_a_folder(script: Script, line: str) -> None:
+def test_a_recipe_without_output_folder(script: Script, line: str) -> None:
     (script.folder / "own.yaml").write_text(f"method: kto\n#output_dir: a\n{line}\n")
     ran = script.run("own.yaml")
-    assert (ran.code, ran.srun) == (1, []) and "error: no output_dir among the arguments or in the recipe" in ran.out
+    assert (ran.code, ran.srun) == (
+        1,
+        [],
+    ) and "error: output_dir is set neither in the arguments nor in the recipe" in ran.out
 
 
 @pytest.mark.parametrize("recipe", [False, True], ids=["argument", "recipe"])
 def test_the_home_in_a_folder(script: Script, recipe: bool) -> None:
-    """`--output_dir=~/x` reaches the script as it is; its run would write where the script does not look."""
+    """The shell does not expand `--output_dir=~/x`; the run would write where the script does not look."""
     home = script.folder / "home"
     (script.folder / "home" / "out").mkdir(parents=True)
     (script.folder / "own.yaml").write_text("output_dir: ~/out\n" if recipe else "beta: 1\n")
@@ -261,10 +262,10 @@ def test_the_home_in_a_folder(script: Script, recipe: bool) -> None:
 def test_no_folder_is_an_error(script: Script) -> None:
     for arguments in (["kto"], ["kto", "--output_dir"], ["kto", "--output_dir", "--beta", "1"]):
         ran = script.run(*arguments)
-        assert (ran.code, ran.srun) == (1, []) and "error: no output_dir among the arguments" in ran.out
+        assert (ran.code, ran.srun) == (1, []) and "error: output_dir is set neither in the arguments" in ran.out
 
 
-def test_a_task_of_an_array_has_its_own_seed_folder_and_number(script: Script) -> None:
+def test_an_array_task_has_its_own_seed_folder_and_job_id(script: Script) -> None:
     array = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "11"}
     ran = script.run("kto", "--output_dir", "out", **array)
     assert ran.started == [
@@ -272,7 +273,7 @@ def test_a_task_of_an_array_has_its_own_seed_folder_and_number(script: Script) -
     ]
     for seed in (["--seed", "4"], ["--seed=4"]):
         ran = script.run("kto", "--output_dir", "out", *seed, **array)
-        assert ran.code == 1 and "error: a job array sets --seed: remove it" in ran.out
+        assert ran.code == 1 and "error: a job array sets --seed itself; remove it" in ran.out
     (script.folder / "out" / "seed-3").mkdir(parents=True)
     fake = f"echo '{json.dumps(PREEMPTED, indent=2)}' >out/seed-3/status.json; exit 85"
     ran = script.ran(script.start("kto", "--output_dir", "out", fake=fake, **array))
@@ -281,20 +282,20 @@ def test_a_task_of_an_array_has_its_own_seed_folder_and_number(script: Script) -
 
 
 def test_a_resume_without_a_value(script: Script) -> None:
-    """`train` takes it so, for the newest checkpoint."""
+    """For `train`, this means the latest checkpoint."""
     expected = ["train", "kto", "--beta", "0.2", "--output_dir", "out", "--resume_from_checkpoint", "latest"]
     assert script.run("kto", "--resume_from_checkpoint", "--output_dir", "out", "--beta", "0.2").started == expected
     assert script.run("kto", "--output_dir", "out", "--beta", "0.2", "--resume_from_checkpoint").started == expected
 
 
-def test_a_checkpoint_that_the_recipe_names_is_for_the_first_attempt(script: Script) -> None:
+def test_a_checkpoint_in_the_recipe_applies_to_the_first_attempt(script: Script) -> None:
     (script.folder / "own.yaml").write_text("output_dir: out\nresume_from_checkpoint: old/checkpoint-9\n")
     assert script.run("own.yaml").started[-1] == "old/checkpoint-9"
     assert script.run("own.yaml", SLURM_RESTART_COUNT="1").started[-1] == "latest"
     assert script.run("own.yaml", "--resume_from_checkpoint", "other").started[-1] == "other"
 
 
-def test_a_named_checkpoint_is_for_the_first_attempt(script: Script) -> None:
+def test_an_explicit_checkpoint_applies_to_the_first_attempt(script: Script) -> None:
     for given in (["--resume_from_checkpoint", "out/checkpoint-9"], ["--resume_from_checkpoint=out/checkpoint-9"]):
         arguments = ["kto", *given, "--output_dir", "out"]
         assert script.run(*arguments).started[-1] == "out/checkpoint-9"
@@ -321,7 +322,7 @@ def test_a_run_out_of_time_is_requeued(script: Script) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_nothing_else_is(script: Script, change: dict[str, object]) -> None:
+def test_other_runs_are_not_requeued(script: Script, change: dict[str, object]) -> None:
     ran = script.run(status=PREEMPTED | change, code=85)
     assert (ran.code, ran.scontrol) == (85, "")
 
@@ -336,7 +337,7 @@ def test_nothing_else_is(script: Script, change: dict[str, object]) -> None:
 def test_a_job_that_was_cancelled_while_its_run_saved_is_not_requeued(
     script: Script, state: str, requeued: bool
 ) -> None:
-    """SLURM would start it again. What it ends at the time limit is completing as well, and has that as the reason."""
+    """A job that SLURM ends at its time limit is completing too, with that as the reason."""
     (script.calls / "state").write_text(state)
     ran = script.run(status=PREEMPTED, code=85)
     assert (ran.code, ran.scontrol) == ((0, "requeue 12\n") if requeued else (85, "")), ran.out
@@ -348,7 +349,7 @@ def test_a_job_that_was_cancelled_while_its_run_saved_is_not_requeued(
 
 @pytest.mark.parametrize(("state", "requeued"), [("RUNNING None", False), ("COMPLETING TimeLimit", True)])
 def test_term_while_the_run_saves(script: Script, state: str, requeued: bool) -> None:
-    """From a person, or from SLURM at the limit, because the run takes longer than its notice to save."""
+    """From a user, or from SLURM at the time limit, if saving takes longer than the notice."""
     (script.calls / "state").write_text(state)
     (script.folder / "out").mkdir()
     (script.folder / "left.json").write_text(json.dumps(PREEMPTED, indent=2))
@@ -363,31 +364,31 @@ def test_term_while_the_run_saves(script: Script, state: str, requeued: bool) ->
 
 
 def test_a_file_stop_ends_the_job(script: Script) -> None:
-    """Also if it comes while the run saves because its time is over, or while the job waits to be started again."""
+    """Also if it is created while the run saves near its time limit, or while the job waits to be restarted."""
     (script.folder / "out").mkdir()
     stop = script.folder / "out" / "STOP"
     stop.touch()
     ran = script.run(status=PREEMPTED, code=85)
-    assert (ran.code, ran.scontrol) == (85, "") and "not requeued: out/STOP is there; remove it and submit" in ran.out
+    assert (ran.code, ran.scontrol) == (85, "") and "not requeued: out/STOP exists; to resume, remove it" in ran.out
     ran = script.run(SLURM_RESTART_COUNT="1")
-    assert (ran.code, ran.srun) == (1, []) and "error: out/STOP is there: remove it and submit" in ran.out
+    assert (ran.code, ran.srun) == (1, []) and "error: out/STOP exists; to resume, remove it" in ran.out
     assert script.run(SLURM_RESTART_COUNT="1", SLURM_JOB_ID="13").srun, "it was meant for the job before"
     assert script.run().srun
     stop.unlink()
     assert script.run(SLURM_RESTART_COUNT="1").srun
 
 
-def test_what_an_earlier_attempt_left_does_not_count(script: Script) -> None:
+def test_status_of_earlier_attempts_is_ignored(script: Script) -> None:
     assert script.run(code=7).scontrol == ""
     assert script.run(status=PREEMPTED, code=1, SLURM_RESTART_COUNT="1").scontrol == ""
 
 
 def test_a_failed_requeue_is_an_error(script: Script) -> None:
     ran = script.run(status=PREEMPTED, code=85, REQUEUED="1")
-    assert ran.code == 1 and "error: it could not be requeued: submit it again" in ran.out
+    assert ran.code == 1 and "error: could not requeue the job; submit it again" in ran.out
 
 
-def test_attempts_in_a_row_without_a_new_checkpoint_are_limited(script: Script) -> None:
+def test_consecutive_attempts_without_a_new_checkpoint_are_limited(script: Script) -> None:
     assert script.run(status=PREEMPTED | {"stalled": 4}, code=85).scontrol == "requeue 12\n"
     for stalled, limit in ((5, {}), (17, {}), (2, {"ALIGNMENT_MAX_STALLED": "2"})):
         ran = script.run(status=PREEMPTED | {"stalled": stalled}, code=85, **limit)
@@ -396,14 +397,14 @@ def test_attempts_in_a_row_without_a_new_checkpoint_are_limited(script: Script) 
 
 
 @pytest.mark.parametrize("given", ["none", "0", "08", "-1", "2.5", "5 "])
-def test_what_is_no_number_of_attempts(script: Script, given: str) -> None:
+def test_an_invalid_number_of_attempts(script: Script, given: str) -> None:
     ran = script.run(ALIGNMENT_MAX_STALLED=given)
     assert (ran.code, ran.srun) == (1, [])
     assert f"error: ALIGNMENT_MAX_STALLED={given}: expected a number of attempts, 1 or more" in ran.out
 
 
 def test_a_job_that_slurm_requeues_is_limited_as_well(script: Script) -> None:
-    """Its nodes fail again and again: no attempt lives to look at its end."""
+    """Its nodes fail repeatedly, so no attempt reaches the end of the script."""
     script.run(status=PREEMPTED | {"state": "running", "signal": None, "stalled": 5}, code=1)
     ran = script.run(SLURM_RESTART_COUNT="5")
     assert (ran.code, ran.srun) == (
@@ -416,10 +417,10 @@ def test_a_job_that_slurm_requeues_is_limited_as_well(script: Script) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("status", [PREEMPTED | {"signal": "SIGTERM"}, None], ids=["while training", "in its start"])
-def test_a_job_that_is_preempted_with_a_grace_time_waits_for_its_end(
+def test_a_preempted_job_with_a_grace_period_waits_for_its_end(
     script: Script, status: dict[str, object] | None
 ) -> None:
-    """SLURM requeues it then; a job that ends before would have failed."""
+    """SLURM requeues it at that time; a job that ends before counts as failed."""
     (script.calls / "grace").touch()
     ran = script.run(status=status, code=85)
     assert (ran.code, ran.scontrol) == (85, "")
@@ -447,7 +448,7 @@ def wait_for(reached: Callable[[], bool]) -> None:
 
 
 def test_term_is_not_passed_on_and_usr1_is(script: Script) -> None:
-    """srun would kill its tasks at TERM; they have got it from SLURM, and save."""
+    """srun would kill its tasks on TERM; SLURM has sent it to the tasks already, and they save."""
     process = script.start("kto", "--output_dir", "out", fake=WAITING)
     wait_for((script.calls / "ready").exists)
     for _ in range(3):
@@ -459,7 +460,7 @@ def test_term_is_not_passed_on_and_usr1_is(script: Script) -> None:
     assert ran.code == 85 and ran.out.count("heard USR1") == 1 and "received SIGTERM; waiting for the run" in ran.out
 
 
-def test_the_runs_own_exit_status_survives_signals(script: Script) -> None:
+def test_the_exit_status_of_the_run_survives_signals(script: Script) -> None:
     fake = "touch $CALLS/ready; while [[ ! -e $CALLS/go ]]; do sleep 0.02; done; exit 7"
     process = script.start("kto", "--output_dir", "out", fake=fake)
     wait_for((script.calls / "ready").exists)

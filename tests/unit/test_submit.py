@@ -1,4 +1,4 @@
-"""``submit``: what a job may ask for, what the cluster is asked, the script that comes of it, and what is printed."""
+"""``submit``: valid requests, the checks against the cluster, the rendered script, and the output."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def no_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of what the pretended commands answer, and of what they were called with."""
+    """Return a folder with the output of fake SLURM commands, and with the arguments of their calls."""
     folder = tmp_path / "slurm"
     (folder / "bin").mkdir(parents=True)
     for name, body in FAKES.items():
@@ -68,7 +68,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def submitted(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, str, str]:
-    """Exit status, output and errors of the command."""
+    """Run the command; return its exit status, stdout and stderr."""
     with pytest.raises(SystemExit) as leaving:
         main([*TRAIN, *arguments], program="da submit")
     return leaving.value.code, *capsys.readouterr()
@@ -85,17 +85,17 @@ def submitted(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[obje
         ("36:00:00", 129600, "1-12:00:00"),
     ],
 )  # fmt: skip
-def test_times_as_slurm_writes_them(text: str, expected: int, normal: str) -> None:
+def test_times_in_slurms_notation(text: str, expected: int, normal: str) -> None:
     assert (seconds("--time", text), time_text(expected)) == (expected, normal)
 
 
 @pytest.mark.parametrize("text", ["", "0", "00:00:00", "4h", "1:2:3:4", "1-", "-5", "1-00:00:00 ", "UNLIMITED", "1.5"])
-def test_what_is_no_time(text: str) -> None:
+def test_invalid_times(text: str) -> None:
     with pytest.raises(OptionError, match=r"--time='.*': expected minutes, HH:MM:SS or D-HH:MM:SS"):
         asked(f"--time={text}")
 
 
-def test_a_whole_request() -> None:
+def test_a_complete_request() -> None:
     given = "--nodes 4 --gpus a100:8 --cpus-per-task 12 --mem 500G --time 1-0 --signal SIGUSR1@300 --partition gpu,big"
     found = asked(*given.split(), "--account", "me@lab", "--qos", "high", "--job-name", "x.1", "--array", "1-9:2,20%3")
     assert found == Request(
@@ -107,13 +107,13 @@ def test_a_whole_request() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--nodes 0", "--nodes='0': expected a whole number from 1"),
-        ("--nodes two", "--nodes='two': expected a whole number from 1"),
-        ("--cpus-per-task 0", "--cpus-per-task='0': expected a whole number from 1"),
+        ("--nodes 0", "--nodes='0': expected an integer of at least 1"),
+        ("--nodes two", "--nodes='two': expected an integer of at least 1"),
+        ("--cpus-per-task 0", "--cpus-per-task='0': expected an integer of at least 1"),
         ("--gpus a100", "--gpus='a100': expected the GPUs per node"),
         ("--gpus a100:0", "--gpus='a100:0': expected the GPUs per node"),
         ("--mem lots", "--mem='lots': expected a size such as 500G"),
-        ("--signal USR3@60", "--signal='USR3@60': no such signal; did you mean 'USR"),
+        ("--signal USR3@60", "--signal='USR3@60': unknown signal; set USR1@SECONDS; did you mean 'USR"),
         ("--signal TERM@60", "--signal='TERM@60': a job requeues itself only after USR1; set USR1@60"),
         ("--signal B:USR1@60", "--signal='B:USR1@60': the signal must go to the run itself; set USR1@60"),
         ("--signal USR1", "--signal='USR1': expected the seconds before the time limit, such as USR1@120"),
@@ -130,7 +130,7 @@ def test_a_whole_request() -> None:
         ("--sbatch=exclusive", "--sbatch='exclusive': expected an sbatch option"),
         ("--sbatch=--nodes=3", "--sbatch='--nodes=3': use --nodes"),
         ("--sbatch=-t5", "--sbatch='-t5': use --time"),
-        ("--sbatch=--output=x", "--sbatch='--output=x': the script sets --output; remove it"),
+        ("--sbatch=--output=x", "--sbatch='--output=x': the script sets --output itself; remove it"),
     ],
 )
 def test_what_is_refused(arguments: str, message: str) -> None:
@@ -140,7 +140,7 @@ def test_what_is_refused(arguments: str, message: str) -> None:
 
 
 def test_gpus_of_types_that_begin_with_a_digit() -> None:
-    """Slices of a GPU, and cards that are known by a number."""
+    """GPU slices (MIG), and GPU types that are named by a number."""
     for text in ("1g.10gb:1", "1g.10gb+me:2", "3090:4", "rtx_3090-ti:1"):
         kind, _, number = text.partition(":")
         assert asked(f"--gpus={text}").gpus == Gpus(kind, int(number))
@@ -149,7 +149,7 @@ def test_gpus_of_types_that_begin_with_a_digit() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("--comment=x --output=/y", "the script sets --output; remove it"),
+        ("--comment=x --output=/y", "the script sets --output itself; remove it"),
         ("--comment 'a b' -o y", "the script sets --output"),
         ("--requ", "the script sets --requeue"), ("--no-r", "the script sets --no-req"),
         ("--gpus-per-n=2", "use --gpus"), ("--gpus=2", "use --gpus"), ("-G2", "use --gpus"),
@@ -161,14 +161,14 @@ def test_gpus_of_types_that_begin_with_a_digit() -> None:
         ("--comment=x\n#SBATCH --nodes=3", "expected an sbatch option"), ("-", "expected an sbatch option"),
     ],
 )  # fmt: skip
-def test_options_of_sbatch_that_would_be_in_the_way(text: str, says: str) -> None:
-    """Several in one, beginnings of names, and letters in a row are options as well."""
+def test_conflicting_sbatch_options(text: str, says: str) -> None:
+    """Also several options in one text, prefixes of names, and combined letters."""
     with pytest.raises(OptionError) as caught:
         asked(f"--sbatch={text}")
     assert str(caught.value).startswith(f"--sbatch={text!r}: {says}")
 
 
-def test_options_of_sbatch_that_are_handed_on() -> None:
+def test_sbatch_options_that_are_passed_on() -> None:
     given = (
         *(
             "--exclusive",
@@ -183,7 +183,7 @@ def test_options_of_sbatch_that_are_handed_on() -> None:
     assert asked(*(f"--sbatch={text}" for text in given)).sbatch == given
 
 
-def test_no_option_of_a_job_is_one_of_a_method() -> None:
+def test_options_of_jobs_and_methods_do_not_overlap() -> None:
     own = {action.dest for action in _parser("x")._actions} | {"array"}
     for cls in METHODS.values():
         assert not own & set(option_names(cls))
@@ -192,7 +192,7 @@ def test_no_option_of_a_job_is_one_of_a_method() -> None:
 # What the cluster has -----------------------------------------------------------------------------------------------
 
 
-def test_what_slurm_prints_is_read() -> None:
+def test_parsing_slurms_output() -> None:
     gpu, cpu, old = read_partitions(PARTITIONS)
     assert (gpu.name, gpu.nodes, gpu.time, gpu.up, gpu.default) == ("gpu", 4, 172800, True, True)
     assert (cpu.nodes, cpu.time, cpu.default, old.up) == (1, None, False, False)
@@ -205,26 +205,26 @@ def test_what_slurm_prints_is_read() -> None:
     [
         (Request(nodes=5), "--nodes=5: the partition gpu allows at most 4 per job; set --nodes 4"),
         (Request(nodes=2, partition="cpu", gpus=Gpus("", 0)), "--nodes=2: the partition cpu allows at most 1 per job"),
-        (Request(partition="gpus"), "--partition='gpus': no such partition; did you mean 'gpu'?; there are: gpu, cpu"),
-        (Request(partition="gpu,new"), "--partition='new': no such partition"),
-        (Request(partition="old"), "--partition='old': it is not up"),
-        (Request(time=172801), "--time=2-00:00:01: the partition gpu allows 2-00:00:00"),
+        (Request(partition="gpus"), "--partition='gpus': unknown partition; set one of gpu, cpu"),
+        (Request(partition="gpu,new"), "--partition='new': unknown partition"),
+        (Request(partition="old"), "--partition='old': the partition is not up"),
+        (Request(time=172801), "--time=2-00:00:01: the partition gpu allows at most 2-00:00:00"),
         (Request(gpus=Gpus("", 9)), "--gpus=9: the nodes of partition gpu have at most 8; set"),
-        (Request(gpus=Gpus("a100", 5)), "--gpus=a100:5: the nodes of partition gpu have at most 4 of type a100;"),
-        (Request(gpus=Gpus("v100", 1)), "--gpus=v100:1: the nodes of partition gpu have at most 0 of type v100; "
-         "its types are a100, h100; set --gpus for one node"),
+        (Request(gpus=Gpus("a100", 5)), "--gpus=a100:5: the nodes of partition gpu have at most 4 of type a100 ("),
+        (Request(gpus=Gpus("v100", 1)), "--gpus=v100:1: the nodes of partition gpu have at most 0 of type v100 "
+         "(available types: a100, h100); set --gpus to the GPUs per node"),
         (Request(partition="cpu"), "--gpus=1: the nodes of partition cpu have at most 0;"),
-        (Request(gpus=Gpus("h100", 8), cpus=9), "--cpus-per-task=9: 8 ranks of a node take 72 cores, and the nodes of "
-         "partition gpu have 64; set --cpus-per-task 8"),
+        (Request(gpus=Gpus("h100", 8), cpus=9), "--cpus-per-task=9: the 8 ranks of a node need 72 cores, but the "
+         "nodes of partition gpu have 64; set --cpus-per-task 8"),
     ],
 )  # fmt: skip
-def test_more_than_the_partition_has(slurm: Path, job: Request, message: str) -> None:
+def test_requests_that_exceed_the_partition(slurm: Path, job: Request, message: str) -> None:
     with pytest.raises(OptionError) as caught:
         check_cluster(job)
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
-def test_what_fits(slurm: Path) -> None:
+def test_requests_that_fit(slurm: Path) -> None:
     for job in (
         Request(4 * "x", 4, Gpus("h100", 8), time=172800),
         Request(partition="cpu", gpus=Gpus("", 0), cpus=64),
@@ -233,28 +233,28 @@ def test_what_fits(slurm: Path) -> None:
 
 
 def test_the_partition_of_the_environment(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """sbatch takes it where the job has none."""
+    """sbatch uses it for a job without a partition."""
     monkeypatch.setenv("SBATCH_PARTITION", "cpu")
     check_cluster(Request(gpus=Gpus("", 0), time=3 * 86400))
     check_cluster(Request(partition="gpu"))
     monkeypatch.setenv("SBATCH_PARTITION", "gpus")
-    with pytest.raises(OptionError, match="^SBATCH_PARTITION='gpus': no such partition; did you mean 'gpu'"):
+    with pytest.raises(OptionError, match="^SBATCH_PARTITION='gpus': unknown partition; .*did you mean 'gpu'"):
         check_cluster(Request())
 
 
-def test_no_partition_is_the_default(slurm: Path) -> None:
+def test_no_default_partition(slurm: Path) -> None:
     (slurm / "partitions").write_text(PARTITIONS.replace("Default=YES", "Default=NO"))
     with pytest.raises(OptionError, match="the cluster has no default partition; set --partition to one of gpu, cpu"):
         check_cluster(Request())
 
 
-def test_a_slurm_that_does_not_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_does_not_respond(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (slurm / "scontrol.code").write_text("1")
     (slurm / "bin" / "scontrol").write_text("#!/bin/bash\necho slurm_load: Unable to contact >&2\necho >&2\nexit 1\n")
     with pytest.raises(SlurmError, match="^scontrol show partition: slurm_load: Unable to contact$"):
         check_cluster(Request())
     monkeypatch.setattr("alignment.cli.slurm.cluster._LIMIT_S", 0.1)
-    with pytest.raises(SlurmError, match=r"^sleep 5: no answer within 0\.1 s; is SLURM's controller up\?$"):
+    with pytest.raises(SlurmError, match=r"^sleep 5: no response within 0\.1 s; check that SLURM's controller is up$"):
         ask("sleep", "5")
     with pytest.raises(SlurmError, match="^nothing-of-that-name: No such file or directory$"):
         ask("nothing-of-that-name")
@@ -291,7 +291,7 @@ def test_every_value_of_the_header_is_resolved(tmp_path: Path) -> None:
         render(job, ["kto"], log=Path('a"b'), folder=tmp_path)
 
 
-def test_arguments_and_variables_arrive_as_they_were_given(tmp_path: Path) -> None:
+def test_arguments_and_variables_are_passed_unchanged(tmp_path: Path) -> None:
     arguments = ["kto", "--dataset_name", "a b's.jsonl", "--deepspeed", '{"a": "$HOME `x`"}']
     job = Request(setup="echo 'from setup'; export X=\"1 2\"")
     script = render(job, arguments, log=tmp_path / "x", folder=tmp_path).replace(
@@ -326,7 +326,7 @@ def test_print_needs_no_slurm_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_token_is_kept_in_no_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_token_in_the_script(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*TRAIN, "--push_to_hub", "--hub_token", "hf_mine", "--gpus", "1", "--time", "1:00:00", "--print"])
     said = capsys.readouterr()
@@ -356,10 +356,10 @@ def test_a_job_is_submitted_and_described(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_variables_of_sbatch_do_not_outrank_what_submit_is_told(
+def test_sbatch_variables_do_not_override_options(
     slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It prefers them to the lines of a script."""
+    """sbatch gives them precedence over the lines of a script."""
     contradicting = (
         "ACCOUNT ARRAY_INX CONSTRAINT CPUS_PER_GPU GPUS GPUS_PER_NODE GPUS_PER_TASK GRES JOB_NAME MEM_PER_CPU "
         "MEM_PER_GPU MEM_PER_NODE NO_REQUEUE OPEN_MODE OUTPUT PARTITION QOS REQUEUE REQ_SWITCH SIGNAL TIMELIMIT WAIT"
@@ -391,7 +391,9 @@ def test_prepare_comes_first(slurm: Path, tmp_path: Path, capsys: pytest.Capture
     more = ["--prepare", "--prepare-partition", "cpu", "--prepare-time", "30", "--gpus", "8", "--nodes", "4"]
     code, out, err = submitted(capsys, *more, "--seeds", "1-2", "--partition", "gpu")
     assert (
-        (code, err) == (0, "") and out.startswith("submitted job 41: 4 node(s)") and "  after    job 40, which" in out
+        (code, err) == (0, "")
+        and out.startswith("submitted job 41: 4 node(s)")
+        and "  after    preparation job 40" in out
     )
     first, second = ((slurm / f"given-{number}").read_text() for number in (0, 1))
     assert {"nodes": "1", "ntasks-per-node": "1", "partition": "cpu", "time": "00:30:00"}.items() <= header(
@@ -409,7 +411,7 @@ def test_prepare_comes_first(slurm: Path, tmp_path: Path, capsys: pytest.Capture
     assert code == 0 and out.count("#!/bin/bash") == 2 and "--dependency=afterok:PREPARATION_JOB_ID" in out
 
 
-def test_what_is_meant_for_gpu_nodes_is_not_asked_of_the_one_that_prepares(
+def test_options_for_gpu_nodes_do_not_apply_to_the_preparation_job(
     slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ["--prepare", "--account", "lab", "--qos", "gpu", "--mem", "500G", "--sbatch=--constraint=ib"]
@@ -425,7 +427,7 @@ def test_what_is_meant_for_gpu_nodes_is_not_asked_of_the_one_that_prepares(
 def test_seeds_are_prepared_in_the_folder_of_the_first(
     slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The folder that holds them all is no run's, and could not be prepared a second time."""
+    """Their common parent folder is not the output folder of a run, and could not be prepared a second time."""
     more = ("--prepare", "--prepare-partition", "cpu", "--cpus-per-task", "1")
     assert submitted(capsys, *more, "--seeds", "03-5,1%2")[0] == 0
     first, second = ((slurm / f"given-{number}").read_text() for number in (0, 1))
@@ -434,8 +436,8 @@ def test_seeds_are_prepared_in_the_folder_of_the_first(
 
 
 @pytest.mark.parametrize("scancel", [0, 1])
-def test_the_second_job_is_refused(slurm: Path, capsys: pytest.CaptureFixture[str], scancel: int) -> None:
-    """The first is not left behind."""
+def test_the_training_job_is_rejected(slurm: Path, capsys: pytest.CaptureFixture[str], scancel: int) -> None:
+    """The preparation job is cancelled."""
     sbatch = slurm / "bin" / "sbatch"
     refuses = '[[ $* == *afterok* ]] && echo "sbatch: error: Invalid qos" >&2 && exit 1'
     sbatch.write_text(f"#!/bin/bash\n{refuses}\n{FAKES['sbatch']}\n")
@@ -464,8 +466,8 @@ def test_ctrl_c(slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(submit_command, "cancel", cancelled.append)
     code, out, err = submitted(capsys, "--prepare", "--prepare-partition", "cpu", "--cpus-per-task", "1")
     assert (code, out, cancelled) == (130, "", ["40"]) and err == (
-        "interrupted while calling sbatch: check `squeue --me` for a submitted job; job 40, which was to "
-        "prepare its data, was cancelled\n"
+        "interrupted while calling sbatch: check `squeue --me` for a submitted job; its preparation job "
+        "40 was cancelled\n"
     )
     monkeypatch.setattr(submit_command, "check_cluster", interrupted)
     monkeypatch.setattr(submit_command, "check_cluster", lambda job: interrupted("", ""))
@@ -485,15 +487,15 @@ def test_ctrl_c(slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         ("--prepare-sbatch=-H", "--prepare-sbatch=['-H']: has no effect without --prepare; add --prepare"),
         ("--prepare --prepare-sbatch=--time=5", "--prepare-sbatch='--time=5': use --prepare-time"),
         ("--prepare --prepare-sbatch=-N2", "--prepare-sbatch='-N2': the job runs one task on one node; remove it"),
-        ("--prepare --sbatch=--dep=singleton", "--sbatch='--dep=singleton': with --prepare the job waits for its "
-         "data; set --prepare-sbatch=--dep=singleton"),
+        ("--prepare --sbatch=--dep=singleton", "--sbatch='--dep=singleton': with --prepare, the job depends on "
+         "the preparation job; set --prepare-sbatch=--dep=singleton"),
         ("--save_strategy no", "save_strategy='no': a requeued job resumes from its newest checkpoint"),
         ("--save_only_model", "save_only_model=True: a requeued job resumes from its newest checkpoint"),
         ("--seeds 1-2 --use_peft --merged_output_dir m", "merged_output_dir='m': all runs of --seeds would write"),
         ("--nodes 9", "--nodes=9: the partition gpu allows at most 4 per job"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_found_before_submitting(
+def test_errors_are_found_before_submitting(
     slurm: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
     code, out, err = submitted(capsys, *arguments.split())
@@ -502,14 +504,14 @@ def test_what_is_wrong_is_found_before_submitting(
 
 
 def test_a_step_is_counted_over_all_ranks_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:
-    """One row per rank is too few for KTO on one rank alone."""
+    """KTO rejects one row per step, but not one row per rank on several ranks."""
     least = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1")
     assert submitted(capsys, "--print", "--nodes", "2", *least)[0] == 0
     code, _, err = submitted(capsys, "--print", *least)
     assert code == 1 and "at least two rows" in err
 
 
-def test_a_recipe_that_is_wrong(slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_recipe(slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "own.yaml").write_text("method: kto\nbeta: [\n")
     with pytest.raises(SystemExit) as leaving:
         main(["own.yaml", "--output_dir", "out"])
@@ -530,8 +532,8 @@ def test_the_recipes_folder_is_named_to_the_script(tmp_path: Path, capsys: pytes
     assert leaving.value.code == 0 and "\nset -- own.yaml --output_dir runs/a\n" in out
 
 
-def test_how_to_resume_is_given_to_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a value it is the script's own choice; it does not read recipes as Python does."""
+def test_resume_options_are_passed_to_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a value, the script decides; it does not parse recipes like Python."""
     (tmp_path / "own.yaml").write_text(
         "{method: kto, dataset_name: rows.jsonl, output_dir: ~/a, model_name_or_path: m}\n"
     )
@@ -570,7 +572,7 @@ os.environ["SET_BY_A_LIBRARY"] = "1"
 """
 
 
-def test_a_method_from_outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_third_party_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "own.py").write_text(OUTSIDE)
     given = shlex.split("--method own.py:Trainer --model_name_or_path m --dataset_name rows.jsonl --output_dir out")
     for odds, code, said in (
@@ -586,11 +588,11 @@ def test_a_method_from_outside(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_no_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     code, out, err = submitted(capsys)
-    assert (code, out) == (1, "") and err.startswith("error: sbatch is not on PATH: submit from a login node")
+    assert (code, out) == (1, "") and err.startswith("error: sbatch is not on PATH; submit from a login node")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sbatch_refuses(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sbatch_rejects_the_job(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (slurm / "sbatch.says").write_text("sbatch: error: Batch job submission failed: Invalid account\n")
     code, out, err = submitted(capsys, "--cpus-per-task", "1")
     assert (code, out) == (1, "")
@@ -601,14 +603,14 @@ def test_sbatch_refuses(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def documented() -> list[str]:
-    """The commands of docs/guides/slurm.md, each on one line."""
+    """Return the commands of docs/guides/slurm.md, each on a single line."""
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "guides" / "slurm.md").read_text(), re.DOTALL)
     for block in blocks:
         assert subprocess.run(["bash", "-n"], input=block, text=True, capture_output=True, check=True).stderr == ""
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
 
-def test_the_documented_commands_give_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_documented_commands_render_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     start = "deepspeed-alignment submit "
     commands = [shlex.split(line, comments=True)[2:] for line in documented() if line.startswith(start)]
     assert len(commands) == 4
@@ -619,8 +621,8 @@ def test_the_documented_commands_give_a_script(capsys: pytest.CaptureFixture[str
         assert (leaving.value.code, err) == (0, "") and out.count("#!/bin/bash") == 1 + ("--prepare" in arguments)
 
 
-def test_the_documented_tables_have_whole_rows() -> None:
-    """A `|` within a cell would cut it."""
+def test_the_documented_tables_have_complete_rows() -> None:
+    """A `|` in a cell would split it."""
     columns = 0
     for line in (ROOT / "docs" / "guides" / "slurm.md").read_text().splitlines():
         columns = (columns or line.count("|")) if line.startswith("|") else 0
@@ -649,7 +651,7 @@ def test_every_variable_of_the_script_is_documented_at_its_head() -> None:
     assert set(re.findall(r"ALIGNMENT_[A-Z_]+", (ROOT / "docs" / "guides" / "slurm.md").read_text())) <= used
 
 
-def test_it_answers_without_torch(tmp_path: Path) -> None:
+def test_submit_does_not_import_torch(tmp_path: Path) -> None:
     code = f"import sys; from alignment.cli.commands import main\ntry: main({['submit', *TRAIN, '--print']!r})\n"
     code += "except SystemExit as end: assert not end.code\nassert 'torch' not in sys.modules"
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}

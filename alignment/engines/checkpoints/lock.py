@@ -244,7 +244,7 @@ class OutputLock:
     def _beside(self, what: str) -> Path:
         return self.folder / f"{LOCK}.{self._own.token}.{what}"
 
-    # Judgement ------------------------------------------------------------------------------------------------------
+    # Decisions ------------------------------------------------------------------------------------------------------
 
     def _is_own(self, text: bytes) -> bool:
         owner = Owner.parsed(text)

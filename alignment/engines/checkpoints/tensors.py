@@ -1,4 +1,4 @@
-"""Writing and reading safetensors files in chunks and with a checksum, so that no file is ever in memory at once."""
+"""Writing and reading safetensors files in chunks and with a checksum, so that no file is ever entirely in memory."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ class TensorFile:
             raise self._damaged(f"the entry of {key} does not consist of dtype, shape and data_offsets")
         shape, offsets = value["shape"], value["data_offsets"]
         if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-            raise self._damaged(f"shape or data_offsets of {key} are not non-negative integers")
+            raise self._damaged(f"shape and data_offsets of {key} must be non-negative integers")
         if not isinstance(value["dtype"], str) or value["dtype"] not in _DTYPES:
             raise self._damaged(f"the dtype {value['dtype']!r} of {key} is not supported")
         dtype = _DTYPES[value["dtype"]]

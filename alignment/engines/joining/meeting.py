@@ -245,7 +245,8 @@ class Meeting:
         """Tell the user, once per host, what a long start is waiting for; raise if waiting is known to be futile."""
         if self._store is None and self._reached is not None and time.monotonic() - self._reached > _ANSWER_S:
             raise JoinError(
-                f"rank 0 did not respond at {self.place}, though {_SILENT}; choose another MASTER_PORT (--master_port)"
+                f"{self.place}, where rank 0 should serve the store, accepts connections but does not respond; "
+                "choose another MASTER_PORT (--master_port)"
             )
         if self._answered and time.monotonic() - self._answered > _STAGE_S:
             raise JoinError(self._unanswered(_STAGE_S))

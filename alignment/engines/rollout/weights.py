@@ -50,7 +50,7 @@ def weights_by_layer(policy: ScoringEngine) -> Iterator[None]:
     Every rank must make the same number of forward passes.
     """
     settle(policy.engine, policy.scorer)
-    forget_release_plans()  # of another order of modules
+    forget_release_plans()  # they belong to another order of modules
     try:
         with announced_passes(policy.engine, policy.scorer.model), balanced_module_stack():
             yield

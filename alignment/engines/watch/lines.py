@@ -43,7 +43,7 @@ def killed_line(rank: int, beat: Beat | None) -> str:
 def lost_line(rank: int, beat: Beat) -> str:
     """Message about a rank of another machine whose connection broke."""
     return (
-        f"error: rank {rank} (host {beat.host}, process {beat.pid}) was killed or disconnected in {beat.place}; => "
+        f"error: rank {rank} (host {beat.host}, process {beat.pid}) was killed or disconnected in {beat.place}; "
         f"if it was killed, {_MEMORY}"
     )
 

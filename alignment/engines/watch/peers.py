@@ -114,7 +114,7 @@ class Peers:
         if lost:
             line, verdict = self._lost_peer(line, verdict)
         verdict = replace(verdict, dead=tuple(sorted({*verdict.dead, *self._dead()} - {self.rank})))
-        self._own_end = True  # before the claim: the other thread must not take it for another rank's
+        self._own_end = True  # before the claim: the other thread must not mistake it for another rank's
         self._last_word.speak(line, verdict, lambda: self._living(verdict.dead), trace=trace, at_once=at_once)
 
     # The end of others -----------------------------------------------------------------------------------------------
