@@ -1,24 +1,24 @@
 # make test      set up .venv if need be and run the tests (PYTEST_ARGS="-k guard -x" to choose; JOBS=4 workers)
 # make test-ci   the tests in which ranks, launchers and disks fail on purpose, those under torchrun and srun, and
 #                the longer proofs: adapters, quantised weights, stored references and exports in many combinations
-# make test-slow the rest, half an hour or more; after an interruption it goes on with what has not passed yet
-# make resume-matrix  of those, the runs that go on from checkpoints: 3348 cells, an hour or two; it goes on as well
+# make test-slow the rest, half an hour or more; after an interruption it continues with what has not passed yet
+# make resume-matrix  of those, the runs resumed from checkpoints: 3348 cells, an hour or two; it continues as well
 # make mutations  apply every mutation of tests/mutations/ to a copy; its test has to fail (MUTATIONS="kto head")
 # make mutants    a random sample of small changes, each against the tests that run its line (MUTANTS="--seed 1")
 # make renames    rename what alignment/internals/ touches in copies of the libraries; its test has to fail (RENAMES="tqdm")
 # make test-newest  contract tests and numbers with the newest releases that setup.py allows, in .venv-newest
 # make chaos     kill training runs 1000 times and judge every restart (CHAOS_ARGS="--kills 50 --seed 3"); about an hour, an
-#                interrupted call goes on with the next one
+#                interrupted call is continued by the next one
 # make slurm     install SLURM (Debian, as root; no service is started) and train under it, on nodes of this machine
 # make hosts     install pdsh and sshd (Debian, as root; no service is started) and train on two hosts of this machine
 # make signals   send every signal to every launcher and worker of real runs, judge what is left and resume; a table, half an
-#                hour; an interrupted call goes on with the next one (SIGNALS_ARGS="--only 'torchrun TERM'")
+#                hour; an interrupted call is continued by the next one (SIGNALS_ARGS="--only 'torchrun TERM'")
 # make demo      a small model from nothing, aligned with KTO (LoRA too), CPO and Online DPO, in minutes (DEMO_ARGS="--fresh --seed 1")
 # make quality   lint, types and the floors of alignment/
 # make tables    regenerate the pages of docs/reference/ that are made from the code
 # make docs      regenerate them and build the site in docs/_build/html; a warning or a broken link is an error
 # make linkcheck check the links to other sites, over the network; a report in docs/_build/linkcheck
-# make style     format, and mend what can be mended by itself
+# make style     format, and apply the linter's fixes
 # make release VERSION=0.2.0  date the changelog, build and check the wheel and the sdist, commit and tag
 # make clean     remove .venv and caches
 

@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 
 def share_out(items: Iterable[Item], jobs: int, worker: Callable[[int], Callable[[Item], None]]) -> None:
-    """Handle every item, several at once, and return when all of them are done.
+    """Handle every item, several in parallel, and return when all of them are done.
 
     Args:
         items: handled in their order.

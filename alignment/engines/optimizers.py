@@ -227,8 +227,8 @@ def check_counts(optimizer: Optimizer, units: Iterable[Unit]) -> None:
     if largest > _MOST_32_BITS and counts_in_32_bits(optimizer):
         raise OptionError(
             f"optim: bitsandbytes' {type(optimizer).__name__} indexes elements with 32 bits, but this rank would have "
-            f"to update {largest} elements at once (maximum: {_MOST_32_BITS}); set optim: adamw_torch, or use ZeRO-3 "
-            "with more ranks or a smaller zero_optimization.sub_group_size"
+            f"to update {largest} elements in one call (maximum: {_MOST_32_BITS}); set optim: adamw_torch, or use "
+            "ZeRO-3 with more ranks or a smaller zero_optimization.sub_group_size"
         )
 
 

@@ -75,8 +75,8 @@ def take_scheduled_rates(scheduler: LambdaLR) -> None:
 def without_forward_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) -> Iterator[None]:
     """Remove unwanted forward hooks of all modules; restore all hooks in their order on any exit.
 
-    The handles that could remove them belong to whoever registered them, and a hook that is registered again runs
-    last. Seen with torch 2.13.
+    The handles that could remove them belong to the code that registered them, and a hook that is registered again
+    runs last. Seen with torch 2.13.
     """
     put_aside: list[tuple[dict[int, Any], dict[int, Any]]] = []
     try:

@@ -114,7 +114,7 @@ class Demo:
         texts = sample(self.folder / stage.name, held_out, self.settings, self.progress)
         found, scores = rates(held_out, texts), rewards(self.folder / REWARD.name, held_out, texts)
         self.answers[title], self.rewards[title] = texts, scores
-        self.measured.append(Measured(title, found, sum(scores) / len(scores), seconds, stage.promise))
+        self.measured.append(Measured(title, found, sum(scores) / len(scores), seconds, stage.targets))
         _say(
             f"{title}: {found.warm:.3f} of the sampled responses are warm, {found.answered:.3f} are correct; "
             f"mean reward {self.measured[-1].reward:.2f}"

@@ -28,7 +28,7 @@ from alignment.methods.sft_options import SFTConfig
 from alignment.training.trainer import AlignmentTrainer
 from examples.demo.data import Row, World, labelled_rows, paired_rows, prompt_rows, start_rows, train_tokenizer
 from examples.demo.folder import PreferenceSettings, RewardSettings, Settings
-from examples.demo.verdict import LORA_PROMISE, ONLINE_PROMISE, Promise
+from examples.demo.verdict import LORA_TARGETS, ONLINE_TARGETS, Targets
 
 MAX_LENGTH = 64  # tokens; the longest row has about 45, the longest request 17
 _WHOLE_PROMPTS: dict[str, Any] = {"max_prompt_length": None}  # Online DPO never truncates prompts
@@ -72,7 +72,7 @@ class Stage:
         about: a short description of its training.
         rows: creates its training rows.
         trainer: creates its trainer.
-        promise: its targets, if it is compared.
+        targets: what it has to reach, if it is compared.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Stage:
     about: str
     rows: Callable[[World, Settings], list[Row]]
     trainer: Callable[[Job], AlignmentTrainer]
-    promise: Promise = Promise()
+    targets: Targets = Targets()
 
 
 def start_trainer(job: Job) -> SFTTrainer:
@@ -199,7 +199,7 @@ VARIANTS = (
         "labeled responses, training only adapters on the initial model",
         lambda world, s: labelled_rows(world.training, s.kto_lora.rows, s.seed),
         kto_lora_trainer,
-        LORA_PROMISE,
+        LORA_TARGETS,
     ),
     Stage(
         "cpo",
@@ -214,7 +214,7 @@ VARIANTS = (
         "requests only, with sampled responses ranked by the reward model, starting from the initial model",
         lambda world, s: prompt_rows(world.training, s.online_dpo.rows, s.seed),
         online_dpo_trainer,
-        ONLINE_PROMISE,
+        ONLINE_TARGETS,
     ),
 )
 

@@ -91,7 +91,7 @@ def rates(requests: Sequence[Request], texts: Sequence[str]) -> Rates:
 
 
 @dataclass(frozen=True)
-class Promise:
+class Targets:
     """The targets of a method.
 
     Attributes:
@@ -104,9 +104,9 @@ class Promise:
 
 
 # Over several seeds, adapters lose 0.03 to 0.06 of the correct responses, full fine-tuning none.
-LORA_PROMISE = Promise(loss=0.1)
+LORA_TARGETS = Targets(loss=0.1)
 # Its reward model has learned style, not correctness, so only the reference preserves correctness.
-ONLINE_PROMISE = Promise(warm=0.75, loss=0.1)
+ONLINE_TARGETS = Targets(warm=0.75, loss=0.1)
 
 
 @dataclass(frozen=True)
@@ -118,14 +118,14 @@ class Measured:
         rates: results of the rules.
         reward: mean score of the responses by the reward model.
         seconds: training time.
-        promise: its targets.
+        targets: what it has to reach.
     """
 
     title: str
     rates: Rates
     reward: float
     seconds: float
-    promise: Promise = Promise()
+    targets: Targets = Targets()
 
 
 def missed(start: Measured, trained: Sequence[Measured], accuracy: float) -> list[str]:
@@ -146,10 +146,10 @@ def missed(start: Measured, trained: Sequence[Measured], accuracy: float) -> lis
         faults.append(f"reward model: accuracy {accuracy:.3f} on held-out pairs, expected at least {LEAST_ACCURACY}")
     reward = start.reward + LEAST_GAIN
     for model in trained:
-        promise = model.promise
-        least = start.rates.answered - promise.loss
-        if model.rates.warm < promise.warm:
-            faults.append(f"{model.title}: preferred style {model.rates.warm:.3f}, expected at least {promise.warm}")
+        targets = model.targets
+        least = start.rates.answered - targets.loss
+        if model.rates.warm < targets.warm:
+            faults.append(f"{model.title}: preferred style {model.rates.warm:.3f}, expected at least {targets.warm}")
         if not model.reward >= reward - _EDGE:  # written this way, NaN fails too
             faults.append(
                 f"{model.title}: mean reward {model.reward:.2f}, expected at least {reward:.2f} "
@@ -158,6 +158,6 @@ def missed(start: Measured, trained: Sequence[Measured], accuracy: float) -> lis
         if model.rates.answered < least - _EDGE:
             faults.append(
                 f"{model.title}: correct {model.rates.answered:.3f}, expected at least {least:.3f} "
-                f"({promise.loss} below {start.title})"
+                f"({targets.loss} below {start.title})"
             )
     return faults

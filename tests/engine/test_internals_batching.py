@@ -39,7 +39,7 @@ def answer(made: Any, name: str) -> list[int]:
 
 
 def live_caches() -> list[int]:
-    """All existing caches; checked by type, because some objects import modules when asked for their class."""
+    """All existing caches; checked by type, because some objects import modules when their class is accessed."""
     gc.collect()
     return [id(one) for one in gc.get_objects() if type(one) is PagedAttentionCache]
 

@@ -57,7 +57,7 @@ assert {k: set(v) for k, v in plain._import_structure.items()} == {
     k: set(v) for k, v in models._import_structure.items()
 }
 
-# Without peft no model is one of its own; whoever asks for its classes gets them.
+# Without peft no model is one of its own; code that accesses its classes gets them.
 from torch import nn
 from transformers import trainer_utils, utils
 assert trainer_utils._is_peft_model(nn.Linear(1, 1)) is False

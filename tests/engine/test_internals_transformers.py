@@ -273,7 +273,7 @@ def test_a_changed_processor_is_used_in_its_place_and_only_within_the_context(mo
     plain = generate(model, repetition_penalty=1.5)
     with internals.changed_processors(model, lambda one: Only()):
         assert generate(model, repetition_penalty=1.5) == [33] * 4 != plain
-        assert generate(model) != [33] * 4, "where there is no processor, none is added"
+        assert generate(model) != [33] * 4, "without a processor, none is added"
     assert generate(model, repetition_penalty=1.5) == plain
     with pytest.raises(ValueError), internals.changed_processors(model, lambda one: Only()):
         raise ValueError

@@ -73,7 +73,7 @@ def test_durations() -> None:
 
 
 class Obstacle(TrainerCallback):
-    """Makes a folder where a file is to be written."""
+    """Makes a folder where a file will be written."""
 
     def __init__(self, place: Path) -> None:
         self.place = place

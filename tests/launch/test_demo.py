@@ -36,11 +36,11 @@ from examples.demo.measuring import accuracy, rewards
 from examples.demo.run import main
 from examples.demo.training import MAX_LENGTH, VARIANTS
 from examples.demo.verdict import (
-    LORA_PROMISE,
-    ONLINE_PROMISE,
+    LORA_TARGETS,
+    ONLINE_TARGETS,
     Measured,
-    Promise,
     Rates,
+    Targets,
     answers,
     manner,
     missed,
@@ -294,10 +294,10 @@ def test_online_dpo_has_its_own_targets() -> None:
         (0.74, 0.87, "preferred style 0.740"),
         (0.9, 0.86, "correct 0.860"),
     ):
-        model = dataclasses.replace(measured(warm, answered, "after Online DPO"), promise=ONLINE_PROMISE)
+        model = dataclasses.replace(measured(warm, answered, "after Online DPO"), targets=ONLINE_TARGETS)
         faults = missed(start, [model], accuracy=1.0)
         assert len(faults) == bool(said) and all(said in fault for fault in faults), faults
-    assert [stage.promise for stage in VARIANTS] == [Promise(), LORA_PROMISE, Promise(), ONLINE_PROMISE]
+    assert [stage.targets for stage in VARIANTS] == [Targets(), LORA_TARGETS, Targets(), ONLINE_TARGETS]
 
 
 def test_an_inaccurate_reward_model_is_named() -> None:

@@ -107,7 +107,7 @@ def test_a_link_is_cut_under_torchrun_and_the_run_resumes_with_deepspeed(pair: P
         assert run.end(LAUNCHER_S) == [1, 1]
         assert [host.processes() for host in pair.hosts] == [[], []], time.monotonic() - cut
     finally:
-        pair.hosts[1].mend()
+        pair.hosts[1].restore()
     lines = [line for line in run.text().splitlines() if line.startswith("error: ")]
     no_answer = f"has not responded for {PEER_TIMEOUT_S} s"
     assert len(lines) == 2, "one on each side"

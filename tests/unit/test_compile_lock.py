@@ -90,7 +90,7 @@ def test_a_living_process_is_waited_for(
     waiting.start()
     waiting.join(1.5)
     assert waiting.is_alive() and path.exists()
-    process.communicate("go on\n", timeout=30)
+    process.communicate("continue\n", timeout=30)
     waiting.join(10)
     assert not waiting.is_alive() and not path.exists()
     assert capsys.readouterr().err == f"waiting for process {process.pid} to compile in {path.parent}\n"

@@ -32,7 +32,7 @@ HEAD = """\
 What becomes of a row. Tokens are divided by |, the prompt from the completion by ||; only what is right of || is
 trained on, and of that nothing in brackets. · is a space, ⏎ a line break. Of a labelled answer the sign says whether
 it is desirable; of a pair, + is the chosen answer and - the rejected one. "no BOS": the tokenizer adds none to plain
-text; a template may. After ? is a prompt alone, from where the policy goes on, and
+text; a template may. After ? is a prompt alone, which the policy continues, and
 below it what a reward function is told.
 Written by tests/unit/test_data_golden.py.
 """
@@ -275,7 +275,7 @@ CASES = [
     asked("Online DPO, one message that is not in a list", "ChatML that adds BOS", USER),
     asked("Online DPO, empty list as prompt", "ChatML", []),
     asked("Online DPO, the template's own system turn", "ChatML with a default system turn", [USER]),
-    asked("Online DPO, an answer to go on with", "ChatML", [USER, said("assistant", "the cat")]),
+    asked("Online DPO, a completion to continue", "ChatML", [USER, said("assistant", "the cat")]),
     asked("Online DPO, tools", "ChatML with tools", [USER], tools=[TOOL]),
     asked(
         "Online DPO, chat_template_kwargs",

@@ -211,7 +211,7 @@ def _lives(pid: int) -> bool:
 def test_the_report_of_a_failure_follows_its_status(
     verdict: Verdict, drawn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that stops or finishes has drawn it before; one that hangs, or is ended at once, has no time for it."""
+    """A run that stops or finishes has drawn it before; one that hangs or is killed has no time for it."""
     activity, happened = Activity(), list[str]()
     activity.status = SimpleNamespace(update=lambda **values: happened.append(values["state"]))  # type: ignore[assignment]
     activity.at_failure = lambda: happened.append("report")

@@ -117,7 +117,7 @@ def test_a_disk_that_is_found_full_on_closing(tmp_path: Path, disk: type[Limited
     assert records(tmp_path / "log.jsonl") == [1, 2, 3, 4]
 
 
-def test_a_failed_write_that_cannot_be_cut_off_at_once(
+def test_a_failed_write_that_cannot_be_cut_off_immediately(
     tmp_path: Path, disk: type[LimitedPath], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = JsonlLog(disk(tmp_path / "log.jsonl"), lambda text: None)
@@ -221,7 +221,7 @@ def test_a_resume_forgets_what_waited_for_space_after_the_checkpoint(tmp_path: P
         ),
     ],
 )
-def test_a_file_that_lost_lines_is_gone_on_with(damage: Any, left: list[int], says: str, tmp_path: Path) -> None:
+def test_a_file_that_lost_lines_is_continued(damage: Any, left: list[int], says: str, tmp_path: Path) -> None:
     path, told = tmp_path / "log.jsonl", []
     log = JsonlLog(path)
     write(log, 1, 2, 3)

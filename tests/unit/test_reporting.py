@@ -69,12 +69,12 @@ def test_history_weights_windows_by_their_counts() -> None:
     history.add({"loss": (6.0, 1), "rewards/chosen": (4.0, 1), "rewards/rejected": (1.0, 3)})
     expected = {"loss": 3.0, "rewards/chosen": 2.5, "rewards/rejected": -1.0, "rewards/margins": 3.5}
     assert history.pop() == expected
-    assert history.pop() == {}, "a log starts anew"
+    assert history.pop() == {}, "a log starts over"
     history.add({"loss": (4.0, 1)})
     assert history.pop() == {"loss": 4.0}
 
 
-def test_history_goes_on_from_its_state() -> None:
+def test_history_resumes_from_its_state() -> None:
     history, resumed = MetricHistory(), MetricHistory()
     history.add({"loss": (1.0, 1), "rewards/chosen": (6.0, 3)})
     resumed.add({"loss": (100.0, 1), "kl": (5.0, 1)})  # replaced, not added to
@@ -89,7 +89,7 @@ def test_history_goes_on_from_its_state() -> None:
     assert resumed.rest() == {}
 
 
-def test_the_rest_is_what_no_log_had_asked_for() -> None:
+def test_the_rest_is_what_no_log_has_taken() -> None:
     history = MetricHistory()
     pair = {"rewards/chosen": (6.0, 3), "rewards/rejected": (-8.0, 4)}
     history.add(pair)
@@ -99,7 +99,7 @@ def test_the_rest_is_what_no_log_had_asked_for() -> None:
     assert history.rest() == {}
     history.add(pair)
     history.pop(asked=False)
-    history.add({"rewards/chosen": (1.0, 1)})  # the run was to go on after all
+    history.add({"rewards/chosen": (1.0, 1)})  # the run continued after all
     assert history.rest() == {"rewards/chosen": 1.0}
     history.pop(asked=False)
     assert history.rest() == {"rewards/chosen": 1.0} and history.pop() == {}
@@ -111,7 +111,7 @@ def test_the_log_is_appended_to(tmp_path: Path) -> None:
     log = JsonlLog(path)
     assert not path.parent.exists(), "nothing is made before there is something to write"
     log.write({"loss": 0.5})
-    assert path.read_text() == '{"loss": 0.5}\n', "flushed at once"
+    assert path.read_text() == '{"loss": 0.5}\n', "flushed immediately"
     JsonlLog(path).write({"loss": 0.25, "what": "größer"})
     assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == [
         {"loss": 0.5},

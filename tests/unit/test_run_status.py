@@ -39,7 +39,7 @@ from alignment.reporting.status_file import STATUS, now
 
 
 class Clock:
-    """A clock that is set by hand."""
+    """A clock that is set manually."""
 
     def __init__(self) -> None:
         self.now = 1000.0

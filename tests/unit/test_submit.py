@@ -74,7 +74,7 @@ def submitted(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[obje
     return leaving.value.code, *capsys.readouterr()
 
 
-# What is asked for --------------------------------------------------------------------------------------------------
+# Requested resources -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_partners_are_drawn_from_each_window() -> None:
         sampler = make_sampler(alike, batch=8, draw_partners=True)
         place = {int(row): position for position, row in enumerate(sampler.order(epoch))}
         places.add(tuple(sorted((place[row], place[partner]) for row, partner in pairs_of(sampler.plan(epoch, 0)))))
-    assert len(places) == 10, "drawn anew, not only carried along with the order"
+    assert len(places) == 10, "resampled, not only carried along with the order"
 
 
 def test_partners_have_other_prompts_if_possible() -> None:

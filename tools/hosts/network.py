@@ -114,7 +114,7 @@ class Host:
         """Take the link down at this end, silently dropping all packets."""
         self.run("ip", "link", "set", LINK, "down")
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         """Bring the link back up."""
         self.run("ip", "link", "set", LINK, "up")
 
@@ -147,7 +147,7 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
         subprocess.run(["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]], check=True, timeout=30)
         for host in made:
             host.run("ip", "address", "add", f"{host.address}/24", "dev", LINK)
-            host.mend()
+            host.restore()
         yield first, second
 
 

@@ -153,7 +153,7 @@ class Uploads(TrainerCallback):
         )
 
     def _add_state(self, push: Push, source: Path, message: str) -> None:
-        """Add the whole checkpoint, with the strategies that upload checkpoints."""
+        """Add the checkpoint with all its files, with the strategies that upload checkpoints."""
         if self.args.hub_strategy not in ("checkpoint", "all_checkpoints"):
             return
         path = LAST if self.args.hub_strategy == "checkpoint" else source.name

@@ -13,7 +13,7 @@ STATEMENTS = (
     ("A test that cannot fail", " proves nothing.", " is the best test."),
     ("Names", " are the cheapest documentation.", " should have one letter."),
     ("The fastest code is the code", " that never runs.", " that nobody has read at all."),
-    ("Every option is a promise", " to keep.", " to break."),
+    ("Every option is a contract", " to keep.", " to break."),
     ("Delete what", " is not used.", " works."),
     ("Errors should say what", " to do next, and where it went wrong.", " they like."),
     ("A cache without a key is", " a bug with good performance.", " fine."),
@@ -28,7 +28,7 @@ STATEMENTS = (
     ("When the machine is slow, look at", " what it waits for.", " the wall."),
     ("Good defaults", " are options that nobody has to learn.", " do not exist."),
 )
-QUESTIONS = tuple(f"How does this go on: {prompt}" for prompt, _, _ in STATEMENTS)
+QUESTIONS = tuple(f"How does this continue: {prompt}" for prompt, _, _ in STATEMENTS)
 
 
 def _said(*contents: str) -> list[dict[str, str]]:
