@@ -29,7 +29,7 @@ JSON = [
     deepspeed("trailing comma", '{"bf16": {},}', "@d.json, line 1: invalid JSON"),
     deepspeed("single quotes", "{'bf16': {}}", "@d.json, line 1: invalid JSON"),
     deepspeed("YAML", "zero_optimization:\n  stage: 2\n", "@d.json, line 1: invalid JSON"),
-    deepspeed("nested", NESTED, "@d.json: nested too deeply"),
+    deepspeed("nested", NESTED, "@d.json: the JSON is nested too deeply"),
     deepspeed("NaN", '{"gradient_clipping": NaN}', "@d.json: NaN is not a JSON value"),
     deepspeed("number of 5000 digits", '{"steps_per_print": %s}' % ("9" * 5000), "@d.json: Exceeds the limit"),
     deepspeed("key twice", '{"bf16": 1, "bf16": 2}', "@d.json: bf16=2: duplicate key"),

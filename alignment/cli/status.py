@@ -90,7 +90,7 @@ def _follow(reader: RunReader, options: argparse.Namespace) -> RunView:
         if view.over:
             return view
         now = time.monotonic()
-        shown = max(shown + (options.interval or _INTERVAL_S), now)  # missed refreshes are not made up for
+        shown = max(shown + (options.interval or _INTERVAL_S), now)  # do not make up for missed refreshes
         time.sleep(shown - now)
 
 

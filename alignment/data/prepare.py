@@ -269,9 +269,8 @@ def _read_report(path: Path) -> DataReport:
 def _check_report(report: DataReport, kind: Kind, where: str, strict: bool) -> None:
     if not report.rows_out:
         remedy = "increase max_length" + (", decrease max_new_tokens," if kind == "prompt_only" else "")
-        raise DataError(
-            f"{where}: all {report.rows_in} rows were dropped ({report.drops()}); {remedy} or fix the rows"
-        )
+        rows = "the only row was" if report.rows_in == 1 else f"all {report.rows_in} rows were"
+        raise DataError(f"{where}: {rows} dropped ({report.drops()}); {remedy} or fix the rows")
     if strict and report.dropped:
         raise DataError(
             f"{where}: {sum(report.dropped.values())} of {report.rows_in} rows would be dropped ({report.drops()}); "

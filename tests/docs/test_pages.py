@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import make_model
 from pages.blocks import ROOT, Block, BlockError, blocks_of, pages
 from pages.checks import script_of
 from pages.commands import commands_of
-from pages.forked import make_commands
+from pages.forked import forked_python, make_commands
 from pages.metrics import undocumented
 from pages.running import PageRun, make_folder
 
@@ -32,10 +33,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Path]]:
-    """A folder with commands that are forked, made at the first call."""
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Arguments of `PageRun` with which Python is forked; the first call starts the server."""
     server, folder = RankServer(ROOT), tmp_path_factory.mktemp("commands") / "bin"
-    yield lambda: folder if folder.exists() else make_commands(folder, server.address)
+
+    def arguments() -> dict[str, Any]:
+        if not folder.exists():
+            make_commands(folder, server.address)
+        return {"path": [folder], "python": forked_python(folder, server.address)}
+
+    yield arguments
     server.close()
 
 
@@ -73,11 +80,14 @@ def _cases() -> list[object]:
 
 
 @pytest.mark.parametrize(("page", "slow"), _cases())
-def test_a_page(page: str, slow: bool, tiny: str, tmp_path: Path, forked: Callable[[], Path]) -> None:
+def test_a_page(page: str, slow: bool, tiny: str, tmp_path: Path, forked: Callable[[], dict[str, Any]]) -> None:
     blocks = [block for block in blocks_of(page) if slow or not block.slow]
-    as_it_is = slow or page in AS_THEY_ARE or all(_is_quick(block) for block in blocks if block.runs)
-    commands = [] if as_it_is else [forked()]
-    with PageRun(make_folder(tmp_path / "work", tiny), timeout=1800 if slow else 300, path=commands) as run:
+    runs = [block for block in blocks if block.runs]
+    # A signal has to reach the command itself.
+    as_it_is = slow or page in AS_THEY_ARE or any(re.search(r"\bkill\b", block.text) for block in runs)
+    as_it_is |= all(map(_is_quick, runs))
+    how = {} if as_it_is else forked()
+    with PageRun(make_folder(tmp_path / "work", tiny), timeout=1800 if slow else 300, **how) as run:
         for block in blocks:
             run.run(block)
     for log in (tmp_path / "work").rglob("log.jsonl"):

@@ -340,7 +340,7 @@ def test_tensorboard_and_wandb_offline(model: str, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"report_to": "tensorbord"}, "report_to='tensorbord': unknown integration; .*; did you mean 'tensorboard'?"),
+        ({"report_to": "tensorbord"}, "report_to='tensorbord': unknown integration; set one of"),
         ({"report_to": ["wandb", "x"]}, "report_to='x': unknown integration; set one of azure_ml"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end=True: requires evaluations"),
         ({"greater_is_better": True}, "greater_is_better=True: has no effect without metric_for_best_model"),

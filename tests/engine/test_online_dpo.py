@@ -342,7 +342,7 @@ def test_contradicting_arguments_are_refused(paths: dict[str, str], tmp_path: Pa
             {"reward_model": "nowhere", "judge": lambda prompts, pairs: [0]},
             "judge: cannot be combined with reward_model",
         ),
-        ({"reward_funcs": lambda completions, answer: [0.0]}, "needs 'answer'"),
+        ({"reward_funcs": lambda completions, answer: [0.0]}, "requires argument 'answer'"),
         ({"judge": 3}, "judge"),
         ({"peft_config": object(), "reward_funcs": letters}, "is not a PEFT configuration"),
     ):

@@ -16,7 +16,7 @@ def test_every_rank_gets_the_same_error(ranks: RankServer, tmp_path: Path) -> No
     done = ranks.run(DRIVERS / "failing_rewards.py", tmp_path / "out.json", timeout=60, check=False)
     assert (tmp_path / "out.json").exists(), done.stderr[-3000:]
     said = json.loads((tmp_path / "out.json").read_text())
-    raised = "reward function 'length' raised KeyError: 'answer' (failing_rewards.py line "
+    raised = "reward function 'length' raised KeyError: 'answer' (failing_rewards.py, line "
     rows = "while scoring rank 1's row 0 to rank 1's row 1"
     for case in ("one", "empty"):
         other, own = said[case]

@@ -80,7 +80,7 @@ def test_kto(dry_run: Callable[..., str]) -> None:
     assert reference["zero_optimization"]["stage"] == 0
     start = next(i for i, line in enumerate(lines) if line.startswith("Data: "))
     header, rows = lines[start + 1], lines[start + 2]
-    assert header.split("  ")[-1] == "completions cut"
+    assert header.split("  ")[-1] == "completions truncated"
     assert rows.split() == ["rows", "10", "10", "0", "6", "4", "1", "0"]
     assert len(header) == len(rows)  # right-aligned
     assert lines[start + 4].split() == ["tokens", "min", "p50", "p90", "p99", "max"]
@@ -110,8 +110,8 @@ def test_cpo(dry_run: Callable[..., str]) -> None:
 
 def test_long_texts_are_shortened_in_the_middle() -> None:
     assert _shortened("a" * 600) == "a" * 600
-    assert _shortened("a" * 601) == f"{'a' * 300} … 1 characters … {'a' * 300}"
-    assert _shortened("a" * 400 + "b" * 500) == f"{'a' * 300} … 300 characters … {'b' * 300}"
+    assert _shortened("a" * 601) == f"{'a' * 300} … 1 characters omitted … {'a' * 300}"
+    assert _shortened("a" * 400 + "b" * 500) == f"{'a' * 300} … 300 characters omitted … {'b' * 300}"
 
 
 def test_the_command_on_two_ranks_prints_once(folder: Path, tmp_path: Path, ranks: RankServer) -> None:

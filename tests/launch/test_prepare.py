@@ -77,7 +77,7 @@ def test_a_run_finds_the_rows(
     evaluation = ("--dataset_test_split", "train[:5]", "--eval_strategy", "steps")
     status, out, err = prepare(*evaluation, "--ranks", "4", "--per_device_train_batch_size", "2")
     assert status == 0, err
-    assert "computing in bfloat16" in out and "rows per step: 8" in out and "offload (2 bytes" in out
+    assert "compute dtype bfloat16" in out and "rows per step: 8" in out and "offload (2 bytes" in out
     assert f"Planned for 4 rank(s) with one bf16-capable GPU each. Tokenized rows are in {cache}" in out
     assert not (tmp_path / "out").exists()
     before = tree(cache)
@@ -126,10 +126,10 @@ def test_errors_of_the_run_are_reported(prepare: Callable[..., Any], tmp_path: P
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--fp16", "true"), "computing in float16"),
+        (("--fp16", "true"), "compute dtype float16"),
         (("--optim", "deepspeed_cpu_adam", "--deepspeed", "zero2_offload"), '"pin_memory": true'),
-        (("--optim", "deepspeed_fused_adam"), "Planned for 1 rank(s) with a GPU"),
-        (("--attn_implementation", "flash_attention_2"), "computing in bfloat16"),
+        (("--optim", "deepspeed_fused_adam"), "Planned for 1 rank(s) with one bf16-capable GPU"),
+        (("--attn_implementation", "flash_attention_2"), "compute dtype bfloat16"),
         (
             ("--use_peft", "true", "--load_in_4bit", "true", "--bnb_4bit_quant_storage", "bfloat16"),
             "4-bit base weights",
@@ -163,11 +163,11 @@ def test_planning_for_gpus_without_a_gpu(
 def test_planning_for_a_cpu_if_the_run_will_use_one(
     prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "computing in float32" in prepare("--use_cpu")[1]
+    assert "compute dtype float32" in prepare("--use_cpu")[1]
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert "Planned for 1 rank(s) with CPUs" in prepare()[1]
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")  # as in the run; this machine's devices are not used
-    assert "computing in bfloat16" in prepare()[1]
+    assert "compute dtype bfloat16" in prepare()[1]
     assert os.environ["DS_ACCELERATOR"] == "cpu"
 
 
@@ -178,7 +178,7 @@ def test_planning_for_a_cpu_if_the_run_will_use_one(
         (("--ranks", "many"), "--ranks='many'"),
         (("--ranks", "9" * 5000), "--ranks='999"),
         (("--ranks",), "--ranks=''"),
-        (("--ranks", "2", "--ranks=3"), "--ranks: given 2 times"),
+        (("--ranks", "2", "--ranks=3"), "--ranks is set 2 times"),
         (("--per_device_train_batch_size", "1"), "gradient_accumulation_steps=1"),
         (("--rank", "2"), "rank"),
     ],

@@ -1,4 +1,4 @@
-"""What can be said of a block without running it: whether it parses, and whether names and options in it exist."""
+"""Checks of a block that do not run it: it parses, and the names and options in it exist."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from pages.blocks import Block, BlockError
 from pages.commands import Command, commands_of
 
 _TRAINING = ("train", "precompute", "prepare")
-_PARSED = ("status", "export", "report")  # commands with a parser of argparse, which exits
+_PARSED = ("status", "export", "report")  # commands with an argparse parser, which exits
 
 
 def check(block: Block) -> None:
-    """Raise if the block could not be what it says it is.
+    """Check a block without running it.
 
     Raises:
-        BlockError: with the page, the line and the fault.
+        BlockError: the block is invalid; the message contains the page, the line and the problem.
     """
     try:
         _CHECKS[block.language](block)
@@ -45,17 +45,17 @@ def check(block: Block) -> None:
 
 
 def script_of(block: Block) -> str:
-    """The commands of a ``bash`` or ``console`` block as a script."""
+    """Return the commands of a ``bash`` or ``console`` block as a script."""
     if block.language == "bash":
         return block.text
     return "".join(f"{command}\n" for command, _ in console(block))
 
 
 def console(block: Block) -> list[tuple[str, str]]:
-    """Each command of a ``console`` block, with the output shown after it.
+    """Return each command of a ``console`` block with the output shown after it.
 
     Raises:
-        BlockError: the block does not begin with a ``$ command``.
+        BlockError: the block does not begin with ``$ command``.
     """
     found: list[tuple[str, str]] = []
     going_on = False
@@ -85,10 +85,10 @@ def _check_shell(block: Block) -> None:
 
 
 def check_command(block: Block, command: Command) -> None:
-    """Parse the command's options, and nothing more.
+    """Parse the command's options without running it.
 
     Raises:
-        BlockError: no such command, or it does not take these.
+        BlockError: the command does not exist, or does not accept these options.
     """
     if command.name not in command_line.COMMANDS:
         if command.name.startswith("-"):
@@ -120,7 +120,7 @@ def _check_options(block: Block, command: Command) -> None:
     if not its_own or Path(str(recipe)).is_file() or recipe in packaged_names("recipes"):
         parse(arguments)
         return
-    # A recipe that the page writes later, or that the reader has: the names of the options at least.
+    # A recipe that the page writes later or the reader provides: check at least the names of the options.
     method = given.pop("method", None)
     for name in given:
         if method and name not in option_names(METHODS[method]):
@@ -144,10 +144,10 @@ def _check_python(block: Block) -> None:
 
 
 def _imported(block: Block, tree: ast.AST) -> Iterator[tuple[str, Any]]:
-    """What the block imports from this package, by the name that it has there.
+    """Return what the block imports from this package, by the name in the block.
 
     Raises:
-        BlockError: there is no such module or name.
+        BlockError: the module or name does not exist.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -163,7 +163,7 @@ def _imported(block: Block, tree: ast.AST) -> Iterator[tuple[str, Any]]:
 
 
 def _module(block: Block, name: str) -> Any:
-    """A module of this package; None for others, which are there or not where the block runs."""
+    """Return a module of this package, or None for others, which may only exist where the block runs."""
     if name.split(".")[0] != "alignment":
         return None
     try:
@@ -180,7 +180,7 @@ def _attribute(module: Any, name: str) -> Any:
 
 
 def _check_call(block: Block, node: ast.Call, names: dict[str, Any]) -> None:
-    """Keywords of a call of one of our options classes."""
+    """Check the keywords of a call of one of our options classes."""
     called = names.get(node.func.id) if isinstance(node.func, ast.Name) else None
     if not (isinstance(called, type) and dataclasses.is_dataclass(called) and hasattr(called, "method")):
         return

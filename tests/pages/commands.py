@@ -1,4 +1,4 @@
-"""The commands of this project in a shell script, without the launchers before them."""
+"""The commands of this project in a shell script, without the launchers that precede them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Command:
 
     Attributes:
         name: ``train``, ``prepare``, ``submit`` and so on.
-        arguments: those after it.
-        ranks: the number of processes that a launcher before it starts.
+        arguments: the arguments of the command.
+        ranks: the number of processes started by a preceding launcher.
     """
 
     name: str
@@ -31,10 +31,10 @@ class Command:
 
 
 def commands_of(script: str) -> Iterator[Command]:
-    """The commands of this project in a bash script, in order.
+    """Return the commands of this project in a Bash script, in order.
 
     Raises:
-        ValueError: quotes that do not match.
+        ValueError: quotation marks are unbalanced.
     """
     for words in simple_commands(script):
         if words[:2] in (["bash", "-c"], ["sh", "-c"]) and len(words) > 2:
@@ -71,7 +71,7 @@ def _named(words: list[str], name: list[str], ranks: int) -> Command:
 
 
 def simple_commands(script: str) -> Iterator[list[str]]:
-    """Words of each simple command, without assignments before it, keywords and redirections."""
+    """Return the words of each simple command, without preceding assignments, keywords and redirections."""
     for segment in _segments(script):
         words = shlex.split(segment, comments=True)
         while words and (words[0] in _KEYWORDS or re.match(r"[A-Za-z_]\w*=", words[0])):
@@ -91,7 +91,7 @@ def _without_redirections(words: list[str]) -> Iterator[str]:
 
 
 def _segments(script: str) -> Iterator[str]:
-    """The script without here-documents, split at newlines, ``;``, ``&`` and ``|`` outside quotes and ``$(…)``."""
+    """Split a script without here-documents at newlines, ``;``, ``&`` and ``|`` outside quotes and ``$(…)``."""
     segment, quote, depth, comment = "", "", 0, False
     text, index = script.replace("\\\n", " "), 0
     while index < len(text):

@@ -1,4 +1,4 @@
-"""Dry runs of training commands that need a GPU, a hub or a cluster, with local models and rows in place of theirs."""
+"""Dry runs of training commands that need a GPU, the Hub or a cluster, with local models and rows instead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pages.blocks import Block, BlockError
 from pages.commands import Command
 
 _ROWS = 64
-# Options that name what the machine of the tests does not have, and what takes their place.
+# Options that name things that the test machine does not have, and their replacements.
 _MODELS = ("model_name_or_path", "ref_model_name_or_path")
 _CLASSIFIERS = ("reward_model_path",)
 _ADAPTERS = ("adapter_name_or_path",)
@@ -39,7 +39,7 @@ class StandIns:
 
     Args:
         folder: where they are written.
-        model: a folder with a model whose configuration allows long sequences.
+        model: a folder with a model whose configuration supports long sequences.
         classifier: a folder with a reward model.
         adapter: a folder with a PEFT adapter of ``model``.
     """
@@ -48,7 +48,7 @@ class StandIns:
         self.folder, self.model, self.classifier, self.adapter = folder, model, classifier, adapter
 
     def rows(self, method: str, column_map: Mapping[str, str]) -> Path:
-        """A file with rows of the kind that a method takes, under the columns that the command expects."""
+        """Write a file with rows for a method, in the columns that the command expects, and return its path."""
         row = dict(_ROW)
         if method == "kto":
             row = {"prompt": _ROW["prompt"], "completion": _ROW["chosen"], "label": True}
@@ -68,12 +68,12 @@ class StandIns:
 
 
 def dry_run(block: Block, command: Command, stand_ins: StandIns, folder: Path) -> str:
-    """Run a training command as far as its plan, for the GPUs that its launcher would start; what it prints.
+    """Run a training command up to its plan, for the number of GPUs that its launcher would use; return the output.
 
     Args:
-        block: where it is.
+        block: the block that contains it.
         command: ``train``, ``precompute`` or ``prepare``.
-        stand_ins: what it is given instead of models and data that are not there.
+        stand_ins: replacements for models and data that do not exist here.
         folder: the page's working directory.
 
     Raises:
@@ -97,7 +97,7 @@ def dry_run(block: Block, command: Command, stand_ins: StandIns, folder: Path) -
 
 
 def _options(block: Block, arguments: list[str]) -> dict[str, Any]:
-    """Recipe and arguments of a command in one mapping."""
+    """Return the recipe and the arguments of a command in one mapping."""
     try:
         recipe, given = read_arguments(arguments)
         options = {**(read_recipe(recipe) if recipe is not None else {}), **given}
@@ -109,7 +109,7 @@ def _options(block: Block, arguments: list[str]) -> dict[str, Any]:
 
 
 def _local(options: dict[str, Any], method: str, stand_ins: StandIns) -> dict[str, Any]:
-    """The options with what is here in place of what is not."""
+    """Return the options with local replacements for everything that does not exist here."""
     local = {name: value for name, value in options.items() if name not in _DROPPED}
     for names, replacement in (
         (_MODELS, stand_ins.model), (_CLASSIFIERS, stand_ins.classifier), (_ADAPTERS, stand_ins.adapter)
@@ -137,7 +137,7 @@ def _local(options: dict[str, Any], method: str, stand_ins: StandIns) -> dict[st
 
 
 def submit(block: Block, command: Command, folder: Path) -> None:
-    """Have ``submit`` print the script that it would hand to SLURM.
+    """Have ``submit`` print the script that it would pass to SLURM.
 
     Raises:
         BlockError: the command fails.
@@ -150,7 +150,7 @@ def submit(block: Block, command: Command, folder: Path) -> None:
 
 
 def _called(function: Any) -> tuple[str, str]:
-    """What a command prints, and its error if it fails; its environment ends with it."""
+    """Return what a command prints, and its error if it fails; environment variables are restored afterwards."""
     out, err = io.StringIO(), io.StringIO()
     code: object = 0
     with _environment(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -163,7 +163,7 @@ def _called(function: Any) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Without what the tests set: the run is planned for GPUs."""
+    """The environment without the settings of the tests: the run is planned for GPUs."""
     with mock.patch.dict(os.environ):
         os.environ.pop("DS_ACCELERATOR", None)
         yield

@@ -1,9 +1,9 @@
-"""A ``python`` and a ``deepspeed-alignment`` for pages that are forked from a process with the libraries imported.
+"""The ``python`` and ``deepspeed-alignment`` commands for pages, forked from a process with the libraries imported.
 
-Starting Python for a command of this project takes 9 s of CPU for imports alone. The commands in a folder on ``PATH``
-hand those commands to the server of :mod:`tools.ranks`, and leave every other call to the real ``python``. What a page
-runs is the same: its script, in bash, with the same arguments, environment and working directory. The model that all
-tutorials begin with is made once, and copied for the others.
+Starting Python for a command of this project takes 9 s of CPU time for imports alone. The commands in a folder on
+``PATH`` pass such calls to the server of :mod:`tools.ranks`, and every other call to the real ``python``. A page still
+runs the same script in Bash, with the same arguments, environment and working directory. The model with which all
+tutorials start is created once, and copied for the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pages.blocks import ROOT
 
-# Commands that import torch; the others start in less time than a fork would save.
+# Commands that import torch; starting one of the others takes less time than a fork would save.
 _COMMANDS = ("train", "precompute", "prepare", "export")
 _LAUNCHED = "|".join(f"launch/{name}.py|./launch/{name}.py" for name in _COMMANDS)
 _PYTHON = """\
@@ -56,6 +56,11 @@ sys.stderr.write(outcome.stderr)
 sys.exit(outcome.returncode if outcome.returncode >= 0 else 128 - outcome.returncode)
 """
 _MODULE = "from alignment.cli.commands import main\n\nmain()\n"
+
+
+def forked_python(folder: Path, address: str) -> list[str]:
+    """The command that runs a script of Python in a forked process; ``folder`` is that of :func:`make_commands`."""
+    return [sys.executable, str(folder / "client.py"), address]
 
 
 def make_commands(folder: Path, address: str) -> Path:

@@ -22,7 +22,7 @@ def _tokens(text: str) -> list[Token]:
 
 
 def broken_links(path: Path) -> list[str]:
-    """``file:line: target`` for every relative link of a Markdown file that leads nowhere."""
+    """Return ``file:line: target`` for every broken relative link of a Markdown file."""
     found = []
     for line, target in _links(path.read_text(encoding="utf-8")):
         if _EXTERNAL.match(target):
@@ -37,7 +37,7 @@ def broken_links(path: Path) -> list[str]:
 
 
 def _links(text: str, offset: int = 0) -> Iterator[tuple[int, str]]:
-    """Line and target of every link, picture and HTML reference."""
+    """Yield the line and target of every link, image and HTML reference."""
     for token in _tokens(text):
         line = offset + (token.map[0] if token.map else 0) + 1
         if token.type == "html_block":
@@ -54,7 +54,7 @@ def _links(text: str, offset: int = 0) -> Iterator[tuple[int, str]]:
 
 @cache
 def anchors(path: Path) -> frozenset[str]:
-    """The anchors of a Markdown file: those of its headings, as GitHub makes them, and those of HTML in it."""
+    """Return the anchors of a Markdown file: those that GitHub generates for headings, and those in HTML."""
     found: dict[str, int] = {}
     names = set()
     tokens = _tokens(path.read_text(encoding="utf-8"))
@@ -70,5 +70,5 @@ def anchors(path: Path) -> frozenset[str]:
 
 
 def slugify(heading: str) -> str:
-    """GitHub's anchor of a heading."""
+    """Return the anchor that GitHub generates for a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")

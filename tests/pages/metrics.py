@@ -7,7 +7,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from alignment.methods import METHODS
+from alignment.config.registry import METHODS
 from pages.blocks import ROOT
 
 _ROW = re.compile(r"^\| `([\w/]+)` \|", re.MULTILINE)

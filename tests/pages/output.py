@@ -1,6 +1,7 @@
-"""Compare what a command printed with what a page shows. Volatile parts are masked; other decimals may differ by 2 %.
+"""Compare the output of a command with the output on a page.
 
-``...`` and ``…`` match anything, a line of nothing else any number of lines.
+Volatile parts are masked, and other decimals may differ by 2 %. ``...`` and ``…`` match anything; on a line of their
+own, they match any number of lines.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 _RELATIVE, _ABSOLUTE = 2e-2, 2e-4
 _NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
 _UNITS = r"(?:h|min|s|ms|µs|d|seconds?|minutes?|hours?|days?)"
-# What differs from one machine or moment to the next, and the word that takes its place.
+# Values that differ between machines or runs, and their replacements.
 _MASKS = (
     (r"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?)?(?: ?(?:UTC|Z|[+-]\d\d:?\d\d))?", "DATE"),
     (r"\b(?:\d+:)?\d?\d:\d\d\b", "TIME"),
@@ -33,15 +34,15 @@ _DECIMAL = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[+-]?\d+)?(?![\w.])|(?<![\w.])-?
 
 
 def difference(expected: str, printed: str) -> str | None:
-    """None if ``printed`` is what a page shows as ``expected``; otherwise the first line that is not there.
+    """Return None if ``printed`` matches ``expected``, else the first line that is missing.
 
     Args:
         expected: the page's text, with gaps.
-        printed: standard output and error, as they came.
+        printed: standard output and error as they were written.
     """
     wanted, given = _lines(expected), _lines(printed)
     if not wanted:
-        return None  # a page that shows a command alone
+        return None  # a page that shows only the command
     found = _matches(wanted, given)
     if found is None:
         return None
@@ -51,13 +52,13 @@ def difference(expected: str, printed: str) -> str | None:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines as a terminal shows them in the end, without empty ones; bars that were drawn over are gone."""
+    """Return the nonempty lines as finally shown by a terminal, without overwritten progress bars."""
     shown = (line.rsplit("\r", 1)[-1].rstrip() for line in text.replace("\r\n", "\n").split("\n"))
     return [re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", line) for line in shown if line.strip()]
 
 
 def _matches(wanted: list[str], given: list[str]) -> int | None:
-    """None if all lines match; else the number of the first expected line that could not be reached."""
+    """Return None if all lines match, else the index of the first expected line that was not reached."""
     reached = {0}  # positions in ``given`` after the expected lines so far
     for number, line in enumerate(wanted):
         if _ANY.fullmatch(line.strip()):
@@ -71,7 +72,7 @@ def _matches(wanted: list[str], given: list[str]) -> int | None:
 
 def _same(wanted: str, given: str) -> bool:
     wanted, given = _masked(wanted), _masked(given)
-    # Spaces around a gap are those of a table's columns; texts before and after it have to be there in order.
+    # Spaces around a gap are column padding; texts before and after the gap must appear in order.
     pieces = [_pattern(piece.strip()) for piece in _ANY.split(wanted)]
     found = re.fullmatch(rf"\s*{'.*?'.join(pieces)}\s*", given)
     if found is None:
@@ -81,7 +82,7 @@ def _same(wanted: str, given: str) -> bool:
 
 
 def _pattern(text: str) -> str:
-    """The text with a group for each decimal, whose values are compared."""
+    """Return a pattern with a group for each decimal, whose values are compared."""
     return f"({_DECIMAL.pattern})".join(map(re.escape, _DECIMAL.split(text)))
 
 

@@ -1,4 +1,4 @@
-"""A page's blocks, run from top to bottom in one scratch folder, as a reader would in one terminal."""
+"""Run a page's blocks from top to bottom in one temporary folder, as a reader would in one terminal."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from pages.blocks import ROOT, Block
 from pages.checks import console
@@ -18,17 +19,22 @@ from pages.output import difference
 from tools.ranks.client import environment
 
 _VISIBLE = ("launch", "ds_configs", "examples")
-_STATE = ".shell"  # variables and folder of the reader's shell between two blocks
+_STATE = ".shell"  # variables and working directory of the reader's shell between two blocks
 _TAIL = 6000
-# One interpreter runs the page's Python: names of a block are there in the next one.
-_PYTHON = """\
-import linecache, sys, traceback
+# One interpreter runs the page's Python blocks: names defined in a block exist in the following ones.
+_DRIVER = """\
+import os, sys, traceback
+pipe, output = sys.argv[1:]
+descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+os.dup2(descriptor, 1)
+os.dup2(descriptor, 2)
+sys.argv[:] = [""]
 names = {"__name__": "__main__"}
-for number, path in enumerate(iter(lambda: sys.stdin.readline().rstrip("\\n"), "")):
-    source = open(path).read()
+for path in open(pipe):
+    path = path.rstrip("\\n")
     code = 0
     try:
-        exec(compile(source, path, "exec"), names)
+        exec(compile(open(path).read(), path, "exec"), names)
     except SystemExit as error:
         code = int(bool(error.code))
     except BaseException:
@@ -38,17 +44,16 @@ for number, path in enumerate(iter(lambda: sys.stdin.readline().rstrip("\\n"), "
     sys.stderr.flush()
     with open(path + ".done", "w") as done:
         done.write(str(code))
-    import os
     os.rename(path + ".done", path + ".code")
 """
 
 
 class BlockFailed(Exception):
-    """A block did not do what its page says. The message has the page, the line and the end of the output."""
+    """A block did not behave as the page says. The message contains the page, the line and the end of the output."""
 
 
 def make_folder(folder: Path, tiny: str | Path) -> Path:
-    """A working directory as in a checkout: commands, DeepSpeed files, examples, and a tiny model in outputs/tiny."""
+    """Create a working directory like a checkout: commands, DeepSpeed files, examples and a model in outputs/tiny."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in _VISIBLE:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -67,10 +72,11 @@ class PageRun:
     """A reader's terminal and interpreter.
 
     Args:
-        folder: the working directory, of :func:`make_folder`.
+        folder: the working directory, created by :func:`make_folder`.
         timeout: seconds for each block.
-        path: folders to look for commands in, before those of this environment.
-        variables: of the environment.
+        path: folders that are searched for commands before those of this environment.
+        python: the command that runs a Python script.
+        variables: environment variables.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class PageRun:
         folder: Path,
         timeout: float = 300,
         path: Iterable[str | Path] = (),
+        python: Sequence[str] = (sys.executable,),
         variables: Mapping[str, str] | None = None,
     ) -> None:
         self.folder, self.timeout = folder, timeout
@@ -90,12 +97,13 @@ class PageRun:
             PYTHONUNBUFFERED="1",
             **(variables or {}),
         )
-        # Tests choose these for themselves; a reader has not set them.
+        # The tests set these for themselves; a reader does not.
         for name in ("TRITON_INTERPRET", "PYTEST_CURRENT_TEST", "HF_DATASETS_CACHE"):
             self._environment.pop(name, None)
         self._environment["HF_DATASETS_CACHE"] = str(folder.parent / f"{folder.name}-cache")
         self._state = folder.parent / f"{folder.name}{_STATE}"
-        self._python: subprocess.Popen[str] | None = None
+        self._command, self._pipe = python, -1
+        self._python: subprocess.Popen[bytes] | None = None
         self._python_output = folder.parent / f"{folder.name}.python"
         self._pieces = 0
         self.seconds: dict[str, float] = {}
@@ -107,21 +115,39 @@ class PageRun:
         self.close()
 
     def close(self) -> None:
-        """End the interpreter."""
+        """Stop the interpreter."""
         if self._python is not None:
-            assert self._python.stdin is not None
-            self._python.stdin.close()
+            os.close(self._pipe)
             try:
                 self._python.wait(20)
             except subprocess.TimeoutExpired:
                 _kill(self._python)
             self._python = None
 
+    def _interpreter(self) -> subprocess.Popen[bytes]:
+        """The process that runs the page's Python, started by the first block."""
+        if self._python is None:
+            driver, pipe = (self.folder.parent / f"{self.folder.name}-driver{end}" for end in (".py", ".pipe"))
+            driver.write_text(_DRIVER)
+            os.mkfifo(pipe)
+            self._python_output.touch()
+            self._python = subprocess.Popen(
+                [*self._command, str(driver), str(pipe), str(self._python_output)],
+                cwd=self.folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            self._pipe = os.open(pipe, os.O_RDWR)  # does not wait for the reader
+        return self._python
+
     def run(self, block: Block) -> None:
         """Run a block, or write it to its file.
 
         Raises:
-            BlockFailed: a command failed, or printed something else than the page shows.
+            BlockFailed: a command failed, or its output differs from the page.
         """
         started = time.monotonic()
         if block.file:
@@ -143,7 +169,7 @@ class PageRun:
                 raise BlockFailed(f"{block.name}: $ {command}\n{fault}\n--- printed ---\n{printed[-_TAIL:]}")
 
     def _bash(self, block: Block, script: str, may_fail: bool = False) -> str:
-        """Run a script in the shell as the blocks before it left it; what it printed."""
+        """Run a script in the shell state left by the preceding blocks; return its output."""
         state = f"'{self._state}'"
         whole = (
             f"[ -f {state} ] && . {state}\n"
@@ -172,39 +198,27 @@ class PageRun:
         return printed
 
     def _run_python(self, block: Block) -> None:
-        if self._python is None:
-            self._python = subprocess.Popen(
-                [sys.executable, "-c", _PYTHON],
-                cwd=self.folder,
-                env=self._environment,
-                text=True,
-                stdin=subprocess.PIPE,
-                stdout=self._python_output.open("w"),
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        assert self._python.stdin is not None
+        python = self._interpreter()
         begin = self._python_output.stat().st_size
         self._pieces += 1
         path = self.folder.parent / f"{self.folder.name}-{Path(block.page).stem}-{self._pieces}.py"
         path.write_text("\n" * block.line + block.text, encoding="utf-8")  # tracebacks name the page's lines
-        self._python.stdin.write(f"{path}\n")
-        self._python.stdin.flush()
+        os.write(self._pipe, f"{path}\n".encode())
         code = path.with_name(path.name + ".code")
         deadline = time.monotonic() + self.timeout
-        while not code.exists() and self._python.poll() is None and time.monotonic() < deadline:
+        while not code.exists() and python.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         printed = self._python_output.read_bytes()[begin:].decode(errors="replace")[-_TAIL:]
         if not code.exists():
-            ended = self._python.poll()
-            _kill(self._python)
+            ended = python.poll()
+            _kill(python)
             why = f"did not end within {self.timeout:g} s" if ended is None else f"Python exited with status {ended}"
             raise BlockFailed(f"{block.name}: {why}\n{printed}")
         if code.read_text() != "0":
             raise BlockFailed(f"{block.name}: Python raised an error\n{printed}")
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def _kill(process: subprocess.Popen[Any]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

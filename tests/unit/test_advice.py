@@ -93,7 +93,7 @@ def test_learning_rate(cls: Any) -> None:
 
 def test_window() -> None:
     assert said(window=16) == said(window=17) == ""
-    assert "a step uses 15 rows, fewer than 16: KTO's KL is" in said(window=15)
+    assert "a step uses 15 rows, fewer than 16: KTO estimates the KL from these rows only" in said(window=15)
     assert said(window=8).endswith("set gradient_accumulation_steps=2")
     assert said(window=2, per_device_train_batch_size=2).endswith("set gradient_accumulation_steps=8")
     assert said(window=3, per_device_train_batch_size=3).endswith("set gradient_accumulation_steps=6")

@@ -125,7 +125,7 @@ def test_empty_files(tmp_path: Path, content: str, suffix: str) -> None:
 )
 def test_truncated_or_mixed_lines_are_named(tmp_path: Path, lines: list[Any], message: str) -> None:
     path = write(tmp_path / "data.jsonl", *lines)
-    assert re.match(f"{re.escape(path)} {message}", refused(path))
+    assert re.match(f"{re.escape(path)}, {message}", refused(path))
 
 
 def test_truncated_json_list_and_wrong_encoding(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_csv_has_no_guessed_types(tmp_path: Path) -> None:
         ('prompt,completion\na,"b\n', "line 2: invalid CSV"),
     ]:
         path.write_text(content)
-        assert refused(str(path)).startswith(f"{path} {message}")
+        assert refused(str(path)).startswith(f"{path}, {message}")
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:

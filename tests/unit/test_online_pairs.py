@@ -179,7 +179,7 @@ def test_a_text_continues_its_prompt_and_a_message_is_separate() -> None:
     made = [[Completion((the, park, EOS), True)]] * 2
     groups = described([0, 1], [[0, lily, went, to]] * 2, made, data, tokenizer)
     assert [group.texts for group in groups] == [(" the park",), ("the park",)]
-    assert [group.place for group in groups] == ["part 0 row 1", "part 1 row 1"]
+    assert [group.place for group in groups] == ["part 0, row 1", "part 1, row 1"]
     assert samples_of(groups, []).completions == [" the park", [{"role": "assistant", "content": "the park"}]]
 
 
@@ -276,7 +276,7 @@ def test_a_judge_counts_wins_between_policies() -> None:
 
 def test_an_invalid_verdict_names_the_judge() -> None:
     ranker = JudgeRanker(Judge(lambda prompts, pairs: [2 for _ in pairs], name="odd"))
-    with pytest.raises(RewardError, match=r"judge 'odd' returned 2 .* for row 1; return 0"):
+    with pytest.raises(RewardError, match=r"judge 'odd' returned 2 .* for row 1; expected 0"):
         ranker.rank([group(1, "a", "b")], [], 0, None)
 
 

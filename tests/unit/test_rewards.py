@@ -248,7 +248,7 @@ def test_a_failed_coroutine_is_named_and_all_are_awaited() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(RewardError, match=r"'fails' raised ConnectionError: no route \(test_rewards.py line"):
+        with pytest.raises(RewardError, match=r"'fails' raised ConnectionError: no route \(test_rewards.py, line"):
             score_all([FunctionReward(f) for f in (slow, fails, fails_at_once)], samples(["a"]))
         with pytest.raises(RewardError, match="'fails_at_once' raised ValueError: early"):
             score_all([FunctionReward(f) for f in (fails_at_once, slow)], samples(["a"]))

@@ -35,9 +35,10 @@ class RepositoryLinks(SphinxTransform):
 
     def _replace(self, node: nodes.Element) -> None:
         target, _, anchor = unquote(node["reftarget"]).partition("#")
+        anchor = anchor or node.get("reftargetid") or ""
         source = Path(self.env.doc2path(self.env.docname))
         path = (source.parent / target).resolve()
-        if not path.is_relative_to(ROOT) or path.is_relative_to(source_folder(self.app)):
+        if not path.is_relative_to(ROOT) or path.is_relative_to(Path(self.env.srcdir).resolve()):
             return
         if not path.exists():
             path = path.with_name(f"{path.name}.md")  # MyST takes the ending off what could be a page
@@ -59,11 +60,6 @@ def _shown(node: nodes.Element, name: str) -> list[nodes.Node]:
     if text.rstrip("/") in (name, Path(name).name):
         return [nodes.literal(text=name)]
     return [nodes.inline("", "", *node.children), nodes.Text(" ("), nodes.literal(text=name), nodes.Text(")")]
-
-
-def source_folder(app: Sphinx) -> Path:
-    """The folder of the pages."""
-    return Path(app.srcdir).resolve()
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

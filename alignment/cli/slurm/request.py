@@ -12,7 +12,7 @@ from typing import NamedTuple
 from alignment.cli.slurm.further import check_further
 from alignment.config.errors import OptionError, did_you_mean
 
-_EARLY = 60  # SLURM may send the signal of --signal up to so many seconds early
+_EARLY = 60  # SLURM may send the signal of --signal up to this many seconds early
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _TIME = re.compile(
     r"(?P<minutes>\d+)(:(?P<seconds>\d+))?"
