@@ -311,7 +311,7 @@ def test_score_and_reference_phases_hold_no_other_memory(
     ("returned", "said"),
     [
         ([1.0], "returned 1 scores for 8"),
-        ([float("nan")] * 8, "returned nan for train_dataset row"),
+        ([float("nan")] * 8, "returned nan for train_dataset, row"),
         (["good"] * 8, "returned 'good'"),
         (None, "expected a list of 8 scores"),
     ],
