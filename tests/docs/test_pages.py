@@ -56,8 +56,13 @@ def _blocks(page: str) -> list[Block]:
 def _is_quick(block: Block) -> bool:
     """Whether it imports none of the libraries that take seconds."""
     if block.language == "python":
-        return not re.search(r"^\s*(?:import|from) +(?:alignment|torch|transformers|peft|datasets)", block.text, re.M)
-    if re.search(r"python (?!launch/)|\bmake |pip ", block.text):
+        return not re.search(
+            r"^\s*(?:import|from) +(?:alignment|torch|transformers|peft|datasets|safetensors)", block.text, re.M
+        )
+    # Also where a command is in a variable.
+    if re.search(
+        r"python (?!launch/)|\bmake |pip |(?:launch/|alignment )(?:train|precompute|prepare|export)", block.text
+    ):
         return False
     return all(command.name in _WITHOUT_TORCH for command in commands_of(script_of(block)))
 

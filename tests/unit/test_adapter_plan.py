@@ -100,6 +100,7 @@ def test_trainable_parameters_are_counted() -> None:
     assert found is not None and found.trained == 2 * 2 * 4 * 32 + head
     assert found.total == sum(p.numel() for p in whole.parameters()) + found.trained
     assert f"{found.trained:,} of {found.total:,}" in found.describe()
+    assert found.describe().startswith("LoRA r=")
 
 
 def test_the_score_of_a_classifier_is_trained_and_saved() -> None:

@@ -13,6 +13,7 @@ from alignment.config.errors import ModelError
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
+_WRITTEN = {"LORA": "LoRA", "LOHA": "LoHa", "LOKR": "LoKr", "IA3": "IA³"}  # as their papers write them
 TRAINING_BASE = "training_base.json"  # what saved adapters were trained on; PEFT records only part of it
 
 
@@ -57,7 +58,7 @@ class Adapters:
 
     def describe(self) -> str:
         """Describe the adapters, with the number of trainable parameters."""
-        kind = self.kind
+        kind = _WRITTEN.get(self.kind, self.kind)
         rank = f" r={self.config.r}" if getattr(self.config, "r", None) else ""
         source = f" from {self.path}" if self.path else ""
         return f"{kind}{rank} adapters{source}: {self.trained:,} of {self.total:,} parameters are trainable"
