@@ -29,7 +29,7 @@ from alignment.data.truncation import Limits  # noqa: E402
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "tokenisation.txt"
 HEAD = """\
-What becomes of a row. Tokens are divided by |, the prompt from the completion by ||; only what is right of || is
+The tokens of a row. Tokens are divided by |, the prompt from the completion by ||; only what is right of || is
 trained on, and of that nothing in brackets. · is a space, ⏎ a line break. Of a labelled answer the sign says whether
 it is desirable; of a pair, + is the chosen answer and - the rejected one. "no BOS": the tokenizer adds none to plain
 text; a template may. After ? is a prompt alone, which the policy continues, and
@@ -351,7 +351,7 @@ def test_the_table_matches_the_code(tmp_path: Path) -> None:
     difference = "\n".join(
         difflib.unified_diff(GOLDEN.read_text("utf-8").splitlines(), table(tmp_path).splitlines(), GOLDEN.name, "code")
     )
-    assert not difference, f"rows are tokenised in another way; if that is meant, run python {__file__}\n{difference}"
+    assert not difference, f"rows are tokenized differently; if that is intended, run python {__file__}\n{difference}"
 
 
 def test_every_line_of_the_table_has_one_start_and_one_end() -> None:
