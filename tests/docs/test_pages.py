@@ -50,7 +50,7 @@ def _blocks(page: str) -> list[Block]:
     try:
         return blocks_of(page)
     except BlockError:
-        return []  # test_blocks.py reports it
+        return []  # test_page_blocks.py reports it
 
 
 def _is_quick(block: Block) -> bool:
