@@ -70,7 +70,9 @@ def test_the_command_only_fills_the_stores(
     assert [line.split(": ")[1].split(" in ")[0] for line in said(precompute, *placed)] == ["found"] * 2
     assert not (tmp_path / "out").exists()
     wrong = said(precompute, "--ref_placement", "replica", code=1)
-    assert wrong[-1].startswith("error: precompute_ref_log_probs=True and ref_placement='replica' contradict each other")
+    assert wrong[-1].startswith(
+        "error: precompute_ref_log_probs=True and ref_placement='replica' contradict each other"
+    )
     wrong = said(precompute, "--precompute_ref_log_probs", "false", code=1)
     assert wrong[-1].startswith("error: ref_placement=None: has nothing to precompute")
 
