@@ -43,6 +43,17 @@ def about_rows(report: DataReport) -> list[str]:
     return found
 
 
+def about_steps(options: AlignmentConfig, steps: int, window_rows: int) -> list[str]:
+    """Warn if the only step of a run is a warmup step, whose learning rate is 0."""
+    if steps != 1 or not options.get_warmup_steps(steps):
+        return []
+    return [
+        f"the run has a single step of up to {window_rows} rows, which is a warmup step with a learning rate of 0, so "
+        "the model does not change; lower gradient_accumulation_steps, increase num_train_epochs, or set "
+        "warmup_ratio: 0"
+    ]
+
+
 def about_labels(
     options: AlignmentConfig, report: DataReport, desirable_weight: float, undesirable_weight: float
 ) -> list[str]:

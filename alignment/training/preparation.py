@@ -17,7 +17,7 @@ from alignment.models.adapters.merged import merge_live
 from alignment.models.source import ModelSource
 from alignment.models.vocabulary import Vocabulary
 from alignment.planning.engines import check_alike, plan_engines
-from alignment.training.advice import about_rows
+from alignment.training.advice import about_rows, about_steps
 from alignment.training.arguments import (
     balancing_coefficient,
     check_optimizers,
@@ -119,10 +119,11 @@ class TrainerPreparation:
         if train_dataset is not None:
             self.train_data = self._prepare(train_dataset, args.max_train_samples, "train_dataset", trains=True)
             self.sampler = window_sampler(self.train_data, self.method, args)
-            if not any(self.optimizers):
-                self.tell(check_optimization(args, total_steps(args, self.sampler)))
-            report = self.train_data.report
+            steps, report = total_steps(args, self.sampler), self.train_data.report
             self.advice = [*about_rows(report), *self.method.advice(report, self.sampler.window)]
+            if not any(self.optimizers):
+                self.tell(check_optimization(args, steps))
+                self.advice += about_steps(args, steps, self.sampler.window)
             for sentence in () if args.dry_run else self.advice:
                 self.tell(f"advice: {sentence}")
         self.eval_data = {

@@ -13,7 +13,7 @@ from alignment.data.truncation import NO_ROOM
 from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.kto_options import KTOConfig
 from alignment.methods.sft_options import SFTConfig
-from alignment.training.advice import about_rows
+from alignment.training.advice import about_rows, about_steps
 
 
 def said(report: tuple[int, int] = (50, 50), window: int = 16, cls: Any = KTOConfig, **options: Any) -> str:
@@ -113,6 +113,13 @@ def test_pairs_have_no_labels_and_sft_no_advice() -> None:
 
 def test_several_pieces_of_advice() -> None:
     assert len(said((10, 100), window=4, learning_rate=1e-4).splitlines()) == 3
+
+
+def test_a_run_that_only_warms_up() -> None:
+    options = CPOConfig("out", warmup_ratio=0.1)
+    (sentence,) = about_steps(options, 1, 32)
+    assert sentence.startswith("the run has a single step of up to 32 rows, which is a warmup step")
+    assert about_steps(options, 2, 32) == about_steps(CPOConfig("out"), 1, 32) == []
 
 
 def test_many_lost_rows() -> None:
