@@ -24,6 +24,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 
 from alignment import SFTConfig, SFTTrainer
 from alignment.config.fields import SaveStrategy
+from alignment.internals.bitsandbytes import hush_missing_kernel
 
 END = "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -92,6 +93,7 @@ def start_model(rows: list[Row], folder: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    hush_missing_kernel()  # the model is created before the trainer, which would do it
     set_seed(0)
     args = SFTConfig(
         output_dir=str(folder),
@@ -108,6 +110,7 @@ def start_model(rows: list[Row], folder: Path) -> None:
         save_strategy=SaveStrategy.NO,
         disable_tqdm=True,
     )
+    print("training the initial model: 12 epochs, a few minutes on a shared machine", flush=True)
     model = Qwen2ForCausalLM(config)
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         trainer = SFTTrainer(model=model, args=args, processing_class=tokenizer, train_dataset=rows)

@@ -63,7 +63,7 @@ class KTOMethod(Method[UnpairedBatch]):
 
     def advice(self, report: DataReport, window_rows: int) -> list[str]:
         options = self.options
-        sooner = ", even lower with a smaller beta"
+        sooner = " (with a smaller beta, at lower values too)"
         noisy = "KTO estimates the KL from these rows only" if self.draws_partners else None
         return [
             *about_labels(options, report, options.desirable_weight, options.undesirable_weight),

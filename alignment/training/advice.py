@@ -103,11 +103,11 @@ def about_learning_rate(
     least, most = LEAST_RATE * scale, MOST_RATE * scale
     if least * (1 - _EDGE) <= rate <= most * (1 + _EDGE):
         return []
-    low = "the model barely changes; train for more epochs instead"
-    why = low if rate < least else f"training may diverge{sooner}"
+    low = "the model may barely change; set a value in this range"
+    high = f"training may diverge{sooner}; set a value in this range, unless the model is tiny or untrained"
     return [
         f"learning_rate={rate:g} at beta={beta:g} is outside {least:g} to {most:g}, the usual range for "
-        f"{'adapters' if adapters else 'full fine-tuning'}: {why}; choose one in this range"
+        f"{'adapters' if adapters else 'full fine-tuning'}: {low if rate < least else high}"
     ]
 
 
