@@ -219,7 +219,7 @@ def test_miniature_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         "test_vision": Reason.VISION,
     }
     assert "one is not two" in entries["test_fails"].remark
-    assert entries["test_hangs"].remark == "not done after 3 s"
+    assert entries["test_hangs"].remark == "timed out after 3 s"
     assert "| all |  | 15 | 10 | 7 |" in capsys.readouterr().out
     assert "one is not two" in next((tmp_path / "failures").glob("*test_fails.txt")).read_text()
     # The second call runs nothing, because all outcomes are recorded. With reasons, the file is correct.
