@@ -61,11 +61,15 @@ define INSTALL
 	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 	@echo "installing into $(1); the first time takes some minutes"
 	@$(PIP) --upgrade pip "setuptools>=77" wheel ninja packaging
+	@echo "1 of 3: torch"
 	@$(if $(HAS_GPU),true,$(if $(3),$(PIP) --no-index --no-deps $(TORCH) 2>/dev/null ||) \
 		$(PIP) --retries 1 --no-deps --index-url $(TORCH_CPU_INDEX) $(TORCH) || true)
 	@$(PIP) $(TORCH)
+	@echo "2 of 3: DeepSpeed"
 	@$(PIP) --no-cache-dir --no-build-isolation $(DEEPSPEED)
+	@echo "3 of 3: this package, its dependencies and the tools of its tests and documentation"
 	@$(PIP) --no-build-isolation -e ".[test,docs]"
+	@echo "installed; to activate the environment: source $(1)/bin/activate"
 endef
 
 $(READY): setup.py constraints.txt
