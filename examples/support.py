@@ -1,6 +1,6 @@
 """A small support desk for the tutorials: a chat model with good and bad habits, and users' feedback on its replies.
 
-``python -m examples.support outputs/support`` writes, within half a minute on a CPU:
+``python -m examples.support FOLDER`` writes, within a minute or two on two idle CPU cores:
 
 - ``start``: a chat model of 0.5 million parameters that gives every right answer, half of the time rudely,
 - ``feedback.csv``: its replies with thumbs up and thumbs down, three up for every two down,
@@ -11,12 +11,12 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import csv
 import json
 import os
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ Row = dict[str, Any]
 
 
 def questions() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Pairs of (question, topic): those to train on, and one wording of each topic that is held out."""
+    """Return (question, topic) pairs: those to train on, and one held-out wording of each topic."""
     shown: list[tuple[str, str]] = []
     held_out: list[tuple[str, str]] = []
     for number, topic in enumerate(FACTS):
@@ -63,7 +63,7 @@ def questions() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
 
 
 def reply(topic: str, polite: bool, rng: random.Random) -> str:
-    """A right answer, politely or not."""
+    """Return a correct reply, polite or rude."""
     return rng.choice(POLITE if polite else RUDE).format(topic.replace("my", "your"), FACTS[topic])
 
 
@@ -93,7 +93,7 @@ def start_model(rows: list[Row], folder: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    hush_missing_kernel()  # the model is created before the trainer, which would do it
+    hush_missing_kernel()  # bitsandbytes logs a line that looks like an error; the commands hide it
     set_seed(0)
     args = SFTConfig(
         output_dir=str(folder),
@@ -110,7 +110,7 @@ def start_model(rows: list[Row], folder: Path) -> None:
         save_strategy=SaveStrategy.NO,
         disable_tqdm=True,
     )
-    print("training the initial model: 12 epochs, a few minutes on a shared machine", flush=True)
+    print("training the initial model: 12 epochs; a minute or two on two idle cores", flush=True)
     model = Qwen2ForCausalLM(config)
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         trainer = SFTTrainer(model=model, args=args, processing_class=tokenizer, train_dataset=rows)
@@ -120,7 +120,7 @@ def start_model(rows: list[Row], folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Write everything to ``folder``, and say what it holds."""
+    """Write all files to ``folder``, and list them."""
     rng = random.Random(0)
     shown, held_out = questions()
     rows: list[Row] = []
@@ -153,4 +153,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.support", description="Write the tutorials' support desk."
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write to, such as outputs/support")
+    main(parser.parse_args().folder)

@@ -1,4 +1,4 @@
-"""``report.html`` of a run, written on the first rank when the run ends, whatever ends it."""
+"""Write ``report.html`` on the first rank when a run ends, for whatever reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write_page(folder: Path, tell: Callable[[str], None], state: str | None = No
     Args:
         folder: the output folder.
         tell: prints a line.
-        state: of the run, if ``status.json`` does not have it yet.
+        state: state of the run if ``status.json`` does not contain it yet.
     """
     try:
         if (folder / LOG).exists():
@@ -29,5 +29,5 @@ def write_page(folder: Path, tell: Callable[[str], None], state: str | None = No
 
 
 def draw_page(folder: Path, state: str | None) -> None:
-    """As :func:`write_page`, raising errors."""
+    """Write the report; unlike :func:`write_page`, raise errors."""
     replace_text(folder / PAGE, render(read_content(folder, state=state)))

@@ -90,7 +90,7 @@ def test_blocks_with_their_markers(tmp_path: Path) -> None:
         ("cat > x <<'EOF'\npython launch/train.py no\nEOF\npython launch/train.py kto", ("train", "kto", 1)),
     ],
 )
-def test_launchers_are_taken_off_commands(script: str, expected: tuple[str, str, int]) -> None:
+def test_launchers_are_removed_from_commands(script: str, expected: tuple[str, str, int]) -> None:
     (found,) = commands_of(script)
     assert (found.name, " ".join(found.arguments), found.ranks) == expected
 
@@ -98,7 +98,7 @@ def test_launchers_are_taken_off_commands(script: str, expected: tuple[str, str,
 @pytest.mark.parametrize(
     "script", ["python -c 'print(1)'", "pip install x", "# python launch/train.py kto", "echo 'deepspeed-alignment'"]
 )
-def test_what_is_no_command_of_this_project(script: str) -> None:
+def test_other_commands_are_ignored(script: str) -> None:
     assert list(commands_of(script)) == []
 
 
@@ -113,6 +113,8 @@ def test_what_is_no_command_of_this_project(script: str) -> None:
         ("bash", "deepspeed-alignment trian kto", "'trian': no such command"),
         ("bash", "deepspeed-alignment status out --jsn", "unrecognized arguments: --jsn"),
         ("bash", "deepspeed-alignment submit kto --dataset_name x --output_dir y --nodess 4", "nodess"),
+        ("bash", "python benchmarks/hed.py", "benchmarks/hed.py: no such script"),
+        ("bash", "python benchmarks/head.py --tokns 4", "benchmarks/head.py has no option --tokns"),
         ("bash", "if true; then", "syntax error"),
         ("bash", "echo 'a", "unexpected EOF while looking for matching"),
         ("console", "output alone", "begins with a line '$ command'"),
@@ -128,7 +130,7 @@ def test_what_is_no_command_of_this_project(script: str) -> None:
         ("toml", "a = ", "Invalid value"),
     ],
 )
-def test_a_block_that_cannot_be_right_is_reported(language: str, text: str, fault: str, tmp_path: Path) -> None:
+def test_an_invalid_block_is_reported(language: str, text: str, fault: str, tmp_path: Path) -> None:
     (block,) = page(fenced(language, text).lstrip(), tmp_path)
     with pytest.raises(BlockError) as caught:
         check(block)
@@ -147,7 +149,7 @@ def test_a_block_that_cannot_be_right_is_reported(language: str, text: str, faul
         ("jsonl", '{"a": 1}\n{"b": 2}'),
     ],
 )
-def test_a_block_that_is_right(language: str, text: str, tmp_path: Path) -> None:
+def test_a_valid_block(language: str, text: str, tmp_path: Path) -> None:
     (block,) = page(fenced(language, text), tmp_path)
     check(block)
 
@@ -175,7 +177,7 @@ def test_a_block_that_is_right(language: str, text: str, tmp_path: Path) -> None
         ("", "anything"),
     ],
 )
-def test_output_as_it_is_shown(shown: str, printed: str) -> None:
+def test_output_that_matches(shown: str, printed: str) -> None:
     assert difference(shown, printed) is None
 
 
@@ -194,12 +196,12 @@ def test_output_as_it_is_shown(shown: str, printed: str) -> None:
         ("rewards/margins 0.2", "kl 0.2", "not printed"),
     ],
 )
-def test_output_that_is_not_as_it_is_shown(shown: str, printed: str, fault: str) -> None:
+def test_output_that_differs(shown: str, printed: str, fault: str) -> None:
     said = difference(shown, printed)
     assert said is not None and fault in said
 
 
-def test_a_console_block_has_commands_and_their_output(tmp_path: Path) -> None:
+def test_a_console_block_consists_of_commands_and_output(tmp_path: Path) -> None:
     (block,) = page(fenced("console", "$ echo a \\\n>   b\na b\n$ true\n$ echo c\nc"), tmp_path)
     assert console(block) == [("echo a \\\n  b", "a b\n"), ("true", ""), ("echo c", "c\n")]
     assert script_of(block) == "echo a \\\n  b\ntrue\necho c\n"
@@ -246,23 +248,23 @@ def test_blocks_share_the_folder_the_shell_and_the_interpreter(folder: Path) -> 
         (fenced("python", "import sys\nsys.exit('no')"), "page.md:2: Python raised an error"),
     ],
 )
-def test_a_block_that_fails_is_named(text: str, fault: str, folder: Path) -> None:
+def test_the_failing_block_is_reported(text: str, fault: str, folder: Path) -> None:
     with pytest.raises(BlockFailed) as caught:
         run(text, folder)
     assert fault in str(caught.value)
 
 
-def test_a_traceback_has_the_lines_of_the_page(folder: Path) -> None:
+def test_tracebacks_contain_line_numbers_of_the_page(folder: Path) -> None:
     with pytest.raises(BlockFailed, match=r"line 5, in <module>"):
         run("# A\n\n```python\nx = 1\nraise KeyError(x)\n```\n", folder)
 
 
-def test_an_error_that_is_shown_may_be_the_end_of_a_command(folder: Path) -> None:
+def test_a_command_may_fail_with_the_error_shown(folder: Path) -> None:
     run(fenced("console", "$ echo error: no; exit 1\nerror: no"), folder)
 
 
 @pytest.mark.parametrize("language", ["bash", "python"])
-def test_a_block_that_hangs_is_ended(language: str, folder: Path) -> None:
+def test_a_hanging_block_is_terminated(language: str, folder: Path) -> None:
     text = "sleep 60" if language == "bash" else "import time\ntime.sleep(60)"
     start = time.monotonic()
     with pytest.raises(BlockFailed, match="did not end within 1 s"):

@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import importlib
 import json
+import re
 import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
@@ -23,9 +24,10 @@ from alignment.config.compatibility.names import older_names
 from alignment.config.errors import AlignmentError
 from alignment.config.lookup import packaged_names
 from alignment.config.registry import METHODS, option_names
-from pages.blocks import Block, BlockError
-from pages.commands import Command, commands_of
+from pages.blocks import ROOT, Block, BlockError
+from pages.commands import Command, commands_of, simple_commands
 
+_QUOTED = re.compile(r'"--[\w-]+"')
 _TRAINING = ("train", "precompute", "prepare")
 _PARSED = ("status", "export", "report")  # commands with an argparse parser, which exits
 
@@ -82,6 +84,22 @@ def _check_shell(block: Block) -> None:
         raise BlockError(f"{block.name}: {done.stderr.strip()}")
     for command in commands_of(script):
         check_command(block, command)
+    for words in simple_commands(script):
+        _check_script(block, words)
+
+
+def _check_script(block: Block, words: list[str]) -> None:
+    """Check that a script in ``benchmarks/`` exists and that the sources in its folder declare the options."""
+    place = next((place for place, word in enumerate(words) if word.startswith("benchmarks/")), None)
+    if place is None:
+        return
+    script = ROOT / words[place]
+    if not script.is_file():
+        raise BlockError(f"{block.name}: {words[place]}: no such script")
+    sources = "".join(path.read_text(encoding="utf-8") for path in sorted(script.parent.glob("*.py")))
+    for option in (word.partition("=")[0] for word in words[place + 1 :] if word.startswith("--")):
+        if not {f'"{option}"', f'"{option.replace("--no-", "--", 1)}"'} & set(_QUOTED.findall(sources)):
+            raise BlockError(f"{block.name}: {words[place]} has no option {option}")
 
 
 def check_command(block: Block, command: Command) -> None:

@@ -49,7 +49,7 @@ class Page(HTMLParser):
         return " ".join("".join(self.texts).split())
 
 
-def test_what_it_shows(tmp_path: Path) -> None:
+def test_content_of_a_report(tmp_path: Path) -> None:
     whole_run(tmp_path)
     html = render(read_content(tmp_path))
     text = Page(html).text
@@ -78,7 +78,7 @@ def test_what_it_shows(tmp_path: Path) -> None:
     assert "Loss. training: from 0.05 at step 20 to 0.01 at step 100; evaluation: from 0.75" in html
 
 
-def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
+def test_unknown_values_are_omitted(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 5)
     page = Page(render(read_content(tmp_path)))
     for title in ("Curves", "Completions", "Final metrics", "Data", "Options", "Attempts", "Versions", "Warnings"):
@@ -95,13 +95,13 @@ def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
         ({"state": "finished"}, "finished {} Steps"),
     ],
 )
-def test_how_a_run_ended(tmp_path: Path, values: dict[str, Any], says: str) -> None:
+def test_the_end_of_a_run(tmp_path: Path, values: dict[str, Any], says: str) -> None:
     write_status(tmp_path, **values)
     write_log(tmp_path, [start(), entry(40, 40, 40)])
     assert says.format(tmp_path) in Page(render(read_content(tmp_path))).text
 
 
-def test_a_state_that_is_not_written_yet(tmp_path: Path) -> None:
+def test_a_state_before_it_is_written(tmp_path: Path) -> None:
     write_status(tmp_path, state="running")
     write_log(tmp_path, [start(), entry(100, 40, 40)])
     assert read_content(tmp_path, state="finished").state == "finished"
@@ -124,7 +124,7 @@ def test_time_is_without_pauses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_markup_in_a_run_is_text(tmp_path: Path, several: bool) -> None:
+def test_markup_in_a_run_is_escaped(tmp_path: Path, several: bool) -> None:
     nasty_run(tmp_path)
     content = read_content(tmp_path)
     html = render_comparison([content, content]) if several else render(content)
@@ -136,7 +136,7 @@ def test_markup_in_a_run_is_text(tmp_path: Path, several: bool) -> None:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_it_loads_nothing(tmp_path: Path, several: bool) -> None:
+def test_the_page_loads_no_resources(tmp_path: Path, several: bool) -> None:
     whole_run(tmp_path)
     content = read_content(tmp_path)
     html = render_comparison([content, content]) if several else render(content)
@@ -160,7 +160,7 @@ def test_identifiers_are_unique_and_found(tmp_path: Path) -> None:
     assert wanted <= set(names)
 
 
-def test_tables_have_heads(tmp_path: Path) -> None:
+def test_tables_have_headers(tmp_path: Path) -> None:
     whole_run(tmp_path)
     tags = Page(render(read_content(tmp_path))).tags
     assert {a.get("scope") for tag, a in tags if tag == "th"} == {"col", "row"}
@@ -209,7 +209,7 @@ def test_options_without_defaults_and_secrets(tmp_path: Path) -> None:
     }
 
 
-def test_damaged_files_only_make_it_shorter(tmp_path: Path) -> None:
+def test_damaged_files_shorten_the_report(tmp_path: Path) -> None:
     whole_run(tmp_path)
     for name in ("options.json", "trainer_state.json", "completions.jsonl"):
         for content in ("{", "[1]", "[" * 9000, '{"step": "x"}'):
@@ -240,7 +240,7 @@ def test_training_and_evaluation_share_a_chart() -> None:
     ]  # fmt: skip
 
 
-def test_lengths_of_terminated_completions_are_drawn_where_they_differ() -> None:
+def test_lengths_of_terminated_completions_are_drawn_if_they_differ() -> None:
     names = ("completions/mean_length", "completions/mean_terminated_length")
     same, other = ([dict(zip(("step", *names), (1, 5.0, length)))] for length in (5.0, 4.0))
     assert [len(charts(history)[0].series) for history in (same, other)] == [1, 2]
@@ -268,6 +268,14 @@ def test_a_drawing() -> None:
     assert not set(re.findall(r'id="(\w+)"', svg)) & set(re.findall(r'id="(\w+)"', other))
     assert svg == draw(chart, 1)
     assert "<svg" in draw(Chart("KL", "", [Series("", [(1, 0.0), (2, 0.0)], 9)]), 1), "a flat line, of a ninth run"
+
+
+@pytest.mark.parametrize(("values", "tilted"), [((0.5, 0.5 + 1e-8), False), ((0.5, 0.51), True)])
+def test_rounding_is_not_drawn_as_a_trend(values: tuple[float, float], tilted: bool) -> None:
+    svg = draw(Chart("Loss", "", [Series("", list(enumerate(values)), 1)]), 1)
+    curve = re.search(r'd="M [\d.]+ ([\d.]+) L [\d.]+ ([\d.]+) "[^>]*--series-1', svg)
+    assert curve is not None
+    assert (abs(float(curve[1]) - float(curve[2])) > 50) == tilted  # of about 100 units
 
 
 def test_numbers_on_axes() -> None:
@@ -327,7 +335,7 @@ def test_a_large_file_of_completions(tmp_path: Path) -> None:
 # Comparisons ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_comparison_shows_what_differs() -> None:
+def test_a_comparison_shows_differences() -> None:
     same, beta = ChangedOption("seed", "7", "42"), ChangedOption("beta", "0.2", "0.1")
     one = RunContent("one", "out/one", facts=[("Steps", "3")], train={"loss": 0.5, "loss_sum": 3.0}, options=[same])
     two = RunContent("two", "out/two", facts=[("Steps", "4")], train={"loss": 0.25}, options=[same, beta])
@@ -336,5 +344,5 @@ def test_a_comparison_shows_what_differs() -> None:
     assert "metric one two loss 0.5 0.25" in text and "Steps 3 4" in text
 
 
-def test_runs_of_one_name_are_told_apart() -> None:
+def test_runs_with_the_same_name_are_distinguished() -> None:
     assert distinct(["a", "b", "a"], ["x/1", "x/2", "x/3"]) == ["x/1", "b", "x/3"]

@@ -55,6 +55,11 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in names if Path(name).suffix in TEXT and (ROOT / name).is_file()]
 
 
+def test_lines_are_joined() -> None:
+    assert words("# the run goes\n    # on") == "# the run goes on"
+    assert words("def test_a_run_goes_on() -> None:") == "def test a run goes on() -> None:"
+
+
 @pytest.mark.parametrize("phrase", PHRASES)
 def test_a_phrase_is_not_used(phrase: str) -> None:
     pattern = re.compile(rf"\b({phrase})\b", re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""``python -m tools.documentation``: write the pages of docs/reference/ that are made from the code."""
+"""``python -m tools.documentation`` writes the pages of docs/reference/ that are generated from the code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGES: dict[str, Callable[[], str]] = {"cli.md": command_page}
 
 
 def main(names: Sequence[str] = ()) -> None:
-    """Write these pages; all of them if none is named."""
+    """Write the named pages, or all."""
     for name in names or PAGES:
         (FOLDER / name).write_text(PAGES[name](), encoding="utf-8")
 

@@ -31,7 +31,7 @@ Commands exit with status 0 on success, 1 after an error and 130 after Ctrl-C. `
 with status 2 if their arguments cannot be parsed. The statuses of stopped runs are in
 [Preemption](../guides/preemption.md).
 """
-# Commands that take the options of the methods, and what to say of them.
+# Commands that accept the options of the methods, and their description.
 _OF_METHODS = {
     "train": "The options are listed in [Options](options.md), and in [the API](api/configs.md) by method.",
     "prepare": "All options of [`train`](#train), and `--ranks`.",
@@ -41,7 +41,7 @@ _OF_METHODS = {
 
 
 def command_page() -> str:
-    """The page."""
+    """Return the page."""
     lines = [_HEAD, "| command | description |", "|---|---|"]
     lines += [f"| [`{name}`](#{name}) | {_cell(command.help)} |" for name, command in COMMANDS.items()]
     for name, command in COMMANDS.items():
@@ -51,7 +51,7 @@ def command_page() -> str:
 
 def _section(name: str, module: ModuleType, summary: str) -> Iterator[str]:
     program = f"{_PROGRAM} {name}"
-    # Defaults that are taken from the environment are those of an empty one.
+    # Defaults from environment variables are shown as if none is set.
     with mock.patch.dict(os.environ, {"COLUMNS": str(_WIDTH)}):
         for variable in [key for key in os.environ if key.startswith("ALIGNMENT_")]:
             del os.environ[variable]
@@ -72,7 +72,7 @@ def _usage(program: str, parser: argparse.ArgumentParser | None) -> str:
 
 
 def _about(text: str) -> Iterator[str]:
-    """The description, with indented parts as blocks."""
+    """Yield the description, with indented paragraphs as code blocks."""
     for paragraph in text.strip("\n").split("\n\n"):
         code = paragraph.startswith("  ")
         yield from ("```text" if code else "", paragraph, "```" if code else "", "")
@@ -97,7 +97,7 @@ def _tables(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _called(action: argparse.Action) -> str:
-    """How an argument is written: names and what they take."""
+    """Return the names of an argument with its metavar."""
     if not action.option_strings:
         return f"`{action.metavar or action.dest}`"
     takes = ""

@@ -5,7 +5,7 @@
     ```{options} kto
     ```
 
-``{options} shared`` lists those that all methods have; a method's list has its own only.
+``{options} shared`` lists the options of all methods; the list of a method contains only its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Options(SphinxDirective):
     has_content = False
 
     def run(self) -> list[nodes.Node]:
-        """The nodes, parsed as Markdown: help texts have backticks and links in them."""
+        """Return the nodes, parsed as Markdown because help texts contain backticks and links."""
         lines = list(_lines(self.arguments[0]))
         holder = nodes.container(classes=["options"])
         self.state.nested_parse(StringList(lines, source="options"), self.content_offset, holder)
@@ -42,7 +42,7 @@ class Options(SphinxDirective):
 
 
 def groups_of(method: str) -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]:
-    """Titles and options: those of ``method`` alone, or those that every method has."""
+    """Yield titles and options: those specific to ``method``, or those shared by all methods."""
     cls = AlignmentConfig if method == SHARED else METHODS[method]
     for group, fields in grouped_fields(cls):
         if (method == SHARED) == issubclass(AlignmentConfig, group):

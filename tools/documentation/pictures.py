@@ -1,6 +1,6 @@
-"""Pictures for light and dark in one ``<picture>`` element, which GitHub shows by the reader's setting.
+"""Support for ``<picture>`` elements with a light and a dark source, as GitHub renders them.
 
-In the site they become two images, of which the theme shows one: its switch then works for pictures too.
+The site has an image for each, and its theme shows one of them, so that the theme switch affects pictures too.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _ADDRESS = re.compile(r'\b(?:src|srcset)="([^"]+)"')
 
 
 class Pictures(SphinxTransform):
-    """Splits the ``<picture>`` elements of raw HTML."""
+    """Split the ``<picture>`` elements of raw HTML."""
 
     default_priority = 21
 
     def apply(self, **kwargs: Any) -> None:
-        """Split those of this document, and warn of files that do not exist."""
+        """Split those of this document, and warn about missing files."""
         folder = Path(self.env.doc2path(self.env.docname)).parent
         for node in list(self.document.findall(nodes.raw)):
             if node.get("format") != "html":
@@ -43,7 +43,7 @@ class Pictures(SphinxTransform):
 
 
 def _split(picture: str) -> str:
-    """An image for light and one for dark; the element as it is if it is made of something else."""
+    """Return an image for light and one for dark mode; elements of another form are returned unchanged."""
     image = _IMAGE.search(picture)
     sources = {("dark" if "dark" in source else "light"): source for source in _SOURCE.findall(picture)}
     if image is None or not sources:
@@ -58,7 +58,7 @@ def _split(picture: str) -> str:
 
 
 def _copy(app: Sphinx, error: Exception | None) -> None:
-    """Raw HTML names pictures that Sphinx does not know of."""
+    """Copy the pictures, because Sphinx does not track the files that raw HTML references."""
     source = Path(app.srcdir) / _FOLDER
     if error is None and app.builder.format == "html" and source.is_dir():
         ignored = shutil.ignore_patterns("data", "*.py", "*.md", "*.json*")

@@ -1,7 +1,7 @@
 """Links from pages to files of the repository, such as ``../../launch/recipes/kto.yaml``.
 
-In the site they lead to the repository, whose address is ``repository_url`` in docs/conf.py. Without one they are
-shown as paths. A link to a file that does not exist is a warning, and hence fails the build.
+In the site they lead to the repository at ``repository_url`` (docs/conf.py); without a URL they are shown as paths. A
+link to a missing file causes a warning, which fails the build.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class RepositoryLinks(SphinxTransform):
-    """Replaces references that MyST would offer as downloads, or could not resolve."""
+    """Replace references that MyST would render as downloads or could not resolve."""
 
     default_priority = 20
 
@@ -41,7 +41,7 @@ class RepositoryLinks(SphinxTransform):
         if not path.is_relative_to(ROOT) or path.is_relative_to(Path(self.env.srcdir).resolve()):
             return
         if not path.exists():
-            path = path.with_name(f"{path.name}.md")  # MyST takes the ending off what could be a page
+            path = path.with_name(f"{path.name}.md")  # MyST removes the extension of a possible page
         name = str(path.relative_to(ROOT))
         if not path.exists():
             _LOGGER.warning("no such file in the repository: %s", name, location=node, type="repository_links")
@@ -55,7 +55,7 @@ class RepositoryLinks(SphinxTransform):
 
 
 def _shown(node: nodes.Element, name: str) -> list[nodes.Node]:
-    """The link's text, and the path where the text does not say it."""
+    """Return the text of the link, followed by the path unless the text already contains it."""
     text = node.astext()
     if text.rstrip("/") in (name, Path(name).name):
         return [nodes.literal(text=name)]

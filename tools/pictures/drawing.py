@@ -68,7 +68,7 @@ def draw(path: Path, scene: Scene, data: dict[str, Any], theme: str) -> None:
 
 
 def plain(axes: Axes, *, keep: tuple[str, ...] = ()) -> None:
-    """Remove ticks' marks and all spines but those in ``keep``."""
+    """Remove tick marks, and all spines except those in ``keep``."""
     for side, spine in axes.spines.items():
         spine.set_visible(side in keep)
     axes.tick_params(length=0)

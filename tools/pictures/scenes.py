@@ -1,4 +1,4 @@
-"""What the pictures show: the comparison with TRL, the demo's curves, the phases of an Online DPO step."""
+"""The pictures: comparison with TRL, curves of the demo, phases of an Online DPO step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from tools.pictures.drawing import Scene, Theme, plain
 from tools.pictures.recording import BESIDE_TRL, DEMO, RUNS
 
-# What each phase of an Online DPO step adds to the weights of the policy while it lasts.
+# What each phase of an Online DPO step allocates in addition to the weights of the policy.
 _MEMORY = {
     "rollout": "KV cache",
     "score": "reward model",
@@ -61,7 +61,7 @@ def demo_curves(figure: Figure, data: dict[str, Any], theme: Theme) -> None:
 
 
 def online_dpo_phases(figure: Figure, data: dict[str, Any], theme: Theme) -> None:
-    """One Online DPO step of the demo: how long each phase takes, and what it adds to memory while it lasts."""
+    """One Online DPO step of the demo: the duration of each phase and what it allocates."""
     phases = data["runs"]["online_dpo"]["phases"]
     steps = data["runs"]["online_dpo"]["step"][-1]
     seconds = {name: phases[name]["seconds"] / steps for name in _MEMORY}

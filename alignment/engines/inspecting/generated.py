@@ -1,4 +1,4 @@
-"""The completions that a run has written, for its report: those of the first and of the last step."""
+"""Read the completions of the first and the last step of a run, for its report."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from alignment.reporting.html.content import Completion, CompletionGroup
 from alignment.reporting.log_reading import number
 
-_CHUNK = 1 << 20  # bytes that are read from each end of the file
-_MOST = 6  # prompts of a group
-_LONGEST = 1500  # characters of a text
+_CHUNK = 1 << 20  # bytes to read from each end of the file
+_MOST = 6  # maximum number of prompts per group
+_LONGEST = 1500  # maximum number of characters per text
 _SKIPPED = ("step", "prompt", "dataset")
 _NAMES = {"policy": "policy", "reference": "reference", "completion": "policy"}
 
@@ -20,10 +20,10 @@ Row = Mapping[str, Any]
 
 
 def completion_groups(path: Path) -> list[CompletionGroup]:
-    """Groups of completions in ``completions.jsonl``: before and after for the same prompts, else by step.
+    """Group the completions in ``completions.jsonl``: before and after for common prompts, otherwise by step.
 
     Args:
-        path: the file; it may be missing, damaged or being written.
+        path: the file, which can be missing, damaged or incomplete.
     """
     rows = _rows(path)
     if not rows:
@@ -47,7 +47,7 @@ def completion_groups(path: Path) -> list[CompletionGroup]:
 
 
 def _rows(path: Path) -> list[Row]:
-    """The rows near the beginning and the end of the file: of the first and the last step, and maybe others."""
+    """Read the rows near both ends of the file: those of the first and the last step, possibly of others."""
     try:
         with path.open("rb") as file:
             size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""The content of a run report, from the files in the output folder alone. Missing files only make it shorter."""
+"""Collect the content of a run report from the files in the output folder. Parts without a file are omitted."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _EVENTS = {
 
 
 def content_of(reader: RunReader, view: RunView, *, drawn: datetime | None = None) -> RunContent:
-    """What the report of a run shows.
+    """Collect the content of the report of a run.
 
     Args:
-        reader: of its folder, with the log's history; :meth:`RunReader.read` has been called.
-        view: what that returned.
-        drawn: the current time, unless given.
+        reader: reader of its folder, with history; :meth:`RunReader.read` must have been called.
+        view: the result of that call.
+        drawn: time of the report. Defaults to now.
     """
     folder, log = reader.folder, reader.log
     options = _object(folder / "options.json")
@@ -92,11 +92,11 @@ def content_of(reader: RunReader, view: RunView, *, drawn: datetime | None = Non
 
 
 def read_content(folder: Path, *, state: str | None = None) -> RunContent:
-    """As :func:`content_of`, for the process that runs it.
+    """Collect the content of a run in this process.
 
     Args:
         folder: the output folder.
-        state: that the run has reached, and ``status.json`` does not have yet.
+        state: state of the run if ``status.json`` does not contain it yet.
     """
     reader = RunReader(folder, history=True)
     view = reader.read()
@@ -155,7 +155,7 @@ def _facts(
 
 
 def _seconds(reader: RunReader) -> float | None:
-    """Time in training: from the totals or, before the end, from the times of the log without pauses."""
+    """Return the training time: the logged total or, before the end, the time spanned by the log without pauses."""
     known = number(reader.log.totals.get("train_runtime"))
     if known is not None:
         return known
@@ -184,7 +184,7 @@ def _best_step(folder: Path, checkpoints: Sequence[CheckpointView], options: Map
 
 
 def _changed(options: Mapping[str, Any], method: str) -> list[ChangedOption]:
-    """The options that are not at their defaults, without secrets; code of outside methods is not imported."""
+    """Return the options that differ from their defaults, without secrets, and without importing external methods."""
     declared = METHODS[method] if method in METHODS.entries else AlignmentConfig
     defaults = {one.name: one.default for one in option_fields(declared)}
     ignored = judged_names(declared) | {*_NOT_OPTIONS}
@@ -212,7 +212,7 @@ def _without_secrets(value: Any) -> Any:
     return without_secret_values(value) if isinstance(value, str) else value
 
 
-# What happened -------------------------------------------------------------------------------------------------------
+# Events and data -----------------------------------------------------------------------------------------------------
 
 
 def _data(start: Record) -> Iterator[DataFacts]:
@@ -295,7 +295,7 @@ def _counts(value: Any) -> dict[str, int]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """A file's JSON object; empty if it cannot be read."""
+    """Read a JSON object from a file; return an empty one if this fails."""
     try:
         return _mapping(json.loads(path.read_bytes())) if path.stat().st_size <= _LARGEST else {}
     except (OSError, ValueError, RecursionError):

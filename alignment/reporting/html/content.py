@@ -1,4 +1,4 @@
-"""The content of a report in plain values: none of it is markup, and all of it is escaped when rendered."""
+"""The content of a report as plain values without markup; all of it is escaped when rendered."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class CompletionGroup:
-    """Completions that belong together; ``title`` says of which step."""
+    """Completions that are shown together; ``title`` names their step."""
 
     title: str
     rows: Sequence[Completion]
@@ -57,7 +57,7 @@ class CompletionGroup:
 
 @dataclass(frozen=True)
 class ChangedOption:
-    """An option with its value and default, as text; ``default`` is empty if it is not known."""
+    """An option with its value and default as text; ``default`` is empty if unknown."""
 
     name: str
     value: str
@@ -98,7 +98,7 @@ class CheckpointFacts:
 
 @dataclass(frozen=True)
 class RunContent:
-    """A run as its report shows it. What is not known is empty, and is then left out of the page.
+    """A run as its report shows it. Unknown values are empty, and omitted from the page.
 
     Attributes:
         name: of the run.

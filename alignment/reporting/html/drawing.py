@@ -9,7 +9,7 @@ from typing import Any
 
 from alignment.reporting.html.series import Chart, Series
 
-COLORS = 8  # that the style sheet has for curves
+COLORS = 8  # number of curve colors in the style sheet
 _WIDTH, _HEIGHT = 4.7, 2.35  # inches; the page scales it
 # Colors that matplotlib writes, and the style sheet's properties in their place.
 _SERIES = {number: f"#a0000{number}" for number in range(1, COLORS + 1)}
@@ -20,7 +20,8 @@ _PROPERTIES = {
     _GRID: "var(--grid)",
     _MARK: "var(--mark)",
 }
-_FEW = 24  # points of a curve up to which each is shown
+_FEW = 24  # curves with at most this many points have markers
+_LEAST_SPAN = 1e-4  # relative to the largest value; a smaller range would be drawn as if rounding were a trend
 
 
 def draw(chart: Chart, number: int) -> str:
@@ -28,7 +29,7 @@ def draw(chart: Chart, number: int) -> str:
 
     Args:
         chart: what to draw.
-        number: of the chart on its page; keeps the identifiers in it apart from those of the others.
+        number: index of the chart on its page, which makes its SVG identifiers unique.
     """
     # Not pyplot, which keeps global state: open figures and the selected GUI backend.
     from matplotlib import rc_context
@@ -65,9 +66,8 @@ def draw(chart: Chart, number: int) -> str:
         for side, spine in axes.spines.items():
             spine.set_visible(side == "bottom")
             spine.set_color(_GRID)
-        if _flat(chart.series):
-            value = chart.series[0].points[0][1]
-            axes.set_ylim(value - (abs(value) or 1.0), value + (abs(value) or 1.0))
+        if limits := _limits(chart.series):
+            axes.set_ylim(*limits)
         written = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(written, format="svg", transparent=True, metadata=nothing)
@@ -75,7 +75,7 @@ def draw(chart: Chart, number: int) -> str:
 
 
 def tick(value: float) -> str:
-    """A number on an axis, as short as it can be."""
+    """Format a tick label as briefly as possible."""
     if value == 0:
         return "0"
     if abs(value) >= 1e12:
@@ -89,13 +89,16 @@ def tick(value: float) -> str:
     return f"{value:.5g}".replace("-", "−")
 
 
-def _flat(series: Sequence[Series]) -> bool:
-    values = {value for one in series for _, value in one.points}
-    return len(values) == 1
+def _limits(series: Sequence[Series]) -> tuple[float, float] | None:
+    """The limits of the y axis if the values are constant up to rounding; None to fit them to the values."""
+    values = [value for one in series for _, value in one.points]
+    low, high = min(values), max(values)
+    size = max(abs(low), abs(high))
+    return None if high - low > _LEAST_SPAN * size else (low - (size or 1.0), high + (size or 1.0))
 
 
 def _inline(text: str) -> str:
-    """The SVG element alone, sized and colored by the page."""
+    """Return only the SVG element, sized and colored by the page."""
     svg = text[text.index("<svg") :]
     svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, count=1, flags=re.DOTALL)  # page-wide
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
@@ -104,7 +107,6 @@ def _inline(text: str) -> str:
     svg = re.sub(r"<svg[^>]*>", f'<svg viewBox="{view[1]}" aria-hidden="true" focusable="false">', svg, count=1)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r"font-family: [^;\"]*;\s*", "", svg)
-    svg = re.sub(r"(font-size: [\d.]+)px", r"\1px", svg)
     for color, prop in _PROPERTIES.items():
         svg = svg.replace(color, prop)
     return re.sub(r"\s*\n\s*", " ", svg).strip()

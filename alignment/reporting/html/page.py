@@ -1,4 +1,4 @@
-"""Renders reports: one run, or several next to each other. Every value is escaped by the templates."""
+"""Render reports of one run or of several. The templates escape every value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TONES = {
     "finished": "good", "starting": "info", "running": "info", "preempted": "warn", "stopped": "warn",
     "failed": "bad", "lost": "bad",
 }  # fmt: skip
-# Metrics for the tiles at the top, the most important first.
+# Metrics of the tiles at the top, in order of importance.
 _TILES = {
     "loss": "Loss", "eval_loss": "Evaluation loss", "rewards/margins": "Reward margin",
     "rewards/accuracies": "Reward accuracy", "eval_rewards/accuracies": "Evaluation accuracy",
@@ -36,7 +36,7 @@ _NOT_SHOWN = ("_sum", "runtime", "_per_second")
 
 
 def render(content: RunContent) -> str:
-    """The page of one run."""
+    """Render the page of one run."""
     template = _environment().get_template("run.html")
     return template.render(
         run=content,
@@ -50,7 +50,7 @@ def render(content: RunContent) -> str:
 
 
 def render_comparison(contents: Sequence[RunContent]) -> str:
-    """The page that compares several runs; their names are made distinct."""
+    """Render the page that compares several runs."""
     names = distinct([content.name for content in contents], [content.folder for content in contents])
     options = dict.fromkeys(option.name for content in contents for option in content.options)
     values = [{option.name: option.value for option in content.options} for content in contents]
@@ -81,12 +81,12 @@ def render_comparison(contents: Sequence[RunContent]) -> str:
 
 
 def distinct(names: Sequence[str], folders: Sequence[str]) -> list[str]:
-    """Names that differ: those of runs that share one are replaced by their folders."""
+    """Return distinct names: runs with the same name are named by their folders."""
     return [name if names.count(name) == 1 else folder for name, folder in zip(names, folders)]
 
 
 def _tiles(content: RunContent) -> list[tuple[str, str, str]]:
-    """Label, last value and a note on the first one."""
+    """Return label, last value, and first value of each tile."""
     found: dict[str, tuple[str, str, str]] = {}
     for metric, label in _TILES.items():
         values = [value for entry in content.history if (value := number(entry.get(metric))) is not None]
@@ -119,7 +119,7 @@ def _drawn(found: Sequence[Chart]) -> list[dict[str, Any]]:
 
 
 def _shown(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Metrics as text; sums, counts and speeds are left to the log."""
+    """Format metrics, without sums, counts and speeds."""
     return {
         name: _number(value)
         for name, each in metrics.items()
@@ -141,7 +141,7 @@ def _compact(value: float) -> str:
 
 
 def _breakable(name: str) -> Markup:
-    """A name, escaped, that may be broken after underscores and slashes."""
+    """Escape a name, and allow line breaks after its underscores and slashes."""
     return Markup(re.sub(r"([_/])", r"\1<wbr>", str(escape(name))))
 
 

@@ -1,4 +1,4 @@
-"""Which curves a report shows: panels of metrics, and their points from the entries of a log."""
+"""The curves of a report: panels of metrics, and their points from the entries of a log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from alignment.reporting.log_reading import number
 Point = tuple[float, float]
 _EVALUATION, _RUNTIME = "eval_", "_runtime"
 _LENGTH, _TERMINATED = "completions/mean_length", "completions/mean_terminated_length"
-_MOST_POINTS = 500  # per curve; more cannot be told apart at the size of a chart
+_MOST_POINTS = 500  # per curve; more are indistinguishable at the size of a chart
 
 
 class Panel(NamedTuple):
@@ -79,7 +79,7 @@ class Chart:
     marks: Sequence[tuple[int, str]] = ()
 
     def summary(self) -> str:
-        """The chart in one sentence, for readers that cannot see it."""
+        """Describe the chart in one sentence, for screen readers."""
         parts = []
         for one in self.series:
             (first, begin), (last, end) = one.points[0], one.points[-1]
@@ -92,7 +92,7 @@ class Chart:
 
 
 def charts(history: Sequence[Mapping[str, Any]], marks: Sequence[tuple[int, str]] = ()) -> list[Chart]:
-    """The charts of one run: those panels for which it has logged something.
+    """Return the charts of one run, one for each panel with logged values.
 
     Args:
         history: entries of the log, each with its ``step``.
@@ -116,14 +116,13 @@ def _of_run(panel: Panel, history: Sequence[Mapping[str, Any]]) -> Iterator[Seri
         if values:
             yield Series(label or ("training" if evaluated else ""), values, color)
         for name, found in evaluated.items():
-            which = name[len(_EVALUATION) : len(name) - len(metric)].rstrip("_")
+            which, said = _evaluation(name, metric)
             color += 0 if several and not which else 1
-            said = f"evaluation ({which})" if which else "evaluation"
             yield Series(f"{label}, {said}" if label else said, found, color, evaluation=True)
 
 
 def compared(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Chart]:
-    """The charts of several runs: one for each metric that any of them has, with a curve per run.
+    """Return the charts of several runs, one for each metric that any of them has logged, with a curve per run.
 
     Args:
         histories: entries of the logs, by the name of the run.
@@ -140,15 +139,20 @@ def compared(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Chart
                 ]
                 if curves:
                     title = f"{panel.title}, {label}" if label else panel.title
-                    which = name[len(_EVALUATION) : len(name) - len(metric)].rstrip("_") if name != metric else ""
                     if name != metric:
-                        title += f", evaluation ({which})" if which else ", evaluation"
+                        title += f", {_evaluation(name, metric)[1]}"
                     found.append(Chart(title, panel.about, curves))
     return found
 
 
+def _evaluation(name: str, metric: str) -> tuple[str, str]:
+    """Return the name of the evaluation set, empty for an unnamed one, and the label of its curve."""
+    which = name[len(_EVALUATION) : len(name) - len(metric)].rstrip("_")
+    return which, f"evaluation ({which})" if which else "evaluation"
+
+
 def _evaluations(history: Sequence[Mapping[str, Any]], metric: str) -> list[str]:
-    """The names under which evaluations have logged a metric: ``eval_loss``, or ``eval_NAME_loss`` of a named set."""
+    """Return the names of a metric in evaluations: ``eval_loss``, or ``eval_NAME_loss`` for a named set."""
     found = dict.fromkeys(name for entry in history for name in entry if name.startswith(_EVALUATION))
     # Each evaluation logs its runtime; without it, eval_nll_loss could be the loss of a set called nll.
     sets = [name.removesuffix(_RUNTIME) for name in found if name.endswith(_RUNTIME)]
@@ -156,7 +160,7 @@ def _evaluations(history: Sequence[Mapping[str, Any]], metric: str) -> list[str]
 
 
 def points(history: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
-    """Step and value of each entry that has the metric; neighbours are averaged where there are too many."""
+    """Return step and value of each entry that has the metric, averaging neighbors if there are too many."""
     found = [
         (step, value)
         for entry in history
