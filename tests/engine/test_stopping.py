@@ -175,15 +175,24 @@ AGAIN = ("after-a-step", "between-micro-batches", "in-a-rollout")
 
 @pytest.mark.parametrize("place", [pytest.param(p, marks=() if p == AGAIN[1] else pytest.mark.ci) for p in AGAIN])
 def test_a_second_signal_does_not_interrupt_the_save(
-    place: str, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str,
+    models: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Launchers and schedulers send several signals, and the second may arrive during the save."""
+    """Launchers and schedulers send several signals, and the second may arrive during the save.
+
+    A script that calls ``train()`` exits without a traceback, so the run itself prints how to resume.
+    """
     method, ask, step, _ = PLACES[place]
     saves_and_hears(monkeypatch, signal.SIGUSR1)
     trainer = make(method, models, tmp_path, **settings(method))
     ask(monkeypatch, trainer)
     error = stopped(trainer)
     assert error.everywhere and f"checkpoint-{step} is complete" in str(error)
+    last = f"checkpoint-{step} is complete; call train(resume_from_checkpoint=True) to resume\n"
+    assert last in capsys.readouterr().out
     assert [path.name for path in checkpoints(trainer.output_dir)] == [f"checkpoint-{step}"]
     status = read_status(trainer.output_dir)
     assert status is not None and (status.state, status.signal) == ("preempted", "SIGTERM")

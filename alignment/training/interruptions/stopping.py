@@ -67,7 +67,10 @@ def end_run(context: RunContext, writer: CheckpointWriter, finish: Callable[[], 
     if context.is_first:
         write_page(context.output_dir, context.tell)
     detail = f" ({REQUESTS.detail})" if REQUESTS.detail else ""
-    raise RunStopped(reason, f"{reason.state} by {reason.name}{detail} after step {step}: {_kept(context, writer)}")
+    message = f"{reason.state} by {reason.name}{detail} after step {step}: {_kept(context, writer)}"
+    if not ACTIVITY.guarded:
+        context.tell(f"\n{message}")  # a progress bar may occupy the line; a guard prints the message itself
+    raise RunStopped(reason, message)
 
 
 def _kept(context: RunContext, writer: CheckpointWriter) -> str:
@@ -82,7 +85,10 @@ def _kept(context: RunContext, writer: CheckpointWriter) -> str:
         return f"{name} could not be written ({writer.failure}); the run can only be resumed from an earlier one"
     if args.save_only_model:
         return f"{name} contains only the model (save_only_model), so the run cannot be resumed from it"
-    return f"{name} is complete; run the same command with --resume_from_checkpoint latest to resume"
+    again = "run the same command with --resume_from_checkpoint latest"
+    if not ACTIVITY.guarded:
+        again = "call train(resume_from_checkpoint=True)"
+    return f"{name} is complete; {again} to resume"
 
 
 def notice_too_short(save_seconds: float, step_seconds: float) -> str | None:
