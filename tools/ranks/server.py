@@ -82,6 +82,8 @@ def _fork_keeper(connection: Connection) -> Job | None:
 def main() -> None:
     """Import, then serve. A forked rank continues from here with its script."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # torch reads this at import, so the guard of a forked rank is too late; the ranks of a launcher set it in time.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import_libraries()
     run_as_main(serve(sys.argv[1]))
 
