@@ -1,6 +1,6 @@
 # make test      set up .venv if need be and run the tests (PYTEST_ARGS="-k guard -x" to choose; JOBS=4 workers)
 # make test-ci   the tests in which ranks, launchers and disks fail on purpose, those under torchrun and srun, and
-#                the longer proofs: adapters, quantised weights, stored references and exports in many combinations
+#                the longer proofs: adapters, quantized weights, stored references and exports in many combinations
 # make test-slow the rest, half an hour or more; after an interruption it continues with what has not passed yet
 # make resume-matrix  of those, the runs resumed from checkpoints: 3348 cells, an hour or two; it continues as well
 # make mutations  apply every mutation of tests/mutations/ to a copy; its test has to fail (MUTATIONS="kto head")

@@ -123,7 +123,7 @@ def _conditions(given: argparse.Namespace, device: str) -> str:
     names = [name for name in ("torch", "triton", "trl") if importlib.util.find_spec(name)]
     hardware = torch.cuda.get_device_name() if device != "cpu" else f"{platform.processor() or platform.machine()} CPU"
     return (
-        f"{hardware}, {given.threads} thread(s); {', '.join(f'{name} {version(name)}' for name in names)}. "
+        f"{hardware}, threads: {given.threads}; {', '.join(f'{name} {version(name)}' for name in names)}. "
         f"{given.tokens} tokens, width {given.width}, vocabulary {given.vocabulary}, {given.dtype}; "
         f"{given.repeats} turns of {given.rounds} rounds, medians."
     )

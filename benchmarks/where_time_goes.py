@@ -105,7 +105,7 @@ def main() -> None:
     found = profiled(given.method, given.steps)
     total = {event.key: event.cpu_time_total / 1e3 / given.steps for event in found}
     whole = total["step"]
-    print(f"\n{given.method}, {given.threads} thread(s), {SIDE_BY_SIDE.describe()}\n")
+    print(f"\n{given.method}, threads: {given.threads}, {SIDE_BY_SIDE.describe()}\n")
     print("| part | ms | share |\n|---|---|---|")
     for _, _, label in PARTS:
         if label in total:

@@ -15,7 +15,7 @@ from helpers import POSITIONS, make_model, paired_rows, unpaired_rows
 from transformers import T5Config
 
 TOKENS = len(char_tokenizer())
-UNLABELLED = [{"prompt": "ab", "completion": "cd"}] * 4
+UNLABELED = [{"prompt": "ab", "completion": "cd"}] * 4
 IDENTICAL = {"chosen": "the same", "rejected": "the same"}
 
 
@@ -118,7 +118,7 @@ DATA = [
         data=unpaired_rows(4),
         method="cpo",
     ),
-    Case("kto without labels", ("missing column label", "prompt, completion"), data=UNLABELLED),
+    Case("kto without labels", ("missing column label", "prompt, completion"), data=UNLABELED),
     Case(
         "label is a text",
         ("@data.jsonl, line 5: label is 'yes' (a string)", "true or false"),

@@ -88,7 +88,7 @@ MODELS = [
     model("no heads", config(num_attention_heads=0), UNUSABLE),
     model("heads that do not divide it", config(num_attention_heads=5), UNUSABLE, "attention heads (5)"),
     model("positions a word", config(max_position_embeddings="long"), UNUSABLE, "max_position_embeddings"),
-    model("of another quantisation", config(quantization_config={"quant_method": "gptq"}), "quantized with gptq"),
+    model("of another quantization", config(quantization_config={"quant_method": "gptq"}), "quantized with gptq"),
     model("with code of its own", config(auto_map={"AutoConfig": "a.B"}, model_type="z"), "trust_remote_code"),
     model("weights a pointer", written(WEIGHTS, POINTER), "is a Git LFS pointer", "git lfs pull"),
     model("weights empty", written(WEIGHTS, b""), TORN),

@@ -9,7 +9,7 @@ import os
 from bad_case import DEEP, Case, file_of, folder_of
 
 OK = '{"prompt": "a", "completion": "b", "label": true}\n'
-LABELLED = {"prompt": "a", "completion": "b", "label": True}
+LABELED = {"prompt": "a", "completion": "b", "label": True}
 CHAT_END = [{"role": "assistant", "content": "b"}]
 
 
@@ -20,7 +20,7 @@ def rows(name: str, content: str | bytes, *says: str, file: str = "x.jsonl", met
 
 def row(name: str, *says: str, **values: object) -> Case:
     """A KTO row in which these values replace valid ones."""
-    return rows(name, json.dumps({**LABELLED, **values}) + "\n", *says)
+    return rows(name, json.dumps({**LABELED, **values}) + "\n", *says)
 
 
 def chat(name: str, prompt: object, *says: str, **more: object) -> Case:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from alignment.config.errors import counted
 from alignment.config.fields import option_fields
 from alignment.training.data_facts import PERCENTILES, shown_name, token_lengths
 
@@ -21,6 +23,7 @@ _ENGINES = {
     "ref_deepspeed.json": "reference",
     "reward_deepspeed.json": "reward model",
 }
+_WIDTH = 120  # of the default options
 _EXAMPLES = 3
 _LONGEST = 600  # characters shown of a text, half of them from each end
 
@@ -60,24 +63,28 @@ def dry_run_lines(trainer: AlignmentTrainer, stored: Sequence[str] = ()) -> Iter
 def _options(options: AlignmentConfig) -> Iterator[str]:
     defaults = {field.name: field.default for field in option_fields(options)}
     values = options.to_dict()
-    width = max(map(len, values))
-    yield "Options (* differs from the default):"
-    for name, value in values.items():
-        changed = name != "method" and value != defaults[name]
-        yield f"{'*' if changed else ' '} {name.ljust(width)}  {json.dumps(value, default=str)}"
+    changed = {name: value for name, value in values.items() if name == "method" or value != defaults[name]}
+    width = max(map(len, changed))
+    yield "Options:"
+    yield from (f"  {name.ljust(width)}  {json.dumps(value, default=str)}" for name, value in changed.items())
+    unchanged = (f"{name}={json.dumps(value, default=str)}" for name, value in values.items() if name not in changed)
+    yield "Options with their default values:"
+    yield from textwrap.wrap(
+        ", ".join(unchanged), _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+    )
 
 
 def _counts(data: PreparedData) -> Iterator[str]:
     reports: list[tuple[str, DataReport]] = [("rows", data.report)]
     if len(data.parts) > 1:
         reports += [(part.where, part.report) for part in data.parts]
-    labelled = bool(data.report.desirable + data.report.undesirable)
-    columns = ["read", "kept", "dropped", *(["desirable", "undesirable"] if labelled else [])]
+    labeled = bool(data.report.desirable + data.report.undesirable)
+    columns = ["read", "kept", "dropped", *(["desirable", "undesirable"] if labeled else [])]
     columns += ["prompts truncated", "completions truncated"]
     rows = []
     for name, report in reports:
         counts = [report.rows_in, report.rows_out, sum(report.dropped.values())]
-        counts += [report.desirable, report.undesirable] if labelled else []
+        counts += [report.desirable, report.undesirable] if labeled else []
         rows.append((name, [*counts, report.prompts_cut, report.completions_cut]))
     yield from _table("", columns, rows)
     for reason, count in sorted(data.report.dropped.items(), key=lambda item: (-item[1], item[0])):
@@ -117,4 +124,4 @@ def _shortened(text: str) -> str:
     if len(text) <= _LONGEST:
         return text
     half = _LONGEST // 2
-    return f"{text[:half]} … {len(text) - 2 * half} characters omitted … {text[-half:]}"
+    return f"{text[:half]} … {counted(len(text) - 2 * half, 'character')} omitted … {text[-half:]}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from alignment.config.errors import counted
 from alignment.engines.inspecting.checkpoints import CheckpointView
 from alignment.engines.inspecting.view import LOST, UNKNOWN, RunView
-from alignment.reporting.log_reading import number
+from alignment.reporting.log_reading import is_mean, number
 from alignment.reporting.report import duration, gibibytes
 
 _WIDTH = 12  # of the names on the left
@@ -92,15 +93,11 @@ def _speed(view: RunView) -> str:
 
 
 def _metrics(metrics: Mapping[str, Any], step: int | None) -> str:
-    known = {name: value for name, each in metrics.items() if (value := number(each)) is not None and _is_mean(name)}
+    known = {name: value for name, each in metrics.items() if (value := number(each)) is not None and is_mean(name)}
     names = [*(name for name in _FIRST if name in known), *(name for name in known if name not in _FIRST)]
     said = ", ".join(f"{name} {known[name]:.4g}" for name in names[:_METRICS])
     more = f" and {len(names) - _METRICS} more" if len(names) > _METRICS else ""
     return f"{f'step {step}: ' if step is not None else ''}{said}{more}" if said else ""
-
-
-def _is_mean(name: str) -> bool:
-    return not (name.endswith("_sum") or name.startswith("count/"))
 
 
 def _attempt(view: RunView) -> str:
@@ -110,7 +107,7 @@ def _attempt(view: RunView) -> str:
     if view.stalled is not None and view.stalled > 1:
         said += f", {view.stalled} in a row without a newer checkpoint"
     if view.restarts:
-        said += f", requeued {view.restarts} time(s)"
+        said += f", requeued {counted(view.restarts, 'time')}"
     steps = [str(event["step"]) for event in view.resumes if event.get("step") is not None]
     return f"{said}; resumed after step {', '.join(steps)}" if steps else said
 

@@ -18,7 +18,7 @@ from alignment.cli.slurm.further import OWN_OF_PREPARATION, check_further, names
 from alignment.cli.slurm.request import Request, add_options, request, seconds
 from alignment.cli.slurm.script import log_pattern, render
 from alignment.config.dtypes import Machine, planning_for
-from alignment.config.errors import AlignmentError, OptionError, OutputError, setting
+from alignment.config.errors import AlignmentError, OptionError, OutputError, counted, setting
 from alignment.config.fields import SaveStrategy
 from alignment.config.options import AlignmentConfig
 
@@ -245,7 +245,9 @@ def _told(jobs: list[Request], numbers: list[str], output_dir: Path, program: st
     folder = shlex.quote(str(output_dir / "seed-N" if job.seeds else output_dir))
     log = shlex.quote(str(log_pattern(job, output_dir)).replace("%A", number).replace("%a", "N").replace("%j", number))
     status = program.replace("submit", "status")
-    asked = f"{job.nodes} node(s) with {job.gpus} GPU(s) each" if job.gpus.number else f"{job.nodes} node(s)"
+    asked = counted(job.nodes, "node")
+    if job.gpus.number:
+        asked += f" with {counted(job.gpus.number, f'{job.gpus.kind} GPU'.strip())} each"
     seeds = f", seeds {job.seeds}" if job.seeds else ""
     lines = [f"submitted job {number}: {asked}{seeds}"]
     if len(jobs) > 1:

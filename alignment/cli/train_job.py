@@ -16,7 +16,7 @@ from alignment.config.registry import METHODS
 from alignment.engines.launch_env import rank
 from alignment.reporting.html.page import PAGE
 from alignment.training.checkpointing.output_folder import check_output_folder
-from alignment.training.data import evaluation_data, tokenised_folder, training_data
+from alignment.training.data import evaluation_data, tokenized_folder, training_data
 from alignment.training.summary import REPORT
 from alignment.training.trainer import AlignmentTrainer
 
@@ -44,7 +44,7 @@ def prepare(options: AlignmentConfig, machine: Machine) -> None:
     _hide_bars(options)
     trainer = build_trainer(options)
     print("\n".join(dry_run_lines(trainer)), flush=True)
-    trainer.tell(f"\nPlanned for {machine}. Tokenized rows are in {tokenised_folder()}")
+    trainer.tell(f"\nPlanned for {machine}. Tokenized rows are in {tokenized_folder()}")
     if trainer.engines.stores is not None:
         trainer.tell("The run computes the reference's log-probs, unless you run precompute on GPUs before")
     trainer.close()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from alignment.config.errors import OptionError, setting
+from alignment.config.errors import OptionError, counted, setting
 
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
 _SECTION = {BF16: "bf16", FP16: "fp16"}
@@ -57,7 +57,7 @@ class Machine:
 
     def __str__(self) -> str:
         device = "one bf16-capable GPU each" if self.cuda else "CPUs"
-        return f"{self.ranks} rank(s) with {device}"
+        return f"{counted(self.ranks, 'rank')} with {device}"
 
 
 _planned: list[Machine] = []

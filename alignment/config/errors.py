@@ -86,6 +86,11 @@ def type_name(value: object) -> str:
     return "null" if value is None else _TYPES.get(type(value), f"of type {type(value).__name__}")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number and its noun, in the plural unless the number is 1: ``1 rank``, ``4 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def show(value: object) -> str:
     """Format ``value`` and its type for an error message, on one short line: ``'yes' (a string)``."""
     if value is None:

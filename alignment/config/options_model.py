@@ -173,7 +173,7 @@ class ReferenceOptions:
         None,
         "Batch size per device for `ref_placement: precomputed`. Defaults to `per_device_eval_batch_size`.",
     )
-    sync_ref_model: bool = option(False, "Move the reference towards the policy during training (TR-DPO).")
+    sync_ref_model: bool = option(False, "Move the reference toward the policy during training (TR-DPO).")
 
 
 def check_adapters(options: Any) -> None:

@@ -19,7 +19,7 @@ from alignment.config.deepspeed import (
 )
 from alignment.config.deepspeed_keys import value_at
 from alignment.config.dtypes import DtypePlan, check_against_json, uses_cuda
-from alignment.config.errors import OptionError
+from alignment.config.errors import OptionError, counted
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Placement:
     Attributes:
         name: value of the option.
         settings: name of the packaged DeepSpeed JSON of its engine.
-        cost: memory that it takes; ``{size}`` is the bytes per parameter, ``{ranks}`` the number of ranks.
+        cost: memory that it takes; ``{size}`` is the bytes per parameter, ``{ranks}`` is ``4 ranks``.
     """
 
     name: str
@@ -38,14 +38,14 @@ class Placement:
 
     def describe(self, size: str, ranks: int) -> str:
         """Describe the placement and its cost."""
-        return f"{self.name} ({self.cost.format(size=size, ranks=ranks)})"
+        return f"{self.name} ({self.cost.format(size=size, ranks=counted(ranks, 'rank'))})"
 
 
 PLACEMENTS = {
     placement.name: placement
     for placement in (
-        Placement("offload", "ref_offload", "{size} bytes per parameter in host memory, sharded over {ranks} rank(s)"),
-        Placement("sharded", "ref_sharded", "{size} bytes per parameter, sharded over the devices of {ranks} rank(s)"),
+        Placement("offload", "ref_offload", "{size} bytes per parameter in host memory, sharded over {ranks}"),
+        Placement("sharded", "ref_sharded", "{size} bytes per parameter, sharded over the devices of {ranks}"),
         Placement("replica", "ref_replica", "{size} bytes per parameter on every device"),
     )
 }

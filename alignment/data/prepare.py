@@ -30,7 +30,7 @@ from alignment.data.formats import Kind
 from alignment.data.report import DataReport
 from alignment.data.row_mapper import BOOKKEEPING, RowMapper
 from alignment.data.targets.rules import USUAL, RowRules
-from alignment.data.targets.tokenised import token_columns
+from alignment.data.targets.tokenized import token_columns
 from alignment.data.tokenization import RowTokenizer
 from alignment.data.truncation import Limits
 from alignment.internals.transformers import tokenizer_options

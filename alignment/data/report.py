@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from alignment.config.errors import counted
+
 NOT_DRAWN = "not sampled (weights of dataset_mixture)"
 
 
@@ -47,8 +49,7 @@ class DataReport:
     def _packed(self) -> str:
         full = self.pack_tokens / (self.packs * self.pack_length)
         without = f", {self.pack_left_out} sequences without completion tokens omitted" if self.pack_left_out else ""
-        packs = f"{self.packs} pack{'s' if self.packs > 1 else ''}"
-        return f"{packs} of up to {self.pack_length} tokens, {full:.0%} full{without}"
+        return f"{counted(self.packs, 'pack')} of up to {self.pack_length} tokens, {full:.0%} full{without}"
 
     def drops(self) -> str:
         """Return the reasons for dropped rows with their counts, most frequent first."""
@@ -68,13 +69,13 @@ class DataReport:
         """Return the report after sampling ``rows`` rows for a mixture, of which ``desirable`` are desirable."""
         if rows == self.rows_out:
             return self
-        labelled = bool(self.desirable + self.undesirable)
+        labeled = bool(self.desirable + self.undesirable)
         return replace(
             self,
             rows_out=rows,
             dropped={**self.dropped, NOT_DRAWN: self.rows_out - rows},
-            desirable=desirable if labelled else 0,
-            undesirable=rows - desirable if labelled else 0,
+            desirable=desirable if labeled else 0,
+            undesirable=rows - desirable if labeled else 0,
         )
 
 

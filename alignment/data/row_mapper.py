@@ -24,7 +24,7 @@ from alignment.data.formats import (
 from alignment.data.json_columns import STORED, stored_prompt
 from alignment.data.messages import CUT_ALIKE, IDENTICAL, DropRow, without_nulls
 from alignment.data.targets.rules import USUAL, RowRules, divided
-from alignment.data.targets.tokenised import completion_of, learned_row, read_ids, token_columns
+from alignment.data.targets.tokenized import completion_of, learned_row, read_ids, token_columns
 from alignment.data.targets.turns import assistant_mask
 from alignment.data.tokenization import Encoded, RowTokenizer, Source, common_length
 from alignment.data.truncation import Fitted, Limits, fit, fit_prompt
@@ -178,7 +178,7 @@ class RowMapper:
                 raise
             raise DataError(f"{error} (column_map: {renamed})") from None
 
-    def _tokenised_job(self, row: dict[str, Any], index: int, place: str) -> _Job:
+    def _tokenized_job(self, row: dict[str, Any], index: int, place: str) -> _Job:
         """Create the job of a row with token IDs."""
         assert self._tokens is not None
         vocabulary = len(self.tokenizer.tokenizer)
@@ -201,7 +201,7 @@ class RowMapper:
 
     def _checked_job(self, row: dict[str, Any], index: int, place: str) -> _Job:
         if self._tokens is not None:
-            return self._tokenised_job(row, index, place)
+            return self._tokenized_job(row, index, place)
         if self.kind == "prompt_only":
             extra = {name: row.pop(name) for name in self.extra}
             alone = prompt_only_row(row, place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from alignment.config.errors import OptionError
+from alignment.config.errors import OptionError, counted
 
 EMPTY = "the completion is empty"
 NO_ROOM = "no space left for the completion (the prompt fills max_length)"
@@ -80,7 +80,7 @@ def fit_prompt(prompt: list[int], limits: Limits) -> Fitted:
     if not prompt:
         reason = NO_START
     elif most is not None and len(prompt) > most:
-        reason = f"prompt longer than {most} token{'s' if most > 1 else ''}"
+        reason = f"prompt longer than {counted(most, 'token')}"
     return Fitted(prompt, False, [], [], [reason])
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from alignment.config.errors import counted
 from alignment.engines.memory.control_groups import control_groups, text_of
 from alignment.engines.watch.launchers import launchers
 
@@ -132,5 +133,5 @@ def share_cores() -> str:
     limit = "" if own.quota is None else f", limited to {own.quota:g} by a quota"
     return (
         f"threads: {torch.get_num_threads()} per rank for work in host memory ({len(own.allowed)} cores{limit}, "
-        f"{here} rank(s) on this host); set {VARIABLE} to change it"
+        f"{counted(here, 'rank')} on this host); set {VARIABLE} to change it"
     )

@@ -15,7 +15,7 @@ import subprocess
 import sys
 
 from alignment.config.dtypes import planned
-from alignment.config.errors import AlignmentError, OptionError, setting
+from alignment.config.errors import AlignmentError, OptionError, counted, setting
 from alignment.engines.joining.start import join
 from alignment.engines.memory.allocator import grow_segments
 from alignment.internals.bitsandbytes import hush_missing_kernel
@@ -179,7 +179,7 @@ def _from_slurm() -> None:
         "MASTER_ADDR", first_host(need("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"))
     )
     job = _number("SLURM_JOB_ID" if os.environ.get("SLURM_JOB_ID") else "SLURM_JOBID", 0)
-    # Below Linux's ephemeral ports; different for two steps of one job and for two neighbouring jobs on a node.
+    # Below Linux's ephemeral ports; different for two steps of one job and for two neighboring jobs on a node.
     os.environ.setdefault("MASTER_PORT", str(15000 + (job + 101 * int(os.environ["SLURM_STEP_ID"])) % 15000))
 
 
@@ -267,8 +267,8 @@ def _set_cuda_device() -> None:
     count = torch.cuda.device_count()
     if local_rank() >= count:
         raise OptionError(
-            f"LOCAL_RANK={local_rank()}, but this process sees {count} GPU(s); start at most {count} processes "
-            "per node; if srun binds one GPU to each task, add --gpu-bind=none"
+            f"LOCAL_RANK={local_rank()}, but this process sees {counted(count, 'GPU')}; start at most one process "
+            "per GPU on each node; if srun binds one GPU to each task, add --gpu-bind=none"
         )
     torch.cuda.set_device(local_rank())
 

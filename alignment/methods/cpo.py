@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from alignment.data.batching import Batch, Collate, PreferenceBatch, collate_preference
 from alignment.data.report import DataReport
-from alignment.data.shown.rows import Columns, as_labelled_pairs
+from alignment.data.shown.rows import Columns, as_labeled_pairs
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.cpo_options import CPOConfig
-from alignment.objectives.cpo import LENGTH_NORMALISED, cpo_loss
+from alignment.objectives.cpo import LENGTH_NORMALIZED, cpo_loss
 from alignment.objectives.likelihood import nll
 from alignment.reporting.metrics import REWARDS, add_rewards, add_sides, sides
 from alignment.training.advice import about_learning_rate, about_window
@@ -30,7 +30,7 @@ class CPOMethod(Method[PreferenceBatch]):
         return collate_preference
 
     def shown(self, rows: Columns) -> dict[str, list[Any]]:
-        return as_labelled_pairs(rows)
+        return as_labeled_pairs(rows)
 
     def advice(self, report: DataReport, window_rows: int) -> list[str]:
         options = self.options
@@ -58,7 +58,7 @@ class CPOMethod(Method[PreferenceBatch]):
             alpha=options.alpha or 0.0,
         )
         nll_sum, nll_count = nll(logps[:pairs], lengths[:pairs])
-        shown = logps.detach() / lengths if options.loss_type in LENGTH_NORMALISED else logps
+        shown = logps.detach() / lengths if options.loss_type in LENGTH_NORMALIZED else logps
         add_rewards(sums, result.chosen_rewards, result.rejected_rewards)
         add_sides(sums, "logps", shown)
         add_sides(sums, "logits", output.logits, lengths)

@@ -58,7 +58,7 @@ class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentCo
     loss_type: Texts = option(
         "sigmoid", "Loss: `sigmoid`, `hinge` or `ipo` (with log-probs averaged over tokens).", several=True
     )
-    beta: float = option(0.1, "Strength of the regularization towards the reference; tau for `ipo`.")
+    beta: float = option(0.1, "Strength of the regularization toward the reference; tau for `ipo`.")
     label_smoothing: float = option(0.0, "Probability that the labels of a pair are swapped. For `sigmoid` only.")
 
     def resolve(self) -> None:

@@ -43,7 +43,7 @@ class KTOConfig(ReferenceOptions, SequenceOptions, KTOCompatibility, AlignmentCo
     }
 
     loss_type: str = option("kto", "Loss: `kto` or `apo_zero_unpaired`.", choices=KTO_LOSS_TYPES)
-    beta: float = option(0.1, "Strength of the regularization towards the reference.")
+    beta: float = option(0.1, "Strength of the regularization toward the reference.")
     desirable_weight: float = option(1.0, "Loss weight of desirable rows.")
     undesirable_weight: float = option(1.0, "Loss weight of undesirable rows.")
 

@@ -39,7 +39,7 @@ class OnlineDPOConfig(OnlineOptions, OnlineDPOCompatibility):
     loss_type: str = option("sigmoid", "Loss: `sigmoid` or `ipo`.", choices=ONLINE_DPO_LOSS_TYPES)
     beta: Numbers = option(
         0.1,
-        "Strength of the regularization towards the reference, or a list with a value per epoch, of which the last "
+        "Strength of the regularization toward the reference, or a list with a value per epoch, of which the last "
         "applies to all further epochs.",
         several=True,
     )

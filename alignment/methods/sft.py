@@ -11,7 +11,7 @@ from datasets import IterableDataset
 from alignment.config.errors import OptionError
 from alignment.data.batching import Batch, Collate, CompletionBatch, collate_completion
 from alignment.data.packing.packs import Packing
-from alignment.data.shown.rows import Columns, as_language_modelling
+from alignment.data.shown.rows import Columns, as_language_modeling
 from alignment.data.sources import dataset_from_python
 from alignment.data.targets.formatting import Format, formatted
 from alignment.data.targets.rules import RowRules
@@ -37,7 +37,7 @@ class SFTMethod(Method[CompletionBatch]):
         return collate_completion
 
     def shown(self, rows: Columns) -> dict[str, list[Any]]:
-        return as_language_modelling(rows)
+        return as_language_modeling(rows)
 
     def scored(self, batch: CompletionBatch) -> Batch:
         return batch.completions
@@ -49,7 +49,7 @@ class SFTMethod(Method[CompletionBatch]):
             options.completion_only_loss,
             options.assistant_only_loss,
             options.dataset_text_field,
-            tokenised=bool((options.dataset_kwargs or {}).get("skip_prepare_dataset")),
+            tokenized=bool((options.dataset_kwargs or {}).get("skip_prepare_dataset")),
         )
 
     def packing(self, trains: bool) -> Packing | None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
-LENGTH_NORMALISED = frozenset({"ipo", "simpo", "alphapo"})
+LENGTH_NORMALIZED = frozenset({"ipo", "simpo", "alphapo"})
 
 
 class CPOLoss(NamedTuple):
@@ -67,7 +67,7 @@ def cpo_loss(
         raise ValueError(
             f"alpha={alpha} requires length-normalized log-probs, which loss_type {loss_type!r} does not use"
         )
-    if loss_type in LENGTH_NORMALISED:
+    if loss_type in LENGTH_NORMALIZED:
         chosen_logps, rejected_logps = chosen_logps / chosen_lengths, rejected_logps / rejected_lengths
     chosen, rejected = alpha_reward(chosen_logps, alpha), alpha_reward(rejected_logps, alpha)
     margins = chosen - rejected

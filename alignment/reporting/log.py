@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from alignment.config.errors import OutputError
+from alignment.config.errors import OutputError, counted
 from alignment.reporting.durable import is_full, sync
 
 _BLOCK = 1 << 16
@@ -80,7 +80,9 @@ class JsonlLog:
             self._full = True
             return False
         if self._full:
-            self._tell(f"output_dir: {self.path} is writable again; {len(self._pending)} pending line(s) were written")
+            self._tell(
+                f"output_dir: {self.path} is writable again; {counted(len(self._pending), 'pending line')} written"
+            )
         self._full, self._pending = False, []
         return True
 
@@ -92,8 +94,8 @@ class JsonlLog:
         """
         if not self.flush():
             raise OutputError(
-                f"output_dir: no space left to write {self.path}: its last {len(self._pending)} line(s) are lost; "
-                "free disk space"
+                f"output_dir: no space left to write {self.path}: "
+                f"{counted(len(self._pending), 'line')} lost; free disk space"
             )
         self._sync()
 

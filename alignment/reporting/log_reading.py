@@ -25,6 +25,11 @@ class Rates(NamedTuple):
     tokens: float | None
 
 
+def is_mean(name: str) -> bool:
+    """Whether a metric is a mean for readers, and not a count or a sum from which others compute means."""
+    return not (name.endswith("_sum") or name.startswith("count/"))
+
+
 class LogReader:
     """Reads a log incrementally: each call reads the lines added since the previous one.
 

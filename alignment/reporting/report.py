@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from alignment.reporting.log_reading import is_mean
+
 Row = Sequence[str]
 
 
@@ -55,7 +57,7 @@ class RunReport:
         return markdown_table(("phase", "times", "seconds", "share", "tokens/s", self.memory), rows)
 
     def _metrics(self) -> str:
-        names = dict.fromkeys([*self.train, *self.evaluation])
+        names = dict.fromkeys(name for name in (*self.train, *self.evaluation) if is_mean(name))
         both = [(self.train, "training"), (self.evaluation, "evaluation")]
         there = [(values, title) for values, title in both if values]
         rows = [(name, *(_number(values.get(name)) for values, _ in there)) for name in names]

@@ -168,7 +168,7 @@ class ClassifierReward:
         sequences: list[list[int]] = []
         failure = None
         try:
-            sequences = self._tokenised(samples)
+            sequences = self._tokenized(samples)
         except DataError as error:
             failure = RewardError(f"reward model {self.source.name}: {error}")
         raise_together(failure)
@@ -182,7 +182,7 @@ class ClassifierReward:
         raise_together(failure)
         return scores
 
-    def _tokenised(self, samples: Samples) -> list[list[int]]:
+    def _tokenized(self, samples: Samples) -> list[list[int]]:
         """Return the token IDs of prompt + completion, truncated on the right to the positions of the model."""
         rows = zip(samples.prompts, samples.completions, samples.places, samples.template, strict=True)
         encoded = self.rows.encode(

@@ -95,7 +95,7 @@ def about_learning_rate(
 
     Args:
         options: the run's options.
-        beta: strength of the regularization towards the reference.
+        beta: strength of the regularization toward the reference.
         sooner: why training may diverge at a lower learning rate than usual.
         adapters: whether adapters are trained rather than the full model.
     """

@@ -199,13 +199,13 @@ def prepare_data(
         given = retries(where, load)
         parts = given if isinstance(given, tuple) else (Part(where, lambda: given),)
         made = [
-            (part.where, _tokenised(part, limit, method, tokenizer, options, retries, packing).name, part.weight)
+            (part.where, _tokenized(part, limit, method, tokenizer, options, retries, packing).name, part.weight)
             for part in parts
         ]
     # A folder's name is a hash of its content, so the first rank's name is right on every node.
     made = from_first_rank(made)
     barrier()
-    folder = tokenised_folder()
+    folder = tokenized_folder()
     check_filled(folder, [name for _, name, _ in made], where)
     read = [
         (name, retries(name, functools.partial(load_prepared, folder / key)), weight) for name, key, weight in made
@@ -240,12 +240,12 @@ def _packs(dataset: Dataset, packing: Packing, where: str) -> Packs:
     return packs
 
 
-def tokenised_folder() -> Path:
+def tokenized_folder() -> Path:
     """Return the folder of tokenized rows."""
     return cache_folder() / "deepspeed-alignment"
 
 
-def _tokenised(
+def _tokenized(
     part: Part,
     limit: int | None,
     method: AnyMethod,
@@ -255,7 +255,7 @@ def _tokenised(
     packing: Packing | None,
 ) -> Path:
     """Return the folder with the tokenized rows of one part."""
-    folder = tokenised_folder()
+    folder = tokenized_folder()
     column_map = options.column_map if part.column_map is None else part.column_map
     data = retries(part.where, part.load)
     if isinstance(data, IterableDataset):

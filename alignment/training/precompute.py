@@ -185,7 +185,7 @@ class ReferenceStores:
             "model": {**(self._content or {}), "attention": args.attn_implementation, **_kernels(args)},
             "adapters": self._adapters,
             "dtype": str(plan.dtype),
-            "quantisation": None if quantization is None else quantization.config.to_dict(),
+            "quantization": None if quantization is None else quantization.config.to_dict(),
         }
 
     def _fill(self, opened: list[Opened]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from alignment.config.errors import counted
 from alignment.engines.collectives import gathered
 from alignment.engines.launch_env import world_size
 from alignment.engines.phases import over_ranks
@@ -56,10 +57,10 @@ def _facts(context: RunContext, engines: RunEngines, tokens: int, largest_gib: f
     facts = [("models", engines.plan.describe())]
     facts += engines.window_pass.facts
     if data is not None and context.sampler is not None:
-        window = context.sampler.window
+        window, ranks = context.sampler.window, counted(world_size(), "rank")
         facts += [
             ("data", f"{data.where}: {data.report.summary()}"),
-            ("steps", f"{state.global_step} of {state.max_steps}, up to {window} rows each, {world_size()} rank(s)"),
+            ("steps", f"{state.global_step} of {state.max_steps}, up to {window} rows each, {ranks}"),
         ]
     if context.args.load_best_model_at_end and state.best_global_step is not None:
         name = context.args.metric_for_best_model

@@ -49,7 +49,7 @@ def start_rows(requests: Sequence[Request], count: int, seed: int) -> list[Row]:
     ]
 
 
-def labelled_rows(requests: Sequence[Request], count: int, seed: int) -> list[Row]:
+def labeled_rows(requests: Sequence[Request], count: int, seed: int) -> list[Row]:
     """Return ``prompt, completion, label`` rows for KTO: half of them warm and desirable."""
     rng = random.Random(f"labels {seed}")
     return [

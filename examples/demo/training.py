@@ -26,7 +26,7 @@ from alignment.methods.reward_options import RewardConfig
 from alignment.methods.sft import SFTTrainer
 from alignment.methods.sft_options import SFTConfig
 from alignment.training.trainer import AlignmentTrainer
-from examples.demo.data import Row, World, labelled_rows, paired_rows, prompt_rows, start_rows, train_tokenizer
+from examples.demo.data import Row, World, labeled_rows, paired_rows, prompt_rows, start_rows, train_tokenizer
 from examples.demo.folder import PreferenceSettings, RewardSettings, Settings
 from examples.demo.verdict import LORA_TARGETS, ONLINE_TARGETS, Targets
 
@@ -190,14 +190,14 @@ VARIANTS = (
         "kto",
         "after KTO",
         "labeled responses, starting from the initial model",
-        lambda world, s: labelled_rows(world.training, s.kto.rows, s.seed),
+        lambda world, s: labeled_rows(world.training, s.kto.rows, s.seed),
         kto_trainer,
     ),
     Stage(
         "kto_lora",
         "after KTO, LoRA",
         "labeled responses, training only adapters on the initial model",
-        lambda world, s: labelled_rows(world.training, s.kto_lora.rows, s.seed),
+        lambda world, s: labeled_rows(world.training, s.kto_lora.rows, s.seed),
         kto_lora_trainer,
         LORA_TARGETS,
     ),

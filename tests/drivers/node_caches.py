@@ -24,11 +24,11 @@ from alignment.training import data
 
 def trained(folder: Path, cache: Path, model: str, rows: Callable[[], Any], **more: Any) -> dict[str, Any]:
     """What a run of two steps logs, how often this rank tokenized, and where its rows lie."""
-    tokenised: list[str] = []
+    tokenized: list[str] = []
     prepare = data.prepare
 
     def counted(*args: Any, **kwargs: Any) -> Path:
-        tokenised.append("")
+        tokenized.append("")
         return prepare(*args, **kwargs)
 
     with (
@@ -39,13 +39,13 @@ def trained(folder: Path, cache: Path, model: str, rows: Callable[[], Any], **mo
         try:
             trainer = alignment.KTOTrainer(model, args=args, train_dataset=rows())
         except DataError as error:
-            return {"error": str(error), "tokenised": len(tokenised)}
+            return {"error": str(error), "tokenized": len(tokenized)}
         trainer.train()
         assert trainer.train_data is not None
         files = {Path(file["filename"]).parts[-5] for file in trainer.train_data.dataset.cache_files}
         logged = [{key: entry[key] for key in ("loss", "grad_norm")} for entry in trainer.state.log_history[:2]]
         trainer.close()
-    return {"tokenised": len(tokenised), "log": logged, "cache": sorted(files), "left": sorted(os.listdir(cache))}
+    return {"tokenized": len(tokenized), "log": logged, "cache": sorted(files), "left": sorted(os.listdir(cache))}
 
 
 def main() -> None:

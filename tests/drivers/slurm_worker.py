@@ -1,4 +1,4 @@
-"""A run's part towards SLURM, without training: it starts in a moment, and writes ``status.json`` as a run does.
+"""A run's part toward SLURM, without training: it starts in a moment, and writes ``status.json`` as a run does.
 
 The batch script calls it in the place of Python: ``-m alignment COMMAND RECIPE --output_dir FOLDER …``. The variable
 ``WORKER`` says what to do: ``wait`` for a signal; ``save``, which takes 3 seconds after it; ``late``, which takes

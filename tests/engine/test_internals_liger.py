@@ -1,4 +1,4 @@
-"""Undocumented behaviour of Liger that this project relies on; kernels run in Triton's interpreter."""
+"""Undocumented behavior of Liger that this project relies on; kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_a_collective_waits_for_the_configured_timeout(ranks: RankServer, rank_0
     assert said in done.stdout, done.report()
 
 
-def test_every_kind_of_dropout_is_recognised() -> None:
+def test_every_kind_of_dropout_is_recognized() -> None:
     kinds = [kind for name, kind in vars(nn).items() if "Dropout" in name and isinstance(kind, type)]
     assert len(kinds) >= 6 and all(is_dropout(kind(0.5)) and kind(0.5).p == 0.5 for kind in kinds)
     assert not any(is_dropout(module) for module in (nn.Linear(1, 1), nn.Identity(), nn.Sequential(nn.Dropout())))

@@ -293,9 +293,9 @@ def test_a_processor_receives_the_padding_of_each_row(model: Any) -> None:
     with internals.changed_processors(model, note):
         answers = model.generate(batch, attention_mask=(batch != 2).long(), generation_config=config)
     assert seen[RepetitionPenaltyLogitsProcessor] and sum(seen.values()) == 1 < len(seen)
-    penalised = GenerationConfig(max_new_tokens=4, pad_token_id=2, repetition_penalty=1.5)
-    answers = model.generate(batch, attention_mask=(batch != 2).long(), generation_config=penalised)
-    alone = model.generate(IDS[:, :2], generation_config=penalised)
+    penalized = GenerationConfig(max_new_tokens=4, pad_token_id=2, repetition_penalty=1.5)
+    answers = model.generate(batch, attention_mask=(batch != 2).long(), generation_config=penalized)
+    alone = model.generate(IDS[:, :2], generation_config=penalized)
     assert answers[0, 4:].tolist() == alone[0, 2:].tolist()
 
 

@@ -23,12 +23,12 @@ def found(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> list[d
 
 
 def test_a_shared_cache_has_one_writer(found: list[dict[str, Any]]) -> None:
-    assert [entry["shared"]["tokenised"] for entry in found] == [1, 0]
+    assert [entry["shared"]["tokenized"] for entry in found] == [1, 0]
     assert all(entry["shared"]["cache"] == ["both"] for entry in found)
 
 
 def test_a_node_with_a_separate_cache_fills_it(found: list[dict[str, Any]]) -> None:
-    assert [entry["apart"]["tokenised"] for entry in found] == [1, 1]
+    assert [entry["apart"]["tokenized"] for entry in found] == [1, 1]
     assert [entry["apart"]["cache"] for entry in found] == [["node0"], ["node1"]]
     for entry in found:
         assert entry["apart"]["log"] == entry["shared"]["log"] == found[0]["shared"]["log"]

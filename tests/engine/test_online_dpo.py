@@ -176,7 +176,7 @@ def test_a_judge_that_fails_and_prefers_a_position(paths: dict[str, str], tmp_pa
 def test_evaluation_computes_the_win_rate_against_the_initial_policy(
     paths: dict[str, str], tmp_path: Path, judged: bool
 ) -> None:
-    """A policy trained strongly towards one letter wins; an untrained policy has no comparison."""
+    """A policy trained strongly toward one letter wins; an untrained policy has no comparison."""
 
     def share(text: str) -> float:
         return sum(letter > "m" for letter in text) / max(len(text), 1)

@@ -20,7 +20,7 @@ DRIVERS = Path(__file__).resolve().parents[1] / "drivers"
 LENGTH = 16
 
 
-def tokenised(count: int, seed: int, longest: int) -> list[dict[str, list[int]]]:
+def tokenized(count: int, seed: int, longest: int) -> list[dict[str, list[int]]]:
     """Return rows of random tokens, some without a loss; the first label is used if rows are wrapped."""
     draw = random.Random(seed)
     rows = []
@@ -67,7 +67,7 @@ def trainer_of(model: str, folder: Path, rows: Any, **more: Any) -> SFTTrainer:
 
 def test_against_float64(model: str, tmp_path: Path) -> None:
     """One window of all packs, for any split into forward passes; its evaluation, packed or not."""
-    rows = tokenised(12, 5, 2 * LENGTH)
+    rows = tokenized(12, 5, 2 * LENGTH)
     for strategy in ("bfd", "bfd_split", "wrapped"):
         loss, norm = expected(model, cut(rows, strategy))
         for micro, steps in ((16, 1), (3, 6)):
@@ -89,7 +89,7 @@ def test_against_float64(model: str, tmp_path: Path) -> None:
 
 def test_packed_training_equals_unpacked_training(model: str, tmp_path: Path) -> None:
     """The same tokens in a window give the same step; evaluation rows can be packed, too."""
-    rows = tokenised(9, 7, LENGTH + 1)
+    rows = tokenized(9, 7, LENGTH + 1)
     losses = []
     for name, more in {"packed": {"packing": True, "eval_packing": False}, "rows": {"eval_packing": True}}.items():
         trainer = trainer_of(
@@ -108,7 +108,7 @@ def test_packed_training_equals_unpacked_training(model: str, tmp_path: Path) ->
 
 def test_two_ranks_and_resuming(model: str, tmp_path: Path, ranks: Any) -> None:
     """Two ranks compute the same packs as one; a resumed run equals an uninterrupted one."""
-    rows = tokenised(24, 11, LENGTH + 1)
+    rows = tokenized(24, 11, LENGTH + 1)
     given = {
         "max_length": LENGTH, "packing": True, "max_steps": 4, "logging_steps": 1, "save_strategy": "steps",
         "save_steps": 2, "deepspeed": STAGES["stage2"],

@@ -217,7 +217,7 @@ def test_the_key_has_everything_that_affects_the_log_probs(models: dict[str, str
     own = key_of(trainer)
     with mock.patch.object(trainer.args, "use_liger_kernel", True):  # refused without a GPU
         assert key_of(trainer)["model"] == {**own["model"], "liger": {}}
-    assert list(own) == ["rows", "lengths", "partners", "mismatched", "model", "adapters", "dtype", "quantisation"]
+    assert list(own) == ["rows", "lengths", "partners", "mismatched", "model", "adapters", "dtype", "quantization"]
     for part, change in CHANGES:
         other = key_of(make("KTO", models["policy"], None, tmp_path, **change))
         assert other[part] != own[part], change
@@ -231,7 +231,7 @@ def test_the_key_has_everything_that_affects_the_log_probs(models: dict[str, str
     # New adapters do not change the initial policy; adapters from a folder and a 4-bit base model do.
     assert key_of(make("KTO", models["policy"], None, tmp_path, use_peft=True)) == own
     packed = key_of(make("KTO", models["policy"], None, tmp_path, use_peft=True, load_in_4bit=True))
-    assert own["quantisation"] is None and packed["quantisation"]["bnb_4bit_quant_type"] == "nf4"
+    assert own["quantization"] is None and packed["quantization"]["bnb_4bit_quant_type"] == "nf4"
     folders = [adapter(models["policy"], tmp_path / f"adapter-{seed}", seed) for seed in (0, 1)]
     keys = [key_of(make("KTO", models["policy"], None, tmp_path, adapter_name_or_path=folder)) for folder in folders]
     assert own["adapters"] is None and keys[0]["adapters"] != keys[1]["adapters"]

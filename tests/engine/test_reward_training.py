@@ -38,9 +38,9 @@ def test_losses_match_hand_computed_values() -> None:
     )
     with_margin = bradley_terry(chosen[:1], rejected[:1], wide(0.3))
     assert float(with_margin.losses) == pytest.approx(0.5130152523999526, rel=1e-12)
-    centred = bradley_terry(chosen[:1], rejected[:1], wide(0.3), 0.01)
-    assert float(centred.losses) == pytest.approx(0.5130152523999526 + 0.01 * 1.7**2, rel=1e-12)
-    assert (centred.chosen_rewards.tolist(), centred.rejected_rewards.tolist()) == ([1.2], [0.5])
+    centered = bradley_terry(chosen[:1], rejected[:1], wide(0.3), 0.01)
+    assert float(centered.losses) == pytest.approx(0.5130152523999526 + 0.01 * 1.7**2, rel=1e-12)
+    assert (centered.chosen_rewards.tolist(), centered.rejected_rewards.tolist()) == ([1.2], [0.5])
 
 
 def test_gradients_of_the_losses() -> None:

@@ -61,7 +61,7 @@ def test_the_text() -> None:
             "step": {"seconds": 0.5, "tokens": 0, "peak_bytes": 0, "entries": 4},
         },
         memory="GPU memory",
-        train={"loss": 0.48312, "kl": 2.0},
+        train={"loss": 0.48312, "kl": 2.0, "count/chosen": 3.0, "logps/chosen_sum": -9.0},
         evaluation={"loss": 0.5, "rewards/chosen": -1.5},
         advice=["use more rows"],
     )
@@ -123,7 +123,7 @@ def test_a_run_ends_with_its_report(
     text = (tmp_path / "out" / "report.md").read_text()
     assert text.rstrip() in capsys.readouterr().out
     lines = text.splitlines()
-    assert "- steps: 2 of 2, up to 2 rows each, 1 rank(s)" in lines
+    assert "- steps: 2 of 2, up to 2 rows each, 1 rank" in lines
     assert any(
         line.startswith("- data: train_dataset: 4 of 4 rows kept (2 desirable, 2 undesirable)") for line in lines
     )

@@ -53,8 +53,8 @@ def test_against_float64(tmp_path: Path, stage: str) -> None:
             gradients = torch.autograd.grad(loss, list(policy.parameters()), materialize_grads=True)
         assert found["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
         assert found["grad_norm"] == pytest.approx(float(sum((g**2).sum() for g in gradients)) ** 0.5, rel=1e-4)
-        labelled = [row | {"label": number % 2 == 0} for number, row in enumerate(rows)]
-        assert found["entropy"] == pytest.approx(distribution_metrics(policy, labelled, 64)["entropy"], rel=1e-5)
+        labeled = [row | {"label": number % 2 == 0} for number, row in enumerate(rows)]
+        assert found["entropy"] == pytest.approx(distribution_metrics(policy, labeled, 64)["entropy"], rel=1e-5)
         assert found["mean_token_accuracy"] == pytest.approx(accuracy(policy, rows))
         assert found["num_tokens"] == sum(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows)
 
@@ -94,7 +94,7 @@ def test_it_learns_from_its_data(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
-def test_only_labelled_tokens_are_trained_on(tmp_path: Path, loss_type: str) -> None:
+def test_only_labeled_tokens_are_trained_on(tmp_path: Path, loss_type: str) -> None:
     model = make_model(tmp_path / "model", "untied", seed=1)
     draw = random.Random(5)
     rows = []

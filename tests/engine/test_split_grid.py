@@ -22,7 +22,7 @@ from tools.ranks import RankServer
 # Relative to the norm of an update, and of the weights, since saved bf16 weights are rounded before and after it.
 BF16, BF16_ROUNDING = 0.05, 2**-8
 # The second step of 8-bit Adam: stages 2 and 3 quantize moments of flattened weights, in other blocks than stage 0.
-QUANTISED = 0.05
+QUANTIZED = 0.05
 _SAMPLED = "test_the_update_matches_the_baseline_run"
 
 
@@ -65,7 +65,7 @@ def check(case: Combination, found: Results) -> None:
         assert size >= 1e-2, "too small a step could hide an error"
         tolerance = logged = 1e-5
         if case["optimizer"] == "adamw_8bit" and step == 1:
-            tolerance = QUANTISED
+            tolerance = QUANTIZED
         if case["dtype"] == "bf16":
             tolerance, logged = BF16 + BF16_ROUNDING / size, BF16
         assert_logged(outcome["logs"][step], reference["logs"][step], logged, f"step {step + 1}")

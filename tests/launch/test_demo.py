@@ -149,7 +149,7 @@ def test_held_out_requests_are_new_in_every_row() -> None:
     texts = {request.text for request in world.held_out}
     made = [
         *(row["messages"][0]["content"] for row in data.start_rows(world.training, 6400, 3)),
-        *(row["prompt"][0]["content"] for row in data.labelled_rows(world.training, 3200, 3)),
+        *(row["prompt"][0]["content"] for row in data.labeled_rows(world.training, 3200, 3)),
         *(row["prompt"][0]["content"] for row in data.paired_rows(world.training, 1600, 3)),
         *(row["prompt"][0]["content"] for row in data.prompt_rows(world.training, 1600, 3)),
     ]
@@ -159,7 +159,7 @@ def test_held_out_requests_are_new_in_every_row() -> None:
 def test_the_seed_decides_world_and_rows() -> None:
     def made(seed: int) -> tuple[Any, ...]:
         world = data.make_world(seed, 10)
-        parts = (data.start_rows, data.labelled_rows, data.paired_rows, data.prompt_rows)
+        parts = (data.start_rows, data.labeled_rows, data.paired_rows, data.prompt_rows)
         return (world.held_out, *(part(world.training, 20, seed) for part in parts))
 
     assert made(1) == made(1)
@@ -172,7 +172,7 @@ def test_rows_have_both_styles_in_equal_parts() -> None:
     asked = {request.text: request for request in world.training}
     kinds = [manner(asked[row["messages"][0]["content"]], row["messages"][1]["content"]) for row in start]
     assert (kinds.count("warm"), kinds.count("curt")) == (50, 50)
-    for row in data.labelled_rows(world.training, 100, 0):
+    for row in data.labeled_rows(world.training, 100, 0):
         request = asked[row["prompt"][0]["content"]]
         assert manner(request, row["completion"][0]["content"]) == ("warm" if row["label"] else "curt")
     for row in data.paired_rows(world.training, 100, 0):

@@ -30,7 +30,7 @@ ON_STORE = [f"{call}: DistNetworkError {LINE} (" for call in ("get", "add", "set
         ),
     ],
 )
-def test_what_torch_raises_is_recognised(ranks: RankServer, case: str, expected: list[str]) -> None:
+def test_what_torch_raises_is_recognized(ranks: RankServer, case: str, expected: list[str]) -> None:
     done = ranks.run(DRIVERS / "lost_peers.py", case, timeout=60, check=False, env={"TORCH_CPP_LOG_LEVEL": "ERROR"})
     lines = done.stdout.splitlines()
     assert len(lines) == len(expected), done.stdout

@@ -78,13 +78,13 @@ def test_a_run_finds_the_rows(
     status, out, err = prepare(*evaluation, "--ranks", "4", "--per_device_train_batch_size", "2")
     assert status == 0, err
     assert "compute dtype bfloat16" in out and "rows per step: 8" in out and "offload (2 bytes" in out
-    assert f"Planned for 4 rank(s) with one bf16-capable GPU each. Tokenized rows are in {cache}" in out
+    assert f"Planned for 4 ranks with one bf16-capable GPU each. Tokenized rows are in {cache}" in out
     assert not (tmp_path / "out").exists()
     before = tree(cache)
     assert sum(name.endswith("report.json") for name in before) == 2
     more = (*evaluation, "--use_cpu", "--per_device_train_batch_size", "3")
     done = ranks.run(
-        DRIVERS / "no_tokenising.py",
+        DRIVERS / "no_tokenizing.py",
         *arguments(folder, tmp_path / "out", *more),
         env={"HF_DATASETS_CACHE": str(cache)},
     )
@@ -97,12 +97,12 @@ def test_the_same_run_can_follow_in_the_same_folder(
 ) -> None:
     assert prepare("--use_cpu")[0] == 0
     calls = []
-    tokenise = RowMapper.__call__
-    monkeypatch.setattr(RowMapper, "__call__", lambda *batch: (calls.append(batch), tokenise(*batch))[1])
-    for out, more, tokenised in (("out", (), 0), ("other", ("--max_train_samples", "5"), 1)):
+    tokenize = RowMapper.__call__
+    monkeypatch.setattr(RowMapper, "__call__", lambda *batch: (calls.append(batch), tokenize(*batch))[1])
+    for out, more, tokenized in (("out", (), 0), ("other", ("--max_train_samples", "5"), 1)):
         with pytest.raises(SystemExit) as leaving:
             train(arguments(folder, tmp_path / out, "--use_cpu", *more))
-        assert leaving.value.code == 0 and len(calls) == tokenised
+        assert leaving.value.code == 0 and len(calls) == tokenized
 
 
 def test_preparation_does_not_wait_for_a_run_in_the_folder(prepare: Callable[..., Any], tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_errors_of_the_run_are_reported(prepare: Callable[..., Any], tmp_path: P
     [
         (("--fp16", "true"), "compute dtype float16"),
         (("--optim", "deepspeed_cpu_adam", "--deepspeed", "zero2_offload"), '"pin_memory": true'),
-        (("--optim", "deepspeed_fused_adam"), "Planned for 1 rank(s) with one bf16-capable GPU"),
+        (("--optim", "deepspeed_fused_adam"), "Planned for 1 rank with one bf16-capable GPU"),
         (("--attn_implementation", "flash_attention_2"), "compute dtype bfloat16"),
         (
             ("--use_peft", "true", "--load_in_4bit", "true", "--bnb_4bit_quant_storage", "bfloat16"),
@@ -165,7 +165,7 @@ def test_planning_for_a_cpu_if_the_run_will_use_one(
 ) -> None:
     assert "compute dtype float32" in prepare("--use_cpu")[1]
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert "Planned for 1 rank(s) with CPUs" in prepare()[1]
+    assert "Planned for 1 rank with CPUs" in prepare()[1]
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")  # as in the run; this machine's devices are not used
     assert "compute dtype bfloat16" in prepare()[1]
     assert os.environ["DS_ACCELERATOR"] == "cpu"

@@ -60,7 +60,7 @@ def online(modules: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     "arguments, code",
     [(["--help"], 0), (["--method", "kto", "--help"], 0), (["--method", "kto", "--learning_rat", "1"], 1)],
-    ids=["help", "help-kto", "misspelt"],
+    ids=["help", "help-kto", "misspelled"],
 )
 def test_errors_about_options_import_no_library(arguments: list[str], code: int) -> None:
     seconds = []

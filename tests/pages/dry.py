@@ -31,7 +31,7 @@ _DROPPED = (
     *("push_to_hub", "hub_model_id", "hub_token", "hub_strategy", "hub_private_repo", "hub_revision"),
     *("hub_always_push", "dataset_config", "judge"),
 )
-_ROW: Mapping[str, Any] = {"prompt": "Name a colour.", "chosen": " Blue.", "rejected": " No."}
+_ROW: Mapping[str, Any] = {"prompt": "Name a color.", "chosen": " Blue.", "rejected": " No."}
 
 
 class StandIns:

@@ -134,7 +134,7 @@ def test_a_rewind_keeps_earlier_omitted_windows(tmp_path: Path) -> None:
     state = steps.state_dict()
     assert (state["count"], state["omitted"], state["losses"]) == (2, [[0, 3], [1, 1]], [1.0])
     assert steps.lines[1]["checkpoint"] == "checkpoint-1" and steps.lines[1]["omitted"] == [(1, 1)]
-    assert steps.told[0].endswith("the run returned to checkpoint-1 and skips 1 window(s) (bad step 1 of at most 10)")
+    assert steps.told[0].endswith("the run returned to checkpoint-1 and skips 1 window (bad step 1 of at most 10)")
     again = Steps(tmp_path)
     again.load_state_dict(state)
     assert again.state_dict() == state
@@ -160,7 +160,7 @@ def test_windows_before_the_checkpoint_are_not_omitted(tmp_path: Path) -> None:
     steps = Steps(tmp_path, on_bad_step="rewind", rewind_windows=4)
     assert steps.rewinds(FAULT, plan(1, 1), 7, lambda: ("checkpoint-5", 5))
     assert steps.state_dict()["omitted"] == [[1, 0], [1, 1]]
-    assert "skips 2 window(s)" in steps.told[0] and steps.lines[0]["omitted"] == [(1, 0), (1, 1)]
+    assert "skips 2 windows" in steps.told[0] and steps.lines[0]["omitted"] == [(1, 0), (1, 1)]
 
 
 def test_without_a_checkpoint_only_the_window_is_skipped(tmp_path: Path) -> None:

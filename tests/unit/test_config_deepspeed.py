@@ -342,7 +342,7 @@ def test_placements_are_defined_once() -> None:
     assert (
         PLACEMENTS["sharded"]
         .describe(2, 4)
-        .startswith("sharded (2 bytes per parameter, sharded over the devices of 4 rank(s)")
+        .startswith("sharded (2 bytes per parameter, sharded over the devices of 4 ranks")
     )
 
 

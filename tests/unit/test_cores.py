@@ -98,7 +98,7 @@ def test_threads_are_set_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         assert share_cores() == (
             "threads: 3 per rank for work in host memory (8 cores, limited to 3.5 by a quota, "
-            "1 rank(s) on this host); set OMP_NUM_THREADS to change it"
+            "1 rank on this host); set OMP_NUM_THREADS to change it"
         )
         assert torch.get_num_threads() == 3
         monkeypatch.setenv("OMP_NUM_THREADS", "5")

@@ -1,4 +1,4 @@
-"""Golden tokenizations of all row formats in ``data/tokenisation.txt``, a human-readable table.
+"""Golden tokenizations of all row formats in ``data/tokenization.txt``, a human-readable table.
 
 ``python tests/unit/test_data_golden.py`` regenerates the table; review the changes before committing them.
 """
@@ -27,10 +27,10 @@ from alignment.data.sources import dataset_from_python, load_split  # noqa: E402
 from alignment.data.targets.rules import USUAL, RowRules  # noqa: E402
 from alignment.data.truncation import Limits  # noqa: E402
 
-GOLDEN = Path(__file__).resolve().parents[1] / "data" / "tokenisation.txt"
+GOLDEN = Path(__file__).resolve().parents[1] / "data" / "tokenization.txt"
 HEAD = """\
 The tokens of a row. Tokens are divided by |, the prompt from the completion by ||; only what is right of || is
-trained on, and of that nothing in brackets. · is a space, ⏎ a line break. Of a labelled answer the sign says whether
+trained on, and of that nothing in brackets. · is a space, ⏎ a line break. Of a labeled answer the sign says whether
 it is desirable; of a pair, + is the chosen answer and - the rejected one. "no BOS": the tokenizer adds none to plain
 text; a template may. After ? is a prompt alone, which the policy continues, and
 below it what a reward function is told.
@@ -79,7 +79,7 @@ class Case:
     rules: RowRules = USUAL
 
 
-def labelled(title: str, tokenizer: str, prompt: Any, completion: Any, **more: Any) -> Case:
+def labeled(title: str, tokenizer: str, prompt: Any, completion: Any, **more: Any) -> Case:
     """A case with one desirable row."""
     return Case(
         title, "unpaired_preference", tokenizer, ({"prompt": prompt, "completion": completion, "label": True, **more},)
@@ -100,51 +100,49 @@ ALPACA = {"prompt": "instruction", "query": "input", "completion": "output", "la
 SHAREGPT_ROW = {"conversations": [turn("human", U)], "chosen": turn("gpt", A), "rejected": turn("gpt", B)}
 HH = "\n\nHuman: what is the cat\n\nAssistant:"
 CASES = [
-    labelled("KTO, strings", "no template, no BOS", U, " " + A),
-    labelled("KTO, strings", "no template, BOS", U, " " + A),
-    labelled("KTO, a token that would merge across the border", "no template, no BOS", "what is th", "e cat"),
-    labelled("KTO, empty prompt", "no template, BOS", "", A),
-    labelled("KTO, empty prompt and no BOS: the first token is context", "no template, no BOS", "", A),
-    labelled("KTO, messages", "ChatML", [USER], [GOOD]),
-    labelled("KTO, messages", "ChatML that adds BOS", [USER], [GOOD]),
-    labelled("KTO, messages", "role: content lines, which end no turn", [USER], [GOOD]),
-    labelled("KTO, one message that is not in a list", "ChatML", [USER], GOOD),
-    labelled("KTO, empty list as prompt", "ChatML", [], [GOOD]),
-    labelled("KTO, system turn", "ChatML with a default system turn", [said("system", "say yes"), USER], [GOOD]),
-    labelled("KTO, the template's own system turn", "ChatML with a default system turn", [USER], [GOOD]),
-    labelled("KTO, the answer that the prompt begins", "ChatML", [USER, said("assistant", "the")], [GOOD]),
-    labelled("KTO, several turns", "ChatML", [USER, BAD, said("user", "say yes")], [said("assistant", "yes")]),
-    labelled("KTO, content in parts", "ChatML", [said("user", [{"type": "text", "text": U}])], [GOOD]),
-    labelled("KTO, tools", "ChatML with tools", [USER], [GOOD], tools=[TOOL]),
-    labelled("KTO, tools as a JSON text", "ChatML with tools", [USER], [GOOD], tools=json.dumps([TOOL])),
-    labelled(
+    labeled("KTO, strings", "no template, no BOS", U, " " + A),
+    labeled("KTO, strings", "no template, BOS", U, " " + A),
+    labeled("KTO, a token that would merge across the border", "no template, no BOS", "what is th", "e cat"),
+    labeled("KTO, empty prompt", "no template, BOS", "", A),
+    labeled("KTO, empty prompt and no BOS: the first token is context", "no template, no BOS", "", A),
+    labeled("KTO, messages", "ChatML", [USER], [GOOD]),
+    labeled("KTO, messages", "ChatML that adds BOS", [USER], [GOOD]),
+    labeled("KTO, messages", "role: content lines, which end no turn", [USER], [GOOD]),
+    labeled("KTO, one message that is not in a list", "ChatML", [USER], GOOD),
+    labeled("KTO, empty list as prompt", "ChatML", [], [GOOD]),
+    labeled("KTO, system turn", "ChatML with a default system turn", [said("system", "say yes"), USER], [GOOD]),
+    labeled("KTO, the template's own system turn", "ChatML with a default system turn", [USER], [GOOD]),
+    labeled("KTO, the answer that the prompt begins", "ChatML", [USER, said("assistant", "the")], [GOOD]),
+    labeled("KTO, several turns", "ChatML", [USER, BAD, said("user", "say yes")], [said("assistant", "yes")]),
+    labeled("KTO, content in parts", "ChatML", [said("user", [{"type": "text", "text": U}])], [GOOD]),
+    labeled("KTO, tools", "ChatML with tools", [USER], [GOOD], tools=[TOOL]),
+    labeled("KTO, tools as a JSON text", "ChatML with tools", [USER], [GOOD], tools=json.dumps([TOOL])),
+    labeled(
         "KTO, a call of a tool",
         "ChatML with tools",
         [USER],
         [said("assistant", None, tool_calls=[CALL])],
         tools=[TOOL],
     ),
-    labelled(
+    labeled(
         "KTO, an answer after the tool's",
         "ChatML with tools",
         [USER, said("assistant", None, tool_calls=[CALL]), said("tool", "red")],
         [GOOD],
     ),
-    labelled("KTO, think block", "think block in every last answer", [USER], [GOOD]),
-    labelled(
+    labeled("KTO, think block", "think block in every last answer", [USER], [GOOD]),
+    labeled(
         "KTO, chat_template_kwargs",
         "think block in every last answer",
         [USER],
         [GOOD],
         chat_template_kwargs={"enable_thinking": False},
     ),
-    labelled(
-        "KTO, generation prompt that is no prefix", "think block opened by the generation prompt", [USER], [GOOD]
-    ),
+    labeled("KTO, generation prompt that is no prefix", "think block opened by the generation prompt", [USER], [GOOD]),
     Case("KTO, messages and label", "unpaired_preference", "ChatML", ({"messages": [USER, BAD], "label": False},)),
     Case("KTO, a pair", "unpaired_preference", "ChatML", ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},)),
     Case(
-        "KTO, labelled rows and pairs in one file",
+        "KTO, labeled rows and pairs in one file",
         "unpaired_preference",
         "no template, no BOS",
         (
@@ -301,7 +299,7 @@ def pieces(tokenizer: Any, ids: list[int]) -> str:
     return "|".join(text.replace(" ", "·").replace("\n", "⏎") for text in shown)
 
 
-def tokenised(
+def tokenized(
     dataset: Dataset,
     kind: Any,
     tokenizer: Any,
@@ -336,7 +334,7 @@ def _learned(tokenizer: Any, ids: list[int], scored: list[bool] | None) -> str:
 def block(case: Case, folder: Path) -> str:
     """Return the case's block of the table."""
     tokenizer = readable_tokenizer(**TOKENIZERS[case.tokenizer])
-    lines = tokenised(dataset_from_python(list(case.rows)), case.kind, tokenizer, case.column_map, folder, case.rules)
+    lines = tokenized(dataset_from_python(list(case.rows)), case.kind, tokenizer, case.column_map, folder, case.rules)
     given = [f"  {json.dumps(row)}" for row in case.rows]
     renamed = [f"  column_map: {json.dumps(case.column_map)}"] if case.column_map else []
     return "\n".join([f"{case.title} ({case.tokenizer})", *given, *renamed, *lines]) + "\n"
@@ -404,7 +402,7 @@ def test_from_file_to_tokens(form: str, tmp_path: Path) -> None:
         path.mkdir()
         (path / "train.jsonl").write_text(plain)
     tokenizer = readable_tokenizer()
-    lines = tokenised(load_split(str(path), None, "train"), "unpaired_preference", tokenizer, {}, tmp_path / "cache")
+    lines = tokenized(load_split(str(path), None, "train"), "unpaired_preference", tokenizer, {}, tmp_path / "cache")
     assert lines == [
         "  + what|·is|·the|·cat || ·the|·cat|·is|·red|</s>",
         "  - what|·is|·the|·cat || ·no|</s>",

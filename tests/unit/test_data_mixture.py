@@ -155,7 +155,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     same = {"prompt": None, "chosen": "a b", "rejected": "a b"}
     alpaca = [{"instruction": f"do {i}", "input": "", "output": f"done {i}", "kto_tag": i % 2 == 0} for i in range(10)]
     for name, rows in {
-        "labelled.jsonl": unpaired_rows(30),
+        "labeled.jsonl": unpaired_rows(30),
         "pairs.jsonl": [same, *paired_rows(20)],
         "alpaca/train.jsonl": alpaca,
         "alpaca/test.jsonl": alpaca[:4],
@@ -171,7 +171,7 @@ ALPACA = {"prompt": "instruction", "query": "input", "completion": "output", "la
 def trainer_of(folder: Path, **options: Any) -> KTOTrainer:
     """Create a trainer with labeled rows, pairs and Alpaca rows in the ratio 3:2:1, like the command."""
     mixture = [
-        {"dataset_name": str(folder / "labelled.jsonl"), "weight": 3},
+        {"dataset_name": str(folder / "labeled.jsonl"), "weight": 3},
         {"dataset_name": str(folder / "pairs.jsonl"), "weight": 2},
         {"dataset_name": str(folder / "alpaca"), "weight": 1, "column_map": ALPACA, "test_split": "test"},
     ]
@@ -181,12 +181,12 @@ def trainer_of(folder: Path, **options: Any) -> KTOTrainer:
     return trainer
 
 
-def test_a_mixture_of_labelled_rows_pairs_and_other_columns(folder: Path) -> None:
+def test_a_mixture_of_labeled_rows_pairs_and_other_columns(folder: Path) -> None:
     trainer = trainer_of(folder)
     data = trainer.train_data
     assert data is not None
     assert [part.report.rows_out for part in data.parts] == [30, 20, 10]
-    assert [Path(part.where).name for part in data.parts] == ["labelled.jsonl", "pairs.jsonl", "alpaca"]
+    assert [Path(part.where).name for part in data.parts] == ["labeled.jsonl", "pairs.jsonl", "alpaca"]
     assert data.report.dropped == {NOT_DRAWN: 20, "chosen and rejected are identical": 2}
     assert (data.report.rows_in, len(data.dataset), len(data.table)) == (82, 60, 60)
     assert data.table.labels is not None
@@ -194,7 +194,7 @@ def test_a_mixture_of_labelled_rows_pairs_and_other_columns(folder: Path) -> Non
     decode = trainer.processing_class.decode
     assert decode(data.dataset[50]["prompt_ids"]) == "do 0"
     assert data.table.prompt[50] == len(data.dataset[50]["prompt_ids"])
-    assert data.source_row(29) == f"{folder / 'labelled.jsonl'}, row 30"
+    assert data.source_row(29) == f"{folder / 'labeled.jsonl'}, row 30"
     assert data.source_row(50) == f"{folder / 'alpaca'}, row 1"
     for row in range(30, 50, 2):  # complete pairs, with the row numbers of their file
         number = int(str(data.source_row(row)).rsplit(" ", 1)[1])
@@ -229,7 +229,7 @@ def test_errors_name_the_part_and_its_row(folder: Path, tmp_path: Path) -> None:
         (str(folder / "alpaca"), "alpaca: missing columns prompt, completion, label"),
     ):
         with pytest.raises(DataError, match=said):
-            trainer_of(folder, dataset_mixture=[str(folder / "labelled.jsonl"), part])
+            trainer_of(folder, dataset_mixture=[str(folder / "labeled.jsonl"), part])
 
 
 def test_omitted_settings_of_a_part_are_unset() -> None:

@@ -20,7 +20,7 @@ from alignment.data.json_columns import PromptRow, prompt_row
 from alignment.data.prepare import Prepared, load_prepared, prepare
 from alignment.data.row_mapper import FEATURES
 from alignment.data.sources import dataset_from_python, from_stream, load_split
-from alignment.data.targets.tokenised import all_token_columns
+from alignment.data.targets.tokenized import all_token_columns
 from alignment.data.truncation import Limits
 
 USER = {"role": "user", "content": "hi"}

@@ -14,7 +14,7 @@ from alignment import KTOConfig
 from alignment.config.errors import DataError, OptionError
 from alignment.data.batching import collate, collate_completion
 from alignment.data.prepare import Prepared, load_prepared, prepare
-from alignment.data.shown.rows import as_language_modelling
+from alignment.data.shown.rows import as_language_modeling
 from alignment.data.sources import dataset_from_python
 from alignment.data.targets.formatting import formatted
 from alignment.data.targets.rules import USUAL, Learned, RowRules, divided
@@ -54,7 +54,7 @@ def test_token_ids_are_used_unchanged(tmp_path: Path) -> None:
     labels = {"labels": [-100, -100, 6, -100]}  # they take precedence over masks
     assert learned(made([ids | masks | labels], tmp_path)) == [([4, 5], [6, 7], [True, False])]
     rows = made([ids | labels, ids, {"input_ids": [8, 9], "labels": [-100, 9]}], tmp_path).dataset
-    assert as_language_modelling(rows[:])["labels"] == [[-100, -100, 6, -100], [4, 5, 6, 7], [-100, 9]]
+    assert as_language_modeling(rows[:])["labels"] == [[-100, -100, 6, -100], [4, 5, 6, 7], [-100, 9]]
     padded = {"input_ids": [0, 4, 5, 6], "attention_mask": [0, 1, 1, 1], "labels": [-100, -100, 5, 6]}
     assert learned(made([padded], tmp_path)) == [([4], [5, 6], None)]
 
@@ -93,12 +93,12 @@ def test_options_that_do_not_fit_the_rows_are_refused(tmp_path: Path) -> None:
         (RowRules(completion_only=True), {"text": "ab"}, "text is plain text; use the columns prompt and completion"),
         (RowRules(assistant_only=True), {"text": "ab"}, "requires a conversation, but this row is plain text"),
         (RowRules(text_field="said"), {"prompt": "ab"}, "dataset_text_field='said': this column does not exist"),
-        (RowRules(tokenised=True), {"text": "ab"}, "skip_prepare_dataset requires tokenized rows"),
-        (RowRules(tokenised=True), {**ids, "assistant_masks": [0, 1]}, "Add a 'labels' column"),
+        (RowRules(tokenized=True), {"text": "ab"}, "skip_prepare_dataset requires tokenized rows"),
+        (RowRules(tokenized=True), {**ids, "assistant_masks": [0, 1]}, "Add a 'labels' column"),
     ]:
         with pytest.raises(DataError, match=says):
             made([row], tmp_path, rules=rules)
-    assert learned(made([ids], tmp_path, rules=RowRules(tokenised=True))) == [([4], [5], None)]
+    assert learned(made([ids], tmp_path, rules=RowRules(tokenized=True))) == [([4], [5], None)]
 
 
 def test_a_template_without_end_of_turn_does_not_mark_the_assistants_tokens(tmp_path: Path) -> None:

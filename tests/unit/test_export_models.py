@@ -342,8 +342,8 @@ def test_models_that_cannot_be_exported(made: tuple[Path, Named], base: str, tmp
         (plain / "config.json").write_text(json.dumps(config | changed))
         return plain
 
-    quantised = {"quant_method": "bitsandbytes", **FOUR_BITS}
-    assert "the weights are quantized" in refused(but(state, quantization_config=quantised), out)
+    quantized = {"quant_method": "bitsandbytes", **FOUR_BITS}
+    assert "the weights are quantized" in refused(but(state, quantization_config=quantized), out)
     labels = {str(number): "abc"[number] for number in range(3)}
     assert "num_labels=3" in refused(
         but(state, architectures=["LlamaForSequenceClassification"], id2label=labels), out

@@ -38,7 +38,7 @@ KERNEL_OF = {  # by the class that supports it
 
 
 @pytest.fixture(autouse=True)
-def plain_modelling_files() -> Iterator[None]:
+def plain_modeling_files() -> Iterator[None]:
     """Undo Liger's patch of the rotary embedding, which would run in Triton's interpreter in later tests."""
     yield
     for name, module in list(sys.modules.items()):

@@ -87,7 +87,7 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path, disk: type[LimitedPat
     assert not log.flush()
     state = log.state_dict()
     assert state["bytes"] == size and [json.loads(line)["n"] for line in state["pending"]] == [3, 4]
-    with pytest.raises(OutputError, match=r"^output_dir: no space left .*log\.jsonl: its last 2 line.s. are lost"):
+    with pytest.raises(OutputError, match=r"^output_dir: no space left .*log\.jsonl: 2 lines lost"):
         log.finish()
     disk.space = 1 << 20
     write(log, 5)
@@ -97,7 +97,7 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path, disk: type[LimitedPat
     assert records(tmp_path / "log.jsonl") == [1, 2]
     write(resumed, 5)
     assert records(tmp_path / "log.jsonl") == [1, 2, 3, 4, 5]
-    assert told[1:] == [f"output_dir: {tmp_path}/log.jsonl is writable again; 3 pending line(s) were written"]
+    assert told[1:] == [f"output_dir: {tmp_path}/log.jsonl is writable again; 3 pending lines written"]
     disk.space = 0
     write(log, 6)
     disk.space = 1 << 20
@@ -273,7 +273,7 @@ def test_tables_of_completions_wait_as_well(tmp_path: Path, disk: type[LimitedPa
     table.write(1, [{"n": 1}])
     log = CompletionLog(table, 1, 2)
     assert len(log.state_dict()["table"]["pending"]) == 1
-    with pytest.raises(OutputError, match="its last 1 line.s. are lost"):
+    with pytest.raises(OutputError, match="1 line lost"):
         log.finish()
     disk.space = 1 << 20
     log.finish()

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from fake_store import Store
 
-from alignment.engines.watch import neighbours, peers
+from alignment.engines.watch import neighbors, peers
 from alignment.engines.watch.beats import Beat, Heard, Pulse
 from alignment.engines.watch.exchange import Exchange
 from alignment.engines.watch.last_word import Verdict
-from alignment.engines.watch.neighbours import Neighbours
+from alignment.engines.watch.neighbors import Neighbors
 from alignment.engines.watch.peers import Peers
 from alignment.engines.watch.processes import Watched
 from alignment.reporting.activity import Activity
@@ -72,7 +72,7 @@ def fallen(rank: Peers, *gone: int) -> None:
     """Processes of this machine that a rank considers ended; all ranks below 4 run here."""
     names = [other for other in range(min(4, rank.world_size)) if other != rank.rank]
     watched = {other: SimpleNamespace(ended=other in gone, kill=lambda: None, close=lambda: None) for other in names}
-    rank._neighbours._watched = watched  # type: ignore[assignment]
+    rank._neighbors._watched = watched  # type: ignore[assignment]
 
 
 @pytest.mark.usefixtures("no_thread")
@@ -229,15 +229,15 @@ def test_the_watch_survives_unexpected_errors(
     )
 
 
-def test_neighbours_are_set_in_one_assignment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbors_are_set_in_one_assignment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may be iterating over them."""
-    here, seen = Neighbours(), []
+    here, seen = Neighbors(), []
 
     def begin(pid: int) -> Watched:
         seen.append(len(list(here)))
         return Watched(pid, None, None)
 
-    monkeypatch.setattr(neighbours.Watched, "begin", begin)
+    monkeypatch.setattr(neighbors.Watched, "begin", begin)
     here.begin({1: 11, 2: 12})
     assert seen == [0, 0] and list(here) == [1, 2] and here.gone == [1, 2]
     here.close()
@@ -272,7 +272,7 @@ def test_a_rank_makes_few_queries_until_all_have_joined() -> None:
     exchanges = []
     for rank in range(size):
         call = lambda method, *arguments: getattr(store, method)(*arguments)  # noqa: E731
-        exchanges.append(Exchange(call, rank, size, Pulse(rank), Heard(), Neighbours()))
+        exchanges.append(Exchange(call, rank, size, Pulse(rank), Heard(), Neighbors()))
     for _ in range(3):
         for exchange in exchanges[: size - 1]:
             exchange.turn()
@@ -284,9 +284,9 @@ def test_a_rank_makes_few_queries_until_all_have_joined() -> None:
         exchange.turn()
     assert all(exchange.met for exchange in exchanges)
     assert list(exchanges[7]._heard.beats) == [0] and sorted(exchanges[0]._heard.beats) == list(range(size))
-    assert sorted(exchanges[7]._neighbours) == [rank for rank in range(size) if rank != 7]
+    assert sorted(exchanges[7]._neighbors) == [rank for rank in range(size) if rank != 7]
     for exchange in exchanges:
-        exchange._neighbours.close()
+        exchange._neighbors.close()
 
 
 def test_a_heartbeat_survives_a_round_trip() -> None:

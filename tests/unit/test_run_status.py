@@ -133,7 +133,7 @@ def test_lines_that_are_no_json_are_counted_and_passed_over(tmp_path: Path) -> N
             b'\xff\xfe torn\n\n[1, 2]\n{"num_tokens": }\n{"num_tokens": ' + b"[" * 9000 + b"]" * 9000 + b'}\n{"st'
         )
     found = view(tmp_path)
-    assert found.problems == ["log.jsonl: 2 line(s) cannot be read"]
+    assert found.problems == ["log.jsonl: 2 lines cannot be read"]
     assert (found.metrics, found.step) == ({"loss": 1.0}, 1), "the newest that can be read"
 
 
@@ -175,7 +175,7 @@ def test_a_running_run(tmp_path: Path) -> None:
         "  speed       0.5 steps/s, 25 tokens/s",
         "  metrics     step 40: loss 0.025",
         "  evaluation  step 30: eval_a_loss 0.7, eval_b_loss 0.8",
-        "  attempt     3, 2 in a row without a newer checkpoint, requeued 1 time(s); resumed after step 20",
+        "  attempt     3, 2 in a row without a newer checkpoint, requeued 1 time; resumed after step 20",
         f"  updated     {values['time'].replace('T', ' ').replace('Z', ' UTC')}",
     ]
 

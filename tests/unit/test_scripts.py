@@ -226,7 +226,7 @@ def test_rows_are_rendered_by_the_template_and_split_again() -> None:
     assert alignment.extract_prompt({"chosen": "It is blue", "rejected": "It is red"})["prompt"] == "It is"
 
 
-def test_pairs_become_labelled_rows() -> None:
+def test_pairs_become_labeled_rows() -> None:
     pairs = Dataset.from_dict({"prompt": ["p"], "chosen": ["a"], "rejected": ["b"], "id": [3]})
     rows = alignment.maybe_unpair_preference_dataset(pairs)
     assert [tuple(row[key] for key in ("prompt", "completion", "label", "id")) for row in rows] == [

@@ -45,7 +45,7 @@ def test_a_line_of_the_table() -> None:
     ("line", "problem"),
     [
         ("python launcher TERM kto 85 85 preempted SIGTERM", "line 1: 8 columns, expected 9"),
-        ("python launcher TERM kto 85 85,85 preempted SIGTERM new", r"line 1: 2 exit statuses for 1 rank\(s\)"),
+        ("python launcher TERM kto 85 85,85 preempted SIGTERM new", r"line 1: 2 exit statuses for 1 rank"),
         ("python launcher BREAK kto 85 85 preempted SIGTERM new", "line 1: BREAK is not one of TERM, HUP"),
         ("python launcher TERM kto 85 85 preempted SIGTERM yes", "line 1: yes is not one of new, old"),
         ("python launcher TERM kto 85 85 preempted SIGTERM new\n" * 2, "line 2: .* occurs twice"),

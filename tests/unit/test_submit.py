@@ -342,7 +342,7 @@ def test_a_job_is_submitted_and_described(
     code, out, err = submitted(capsys, "--nodes", "2", "--gpus", "8", "--cpus-per-task", "4", "--time", "1-0")
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        "submitted job 40: 2 node(s) with 8 GPU(s) each",
+        "submitted job 40: 2 nodes with 8 GPUs each",
         f"  follow   da status {tmp_path}/out/kto",
         f"  log      tail -F {tmp_path}/out/kto-40.out",
         f"  stop     touch {tmp_path}/out/kto/STOP    (saves a checkpoint)",
@@ -392,7 +392,7 @@ def test_prepare_comes_first(slurm: Path, tmp_path: Path, capsys: pytest.Capture
     code, out, err = submitted(capsys, *more, "--seeds", "1-2", "--partition", "gpu")
     assert (
         (code, err) == (0, "")
-        and out.startswith("submitted job 41: 4 node(s)")
+        and out.startswith("submitted job 41: 4 nodes")
         and "  after    preparation job 40" in out
     )
     first, second = ((slurm / f"given-{number}").read_text() for number in (0, 1))

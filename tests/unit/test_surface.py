@@ -25,8 +25,8 @@ from alignment import (
 from alignment.config.errors import OptionError
 from alignment.data.shown.rows import (
     Collator,
-    as_labelled_pairs,
-    as_language_modelling,
+    as_labeled_pairs,
+    as_language_modeling,
     as_scored_pairs,
     as_stored,
 )
@@ -62,13 +62,13 @@ def test_pairs_of_each_method_have_trls_column_names() -> None:
         "rejected_ids": [[1, 2, 7, 8], [3, 9]],
         "margin": [0.0, 0.5],
     }
-    shown = as_labelled_pairs(PAIRS)
+    shown = as_labeled_pairs(PAIRS)
     assert shown["prompt_input_ids"] == PAIRS["prompt_ids"] and shown["prompt_attention_mask"] == [[1, 1], [1]]
     assert shown["rejected_input_ids"] == [[1, 2, 7, 8], [3, 9]] and shown["chosen_labels"][0] == [-100, -100, 4]
 
 
 def test_prompt_and_completion_as_one_sequence() -> None:
-    shown = as_language_modelling({"prompt_ids": [[1, 2], []], "completion_ids": [[3], [4, 5]], "row": [0, 1]})
+    shown = as_language_modeling({"prompt_ids": [[1, 2], []], "completion_ids": [[3], [4, 5]], "row": [0, 1]})
     assert shown == {
         "input_ids": [[1, 2, 3], [4, 5]],
         "completion_mask": [[0, 0, 1], [1, 1]],
@@ -82,7 +82,7 @@ def test_prompt_and_completion_as_one_sequence() -> None:
     }
 
 
-def test_a_batch_of_labelled_completions_with_mismatched_ones() -> None:
+def test_a_batch_of_labeled_completions_with_mismatched_ones() -> None:
     rows = [
         {"prompt_ids": [1, 2], "completion_ids": [3], "label": True, "KL_completion_ids": [6, 7]},
         {"prompt_ids": [5], "completion_ids": [6, 7], "label": False, "KL_completion_ids": [3]},
@@ -103,9 +103,9 @@ def test_batches_of_pairs_have_chosen_completions_first() -> None:
     assert lists(Collator(0)(rows_of(stored)))["input_ids"] == [[1, 2, 4, 0], [3, 5, 6, 0], [1, 2, 7, 8], [3, 9, 0, 0]]
     scored = lists(Collator(0)(rows_of(as_scored_pairs(PAIRS))))
     assert scored["margin"] == [0.0, 0.5] and scored["input_ids"] == lists(Collator(0)(rows_of(stored)))["input_ids"]
-    labelled = lists(Collator(0)(rows_of(as_labelled_pairs(PAIRS))))
-    assert labelled["chosen_labels"] == [[-100, -100, 4], [-100, 5, 6]]
-    assert labelled["rejected_attention_mask"] == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    labeled = lists(Collator(0)(rows_of(as_labeled_pairs(PAIRS))))
+    assert labeled["chosen_labels"] == [[-100, -100, 4], [-100, 5, 6]]
+    assert labeled["rejected_attention_mask"] == [[1, 1, 1, 1], [1, 1, 0, 0]]
 
 
 def test_prompts_are_padded_on_the_left() -> None:

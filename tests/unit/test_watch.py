@@ -285,7 +285,7 @@ def test_the_stop_file_is_polled(tmp_path: Path) -> None:
         ([], ""),
     ],
 )
-def test_launchers_are_recognised_by_their_command(command: list[str], name: str) -> None:
+def test_launchers_are_recognized_by_their_command(command: list[str], name: str) -> None:
     assert launcher_name(command) == name
 
 

@@ -57,7 +57,7 @@ class World:
         make_classifier(folder / "classifier", "untied", seed=4)
         (folder / "code.py").write_text(_CODE)
         pairs = [row | {"margin": 0.25 * (n % 4)} for n, row in enumerate(paired_rows(30, seed=5))]
-        for name, rows in {"labelled": unpaired_rows(30, seed=4), "pairs": pairs}.items():
+        for name, rows in {"labeled": unpaired_rows(30, seed=4), "pairs": pairs}.items():
             for split, part in (("train", rows[:22]), ("test", rows[22:])):
                 (folder / name).mkdir(exist_ok=True)
                 (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
@@ -90,13 +90,13 @@ _COMMON: dict[str, Any] = {
 
 def _methods(world: World) -> dict[str, dict[str, Any]]:
     """Return the options of each method, by name of the run."""
-    policy, labelled, pairs = (world.path(name) for name in ("policy", "labelled", "pairs"))
+    policy, labeled, pairs = (world.path(name) for name in ("policy", "labeled", "pairs"))
     reference = {"ref_model_name_or_path": world.path("reference")}
     online = {
         **{"method": "online_dpo", "model_name_or_path": policy, "dataset_name": pairs, **reference},
         **{"max_new_tokens": 8, "rollout_batch_size": 4, "missing_eos_penalty": 0.5, "beta": 0.3},
     }
-    kto = {"method": "kto", "dataset_name": labelled, "max_prompt_length": None, "beta": 0.3}
+    kto = {"method": "kto", "dataset_name": labeled, "max_prompt_length": None, "beta": 0.3}
     cpo = {"method": "cpo", "dataset_name": pairs, "max_prompt_length": None, "beta": 0.2}
     moe = {"model_name_or_path": world.path("moe"), "router_aux_loss_coef": 0.02}
     return {

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from alignment.config.errors import counted
+
 TABLE = Path(__file__).with_name("expected.txt")
 NEW, OLD = "new", "old"
 LAUNCHERS = ("python", "deepspeed", "torchrun", "torchrun+USR1")
@@ -79,7 +81,7 @@ def read(text: str) -> dict[Cell, Expected]:
             checkpoint=checkpoint,
         )
         if len(expected.ranks) != cell.ranks:
-            raise ValueError(f"line {number}: {len(expected.ranks)} exit statuses for {cell.ranks} rank(s)")
+            raise ValueError(f"line {number}: {len(expected.ranks)} exit statuses for {counted(cell.ranks, 'rank')}")
         if cell in cells:
             raise ValueError(f"line {number}: {cell.name} occurs twice")
         cells[cell] = expected

@@ -11,7 +11,7 @@ from datasets import Dataset
 from alignment.data.packing.flat import COLUMNS, flat
 from alignment.data.packing.packs import Packs
 from alignment.data.targets.rules import divided
-from alignment.data.targets.tokenised import IGNORED
+from alignment.data.targets.tokenized import IGNORED
 
 
 class Stretch(NamedTuple):

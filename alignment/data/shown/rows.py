@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from alignment.data.row_mapper import BOOKKEEPING
-from alignment.data.targets.tokenised import IGNORED
+from alignment.data.targets.tokenized import IGNORED
 from alignment.data.windows import RowTable, WindowPlan
 
 _BOOKKEEPING = ("row", "prompt_key", *BOOKKEEPING)
@@ -26,7 +26,7 @@ def as_stored(rows: Columns, bookkeeping: Sequence[str] = _BOOKKEEPING) -> dict[
     return {name: values for name, values in rows.items() if name not in bookkeeping}
 
 
-def as_language_modelling(rows: Columns) -> dict[str, list[Any]]:
+def as_language_modeling(rows: Columns) -> dict[str, list[Any]]:
     """Join prompt and completion: ``input_ids``, ``completion_mask``, and ``labels`` that are -100 outside the mask.
 
     If all tokens of a row are in the loss, the first token also has a label, although it cannot be predicted.
@@ -58,7 +58,7 @@ def as_scored_pairs(rows: Columns) -> dict[str, list[Any]]:
     return {**sides, "margin": list(rows["margin"])}
 
 
-def as_labelled_pairs(rows: Columns) -> dict[str, list[Any]]:
+def as_labeled_pairs(rows: Columns) -> dict[str, list[Any]]:
     """Return ``_input_ids``, ``_attention_mask`` and ``_labels`` of prompts and of both completions with prompts."""
     shown = _masked("prompt", rows["prompt_ids"])
     for side in ("chosen", "rejected"):

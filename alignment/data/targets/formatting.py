@@ -9,7 +9,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 
 from alignment.config.errors import DataError, OptionError, show
 from alignment.config.lookup import FAILURES, raised
-from alignment.data.targets.tokenised import token_columns
+from alignment.data.targets.tokenized import token_columns
 
 Format = Callable[[Mapping[str, Any]], str]
 

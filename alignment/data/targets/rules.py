@@ -15,13 +15,13 @@ class RowRules:
             of rows with prompt and completion, all tokens of a conversation or a text.
         assistant_only: restrict the loss further, to the assistant's messages.
         text_field: name of the text column.
-        tokenised: whether rows must already be tokenized.
+        tokenized: whether rows must already be tokenized.
     """
 
     completion_only: bool | None = None
     assistant_only: bool = False
     text_field: str = "text"
-    tokenised: bool = False
+    tokenized: bool = False
 
 
 USUAL = RowRules()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from alignment.config.errors import CheckpointError
+from alignment.config.errors import CheckpointError, counted
 from alignment.engines.checkpoints.tensors import TensorFile
 
 FORMAT = 1
@@ -98,7 +98,7 @@ class Index(NamedTuple):
 
 def describe_split(stage: int, world_size: int) -> str:
     """Describe a split, such as ``ZeRO stage 2 on 4 ranks``."""
-    return f"ZeRO stage {stage} on {world_size} rank{'s' if world_size > 1 else ''}"
+    return f"ZeRO stage {stage} on {counted(world_size, 'rank')}"
 
 
 def fragment_file(rank: int, ranks: int) -> str:

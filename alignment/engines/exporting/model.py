@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from alignment.config.errors import ModelError, first_line
+from alignment.config.errors import ModelError, counted, first_line
 from alignment.engines.exporting.card import recorded_base, write_card
 from alignment.engines.exporting.check import OutputChange, Samples, compare, outputs
 from alignment.engines.exporting.folder import (
@@ -295,6 +295,6 @@ def load_whole(
         )
     if report["unexpected_keys"] and tell is not None:
         names = sorted(report["unexpected_keys"])
-        tell(f"{path}: skipping {len(names)} tensor(s) that are not part of the {task.noun}, such as {names[0]}")
+        tell(f"{path}: skipping {counted(len(names), 'tensor')} outside the {task.noun}, such as {names[0]}")
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from alignment.config.errors import OutputError, listing, one_line
+from alignment.config.errors import OutputError, counted, listing, one_line
 from alignment.engines.checkpoints.folder import checkpoints
 from alignment.engines.checkpoints.lock import LOCK
 from alignment.engines.checkpoints.manifest import MANIFEST
@@ -55,7 +55,7 @@ class RunReader:
         except OSError as error:
             problems.append(f"{_LOG}: cannot be read ({error.strerror or error})")
         if self.log.unreadable:
-            problems.append(f"{_LOG}: {self.log.unreadable} line(s) cannot be read")
+            problems.append(f"{_LOG}: {counted(self.log.unreadable, 'line')} cannot be read")
         found = self._checkpoints.views()
         state, reason = self._state(status, life)
         return RunView(

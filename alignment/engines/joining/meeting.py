@@ -29,7 +29,7 @@ _LATER_S = 1.0  # the reporting rank exits first
 _ANSWER_S = 60.0  # how long rank 0 may take to respond once its port accepts connections
 _STAGE_S = 120.0  # for ranks to check whether they reach each other: up to eight connections of 10 s
 _TELL_S = 30.0  # after this time, tell the user what the ranks wait for
-_MOST_NAMED = _NEIGHBOURS = 8
+_MOST_NAMED = _NEIGHBORS = 8
 _SILENT = "the port accepts connections but does not respond"
 _DOWN = "the process is suspended, or its host or network is down"
 
@@ -167,7 +167,7 @@ class Meeting:
         if listener is None or self._has("problem"):
             return
         hosts = self._store.add("hosts", 0)
-        for step in range(1, min(_NEIGHBOURS, hosts - 1) + 1):
+        for step in range(1, min(_NEIGHBORS, hosts - 1) + 1):
             other, address, port = json.loads(self._store.get(f"at/{(number + step) % hosts}"))
             refusal = refusal_of(address, port)
             if refusal is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from alignment.engines.watch.beats import Beat, Heard, Pulse
-from alignment.engines.watch.neighbours import Neighbours
+from alignment.engines.watch.neighbors import Neighbors
 
 _ALL = "everyone"  # the key under which rank 0 publishes where each rank runs
 
@@ -24,7 +24,7 @@ class Exchange:
         rank, world_size: this rank and the number of ranks.
         pulse: produces this process's heartbeats.
         heard: receives the heartbeats of other ranks.
-        neighbours: receives the ranks of this machine.
+        neighbors: receives the ranks of this machine.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class Exchange:
         world_size: int,
         pulse: Pulse,
         heard: Heard,
-        neighbours: Neighbours,
+        neighbors: Neighbors,
     ) -> None:
         self._call, self.rank, self.world_size = call, rank, world_size
-        self._pulse, self._heard, self._neighbours = pulse, heard, neighbours
+        self._pulse, self._heard, self._neighbors = pulse, heard, neighbors
         self.met = False
 
     def turn(self) -> None:
@@ -73,5 +73,5 @@ class Exchange:
         everyone = enumerate(json.loads(text))
         here = {other: pid for other, (machine, pid) in everyone if machine == self._pulse.machine}
         here.pop(self.rank, None)
-        self._neighbours.begin(here)
+        self._neighbors.begin(here)
         self.met = True

@@ -18,7 +18,7 @@ from alignment.engines.watch.ending import write_beside_bars
 from alignment.engines.watch.exchange import Exchange
 from alignment.engines.watch.last_word import ASK_S, LastWord, Verdict
 from alignment.engines.watch.lines import hung_line, killed_line, lost_line, silent_line, silent_store_line
-from alignment.engines.watch.neighbours import Neighbours
+from alignment.engines.watch.neighbors import Neighbors
 from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.status_file import fail_in_place_of
 
@@ -62,9 +62,9 @@ class Peers:
         self._store, self._server, self._lost_store, self._clock = store, server, lost_store, clock
         self._launcher_stopped = launcher_stopped
         self._others = [other for other in range(world_size) if other != rank]
-        self._pulse, self._neighbours = Pulse(rank), Neighbours()
+        self._pulse, self._neighbors = Pulse(rank), Neighbors()
         self._heard = Heard(clock, self._others if rank == 0 else [0], _START_S)
-        self._exchange = Exchange(self._call, rank, world_size, self._pulse, self._heard, self._neighbours)
+        self._exchange = Exchange(self._call, rank, world_size, self._pulse, self._heard, self._neighbors)
         self._last_word = LastWord(store, rank, self._bury)
         self._own_end = self.alone = False
         self._answered = clock()
@@ -92,11 +92,11 @@ class Peers:
             bounded(lambda: self._store.set(f"left/{self.rank}", "1"), ASK_S)
         elif not self.alone:
             self._wait(self._all_left, _LEAVE_S)
-        self._neighbours.close()
+        self._neighbors.close()
 
     def _all_left(self) -> bool:
         """Whether the store is no longer needed: every other rank has left or its process has ended."""
-        awaited = [f"left/{other}" for other in self._others if other not in self._neighbours.gone]
+        awaited = [f"left/{other}" for other in self._others if other not in self._neighbors.gone]
         return not awaited or bool(bounded(lambda: self._store.check(awaited), ASK_S))
 
     def fail(
@@ -184,7 +184,7 @@ class Peers:
         self._notice_ends(now)
 
     def _notice_ends(self, now: float) -> None:
-        for other in self._neighbours.gone:
+        for other in self._neighbors.gone:
             self._fallen.setdefault(other, now)
         fallen = next((other for other, at in self._fallen.items() if now - at >= _GRACE_S), None)
         if fallen is None or bounded(lambda: self._store.add("finished", 0), ASK_S) == self.world_size:
@@ -220,13 +220,13 @@ class Peers:
                 self._last_word.follow()
             time.sleep(0.1)
         after = bounded(lambda: self._exchange.read(self._others), _LOST_S)
-        gone = self._neighbours.gone
+        gone = self._neighbors.gone
         if gone:
             return killed_line(gone[0], (after or self._heard.beats).get(gone[0])), Verdict(dead=tuple(gone))
         if not before or not after:
             return line, verdict
         still = [other for other in self._others if after[other].count == before[other].count]
-        missing = [other for other in still if other not in self._neighbours]
+        missing = [other for other in still if other not in self._neighbors]
         if not missing:
             return line, verdict
         self._absent = set(missing)
@@ -234,7 +234,7 @@ class Peers:
 
     def _living(self, dead: Sequence[int]) -> list[int]:
         silent = self._heard.silent(6 * _POLL_S)
-        gone = {*dead, *self._absent, *self._neighbours.gone, *silent, self.rank}
+        gone = {*dead, *self._absent, *self._neighbors.gone, *silent, self.rank}
         return [other for other in range(self.world_size) if other not in gone]
 
     def _wait(self, reached: Callable[[], bool], seconds: float) -> None:
@@ -269,8 +269,8 @@ class Peers:
 
     def _speak_for_machine(self, line: str, verdict: Verdict) -> NoReturn:
         """Report without a store: the lowest living rank of each machine does, as the ranks can no longer agree."""
-        dead = {*verdict.dead, *self._neighbours.gone}
-        speaks = not any(other < self.rank and other not in dead for other in self._neighbours)
+        dead = {*verdict.dead, *self._neighbors.gone}
+        speaks = not any(other < self.rank and other not in dead for other in self._neighbors)
         self._own_end = True
         self._last_word.speak(line, verdict, at_once=True, speaks=speaks)
 
@@ -280,7 +280,7 @@ class Peers:
         If the rank that writes ``status.json`` is one of them, the reporting rank records the failure there.
         """
         for other in verdict.dead:
-            self._neighbours.kill(other)
+            self._neighbors.kill(other)
         first = self._heard.beats.get(0)
         if speaks and 0 in verdict.dead and first is not None and ACTIVITY.folder is not None:
             fail_in_place_of(ACTIVITY.folder, first.host, first.pid, line.removeprefix("error: "))

@@ -33,7 +33,7 @@ def base_config(adapter: AdapterFolder, trust_remote_code: bool) -> PretrainedCo
     """
     arguments = {"revision": adapter.revision} if adapter.revision else {}
     config = read_config(adapter.base, key="base", trust_remote_code=trust_remote_code, init_kwargs=arguments)
-    method = _quantised_by(config)
+    method = _quantized_by(config)
     if method not in (None, "bitsandbytes"):
         raise ModelError(
             f"base: {adapter.base!r} is quantized with {method}, but adapters can only be merged into unquantized or "
@@ -100,11 +100,11 @@ def load_base(
     if adapter.revision:
         arguments["revision"] = adapter.revision
     dtype: torch.dtype | str = "auto"
-    quantised = adapter.quantization is not None or _quantised_by(config) is not None
-    if quantised:
+    quantized = adapter.quantization is not None or _quantized_by(config) is not None
+    if quantized:
         # Quantize on the CPU even if a GPU is available: it may round differently, and the export would depend on it.
         arguments["device_map"] = {"": "cpu"}
-    if adapter.quantization is not None and _quantised_by(config) is None:
+    if adapter.quantization is not None and _quantized_by(config) is None:
         arguments["quantization_config"] = BitsAndBytesConfig.from_dict(dict(adapter.quantization))
         dtype = trained_dtype(adapter) or torch.bfloat16
     try:
@@ -122,8 +122,8 @@ def load_base(
         )
     narrow = model.config.dtype in (torch.bfloat16, torch.float16)
     kept = {name for name, one in model.named_parameters() if narrow and one.dtype == torch.float32}
-    if quantised:
-        kept = {name for name in kept if not _is_quantised(model, name)}
+    if quantized:
+        kept = {name for name in kept if not _is_quantized(model, name)}
         # Do not run 4-bit layers before this: on CPUs with AVX512-BF16, a forward pass may repack their weights.
         model = model.dequantize(dtype=torch.promote_types(model.config.dtype, target))
     rows = config.get_text_config().vocab_size
@@ -155,7 +155,7 @@ def without_saved_modules(config: PeftConfig) -> PeftConfig:
     return twin
 
 
-def _quantised_by(config: PretrainedConfig) -> str | None:
+def _quantized_by(config: PretrainedConfig) -> str | None:
     """Return transformers' name of a checkpoint's quantization method, or None if it is not quantized."""
     given = getattr(config, "quantization_config", None)
     if given is None:
@@ -164,7 +164,7 @@ def _quantised_by(config: PretrainedConfig) -> str | None:
     return str(getattr(method, "value", method) or "bitsandbytes")
 
 
-def _is_quantised(model: nn.Module, name: str) -> bool:
+def _is_quantized(model: nn.Module, name: str) -> bool:
     """Return whether a parameter is a packed weight, even if its storage dtype is fp32."""
     module = model.get_submodule(name.rpartition(".")[0])
     return name.endswith(".weight") and type(module).__name__ in ("Linear4bit", "Linear8bitLt")

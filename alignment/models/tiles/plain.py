@@ -73,9 +73,9 @@ def score_tile(
     return TileScores(logps, lse[:, 0], None if rows is None else rows.to(hidden.dtype), measured)
 
 
-def _entropy(unnormalised: Tensor, total: Tensor) -> Tensor:
+def _entropy(unnormalized: Tensor, total: Tensor) -> Tensor:
     """(C,) entropies in nats from exp(z - max) (C, V) and its row sums (C, 1), without a second tile."""
-    parts = unnormalised.split(_STATS_ROWS)
+    parts = unnormalized.split(_STATS_ROWS)
     expected = torch.cat([torch.xlogy(part, part).sum(1) for part in parts]) / total[:, 0]
     return total.log()[:, 0] - expected
 
@@ -86,21 +86,21 @@ def _place_for(tile: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _coefficients(
-    unnormalised: Tensor, total: Tensor, targets: Tensor, slope: Tensor | float, dtype: torch.dtype
+    unnormalized: Tensor, total: Tensor, targets: Tensor, slope: Tensor | float, dtype: torch.dtype
 ) -> Tensor:
     """(C, V) ``(onehot - p) * slope`` in ``dtype``, from exp(z - max) (C, V), which is overwritten."""
     column = targets[:, None]
     # The target's coefficient is computed separately, so that the others need neither an addition nor a cast.
-    at_target = unnormalised.gather(1, column).div_(-total).add_(1)
+    at_target = unnormalized.gather(1, column).div_(-total).add_(1)
     if isinstance(slope, Tensor):
         at_target.mul_(slope.gather(1, column))
     else:
         at_target.mul_(slope)
     if isinstance(slope, Tensor) or slope != 1.0:
-        unnormalised.div_(-total)
-        coefficients = torch.mul(unnormalised, slope, out=_place_for(unnormalised, dtype))
+        unnormalized.div_(-total)
+        coefficients = torch.mul(unnormalized, slope, out=_place_for(unnormalized, dtype))
     else:
-        coefficients = torch.div(unnormalised, -total, out=_place_for(unnormalised, dtype))
+        coefficients = torch.div(unnormalized, -total, out=_place_for(unnormalized, dtype))
     return coefficients.scatter_(1, column, at_target.to(dtype))
 
 

@@ -15,7 +15,7 @@ from alignment.reporting.html.content import RunContent
 from alignment.reporting.html.drawing import draw
 from alignment.reporting.html.series import Chart, charts, compared
 from alignment.reporting.html.theme import declarations
-from alignment.reporting.log_reading import number
+from alignment.reporting.log_reading import is_mean, number
 from alignment.reporting.report import duration, gibibytes
 
 PAGE = "report.html"
@@ -32,7 +32,7 @@ _TILES = {
     "grad_norm": "Gradient norm",
 }  # fmt: skip
 _MOST_TILES = 6
-_NOT_SHOWN = ("_sum", "runtime", "_per_second")
+_NOT_SHOWN = ("runtime", "_per_second")
 
 
 def render(content: RunContent) -> str:
@@ -123,7 +123,7 @@ def _shown(metrics: Mapping[str, Any]) -> dict[str, str]:
     return {
         name: _number(value)
         for name, each in metrics.items()
-        if (value := number(each)) is not None and not (name.endswith(_NOT_SHOWN) or name.startswith("count/"))
+        if (value := number(each)) is not None and is_mean(name) and not name.endswith(_NOT_SHOWN)
     }
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from alignment.config.errors import CheckpointError, OptionError, did_you_mean, show
+from alignment.config.errors import CheckpointError, OptionError, counted, did_you_mean, show
 from alignment.engines.checkpoints.folder import checkpoints
 from alignment.engines.checkpoints.fragments import check_fragments
 from alignment.engines.checkpoints.manifest import MANIFEST, Manifest
@@ -222,7 +222,7 @@ def _check_window(before: int, present: Present) -> None:
     if before == present.window:
         return
     raise OptionError(
-        f"{_OPTION}: a step has {present.window} rows on {world_size()} rank(s), but had {before}; set "
+        f"{_OPTION}: a step has {present.window} rows on {counted(world_size(), 'rank')}, but had {before}; set "
         f"{_fitting(before, present.micro_batch, world_size())}"
     )
 

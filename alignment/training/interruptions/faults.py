@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from alignment.config.errors import counted
 from alignment.config.options_faults import FaultOptions
 from alignment.data.windows import WindowPlan
 from alignment.training.window import BadStep
@@ -139,7 +140,7 @@ class BadSteps:
         self.count, self.omitted = count, sorted({*omitted, *left_out})
         done = "its window was skipped"
         if place is not None:
-            done = f"the run returned to {place} and skips {len(left_out)} window(s)"
+            done = f"the run returned to {place} and skips {counted(len(left_out), 'window')}"
         elif self.args.on_bad_step == "rewind":
             done += ", since there is no checkpoint to return to yet"
         self._tell(f"step {step}: {fault}; {done} (bad step {count} of at most {most})")

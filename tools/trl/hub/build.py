@@ -45,12 +45,12 @@ def build(home: Path) -> None:
     for tiny in models.MODELS:
         models.save(tiny, texts, snapshot(home, tiny.repository))
     _remote(home, texts)
-    organisation = models.ORGANISATION
+    organization = models.ORGANIZATION
     for name, configs in {"zen": rows.zen(), "harmony": rows.harmony(), "toolcall": rows.toolcall()}.items():
         for config, columns in reversed(configs.items()):  # the newest one is used by calls without a name
-            write_rows(home, f"{organisation}/{name}", config, columns)
+            write_rows(home, f"{organization}/{name}", config, columns)
     chats = rows.conversational()["language_modeling"]
-    write_rows(home, f"{organisation}/dolly-chatml-sft", "default", chats)
+    write_rows(home, f"{organization}/dolly-chatml-sft", "default", chats)
     write_rows(home, "stanfordnlp/imdb", "plain_text", rows.reviews())
 
 
@@ -70,9 +70,9 @@ def write_rows(home: Path, repository: str, config: str, columns: rows.Columns) 
     from datasets.naming import filename_prefix_for_split
     from datasets.splits import SplitDict, SplitInfo
 
-    organisation, _, name = repository.partition("/")
+    organization, _, name = repository.partition("/")
     folder = (
-        home / "datasets" / f"{organisation}___{name}" / config / "0.0.0" / hashlib.sha256(config.encode()).hexdigest()
+        home / "datasets" / f"{organization}___{name}" / config / "0.0.0" / hashlib.sha256(config.encode()).hexdigest()
     )
     folder.mkdir(parents=True)
     whole = Dataset.from_dict(columns, on_mixed_types="use_json")
@@ -101,7 +101,7 @@ def _remote(home: Path, texts: list[str]) -> None:
 
     from tools.trl.hub import models
 
-    folder = snapshot(home, f"{models.ORGANISATION}/tiny-RemoteForCausalLM")
+    folder = snapshot(home, f"{models.ORGANIZATION}/tiny-RemoteForCausalLM")
     models.save(models.Tiny("tiny-RemoteForCausalLM", "LlamaForCausalLM", "llama3"), texts, folder)
     for name in ("configuration_remote.py", "modeling_remote.py"):
         shutil.copyfile(Path(__file__).with_name("remote") / f"{name}.txt", folder / name)

@@ -12,7 +12,7 @@ from torch import nn
 
 from tools.trl.hub.tokenizers import FAMILIES, train
 
-ORGANISATION = "trl-internal-testing"
+ORGANIZATION = "trl-internal-testing"
 _SIZES: dict[str, Any] = {
     "hidden_size": 8,
     "num_attention_heads": 4,
@@ -44,7 +44,7 @@ class Tiny:
     @property
     def repository(self) -> str:
         """The full name on the hub."""
-        return self.name if "/" in self.name else f"{ORGANISATION}/{self.name}"
+        return self.name if "/" in self.name else f"{ORGANIZATION}/{self.name}"
 
 
 _T5 = {"d_model": 24, "d_ff": 32, "d_kv": 4, "num_heads": 4, "num_layers": 2, "decoder_start_token_id": 0}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from alignment.engines.watch.processes import Watched
 
 
-class Neighbours:
+class Neighbors:
     """Other ranks whose processes are visible to this one. One thread starts the watch, others query it."""
 
     def __init__(self) -> None:

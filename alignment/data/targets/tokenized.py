@@ -70,7 +70,7 @@ def token_columns(kind: Kind, there: Collection[str]) -> TokenColumns | None:
     return None
 
 
-def check_tokenised(columns: TokenColumns | None, where: str, there: Iterable[str]) -> None:
+def check_tokenized(columns: TokenColumns | None, where: str, there: Iterable[str]) -> None:
     """Check that rows need no preparation, as ``skip_prepare_dataset`` requires, and that no mask is ignored.
 
     Args:

@@ -11,7 +11,7 @@ from alignment.data.row_mapper import RowMapper
 
 def refuse(self: RowMapper, *batch: Any) -> None:
     """Replaces the function of ``Dataset.map``."""
-    raise RuntimeError("a row was tokenised")
+    raise RuntimeError("a row was tokenized")
 
 
 if __name__ == "__main__":
