@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 from transformers import DefaultFlowCallback, EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import (
     TensorBoardCallback,
+    WandbCallback,
     get_available_reporting_integrations,
     get_reporting_integration_callbacks,
 )
 
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
-from alignment.engines.collectives import largest_numbers
+from alignment.engines.collectives import largest_numbers, on_first_rank
 from alignment.engines.launch_env import world_size
 from alignment.engines.watch.requests import REQUESTS
 from alignment.engines.watch.stop import StopReason
@@ -80,6 +81,20 @@ def check_early_stopping(args: AlignmentConfig, callbacks: Sequence[TrainerCallb
         )
     if args.eval_strategy == "no":
         raise OptionError("callbacks: EarlyStoppingCallback requires evaluation; set eval_strategy to steps or epoch")
+
+
+def log_in(callbacks: Sequence[TrainerCallback]) -> None:
+    """Log in to Weights & Biases before the models are loaded: it may fail, or ask for a key. Collective."""
+
+    def ask() -> None:
+        import wandb
+
+        if wandb.run is None:
+            wandb.login(verify=False)
+
+    needed = any(isinstance(callback, WandbCallback) for callback in callbacks)
+    if needed and os.environ.get("WANDB_MODE", "online") == "online":
+        on_first_rank(ask)
 
 
 class Events:

@@ -34,7 +34,7 @@ from alignment.training.arguments import (
     with_adapter_names,
     with_quantization,
 )
-from alignment.training.callbacks import Events, check_callbacks, check_early_stopping
+from alignment.training.callbacks import Events, check_callbacks, check_early_stopping, log_in
 from alignment.training.checkpointing.best import BestModel
 from alignment.training.checkpointing.merged import write_merged
 from alignment.training.checkpointing.output_folder import LOG
@@ -244,6 +244,7 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
             steps = total_steps(self.args, self.sampler)
             begin_again(self.context, self.engines, self.identity, steps, resumes=bool(asked))
         check_early_stopping(self.args, self.events.handler.callbacks)
+        log_in(self.events.handler.callbacks)
         present, self._at_first = self._at_first or self._present(), None
         checkpoint = self.folder.enter(asked, present)
         if self.is_world_process_zero():

@@ -337,6 +337,23 @@ def test_tensorboard_and_wandb_offline(model: str, tmp_path: Path, monkeypatch: 
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
+def test_a_missing_login_is_found_before_models_are_loaded(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HOME", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    wandb.teardown()  # forget the settings of other tests
+    args = KTOConfig(**options(tmp_path, max_steps=1, report_to=["wandb"]))
+    trainer = KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(8))
+    with pytest.raises(wandb.errors.UsageError, match="(?i)api.key"):
+        trainer.train()
+    assert not trainer.engines.ready and not (tmp_path / "out").exists()
+    trainer.close()
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

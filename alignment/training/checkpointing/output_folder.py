@@ -13,6 +13,7 @@ from alignment.engines.checkpoints.folder import CHECKPOINT_PREFIX, checkpoints
 from alignment.engines.checkpoints.lock import LOCK
 from alignment.engines.watch.ending import STACKS
 from alignment.engines.watch.requests import STOP_FILE
+from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.durable import replace_text
 from alignment.reporting.status_file import STATUS
 
@@ -64,9 +65,11 @@ def check_output_folder(
 def _ways_out(folder: Path, option: str) -> str:
     if option != "output_dir":
         return ""
-    if checkpoints(folder):
-        return ", resume_from_checkpoint: latest to resume its run, or overwrite_output_dir: true to start over"
-    return " or set overwrite_output_dir: true"
+    if ACTIVITY.guarded:
+        resume, overwrite = "set resume_from_checkpoint: latest", "set overwrite_output_dir: true"
+    else:
+        resume, overwrite = "call train(resume_from_checkpoint=True)", "set overwrite_output_dir=True"
+    return f", {resume} to resume its run, or {overwrite} to start over" if checkpoints(folder) else f" or {overwrite}"
 
 
 def in_use(folder: Path, ignored: Collection[str] = ()) -> bool:
