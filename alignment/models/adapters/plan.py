@@ -57,39 +57,47 @@ def plan_adapters(
         _refuse_names(options)
         _refuse_injected(source)
     if not given:
-        if quantization is not None:
-            raise OptionError(
-                f"{source.name}: {quantization.bits}-bit weights cannot be trained directly; set use_peft: true to "
-                "train adapters on them, or load the model without quantization"
-            )
-        if options.merged_output_dir is not None:
-            raise OptionError(
-                f"{setting('merged_output_dir', options.merged_output_dir)}: the run trains the full model, so there "
-                "are no adapters to merge; remove it (the model is saved in output_dir)"
-            )
+        _check_full(options, source, quantization)
         return None
     _check_folders(options, source)
     if live is not None:
         return _of_live(options, live, source)
     if path is not None:
         config = _read(path)
-    elif peft_config is not None:
-        if not is_adapter_config(peft_config):
-            raise OptionError(f"peft_config: {type(peft_config).__name__} is not a PEFT configuration")
-        changed = changed_lora(options)
-        if changed is not None:
-            raise OptionError(
-                f"{setting(changed, getattr(options, changed))}: has no effect with peft_config; set it there"
-            )
-        config = copy.deepcopy(peft_config)
     else:
-        config = _lora(options)
+        config = _lora(options) if peft_config is None else _copied(peft_config, options)
     check_kind(config, "adapter_name_or_path" if path else "peft_config" if peft_config else "use_peft")
     check_variant(config, quantization, stage)
     in_python = path is None and peft_config is not None
     adapters = tried(config, path, source, quantization, options.trust_remote_code, given=in_python)
     check_variant(adapters.config, quantization, stage)  # PEFT may have replaced the targets
     return adapters
+
+
+def _check_full(options: AlignmentConfig, source: ModelSource, quantization: Quantization | None) -> None:
+    """Reject what only a run with adapters can do."""
+    if quantization is not None:
+        raise OptionError(
+            f"{source.name}: {quantization.bits}-bit weights cannot be trained directly; set use_peft: true to "
+            "train adapters on them, or load the model without quantization"
+        )
+    if options.merged_output_dir is not None:
+        raise OptionError(
+            f"{setting('merged_output_dir', options.merged_output_dir)}: the run trains the full model, so there "
+            "are no adapters to merge; remove it (the model is saved in output_dir)"
+        )
+
+
+def _copied(peft_config: Any, options: AlignmentConfig) -> Any:
+    """Return a copy of the user's configuration, which replaces the options ``lora_*``."""
+    if not is_adapter_config(peft_config):
+        raise OptionError(f"peft_config: {type(peft_config).__name__} is not a PEFT configuration")
+    changed = changed_lora(options)
+    if changed is not None:
+        raise OptionError(
+            f"{setting(changed, getattr(options, changed))}: has no effect with peft_config; set it there"
+        )
+    return copy.deepcopy(peft_config)
 
 
 def _check_folders(options: AlignmentConfig, source: ModelSource) -> None:
