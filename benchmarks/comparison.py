@@ -92,8 +92,8 @@ def title(method: str) -> str:
 def table(comparisons: Sequence[Comparison]) -> str:
     """Return a Markdown table, one line per comparison."""
     lines = [
-        "| method | engine | step, ours | step, TRL | speed-up | CPU time ratio | memory, ours | memory, TRL "
-        "| share | required |",
+        "| method | engine | step, ours | step, TRL | speedup | CPU time ratio | memory, ours | memory, TRL "
+        "| memory ratio | target |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for c in comparisons:

@@ -29,7 +29,7 @@ LIMIT_GB, SECONDS = 24.0, 900.0
 _GIB = 2**30
 _SIDES: tuple[SideName, SideName] = ("ours", "trl")
 _NO_MEMORY = ("OutOfMemoryError", "out of memory", "ALLOC_FAILED")
-_COLUMNS = "method|training|step, ours|step, TRL|speed-up|tokens/s, ours|tokens/s, TRL|" + "|".join(
+_COLUMNS = "method|training|step, ours|step, TRL|speedup|tokens/s, ours|tokens/s, TRL|" + "|".join(
     f"{kind}, {side}" for kind in ("allocated", "reserved") for side in ("ours", "TRL")
 )
 

@@ -110,11 +110,11 @@ def main() -> None:
     for _, _, label in PARTS:
         if label in total:
             indented = label.replace("  ", "&emsp;")
-            print(f"| {indented} | {total[label]:.1f} | {100 * total[label] / whole:.1f} % |")
+            print(f"| {indented} | {total[label]:.1f} | {100 * total[label] / whole:.1f}% |")
     print("\n| operations | share of the step |\n|---|---|")
     for name, keys in OPERATIONS.items():
         own = sum(e.self_cpu_time_total for e in found if any(key in e.key for key in keys)) / 1e3 / given.steps
-        print(f"| {name} | {100 * own / whole:.1f} % |")
+        print(f"| {name} | {100 * own / whole:.1f}% |")
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ MODELS = [
     model("index of another place", written(INDEX, '{"weight_map": {"a": "../../b"}}'), "but missing"),
     Case("model: a file", (UNUSABLE,), {"model_name_or_path": "@data.jsonl"}),
     model("adapters", adapter, "contains adapters but no model", "adapter_name_or_path"),
-    Case("model: no name of the hub's", (UNUSABLE, "Repo id"), {"model_name_or_path": "what is this?"}),
+    Case("model: no name of the Hub's", (UNUSABLE, "Repo id"), {"model_name_or_path": "what is this?"}),
     Case("model: an address", (UNUSABLE, "Repo id"), {"model_name_or_path": "https://huggingface.co/gpt2"}),
     Case("model: offline", (UNUSABLE, "couldn't"), {"model_name_or_path": "gpt2"}),
     Case("model: no such subfolder", (UNUSABLE,), {"model_init_kwargs": '{"subfolder": "nope"}'}),

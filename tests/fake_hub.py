@@ -37,7 +37,7 @@ class Repo:
 
 
 class FakeHub:
-    """The hub of a test.
+    """The Hub of a test.
 
     Attributes:
         repos: repositories by owner and name.
@@ -75,7 +75,7 @@ class FakeHub:
             self.server.server_close()
 
     def files(self, repo: str, branch: str = "main") -> dict[str, bytes]:
-        """Return the files of a branch, except those created by the hub."""
+        """Return the files of a branch, except those created by the Hub."""
         return {n: c for n, c in self.repos[repo].branches[branch].items() if n != ".gitattributes"}
 
     def count(self, part: str) -> int:

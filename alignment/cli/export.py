@@ -109,11 +109,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     add(
         "--base", metavar="MODEL",
-        help="folder or hub name of the base model. For an adapter, overrides the base model that its config names. "
+        help="folder or Hub name of the base model. For an adapter, overrides the base model that its config names. "
         "For a full model, the model before training, used to measure how much training changed the weights "
         "(default: the model of the run's options, if it is a local folder)",
     )  # fmt: skip
-    add("--revision", help="revision of the base model on the hub")
+    add("--revision", help="revision of the base model on the Hub")
     bits = parser.add_mutually_exclusive_group()
     bits.add_argument(
         "--load_in_4bit", action="store_true",
@@ -131,7 +131,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--use_bnb_nested_quant", default="true", choices=("true", "false"),
         help="whether nested quantization was used for the 4-bit weights [%(default)s]",
     )  # fmt: skip
-    add("--dataset_name", metavar="DATA", help="file, folder or hub name of the rows to compare on [built-in texts]")
+    add("--dataset_name", metavar="DATA", help="file, folder or Hub name of the rows to compare on [built-in texts]")
     add("--samples", type=int, default=8, metavar="N", help="number of rows to compare on; 0 to skip [%(default)s]")
     add("--max_shard_size", default="5GB", metavar="SIZE", help="maximum size of a weight file [%(default)s]")
     add("--trust_remote_code", action="store_true", help="allow models and tokenizers to run their own Python code")

@@ -70,7 +70,7 @@ def _step(view: RunView) -> str:
         return ""
     if not view.total_steps:
         return str(view.step)
-    said = f"{view.step} of {view.total_steps} ({100 * view.step / view.total_steps:.0f} %)"
+    said = f"{view.step} of {view.total_steps} ({100 * view.step / view.total_steps:.0f}%)"
     return said if view.eta_seconds is None else f"{said}, about {_left(view.eta_seconds)} left"
 
 
@@ -135,7 +135,7 @@ def _phases(view: RunView) -> Iterator[str]:
     ordered = sorted(view.phases.items(), key=lambda item: -item[1]["seconds"])
     total = sum(one["seconds"] for _, one in ordered) or 1.0
     for name, one in ordered:
-        yield f"{name}: {duration(one['seconds'])} ({100 * one['seconds'] / total:.0f} %)"
+        yield f"{name}: {duration(one['seconds'])} ({100 * one['seconds'] / total:.0f}%)"
     if ordered:
         yield f"({view.phases_of})"
 

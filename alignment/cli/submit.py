@@ -79,8 +79,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     first.add_argument(
         "--prepare", action="store_true", help="submit a preparation job; training starts if it succeeds"
     )
-    first.add_argument("--prepare-partition", default="", metavar="NAME", help="partition of it (that of --partition)")
-    first.add_argument("--prepare-time", default="", metavar="D-HH:MM:SS", help="time limit of it (that of --time)")
+    first.add_argument("--prepare-partition", default="", metavar="NAME", help="its partition (that of --partition)")
+    first.add_argument("--prepare-time", default="", metavar="D-HH:MM:SS", help="its time limit (that of --time)")
     first.add_argument(
         "--prepare-sbatch",
         action="append",

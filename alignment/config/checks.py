@@ -272,9 +272,9 @@ def check_lengths(options: Any, rows_per_unit: int) -> None:
 def check_command_line(options: Any) -> None:
     """Require the options that a script may pass as objects instead: model and dataset."""
     if not options.model_name_or_path:
-        raise OptionError("model_name_or_path is required; set it to a folder or hub name")
+        raise OptionError("model_name_or_path is required; set it to a folder or Hub name")
     if not options.dataset_name and options.dataset_mixture is None:
-        raise OptionError("dataset_name is required; set it to a file, folder or hub name")
+        raise OptionError("dataset_name is required; set it to a file, folder or Hub name")
     options.check_named()
     wanted = options.eval_strategy != Strategy.NO or options.eval_on_start
     if wanted and not options.dataset_test_split and not tested_parts(options):

@@ -38,9 +38,9 @@ class DataOptions:
     TITLE: ClassVar[str] = "Data"
 
     dataset_name: Shared[str | None] = option(
-        None, "Dataset: a file, a folder or a hub name. Required on the command line."
+        None, "Dataset: a file, a folder or a Hub name. Required on the command line."
     )
-    dataset_config: Shared[str | None] = option(None, "Configuration name of a hub dataset.")
+    dataset_config: Shared[str | None] = option(None, "Configuration name of a Hub dataset.")
     dataset_train_split: Shared[str] = option("train", "Split to train on.")
     dataset_test_split: Shared[str | None] = option(None, "Split to evaluate on. If unset, there is no evaluation.")
     dataset_mixture: ListOrKeywords = option(
@@ -54,9 +54,9 @@ class DataOptions:
         None,
         "Mapping from expected column names to names in the data, such as `{prompt: instruction, query: input, "
         "completion: output, label: kto_tag}`. A mapped column replaces a column that already has the expected name. "
-        "Expected names: `prompt`, `completion`, `label`, `chosen`, `rejected`, `messages` (a conversation that ends "
-        "with the completion), `text`, `tools`, `chat_template_kwargs`. Two more are read only if they are mapped: "
-        "`query` (a text to append to the prompt) and `system` (a system message to prepend to it).",
+        "Expected names: `prompt`, `completion`, `label`, `chosen`, `rejected`, `margin`, `messages` (a conversation "
+        "that ends with the completion), `text`, `tools`, `chat_template_kwargs`. Two more are read only if they are "
+        "mapped: `query` (a text to append to the prompt) and `system` (a system message to prepend to it).",
     )
     max_train_samples: int | None = option(
         None,
@@ -132,7 +132,7 @@ class SequenceOptions:
         None, "Maximum length of the completion, in tokens. If unset, only `max_length` applies."
     )
     truncation_mode: str = option(
-        "keep_end", "Whether to keep the end or the start of a prompt that is too long.", choices=TRUNCATION_MODES
+        "keep_end", "Which part of an overlong prompt to keep: `keep_end` or `keep_start`.", choices=TRUNCATION_MODES
     )
     generate_during_eval: bool = option(
         False,
@@ -157,7 +157,7 @@ class TokenizerOptions:
     )
     chat_template_path: str | None = option(
         None,
-        "Chat template: a Jinja file, or a folder or hub name of a tokenizer, whose end-of-sequence token and missing "
+        "Chat template: a Jinja file, or a folder or Hub name of a tokenizer, whose end-of-sequence token and missing "
         "special tokens are then also used. Defaults to the chat template of the model.",
     )
 
@@ -258,7 +258,7 @@ def _mixture_part(where: str, item: Any) -> MixturePart:
         if key not in _MIXTURE_KEYS:
             raise OptionError(f"{where}.{setting(str(key), given[key])}: no such key{_key_hint(str(key))}")
     if not given.get("dataset_name"):
-        raise OptionError(f"{where}: dataset_name is missing; set it to a file, a folder or a hub name")
+        raise OptionError(f"{where}: dataset_name is missing; set it to a file, a folder or a Hub name")
     declared = hints(MixturePart)
     values = {key: convert(f"{where}.{key}", value, declared[key]) for key, value in given.items()}
     part = MixturePart(**values)

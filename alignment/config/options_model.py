@@ -32,14 +32,14 @@ class ModelOptions:
     TITLE: ClassVar[str] = "Model and reference"
 
     model_name_or_path: Shared[str | None] = option(
-        None, "Model to train: a folder or a hub name. Required on the command line."
+        None, "Model to train: a folder or a Hub name. Required on the command line."
     )
     model_init_kwargs: Keywords = option(
         None, "Further arguments of `from_pretrained` for the policy (JSON on the command line).", shown=False
     )
     trust_remote_code: Shared[bool] = option(False, "Allow models and tokenizers to run their own Python code.")
     attn_implementation: Shared[str | None] = option(
-        None, "Attention implementation: `sdpa`, `eager`, `flash_attention_2` or another one of transformers."
+        None, "Attention implementation: `sdpa`, `eager`, `flash_attention_2` or any other in transformers."
     )
     ref_model_name_or_path: str | None = option(None, "Reference model. Defaults to the initial policy.")
     ref_model_init_kwargs: Keywords = option(
@@ -134,7 +134,7 @@ class AdapterOptions:
     use_rslora: Shared[bool] = option(False, "Rank-stabilized LoRA: scale by `lora_alpha / sqrt(lora_r)`.")
     use_dora: Shared[bool] = option(False, "Weight-decomposed LoRA (DoRA).")
     adapter_name_or_path: str | None = option(
-        None, "PEFT adapter of this model to continue training: a folder or a hub name."
+        None, "PEFT adapter of this model to continue training: a folder or a Hub name."
     )
     model_adapter_name: str | None = option(
         None,

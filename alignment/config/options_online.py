@@ -41,7 +41,8 @@ class RolloutOptions:
     top_k: int = option(0, "Sample from this number of most likely tokens. 0: all tokens.")
     min_p: float | None = option(
         None,
-        "Sample from tokens with at least this probability, relative to the most likely token. Unset: all tokens.",
+        "Sample from tokens with at least this probability relative to that of the most likely token. Unset: all "
+        "tokens.",
     )
     repetition_penalty: float = option(1.0, "Penalty on tokens that already occur in the sequence. 1: no penalty.")
     generation_kwargs: Keywords = option(
@@ -78,7 +79,7 @@ class RewardOptions:
 
     reward_model_path: str | None = option(
         None,
-        "Reward model: folder or hub name of a sequence classifier with one label. To train one, use method `reward`.",
+        "Reward model: folder or Hub name of a sequence classifier with one label. To train one, use method `reward`.",
     )
     reward_funcs: OptionalTexts = option(
         None,
@@ -90,9 +91,10 @@ class RewardOptions:
     )
     judge: TextOrKeywords = option(
         None,
-        "A judge of pairs instead of rewards: `file.py:name` of a function (prompts, pairs) -> 0, 1 or -1 for each "
-        "pair, a mapping for a model at an OpenAI-compatible endpoint, such as `{base_url: http://localhost:8000/v1, "
-        "model: NAME}`, or `openai`, `hf` or `pair_rm`. See docs/guides/rewards.md.",
+        "Judge that compares pairs of completions, instead of rewards: `file.py:name` of a function that takes "
+        "`(prompts, pairs)` and returns 0, 1 or -1 for each pair; a mapping for a model at an OpenAI-compatible "
+        "endpoint, such as `{base_url: http://localhost:8000/v1, model: NAME}`; or `openai`, `hf` or `pair_rm`. See "
+        "docs/guides/rewards.md.",
     )
     missing_eos_penalty: float | None = option(
         None, "Penalty to subtract from the score of a completion that does not end with an end-of-sequence token."

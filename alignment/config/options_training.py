@@ -1,4 +1,4 @@
-"""Options of the training loop: steps, optimizer, memory, logging, evaluation, saving and the hub."""
+"""Options of the training loop: steps, optimizer, memory, logging, evaluation, saving and the Hub."""
 
 # ruff: noqa: RUF009 - option() is dataclasses.field() with a help text
 
@@ -111,7 +111,7 @@ class LoggingOptions:
 
 @dataclass(kw_only=True)
 class SavingOptions:
-    """Output folder, checkpoints and the hub."""
+    """Output folder, checkpoints and the Hub."""
 
     TITLE: ClassVar[str] = "Saving and the Hub"
 
@@ -161,7 +161,7 @@ class SavingOptions:
     )
     hub_token: str | None = option(
         None,
-        "Access token for the Hub; never logged or saved. Defaults to the token of `hf auth login`.",
+        "Access token for the Hub; never logged or saved. Defaults to `HF_TOKEN` or the token of `hf auth login`.",
         older=("push_to_hub_token",),
         shown=False,
     )

@@ -1,6 +1,6 @@
-"""Load a file, folder, hub name, Python object or stream into a ``datasets.Dataset``.
+"""Load a file, folder, Hub name, Python object or stream into a ``datasets.Dataset``.
 
-JSON, JSON Lines and CSV files are read by ``readers``; Parquet and Arrow files, saved datasets and hub datasets by the
+JSON, JSON Lines and CSV files are read by ``readers``; Parquet and Arrow files, saved datasets and Hub datasets by the
 ``datasets`` library. The columns are interpreted in ``formats``.
 """
 
@@ -36,7 +36,7 @@ def load_split(name: str, config: str | None, split: str) -> Dataset:
     Args:
         name: a local file (``.json``, ``.jsonl``, ``.csv``, ``.parquet``, ``.arrow``), a local folder (written by
             ``save_to_disk``, or with data files), or a name on the Hugging Face Hub.
-        config: configuration of a hub dataset; None for local data.
+        config: configuration of a Hub dataset; None for local data.
         split: a split, or a slice of one such as ``train[:10%]``. A single file only has the split ``train``.
 
     Raises:
@@ -44,10 +44,10 @@ def load_split(name: str, config: str | None, split: str) -> Dataset:
     """
     path = Path(name).expanduser()
     if not name:
-        raise DataError("dataset_name is empty; set it to a file, a folder or a hub name")
+        raise DataError("dataset_name is empty; set it to a file, a folder or a Hub name")
     if path.is_dir() or path.is_file():
         if config is not None:
-            raise DataError(f"dataset_config={config!r}: only for hub datasets, but {name} is local; remove it")
+            raise DataError(f"dataset_config={config!r}: only for Hub datasets, but {name} is local; remove it")
         parts = _folder_parts(path) if path.is_dir() else {"train": [path]}
         dataset = _select(name, parts, split)
     elif name.startswith((".", "/", "~")) or path.suffix.lower() in SUFFIXES:
@@ -196,7 +196,7 @@ def _load_hub(name: str, config: str | None, split: str) -> Dataset:
         return datasets.load_dataset(name, config, split=split)
     except Exception as error:  # network, name, config and split errors all have their own classes
         raise DataError(
-            f"{label}: cannot be loaded: {one_line(error)}; set dataset_name to a file, a folder or a hub name"
+            f"{label}: cannot be loaded: {one_line(error)}; set dataset_name to a file, a folder or a Hub name"
         ) from error
 
 

@@ -53,7 +53,7 @@ class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentCo
         None, "Maximum length of the prompt, in tokens. If unset, only `max_length` applies."
     )
     truncation_mode: str = option(
-        "keep_start", "Whether to keep the end or the start of a prompt that is too long.", choices=TRUNCATION_MODES
+        "keep_start", "Which part of an overlong prompt to keep: `keep_end` or `keep_start`.", choices=TRUNCATION_MODES
     )
     loss_type: Texts = option(
         "sigmoid", "Loss: `sigmoid`, `hinge` or `ipo` (with log-probs averaged over tokens).", several=True

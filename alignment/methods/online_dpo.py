@@ -103,11 +103,11 @@ class OnlineDPOTrainer(AlignmentTrainer):
     """Trainer for Online DPO on ``prompt`` rows. Further columns are passed to reward functions by name.
 
     Args:
-        model: the policy: a path, a hub name or a model object.
+        model: the policy: a path, a Hub name or a model object.
         ref_model: the reference. Defaults to the initial policy.
         positional: further arguments in the order of TRL's releases: ``reward_funcs``, then ``judge`` in older ones,
             then ``args``, ``data_collator``, ``train_dataset``, ``eval_dataset``, ``processing_class`` and so on.
-        reward_model: a sequence classifier with one label: a path, a hub name or a model object.
+        reward_model: a sequence classifier with one label: a path, a Hub name or a model object.
         reward_funcs: one or several functions ``f(prompts, completions, **columns) -> scores``, names of functions as
             ``file.py:function``, or further reward models; can be combined with ``reward_model``.
         judge: instead of rewards, a callable or an object with a method ``judge``: (prompts, pairs) -> 0, 1 or -1 for

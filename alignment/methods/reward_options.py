@@ -35,7 +35,7 @@ class RewardConfig(TokenizerOptions, SequenceOptions, RewardCompatibility, Align
         None, "Maximum length of the prompt, in tokens. If unset, only `max_length` applies."
     )
     center_rewards_coefficient: float | None = option(
-        None, "Weight of a loss term that centers the rewards of a pair at 0; 0.01 is common. If unset, no such term."
+        None, "Weight of a loss term that centers the rewards of a pair at 0; 0.01 is common. If unset, not added."
     )
 
     def resolve(self) -> None:

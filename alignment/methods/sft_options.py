@@ -50,7 +50,7 @@ class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentCo
     completion_only_loss: bool | None = option(
         None,
         "Whether to train on completions only (for `messages`, on the last message) or also on prompts. By default, "
-        "rows with prompt and completion are trained on completions only, `messages` and `text` on all tokens.",
+        "rows with prompt and completion train on the completion only, and `messages` and `text` on all tokens.",
     )
     packing: bool = option(
         False,
@@ -70,12 +70,12 @@ class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentCo
         "Shuffle the rows with `seed` before packing. Without packing, `train_sampling_strategy` sets the order.",
     )
     assistant_only_loss: bool = option(
-        False, "Train only on the assistant's messages of a conversation, in all of its turns."
+        False, "Train only on the assistant's messages, in all turns of a conversation."
     )
     dataset_text_field: str = option("text", "Column of rows that consist of a single text.")
     dataset_kwargs: Keywords = option(
         None,
-        "`skip_prepare_dataset: true` if the rows are tokenized already. `add_special_tokens: true` is accepted, as "
+        "`skip_prepare_dataset: true` if the rows are already tokenized. `add_special_tokens: true` is accepted, as "
         "it is the default.",
     )
 

@@ -86,7 +86,7 @@ def _source(path: str, trust_remote_code: bool) -> Any:
         source = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # network, files and code of many kinds
         raise ModelError(
-            f"{key}: cannot load a tokenizer: {one_line(error)}; set it to a folder, a hub name or a .jinja file"
+            f"{key}: cannot load a tokenizer: {one_line(error)}; set it to a folder, a Hub name or a .jinja file"
         ) from error
     if not source.chat_template:
         raise ModelError(f"{key}: the tokenizer has no chat template; set another one, or a .jinja file")

@@ -1,4 +1,4 @@
-"""Install layer kernels, Liger's or those of the hub, after a model is loaded and before its scorer is created.
+"""Install layer kernels, Liger's or those of the Hub, after a model is loaded and before its scorer is created.
 
 ``planning.kernels`` rejects unsupported settings before a model is loaded.
 """
@@ -59,7 +59,7 @@ def hub_kernels(kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
 
 
 def put_hub_kernels(model: PreTrainedModel) -> None:
-    """Replace a model's layers with kernels of the hub that support training.
+    """Replace a model's layers with kernels of the Hub that support training.
 
     ``from_pretrained`` would select kernels for evaluation mode, which may have no backward pass.
 
@@ -73,18 +73,18 @@ def put_hub_kernels(model: PreTrainedModel) -> None:
         model.train(training)
     except (ValueError, TypeError, AttributeError, ImportError, OSError, RuntimeError) as error:
         raise ModelError(
-            f"{HUB}: kernels of the hub cannot be used with {type(model).__name__}: {first_line(error)}; remove {HUB}"
+            f"{HUB}: kernels of the Hub cannot be used with {type(model).__name__}: {first_line(error)}; remove {HUB}"
         ) from error
 
 
 def choose_hub_kernels_again(module: nn.Module) -> None:
-    """Select a model's kernels of the hub again, for its current device and mode.
+    """Select a model's kernels of the Hub again, for its current device and mode.
 
     transformers selects kernels by the device of the parameters, and models are loaded into host memory. It only
     selects them again when a model switches between training and evaluation mode, which frozen models never do.
 
     Args:
-        module: The model or a module that wraps it. Models without kernels of the hub are not changed.
+        module: The model or a module that wraps it. Models without kernels of the Hub are not changed.
     """
     for model in module.modules():
         if isinstance(model, PreTrainedModel) and model.use_kernels:

@@ -42,7 +42,7 @@ def load_model(
     unpartitioned weights, and transformers then leaves them unpartitioned until the engine is created.
 
     Args:
-        path: folder or hub name.
+        path: folder or Hub name.
         dtype: dtype of the weights.
         ds_config: configuration of the engine that will wrap the model.
         task: what to load the checkpoint as.

@@ -36,7 +36,7 @@ def read_config(
     init_kwargs: dict[str, Any] | None = None,
     task: Task = CAUSAL_LM,
 ) -> PretrainedConfig:
-    """Read the configuration of a local folder or hub name, and check that a local folder's weights are complete.
+    """Read the configuration of a local folder or Hub name, and check that a local folder's weights are complete.
 
     Raises:
         ModelError: the model does not exist or cannot be loaded as ``task``, or its weights are truncated.
@@ -47,7 +47,7 @@ def read_config(
             given = (init_kwargs or {})[name]
             raise OptionError(f"{key}: {path!r} with {name}={given!r}: {name} must be {value!r}; remove {name}")
     if path.startswith((".", "/", "~")) and not Path(path).exists():
-        raise ModelError(f"{key}: folder {path!r} does not exist; set {key} to an existing folder or a hub name")
+        raise ModelError(f"{key}: folder {path!r} does not exist; set {key} to an existing folder or a Hub name")
     try:
         # init_kwargs may override values of the configuration; the other arguments are returned unused.
         config, _ = AutoConfig.from_pretrained(
@@ -145,10 +145,10 @@ def check_positions(config: PretrainedConfig, max_length: int | None) -> None:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model given by path or hub name, or as a live object.
+    """A model given by path or Hub name, or as a live object.
 
     Attributes:
-        path: folder or hub name; None for a live model.
+        path: folder or Hub name; None for a live model.
         live: the live model, if any.
         config: its configuration, read before the weights are loaded.
         init_kwargs: arguments for ``from_pretrained``.

@@ -82,7 +82,7 @@ class EnginePlan:
 def check_alike(plan: EnginePlan) -> None:
     """Check that all ranks have the same plan. Collective.
 
-    Hosts with different GPUs may choose different compute dtypes; hosts with different caches of the hub may train or
+    Hosts with different GPUs may choose different compute dtypes; hosts with different caches of the Hub may train or
     save different weights.
 
     Raises:
@@ -94,7 +94,7 @@ def check_alike(plan: EnginePlan) -> None:
         raise OptionError(f"dtype: the default differs between the GPUs of this run ({ranks}); set dtype explicitly")
     if plan.adapters is not None and len({*gathered((plan.adapters.trained, plan.adapters.head))}) > 1:
         raise OptionError(
-            "model: the model files in the hub caches of the hosts differ: only some have a reward model head; name "
+            "model: the model files in the Hub caches of the hosts differ: only some have a reward model head; name "
             "the head in peft_config, or load the model from a folder that all hosts share"
         )
 

@@ -29,7 +29,7 @@ _SETTLED_S = 2.0  # a file that changed more recently may change again with the 
 
 
 def source_content(source: ModelSource, memory: Path, *, keep: bool) -> dict[str, Any]:
-    """Identify a model's content: by hashes of its files, by the commit of a hub model, or by a hash of a live model.
+    """Identify a model's content: by hashes of its files, by the commit of a Hub model, or by a hash of a live model.
 
     Collective if the model is live and partitioned; parameters are gathered one at a time.
 
@@ -63,14 +63,14 @@ def adapters_content(adapters: Adapters, memory: Path) -> dict[str, Any]:
 
 
 def _commit(source: ModelSource) -> str:
-    """Return the commit of a hub model, whose configuration is in the cache because it was loaded before."""
+    """Return the commit of a Hub model, whose configuration is in the cache because it was loaded before."""
     assert source.path is not None
     file = "/".join(part for part in (source.init_kwargs.get("subfolder", ""), "config.json") if part)
     return _cached_commit(source.path, file, source.init_kwargs)
 
 
 def hub_commit(path: str, file: str, kwargs: Mapping[str, Any]) -> str | None:
-    """Return the commit of a file that was loaded from the hub, or None if it is not in the cache.
+    """Return the commit of a file that was loaded from the Hub, or None if it is not in the cache.
 
     Args:
         path: name of the repository.
@@ -86,7 +86,7 @@ def _cached_commit(path: str, file: str, kwargs: Mapping[str, Any]) -> str:
     commit = hub_commit(path, file, kwargs)
     if commit is None:
         raise ModelError(
-            f"{path!r}: its commit is not in the hub cache, so its log-probs cannot be stored; download it to a "
+            f"{path!r}: its commit is not in the Hub cache, so its log-probs cannot be stored; download it to a "
             "folder, or set another ref_placement"
         )
     return commit

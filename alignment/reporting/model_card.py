@@ -1,4 +1,4 @@
-"""A model card in the format of the Hugging Face hub. All values are untrusted and escaped.
+"""A model card in the format of the Hugging Face Hub. All values are untrusted and escaped.
 
 Private values are left out: anything that looks like a secret, and local folders.
 """
@@ -37,11 +37,11 @@ class ModelCard:
         title: the model's name.
         is_classifier: whether it is a reward model, which outputs a score.
         base_model: name of the model that was trained; None if unknown.
-        base_id: its identifier on the hub; None if it is not there.
+        base_id: its identifier on the Hub; None if it is not there.
         method: name of the method, such as ``dpo``; None if unknown.
         method_title: the method's display name.
         papers: title and URL of each paper to cite.
-        datasets: identifiers of datasets on the hub.
+        datasets: identifiers of datasets on the Hub.
         export: sentences about how the weights were written.
         training: facts about the run, such as ``("steps", "100")``.
         options: options changed from their defaults.
@@ -54,7 +54,7 @@ class ModelCard:
         tags: additional tags.
         model_name: for the metadata; None omits it.
         language, license: for the metadata; None omits them.
-        task: the hub's pipeline tag. Defaults to one chosen by ``is_classifier``.
+        task: the Hub's pipeline tag. Defaults to one chosen by ``is_classifier``.
     """
 
     title: str
@@ -175,7 +175,7 @@ def is_local(name: str) -> bool:
 
 
 def hub_id(name: str | None) -> str | None:
-    """``name`` if it is a valid hub identifier with an owner, else None; the hub is not queried."""
+    """``name`` if it is a valid hub identifier with an owner, else None; the Hub is not queried."""
     if name is None or name.count("/") != 1 or is_local(name):
         return None
     try:

@@ -48,7 +48,7 @@ class RunReport:
                 name,
                 f"{int(phase['entries'])}",
                 f"{phase['seconds']:.2f}",
-                f"{100 * phase['seconds'] / total:.0f} %",
+                f"{100 * phase['seconds'] / total:.0f}%",
                 f"{phase['tokens'] / phase['seconds']:,.0f}" if phase["tokens"] and phase["seconds"] else "",
                 gibibytes(phase["peak_bytes"]),
             )

@@ -18,10 +18,10 @@ from alignment.rewards.pairwise import BasePairwiseJudge
 
 
 class HfPairwiseJudge(ModelJudge):
-    """Asks a model with ``huggingface_hub.InferenceClient``: an inference provider of the hub, or a server's URL.
+    """Asks a model with ``huggingface_hub.InferenceClient``: an inference provider of the Hub, or a server's URL.
 
     Args:
-        model: name on the hub, or a URL.
+        model: name on the Hub, or a URL.
         token: hub token; None for the one of ``hf auth login`` or ``HF_TOKEN``. It is only stored in the client.
         system_prompt: see :class:`.ModelJudge`, as for all arguments that are not listed here.
         timeout: seconds for a response.
@@ -45,7 +45,7 @@ class HfPairwiseJudge(ModelJudge):
 
         super().__init__(system_prompt, **asking)
         if not isinstance(model, str) or not model.strip():
-            raise OptionError(f"{setting('model', model)}: expected a name on the hub or a URL")
+            raise OptionError(f"{setting('model', model)}: expected a name on the Hub or a URL")
         check_number("timeout", timeout, 0.001, whole=False)
         check_number("max_tokens", max_tokens, 1, whole=True)
         self.model, self.timeout, self.max_tokens = model, timeout, max_tokens
@@ -69,7 +69,7 @@ class HfPairwiseJudge(ModelJudge):
 
 
 def _refusal(error: Exception) -> NoAnswer:
-    """Convert an error of the hub's client. It must not be chained, because its request contains the token."""
+    """Convert an error of the Hub's client. It must not be chained, because its request contains the token."""
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     if response is None or not isinstance(status, int):

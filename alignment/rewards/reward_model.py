@@ -40,7 +40,7 @@ class ClassifierReward:
     tokenized as for the training of reward models: as one text or conversation, with one end token.
 
     Args:
-        model: path, hub name or live model.
+        model: path, Hub name or live model.
         tokenizer: the reward model's tokenizer; None to load it from the model.
         options: the run's options.
         dtypes: the run's dtypes; the reward model computes in the policy's dtype.

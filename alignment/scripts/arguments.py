@@ -23,7 +23,7 @@ class ScriptArguments:
         OptionError: ``gradient_checkpointing_use_reentrant`` is set.
     """
 
-    dataset_name: str | None = option(None, "Folder, file or hub name of the dataset. Ignored if there is a mixture.")
+    dataset_name: str | None = option(None, "Folder, file or Hub name of the dataset. Ignored if there is a mixture.")
     dataset_config: str | None = option(
         None, "Configuration of the dataset: the argument `name` of `datasets.load_dataset`."
     )
@@ -93,5 +93,5 @@ def _dataset(index: int, given: Any) -> DatasetConfig:
                 f"{did_you_mean(str(name), names)}"
             )
     if "path" not in given:
-        raise OptionError(f"datasets[{index}]: path is missing; set it to a folder or hub name")
+        raise OptionError(f"datasets[{index}]: path is missing; set it to a folder or Hub name")
     return DatasetConfig(**given)

@@ -74,7 +74,7 @@ def clone_chat_template(
     Args:
         model: a transformers model.
         tokenizer: its tokenizer.
-        source_tokenizer_path: folder or hub name of the tokenizer with the chat template.
+        source_tokenizer_path: folder or Hub name of the tokenizer with the chat template.
         resize_to_multiple_of: pad the rows of the embeddings to a multiple of this number.
 
     Returns:

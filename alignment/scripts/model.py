@@ -37,12 +37,12 @@ class ModelConfig:
         OptionError: two arguments contradict each other, or a value is not among the choices.
     """
 
-    model_name_or_path: str | None = option(None, "Folder or hub name of the model.")
+    model_name_or_path: str | None = option(None, "Folder or Hub name of the model.")
     model_revision: str = option("main", "Branch, tag or commit of the model.")
     dtype: str | None = option("float32", "Dtype of the loaded weights.", choices=_DTYPES)
     trust_remote_code: bool = option(False, "Allow models and tokenizers to run their own Python code.")
     attn_implementation: str | None = option(
-        None, "Attention implementation: `sdpa`, `eager`, `flash_attention_2` or another one of transformers."
+        None, "Attention implementation: `sdpa`, `eager`, `flash_attention_2` or any other in transformers."
     )
     use_peft: bool = option(False, "Train LoRA adapters instead of the full model.")
     lora_r: int = option(16, "Rank of the LoRA matrices.")

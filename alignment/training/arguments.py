@@ -82,7 +82,7 @@ def model_and_options(
     Args:
         trainer: class name of the trainer, for messages.
         kind: class of its options.
-        model: path, hub name or live model; None uses ``args.model_name_or_path``.
+        model: path, Hub name or live model; None uses ``args.model_name_or_path``.
         args: the options, which may have been modified after creation, or plain ``TrainingArguments``; None uses
             the defaults and an output folder named after model and method.
 

@@ -69,7 +69,7 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
     """Base class of the trainers; use that of a method, such as :class:`KTOTrainer`.
 
     Args:
-        model: path, hub name or live transformers model; None uses ``args.model_name_or_path``.
+        model: path, Hub name or live transformers model; None uses ``args.model_name_or_path``.
         ref_model: the reference, in the same forms; None uses the initial policy.
         args: the options.
         train_dataset: a ``datasets.Dataset`` or a list of rows; optional with ``eval_dataset``.

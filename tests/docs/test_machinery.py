@@ -167,7 +167,7 @@ def test_a_valid_block(language: str, text: str, tmp_path: Path) -> None:
         ("loss 0.4812", "loss 0.4813"),
         ("loss … kl 0.25, …", "loss 0.4813 kl 0.251, margins 2"),
         ("took 3.2 s, 21,790 tokens/s", "took 17 s, 3 tokens/s"),
-        ("44 min 10 s (71 %)", "2 h 1 min (5 %)"),
+        ("44 min 10 s (71%)", "2 h 1 min (5%)"),
         ("wrote /home/me/outputs/kto", "wrote /tmp/x1/outputs/kto"),
         ("started 2026-11-22 14:01:53 UTC", "started 2027-01-02 01:02:03 UTC"),
         ("process 41208 on node7 (SLURM job 88123)", "process 7 on other (SLURM job 1)"),

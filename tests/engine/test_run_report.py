@@ -35,8 +35,8 @@ REPORT = """\
 
 | phase | times | seconds | share | tokens/s | GPU memory |
 | ----- | ----: | ------: | ----: | -------: | ---------: |
-| train |     4 |    1.50 |  75 % |    2,000 |   1.50 GiB |
-| step  |     4 |    0.50 |  25 % |          |            |
+| train |     4 |    1.50 |   75% |    2,000 |   1.50 GiB |
+| step  |     4 |    0.50 |   25% |          |            |
 
 ## Final metrics
 

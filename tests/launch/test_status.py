@@ -131,7 +131,7 @@ def test_following_by_lines(tmp_path: Path) -> None:
         )
         assert follow.stdout is not None
         first = follow.stdout.readline()
-        assert "running: process" in first and "40 of 100 (40 %), about 1 min 00 s left; 1 steps/s" in first
+        assert "running: process" in first and "40 of 100 (40%), about 1 min 00 s left; 1 steps/s" in first
         write_status(tmp_path, state="running", pid=process.pid, step=41)
         assert "41 of 100" in follow.stdout.readline()
     try:

@@ -1,6 +1,6 @@
 """Compare the output of a command with the output on a page.
 
-Volatile parts are masked, and other decimals may differ by 2 %. ``...`` and ``…`` match anything; on a line of their
+Volatile parts are masked, and other decimals may differ by 2%. ``...`` and ``…`` match anything; on a line of their
 own, they match any number of lines.
 """
 

@@ -83,7 +83,7 @@ def test_hosts_with_different_gpus_are_rejected(plan: Plan, monkeypatch: pytest.
     engines.check_alike(made)
     made.adapters = SimpleNamespace(trained=5, head=True)
     monkeypatch.setattr(engines, "gathered", lambda own: [own, own if isinstance(own, str) else (7, False)])
-    with pytest.raises(OptionError, match="^model: the model files in the hub caches of the hosts differ"):
+    with pytest.raises(OptionError, match="^model: the model files in the Hub caches of the hosts differ"):
         engines.check_alike(made)
 
 

@@ -233,7 +233,7 @@ def test_errors_name_the_part_and_its_row(folder: Path, tmp_path: Path) -> None:
 
 
 def test_omitted_settings_of_a_part_are_unset() -> None:
-    """It is None rather than empty, because an empty name would be requested from the hub."""
+    """It is None rather than empty, because an empty name would be requested from the Hub."""
     (part,) = mixture_parts(["a.jsonl"])
     values = dataclasses.asdict(part)
     assert values.pop("dataset_name") == "a.jsonl" and set(values.values()) == {None}

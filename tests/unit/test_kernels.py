@@ -221,11 +221,11 @@ def test_kernels_of_the_hub_are_selected_for_training(tmp_path: Path, monkeypatc
 
 def test_unavailable_kernels_of_the_hub_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Any, use: bool, config: Any = None) -> None:
-        raise OSError("We couldn't connect to the hub\nand more")
+        raise OSError("We couldn't connect to the Hub\nand more")
 
     model = AutoModelForCausalLM.from_config(tiny_config("tied"))
     monkeypatch.setattr(LlamaForCausalLM, "set_use_kernels", broken)
-    with pytest.raises(ModelError, match="^use_kernels: kernels of the hub cannot be used with Llama.*: We c"):
+    with pytest.raises(ModelError, match="^use_kernels: kernels of the Hub cannot be used with Llama.*: We c"):
         put_hub_kernels(model)
 
 

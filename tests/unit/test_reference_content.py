@@ -145,7 +145,7 @@ def test_a_hub_model_is_identified_by_its_commit(folder: Path, tmp_path: Path) -
     assert seen()["commit"] == "2" * 40
     assert seen(revision="1" * 40)["commit"] == "1" * 40
     unknown = ModelSource("some/other", None, model_source(str(folder), "model", OPTIONS).config, {})
-    with pytest.raises(ModelError, match="'some/other': its commit is not in the hub cache"):
+    with pytest.raises(ModelError, match="'some/other': its commit is not in the Hub cache"):
         source_content(unknown, tmp_path / "hashes.json", keep=True)
 
 

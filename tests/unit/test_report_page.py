@@ -63,7 +63,7 @@ def test_content_of_a_report(tmp_path: Path) -> None:
         "advice use more rows",
         "Dotted lines: resumed (step 40), best checkpoint (step 100).",
         "Training at step 100",
-        "phase share of the time time times tokens/s peak GPU memory train 75 %",
+        "phase share of the time time times tokens/s peak GPU memory train 75%",
         "rows count read 70 kept 64 dropped: empty completion 6 truncated prompts 3",
         "tokens min p50 p90 p99 max prompt 2 12 20 31 1,031",
         "option value default learning_rate 0.01 1e-06",

@@ -117,7 +117,7 @@ def test_offline_mode_is_detected_behind_other_errors() -> None:
         try:
             raise OfflineModeIsEnabled("offline")
         except Exception:
-            raise ConnectionError("Couldn't reach the hub") from None
+            raise ConnectionError("Couldn't reach the Hub") from None
     except ConnectionError as error:
         assert not is_transient(error)
 

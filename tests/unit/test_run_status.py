@@ -171,7 +171,7 @@ def test_a_running_run(tmp_path: Path) -> None:
     assert said == [
         f"kto: {tmp_path}",
         f"  state       running: process {process.pid} on {os.uname().nodename} (SLURM job 77), phase train",
-        "  step        40 of 100 (40 %), about 2 min 00 s left",
+        "  step        40 of 100 (40%), about 2 min 00 s left",
         "  speed       0.5 steps/s, 25 tokens/s",
         "  metrics     step 40: loss 0.025",
         "  evaluation  step 30: eval_a_loss 0.7, eval_b_loss 0.8",
@@ -285,8 +285,8 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert (found.steps_per_second, found.tokens_per_second) == (2.0, 20.0), "over the whole run"
     assert found.phases_of == "the whole run" and found.report == str(tmp_path / "report.md")
     lines = text(tmp_path).splitlines()
-    first = lines.index("  phases      train: 30.0 s (75 %)")
-    assert lines[first + 1 : first + 3] == ["              save: 10.0 s (25 %)", "              (the whole run)"]
+    first = lines.index("  phases      train: 30.0 s (75%)")
+    assert lines[first + 1 : first + 3] == ["              save: 10.0 s (25%)", "              (the whole run)"]
 
 
 def test_runs_of_a_version_without_a_status(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--expected", type=Path, default=reasons.EXPECTED, help="file with the tests that do not pass")
     parser.add_argument("--record", type=Path, default=ROOT / "outputs" / "trl.jsonl", help="outcomes so far")
     parser.add_argument("--failures", type=Path, default=ROOT / "outputs" / "trl-failures", help="tracebacks and logs")
-    parser.add_argument("--hub", type=Path, default=ROOT / "outputs" / "trl-hub", help="folder for the local hub")
+    parser.add_argument("--hub", type=Path, default=ROOT / "outputs" / "trl-hub", help="folder for the local Hub")
     return parser
 
 

@@ -62,7 +62,7 @@ def merge_adapter(
         out: a folder that does not exist or is empty.
         dtype: ``bfloat16``, ``float16`` or ``float32``; ``auto`` for the dtype that the adapter was trained in, if
             recorded, otherwise that of the base's checkpoint.
-        base: folder or hub name of the base model; None for the one recorded in the adapter.
+        base: folder or Hub name of the base model; None for the one recorded in the adapter.
         revision: revision of the base model; None for the one recorded in the adapter.
         quantization: ``BitsAndBytesConfig.to_dict()`` of the weights that the adapter was trained on; None for the one
             recorded in the folder.

@@ -99,7 +99,7 @@ def save(model: PreTrainedModel, tokenizer: Any, folder: Path, shard_bytes: int)
 
 
 def load_tokenizer(where: str, revision: str | None, trust_remote_code: bool, *, needed: bool) -> Any:
-    """Load the tokenizer of a folder or hub name; return None if it has none and none is ``needed``.
+    """Load the tokenizer of a folder or Hub name; return None if it has none and none is ``needed``.
 
     Raises:
         ModelError: the tokenizer cannot be loaded.

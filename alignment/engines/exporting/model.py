@@ -65,7 +65,7 @@ def export_model(
         source: a checkpoint, or any other Hugging Face folder of a causal language model or reward model.
         out: a folder that does not exist or is empty.
         dtype: ``bfloat16``, ``float16`` or ``float32``; ``auto`` for the dtype of the source.
-        base: folder or hub name of the model before training, to measure the effect of training; None for the folder
+        base: folder or Hub name of the model before training, to measure the effect of training; None for the folder
             in the run's options, if it exists.
         revision: revision of the base.
         samples: rows to compare outputs on, or the name of a dataset; None for built-in texts.

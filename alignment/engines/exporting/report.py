@@ -19,7 +19,7 @@ class MergeReport:
 
     Attributes:
         source: name of its folder.
-        base_model: folder or hub name of the base.
+        base_model: folder or Hub name of the base.
         task: ``causal_lm`` or ``classifier``.
         dtype: dtype of the exported weights, by torch's name.
         dequantized: quantization of the base whose dequantized weights were merged; None if it was not quantized.
@@ -69,7 +69,7 @@ class ModelReport:
 
     Attributes:
         source: name of its folder.
-        base_model: folder or hub name of the model before training; None if unknown or not available.
+        base_model: folder or Hub name of the model before training; None if unknown or not available.
         task: ``causal_lm`` or ``classifier``.
         stored: dtype of the source's model files, by torch's name.
         dtype: dtype of the exported weights.

@@ -42,7 +42,7 @@ def measure_room(
     page: int = 1,
     to_come: int = 0,
 ) -> Room:
-    """Decide from the free memory of all ranks' devices, of which 80 % may be used. Collective.
+    """Decide from the free memory of all ranks' devices, of which 80% may be used. Collective.
 
     The estimate for a completion includes the keys and values of a full context in all layers (in whole pages if the
     cache has pages), one layer's activations during the prefill, and six fp32 vectors of the vocabulary's size.

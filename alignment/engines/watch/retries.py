@@ -27,7 +27,7 @@ _CLASSES = {
     *("ConnectionError", "ClientConnectionError", "APIConnectionError", "TransportError", "ProtocolError"),
     *("Timeout", "TimeoutError", "TimeoutException", "APITimeoutError", "ChunkedEncodingError", "IncompleteRead"),
 }
-# Raised by the hub's client as a ConnectionError, but permanent. The datasets library wraps it and mentions its name.
+# Raised by the Hub's client as a ConnectionError, but permanent. The datasets library wraps it and mentions its name.
 _OFFLINE = "OfflineModeIsEnabled"
 _BUSY = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses: timeout, too early, too many requests, server failures
 _LONGEST = 300.0  # maximum pause in seconds
@@ -38,7 +38,7 @@ def is_transient(error: BaseException) -> bool:
     """Whether the cause of an error may be temporary: a lost connection, a timeout, a busy server, a failing disk.
 
     The chain of causes is inspected. A missing file, a denied permission, a wrong format, an HTTP status such as 404,
-    and errors of the hub's client in offline mode are permanent.
+    and errors of the Hub's client in offline mode are permanent.
     """
     passes = False
     for each in causes(error):

@@ -40,7 +40,7 @@ class AdapterFolder:
     Attributes:
         path: the folder.
         config: PEFT's configuration, as stored on disk.
-        base: folder or hub name of the base model.
+        base: folder or Hub name of the base model.
         revision: revision of the base model; None for the latest.
         quantization: ``BitsAndBytesConfig.to_dict()`` of the base model during training; None if it was not quantized
             or this was not recorded.
@@ -83,7 +83,7 @@ def write_training_base(
 
     Args:
         folder: the adapter's folder.
-        base_model: folder or hub name of the base model.
+        base_model: folder or Hub name of the base model.
         revision: revision of the base model.
         quantization: ``BitsAndBytesConfig.to_dict()``, or None if the base model is not quantized.
         task: what the base model was loaded as.
@@ -123,7 +123,7 @@ def read_adapter(path: Path, base: str | None = None, revision: str | None = Non
         )
     named = base or recorded.get("base_model") or config.base_model_name_or_path
     if not named:
-        raise ModelError(f"{path / _CONFIG} does not name a base model; pass its folder or hub name with --base")
+        raise ModelError(f"{path / _CONFIG} does not name a base model; pass its folder or Hub name with --base")
     own_revision = None if base else recorded.get("revision") or config.revision
     task = _TASKS.get(recorded.get("task", "")) or _task(path, config, shapes)
     return AdapterFolder(

@@ -24,7 +24,7 @@ class Adapters:
     Attributes:
         config: the complete PEFT configuration, in which the modules to adapt are named.
         name: the adapter's name in PEFT.
-        path: folder or hub name of adapters to continue training; None for new or live adapters.
+        path: folder or Hub name of adapters to continue training; None for new or live adapters.
         live: the user's model that already has the adapters, if any.
         reference: the adapter of a live model that serves as the reference; None: the initial policy.
         layers: names of the adapted modules.
@@ -77,7 +77,7 @@ def unwrapped(model: Any) -> tuple[Any, PeftModel | None]:
 
 
 def adapter_weights(path: str) -> dict[str, Tensor]:
-    """Load the weights of an adapter's folder or hub name on the CPU.
+    """Load the weights of an adapter's folder or Hub name on the CPU.
 
     Raises:
         ModelError: the weights are missing or cannot be read.

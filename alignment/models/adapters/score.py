@@ -126,8 +126,8 @@ def task_type(config: Any, source: ModelSource) -> str | None:
 def in_checkpoint(source: ModelSource, certain: bool = False) -> bool:
     """Return whether the initial head is the one in the checkpoint that the model comes from.
 
-    Nothing is downloaded. For a hub name whose weights are not cached, the configuration decides, unless the result
-    has to be ``certain``. A live model's head must equal the one in its checkpoint, in a folder or in the hub cache.
+    Nothing is downloaded. For a Hub name whose weights are not cached, the configuration decides, unless the result
+    has to be ``certain``. A live model's head must equal the one in its checkpoint, in a folder or in the Hub cache.
     """
     known, weight = _stored(source)
     if source.live is None:

@@ -146,7 +146,7 @@ def _breakable(name: str) -> Markup:
 
 
 def _percent(value: float) -> str:
-    return "<1 %" if 0 < value < 0.5 else f"{value:.0f} %"
+    return "<1%" if 0 < value < 0.5 else f"{value:.0f}%"
 
 
 @functools.cache

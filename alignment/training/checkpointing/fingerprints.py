@@ -151,7 +151,7 @@ def _adapters(adapters: Adapters) -> str:
 
 
 def _stored(path: str, kwargs: Mapping[str, Any]) -> Any:
-    """Sample the weight files of a folder; for a hub model, return name, revision and commit."""
+    """Sample the weight files of a folder; for a Hub model, return name, revision and commit."""
     folder = Path(path) / kwargs.get("subfolder", "")
     if not folder.is_dir():
         file = "/".join(part for part in (kwargs.get("subfolder", ""), "config.json") if part)

@@ -1,1 +1,1 @@
-"""A local hub with tiny random models and small datasets under the names that TRL's tests and scripts use."""
+"""A local Hub with tiny random models and small datasets under the names that TRL's tests and scripts use."""

@@ -1,4 +1,4 @@
-"""Write the local hub to a folder: models in the layout of the hub cache, rows in that of the ``datasets`` cache."""
+"""Write the local Hub to a folder: models in the layout of the Hub cache, rows in that of the ``datasets`` cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HASH = "0" * 40
 
 
 def prepare(folder: Path) -> Path:
-    """Return the hub, which is built on first use.
+    """Return the Hub, which is built on first use.
 
     Args:
         folder: contains one hub for each state of this package and release of transformers.
@@ -29,7 +29,7 @@ def prepare(folder: Path) -> Path:
         digest.update(file.read_bytes())
     home = folder / digest.hexdigest()[:12]
     if not home.exists():
-        print(f"building the local hub in {home}", file=sys.stderr)
+        print(f"building the local Hub in {home}", file=sys.stderr)
         partial = folder / f"{home.name}.{os.getpid()}"
         shutil.rmtree(partial, ignore_errors=True)
         build(partial)

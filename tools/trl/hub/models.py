@@ -26,7 +26,7 @@ _REWARD = {**_SIZES, "hidden_size": 16, "num_labels": 1}
 
 @dataclass(frozen=True)
 class Tiny:
-    """A model: its name on the hub, its class and sizes, and the family of its tokenizer.
+    """A model: its name on the Hub, its class and sizes, and the family of its tokenizer.
 
     Attributes:
         dtype: dtype of the saved weights, as published.
@@ -43,7 +43,7 @@ class Tiny:
 
     @property
     def repository(self) -> str:
-        """The full name on the hub."""
+        """The full name on the Hub."""
         return self.name if "/" in self.name else f"{ORGANIZATION}/{self.name}"
 
 

@@ -1,4 +1,4 @@
-"""Minimal chat templates for the tokenizer families of the local hub."""
+"""Minimal chat templates for the tokenizer families of the local Hub."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--jobs", type=int, default=2, help="number of concurrent scripts")
     parser.add_argument("--limit", type=int, default=300, help="time limit of a script in seconds")
-    parser.add_argument("--hub", type=Path, default=ROOT / "outputs" / "trl-hub", help="folder for the local hub")
+    parser.add_argument("--hub", type=Path, default=ROOT / "outputs" / "trl-hub", help="folder for the local Hub")
     parser.add_argument(
         "--logs", type=Path, default=ROOT / "outputs" / "trl-scripts", help="folder for the output of every script"
     )
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare_environment(hub: Path) -> None:
-    """Set the environment before libraries read it: the local hub, no network, one thread."""
+    """Set the environment before libraries read it: the local Hub, no network, one thread."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE", "HF_TOKEN"):
         os.environ.pop(name, None)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
