@@ -54,7 +54,7 @@ class CPOConfig(SequenceOptions, CPOCompatibility, AlignmentConfig):
     )
     beta: float = option(0.1, "Inverse temperature of the loss; tau for `ipo`.")
     label_smoothing: float = option(
-        0.0, "Probability that the labels of a pair are swapped. Not for `hinge` and `ipo`."
+        0.0, "Assumed probability that the labels of a pair are swapped by mistake. Not for `hinge` and `ipo`."
     )
     cpo_alpha: float | None = option(
         None, "Weight of the NLL of chosen completions. Defaults to 1.0, or to 0.0 for `alphapo`."

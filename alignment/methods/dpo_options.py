@@ -59,7 +59,9 @@ class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentCo
         "sigmoid", "Loss: `sigmoid`, `hinge` or `ipo` (with log-probs averaged over tokens).", several=True
     )
     beta: float = option(0.1, "Strength of the regularization toward the reference; tau for `ipo`.")
-    label_smoothing: float = option(0.0, "Probability that the labels of a pair are swapped. For `sigmoid` only.")
+    label_smoothing: float = option(
+        0.0, "Assumed probability that the labels of a pair are swapped by mistake. For `sigmoid` only."
+    )
 
     def resolve(self) -> None:
         """Check the options of DPO; a list with a single loss becomes that loss."""
