@@ -372,7 +372,7 @@ def test_requests_beyond_the_cluster_are_refused(here: Here) -> None:
         "--nodes 5": "--nodes=5: the partition gpu allows at most 4 per job; set --nodes 4",
         "--gpus 3": "--gpus=3: the nodes of partition gpu have at most 2; set --gpus to the GPUs per node",
         "--partition gpus": "--partition='gpus': unknown partition; set one of gpu, cpu, low, high; did you mean",
-        "--time 3-0": "--time=3-00:00:00: the partition gpu allows 2-00:00:00",
+        "--time 3-0": "--time=3-00:00:00: the partition gpu allows at most 2-00:00:00; set --time 2-00:00:00",
         "--account nobody;": "--account='nobody;': expected a name",
     }.items():
         done = here.run_submit([*here.arguments(here.folder / "no"), *options.split()])
