@@ -163,6 +163,15 @@ def library_bars() -> Iterator[None]:
     transformers_logging.enable_progress_bar()
 
 
+@pytest.fixture
+def wandb() -> Iterator[Any]:
+    """The module, which reads the environment once per process, as if it were newly imported."""
+    module = pytest.importorskip("wandb")
+    module.teardown()
+    yield module
+    module.teardown()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def curves_left_out() -> Iterator[None]:
     """Disable the drawing of curves, which takes 0.5 s per run; engine/test_run_report.py restores the function."""

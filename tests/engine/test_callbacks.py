@@ -310,9 +310,10 @@ def test_early_stopping(model: str, tmp_path: Path) -> None:
     }
 
 
-def test_tensorboard_and_wandb_offline(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("tensorboard", "wandb"):
-        pytest.importorskip(name)
+def test_tensorboard_and_wandb_offline(
+    model: str, wandb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for name, value in (("WANDB_MODE", "offline"), ("WANDB_DIR", str(tmp_path)), ("WANDB_SILENT", "true")):
@@ -325,8 +326,6 @@ def test_tensorboard_and_wandb_offline(model: str, tmp_path: Path, monkeypatch: 
     trainer.add_callback(TensorBoardCallback)
     trainer.train()
     trainer.close()
-    import wandb
-
     wandb.finish()
     files = list((tmp_path / "out" / "runs").rglob("events.*"))
     assert len(files) == 1
@@ -338,14 +337,12 @@ def test_tensorboard_and_wandb_offline(model: str, tmp_path: Path, monkeypatch: 
 
 
 def test_a_missing_login_is_found_before_models_are_loaded(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, wandb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wandb = pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("HOME", "WANDB_CONFIG_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
-    wandb.teardown()  # forget the settings of other tests
     args = KTOConfig(**options(tmp_path, max_steps=1, report_to=["wandb"]))
     trainer = KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(8))
     with pytest.raises(wandb.errors.UsageError, match="(?i)api.key"):

@@ -115,8 +115,7 @@ def test_tensorboard_gets_text(tmp_path: Path) -> None:
     assert rendered.splitlines()[3] == "| 4 | p | &lt;b&gt;&#95;c&#95; | 0.125 |  |"
 
 
-def test_wandb_gets_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
+def test_wandb_gets_a_table(wandb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("WANDB_MODE", "offline"), ("WANDB_DIR", str(tmp_path)), ("WANDB_SILENT", "true")):
         monkeypatch.setenv(name, value)
     table = CompletionTable(tmp_path / "completions.jsonl", [WandbCallback()])
