@@ -295,6 +295,6 @@ def load_whole(
         )
     if report["unexpected_keys"] and tell is not None:
         names = sorted(report["unexpected_keys"])
-        tell(f"{path}: skipping {counted(len(names), 'tensor')} outside the {task.noun}, such as {names[0]}")
+        tell(f"{path}: skipping {counted(len(names), 'tensor')} that a {task.noun} does not have, such as {names[0]}")
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded
