@@ -38,6 +38,7 @@ EXTRAS = {
     "test": [
         "pytest>=8,<9.2",  # 9.2 and pytest-xdist 3.8 deal out groups test by test (pytest-xdist #1386)
         "pytest-xdist>=3.8,<4",
+        "hypothesis>=6.100,<7",
         "tensorboard>=2.16",
         "wandb>=0.19",
         "ruff>=0.12",
