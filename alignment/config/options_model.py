@@ -65,7 +65,7 @@ class ModelOptions:
         switch=True,
     )
     disable_dropout: bool = option(
-        True, "Set all dropout probabilities of policy and reference to 0, except those of adapters."
+        True, "Set all dropout probabilities of policy and reference to 0, including those of adapters."
     )
     use_liger_kernel: bool = option(
         False,
@@ -119,7 +119,7 @@ class AdapterOptions:
     lora_r: Shared[int] = option(16, "Rank of the LoRA matrices.")
     lora_alpha: Shared[int] = option(32, "Scale of LoRA: the update is multiplied by `lora_alpha / lora_r`.")
     lora_dropout: Shared[float] = option(
-        0.05, "Dropout probability of the adapters' inputs. Not affected by `disable_dropout`."
+        0.05, "Dropout probability of the adapters' inputs. Has an effect only with `disable_dropout: false`."
     )
     lora_target_modules: Shared[str | list[str] | None] = option(
         None,

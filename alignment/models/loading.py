@@ -130,15 +130,8 @@ def snapshot(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set all dropout rates to 0 except those of adapters, both in modules and in plain attributes of layers."""
-    spared: set[nn.Module] = set()
+    """Set all dropout rates to 0, both in modules and in plain attributes of layers."""
     for module in model.modules():
-        if hasattr(module, "adapter_layer_names"):  # a PEFT layer: spare all but the layer that it wraps
-            around = {
-                inner for name, child in module.named_children() if name == "base_layer" for inner in child.modules()
-            }
-            spared |= set(module.modules()) - around
-    for module in set(model.modules()) - spared:
         if is_dropout(module):
             module.p = 0.0
         for name in dropout_rates(module):

@@ -84,11 +84,11 @@ class ReferencePlan:
             model = twin.load(options, self.dtype, config, device())
         else:
             model = self.source.load(options, self.dtype, config, device())
-        if options.disable_dropout:
-            disable_dropout(model)
         scorer = CAUSAL_LM.scorer(model, False)
         if self.adapters is not None:
             equip(model, self.adapters, ds_config=config, dtype=self.dtype, seed=options.seed, keep=False)
+        if options.disable_dropout:
+            disable_dropout(model)
         leaves = mark_leaves(model, config)
         try:
             return EngineReference(checked(FrozenEngine(scorer, config), CAUSAL_LM), leaves)

@@ -312,13 +312,13 @@ class RunEngines:
         """Load the policy's model with head and adapters; return its scorer, and how to compute the initial policy."""
         args, plan = self.context.args, self.plan
         model = plan.source.load(args, plan.compute, ds_config, device(), self.context.tell)
-        if args.disable_dropout:
-            disable_dropout(model)
         scorer = self.context.method.task.scorer(model, self.aux_coefficient is not None)
-        if plan.adapters is None:
-            return scorer, None
-        keep = isinstance(plan.reference, AdapterReferencePlan)
-        given = equip(model, plan.adapters, ds_config=ds_config, dtype=plan.compute, seed=args.seed, keep=keep)
+        given = None
+        if plan.adapters is not None:
+            keep = isinstance(plan.reference, AdapterReferencePlan)
+            given = equip(model, plan.adapters, ds_config=ds_config, dtype=plan.compute, seed=args.seed, keep=keep)
+        if args.disable_dropout:  # also that of the adapters
+            disable_dropout(model)
         return scorer, given
 
     def write(self, folder: Path) -> None:

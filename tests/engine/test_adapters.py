@@ -25,7 +25,6 @@ from transformers import (
 from alignment import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 from alignment.config.errors import OptionError
 from alignment.models.adapters.injection import REFERENCE
-from alignment.models.loading import disable_dropout
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 IDS = torch.arange(2, 26)[None]
@@ -294,13 +293,34 @@ def test_a_merged_folder_after_training(base: str, tmp_path: Path) -> None:
     assert (tmp_path / "merged.previous-1" / "model.safetensors").exists()
 
 
-def test_dropout_of_adapters_is_kept(base: str) -> None:
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, lora_dropout=0.3))
-    inner = model.get_base_model()
-    inner.model.layers[0].self_attn.attention_dropout = 0.2
-    disable_dropout(inner)
-    rates = {module.p for module in inner.modules() if isinstance(module, nn.Dropout)}
-    assert rates == {0.3} and inner.model.layers[0].self_attn.attention_dropout == 0.0
+@pytest.mark.parametrize("disabled", [True, False])
+@pytest.mark.parametrize("origin", ["new", "folder", "live"])
+def test_dropout_of_adapters(base: str, tmp_path: Path, origin: str, disabled: bool) -> None:
+    """disable_dropout includes new and given adapters: the policy equals its reference in the first window."""
+    model: Any = base
+    more: dict[str, Any] = {"use_peft": True, "lora_r": 2, "lora_dropout": 0.1} if origin == "new" else {}
+    if origin != "new":
+        config = LoraConfig(r=2, lora_dropout=0.1, init_lora_weights=False)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    if origin == "folder":
+        model.save_pretrained(tmp_path / "adapter")
+        model, more = base, {"adapter_name_or_path": str(tmp_path / "adapter")}
+    args = DPOConfig(**run_options(tmp_path, max_steps=1, disable_dropout=disabled, **more))
+    tokenizer = char_tokenizer(template=PLAIN)
+    trainer = DPOTrainer(model, args=args, train_dataset=paired_rows(4), processing_class=tokenizer)
+    trainer.train()
+    first = next(record for record in trainer.state.log_history if "loss" in record)
+    noise = {first[f"rewards/{name}"] for name in ("chosen", "rejected", "margins")}
+    rates = {
+        part.p
+        for name, module in trainer.engines.policy.scorer.model.named_modules()
+        if ".lora_dropout" in name
+        for part in module.modules()
+        if isinstance(part, nn.Dropout) and "reference" not in name
+    }
+    trainer.close()
+    assert (noise == {0.0}) is (disabled or origin == "new")  # new adapters have no effect yet
+    assert rates == {0.0 if disabled else 0.1}
 
 
 def test_two_references_are_rejected(base: str, tmp_path: Path) -> None:

@@ -103,7 +103,8 @@ def test_accessing_the_model_does_not_affect_training(policy: str, tmp_path: Pat
     found: list[dict[str, torch.Tensor]] = []
     for read in (False, True, True):
         folder = tmp_path / str(len(found))
-        args = CPOConfig(**options(folder, max_steps=2) | {"save_strategy": "steps", "save_steps": 1})
+        more = {"disable_dropout": False, "save_strategy": "steps", "save_steps": 1}
+        args = CPOConfig(**options(folder, max_steps=2) | more)
         lora = LoraConfig(r=2, lora_dropout=0.5, task_type="CAUSAL_LM")
         model = AutoModelForCausalLM.from_pretrained(policy)
         trainer = CPOTrainer(model, args, None, paired_rows(6), peft_config=lora)
