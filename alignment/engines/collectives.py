@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +17,24 @@ from alignment.data.transfer import transferred
 
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Sum a tensor of the same shape over all ranks, in place; return it."""
-    dist.all_reduce(values)
-    return values
+    return _in_place(values, dist.all_reduce)
 
 
 def largest_over_ranks(values: Tensor) -> Tensor:
     """Take the maximum of each element over all ranks, in place; return it."""
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return values
+    return _in_place(values, partial(dist.all_reduce, op=dist.ReduceOp.MAX))
+
+
+def _in_place(values: Tensor, collective: Callable[[Tensor], object]) -> Tensor:
+    """Apply a collective to a tensor on any device. NCCL has no backend for tensors in host memory."""
+    there = values.to(device())
+    collective(there)
+    return values if there is values else values.copy_(there)
+
+
+def true_on_every_rank(mine: bool) -> bool:
+    """Whether ``mine`` is true on all ranks; the same answer on every rank."""
+    return largest_numbers([not mine]) == [0.0]
 
 
 def largest_numbers(values: Sequence[float]) -> list[float]:
@@ -44,8 +55,7 @@ def gathered(value: Any) -> list[Any]:
 
 def copied_from_first_rank(values: Tensor) -> Tensor:
     """Copy the first rank's values into a tensor of the same shape, in place; return it."""
-    dist.broadcast(values, src=0)
-    return values
+    return _in_place(values, partial(dist.broadcast, src=0))
 
 
 def from_first_rank(value: Any) -> Any:

@@ -13,11 +13,12 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
 from alignment.config.errors import counted
+from alignment.engines.collectives import gathered
 from alignment.engines.memory.control_groups import control_groups, text_of
 from alignment.engines.watch.launchers import launchers
 
@@ -118,11 +119,7 @@ def share_cores() -> str:
     import torch
 
     own = own_cores()
-    everyone: list[Any] = [own]
-    given = users_threads()
-    if torch.distributed.get_world_size() > 1:
-        everyone = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everyone, own)
+    everyone, given = gathered(own), users_threads()
     rank = torch.distributed.get_rank()
     if given is not None:
         return f"threads: {torch.get_num_threads()} per rank ({VARIABLE}={given})"

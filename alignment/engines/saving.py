@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from alignment.config.errors import OutputError
+from alignment.engines.collectives import copied_from_first_rank
 from alignment.internals.deepspeed_zero3 import is_partitioned, whole_bytes
 from alignment.internals.transformers import tokenizer_options
 from alignment.models.adapters.record import TRAINING_BASE, Adapters, adapter_tensors, adapter_weights
@@ -217,7 +217,7 @@ def _fill(parameter: nn.Parameter, value: Tensor | None) -> None:
         if value is not None:
             parameter.data.copy_(value)
     if not partitioned:
-        torch.distributed.broadcast(parameter.data, src=0)
+        copied_from_first_rank(parameter.data)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from alignment.config.errors import ModelError, first_line
 from alignment.data.batching import Batch, OnDevice
-from alignment.engines.collectives import device
+from alignment.engines.collectives import device, true_on_every_rank
 from alignment.engines.compile_lock import abandoned_locks_removed
 from alignment.internals.deepspeed import destroy, partitions_weights, reports_grad_norm, scales_loss, undo_dummy_step
 from alignment.internals.deepspeed_reduction import (
@@ -295,7 +295,7 @@ def checked(engine: Engine, task: Task) -> Engine:
         ModelError: the scores differ by more than rounding, or a module reads weights that ZeRO-3 has not gathered.
     """
     try:
-        settle(engine.device)
+        settle(engine.device, true_on_every_rank)
         choose_hub_kernels_again(engine.scorer)
         with _whole_enough(engine):
             task.check_scorer(engine.scorer, engine.device)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from alignment.config.options import AlignmentConfig
 from alignment.config.placement import FrozenPlan
 from alignment.data.batching import Batch
-from alignment.engines.collectives import device
+from alignment.engines.collectives import device, true_on_every_rank
 from alignment.engines.launch_env import world_size
 from alignment.engines.scoring import FrozenEngine, checked
 from alignment.models.adapters.given import Given, equip
@@ -86,7 +86,15 @@ class ReferencePlan:
             model = self.source.load(options, self.dtype, config, device())
         scorer = CAUSAL_LM.scorer(model, False)
         if self.adapters is not None:
-            equip(model, self.adapters, ds_config=config, dtype=self.dtype, seed=options.seed, keep=False)
+            equip(
+                model,
+                self.adapters,
+                ds_config=config,
+                dtype=self.dtype,
+                seed=options.seed,
+                keep=False,
+                agreed=true_on_every_rank,
+            )
         if options.disable_dropout:
             disable_dropout(model)
         leaves = mark_leaves(model, config)

@@ -17,7 +17,7 @@ from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
 from alignment.engines.checkpoints.engine_state import EngineState, ScheduleState
 from alignment.engines.checkpoints.frozen import FrozenTensors
-from alignment.engines.collectives import device
+from alignment.engines.collectives import device, true_on_every_rank
 from alignment.engines.launch_env import world_size
 from alignment.engines.optimizers import build_optimizer, build_scheduler, check_counts, step_bytes
 from alignment.engines.saving import (
@@ -315,8 +315,15 @@ class RunEngines:
         scorer = self.context.method.task.scorer(model, self.aux_coefficient is not None)
         given = None
         if plan.adapters is not None:
-            keep = isinstance(plan.reference, AdapterReferencePlan)
-            given = equip(model, plan.adapters, ds_config=ds_config, dtype=plan.compute, seed=args.seed, keep=keep)
+            given = equip(
+                model,
+                plan.adapters,
+                ds_config=ds_config,
+                dtype=plan.compute,
+                seed=args.seed,
+                keep=isinstance(plan.reference, AdapterReferencePlan),
+                agreed=true_on_every_rank,
+            )
         if args.disable_dropout:  # also that of the adapters
             disable_dropout(model)
         return scorer, given

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 
-from alignment.models.tiles.choice import _on_every_rank
+from alignment.engines.collectives import true_on_every_rank
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     for able in (1, 2):
-        print(f"{dist.get_rank()}:{_on_every_rank(dist.get_rank() < able, torch.device('cpu'))}", flush=True)
+        print(f"{dist.get_rank()}:{true_on_every_rank(dist.get_rank() < able)}", flush=True)
     dist.destroy_process_group()

@@ -24,6 +24,7 @@ from head_problems import TRANSFORMS, dense, dense_stats, problem
 from torch import Tensor
 
 from alignment.config.errors import OptionError
+from alignment.engines import scoring
 from alignment.engines.scoring import checked
 from alignment.models import logprobs
 from alignment.models.logprobs import token_logprobs
@@ -341,7 +342,7 @@ def test_the_kernels_compile_for_every_gpu(tmp_path: Path) -> None:
 def test_no_kernel_on_a_plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even with the interpreter enabled in these tests."""
     monkeypatch.delenv(choice.VARIABLE, raising=False)
-    choice.settle(torch.device("cpu"))
+    choice.settle(torch.device("cpu"), bool)
     assert choice.tiles_for(torch.zeros(1)) is choice.PLAIN
 
 
@@ -373,7 +374,7 @@ def test_torch_operations_are_used_without_triton(
     monkeypatch.setitem(sys.modules, "triton", module)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv(choice.VARIABLE, raising=False)
-    choice.settle(torch.device("cuda"))
+    choice.settle(torch.device("cuda"), bool)
     line = capsys.readouterr().out
     assert line.startswith("log-probs: using torch operations instead of Triton kernels: ") and line.count("\n") == 1
     assert re.search(reason, line)
@@ -387,6 +388,7 @@ def test_torch_operations_are_used_without_triton(
 def test_settled_once_and_before_a_scorer_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(choice, "_reason_against", lambda device: calls.append(device.type))
+    monkeypatch.setattr(scoring, "true_on_every_rank", bool)
     task, engine = mock.Mock(), mock.Mock(device=torch.device("cuda"), scorer=torch.nn.Module())
     task.check_scorer.side_effect = lambda *_: calls.append("checked")
     for _ in range(2):

@@ -7,6 +7,7 @@ adapters is stored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import deepspeed
@@ -43,6 +44,7 @@ def equip(
     dtype: torch.dtype,
     seed: int,
     keep: bool,
+    agreed: Callable[[bool], bool],
 ) -> Given | None:
     """Inject adapters into a model whose head has been replaced by its scorer, and freeze everything else.
 
@@ -53,6 +55,7 @@ def equip(
         dtype: dtype of the adapters' weights and of fully trained modules.
         seed: seed of their initial weights, which are the same on every rank and at every ZeRO stage.
         keep: whether the initial policy must remain computable.
+        agreed: collective that returns whether its argument is true on all ranks.
 
     Returns:
         How to compute the initial policy, or None if ``keep`` is False. If new adapters have no effect and injecting
@@ -74,7 +77,7 @@ def equip(
         return Given(adapters.reference)
     _check_base_frozen(model, adapters)
     rounds = adapters.are_new and (getattr(adapters.config, "use_dora", False) or adapters.kind == "OFT")
-    if _changes_nothing(model, adapters, before, _ROUNDING.get(dtype, 1e-5) if rounds else 0.0, dtype):
+    if agreed(_changes_nothing(model, adapters, before, _ROUNDING.get(dtype, 1e-5) if rounds else 0.0, dtype)):
         return Given(None)
     return Given(keep_given(model, adapters, ds_config=ds_config, dtype=dtype))
 
@@ -135,7 +138,7 @@ def _changes_nothing(
 ) -> bool:
     """Return whether each layer's outputs with and without its adapter are equal, and the latter equal ``before``.
 
-    Collective: every rank makes all comparisons, because they gather weights, and all ranks return the same result.
+    Every rank makes all comparisons, because they gather weights.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -148,9 +151,7 @@ def _changes_nothing(
         same &= torch.allclose(answer.float(), plain, rtol=0, atol=rounding * float(plain.abs().max()))
     for module in model.modules():
         same &= _is_copy(module, adapters.name)
-    verdict = torch.tensor(int(same), device=model.device)
-    torch.distributed.all_reduce(verdict, torch.distributed.ReduceOp.MIN)
-    return bool(verdict)
+    return same
 
 
 def _is_copy(module: Any, name: str) -> bool:

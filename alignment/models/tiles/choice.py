@@ -90,28 +90,24 @@ def tiles_for(hidden: Tensor) -> Tiles:
         raise OptionError(f"{VARIABLE}=triton: {error}; install triton, or unset {VARIABLE}") from error
 
 
-def settle(device: torch.device) -> None:
+def settle(device: torch.device, agreed: Callable[[bool], bool]) -> None:
     """Determine once whether all ranks can use the kernels on their GPUs; collective.
 
     If not, rank 0 prints a line with the reason. On a CPU, nothing is done.
+
+    Args:
+        device: this rank's device.
+        agreed: collective that returns whether its argument is true on all ranks.
     """
     if device.type != "cuda" or device.type in _settled:
         return
     reason = _reason_against(device)
-    _settled[device.type] = _on_every_rank(reason is None, device)
+    _settled[device.type] = agreed(reason is None)
     if not _settled[device.type] and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
         print(
             f"log-probs: using torch operations instead of Triton kernels: {reason or 'they failed on another rank'}",
             flush=True,
         )
-
-
-def _on_every_rank(mine: bool, device: torch.device) -> bool:
-    if not torch.distributed.is_initialized():
-        return mine
-    verdict = torch.tensor(int(mine), device=device)
-    torch.distributed.all_reduce(verdict, torch.distributed.ReduceOp.MIN)
-    return bool(verdict)
 
 
 def _reason_against(device: torch.device) -> str | None:
