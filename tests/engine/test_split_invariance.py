@@ -7,6 +7,8 @@ shares no code with the package (1e-4). The runs are in ``split_runs.py``, the e
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from drivers import canned
 from helpers import make_model
@@ -75,6 +77,21 @@ def test_evaluation_is_the_same_on_two_ranks(results: dict[int, Results], method
             for name, value in reference.items():
                 if not name.endswith(("runtime", "per_second")):
                     assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-5), f"{stage} {world} {name}"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_rates_count_the_rows_of_all_ranks(results: dict[int, Results], world: int) -> None:
+    for method in ("KTO", "CPO"):
+        outcome = results[world][f"{method}-stage2-{world}-clipped"]
+        end = outcome["log"][-1]
+        assert end["train_samples_per_second"] * end["train_runtime"] == pytest.approx(15)  # 8 rows and 7
+        assert end["train_steps_per_second"] * end["train_runtime"] == pytest.approx(2)
+        found, sets = outcome["evaluation"], outcome["run"]["eval"]
+        for name, rows in sets.items():
+            seconds = found[f"eval_{name}_runtime"]
+            assert found[f"eval_{name}_samples_per_second"] * seconds == pytest.approx(len(rows)), name
+            batches = math.ceil(len(rows) / 4)  # of all ranks together
+            assert found[f"eval_{name}_steps_per_second"] * seconds == pytest.approx(batches), name
 
 
 @pytest.mark.parametrize(
