@@ -14,7 +14,7 @@ from alignment.config.options_data import COLUMNS, MAPPED_COLUMNS
 from alignment.data.formats import Kind
 from alignment.data.json_columns import foreign_columns, tell_left_out
 from alignment.data.targets.rules import USUAL, RowRules
-from alignment.data.targets.tokenized import all_token_columns, check_tokenized, token_columns
+from alignment.data.targets.tokenized import all_token_columns, check_tokenized, check_whole, token_columns
 
 PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
 IMAGES = ("image", "images")
@@ -50,6 +50,8 @@ def arranged(
     tokens = token_columns(kind, there)
     if rules.tokenized:
         check_tokenized(tokens, where, there)
+    if kind == "preference_margin" and tokens is not None:
+        check_whole(tokens, where, there)
     if kind == "prompt_completion" and tokens is not None and _PACKED in there:
         raise DataError(
             f"{where}: the rows are already packed ({_PACKED!r}), so their sequences would attend to one another; "

@@ -24,7 +24,7 @@ from alignment.data.formats import (
 from alignment.data.json_columns import STORED, stored_prompt
 from alignment.data.messages import CUT_ALIKE, IDENTICAL, DropRow, without_nulls
 from alignment.data.targets.rules import USUAL, RowRules, divided
-from alignment.data.targets.tokenized import completion_of, learned_row, read_ids, token_columns
+from alignment.data.targets.tokenized import learned_row, read_completions, read_ids, token_columns
 from alignment.data.targets.turns import assistant_mask
 from alignment.data.tokenization import Encoded, RowTokenizer, Source, common_length
 from alignment.data.truncation import Fitted, Limits, fit, fit_prompt
@@ -186,17 +186,14 @@ class RowMapper:
             found = learned_row(row, self._tokens, self.rules, place, vocabulary)
             ids = Encoded(found.prompt, [found.completion])
             return _Job(index, None, [], ids=ids, scored=found.scored, first=found.first)
-        prompt, *completions = read_ids(row, self._tokens, place, vocabulary)
         if self.kind == "preference_margin":
-            whole = [prompt, *completions]
+            whole = read_ids(row, self._tokens, place, vocabulary)
             room = min(map(len, whole)) - 1  # each completion keeps at least one token
             shared = common_length(whole[0][: max(room, 0)], whole)
             ids = Encoded(whole[0][:shared], [each[shared:] for each in whole])
             return _Job(index, None, [], stored={"margin": margin_of(row, place)}, ids=ids)
-        labels = []
-        if self.kind == "unpaired_preference":
-            completions = [completion_of(row, completions[0], place)]
-            labels = [label_of(row, place)]
+        prompt, *completions = read_completions(self.kind, row, self._tokens, place, vocabulary)
+        labels = [label_of(row, place)] if self.kind == "unpaired_preference" else []
         return _Job(index, None, labels, ids=self.tokenizer.with_context(prompt, completions))
 
     def _checked_job(self, row: dict[str, Any], index: int, place: str) -> _Job:

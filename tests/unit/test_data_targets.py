@@ -115,12 +115,49 @@ def test_token_ids_of_completions(tmp_path: Path) -> None:
     rows = made([pair], tmp_path, "preference_margin").dataset
     assert rows[0] == {"prompt_ids": [4], "chosen_ids": [5, 6], "rejected_ids": [7, 6], "row": 0, "margin": 2.0}
     assert made([older], tmp_path, "preference_margin").dataset[0]["chosen_ids"] == [9, 4]  # no context token is added
-    one = {"prompt_input_ids": [4], "completion_input_ids": [4, 5, 6], "label": True}
-    whole = made([one | {"completion_labels": [-100, 5, 6]}], tmp_path, "unpaired_preference").dataset[0]
-    assert whole["completion_ids"] == [5, 6] and whole["label"]
-    assert made([one], tmp_path, "unpaired_preference").dataset[0]["completion_ids"] == [4, 5, 6]
     three = {"prompt_input_ids": [4], "chosen_input_ids": [5], "rejected_input_ids": [6, 7]}
     assert made([three], tmp_path, "preference").dataset[0]["rejected_ids"] == [6, 7]
+    for prompts in ("prompt_ids", "prompt_input_ids"):  # the columns of DPO: completions without prompts
+        with pytest.raises(DataError, match=f"^data: .* read as complete sequences, but column {prompts!r}"):
+            made([pair | {prompts: [9]}], tmp_path, "preference_margin")
+
+
+def test_labels_tell_where_the_prompt_in_a_completions_column_ends(tmp_path: Path) -> None:
+    one = {"prompt_input_ids": [4], "completion_input_ids": [4, 5, 6], "label": True}
+    row = made([one | {"completion_labels": [-100, 5, 6]}], tmp_path, "unpaired_preference").dataset[0]
+    assert (row["prompt_ids"], row["completion_ids"], row["label"]) == ([4], [5, 6], True)
+    pair = {"prompt_input_ids": [4, 9], "chosen_input_ids": [4, 9, 5], "rejected_input_ids": [4, 9, 6, 7]}
+    labels = {"chosen_labels": [-100, -100, 5], "rejected_labels": [-100, -100, 6, 7]}
+    row = made([pair | labels], tmp_path, "preference").dataset[0]
+    assert (row["prompt_ids"], row["chosen_ids"], row["rejected_ids"]) == ([4, 9], [5], [6, 7])
+    padded = {
+        "chosen_input_ids": [0, 4, 9, 5],
+        "chosen_attention_mask": [0, 1, 1, 1],
+        "chosen_labels": [-100, -100, -100, 5],
+    }
+    assert made([pair | labels | padded], tmp_path, "preference").dataset[0]["chosen_ids"] == [5]
+    stored = {"prompt_ids": [4], "chosen_ids": [4, 5], "rejected_ids": [4, 6]}  # these names contain no prompt
+    assert made([stored], tmp_path, "preference").dataset[0]["chosen_ids"] == [4, 5]
+    alone = pair | {"chosen_input_ids": [4, 9, 5], "rejected_input_ids": [6]}  # the other one has no prompt
+    assert made([alone], tmp_path, "preference").dataset[0]["chosen_ids"] == [4, 9, 5]
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        ({}, "prompt_input_ids is a prefix of chosen_input_ids, rejected_input_ids, and no labels"),
+        ({"chosen_labels": [4, 5], "rejected_labels": [4, 6]}, "and no labels exclude it"),
+        ({"chosen_labels": [-100, 5]}, "rejected_labels is missing, but chosen_labels is not"),
+        ({"chosen_labels": [-100, 5], "rejected_labels": [-100]}, "rejected_labels is .* each of the 2 tokens"),
+        ({"chosen_labels": [-100, 5], "rejected_labels": [-100, 7]}, r"rejected_labels\[1\] is 7"),
+        ({"chosen_labels": [4, -100], "rejected_labels": [-100, 6]}, "chosen_labels excludes tokens after the first"),
+        ({"chosen_labels": [-100, -100], "rejected_labels": [-100, 6]}, r"chosen_labels excludes \[4, 5\]"),
+    ],
+)
+def test_columns_that_may_or_may_not_contain_the_prompt_are_refused(labels: Any, says: str, tmp_path: Path) -> None:
+    pair = {"prompt_input_ids": [4], "chosen_input_ids": [4, 5], "rejected_input_ids": [4, 6]}
+    with pytest.raises(DataError, match=f"^data, row 1: .*{says}"):
+        made([pair | labels], tmp_path, "preference")
 
 
 def test_a_reward_model_uses_the_complete_template(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Rows that are already tokenized, with the column names of the TRL releases.
 
-They are used unchanged; no tokens are added.
+They are used unchanged; no tokens are added. A column of completions may also contain the prompt, as TRL's CPO trainer
+stores it; labels then tell where the prompt ends. Without labels, a column that starts with the prompt is ambiguous.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _SPELLINGS: dict[Kind, tuple[tuple[str, ...], ...]] = {
 _BESIDE: dict[Kind, tuple[str, ...]] = {
     "prompt_completion": ("labels", *_MASKS),
     "preference_margin": ("margin",),
+    "preference": ("chosen_labels", "rejected_labels"),
     "unpaired_preference": ("completion_labels",),
 }
 
@@ -93,6 +95,20 @@ def check_tokenized(columns: TokenColumns | None, where: str, there: Iterable[st
         )
 
 
+def check_whole(columns: TokenColumns, where: str, there: Collection[str]) -> None:
+    """Check that columns that are read as whole sequences are not completions beside a column of prompts.
+
+    Raises:
+        DataError: there is a column of prompts.
+    """
+    for name in ("prompt_ids", "prompt_input_ids"):
+        if name in there:
+            raise DataError(
+                f"{where}: {listing(columns.ids)} are read as complete sequences, but column {name!r} suggests that "
+                f"they are completions only; remove {name!r} if they contain the prompt, or pass the rows as text"
+            )
+
+
 def all_token_columns(kind: Kind) -> set[str]:
     """Return all columns that tokenized rows of a kind may use, in any spelling."""
     ids = {name for spelling in _SPELLINGS.get(kind, ()) for name in spelling}
@@ -118,11 +134,62 @@ def read_ids(row: Mapping[str, Any], columns: TokenColumns, where: str, vocabula
     Raises:
         DataError: a value is not a list of valid token IDs, or a mask has another length.
     """
-    return [_ids(row, name, mask, where, vocabulary) for name, mask in zip(columns.ids, columns.masks)]
+    return [_seen(row, name, mask, None, where, vocabulary)[0] for name, mask in zip(columns.ids, columns.masks)]
 
 
-def _ids(row: Mapping[str, Any], name: str, mask: str | None, where: str, vocabulary: int) -> list[int]:
-    ids = row.get(name)
+def read_completions(
+    kind: Kind, row: Mapping[str, Any], columns: TokenColumns, where: str, vocabulary: int
+) -> list[list[int]]:
+    """Return the token IDs of a row's prompt and of its completions, whose columns may also contain the prompt.
+
+    Raises:
+        DataError: see :func:`read_ids`; labels do not exclude the prompt and nothing else; or there are no labels, and
+            the completions start with the prompt.
+    """
+    (prompt,) = read_ids(row, TokenColumns(columns.ids[:1], columns.masks[:1], ()), where, vocabulary)
+    names = {name: name.removesuffix("_ids").removesuffix("_input") + "_labels" for name in columns.ids[1:]}
+    given = [name for name in names.values() if row.get(name) is not None]
+    if given and len(given) < len(names):
+        missing = next(name for name in names.values() if name not in given)
+        raise DataError(f"{where}: {missing} is missing, but {given[0]} is not; add both, or remove both")
+    completions, inside = [], []
+    for (name, labels), mask in zip(names.items(), columns.masks[1:]):
+        ids, learned = _seen(row, name, mask, labels, where, vocabulary)
+        border = next((place for place, kept in enumerate(learned) if kept), len(ids))
+        if not all(learned[border:]):
+            raise DataError(
+                f"{where}: {labels} excludes tokens after the first token of the completion ({IGNORED}); the loss "
+                f"covers complete completions, so expected {IGNORED} for the prompt's tokens only"
+            )
+        if border and ids[:border] != prompt:
+            raise DataError(
+                f"{where}: {labels} excludes {show(ids[:border])} as the prompt, but {columns.ids[0]} is "
+                f"{show(prompt)}; expected the same token IDs; pass the row as text, or remove it"
+            )
+        completions.append(ids[border:])
+        inside.append(not border and bool(prompt) and ids[: len(prompt)] == prompt)
+    if all(inside) and (given or "input" in columns.ids[0]):  # prompt_ids are always beside completions alone
+        raise DataError(
+            f"{where}: {columns.ids[0]} is a prefix of {listing(names)}, and no labels exclude it, so it is ambiguous "
+            f"whether they contain the prompt; add {listing(names.values())} with {IGNORED} for the prompt's tokens, "
+            f"or rename columns without prompts to {listing(_SPELLINGS[kind][0][: len(columns.ids)])}"
+        )
+    return [prompt, *completions]
+
+
+def _seen(
+    row: Mapping[str, Any], name: str, mask: str | None, labels: str | None, where: str, vocabulary: int
+) -> tuple[list[int], list[bool]]:
+    """Return a column's token IDs and their loss mask according to labels, without masked tokens."""
+    ids = _ids(row, name, where, vocabulary)
+    learned = _labeled(row, labels, ids, name, where) if labels else None
+    seen = None if mask is None else _beside(row, mask, name, len(ids), where)
+    kept = range(len(ids)) if seen is None else [place for place, value in enumerate(seen) if value]
+    return [ids[place] for place in kept], [learned is None or learned[place] for place in kept]
+
+
+def _ids(row: Mapping[str, Any], name: str, where: str, vocabulary: int) -> list[int]:
+    ids: Any = row.get(name)
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise DataError(f"{where}: {name} is {show(ids)}; expected a list of token IDs")
     wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
@@ -131,8 +198,7 @@ def _ids(row: Mapping[str, Any], name: str, mask: str | None, where: str, vocabu
             f"{where}: {name} contains token ID {wrong}, but the tokenizer has {vocabulary} tokens; tokenize the rows "
             "with the model's own tokenizer"
         )
-    kept = None if mask is None else _beside(row, mask, name, len(ids), where)
-    return ids if kept is None else [token for token, seen in zip(ids, kept) if seen]
+    return list(ids)
 
 
 def _beside(row: Mapping[str, Any], name: str, ids: str, length: int, where: str) -> list[Any] | None:
@@ -154,7 +220,7 @@ def learned_row(
         DataError: see :func:`read_ids`; or labels differ from the row's tokens.
     """
     (name,), (mask,) = columns.ids, columns.masks
-    (ids,) = read_ids(row, TokenColumns(columns.ids, (None,), ()), where, vocabulary)
+    ids = _ids(row, name, where, vocabulary)
     seen = None if mask is None else _beside(row, mask, name, len(ids), where)
     learned = _learned(row, ids, name, rules, where)
     if seen is not None:
@@ -163,15 +229,9 @@ def learned_row(
 
 
 def _learned(row: Mapping[str, Any], ids: Sequence[int], name: str, rules: RowRules, where: str) -> list[bool]:
-    labels = _beside(row, "labels", name, len(ids), where)
-    if labels is not None:
-        for place, (label, token) in enumerate(zip(labels, ids)):
-            if label not in (IGNORED, token):
-                raise DataError(
-                    f"{where}: labels[{place}] is {show(label)}, but {name}[{place}] is {token}; expected the same "
-                    f"token ID, or {IGNORED} to exclude the token from the loss"
-                )
-        return [label != IGNORED for label in labels]
+    learned = _labeled(row, "labels", ids, name, where)
+    if learned is not None:
+        return learned
     masks = [_beside(row, mask, name, len(ids), where) for mask in _MASKS]
     if rules.completion_only is False:
         masks[0] = None
@@ -186,7 +246,15 @@ def _learned(row: Mapping[str, Any], ids: Sequence[int], name: str, rules: RowRu
     return [all(bits) for bits in zip(*[mask or [True] * len(ids) for mask in masks])]
 
 
-def completion_of(row: Mapping[str, Any], completion: list[int], where: str) -> list[int]:
-    """Return a completion's IDs from a column with prompt and completion, as marked by ``completion_labels``."""
-    labels = _beside(row, "completion_labels", "completion_input_ids", len(completion), where)
-    return completion if labels is None else [t for t, label in zip(completion, labels) if label != IGNORED]
+def _labeled(row: Mapping[str, Any], column: str, ids: Sequence[int], name: str, where: str) -> list[bool] | None:
+    """Return the loss mask of a column of labels, or None if it is null or missing."""
+    labels = _beside(row, column, name, len(ids), where)
+    if labels is None:
+        return None
+    for place, (label, token) in enumerate(zip(labels, ids)):
+        if label not in (IGNORED, token):
+            raise DataError(
+                f"{where}: {column}[{place}] is {show(label)}, but {name}[{place}] is {token}; expected the same "
+                f"token ID, or {IGNORED} to exclude the token from the loss"
+            )
+    return [label != IGNORED for label in labels]
