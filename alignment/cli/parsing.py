@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, NoReturn
 from alignment.cli.output import print_and_leave
 from alignment.cli.recipes import read_recipe
 from alignment.config import checks
-from alignment.config.compatibility.names import older_names
+from alignment.config.compatibility.names import older_names, read_names
+from alignment.config.counterparts import without_counterparts
 from alignment.config.errors import OptionError, setting
 from alignment.config.fields import hints, members
 from alignment.config.lookup import packaged_names
@@ -106,6 +107,8 @@ def parse(argv: list[str], program: str = "launch/train.py") -> AlignmentConfig:
         if name not in names:
             raise unknown_option(cls.method, name, value, names)
     try:
+        recipe, given = read_names(cls, recipe), read_names(cls, given)
+        recipe = without_counterparts(cls, recipe, given)
         options = METHODS.named(cls(**{**recipe, **given}), method)
         checks.check_command_line(options)
     except OptionError as error:
@@ -140,13 +143,23 @@ def read_arguments(
     parser.add_argument("-h", "--help", action="store_const", const=[[]])
     for name in owners.keys() - {_LAUNCHERS}:
         parser.add_argument(f"--{name}", nargs="*", action="append")
-    parsed, rest = parser.parse_known_args(argv)
-    recipe = _recipe_name(rest)
+    # argparse takes -1e-6 for an option, but not if it starts with a space.
+    parsed, rest = parser.parse_known_args([f" {token}" if _is_negative(token) else token for token in argv])
+    recipe = _recipe_name([token.lstrip() if _is_negative(token.lstrip()) else token for token in rest])
     given: dict[str, Any] = {}
     for name, occurrences in vars(parsed).items():
         if name != _LAUNCHERS:  # also in the environment
-            given[name] = _value(name, occurrences[-1], owners.get(name, ()))
+            values = [value.lstrip() if _is_negative(value.lstrip()) else value for value in occurrences[-1]]
+            given[name] = _value(name, values, owners.get(name, ()))
     return recipe, given
+
+
+def _is_negative(token: str) -> bool:
+    """Return whether a token is a negative number, such as -1e-6 or -inf."""
+    with contextlib.suppress(ValueError):
+        float(token)
+        return token.startswith("-")
+    return False
 
 
 def without_options(argv: Iterable[str], names: Collection[str]) -> list[str]:

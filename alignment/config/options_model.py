@@ -15,11 +15,11 @@ from alignment.config.placement import PLACEMENTS
 
 REF_PLACEMENTS = ("none", "adapter", *PLACEMENTS, "precomputed")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-_LORA = (
+LORA = (
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save",
     "use_rslora", "use_dora",
 )  # fmt: skip
-_FOUR_BITS = (
+FOUR_BITS = (
     "bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "use_bnb_nested_quant",
 )  # fmt: skip
 
@@ -188,21 +188,21 @@ def check_adapters(options: Any) -> None:
     if not 0 <= options.lora_dropout < 1:
         raise OptionError(f"{setting('lora_dropout', options.lora_dropout)}: must be at least 0 and less than 1")
     if options.adapter_name_or_path is not None:
-        changed = _changed(options, (*_LORA, "use_peft"))
+        changed = _changed(options, (*LORA, "use_peft"))
         if changed not in (None, "use_peft"):
             path = setting("adapter_name_or_path", options.adapter_name_or_path)
             raise OptionError(
                 f"{setting(changed, getattr(options, changed))}: has no effect with {path}, which has its own "
                 "settings; remove it"
             )
-    elif not options.use_peft and (changed := _changed(options, _LORA)):
+    elif not options.use_peft and (changed := _changed(options, LORA)):
         raise OptionError(
             f"{setting(changed, getattr(options, changed))}: has no effect without adapters; set use_peft: true"
         )
     if options.load_in_4bit and options.load_in_8bit:
         raise OptionError("load_in_4bit=True and load_in_8bit=True contradict each other; remove one of them")
     in_4bit = options.load_in_4bit or options.ref_load_in_4bit or getattr(options, "reward_load_in_4bit", False)
-    if not in_4bit and (changed := _changed(options, _FOUR_BITS)):
+    if not in_4bit and (changed := _changed(options, FOUR_BITS)):
         raise OptionError(
             f"{setting(changed, getattr(options, changed))}: has no effect without 4-bit weights; set "
             "load_in_4bit: true"
@@ -214,7 +214,7 @@ def check_adapters(options: Any) -> None:
 
 def changed_lora(options: Any) -> str | None:
     """Return the first LoRA option that is not at its default, or None."""
-    return _changed(options, _LORA)
+    return _changed(options, LORA)
 
 
 def _changed(options: Any, names: Iterable[str]) -> str | None:

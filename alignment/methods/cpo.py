@@ -54,7 +54,7 @@ class CPOMethod(Method[PreferenceBatch]):
             loss_type=options.loss_type,
             beta=options.beta,
             label_smoothing=options.label_smoothing,
-            simpo_gamma=options.simpo_gamma,
+            simpo_gamma=options.simpo_gamma or 0.0,
             alpha=options.alpha or 0.0,
         )
         nll_sum, nll_count = nll(logps[:pairs], lengths[:pairs])

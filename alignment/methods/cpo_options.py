@@ -59,7 +59,9 @@ class CPOConfig(SequenceOptions, CPOCompatibility, AlignmentConfig):
     cpo_alpha: float | None = option(
         None, "Weight of the NLL of chosen completions. Defaults to 1.0, or to 0.0 for `alphapo`."
     )
-    simpo_gamma: float = option(_DEFAULT_GAMMA, "Target reward margin of `simpo` and `alphapo`.", older=("gamma",))
+    simpo_gamma: float | None = option(
+        None, "Target reward margin of `simpo` and `alphapo`. Defaults to 0.5.", older=("gamma",)
+    )
     gamma_beta_ratio: float | None = option(None, "Sets `simpo_gamma` to this ratio times `beta`.")
     alpha: float | None = option(
         None, "Shape parameter of the reward of `simpo` and `alphapo`. Defaults to 0.0, or to 0.25 for `alphapo`."
@@ -78,6 +80,8 @@ class CPOConfig(SequenceOptions, CPOCompatibility, AlignmentConfig):
             )
         if self.label_smoothing and self.loss_type not in _SMOOTHED_LOSSES:
             raise self._without_effect("label_smoothing", _SMOOTHED_LOSSES)
+        if self.simpo_gamma is None:
+            self.simpo_gamma = _DEFAULT_GAMMA
         if self.simpo_gamma != _DEFAULT_GAMMA and self.loss_type not in _MARGIN_LOSSES:
             raise self._without_effect("simpo_gamma", _MARGIN_LOSSES)
         if self.alpha and self.loss_type not in _MARGIN_LOSSES:
@@ -98,7 +102,7 @@ class CPOConfig(SequenceOptions, CPOCompatibility, AlignmentConfig):
     def _read_ratio(self) -> None:
         if self.gamma_beta_ratio is None:
             return
-        if self.simpo_gamma not in (_DEFAULT_GAMMA, self.gamma_beta_ratio * self.beta):
+        if self.simpo_gamma not in (None, self.gamma_beta_ratio * self.beta):
             both = (
                 f"{setting('gamma_beta_ratio', self.gamma_beta_ratio)} and {setting('simpo_gamma', self.simpo_gamma)}"
             )

@@ -262,3 +262,57 @@ def test_every_public_name_is_there() -> None:
     assert len(set(alignment.__all__)) == len(alignment.__all__)
     for name in alignment.__all__:
         assert getattr(alignment, name) is not None and name in dir(alignment)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "expected"),
+    [
+        ("cpo\nloss_type: simpo\nsimpo_gamma: 1.0", "--gamma_beta_ratio 0.5 --beta 3", {"simpo_gamma": 1.5}),
+        ("cpo\nloss_type: simpo\ngamma: 1.0", "--gamma_beta_ratio 0.5 --beta 3", {"simpo_gamma": 1.5}),
+        ("cpo\nloss_type: simpo\ngamma_beta_ratio: 0.2", "--simpo_gamma 0.5", {"gamma_beta_ratio": None}),
+        ("cpo\nloss_type: simpo\ngamma_beta_ratio: 0.2", "--simpo_gamma null --beta 3", {"simpo_gamma": 0.2 * 3.0}),
+        ("cpo\nloss_type: simpo\nsimpo_gamma: 1.0", "--simpo_gamma null", {"simpo_gamma": 0.5}),
+        ("cpo\nloss_type: simpo\nsimpo_gamma: 1.0", "--gamma 0.4", {"simpo_gamma": 0.4}),
+        ("kto\nwarmup_ratio: 0.1", "--warmup_steps 10", {"warmup_steps": 10, "warmup_ratio": 0.0}),
+        ("kto\nwarmup_ratio: 0.1", "--warmup_steps 0", {"warmup_steps": 0, "warmup_ratio": 0.0}),
+        ("kto\nwarmup_steps: 10", "--warmup_ratio 0.1", {"warmup_steps": 0, "warmup_ratio": 0.1}),
+        ("kto\nmax_steps: 10", "--num_train_epochs 3", {"max_steps": -1, "num_train_epochs": 3.0}),
+        ("kto\nnum_train_epochs: 2", "--max_steps -1", {"max_steps": -1, "num_train_epochs": 2.0}),
+        ("kto\nbf16: true", "--dtype float32", {"bf16": None, "dtype": "float32"}),
+        ("kto\nfp16: true", "--bf16 false", {"bf16": False, "fp16": True}),
+        ("kto\ntrain_sampling_strategy: sequential", "--stratify_labels", {"train_sampling_strategy": "random"}),
+        ("kto\nstratify_labels: true", "--train_sampling_strategy random", {"stratify_labels": True}),
+        ("kto\nprecompute_ref_log_probs: true", "--ref_placement offload", {"precompute_ref_log_probs": False}),
+        ("kto\ndataset_mixture: [a, b]", "--dataset_config c", {"dataset_mixture": None}),
+        ("kto\noverwrite_output_dir: true", "--resume_from_checkpoint auto", {"overwrite_output_dir": False}),
+        ("kto\nuse_peft: true\nlora_r: 4", "--adapter_name_or_path a", {"use_peft": True, "lora_r": 16}),
+        ("kto\nuse_peft: true\nlora_r: 4", "--use_peft false", {"use_peft": False}),
+        ("online_dpo\nreward_model_path: a", "--judge b.py:c", {"judge": "b.py:c", "reward_model_path": None}),
+        ("online_dpo\njudge: b\nrollout_backend: generate", "--use_transformers_paged", {"rollout_backend": "continuous"}),
+    ],
+)
+def test_an_option_replaces_its_counterpart_in_a_recipe(
+    recipe: str, given: str, expected: dict[str, object], tmp_path: Path
+) -> None:
+    options = parse([write(tmp_path, f"method: {recipe}\n"), *NEEDED, *given.split()])
+    assert {name: getattr(options, name) for name in expected} == expected
+
+
+def test_counterparts_from_the_same_source_are_refused(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "method: cpo\nloss_type: simpo\nsimpo_gamma: 1.0\ngamma_beta_ratio: 0.3\n")
+    assert f"{recipe}: gamma_beta_ratio=0.3 and simpo_gamma=1.0 both" in refused([recipe, *NEEDED])
+    both = ["--gamma_beta_ratio", "0.3", "--simpo_gamma", "0.5"]  # the default, but set
+    assert "gamma_beta_ratio=0.3 and simpo_gamma=0.5 both" in refused(["simpo", *NEEDED, *both])
+    twice = write(tmp_path, "method: cpo\ngamma: 1.0\nsimpo_gamma: 0.3\n")
+    assert f"{twice}: gamma=1.0 and simpo_gamma=0.3 contradict" in refused([twice, *NEEDED])
+
+
+@pytest.mark.parametrize("value", ["-1e-6", "-1.5E+2", "-inf", "-3", "-.5"])
+def test_a_negative_number_is_a_value(value: str) -> None:
+    number = float(value)
+    for form in (["--learning_rate", value], [f"--learning_rate={value}"]):
+        assert refused(["kto", *NEEDED, *form]).startswith(("learning_rate=-", "learning_rate='-inf'"))
+    if abs(number) < 1e9:
+        weights = ["--reward_funcs", "a.py:b", "c.py:d", "--reward_weights", "1", value]
+        assert parse(["online_dpo", *NEEDED, *weights]).reward_weights == [1.0, number]
+    assert value in refused(["kto", *NEEDED[:2], value])
