@@ -117,7 +117,7 @@ class SavingOptions:
 
     overwrite_output_dir: bool = option(
         False,
-        "Allow an output folder that is not empty. Its checkpoints and logs are moved to a subfolder `previous-N`.",
+        "Allow an output folder that is not empty. Files of an earlier run are moved to a subfolder `previous-N`.",
     )
     save_strategy: SaveStrategy = option(
         SaveStrategy.STEPS,

@@ -48,7 +48,10 @@ def describe(error: BaseException) -> tuple[str, bool]:
     The line is empty for a `SystemExit` with a number, whose message has already been written.
     """
     kinds = _kinds(error)
-    text = " ".join(str(error).split())
+    text = str(error)
+    if "Original Traceback" in text:  # torch's message of an error in a data loader worker; the last line is the error
+        text = text.strip().splitlines()[-1]
+    text = " ".join(text.split())
     lost = _lost_peer_in(error)
     if lost is not None:
         return (
@@ -73,6 +76,8 @@ def describe(error: BaseException) -> tuple[str, bool]:
         return f"report_to: wandb failed ({_shorten(text)}); {advice}", False
     if _NCCL in kinds:
         return f"NCCL failed ({reason_of(error)}); set NCCL_DEBUG=INFO in the environment for details", False
+    if text.startswith("DataLoader worker"):  # killed by a signal, or exited unexpectedly
+        return f"{_shorten(text)}; the host may have run out of memory: set dataloader_num_workers to 0", False
     full = _disk_full_in(error)
     if full is not None:
         advice = "free some space, or set output_dir to a folder on another disk"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from alignment.config.compatibility.model_kwargs import loading_keywords
 from alignment.config.compatibility.names import older_names
 from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
+from alignment.config.options_data import mixture_parts
 from alignment.config.registry import option_names
 from alignment.data.formats import Kind
 from alignment.data.shown.rows import Collator
@@ -317,3 +319,26 @@ def model_sources(
     for source in (policy, reference):
         check_positions(source.config, limits_of(options).max_length)
     return policy, reference
+
+
+def inputs_of(args: AlignmentConfig, model: Any, ref_model: Any, datasets: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """Yield the options and paths or Hub names of the models and data that a run reads.
+
+    Args:
+        args: the options.
+        model: the policy, a name or a live model; likewise ``ref_model``.
+        datasets: datasets, or mappings of several; those in memory have no path.
+    """
+    for option, given in (("model", model), ("ref_model", ref_model)):
+        name = given if isinstance(given, str) else getattr(given, "name_or_path", None)
+        if name:
+            yield option, str(name)
+    for option in ("ref_model_name_or_path", "adapter_name_or_path", "reward_model_path", "dataset_name"):
+        if value := getattr(args, option, None):
+            yield option, str(value)
+    for part in mixture_parts(args.dataset_mixture) if args.dataset_mixture is not None else ():
+        yield "dataset_mixture", part.dataset_name
+    for given in datasets:
+        for dataset in given.values() if isinstance(given, dict) else (given,):
+            for file in getattr(dataset, "cache_files", None) or ():
+                yield "train_dataset", str(Path(file["filename"]).parent)

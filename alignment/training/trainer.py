@@ -28,6 +28,7 @@ from alignment.training.arguments import (
     check_data_source,
     check_rows_given,
     data_of_commands,
+    inputs_of,
     model_and_options,
     named_datasets,
     refuse_arguments,
@@ -136,7 +137,7 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         self.output_dir = Path(self.args.output_dir or "")
         self.folder = RunFolder(self.output_dir, self.args, self.tell)
         if train_dataset is not None:
-            self.folder.check()
+            self.folder.check(inputs_of(self.args, model, ref_model, (train_dataset, eval_dataset)))
         self._prepare_models(model, ref_model, optimizers, peft_config, adapted, (processing_class, tokenizer))
         repository = self._repository() if self.args.push_to_hub else None
         if self.engine_plan.works_in_host_memory(self.args):

@@ -12,6 +12,7 @@ from alignment.data.batching import AnyBatch, EpochWindows
 from alignment.data.windows import WindowPlan, WindowSampler
 from alignment.engines.launch_env import rank
 from alignment.engines.watch.signals import ignore_stop_signals
+from alignment.internals.torch import stop_workers
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
 
@@ -32,5 +33,9 @@ def windows_of_epoch(
         generator=torch.Generator().manual_seed(context.args.seed),
         worker_init_fn=ignore_stop_signals,
     )
-    for window in loader:
-        yield pickle.loads(window) if isinstance(window, bytes) else window
+    windows = iter(loader)
+    try:
+        for window in windows:
+            yield pickle.loads(window) if isinstance(window, bytes) else window
+    finally:
+        stop_workers(windows)

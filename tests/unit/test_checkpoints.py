@@ -59,3 +59,19 @@ def test_the_newest_and_the_best_checkpoint_are_kept(
         (tmp_path / f"checkpoint-{step}").mkdir()
     prune_checkpoints(tmp_path, limit, None if keep is None else tmp_path / f"checkpoint-{keep}")
     assert sorted(int(path.name.removeprefix("checkpoint-")) for path in tmp_path.iterdir()) == left
+
+
+@pytest.mark.parametrize("spelling", ["absolute", "relative", "link"])
+def test_the_best_checkpoint_is_kept_however_its_path_is_spelled(
+    tmp_path: Path, spelling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume may name the folder differently from the run that found the best."""
+    monkeypatch.chdir(tmp_path)
+    for step in (1, 2, 3, 4):
+        (tmp_path / "out" / f"checkpoint-{step}").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("out")
+    best = {"absolute": tmp_path / "out", "relative": Path("out"), "link": tmp_path / "link"}[
+        spelling
+    ] / "checkpoint-1"
+    prune_checkpoints(Path("out") if spelling == "absolute" else tmp_path / "out", 2, best)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-1", "checkpoint-4"]

@@ -288,7 +288,11 @@ def test_every_public_name_is_there() -> None:
         ("kto\nuse_peft: true\nlora_r: 4", "--adapter_name_or_path a", {"use_peft": True, "lora_r": 16}),
         ("kto\nuse_peft: true\nlora_r: 4", "--use_peft false", {"use_peft": False}),
         ("online_dpo\nreward_model_path: a", "--judge b.py:c", {"judge": "b.py:c", "reward_model_path": None}),
-        ("online_dpo\njudge: b\nrollout_backend: generate", "--use_transformers_paged", {"rollout_backend": "continuous"}),
+        (
+            "online_dpo\njudge: b\nrollout_backend: generate",
+            "--use_transformers_paged",
+            {"rollout_backend": "continuous"},
+        ),
     ],
 )
 def test_an_option_replaces_its_counterpart_in_a_recipe(

@@ -14,9 +14,10 @@ from alignment.engines.checkpoints.old_runs import set_aside, set_folder_aside
 MOVED = (
     *("checkpoint-2/model.safetensors", "checkpoint-10/model.safetensors", "checkpoint-10/sub/file"),
     *(".checkpoint-12.partial/model.safetensors", "log.jsonl", "completions.jsonl", "trainer_state.json"),
-    *("options.json", "report.md", "report.html"),
+    *("options.json", "report.md", "report.html", "deepspeed.json"),
+    *("model.safetensors", "config.json", "tokenizer_config.json", "chat_template.jinja", "README.md"),
 )
-KEPT = ("model.safetensors", "config.json", "deepspeed.json", ".lock", "notes.txt", "reports/mine")
+KEPT = (".lock", "notes.txt", "reports/mine", "train.jsonl")
 
 
 def fill(folder: Path, run: int = 1, names: tuple[str, ...] = (*MOVED, *KEPT)) -> None:
@@ -92,12 +93,12 @@ def test_an_interrupted_call_is_completed_by_the_next_one(tmp_path: Path, monkey
         assert set_aside(folder) == folder / "previous-1"
         assert files(folder) == content(KEPT) | content(MOVED, inside="previous-1/")
         renames += 1
-    assert renames == 10, "nine names and the folder's own"
+    assert renames == 16, "fifteen names and the folder's own"
 
 
 def test_a_run_between_two_calls_is_kept_separate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path)
-    assert killed_at(monkeypatch, tmp_path, 9), "all but the last name"
+    assert killed_at(monkeypatch, tmp_path, 15), "all but the last name"
     fill(tmp_path, 2, MOVED)
     assert set_aside(tmp_path) == tmp_path / "previous-2"
     moved = content(MOVED, inside="previous-1/") | content(MOVED, 2, "previous-2/")

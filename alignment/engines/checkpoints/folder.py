@@ -70,7 +70,8 @@ def prune_checkpoints(folder: Path, limit: int | None, keep: Path | None = None)
     found = checkpoints(folder)
     if limit is None or not found:
         return
-    dear = [found[-1], *([keep] if keep in found[:-1] else [])]
+    # The same folder may be spelled differently after a resume: relative or absolute, or through a link.
+    dear = [found[-1], *(path for path in found[:-1] if keep is not None and path.resolve() == keep.resolve())]
     ordered = [*dear, *(path for path in reversed(found) if path not in dear)]
     for old in ordered[max(limit, len(dear)) :]:
         remove(old)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from alignment.config.errors import OutputError
+from alignment.models.adapters.record import TRAINING_BASE
 from alignment.reporting.durable import sync_folder
 
 PREVIOUS = "previous-"
@@ -14,19 +15,25 @@ _MOVING = f".{PREVIOUS}partial"
 _CHECKPOINTS = ("checkpoint-*", ".checkpoint-*")
 _FILES = (
     *("log.jsonl", "completions.jsonl", "trainer_state.json"),
-    *("options.json", "report.md", "report.html", "status.json"),
+    *("options.json", "report.md", "report.html", "status.json", "deepspeed.json"),
+)
+# The model and its tokenizer as a run saves them.
+_MODEL = (
+    *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
+    *(TRAINING_BASE, "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("chat_template*", "README.md"),
 )
 
 
 def set_aside(folder: Path, only: Sequence[Path] | None = None) -> Path | None:
-    """Move checkpoints, logs and reports of an earlier run into ``previous-N`` in ``folder``, with the next free N.
+    """Move what an earlier run has written into ``previous-N`` in ``folder``, with the next free N.
 
-    This only renames, so it takes neither time nor space. Model files in ``folder`` stay until they are replaced. An
-    interrupted call is completed by the next one. The caller holds the lock of the folder.
+    This only renames, so it takes neither time nor space. An interrupted call is completed by the next one. The caller
+    holds the lock of the folder.
 
     Args:
         folder: the output folder.
-        only: files and folders to move; None: everything that a run leaves except the model.
+        only: files and folders to move; None: everything that a run leaves (:func:`left_by_earlier_run`).
 
     Returns:
         The new folder; None if there was nothing to move.
@@ -36,7 +43,7 @@ def set_aside(folder: Path, only: Sequence[Path] | None = None) -> Path | None:
     """
     moving, last = folder / _MOVING, folder
     try:
-        found = _left_by_earlier_run(folder) if only is None else sorted(only, key=_step)
+        found = left_by_earlier_run(folder) if only is None else sorted(only, key=_step)
         if any((moving / path.name).exists() for path in found):
             _publish(folder)  # a run has written since the interrupted call, so there are two earlier runs
         if not found and not moving.exists():
@@ -72,14 +79,15 @@ def set_folder_aside(folder: Path) -> Path | None:
     return target
 
 
-def _left_by_earlier_run(folder: Path) -> list[Path]:
-    """The files of the earlier run: checkpoints from oldest to newest, then the rest.
+def left_by_earlier_run(folder: Path) -> list[Path]:
+    """What an earlier run left: checkpoints from oldest to newest, then logs and reports, then the model.
 
     In this order, a resume after an interrupted call starts from the newest checkpoint or from scratch.
     """
     checkpoints = {path for pattern in _CHECKPOINTS for path in folder.glob(pattern)}
     files = [folder / name for name in _FILES if (folder / name).exists()]
-    return [*sorted(checkpoints, key=_step), *files]
+    model = sorted(path for pattern in _MODEL for path in folder.glob(pattern))
+    return [*sorted(checkpoints, key=_step), *files, *model]
 
 
 def _step(path: Path) -> tuple[int, str]:

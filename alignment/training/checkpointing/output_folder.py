@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from alignment.config.errors import OutputError
+from alignment.config.errors import OutputError, setting
 from alignment.engines.checkpoints.folder import CHECKPOINT_PREFIX, checkpoints
 from alignment.engines.checkpoints.lock import LOCK
+from alignment.engines.checkpoints.old_runs import left_by_earlier_run
 from alignment.engines.watch.ending import STACKS
 from alignment.engines.watch.requests import STOP_FILE
 from alignment.reporting.activity import ACTIVITY
@@ -60,6 +61,26 @@ def check_output_folder(
     except OSError as error:
         reason = error.strerror or error
         raise OutputError(f"{option}: {folder} cannot be written: {reason}; choose another {option}") from error
+
+
+def check_inputs_stay(folder: Path, inputs: Iterable[tuple[str, str]]) -> None:
+    """Refuse an output folder whose files the run both reads and would replace or move aside.
+
+    Args:
+        folder: the output folder.
+        inputs: options and paths or Hub names.
+
+    Raises:
+        OutputError: names the first such option.
+    """
+    taken = [path.resolve() for path in left_by_earlier_run(folder)]
+    for option, name in inputs:
+        path = Path(name).resolve()
+        if path.exists() and (path == folder.resolve() or any(part in taken for part in (path, *path.parents))):
+            raise OutputError(
+                f"output_dir: {folder} contains {setting(option, name)}, which the run would overwrite or move; "
+                "choose another output_dir"
+            )
 
 
 def _ways_out(folder: Path, option: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from alignment.config.errors import OptionError, OutputError, setting
@@ -18,7 +18,14 @@ from alignment.engines.launch_env import rank
 from alignment.engines.watch.requests import STOP_FILE
 from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.status_file import STATUS, read_status
-from alignment.training.checkpointing.output_folder import COMPLETIONS, LOG, check_output_folder, holds_run, in_use
+from alignment.training.checkpointing.output_folder import (
+    COMPLETIONS,
+    LOG,
+    check_inputs_stay,
+    check_output_folder,
+    holds_run,
+    in_use,
+)
 from alignment.training.checkpointing.present import Present
 from alignment.training.checkpointing.resume import Checkpoint, check_same_run, choose, find
 
@@ -43,11 +50,14 @@ class RunFolder:
         self._entered = False
         self.held_by_earlier_run = False
 
-    def check(self) -> None:
+    def check(self, inputs: Iterable[tuple[str, str]] = ()) -> None:
         """Refuse a folder that the run cannot use, on the first rank, before anything is read.
 
+        Args:
+            inputs: options and paths or Hub names of the models and data that the run reads.
+
         Raises:
-            OutputError: if another run uses it, it cannot be written, or it contains something else.
+            OutputError: if another run uses it, it cannot be written, or it contains something else or an input.
             CheckpointError: if there is no checkpoint to resume from.
         """
         if rank() != 0:
@@ -56,6 +66,7 @@ class RunFolder:
         if asked:
             find(self.path, asked, args.method)
         else:  # a script may still resume by an argument of train()
+            check_inputs_stay(self.path, inputs)
             check_output_folder(self.path, args.overwrite_output_dir, earlier_run=True, files=True)
             self._free = not in_use(self.path)
             self.held_by_earlier_run = holds_run(self.path) and not args.overwrite_output_dir
@@ -152,9 +163,7 @@ class RunFolder:
             place = set_aside(self.path)
             if place is not None:
                 why = "overwrite_output_dir" if self.args.overwrite_output_dir else "output_dir"
-                self.tell(
-                    f"{'train' if self._entered else why}: moved checkpoints and logs of the earlier run to {place}"
-                )
+                self.tell(f"{'train' if self._entered else why}: moved the files of the earlier run to {place}")
             return
         if checkpoint is None and resumes:
             self.tell(f"resume_from_checkpoint: no checkpoint in {self.path}; starting a new run")

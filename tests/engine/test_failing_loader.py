@@ -1,0 +1,34 @@
+"""An error in a data loader worker ends the process: workers ignore SIGTERM, so Python's exit would wait forever."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import DRIVERS
+from helpers import make_model
+
+from alignment.engines.failures import describe
+from tools.ranks.client import environment
+
+
+@pytest.mark.parametrize(("how", "says"), [("error", "[Errno 5] Input/output error"), ("killed", "DataLoader worker")])
+def test_a_script_with_a_failing_worker_ends(how: str, says: str, tmp_path: Path) -> None:
+    """The limit is several times what it takes; without the shutdown, nothing ends it."""
+    command = [sys.executable, DRIVERS / "failing_loader.py", make_model(tmp_path / "model"), tmp_path / "out", how]
+    path = f"{DRIVERS.parent.parent}:{DRIVERS.parent}"
+    done = subprocess.run(
+        command, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert says in done.stderr.strip().splitlines()[-1]
+
+
+def test_the_line_of_a_failing_worker_has_no_traceback() -> None:
+    original = "Caught OSError in DataLoader worker process 1.\nOriginal Traceback (most recent call last):\n  File a"
+    line, is_defect = describe(OSError(f"{original}\nOSError: [Errno 5] Input/output error\n"))
+    assert "Errno 5" in line and "Traceback" not in line and not is_defect
+    line, is_defect = describe(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
+    assert "dataloader_num_workers" in line and not is_defect

@@ -1,0 +1,73 @@
+"""``overwrite_output_dir`` never destroys what the run reads, and moves the model of an earlier run aside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, load_from_disk
+from helpers import make_model, options, paired_rows
+
+from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, OnlineDPOConfig
+from alignment.config.errors import OutputError
+from alignment.training.arguments import inputs_of
+from alignment.training.checkpointing.output_folder import check_inputs_stay
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("models") / "policy")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("role", ["model", "ref_model", "data", "link"])
+def test_an_output_folder_that_the_run_reads_is_refused(role: str, model: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    given: dict[str, Any] = {"model": model, "train_dataset": paired_rows(8)}
+    if role == "data":
+        Dataset.from_list(paired_rows(8)).save_to_disk(out)
+        given["train_dataset"] = load_from_disk(out)
+    elif role == "link":
+        make_model(tmp_path / "real")
+        out.symlink_to("real")
+        given["model"] = str(tmp_path / "real")
+    else:
+        given[role] = make_model(out)
+    before = files(tmp_path)
+    kinds: tuple[Any, Any] = (KTOTrainer, KTOConfig) if role == "ref_model" else (CPOTrainer, CPOConfig)
+    with pytest.raises(OutputError, match="^output_dir: .*" + ("train_dataset" if role == "data" else "model")):
+        kinds[0](args=kinds[1](**options(tmp_path, overwrite_output_dir=True)), **given)
+    assert files(tmp_path) == before
+
+
+def test_options_that_name_inputs(tmp_path: Path) -> None:
+    """Each is refused if it is the output folder, or a file that would be moved; other files may stay."""
+    args = OnlineDPOConfig(
+        str(tmp_path / "out"), reward_model_path="r", adapter_name_or_path="a", dataset_mixture={"d": 1, "e": 2}
+    )
+    named = dict.fromkeys(name for _, name in inputs_of(args, "m", None, (None, paired_rows(1))))
+    assert list(named) == ["m", "a", "r", "d", "e"]
+    (tmp_path / "checkpoint-3").mkdir()
+    for name in ("log.jsonl", "train.jsonl"):
+        (tmp_path / name).touch()
+    check_inputs_stay(tmp_path, [("dataset_name", str(tmp_path / "train.jsonl")), ("model", "some/hub-name")])
+    for inside in ("checkpoint-3", "log.jsonl", "."):
+        with pytest.raises(OutputError, match="dataset_name"):
+            check_inputs_stay(tmp_path, [("dataset_name", str(tmp_path / inside))])
+
+
+def test_the_model_of_an_earlier_run_is_moved(model: str, tmp_path: Path) -> None:
+    for number in (1, 2):
+        args = CPOConfig(**options(tmp_path, max_steps=1, overwrite_output_dir=number == 2))
+        trainer = CPOTrainer(model, args=args, train_dataset=paired_rows(8, seed=number))
+        trainer.train()
+        trainer.save_model()
+        trainer.close()
+        if number == 1:
+            weights = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert (tmp_path / "out" / "previous-1" / "model.safetensors").read_bytes() == weights
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() != weights
