@@ -17,7 +17,7 @@ from alignment.objectives.kto import kto_kl, kto_kl_sums, kto_loss
 from alignment.references.base import RowIds
 from alignment.reporting.metrics import sides
 from alignment.training.advice import about_labels, about_learning_rate, about_window
-from alignment.training.method import Method, RowLosses, Window
+from alignment.training.method import Items, Method, RowLosses, Window
 from alignment.training.surface.positional import Order
 from alignment.training.trainer import AlignmentTrainer
 
@@ -71,7 +71,7 @@ class KTOMethod(Method[UnpairedBatch]):
             *about_window(options, window_rows, noisy),
         ]
 
-    def check_window(self, counts: WindowCounts) -> str | None:
+    def check_window(self, counts: WindowCounts, items: Items) -> str | None:
         if self.draws_partners and counts.partnered == 0:
             return "a window with a single row has no other completion to estimate the KL from; its KL is set to 0"
         return None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alignment.config.errors import OptionError
+from alignment.config.errors import OptionError, counted
 from alignment.data.batching import Batch, Collate, collate_prompts
 from alignment.data.windows import WindowCounts
 from alignment.engines.scoring import SequenceOutput
@@ -17,14 +17,16 @@ from alignment.methods.online_dpo_options import OnlineDPOConfig
 from alignment.objectives.dpo import dpo_loss
 from alignment.online.arguments import listed
 from alignment.online.pairs import RankedBatch
-from alignment.online.ranking import REASONS
+from alignment.online.ranking import REASONS, REMEDIES
 from alignment.online.resources import Function, OnlineResources
 from alignment.references.base import RowIds
 from alignment.reporting.metrics import REWARDS, add_rewards, add_sides, sides
 from alignment.training.context import Resources
-from alignment.training.method import Method, RowLosses, Window
+from alignment.training.method import Items, Method, RowLosses, Window
 from alignment.training.surface.positional import Order, online_arguments
 from alignment.training.trainer import AlignmentTrainer
+
+MOST_WITHOUT_PAIRS = 0.25  # share of windows without a pair
 
 
 class OnlineDPOMethod(Method[RankedBatch]):
@@ -55,10 +57,29 @@ class OnlineDPOMethod(Method[RankedBatch]):
         betas = self.options.betas
         return betas[min(epoch, len(betas) - 1)]
 
-    def check_window(self, counts: WindowCounts) -> str | None:
+    def check_window(self, counts: WindowCounts, items: Items) -> str | None:
         if counts.rows == 0:
-            return "no prompt of this window gave a pair to train on (see the metrics pairs/…); its update was skipped"
+            return f"no prompt of this window gave a pair to train on ({_reasons(items)}); its update was skipped"
         return None
+
+    def check_reduced(self, in_a_row: int, items: Items) -> str | None:
+        most = self.options.max_windows_without_pairs
+        if most is None or in_a_row < most:
+            return None
+        why = max(REMEDIES, key=lambda reason: items[f"pairs/{reason}"][0])
+        return (
+            f"no prompt of the last {counted(in_a_row, 'window')} gave a pair to train on (last window: "
+            f"{_reasons(items)}), so the model learns nothing; {REMEDIES[why]}, or change max_windows_without_pairs"
+        )
+
+    def advice_at_end(self, reduced: int, steps: int, history: Sequence[Mapping[str, Any]]) -> list[str]:
+        if reduced < steps * MOST_WITHOUT_PAIRS:
+            return []
+        why = max(REMEDIES, key=lambda reason: sum(entry.get(f"pairs/{reason}", 0.0) for entry in history))
+        return [
+            f"{reduced} of {counted(steps, 'window')} had no pair to train on, so no update was made with them; most "
+            f"prompts without a pair were {why}: {REMEDIES[why]}"
+        ]
 
     def scored(self, batch: RankedBatch) -> Batch:
         # One row per completion; rows that share the prompt of a pair would be built here.
@@ -97,6 +118,13 @@ class OnlineDPOMethod(Method[RankedBatch]):
             sums.add("objective/rlhf_reward", (given - batch.beta * kl).sum(), 2 * pairs)
             sums.add("objective/scores_margin", (given[:pairs] - given[pairs:]).sum(), pairs)
         return RowLosses(result.losses.sum() / window.counts.rows, result.losses.detach())
+
+
+def _reasons(items: Items) -> str:
+    """Return the number of a window's prompts by reason, such as ``4 prompts: 3 tied, 1 identical``."""
+    found = {reason: int(items[f"pairs/{reason}"][0]) for reason in REASONS}
+    prompts = counted(int(items["pairs/dropped"][1]), "prompt")
+    return f"{prompts}: {', '.join(f'{count} {reason}' for reason, count in found.items() if count)}"
 
 
 class OnlineDPOTrainer(AlignmentTrainer):

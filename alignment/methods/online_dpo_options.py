@@ -43,10 +43,16 @@ class OnlineDPOConfig(OnlineOptions, OnlineDPOCompatibility):
         "applies to all further epochs.",
         several=True,
     )
+    max_windows_without_pairs: int | None = option(
+        20,
+        "Stop the run after this number of windows in a row without a pair to train on, from which the model learns "
+        "nothing. `null`: never.",
+    )
 
     def resolve(self) -> None:
         """Check the options of Online DPO."""
         self.check_online()
+        checks.at_least(self, 1, "max_windows_without_pairs")
         if not self.betas or not all(beta > 0 for beta in self.betas):
             raise OptionError(f"{setting('beta', self.beta)}: must be greater than 0")
         checks.need_reference(self, "Online DPO", known_rows=False)

@@ -16,6 +16,12 @@ from alignment.rewards.samples import in_groups, spoken
 # Why a prompt gives no pair. A tie is dropped: training on it would favor whichever completion came first.
 TIED, IDENTICAL, UNSCORED, FAILED = "tied", "identical", "unscored", "failed"
 REASONS = (TIED, IDENTICAL, UNSCORED, FAILED)
+REMEDIES = {
+    TIED: "the scores of different completions are equal: use a reward that distinguishes them, or add a second one",
+    IDENTICAL: "the completions of a prompt are the same text: raise temperature or num_generations",
+    UNSCORED: "fewer than two completions have a score: return a number for each completion instead of None",
+    FAILED: "the judge gives no verdict: check its answers in completions.jsonl",
+}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from transformers.trainer_utils import TrainOutput
 from alignment.config.errors import RewardError, TrainingError
 from alignment.config.fields import Strategy
 from alignment.data.batching import AnyBatch
-from alignment.data.windows import WindowPlan, WindowSampler
+from alignment.data.windows import WindowCounts, WindowPlan, WindowSampler
 from alignment.engines.checkpoints.folder import checkpoint_folder
 from alignment.engines.launch_env import rank, world_size
 from alignment.engines.watch.requests import REQUESTS, STOP_FILE
@@ -37,6 +37,7 @@ from alignment.training.data import PreparedData, total_steps
 from alignment.training.interruptions.faults import BadSteps
 from alignment.training.interruptions.overflows import Overflows
 from alignment.training.interruptions.stopping import end_run, notice_too_short
+from alignment.training.method import Items
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Boundary, RandomAtStart, Totals
 from alignment.training.start_event import start_event
@@ -91,6 +92,7 @@ class TrainingLoop:
         self.decision = Decision()
         self._step_seconds = 0.0  # duration of the newest step
         self._saves = 0  # number of saves in this process
+        self._ends_with: str | None = None  # the error that ends the run after this step
         self.resumed: dict[str, Any] | None = None
         self.ignores_end = False
         self.rewinder: Rewinder | None = None
@@ -180,6 +182,8 @@ class TrainingLoop:
         self._show_status()
         self.decision = self.events.decide()
         self._complete(_STEP)
+        if self._ends_with is not None:  # on every rank, which have the same metrics
+            raise TrainingError(f"step {self.state.global_step}: {self._ends_with}{self._rescue()}")
         if self.decision.leave is not None and self._goes_on():
             self._leave()
 
@@ -339,12 +343,20 @@ class TrainingLoop:
             state.num_input_tokens_seen = self.totals.tokens
         self.history.add(items)
         self.totals.last = {"grad_norm": grad_norm, "learning_rate": learning_rate, **self._faults()}
-        reduced = self.context.method.check_window(counts) if items else None
-        if reduced is not None:
-            self.totals.reduced_windows += 1
-            self._say(f"step {state.global_step}: {reduced}")
+        self._check_reduced(counts, items)
         self.progress.advance(means(items), counts.sequence_tokens)
         return True
+
+    def _check_reduced(self, counts: WindowCounts, items: Items) -> None:
+        """Report and count a window that was computed in a reduced form."""
+        method, totals, self._ends_with = self.context.method, self.totals, None
+        reduced = method.check_window(counts, items) if items else None
+        if reduced is not None:
+            totals.reduced_windows, totals.reduced_in_a_row = totals.reduced_windows + 1, totals.reduced_in_a_row + 1
+            self._say(f"step {self.state.global_step}: {reduced}")
+            self._ends_with = method.check_reduced(totals.reduced_in_a_row, items)
+        elif items:
+            totals.reduced_in_a_row = 0
 
     def _rewound(self, step: OptimizerStep, fault: BadStep) -> tuple[str, int] | None:
         """Return to the last checkpoint, if any; return its name and the number of windows before it."""
@@ -426,10 +438,16 @@ class TrainingLoop:
         if self.args.include_tokens_per_second:
             metrics["train_tokens_per_second"] = self.totals.tokens / seconds / world_size()
         metrics |= self._faults()
+        late: list[str] = []
         if self.totals.reduced_windows:
             metrics[self.context.method.reduced_windows] = self.totals.reduced_windows
+            late = self.context.method.advice_at_end(self.totals.reduced_windows, steps, self.state.log_history)
+            self.context.advice.extend(late)
+            for sentence in late:
+                self.context.tell(f"advice: {sentence}")
         self.context.log({**metrics, **self._rest()})
-        self.context.log_file.write({"event": "end", "phases": self.context.phases.summary()})
+        said = {"advice": late} if late else {}
+        self.context.log_file.write({"event": "end", "phases": self.context.phases.summary(), **said})
         for finish in (self.context.log_file.finish, self._finish_tables):
             self.writer.finish(finish)
         self.events("on_train_end")

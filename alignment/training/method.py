@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, get_args
 
@@ -23,6 +23,8 @@ from alignment.engines.scoring import ScoringEngine, SequenceOutput
 from alignment.models.tasks import CAUSAL_LM, Task
 from alignment.references.base import Reference, RowIds
 from alignment.reporting.metrics import MetricSums
+
+Items: TypeAlias = Mapping[str, tuple[float, float]]  # name of a metric -> sum and count
 
 
 @dataclass(frozen=True)
@@ -164,9 +166,22 @@ class Method(ABC, Generic[BatchT]):
         """Return the columns of tokenized rows that ``trainer.train_dataset`` shows, with TRL's names."""
         return as_stored(rows)
 
-    def check_window(self, counts: WindowCounts) -> str | None:
-        """Return a message if the window is computed in a reduced form, else None."""
+    def check_window(self, counts: WindowCounts, items: Items) -> str | None:
+        """Return a message if the window was computed in a reduced form, else None.
+
+        Args:
+            counts: counts of what was trained on.
+            items: the window's metrics over all ranks.
+        """
         return None
+
+    def check_reduced(self, in_a_row: int, items: Items) -> str | None:
+        """Return an error message if this many windows in a row, the last with these metrics, must end the run."""
+        return None
+
+    def advice_at_end(self, reduced: int, steps: int, history: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return advice for the report of a run, of whose ``steps`` windows some were ``reduced``."""
+        return []
 
     @abstractmethod
     def scored(self, batch: BatchT) -> Batch:

@@ -145,6 +145,7 @@ class Totals:
         tokens: tokens trained on.
         rows: rows trained on.
         reduced_windows: windows that were computed in a reduced form.
+        reduced_in_a_row: those since the last window that was not.
         loss_sum, losses: sum of the losses of all windows, and the number of windows with a loss.
         seconds: duration of the run before it was restarted.
         last: values of the newest step, such as its learning rate.
@@ -153,6 +154,7 @@ class Totals:
     tokens: int = 0
     rows: int = 0
     reduced_windows: int = 0
+    reduced_in_a_row: int = 0
     loss_sum: float = 0.0
     losses: float = 0.0
     seconds: float = 0.0
@@ -165,7 +167,7 @@ class Totals:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by :meth:`state_dict`."""
         for each in fields(self):
-            setattr(self, each.name, state[each.name])
+            setattr(self, each.name, state.get(each.name, getattr(self, each.name)))
 
 
 @dataclass

@@ -71,6 +71,9 @@ def _facts(context: RunContext, engines: RunEngines, tokens: int, largest_gib: f
         facts.append(
             ("time", f"{duration(seconds)}: {tokens:,} tokens trained on, {tokens / seconds:,.0f} per second")
         )
+    reduced = context.method.reduced_windows
+    if times.get(reduced):
+        facts.append((reduced.replace("_", " "), f"{times[reduced]:.0f} of {state.global_step}"))
     if times.get("bad_steps"):
         facts.append(("bad steps", f"{times['bad_steps']:.0f}: no update was made with their windows; see log.jsonl"))
     if times.get("retries"):

@@ -13,13 +13,17 @@ from typing import Any
 import pytest
 import torch
 from bad_online_commands import write_classifiers
+from conftest import ROOT
 from data_tokenizers import PLAIN, char_tokenizer
 from helpers import STAGES, make_classifier, make_model, options, text
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Cache
 
 from alignment import OnlineDPOConfig, OnlineDPOTrainer
-from alignment.config.errors import OptionError, RewardError
+from alignment.config.errors import OptionError, RewardError, TrainingError
 from alignment.engines.scoring import FrozenEngine
+from alignment.training import run_page
+from alignment.training.run_page import draw_page
+from tools.ranks import RankServer
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +252,76 @@ def test_a_window_without_pairs_advances_only_the_schedule(paths: dict[str, str]
     assert output.training_loss == pytest.approx(sum(entry["loss"] for entry in found if "loss" in entry) / 3)
     tokens = [entry["num_tokens"] for entry in found]
     assert tokens[0] == tokens[1] < tokens[2] < tokens[3] == trainer.phases.records["train"].tokens
+
+
+def constant(completions: list[str], **columns: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def test_a_run_without_pairs_ends_with_an_error(
+    paths: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And counts windows in a row across a resume; one with a pair starts the count again."""
+    saved = {"save_strategy": "steps", "save_steps": 100, "max_steps": 9, "lr_scheduler_type": "constant"}
+
+    def run(most: int | None, reward: Any, **more: Any) -> OnlineDPOTrainer:
+        args = arguments(tmp_path, **saved | more, max_windows_without_pairs=most)
+        return OnlineDPOTrainer(paths["policy"], reward_funcs=reward, args=args, train_dataset=prompts(8))
+
+    first = run(3, constant)
+    with pytest.raises(TrainingError, match=r"^step 3: .*max_windows_without_pairs.* checkpoint-3$") as caught:
+        first.train()
+    first.close()
+    assert "last 3 windows" in str(caught.value) and "4 prompts: 4 tied" in str(caught.value)
+    out = "".join(capfd.readouterr())
+    assert all(f"step {step}: " in out for step in (1, 2, 3)) and "(4 prompts: 4 tied); its update was skipped" in out
+    folder = tmp_path / "out" / "checkpoint-3"
+    again = run(4, constant)
+    with pytest.raises(TrainingError, match="^step 4: .*last 4 windows"):
+        again.train(resume_from_checkpoint=str(folder))
+    again.close()
+    calls = iter(range(99))
+
+    def better_at_second(completions: list[str], **columns: Any) -> list[float]:
+        return [sum(map(ord, text)) * float(call == 1) for call in [next(calls)] for text in completions]
+
+    last = run(5, better_at_second, resume_anyway=True)  # another reward
+    assert last.train(resume_from_checkpoint=str(folder)).metrics["windows_without_pairs"] == 3 + 1 + 4
+    last.close()
+
+
+@pytest.mark.faults
+def test_every_rank_of_a_run_without_pairs_ends(paths: dict[str, str], ranks: RankServer, tmp_path: Path) -> None:
+    """At stage 3, and although one rank's share of the last window has no prompt."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts(5)))
+    (tmp_path / "same.py").write_text("def same(completions, **columns):\n    return [None] * len(completions)\n")
+    command = f"--method online_dpo --model_name_or_path {paths['policy']} --dataset_name {tmp_path}/rows.jsonl"
+    command += f" --output_dir {tmp_path}/out --reward_funcs {tmp_path}/same.py:same --max_new_tokens 4 --max_steps 9"
+    command += " --max_length 64 --per_device_train_batch_size 2 --max_windows_without_pairs 2 --save_steps 100"
+    deepspeed = ["--use_cpu", "--deepspeed", json.dumps(STAGES["stage3"])]
+    done = ranks.run(ROOT / "launch" / "train.py", *command.split(), *deepspeed, timeout=90, check=False)
+    spoken = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode == 1 and len(spoken) == 1, done.stderr[-3000:]
+    assert "step 2: " in spoken[0] and "unscored" in spoken[0] and "max_windows_without_pairs" in spoken[0]
+    assert (tmp_path / "out" / "checkpoint-2").is_dir()
+
+
+def test_the_report_of_a_run_without_pairs_says_so(
+    paths: dict[str, str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_page, "draw_page", draw_page)  # not drawn in other tests: see conftest.py
+    args = arguments(tmp_path, max_steps=3, max_windows_without_pairs=None)
+    trainer = OnlineDPOTrainer(paths["policy"], reward_funcs=constant, args=args, train_dataset=prompts(8))
+    trainer.train()
+    trainer.close()
+    said = "3 of 3 windows had no pair to train on"
+    report, page = ((tmp_path / "out" / name).read_text() for name in ("report.md", "report.html"))
+    assert f"advice: {said}" in "".join(capfd.readouterr())
+    assert f"- {said}" in report and "were tied: " in report and "- windows without pairs: 3 of 3" in report
+    assert said in page
 
 
 def _alive() -> dict[str, int]:

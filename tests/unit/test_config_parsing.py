@@ -289,7 +289,7 @@ def test_every_public_name_is_there() -> None:
         ("kto\nuse_peft: true\nlora_r: 4", "--use_peft false", {"use_peft": False}),
         ("online_dpo\nreward_model_path: a", "--judge b.py:c", {"judge": "b.py:c", "reward_model_path": None}),
         (
-            "online_dpo\njudge: b\nrollout_backend: generate",
+            "online_dpo\njudge: b\nrollout_backend: vllm",
             "--use_transformers_paged",
             {"rollout_backend": "continuous"},
         ),

@@ -85,7 +85,7 @@ def content_of(reader: RunReader, view: RunView, *, drawn: datetime | None = Non
         attempts=_attempts(start, view),
         checkpoints=[_checkpoint(one, best) for one in view.checkpoints],
         warnings=[*_warnings(log.events), *view.problems, *view.notes],
-        advice=[str(text) for text in _list(start.get("advice"))],
+        advice=[str(text) for event in (start, log.ended or {}) for text in _list(event.get("advice"))],
         versions={str(name): str(text) for name, text in _mapping(start.get("versions")).items()},
         drawn=(drawn or datetime.now(timezone.utc)).strftime("%Y-%m-%d %H:%M UTC"),
     )

@@ -50,7 +50,7 @@ MAY_CHANGE = frozenset(
         generate_during_eval
         disable_tqdm dry_run eval_delay eval_on_start eval_steps eval_strategy include_num_input_tokens_seen
         include_tokens_per_second log_completions logging_first_step logging_steps logging_strategy
-        num_completions_to_log report_to run_name
+        max_windows_without_pairs num_completions_to_log report_to run_name
         hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token load_best_model_at_end
         merged_output_dir output_dir overwrite_output_dir push_to_hub resume_anyway resume_from_checkpoint
         save_only_model save_steps save_strategy save_total_limit
