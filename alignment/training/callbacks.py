@@ -8,7 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from transformers import DefaultFlowCallback, EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers import (
+    DefaultFlowCallback,
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    integrations,
+)
 from transformers.integrations import (
     TensorBoardCallback,
     WandbCallback,
@@ -16,7 +23,7 @@ from transformers.integrations import (
     get_reporting_integration_callbacks,
 )
 
-from alignment.config.errors import OptionError
+from alignment.config.errors import OptionError, one_line, setting
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import largest_numbers, on_first_rank
 from alignment.engines.launch_env import world_size
@@ -24,6 +31,11 @@ from alignment.engines.watch.requests import REQUESTS
 from alignment.engines.watch.stop import StopReason
 from alignment.internals.transformers import callback_handler, keeps_state
 
+_PACKAGES = {  # integrations whose package, or whose function that looks for it, has another name
+    "azure_ml": ("azureml", "azureml-sdk"),
+    "comet_ml": ("comet", "comet-ml"),
+    "flyte": ("flytekit", "flytekit"),
+}
 # In the order of Decision.
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
@@ -42,13 +54,37 @@ class Decision(NamedTuple):
     leave: StopReason | None = None
 
 
-def reporting_callbacks(report_to: str | list[str]) -> list[type[TrainerCallback]]:
-    """Return the callback classes of the integrations in ``report_to``; ``all`` selects those that are installed."""
+def _integrations(report_to: str | list[str]) -> list[str]:
     names = [report_to] if isinstance(report_to, str) else report_to
     if "all" in names:
         # Trackio's callback reads options that only transformers' TrainingArguments have.
         names = [name for name in get_available_reporting_integrations() if name != "trackio"]
-    return list(get_reporting_integration_callbacks([name for name in names if name != "none"]))
+    return [name for name in names if name != "none"]
+
+
+def reporting_callbacks(report_to: str | list[str]) -> list[type[TrainerCallback]]:
+    """Return the callback classes of the integrations in ``report_to``; ``all`` selects those that are installed."""
+    return list(get_reporting_integration_callbacks(_integrations(report_to)))
+
+
+def check_reporting(report_to: str | list[str]) -> None:
+    """Check that the packages of the integrations in ``report_to`` are installed, before anything is loaded.
+
+    A callback that is created without its package raises, and once more when it is deleted.
+
+    Raises:
+        OptionError: if an integration is not available.
+    """
+    for name in _integrations(report_to):
+        short, package = _PACKAGES.get(name, (name, name))
+        if getattr(integrations, f"is_{short}_available")():
+            continue
+        need = f"requires {package}; run pip install {package}"
+        if name == "kubeflow":
+            need = "requires a Kubeflow TrainJob, which sets KUBEFLOW_TRAINER_SERVER_URL; start the run in one"
+        elif os.environ.get(f"DISABLE_{name.upper()}_INTEGRATION", "").upper() == "TRUE":
+            need = f"DISABLE_{name.upper()}_INTEGRATION=TRUE disables it; unset this environment variable"
+        raise OptionError(f"{setting('report_to', name)}: {need}, or set report_to to none")
 
 
 def check_callbacks(callbacks: Any) -> list[Any]:
@@ -107,7 +143,7 @@ class Events:
         processing_class: the tokenizer, passed to callbacks.
 
     Raises:
-        OptionError: if a reporting integration is not installed.
+        OptionError: if a reporting integration cannot be used.
     """
 
     def __init__(
@@ -116,8 +152,8 @@ class Events:
         self.args, self.state, self.control = args, state, TrainerControl()
         try:
             reporting = [kind() for kind in reporting_callbacks(args.report_to)]
-        except (RuntimeError, ImportError) as error:
-            raise OptionError(f"report_to={args.report_to!r}: {error}") from error
+        except Exception as error:  # the integrations' packages have their own exception classes
+            raise OptionError(f"{setting('report_to', args.report_to)}: {one_line(error)}") from error
         for callback in reporting:
             if isinstance(callback, TensorBoardCallback) and args.logging_dir is not None:
                 callback.logging_dir = os.path.expanduser(args.logging_dir)

@@ -35,7 +35,7 @@ from alignment.training.arguments import (
     with_adapter_names,
     with_quantization,
 )
-from alignment.training.callbacks import Events, check_callbacks, check_early_stopping, log_in
+from alignment.training.callbacks import Events, check_callbacks, check_early_stopping, check_reporting, log_in
 from alignment.training.checkpointing.best import BestModel
 from alignment.training.checkpointing.merged import write_merged
 from alignment.training.checkpointing.output_folder import LOG
@@ -127,6 +127,7 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         model, args = model_and_options(type(self).__name__, self.config_class, model, args)
         args = with_quantization(args, model, quantization_config)
         self.args = with_adapter_names(args, model_adapter_name, ref_adapter_name)
+        check_reporting(self.args.report_to)
         check_saving(type(self), AlignmentTrainer, saves=self.args.save_strategy != "no")
         check_rows_given(self.args, train_dataset, eval_dataset)
         init_distributed(self.args.use_cpu)

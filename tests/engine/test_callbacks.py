@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from conftest import DRIVERS
 from helpers import STAGES, make_model, options, paired_rows, unpaired_rows
-from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback, integrations
 from transformers.integrations import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
@@ -377,6 +379,40 @@ def test_a_metric_that_evaluation_does_not_have(model: str, tmp_path: Path) -> N
 
 def test_integrations_have_transformers_names() -> None:
     assert set(INTEGRATIONS) == set(INTEGRATION_TO_CALLBACK) - {"trackio"}
+
+
+@pytest.mark.parametrize("name", INTEGRATIONS)
+def test_integrations_without_their_package_are_refused_before_loading(
+    name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without creating their callbacks, which print a traceback when they are deleted."""
+    for function in [each for each in dir(integrations) if each.startswith("is_") and each.endswith("_available")]:
+        monkeypatch.setattr(integrations, function, lambda: False)
+    made = INTEGRATION_TO_CALLBACK[name]
+    theirs = inspect.getsource(made.__init__)  # names the package in its own message
+    monkeypatch.setattr(made, "__init__", lambda self: pytest.fail("the callback was created"))
+    unread: Any = [{"prompt": 1}]
+    args = CPOConfig(**options(tmp_path, report_to=["none", name]))
+    with pytest.raises(OptionError, match=f"^report_to='{name}': requires .*, or set report_to to none$") as caught:
+        CPOTrainer(model=model, args=args, train_dataset=unread)
+    package = re.search("run pip install ([a-z-]+),", str(caught.value))
+    assert name == "kubeflow" or (package and package[1] in theirs)
+    if name == "mlflow":
+        monkeypatch.setenv("DISABLE_MLFLOW_INTEGRATION", "TRUE")
+        with pytest.raises(OptionError, match="DISABLE_MLFLOW_INTEGRATION=TRUE disables it"):
+            CPOTrainer(model=model, args=args, train_dataset=unread)
+
+
+def test_an_integration_that_cannot_start_is_one_line(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Any) -> None:
+        raise KeyError("no\nserver")
+
+    monkeypatch.setattr(TensorBoardCallback, "__init__", fail)
+    args = CPOConfig(**options(tmp_path, report_to="tensorboard"))
+    with pytest.raises(OptionError, match="^report_to='tensorboard': .*no.*server.*$"):
+        CPOTrainer(model=model, args=args, train_dataset=paired_rows(4))
 
 
 @pytest.mark.ci
