@@ -10,7 +10,7 @@ from pathlib import Path
 
 from alignment.config.errors import counted
 
-NOT_DRAWN = "not sampled (weights of dataset_mixture)"
+NOT_DRAWN = "not sampled (proportions of the mixture)"
 
 
 @dataclass(frozen=True)

@@ -198,8 +198,11 @@ def prepare_data(
     if fills(cache_folder()):
         given = retries(where, load)
         parts = given if isinstance(given, tuple) else (Part(where, lambda: given),)
+        # Cutting each part first would change the proportions, which are the sizes of unweighted parts.
+        whole = len(parts) > 1 and parts[0].weight is None
+        first = None if whole else limit
         made = [
-            (part.where, _tokenized(part, limit, method, tokenizer, options, retries, packing).name, part.weight)
+            (part.where, _tokenized(part, first, method, tokenizer, options, retries, packing).name, part.weight)
             for part in parts
         ]
     # A folder's name is a hash of its content, so the first rank's name is right on every node.

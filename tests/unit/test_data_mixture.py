@@ -181,6 +181,19 @@ def trainer_of(folder: Path, **options: Any) -> KTOTrainer:
     return trainer
 
 
+@pytest.mark.parametrize("role", ["train", "eval"])
+def test_a_limit_keeps_the_proportions_of_unweighted_parts(tmp_path: Path, folder: Path, role: str) -> None:
+    parts = []
+    for name, rows in (("large.jsonl", 150), ("small.jsonl", 30)):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(rows)))
+        parts.append({"dataset_name": str(tmp_path / name), "test_split": "train"})
+    trainer = trainer_of(folder, dataset_mixture=parts, **{f"max_{role}_samples": 36})
+    data = trainer.train_data if role == "train" else next(iter(trainer.eval_data.values()))
+    assert data is not None
+    assert [part.report.rows_out for part in data.parts] == [30, 6]
+    assert data.report.dropped == {NOT_DRAWN: 144} and "weight" not in data.report.summary()
+
+
 def test_a_mixture_of_labeled_rows_pairs_and_other_columns(folder: Path) -> None:
     trainer = trainer_of(folder)
     data = trainer.train_data
