@@ -24,8 +24,8 @@ MOST_LOST = 0.05  # share of rows that are dropped or have truncated completions
 _EDGE = 1e-9  # relative tolerance, so that 4/3 as a decimal is accepted
 
 
-def about_rows(report: DataReport) -> list[str]:
-    """Warn if many rows are dropped, or have truncated completions without an end."""
+def about_rows(report: DataReport, completions: int = 1) -> list[str]:
+    """Warn if many rows are dropped, or many of their completions (``completions`` per row) have lost their end."""
     found = []
     lost = {reason: count for reason, count in report.dropped.items() if reason != NOT_DRAWN}
     count = sum(lost.values())
@@ -35,9 +35,10 @@ def about_rows(report: DataReport) -> list[str]:
         found.append(
             f"{count} of {report.rows_in} rows were dropped ({replace(report, dropped=lost).drops()}); {remedy}"
         )
-    if report.completions_cut > MOST_LOST * report.rows_out:
+    total = completions * report.rows_out
+    if report.completions_cut > MOST_LOST * total:
         found.append(
-            f"{report.completions_cut} of {report.rows_out} completions are truncated, so the model does not learn "
+            f"{report.completions_cut} of {total} completions are truncated, so the model does not learn "
             "how they end; raise max_length, or lower max_prompt_length"
         )
     return found

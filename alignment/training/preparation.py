@@ -120,7 +120,8 @@ class TrainerPreparation:
             self.train_data = self._prepare(train_dataset, args.max_train_samples, "train_dataset", trains=True)
             self.sampler = window_sampler(self.train_data, self.method, args)
             steps, report = total_steps(args, self.sampler), self.train_data.report
-            self.advice = [*about_rows(report), *self.method.advice(report, self.sampler.window)]
+            rows = about_rows(report, len(self.method.completions))
+            self.advice = [*rows, *self.method.advice(report, self.sampler.window)]
             if not any(self.optimizers):
                 self.tell(check_optimization(args, steps))
                 self.advice += about_steps(args, steps, self.sampler.window)

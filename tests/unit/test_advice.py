@@ -128,5 +128,8 @@ def test_many_lost_rows() -> None:
     dropped, cut = about_rows(DataReport(300, 100, {NO_ROOM: 167, NOT_DRAWN: 33}, completions_cut=6))
     assert dropped == f"167 of 300 rows were dropped (167 × {NO_ROOM}); raise max_length, or lower max_prompt_length"
     assert cut.startswith("6 of 100 completions are truncated, so the model does not learn how they end; raise")
+    (pairs,) = about_rows(DataReport(60, 60, completions_cut=102), completions=2)
+    assert pairs.startswith("102 of 120 completions are truncated, ")
+    assert about_rows(DataReport(60, 60, completions_cut=6), completions=2) == []  # 5 %, not 10 %
     (empty,) = about_rows(DataReport(10, 9, {"the completion is empty": 1}))
     assert empty == "1 of 10 rows were dropped (1 × the completion is empty); check these rows"
