@@ -342,3 +342,14 @@ def inputs_of(args: AlignmentConfig, model: Any, ref_model: Any, datasets: Itera
         for dataset in given.values() if isinstance(given, dict) else (given,):
             for file in getattr(dataset, "cache_files", None) or ():
                 yield "train_dataset", str(Path(file["filename"]).parent)
+
+
+def within_positions(options: AlignmentConfig, sources: tuple[ModelSource, ...]) -> AlignmentConfig:
+    """Return the options with ``max_length: null`` replaced by the fewest positions of the models, if any."""
+    if limits_of(options).max_length is not None:
+        return options
+    texts = [source.config.get_text_config() for source in sources]
+    positions = [getattr(text, "max_position_embeddings", None) or 0 for text in texts]
+    limited = copy.copy(options)
+    limited.max_length = min((number for number in positions if number > 0), default=None)  # type: ignore[attr-defined]
+    return limited

@@ -25,6 +25,7 @@ from alignment.training.arguments import (
     model_sources,
     named_datasets,
     with_vocabulary,
+    within_positions,
 )
 from alignment.training.checkpointing.best import check_best_metric
 from alignment.training.context import Resources
@@ -150,6 +151,7 @@ class TrainerPreparation:
         load = source if callable(source) else lambda: source
         where = getattr(source, "where", where)
         packing = self.method.packing(trains)
-        data = prepare_data(load, limit, self.method, self.processing_class, self.args, where, self.retries, packing)
+        args = within_positions(self.args, (self.policy_source, self.reference_source))
+        data = prepare_data(load, limit, self.method, self.processing_class, args, where, self.retries, packing)
         self.tell(f"{data.where}: {data.report.summary()}")
         return data

@@ -181,6 +181,21 @@ def trainer_of(folder: Path, **options: Any) -> KTOTrainer:
     return trainer
 
 
+@pytest.mark.parametrize(("words", "expected"), [(200, 96), (40, None)])
+def test_without_max_length_rows_are_cut_to_the_positions_of_the_model(
+    tmp_path: Path, folder: Path, words: int, expected: int | None
+) -> None:
+    rows = [{"prompt": "a", "completion": "b " * words, "label": row % 2 == 0} for row in range(16)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trainer = trainer_of(folder, dataset_mixture=None, dataset_name=str(tmp_path / "long.jsonl"), max_length=None)
+    data = trainer.train_data
+    assert data is not None and data.table.max_length == 96
+    lengths = data.table.prompt + data.table.completions[:, 0]
+    assert (lengths == 96).all() if expected else (lengths < 96).all()
+    assert data.report.completions_cut == (16 if expected else 0)
+    assert trainer.args.max_length is None
+
+
 @pytest.mark.parametrize("role", ["train", "eval"])
 def test_a_limit_keeps_the_proportions_of_unweighted_parts(tmp_path: Path, folder: Path, role: str) -> None:
     parts = []
