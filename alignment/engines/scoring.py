@@ -196,6 +196,7 @@ class PolicyEngine(ScoringEngine):
         skip_invalid_norm(self.engine)
         self.reduces_once, self._holding = reduce_once and can_reduce_once(self.engine), False
         self._begun = False  # whether a micro-batch of the window has been accumulated
+        self._inside = False  # whether a backward pass has not ended
         if self.reduces_once:
             accumulate_locally(self.engine)
         self.scheduler = scheduler
@@ -215,8 +216,10 @@ class PolicyEngine(ScoringEngine):
             hold_back(self.engine)
             self._holding = True
         loss = scaled_where_missing(self.engine, loss)
+        self._inside = True
         with balanced_module_stack(), self.scorer.packing():
             self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
+        self._inside = False
         if not self._begun and not self._holding:
             drop_older(self.engine, several=not last)
         self._begun = not last
@@ -254,11 +257,15 @@ class PolicyEngine(ScoringEngine):
         return norm
 
     def discard(self) -> None:
-        """Discard the accumulated gradient; weights, optimizer state and loss scale do not change."""
+        """Discard the accumulated gradient, also within a window; weights, optimizer state and loss scale stay."""
         self._begun = False
         if self._holding:
             self._holding = False
             let_go(self.engine)
+        if self._inside:  # interrupted: stages 2 and 3 refuse another backward pass until this one is completed
+            self._inside = False
+            self.engine.set_gradient_accumulation_boundary(False)
+            self.engine.allreduce_gradients()
         discard_gradients(self.engine)
         forget_sums(self.engine)
 

@@ -38,6 +38,7 @@ def begin_again(context: RunContext, engines: RunEngines, identity: Identity, st
             "train: this trainer has already trained, so its engines are not in their initial state; to resume from a "
             "checkpoint, create a new trainer"
         )
+    engines.policy.discard()  # the gradient of a window that an error or Ctrl-C interrupted
     fresh = TrainerState()
     for field in dataclasses.fields(fresh):
         if not field.name.endswith("process_zero"):

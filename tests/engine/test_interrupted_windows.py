@@ -1,0 +1,103 @@
+"""A run that an error or Ctrl-C has ended within a window leaves nothing to the next ``train()`` of its trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drivers.bad_steps import Spoiler
+from helpers import STAGES, make_model, options, unpaired_rows, zero
+from transformers import TrainerCallback
+
+from alignment import SFTConfig, SFTTrainer
+from alignment.config.errors import TrainingError
+from alignment.training.window import WindowPass
+
+pytestmark = pytest.mark.usefixtures("own_process_group")
+ENGINES = {**STAGES, "stage1": zero(1)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("model") / "policy", seed=1)
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+class Interrupting(TrainerCallback):
+    """Interrupts the first window between micro-batches, or within the forward or backward pass of one.
+
+    Args:
+        place: where.
+        after: the number of micro-batches before it.
+    """
+
+    def __init__(self, place: str, after: int) -> None:
+        self.place, self.after = place, after
+        self.hook: Any = None
+
+    def on_substep_end(self, *_: Any, model: Any, **__: Any) -> None:
+        self.after -= 1
+        if self.after:
+            return
+        layer = model.model.layers[0].mlp
+        if self.place == "forward":
+            self.hook = layer.register_forward_hook(interrupt)
+        elif self.place == "backward":
+            self.hook = layer.register_forward_hook(lambda *given: given[-1].register_hook(interrupt) and None)
+        else:
+            interrupt()
+
+
+def make(model: str, folder: Path, stage: str, **more: Any) -> SFTTrainer:
+    given = {"gradient_accumulation_steps": 3, "max_steps": 2, "optim": "sgd", "max_grad_norm": 0.0}
+    return SFTTrainer(
+        model=model,
+        args=SFTConfig(**options(folder, deepspeed=ENGINES[stage], **{**given, **more})),
+        train_dataset=unpaired_rows(12, 3),
+    )
+
+
+def trained(trainer: SFTTrainer) -> tuple[list[float], bytes]:
+    """Train; return the norms of the run's gradients and the weights."""
+    trainer.train()
+    trainer.save_model()
+    norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+    trainer.close()
+    return norms, (trainer.output_dir / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("stage", sorted(ENGINES))
+def test_the_next_run_starts_without_gradients(stage: str, dtype: str, model: str, tmp_path: Path) -> None:
+    """Weights and gradient norms equal those of a run that was not interrupted."""
+    dtypes = {"bf16": dtype == "bf16"}
+    fresh = trained(make(model, tmp_path / "fresh", stage, **dtypes))
+    assert len(fresh[0]) == 2 and min(fresh[0]) > 0
+    trainer = make(model, tmp_path / "interrupted", stage, **dtypes)
+    for place, after in (("between", 2), ("forward", 1), ("backward", 1), ("backward", 2)):
+        interrupting = Interrupting(place, after)
+        trainer.add_callback(interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        trainer.remove_callback(interrupting)
+        if interrupting.hook is not None:
+            interrupting.hook.remove()
+    assert trained(trainer) == fresh
+
+
+@pytest.mark.parametrize("kind", ["loss", pytest.param("gradient", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("stage", sorted(ENGINES))
+def test_a_bad_step_leaves_no_gradient_to_the_next_run(
+    stage: str, kind: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh = trained(make(model, tmp_path / "fresh", stage))
+    trainer = make(model, tmp_path / "stopped", stage)
+    spoiler = Spoiler([{"kind": kind, "window": [0, 0], "times": 1}])
+    monkeypatch.setattr(WindowPass, "__call__", lambda *args, **kwargs: spoiler(*args, **kwargs))
+    with pytest.raises(TrainingError, match="step 1: the "):
+        trainer.train()
+    assert trained(trainer) == fresh
