@@ -16,6 +16,8 @@ import numpy as np
 
 from alignment.config.errors import DataError, show
 from alignment.data.messages import (
+    IDENTICAL,
+    DropRow,
     Message,
     Text,
     check_same_kind,
@@ -126,7 +128,7 @@ def preference_row(row: Mapping[str, Any], where: str) -> Preference:
 
     Raises:
         DataError: the row is invalid.
-        DropRow: there is no prompt, and the completions are identical.
+        DropRow: the completions are identical.
     """
     for key in ("chosen", "rejected"):
         if row.get(key) is None:
@@ -145,6 +147,8 @@ def preference_row(row: Mapping[str, Any], where: str) -> Preference:
     check_same_kind(where, prompt=prompt, chosen=chosen)
     if isinstance(prompt, list) and isinstance(chosen, list) and isinstance(rejected, list):
         chosen, rejected = without_prompt(prompt, chosen), without_prompt(prompt, rejected)
+    if chosen == rejected:
+        raise DropRow(IDENTICAL)
     return Preference(_with_system(prompt, row, where), chosen, rejected, template_variables(row, where))
 
 

@@ -77,6 +77,15 @@ def test_identical_completions_without_prompt_are_dropped(same: Any) -> None:
         assert caught.value.reason == IDENTICAL
 
 
+@pytest.mark.parametrize(("prompt", "same"), [("a", "b"), ([U], [A]), ([U], [U, A]), ("hello", [A])])
+def test_identical_completions_of_a_prompt_are_dropped(prompt: Any, same: Any) -> None:
+    """Otherwise, KTO would see a completion as desirable and as undesirable."""
+    for convert in (preference_row, unpaired_rows):
+        with pytest.raises(DropRow) as caught:
+            convert({"prompt": prompt, "chosen": same, "rejected": same}, "row 1")
+        assert caught.value.reason == IDENTICAL
+
+
 def test_a_string_prompt_with_conversations() -> None:
     system = {"role": "system", "content": "be kind"}
     found = preference_row({"prompt": " hello", "chosen": [system, U, A], "rejected": [system, U, B]}, "row 1")
@@ -88,8 +97,8 @@ def test_a_string_prompt_with_conversations() -> None:
 
 
 def test_explicit_prompts() -> None:
-    kept = preference_row({"prompt": "a b", "chosen": "a b c", "rejected": "a b c"}, "row 1")
-    assert kept == Preference("a b", "a b c", "a b c")  # strings are unchanged
+    kept = preference_row({"prompt": "a b", "chosen": "a b c", "rejected": "a b d"}, "row 1")
+    assert kept == Preference("a b", "a b c", "a b d")  # strings are unchanged
     repeated = preference_row({"prompt": [S, U], "chosen": [S, U, A], "rejected": [B]}, "row 1")
     assert repeated == Preference([S, U], [A], [B])
     assert preference_row({"prompt": [U], "chosen": [U], "rejected": [B]}, "row 1") == Preference([U], [U], [B])

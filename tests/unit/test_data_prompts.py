@@ -246,11 +246,10 @@ def test_a_reward_model_learns_nothing_from_equal_answers(tmp_path: Path) -> Non
     prepared = made(rows, tmp_path, "preference_margin", limits, tokenizer=tokenizer)
     assert prepared.dataset["row"][:] == [2]
     assert prepared.report.dropped == {
-        "chosen and rejected are identical": 1,
+        "chosen and rejected are identical": 2,
         "chosen and rejected are identical after truncation": 1,
-        "the completion is empty": 1,
     }
-    assert made(rows, tmp_path, "preference", limits, tokenizer=tokenizer).dataset["row"][:] == [0, 1, 2]
+    assert made(rows, tmp_path, "preference", limits, tokenizer=tokenizer).dataset["row"][:] == [1, 2]
 
 
 def test_margins_of_a_csv_file_and_under_another_name(tmp_path: Path) -> None:
