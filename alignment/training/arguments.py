@@ -326,7 +326,7 @@ def inputs_of(args: AlignmentConfig, model: Any, ref_model: Any, datasets: Itera
 
     Args:
         args: the options.
-        model: the policy, a name or a live model; likewise ``ref_model``.
+        model: the policy, a name or a live model; ``ref_model`` is the same for the reference.
         datasets: datasets, or mappings of several; those in memory have no path.
     """
     for option, given in (("model", model), ("ref_model", ref_model)):

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from alignment import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
-from alignment.config.errors import OptionError
+from alignment.config.errors import OptionError, OutputError
 from alignment.models.adapters.injection import REFERENCE
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
@@ -378,7 +378,8 @@ def test_options_that_would_be_lost_or_ignored_are_rejected(base: str, tmp_path:
 
     inner = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2))
     refused(r"already contains adapters \(default\)", inner.get_base_model(), LoraConfig(r=2))
-    refused("this folder contains the base model", use_peft=True, output_dir=base, overwrite_output_dir=True)
+    with pytest.raises(OutputError, match="output_dir"):
+        trained(base, tmp_path / "x", use_peft=True, output_dir=base, overwrite_output_dir=True)
     refused("a separate folder", use_peft=True, merged_output_dir=str(tmp_path / "x" / "out"))
     refused(
         "merging does not support cache_dir",
