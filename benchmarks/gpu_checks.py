@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from alignment.config.dtypes import computes_bf16
 from alignment.data.batching import Batch, collate
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.memory.devices import free_bytes, total_bytes
@@ -29,6 +32,7 @@ from alignment.engines.scoring import FrozenEngine, PolicyEngine
 from alignment.models.head import LogProbHead
 from alignment.models.loading import load_model
 from alignment.models.scorer import CompletionScorer
+from alignment.models.tiles import choice
 
 _PLAIN = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
 
@@ -94,16 +98,31 @@ def groups(where: torch.device, model: str) -> str:
 
 
 def head(where: torch.device, model: str) -> str:
-    """Log-probs and gradients of the head in bf16 (including the Triton kernels where used) match those in fp64."""
+    """Log-probs and gradients of the head match those in fp64, with torch operations and with the Triton kernels.
+
+    On a CPU, the kernels require Triton's interpreter (``TRITON_INTERPRET=1``). On a GPU, a run has to use them too.
+    """
+    dtype = torch.bfloat16 if where.type == "cpu" or computes_bf16() else torch.float16
+    if where.type == "cuda":
+        choice.settle(where, dtype, bool)  # prints the reason
+        used = choice.tiles_for(torch.empty(0, dtype=dtype, device=where))
+        expect(used == choice.fused_tiles(), "a run would not use the Triton kernels")
+    kernels = where.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    return "; ".join(_head_errors(where, dtype, way) for way in ("torch", "triton")[: 1 + kernels])
+
+
+def _head_errors(where: torch.device, dtype: torch.dtype, way: str) -> str:
+    """Return the errors of the head with tiles that are computed in this way."""
     generator = torch.Generator().manual_seed(0)
     linear = torch.nn.Linear(256, 8192, bias=False)
     linear.weight.data = torch.randn(8192, 256, generator=generator) / 8
-    states = torch.randn(700, 256, generator=generator)
-    targets = torch.randint(8192, (700,), generator=generator).to(where)
-    made = LogProbHead.replacing(linear.to(where, torch.bfloat16), _plain_transform(), 2**22)
-    hidden = states.to(where, torch.bfloat16).requires_grad_()
-    found, _ = made(hidden, targets)
-    found.sum().backward()
+    states = torch.randn(40, 256, generator=generator)
+    targets = torch.randint(8192, (40,), generator=generator).to(where)
+    made = LogProbHead.replacing(linear.to(where, dtype), _plain_transform(), 2**22)
+    hidden = states.to(where, dtype).requires_grad_()
+    with mock.patch.dict(os.environ, {choice.VARIABLE: way}):
+        found, _ = made(hidden, targets)
+        found.sum().backward()
     wide, weight = (part.detach().double().requires_grad_() for part in (hidden, made.weight))
     expected = (wide @ weight.t()).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     expected.sum().backward()
@@ -111,9 +130,9 @@ def head(where: torch.device, model: str) -> str:
     assert wide.grad is not None and weight.grad is not None
     off = float((found - expected).detach().abs().max())
     grads = max(_apart(hidden.grad, wide.grad), _apart(made.weight.grad, weight.grad))
-    expect(off < 1e-3, f"log-probs differ by {off:.2g}")
-    expect(grads < 1e-2, f"gradients have a relative error of {grads:.2g}")
-    return f"log-probs within {off:.1g}, gradients within a relative error of {grads:.1g}"
+    expect(off < 1e-3, f"{way}: log-probs differ by {off:.2g}")
+    expect(grads < 1e-2, f"{way}: gradients have a relative error of {grads:.2g}")
+    return f"{way}: log-probs within {off:.1g}, gradients within a relative error of {grads:.1g}"
 
 
 def states(where: torch.device, model: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from alignment.config import checks
+from alignment.config import checks, dtypes
 from alignment.config.errors import OptionError, setting
 from alignment.config.fields import Keywords, OptionalTexts, TextOrKeywords, option
 from alignment.config.options import AlignmentConfig
@@ -16,6 +16,7 @@ from alignment.config.placement import PLACEMENTS
 ROLLOUT_BACKENDS = ("auto", "continuous", "generate", "vllm")
 REWARD_PLACEMENTS = tuple(PLACEMENTS)
 _REWARD_OPTIONS = ("reward_model_path", "reward_funcs", "reward_weights", "missing_eos_penalty")
+CUMULATIVE = ("top_p", "typical_p", "top_h")  # transformers implements them with a cumulative sum of probabilities
 CLASSIFIER_OPTIONS = ("reward_batch_size", "reward_placement", "reward_deepspeed", "reward_load_in_4bit")
 
 
@@ -170,11 +171,24 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
             )
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise OptionError(f"{setting('min_p', self.min_p)}: must be between 0 and 1; remove it to disable it")
+        if self.full_determinism and dtypes.uses_cuda(self):
+            self._check_deterministic()
         if self.max_length <= self.max_new_tokens:
             raise OptionError(
                 f"{setting('max_length', self.max_length)}: leaves no tokens for the prompt with "
                 f"{setting('max_new_tokens', self.max_new_tokens)}; set max_length to more than max_new_tokens"
             )
+
+    def _check_deterministic(self) -> None:
+        """Reject sampling that calls ``torch.cumsum``, which has no deterministic kernel for CUDA."""
+        given = {"top_p": self.top_p if self.top_p < 1 else None, **(self.generation_kwargs or {})}
+        for name in CUMULATIVE:
+            if given.get(name) is not None:
+                instead = "set top_p: 1.0" if name == "top_p" else "remove it"
+                raise OptionError(
+                    f"{setting(name, given[name])}: torch has no deterministic implementation of it on a GPU, as "
+                    f"full_determinism=True requires; {instead}, or use top_k or min_p"
+                )
 
     def check_judge(self, judge: str) -> None:
         """Reject options that have no effect with a judge; ``judge`` names it in messages."""

@@ -49,7 +49,11 @@ class TrainingOptions:
     )
     seed: int = option(42, "Random seed.")
     data_seed: int | None = option(None, "Random seed of the row order. Defaults to `seed`.")
-    full_determinism: bool = option(False, "Use deterministic kernels only, for bitwise reproducible runs. Slower.")
+    full_determinism: bool = option(
+        False,
+        "Use deterministic kernels only, for bitwise reproducible runs. Slower. On a GPU, Online DPO cannot sample with "
+        "`top_p` then.",
+    )
 
 
 @dataclass(kw_only=True)

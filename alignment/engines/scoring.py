@@ -302,7 +302,7 @@ def checked(engine: Engine, task: Task) -> Engine:
         ModelError: the scores differ by more than rounding, or a module reads weights that ZeRO-3 has not gathered.
     """
     try:
-        settle(engine.device, true_on_every_rank)
+        settle(engine.device, engine.scorer.model.dtype, true_on_every_rank)
         choose_hub_kernels_again(engine.scorer)
         with _whole_enough(engine):
             task.check_scorer(engine.scorer, engine.device)

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from alignment.models.tiles.choice import tiles_for
 from alignment.models.tiles.plain import TileScores
-from alignment.models.tiles.products import coefficient_dtype, tile_length, wide_product
+from alignment.models.tiles.products import coefficient_dtype, tile_length, wide_product, write_product
 from alignment.models.tiles.transform import LogitTransform
 
 DEFAULT_TILE_BYTES = 256 * 2**20
@@ -134,7 +134,9 @@ def _head_gradients(
         logits = wide_product(hidden, weight[part].t(), wide)
         offset = None if bias is None else bias[part]
         coefficients, sums = tiles.head_coefficients(logits, offset, targets - part.start, lse, grad, transform, dtype)
-        grad_weight[part] = wide_product(coefficients.t(), hidden, wide)
+        del logits  # 16-bit coefficients are a copy, unless the kernels wrote them over the logits
+        write_product(grad_weight[part], coefficients.t(), hidden, wide, tile_bytes)
+        del coefficients  # before the next slice is allocated
         if grad_bias is not None and sums is not None:
             grad_bias[part] = sums
     return grad_weight, grad_bias

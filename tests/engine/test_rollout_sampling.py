@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,15 @@ from drivers.rollout import PROMPTS, policy_engine, sampling
 from helpers import make_model, tiny_config
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MambaConfig, PretrainedConfig
 
+from alignment import OnlineDPOConfig
+from alignment.config import dtypes
 from alignment.config.errors import OptionError
+from alignment.config.options_online import CUMULATIVE
 from alignment.engines.rollout import continuous
 from alignment.engines.rollout.backend import Completion, RolloutRequest, Work, chunks
 from alignment.engines.rollout.engine import RolloutEngine, choose_backend
-from alignment.engines.rollout.processors import ACCEPTED, check_generation_kwargs, generation_config
+from alignment.engines.rollout.processors import ACCEPTED, _NoModel, check_generation_kwargs, generation_config
+from alignment.internals.transformers import logits_processors
 
 REFUSED = [
     ("top_p", 0.5, "it is a separate option; set top_p outside generation_kwargs"),
@@ -79,6 +84,26 @@ def test_keys_that_shape_the_distribution(policy: Any, key: str) -> None:
     for prompt, completions in zip(PROMPTS, answers, strict=True):
         assert all(holds is None or holds(prompt, one.ids) for one in completions), completions
     assert engine.backend.name == "generate"
+
+
+CUTS = {"top_p": 0.5, "top_k": 1, "min_p": 0.5, "typical_p": 0.5, "top_h": 0.5, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_sampling_without_a_deterministic_implementation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU with ``full_determinism``, ``cumsum`` of floats raises an error in the first rollout."""
+    config = generation_config(sampling(extra={name: CUTS[name]}))
+    with torch.profiler.profile() as profile:
+        logits_processors(_NoModel(), config)(torch.zeros(1, 3, dtype=torch.long), torch.randn(1, 2))
+    refused = "aten::cumsum" in {event.key for event in profile.key_averages()}
+    own = {} if name in ACCEPTED else {name: CUTS[name]}
+    given: Any = own or {"generation_kwargs": {name: CUTS[name]}}
+    OnlineDPOConfig("out", full_determinism=True, **given)
+    monkeypatch.setattr(dtypes, "uses_cuda", lambda options: True)
+    OnlineDPOConfig("out", bf16=True, **given)
+    with pytest.raises(OptionError, match=f"^{name}=0.5: .*full_determinism") if refused else nullcontext():
+        OnlineDPOConfig("out", bf16=True, full_determinism=True, **given)
+    assert refused == (name in CUMULATIVE)
 
 
 def bare(config: PretrainedConfig, attention: str = "sdpa") -> Any:

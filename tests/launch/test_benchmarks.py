@@ -276,6 +276,15 @@ def test_checks_pass(name: str, model: str) -> None:
     assert re.search(r"\d", run_check(CheckJob(name, model, cpu=True)))
 
 
+def test_the_head_is_also_checked_with_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter; a run on a GPU uses them."""
+    fused = pytest.importorskip("alignment.models.tiles.fused", exc_type=ImportError)
+    measure = fused.measure
+    monkeypatch.setattr(fused, "measure", lambda *arguments: measure(*arguments)._replace(logps=torch.zeros(())))
+    with pytest.raises(RuntimeError, match="^triton: log-probs differ by "):
+        gpu_checks.head(torch.device("cpu"), "")
+
+
 def test_a_failing_check_is_shown_with_its_reason(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

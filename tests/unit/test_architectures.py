@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BertGenerationConfig, PreTrainedM
 from alignment.config.errors import ModelError, OptionError
 from alignment.engines.rollout.memory import completion_bytes
 from alignment.models.architectures import REFUSED, decoder_of
-from alignment.models.checking import check_scorer
+from alignment.models.checking import _head_rounding, check_scorer
 from alignment.models.head import LogProbHead, logit_transform
 from alignment.models.logprobs import LogitTransform
 from alignment.models.scorer import CompletionScorer
@@ -113,6 +113,18 @@ def test_an_error_of_the_head_is_not_reported_as_the_models(monkeypatch: pytest.
     monkeypatch.setenv("ALIGNMENT_HEAD_TILES", "tritn")
     with pytest.raises(OptionError, match="^ALIGNMENT_HEAD_TILES=tritn: expected one of"):
         check_scorer(CompletionScorer(tiny_model("llama")), CPU)
+
+
+def test_tf32_enabled_by_torchs_newer_setting() -> None:
+    """Reading the older one, ``allow_tf32``, then raises an error."""
+    settings: Any = torch.backends.cuda.matmul
+    if not hasattr(settings, "fp32_precision"):
+        pytest.skip("added in torch 2.9")
+    settings.fp32_precision = "tf32"
+    try:
+        assert _head_rounding(False, torch.device("cuda")) > 2**-11
+    finally:
+        settings.allow_tf32 = False  # sets both
 
 
 def test_a_model_without_causal_attention_is_refused() -> None:

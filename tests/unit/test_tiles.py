@@ -141,9 +141,10 @@ def test_torch_operations_with_products_as_on_a_gpu(kind: str, name: str, bias: 
             assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < BOUNDS[kind]
 
 
-def test_a_small_tile_with_the_kernels() -> None:
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_a_small_tile_with_the_kernels(dtype: torch.dtype) -> None:
     """The comparison before the first step of a run on a GPU."""
-    assert choice.trial(choice.fused_tiles(), HERE) is None
+    assert choice.trial(choice.fused_tiles(), HERE, dtype) is None
 
 
 @pytest.mark.parametrize("broken", range(8))
@@ -169,7 +170,7 @@ def test_a_small_tile_detects_errors(broken: int) -> None:
         found, sums = spoiled([found, sums], 6)
         return found, sums
 
-    reason = choice.trial(choice.Tiles(score_tile, head_coefficients), HERE)
+    reason = choice.trial(choice.Tiles(score_tile, head_coefficients), HERE, torch.bfloat16)
     assert reason is not None and reason.startswith(f"{choice._OUTPUTS[broken]} of a small tile differ by")
 
 
@@ -342,7 +343,7 @@ def test_the_kernels_compile_for_every_gpu(tmp_path: Path) -> None:
 def test_no_kernel_on_a_plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even with the interpreter enabled in these tests."""
     monkeypatch.delenv(choice.VARIABLE, raising=False)
-    choice.settle(torch.device("cpu"), bool)
+    choice.settle(torch.device("cpu"), torch.bfloat16, bool)
     assert choice.tiles_for(torch.zeros(1)) is choice.PLAIN
 
 
@@ -374,28 +375,38 @@ def test_torch_operations_are_used_without_triton(
     monkeypatch.setitem(sys.modules, "triton", module)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv(choice.VARIABLE, raising=False)
-    choice.settle(torch.device("cuda"), bool)
+    choice.settle(torch.device("cuda"), torch.bfloat16, bool)
     line = capsys.readouterr().out
     assert line.startswith("log-probs: using torch operations instead of Triton kernels: ") and line.count("\n") == 1
     assert re.search(reason, line)
-    assert choice._settled == {"cuda": False}
+    assert choice._settled == {("cuda", torch.bfloat16): False}
     monkeypatch.setenv(choice.VARIABLE, "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(OptionError, match="install triton, or unset ALIGNMENT_HEAD_TILES"):
         choice.tiles_for(torch.zeros(1))
 
 
-def test_settled_once_and_before_a_scorer_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(choice, "_reason_against", lambda device: calls.append(device.type))
+def test_settled_in_the_dtype_of_each_model_before_its_scorer_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of a policy and of a reward model in other dtypes; one that fails is enough."""
+    calls: list[Any] = []
+
+    def trial(tiles: choice.Tiles, device: torch.device, dtype: torch.dtype) -> str | None:
+        calls.append(dtype)
+        return "it failed" if dtype == torch.float32 else None
+
+    monkeypatch.setattr(choice, "trial", trial)
+    monkeypatch.setattr(choice, "_interpreting", lambda: False)
     monkeypatch.setattr(scoring, "true_on_every_rank", bool)
-    task, engine = mock.Mock(), mock.Mock(device=torch.device("cuda"), scorer=torch.nn.Module())
+    task = mock.Mock()
     task.check_scorer.side_effect = lambda *_: calls.append("checked")
-    for _ in range(2):
-        checked(engine, task)
-    assert calls == ["cuda", "checked", "checked"]
     hidden = mock.Mock(device=torch.device("cuda"), dtype=torch.bfloat16, is_cuda=True)
-    assert choice.tiles_for(hidden) == choice.fused_tiles()
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float32):
+        assert choice.tiles_for(hidden) == (choice.fused_tiles() if calls else choice.PLAIN)
+        scorer = torch.nn.Module()
+        scorer.model = mock.Mock(dtype=dtype)
+        checked(mock.Mock(device=torch.device("cuda"), scorer=scorer), task)
+    assert calls == [torch.bfloat16, "checked", "checked", torch.float32, "checked"]
+    assert choice.tiles_for(hidden) is choice.PLAIN
 
 
 @pytest.mark.ci

@@ -1,7 +1,8 @@
 """Choose how tiles are computed: with Triton kernels on GPUs that support them, with torch operations otherwise.
 
 All ranks make the same choice. Before training starts, each rank compiles the kernels and compares their results with
-those of torch operations on a small tile. The kernels are used only if this succeeds on every rank.
+those of torch operations on a small tile, in the dtype of each model. The kernels are used only if this succeeds on
+every rank.
 
 The environment variable ``ALIGNMENT_HEAD_TILES`` is for comparisons and tests: ``torch`` disables the kernels;
 ``triton`` uses them without the comparison, even for CPU tensors with Triton's interpreter (``TRITON_INTERPRET=1``).
@@ -39,7 +40,7 @@ class Tiles(NamedTuple):
 
 
 PLAIN = Tiles(plain.score_tile, plain.head_coefficients)
-_settled: dict[str, bool] = {}  # by device type
+_settled: dict[tuple[str, torch.dtype], bool] = {}  # by device type and dtype
 
 
 def _asked() -> str:
@@ -79,7 +80,8 @@ def tiles_for(hidden: Tensor) -> Tiles:
     if way == "torch" or torch.promote_types(hidden.dtype, torch.float32) != torch.float32:
         return PLAIN
     if way == "auto":
-        return fused_tiles() if _settled.get(hidden.device.type, False) else PLAIN
+        here = [works for (device, _), works in _settled.items() if device == hidden.device.type]
+        return fused_tiles() if here and all(here) else PLAIN
     if not hidden.is_cuda and not _interpreting():
         raise OptionError(
             f"{VARIABLE}=triton: {hidden.device.type} tensors require TRITON_INTERPRET=1; set it, or unset {VARIABLE}"
@@ -90,39 +92,40 @@ def tiles_for(hidden: Tensor) -> Tiles:
         raise OptionError(f"{VARIABLE}=triton: {error}; install triton, or unset {VARIABLE}") from error
 
 
-def settle(device: torch.device, agreed: Callable[[bool], bool]) -> None:
-    """Determine once whether all ranks can use the kernels on their GPUs; collective.
+def settle(device: torch.device, dtype: torch.dtype, agreed: Callable[[bool], bool]) -> None:
+    """Determine once per dtype whether all ranks can use the kernels on their GPUs; collective.
 
     If not, rank 0 prints a line with the reason. On a CPU, nothing is done.
 
     Args:
         device: this rank's device.
+        dtype: dtype of the model's weights.
         agreed: collective that returns whether its argument is true on all ranks.
     """
-    if device.type != "cuda" or device.type in _settled:
+    if device.type != "cuda" or (device.type, dtype) in _settled:
         return
-    reason = _reason_against(device)
-    _settled[device.type] = agreed(reason is None)
-    if not _settled[device.type] and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+    reason = _reason_against(device, dtype)
+    works = _settled[device.type, dtype] = agreed(reason is None)
+    if not works and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
         print(
             f"log-probs: using torch operations instead of Triton kernels: {reason or 'they failed on another rank'}",
             flush=True,
         )
 
 
-def _reason_against(device: torch.device) -> str | None:
+def _reason_against(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why this rank cannot use the kernels, in one line, or None if it can."""
     if _asked() == "torch":
         return f"{VARIABLE}=torch"
     if _interpreting():
         return "TRITON_INTERPRET is set"
     try:
-        return trial(fused_tiles(), device)
+        return trial(fused_tiles(), device, dtype)
     except Exception as error:  # errors of the compiler, the driver or an unsupported GPU
         return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
-def trial(tiles: Tiles, device: torch.device, dtype: torch.dtype = torch.float16) -> str | None:
+def trial(tiles: Tiles, device: torch.device, dtype: torch.dtype) -> str | None:
     """Compare an implementation with ``plain`` on a small tile that uses every feature.
 
     Returns:

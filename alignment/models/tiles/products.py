@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _BYTES_PER_LOGIT = 6  # an fp32 logit and a 16-bit copy of its gradient coefficient
+_SMALLEST_BLOCK = 256  # rows of a product; with fewer, a GPU is not busy
 _SMALLEST_TILE = 16  # rows; with fewer, the weight would be read too often
 _CAST_SLICE = (
     4096  # vocabulary rows cast to fp32 at a time if a product cannot accumulate in a wider dtype than its inputs
@@ -52,3 +53,19 @@ def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
             part = slice(start, start + _CAST_SLICE)
             torch.mm(left, right[:, part].to(dtype), out=out[:, part])
     return out
+
+
+def write_product(out: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, tile_bytes: int) -> None:
+    """Write ``left @ right`` to ``out`` with accumulation in ``dtype``, (C, K) x (K, M) -> (C, M).
+
+    A result in ``dtype`` needs no temporary tensor. Any other is rounded in blocks of rows of at most a third of
+    ``tile_bytes``: what the coefficients of a tile, 4 of its 6 bytes per logit, leave. Products that round their own
+    result could also round partial sums to 16 bits (torch's ``allow_bf16_reduced_precision_reduction``).
+    """
+    if left.dtype == right.dtype == out.dtype == dtype:
+        torch.mm(left, right, out=out)
+        return
+    step = max(_SMALLEST_BLOCK, tile_bytes // (3 * dtype.itemsize * out.shape[1]))
+    for start in range(0, out.shape[0], step):
+        part = slice(start, start + step)
+        out[part] = wide_product(left[part], right, dtype)
