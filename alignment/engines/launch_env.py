@@ -19,7 +19,7 @@ from alignment.config.errors import AlignmentError, OptionError, counted, settin
 from alignment.engines.joining.start import join
 from alignment.engines.memory.allocator import grow_segments
 from alignment.internals.bitsandbytes import hush_missing_kernel
-from alignment.internals.deepspeed import skip_shared_memory_op
+from alignment.internals.deepspeed import measure_free_memory, skip_shared_memory_op
 from alignment.internals.torch import hush_deprecated_collectives
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -233,8 +233,12 @@ def init_distributed(use_cpu: bool) -> None:
         _share_cores()
     import deepspeed
 
+    from alignment.engines.memory.devices import free_bytes
+
     if wanted == "cpu":
         skip_shared_memory_op()
+    else:
+        measure_free_memory(free_bytes)
     if deepspeed.comm.is_initialized():
         return
     join("gloo" if wanted == "cpu" else "nccl")

@@ -1,4 +1,4 @@
-"""torch: the store and timeout of the process group, module hooks, dropouts, compiled extensions, warnings."""
+"""torch: process group, module hooks, dropouts, compiled extensions, allocators, warnings."""
 
 from __future__ import annotations
 
@@ -102,6 +102,46 @@ def cuda_toolkit() -> str | None:
 
     found: str | None = cpp_extension.CUDA_HOME
     return found
+
+
+def allocator_settings() -> str:
+    """The settings of torch's allocators that this process has applied; empty if none, or if torch does not tell.
+
+    There is no public access. torch reads the environment once: at the first allocation, or at this call. Seen with
+    torch 2.13.
+    """
+    import torch
+
+    told: Callable[[], str] = getattr(torch._C, "_accelerator_getAllocatorSettings", str)
+    return told()
+
+
+def set_allocator_settings(settings: str) -> None:
+    """Configure torch's allocators; every setting that is not mentioned gets its default.
+
+    The environment variable for this is read before the first allocation only. ``torch.cuda.memory`` has a function
+    as well, which is private and deprecated since torch 2.9. Seen with torch 2.13.
+    """
+    import torch
+
+    current = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (current or torch.cuda.memory._set_allocator_settings)(settings)
+
+
+def release_pinned_memory() -> None:
+    """Return the page-locked host memory that torch keeps for reuse to the system. No effect without CUDA.
+
+    torch keeps every block that is freed. The function is public, under another name, in recent releases only. Seen
+    with torch 2.13.
+    """
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return
+    public = getattr(torch.accelerator, "empty_host_cache", None)
+    release = public or getattr(torch._C, "_host_emptyCache", None)
+    if release is not None:
+        release()
 
 
 @contextlib.contextmanager
