@@ -275,6 +275,21 @@ def _set_cuda_device() -> None:
             "per GPU on each node; if srun binds one GPU to each task, add --gpu-bind=none"
         )
     torch.cuda.set_device(local_rank())
+    _check_architecture(local_rank())
+
+
+def _check_architecture(index: int) -> None:
+    """Check that this build of torch has kernels for a GPU; the first one it launches would fail in CUDA's words."""
+    import torch
+
+    built_for = [int(digits[0]) for name in torch.cuda.get_arch_list() if (digits := re.findall(r"^sm_(\d+)", name))]
+    major, minor = torch.cuda.get_device_capability(index)
+    if built_for and 10 * major + minor < min(built_for):
+        raise AlignmentError(
+            f"torch {torch.__version__} supports compute capability {min(built_for) / 10:.1f} and newer, but "
+            f"{torch.cuda.get_device_name(index)} has {major}.{minor}; install a build for an older CUDA, for example "
+            "with --index-url https://download.pytorch.org/whl/cu126"
+        )
 
 
 def _share_cores() -> None:

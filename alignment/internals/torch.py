@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -92,16 +93,16 @@ def without_forward_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) ->
             hooks.update(before)
 
 
-def cuda_toolkit() -> str | None:
-    """The CUDA toolkit that torch compiles extensions with; None if there is none, or torch is a CPU build.
+def has_cuda_compiler() -> bool:
+    """Whether the CUDA toolkit that torch compiles extensions with exists and has a compiler, unlike a runtime's.
 
     The environment variable is documented, but not where torch stores the folder that it finds without it. Seen with
     torch 2.13.
     """
     from torch.utils import cpp_extension
 
-    found: str | None = cpp_extension.CUDA_HOME
-    return found
+    home: str | None = cpp_extension.CUDA_HOME
+    return home is not None and shutil.which("nvcc", path=f"{home}/bin") is not None
 
 
 def allocator_settings() -> str:

@@ -18,8 +18,8 @@ from torch.utils import cpp_extension
 
 from alignment.engines.launch_env import init_distributed
 from alignment.internals.torch import (
-    cuda_toolkit,
     first_states,
+    has_cuda_compiler,
     hush_deprecated_collectives,
     is_dropout,
     looking_before_builds,
@@ -101,11 +101,12 @@ def test_hooks_are_restored_in_order_on_any_exit() -> None:
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_toolkit_is_that_of_extensions(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path) if installed else None, raising=False)
-    found = cuda_toolkit()
+    assert not has_cuda_compiler(), "the folder of a runtime has no compiler"
     if installed:
-        assert found is not None and f"{found}/include" in cpp_extension.include_paths("cuda")
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "nvcc").touch(mode=0o755)
+        assert has_cuda_compiler() and f"{tmp_path}/include" in cpp_extension.include_paths("cuda")
         return
-    assert found is None
     with pytest.raises(OSError, match="CUDA_HOME"):
         cpp_extension.include_paths("cuda")
 
