@@ -430,5 +430,7 @@ def test_free_memory_of_gpus_that_are_visible_by_name(visible: str, monkeypatch:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(ValueError):
         cuda.CUDA_Accelerator().available_memory()
+    internals.measure_free_memory(lambda device: 10 * (device.index or 0))
+    assert cuda.CUDA_Accelerator().available_memory() == 30 and cuda.CUDA_Accelerator().available_memory(1) == 10
     init_distributed(use_cpu=False)
     assert cuda.CUDA_Accelerator().available_memory() == cuda.CUDA_Accelerator().available_memory(3) == 5
