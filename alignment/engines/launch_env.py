@@ -19,7 +19,7 @@ from alignment.config.errors import AlignmentError, OptionError, counted, settin
 from alignment.engines.joining.start import join
 from alignment.engines.memory.allocator import grow_segments
 from alignment.internals.bitsandbytes import hush_missing_kernel
-from alignment.internals.deepspeed import skip_shared_memory_op
+from alignment.internals.deepspeed import measure_free_memory, skip_shared_memory_op
 from alignment.internals.torch import hush_deprecated_collectives
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -233,8 +233,12 @@ def init_distributed(use_cpu: bool) -> None:
         _share_cores()
     import deepspeed
 
+    from alignment.engines.memory.devices import free_bytes
+
     if wanted == "cpu":
         skip_shared_memory_op()
+    else:
+        measure_free_memory(free_bytes)
     if deepspeed.comm.is_initialized():
         return
     join("gloo" if wanted == "cpu" else "nccl")
@@ -271,6 +275,21 @@ def _set_cuda_device() -> None:
             "per GPU on each node; if srun binds one GPU to each task, add --gpu-bind=none"
         )
     torch.cuda.set_device(local_rank())
+    _check_architecture(local_rank())
+
+
+def _check_architecture(index: int) -> None:
+    """Check that this build of torch has kernels for a GPU; the first one it launches would fail in CUDA's words."""
+    import torch
+
+    built_for = [int(digits[0]) for name in torch.cuda.get_arch_list() if (digits := re.findall(r"^sm_(\d+)", name))]
+    major, minor = torch.cuda.get_device_capability(index)
+    if built_for and 10 * major + minor < min(built_for):
+        raise AlignmentError(
+            f"torch {torch.__version__} supports compute capability {min(built_for) / 10:.1f} and newer, but "
+            f"{torch.cuda.get_device_name(index)} has {major}.{minor}; install a build for an older CUDA, for example "
+            "with --index-url https://download.pytorch.org/whl/cu126"
+        )
 
 
 def _share_cores() -> None:

@@ -24,7 +24,7 @@ from alignment.engines.compile_lock import abandoned_locks_removed
 from alignment.internals.bitsandbytes import counts_in_32_bits
 from alignment.internals.deepspeed import is_prebuilt
 from alignment.internals.deepspeed_state import Unit, whole_shape
-from alignment.internals.torch import cuda_toolkit
+from alignment.internals.torch import has_cuda_compiler
 from alignment.internals.transformers import parameter_names_outside
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def missing_to_compile(builder: str, *, cuda: bool) -> str | None:
     """
     if is_prebuilt(builder):
         return None
-    if cuda and builder == "FusedAdamBuilder" and cuda_toolkit() is None:
+    if cuda and builder == "FusedAdamBuilder" and not has_cuda_compiler():
         return "the CUDA toolkit (nvcc, located by CUDA_HOME)"
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         return "a C++ compiler (g++, or the one in CXX)"

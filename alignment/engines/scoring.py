@@ -42,6 +42,7 @@ from alignment.internals.deepspeed_step import (
 )
 from alignment.internals.deepspeed_zero3 import balanced_module_stack, divide_again, forget_partitioned
 from alignment.internals.deepspeed_zero3 import settle as settle_weights
+from alignment.internals.torch import release_pinned_memory
 from alignment.models.kernels import choose_hub_kernels_again
 from alignment.models.partitioning import partition_whole
 from alignment.models.scorer import Scorer
@@ -89,6 +90,7 @@ class ScoringEngine:
             self.engine, *_ = deepspeed.initialize(
                 model=scorer, config=copy.deepcopy(ds_config), dist_init_required=False, **kwargs
             )
+        release_pinned_memory()  # DeepSpeed has copied the offloaded shards into one buffer and dropped them
         self.partitioned = partitions_weights(self.engine)
 
     def placed(self, batch: Placed, leave: Collection[str] = ()) -> Placed:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from pydantic import BaseModel
 
 _MUON = "deepspeed.runtime.zero.muon.original_muon"
@@ -48,6 +49,25 @@ def skip_shared_memory_op() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def measure_free_memory(free_bytes: Callable[[torch.device], int]) -> None:
+    """Let DeepSpeed measure the free memory of a GPU with ``free_bytes``.
+
+    If pynvml is installed, ``CUDA_Accelerator.available_memory`` (``deepspeed/accelerator/cuda_accelerator.py``) looks
+    the GPU up by its number in ``CUDA_VISIBLE_DEVICES``, which is a ``ValueError`` if it contains UUIDs or MIG names,
+    and another GPU if CUDA's order is not NVML's. ZeRO stages 1 and 2 call it when they flatten weights
+    (``runtime/zero/stage_1_and_2.py``). Seen with DeepSpeed 0.19.8.
+
+    Args:
+        free_bytes: returns the bytes that this process can still allocate on a device.
+    """
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    def available_memory(accelerator: Any, device_index: int | None = None) -> int:
+        return free_bytes(accelerator.device(accelerator.current_device() if device_index is None else device_index))
+
+    CUDA_Accelerator.available_memory = available_memory
 
 
 def partitions_weights(engine: Any) -> bool:

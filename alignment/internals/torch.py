@@ -1,9 +1,10 @@
-"""torch: the store and timeout of the process group, module hooks, dropouts, compiled extensions, warnings."""
+"""torch: process group, module hooks, dropouts, compiled extensions, allocators, warnings."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -92,16 +93,56 @@ def without_forward_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) ->
             hooks.update(before)
 
 
-def cuda_toolkit() -> str | None:
-    """The CUDA toolkit that torch compiles extensions with; None if there is none, or torch is a CPU build.
+def has_cuda_compiler() -> bool:
+    """Whether the CUDA toolkit that torch compiles extensions with exists and has a compiler, unlike a runtime's.
 
     The environment variable is documented, but not where torch stores the folder that it finds without it. Seen with
     torch 2.13.
     """
     from torch.utils import cpp_extension
 
-    found: str | None = cpp_extension.CUDA_HOME
-    return found
+    home: str | None = cpp_extension.CUDA_HOME
+    return home is not None and shutil.which("nvcc", path=f"{home}/bin") is not None
+
+
+def allocator_settings() -> str:
+    """The settings of torch's allocators that this process has applied; empty if none, or if torch does not tell.
+
+    There is no public access. torch reads the environment once: at the first allocation, or at this call. Seen with
+    torch 2.13.
+    """
+    import torch
+
+    told: Callable[[], str] = getattr(torch._C, "_accelerator_getAllocatorSettings", str)
+    return told()
+
+
+def set_allocator_settings(settings: str) -> None:
+    """Configure torch's allocators; every setting that is not mentioned gets its default.
+
+    The environment variable for this is read before the first allocation only. ``torch.cuda.memory`` has a function
+    as well, which is private and deprecated since torch 2.9. Seen with torch 2.13.
+    """
+    import torch
+
+    current = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (current or torch.cuda.memory._set_allocator_settings)(settings)
+
+
+def release_pinned_memory() -> None:
+    """Return the page-locked host memory that torch keeps for reuse to the system. No effect without CUDA.
+
+    torch keeps every block that is freed. The function is public, under another name, in recent releases only. Seen
+    with torch 2.13.
+    """
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return
+    public = getattr(torch.accelerator, "empty_host_cache", None)
+    release = public or getattr(torch._C, "_host_emptyCache", None)
+    if release is not None:
+        release()
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ def put_hub_kernels(model: PreTrainedModel) -> None:
 def choose_hub_kernels_again(module: nn.Module) -> None:
     """Select a model's kernels of the Hub again, for its current device and mode.
 
-    transformers selects kernels by the device of the parameters, and models are loaded into host memory. It only
+    transformers selects kernels by the device of the parameters, and live models may be in host memory. It only
     selects them again when a model switches between training and evaluation mode, which frozen models never do.
 
     Args:

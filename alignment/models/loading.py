@@ -18,6 +18,7 @@ from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.internals.torch import is_dropout
 from alignment.internals.transformers import dropout_rates, loading
 from alignment.models.kernels import hub_kernels, put_hub_kernels
+from alignment.models.partitioning import partitions
 from alignment.models.quantization import Quantization, is_packed, prepare_quantized
 from alignment.models.tasks import CAUSAL_LM, Task
 
@@ -38,8 +39,9 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a model for a task with ``from_pretrained``. Under a stage-3 ``ds_config`` no rank holds the full model.
 
-    The exception is a quantized model, which every rank loads in full on its device: bitsandbytes can only pack
-    unpartitioned weights, and transformers then leaves them unpartitioned until the engine is created.
+    At lower stages every rank loads it onto its GPU: the ranks of a host share the host's memory. So it does with a
+    quantized model at any stage: bitsandbytes can only pack unpartitioned weights, and transformers then leaves them
+    unpartitioned until the engine is created.
 
     Args:
         path: folder or Hub name.
@@ -51,7 +53,7 @@ def load_model(
         init_kwargs: further arguments of ``from_pretrained``.
         seed: seed of newly initialized weights, which are the same on every rank and at every ZeRO stage.
         quantization: load base weights in 4 or 8 bits.
-        device: device on which to quantize them.
+        device: the rank's device, on which to quantize them; None to load the model into host memory.
         tell: called with a message if weights are newly initialized.
 
     Raises:
@@ -68,6 +70,8 @@ def load_model(
         kwargs["device_map"] = {"": device}
         if not quantization.stored:
             kwargs["quantization_config"] = quantization.config
+    elif device is not None and device.type == "cuda" and not partitions(ds_config):
+        kwargs["device_map"] = {"": device}
     try:
         with loading(ds_config if quantization is None else None):
             model, report = task.auto.from_pretrained(path, dtype=dtype, output_loading_info=True, **kwargs)

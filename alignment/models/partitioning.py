@@ -19,6 +19,11 @@ from alignment.internals.deepspeed_zero3 import is_partitioned
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def partitions(ds_config: dict[str, Any]) -> bool:
+    """Return whether an engine with this configuration partitions the weights (ZeRO stage 3)."""
+    return bool(ds_config.get("zero_optimization", {}).get("stage", 0) == 3)
+
+
 def partition_whole(module: nn.Module, ds_config: dict[str, Any], device: torch.device) -> None:
     """Partition the parameters of a module and move its buffers to the device; collective.
 
@@ -31,7 +36,7 @@ def partition_whole(module: nn.Module, ds_config: dict[str, Any], device: torch.
         ds_config: configuration of that engine; nothing is done unless its ZeRO stage is 3.
         device: this rank's device.
     """
-    if ds_config.get("zero_optimization", {}).get("stage", 0) != 3 or any(map(is_partitioned, module.parameters())):
+    if not partitions(ds_config) or any(map(is_partitioned, module.parameters())):
         return
     dtype = _engine_dtype(ds_config)
     for parameter in module.parameters():

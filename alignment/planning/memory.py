@@ -72,11 +72,13 @@ class Use:
         weights: weights, gradients and optimizer states of the policy.
         work: activations of a micro-batch.
         gathered: full weights gathered for a rollout; 0 if they are not sharded or not gathered.
+        loading: full weights while the policy is loaded; 0 if they are partitioned while they are read.
     """
 
     weights: float
     work: float
     gathered: float = 0.0
+    loading: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -148,12 +150,13 @@ def use_of_policy(
     itemsize: int = getattr(torch, dtypes.compute).itemsize
     own = policy.parameters if trained is None else trained
     weights = bytes_of(policy, itemsize, bits) + (0 if trained is None else itemsize * trained)
-    gathered = 0.0
+    loading, gathered = loading_bytes(policy, itemsize, bits, partitioned=at.stage == 3), 0.0
     if at.stage == 3:
         if isinstance(options, OnlineOptions) and options.ds3_gather_for_generation is not False:
             gathered = weights
         weights = _live(policy, itemsize) + (0 if at.weights_offloaded else weights / ranks)
-    return Use(weights + _step(own, dtypes, at, step_bytes(options)), _work(options, policy, itemsize), gathered)
+    weights += _step(own, dtypes, at, step_bytes(options))
+    return Use(weights, _work(options, policy, itemsize), gathered, loading)
 
 
 def _step(trained: int, dtypes: DtypePlan, at: Situation, states: float) -> float:
@@ -172,6 +175,16 @@ def bytes_of(model: Census, itemsize: int, bits: int | None) -> float:
     """Return the bytes of the weights, with those of linear layers quantized to ``bits`` (plus scales) unless None."""
     packed = 0 if bits is None else model.linear
     return itemsize * (model.parameters - packed) + (0.0 if bits is None else (bits / 8 + 0.1) * packed)
+
+
+def loading_bytes(model: Census, itemsize: int, bits: int | None, *, partitioned: bool) -> float:
+    """Return the bytes on each GPU while a model is loaded: all of it, and a layer that is cast, merged or quantized.
+
+    Only weights that are not quantized are partitioned while they are read.
+    """
+    if partitioned and bits is None:
+        return 0.0
+    return bytes_of(model, itemsize, bits) + itemsize * max(model.layer, model.widest)
 
 
 def _live(model: Census, itemsize: int) -> float:
@@ -204,7 +217,7 @@ class Cards:
         self._left = _LEFT_BY_ROLLOUTS if isinstance(options, OnlineOptions) else _LEFT
         # Rollouts and micro-batches alternate; weights that do not fit are never gathered.
         fits = use.gathered <= _GATHERED * (card - _CONTEXT)
-        self._trained = use.weights + max(use.work, use.gathered if fits else 0.0)
+        self._trained = max(use.weights + max(use.work, use.gathered if fits else 0.0), use.loading)
         self._taken = 0.0  # bytes of the models placed so far
 
     def place(self, source: ModelSource, bits: int | None = None, *, alone: bool = False) -> Choice | None:

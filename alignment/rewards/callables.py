@@ -6,10 +6,13 @@ import asyncio
 import functools
 import threading
 from collections.abc import Awaitable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from alignment.config.errors import RewardError, show
-from alignment.engines.collectives import gathered
+from alignment.engines.collectives import device, gathered
 from alignment.engines.launch_env import rank, world_size
 from alignment.engines.watch.requests import REQUESTS
 from alignment.engines.watch.retries import NEVER, Retries
@@ -51,8 +54,19 @@ def together(values: Sequence[Awaitable[Any]]) -> list[Any]:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="alignment-rewards", daemon=True).start()
+    """Start the loop in a thread, with this rank's GPU as the current device there and in the loop's own threads."""
+    loop, where = asyncio.new_event_loop(), device()
+
+    def choose_device() -> None:
+        if where.type == "cuda":
+            torch.cuda.set_device(where)
+
+    def run() -> None:
+        choose_device()
+        loop.run_forever()
+
+    loop.set_default_executor(ThreadPoolExecutor(thread_name_prefix="alignment-rewards", initializer=choose_device))
+    threading.Thread(target=run, name="alignment-rewards", daemon=True).start()
     return loop
 
 

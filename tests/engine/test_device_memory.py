@@ -13,14 +13,16 @@ import bitsandbytes
 import deepspeed
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from drivers.rollout import PROMPTS, SEQUENCES, sampling
-from helpers import STAGES, make_model
+from helpers import STAGES, make_model, zero
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from alignment import CPOConfig
 from alignment.config.errors import OptionError
 from alignment.data.batching import collate
-from alignment.engines import optimizers
+from alignment.engines import optimizers, scoring
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.memory import allocator, devices
 from alignment.engines.memory.states import bytes_to_come
@@ -217,12 +219,32 @@ def settings() -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("cuda_on_linux")
-def test_segments_are_expandable_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert allocator.grow_segments() and settings() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+@pytest.mark.parametrize(
+    ("release", "variable", "value"),
+    [
+        ("2.13.0+cu130", "PYTORCH_ALLOC_CONF", "expandable_segments:True,pinned_max_cached_size_mb:8"),
+        ("2.12.1", "PYTORCH_ALLOC_CONF", "expandable_segments:True"),  # rejects the second key
+        ("2.8.0", "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),  # lacks the new name of the variable
+    ],
+)
+def test_segments_are_expandable_by_default(
+    monkeypatch: pytest.MonkeyPatch, release: str, variable: str, value: str
+) -> None:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(release))
+    assert allocator.grow_segments() and settings() == {variable: value}
     assert not allocator.grow_segments()
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.8.0"))  # lacks the new name
-    assert allocator.grow_segments() and settings() == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.usefixtures("cuda_on_linux")
+def test_segments_of_a_process_that_has_used_cuda_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has read the environment by then. A user's own settings are kept."""
+    found = [""]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: found[-1])
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
+    assert allocator.grow_segments() and not settings()
+    assert found == ["", "expandable_segments:True,pinned_max_cached_size_mb:8"]
+    assert not allocator.grow_segments() and len(found) == 2
 
 
 @pytest.mark.usefixtures("cuda_on_linux")
@@ -232,17 +254,55 @@ def test_segments_are_expandable_by_default(monkeypatch: pytest.MonkeyPatch) -> 
         *((allocator.os.environ, name, "max_split_size_mb:128") for name in allocator.VARIABLES),
         (allocator.os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),
         (torch.version, "cuda", None),
-        (torch.cuda, "is_initialized", lambda: True),
         (platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2"),
         (allocator.sys, "platform", "win32"),
     ],
-    ids=["new name", "old name", "of ROCm", "no cache", "no CUDA", "too late", "WSL", "Windows"],
+    ids=["new name", "old name", "of ROCm", "no cache", "no CUDA", "WSL", "Windows"],
 )
 def test_segments_that_are_not_changed(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, value: Any) -> None:
     set_one = monkeypatch.setitem if where is allocator.os.environ else monkeypatch.setattr
     set_one(where, name, value)
     before = settings()
     assert not allocator.grow_segments() and settings() == before
+
+
+class Pinned:
+    """Page-locked copies, as the accelerator of a GPU makes them, and how many bytes of them exist."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.storages: list[tuple[Any, int]] = []
+        self.requested = 0
+        self.at_release: list[int] = []
+        monkeypatch.setattr(type(get_accelerator()), "pin_memory", lambda _, tensor, **how: self.copy(tensor))
+        monkeypatch.setattr(scoring, "release_pinned_memory", lambda: self.at_release.append(self.held))
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = tensor.clone()
+        self.requested += made.nbytes
+        self.storages.append((StorageWeakRef(made.untyped_storage()), made.nbytes))
+        return made
+
+    @property
+    def held(self) -> int:
+        return sum(nbytes for storage, nbytes in self.storages if not storage.expired())
+
+
+def test_pinned_memory_that_deepspeed_drops_is_released(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every offloaded shard is pinned, then copied into one pinned buffer: what is dropped would stay locked."""
+    init_distributed(use_cpu=True)
+    pinned = Pinned(monkeypatch)
+    config = {"train_micro_batch_size_per_gpu": 1, **zero(3, optimizer=True, parameters=True)}
+    for part in ("offload_optimizer", "offload_param"):
+        config["zero_optimization"][part]["pin_memory"] = True
+    monkeypatch.setitem(STAGES, "pinned", config)
+    policy = policy_engine(model, "pinned", "adamw", True)
+    weights = sum(parameter.ds_numel for parameter in policy.scorer.parameters())
+    assert pinned.requested == pytest.approx((2 + 2 + 2 + 4) * weights, rel=0.01), "shards are pinned twice"
+    assert pinned.at_release == [pytest.approx((2 + 2 + 4) * weights, rel=0.01)]
+    policy.close()
+    del config["zero_optimization"]["offload_optimizer"], policy
+    FrozenEngine(CompletionScorer(load_model(model, torch.float32, ds_config=config)), config).close()
+    assert len(pinned.at_release) == 2
 
 
 def test_the_groups_of_an_engine_wait_as_long_as_the_default_one() -> None:

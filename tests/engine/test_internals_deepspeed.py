@@ -14,6 +14,7 @@ import importlib
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -25,7 +26,9 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from alignment.engines import launch_env
 from alignment.engines.launch_env import init_distributed
+from alignment.engines.memory import devices
 from alignment.internals import deepspeed as internals
 from alignment.internals import deepspeed_zero3 as zero3
 from alignment.internals.torch import without_forward_hooks
@@ -410,3 +413,25 @@ def test_an_engine_is_freed_once_both_references_are_removed(forget: Callable[[n
     assert other.module in zero3._module_stack(), "another engine's entry has to stay"
     internals.destroy(other)
     zero3.forget_partitioned(other.module)
+
+
+@pytest.mark.parametrize(
+    "visible", ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-7f4a5c8b-1b2d-5e3f-9a6c-0d1e2f3a4b5c"]
+)
+def test_free_memory_of_gpus_that_are_visible_by_name(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pynvml, which NVIDIA's containers have installed, DeepSpeed expects numbers."""
+    cuda = importlib.import_module("deepspeed.accelerator.cuda_accelerator")
+    monkeypatch.setattr(cuda, "pynvml", mock.Mock())
+    monkeypatch.setattr(cuda.CUDA_Accelerator, "available_memory", cuda.CUDA_Accelerator.available_memory)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(devices, "free_bytes", lambda device: 5 if device == torch.device("cuda", 3) else 0)
+    monkeypatch.setattr(launch_env, "_accelerator", lambda use_cpu: "cuda")
+    monkeypatch.setattr(launch_env, "_set_cuda_device", lambda: None)
+    monkeypatch.setattr(launch_env, "join", lambda backend: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ValueError):
+        cuda.CUDA_Accelerator().available_memory()
+    internals.measure_free_memory(lambda device: 10 * (device.index or 0))
+    assert cuda.CUDA_Accelerator().available_memory() == 30 and cuda.CUDA_Accelerator().available_memory(1) == 10
+    init_distributed(use_cpu=False)
+    assert cuda.CUDA_Accelerator().available_memory() == cuda.CUDA_Accelerator().available_memory(3) == 5

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,12 @@ from torch.utils import cpp_extension
 
 from alignment.engines.launch_env import init_distributed
 from alignment.internals.torch import (
-    cuda_toolkit,
     first_states,
+    has_cuda_compiler,
     hush_deprecated_collectives,
     is_dropout,
     looking_before_builds,
+    release_pinned_memory,
     schedule_may_go_first,
     take_scheduled_rates,
     version_of,
@@ -98,13 +101,44 @@ def test_hooks_are_restored_in_order_on_any_exit() -> None:
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_toolkit_is_that_of_extensions(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path) if installed else None, raising=False)
-    found = cuda_toolkit()
+    assert not has_cuda_compiler(), "the folder of a runtime has no compiler"
     if installed:
-        assert found is not None and f"{found}/include" in cpp_extension.include_paths("cuda")
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "nvcc").touch(mode=0o755)
+        assert has_cuda_compiler() and f"{tmp_path}/include" in cpp_extension.include_paths("cuda")
         return
-    assert found is None
     with pytest.raises(OSError, match="CUDA_HOME"):
         cpp_extension.include_paths("cuda")
+
+
+def test_allocators_can_be_configured_at_run_time() -> None:
+    """The environment is read once, and not before the first question."""
+    code = (
+        "import os, torch\n"
+        "from alignment.internals.torch import allocator_settings, set_allocator_settings\n"
+        "os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True,pinned_max_cached_size_mb:8'\n"
+        "print(allocator_settings())\n"
+        "set_allocator_settings('expandable_segments:False')\n"
+        "print(allocator_settings())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [
+        "expandable_segments:True,pinned_max_cached_size_mb:8",
+        "expandable_segments:False",
+    ]
+
+
+def test_unused_pinned_memory_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: calls.append("public"))
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: calls.append("private"), raising=False)
+    release_pinned_memory()
+    assert not calls, "nothing on a CPU, where torch raises"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    release_pinned_memory()
+    monkeypatch.delattr(torch.accelerator, "empty_host_cache")
+    release_pinned_memory()
+    assert calls == ["public", "private"]
 
 
 @pytest.mark.skipif(shutil.which("c++") is None or not cpp_extension.is_ninja_available(), reason="no compiler")

@@ -167,9 +167,12 @@ def test_compiled_adam_is_adam(model: str, tmp_path: Path, optim: str, stages: t
         assert found == pytest.approx(exact, rel=1e-4)
 
 
-def test_the_fused_adam_of_a_gpu_needs_the_cuda_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("without_compiler", [True, False])
+def test_the_fused_adam_of_a_gpu_needs_the_cuda_toolkit(
+    without_compiler: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(optimizers, "uses_cuda", lambda options: True)
-    monkeypatch.setattr(optimizers.cpp_extension, "CUDA_HOME", None)
+    monkeypatch.setattr(optimizers.cpp_extension, "CUDA_HOME", str(tmp_path) if without_compiler else None)
     kind, note = optimizers.optimizer_kind(CPOConfig(**options(tmp_path, optim="deepspeed_fused_adam")))
     assert kind is KINDS["adamw_torch"]
     assert note is not None and "the CUDA toolkit (nvcc" in note and "using adamw_torch" in note

@@ -20,7 +20,7 @@ from alignment.cli.train_job import run
 ADAPTED = ("kto_qlora_8b", "kto_lora_8b", "cpo_qlora_8b", "cpo_lora_8b", "kto_qlora_14b", "cpo_qlora_14b")
 TWO_STEPS = (
     *("--use_cpu", "--disable_tqdm", "--max_steps", "2", "--gradient_accumulation_steps", "2", "--logging_steps", "1"),
-    *("--max_length", str(POSITIONS)),
+    *("--max_length", str(POSITIONS), "--bf16"),  # as on a GPU
 )
 
 pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("library_bars")]

@@ -6,9 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from alignment.cli.parsing import glimpse
 from alignment.config.errors import AlignmentError
@@ -227,3 +229,27 @@ def test_the_group_starts_on_a_machine_without_a_compiler(tmp_path: os.PathLike[
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("use_cpu=False, but DeepSpeed was already imported for cpu; set DS_ACCELERATOR=cuda")
+
+
+@pytest.mark.parametrize(
+    ("architectures", "fits"),
+    [
+        (["sm_75", "sm_80", "sm_90a", "sm_120", "compute_120"], False),  # of the wheels for CUDA 13
+        (["sm_50", "sm_70", "sm_90"], True),
+        (["gfx90a"], True),
+        ([], True),
+    ],
+)
+def test_a_gpu_that_torch_was_not_built_for(
+    architectures: list[str], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0) if index == 1 else (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    with nullcontext() if fits else pytest.raises(AlignmentError, match="7.5 and newer, but Tesla V100 has 7.0"):
+        launch_env._set_cuda_device()
+    assert chosen == [1]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +16,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, T5Config, ViTConfig
 from transformers.integrations import deepspeed as hf_deepspeed
 
+from alignment.config.deepspeed import load_deepspeed_config
 from alignment.config.errors import ModelError, OptionError, first_line
+from alignment.config.placement import PLACEMENTS
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.saving import gathered_state_dict
 from alignment.models.loading import disable_dropout, enable_checkpointing, load_model, snapshot
 from alignment.models.source import check_positions, check_weights, read_config
+from alignment.models.tasks import CAUSAL_LM
 
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 STAGE3 = {"train_micro_batch_size_per_gpu": 1, **zero(3)}
 
 
@@ -175,6 +181,40 @@ def test_checkpointing_is_not_reentrant_by_default() -> None:
     moe.supports_gradient_checkpointing = False
     with pytest.raises(OptionError, match="MixtralForCausalLM does not support it; set gradient_checkpointing: false"):
         enable_checkpointing(moe, None)
+
+
+@pytest.mark.parametrize(
+    ("placement", "stage", "device", "expected"),
+    [
+        *(("policy", stage, GPU, {"": GPU}) for stage in (0, 1, 2)),
+        ("policy", 3, GPU, None),
+        ("offloaded optimizer", 2, GPU, {"": GPU}),  # the weights are on the GPU
+        ("offloaded parameters", 3, GPU, None),
+        ("replica", 0, GPU, {"": GPU}),
+        ("sharded", 3, GPU, None),
+        ("offload", 3, GPU, None),
+        *(("policy", stage, CPU, None) for stage in (0, 2, 3)),
+        ("policy", 2, None, None),  # tools that work in host memory
+    ],
+)
+def test_a_model_is_loaded_onto_the_gpu_of_its_rank_unless_it_is_partitioned(
+    placement: str, stage: int, device: torch.device | None, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of a host would together need many times the model's size of the host's memory."""
+    config = zero(stage, optimizer=placement.startswith("offloaded"), parameters=placement == "offloaded parameters")
+    if placement in PLACEMENTS:
+        config = load_deepspeed_config(None, PLACEMENTS[placement].settings)
+        assert config["zero_optimization"]["stage"] == stage
+    given: dict[str, Any] = {}
+    classes = mock.Mock(from_pretrained=lambda path, **kwargs: given.update(kwargs) or refuse())
+    task = dataclasses.replace(CAUSAL_LM, auto=classes)
+    with pytest.raises(ModelError):
+        load_model("m", torch.bfloat16, ds_config=config, device=device, task=task)
+    assert given.get("device_map") == expected and given["dtype"] == torch.bfloat16
+
+
+def refuse() -> None:
+    raise OSError("nothing to load")
 
 
 # Snapshots ----------------------------------------------------------------------------------------------------------

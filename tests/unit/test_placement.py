@@ -84,6 +84,25 @@ def test_memory_of_adapters_on_quantized_weights(tmp_path: Path) -> None:
     assert bytes_of(EIGHT, 4, None) == 4 * EIGHT.parameters
 
 
+def test_memory_while_the_policy_is_loaded(tmp_path: Path) -> None:
+    """Quantized weights are not partitioned while they are read: 70B in 4 bits takes 40 GB on each of 8 GPUs."""
+    args = given(tmp_path)
+    seventy = Census(70_600_000_000, 856_000_000, 80, 8192, 28672, 8192, 68_500_000_000, 1_050_000_000)
+
+    def use(stage: int, bits: int | None = None) -> Use:
+        return use_of_policy(args, seventy, zero(stage), BF16, ranks=8, bits=bits, trained=207_000_000)
+
+    assert use(3).loading == 0
+    assert use(3, 4).loading == use(2, 4).loading == pytest.approx(0.6 * 68.5e9 + 2 * 2.1e9 + 2 * 1.05e9)
+    assert use(2).loading == pytest.approx(2 * 70.6e9 + 2 * 1.05e9)
+    assert use(2).loading < use(2).weights + use(2).work and use(3, 4).loading > use(3, 4).weights + use(3, 4).work
+
+    def beside(use: Use) -> str:
+        return Cards(args, use, 2, 8, 80e9).chosen(EIGHT).placement
+
+    assert beside(use(3, 4)) == "sharded" and beside(replace(use(3, 4), loading=0.0)) == "replica"
+
+
 def test_memory_of_activations(tmp_path: Path) -> None:
     """2 T H L bytes with checkpointing, plus one layer of (29 + 8 f/H) T H; without, all layers of that size."""
     tokens, tiles = 2 * 2 * 1024, 3 * 256 * 2**20

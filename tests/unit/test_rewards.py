@@ -6,6 +6,7 @@ import asyncio
 import functools
 import math
 import sys
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from transformers import TrainerState
 
 from alignment.config.errors import OptionError, RewardError
 from alignment.engines.watch.stop import RunStopped, StopReason
+from alignment.rewards import callables
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward, score_all
 from alignment.rewards.samples import Samples, in_groups, spoken
@@ -218,6 +220,22 @@ def test_coroutines_with_a_running_loop_and_across_steps() -> None:
     assert asyncio.run(cell()) == [[1.0], [1.0]]
     assert FunctionReward(locked).score(samples(["a"])) == [1.0]
     assert len(loops) == 3 and len(set(loops)) == 1
+
+
+def test_coroutines_run_on_the_gpu_of_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current CUDA device belongs to a thread, and is the first one in a new thread."""
+    gpu, chosen = torch.device("cuda", 3), {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda where: chosen.update({threading.current_thread(): where}))
+    monkeypatch.setattr(callables, "device", lambda: gpu)
+    monkeypatch.setattr(callables, "_event_loop", functools.cache(callables._event_loop.__wrapped__))
+
+    async def both_threads() -> set[threading.Thread]:
+        return {threading.current_thread(), await asyncio.to_thread(threading.current_thread)}
+
+    (threads,) = callables.together([both_threads()])
+    loop = callables._event_loop()
+    loop.call_soon_threadsafe(loop.stop)
+    assert len(threads) == 2 and chosen == dict.fromkeys(threads, gpu)
 
 
 def test_a_failed_coroutine_is_named_and_all_are_awaited() -> None:

@@ -1,4 +1,4 @@
-"""Configuration of torch's GPU allocator, which must be set before the first allocation."""
+"""Configuration of torch's allocators for GPU memory and page-locked host memory."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import os
 import platform
 import sys
 
+from alignment.internals.torch import allocator_settings, set_allocator_settings
+
 # The last two are older names that torch still reads.
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:True"
+# Larger page-locked blocks are neither rounded up to a power of two nor kept when they are freed. Smaller ones are, so
+# that the buffers of batches are reused. Older releases reject the key.
+_PINNED, _PINNED_SINCE = "pinned_max_cached_size_mb:8", (2, 13)
 
 
 def grow_segments() -> bool:
-    """Enable expandable segments in torch's allocator, unless the environment already configures it.
+    """Enable expandable segments in torch's allocator, unless it is already configured.
 
     Sequences of varying lengths leave gaps between blocks of fixed size that no later tensor fits into; expandable
-    segments have no such gaps. The setting must precede the first allocation, and only CUDA on Linux supports it: on
-    other platforms, including WSL, torch would warn and ignore it.
+    segments have no such gaps. Only CUDA on Linux supports them: on other platforms, including WSL, torch would warn
+    and ignore the setting. If CUDA is already initialized, it applies to the segments that are allocated from now on.
+
+    Page-locked host memory is then allocated in exact sizes, if this release of torch can.
 
     Returns:
         Whether the setting was changed.
@@ -26,8 +33,14 @@ def grow_segments() -> bool:
     if any(os.environ.get(name) for name in VARIABLES) or os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         return False
     linux = sys.platform == "linux" and "microsoft" not in platform.release().lower()
-    if not linux or torch.version.cuda is None or torch.cuda.is_initialized():
+    if not linux or torch.version.cuda is None:
         return False
     release = tuple(map(int, torch.__version__.split(".")[:2]))
-    os.environ[VARIABLES[0] if release >= (2, 9) else VARIABLES[1]] = _EXPANDABLE
+    settings = f"{_EXPANDABLE},{_PINNED}" if release >= _PINNED_SINCE else _EXPANDABLE
+    if not torch.cuda.is_initialized():
+        os.environ[VARIABLES[0] if release >= (2, 9) else VARIABLES[1]] = settings
+        return True
+    if allocator_settings():  # by the user's own call
+        return False
+    set_allocator_settings(settings)
     return True
