@@ -427,8 +427,11 @@ def test_free_memory_of_gpus_that_are_visible_by_name(visible: str, monkeypatch:
     monkeypatch.setattr(devices, "free_bytes", lambda device: 5 if device == torch.device("cuda", 3) else 0)
     monkeypatch.setattr(launch_env, "_accelerator", lambda use_cpu: "cuda")
     monkeypatch.setattr(launch_env, "_set_cuda_device", lambda: None)
+    monkeypatch.setattr(launch_env, "join", lambda backend: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(ValueError):
         cuda.CUDA_Accelerator().available_memory()
+    internals.measure_free_memory(lambda device: 10 * (device.index or 0))
+    assert cuda.CUDA_Accelerator().available_memory() == 30 and cuda.CUDA_Accelerator().available_memory(1) == 10
     init_distributed(use_cpu=False)
     assert cuda.CUDA_Accelerator().available_memory() == cuda.CUDA_Accelerator().available_memory(3) == 5
