@@ -34,6 +34,7 @@ from alignment.models.loading import load_model
 from alignment.models.scorer import CompletionScorer
 from alignment.models.tiles import choice
 
+_LATE = "growing segments, CUDA used before"
 _PLAIN = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
 
 
@@ -85,6 +86,20 @@ def segments(where: torch.device, model: str) -> str:
     growing = [segment.get("is_expandable", False) for segment in torch.cuda.memory_snapshot()]
     expect(all(growing) and held.nbytes > 0, f"{growing.count(False)} of {len(growing)} segments are not expandable")
     return f"{len(growing)} segments, all expandable"
+
+
+def pinned(where: torch.device, model: str) -> str:
+    """Page-locked memory is allocated in exact sizes and returned, unless this release of torch cannot do so."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        raise Skipped("torch rounds page-locked memory up before 2.13")
+    size = 2**27 + 2**12
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    held = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    taken = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
+    del held
+    left = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
+    expect((taken, left) == (size, 0), f"{taken} bytes were allocated for {size}, and {left} kept afterwards")
+    return f"{taken} bytes allocated, {left} kept afterwards"
 
 
 def groups(where: torch.device, model: str) -> str:
@@ -255,6 +270,8 @@ def _step(policy: PolicyEngine) -> float:
 CHECKS: dict[str, Check] = {
     "memory cap": Check(cap, True),
     "growing segments": Check(segments, True),
+    _LATE: Check(segments, True),
+    "page-locked memory": Check(pinned, True),
     "limits of groups": Check(groups, False),
     "head": Check(head, False),
     "states to come": Check(states, True),
@@ -271,6 +288,8 @@ def run(job: CheckJob) -> str:
     Raises:
         RuntimeError: if results are wrong.
     """
+    if job.name == _LATE and not job.cpu:
+        torch.cuda.init()
     init_distributed(use_cpu=job.cpu)
     where = torch.device("cpu") if job.cpu else torch.device("cuda", torch.cuda.current_device())
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -352,6 +353,17 @@ def test_checks_of_memory(
     counted.update(bad)
     with pytest.raises(RuntimeError, match=reason):
         run_check(CheckJob(name, model, cpu=True))
+
+
+@pytest.mark.parametrize(("sizes", "reason"), [([5, 2**27 + 4101, 5], ""), ([5, 2**28, 5], "268435451 bytes were")])
+def test_the_check_of_page_locked_memory(
+    sizes: list[int], reason: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter(sizes)
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: {"allocated_bytes.current": next(answers)})
+    monkeypatch.setattr(torch, "empty", lambda size, **_: size)
+    with pytest.raises(RuntimeError, match=reason) if reason else contextlib.nullcontext():
+        assert "0 kept" in run_check(CheckJob("page-locked memory", model, cpu=True))
 
 
 def test_the_check_of_a_cap(model: str, counted: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,8 +233,6 @@ def test_coroutines_run_on_the_gpu_of_their_rank(monkeypatch: pytest.MonkeyPatch
         return {threading.current_thread(), await asyncio.to_thread(threading.current_thread)}
 
     (threads,) = callables.together([both_threads()])
-    loop = callables._event_loop()
-    loop.call_soon_threadsafe(loop.stop)
     assert len(threads) == 2 and chosen == dict.fromkeys(threads, gpu)
 
 
