@@ -51,8 +51,8 @@ class TrainingOptions:
     data_seed: int | None = option(None, "Random seed of the row order. Defaults to `seed`.")
     full_determinism: bool = option(
         False,
-        "Use deterministic kernels only, for bitwise reproducible runs. Slower. On a GPU, Online DPO cannot sample with "
-        "`top_p` then.",
+        "Use deterministic kernels only, for bitwise reproducible runs. Slower. On a GPU, Online DPO cannot sample "
+        "with `top_p` then.",
     )
 
 

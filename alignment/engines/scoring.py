@@ -43,6 +43,7 @@ from alignment.internals.deepspeed_step import (
 from alignment.internals.deepspeed_zero3 import balanced_module_stack, divide_again, forget_partitioned
 from alignment.internals.deepspeed_zero3 import settle as settle_weights
 from alignment.internals.torch import release_pinned_memory
+from alignment.models.attention import without_math_kernel
 from alignment.models.kernels import choose_hub_kernels_again
 from alignment.models.partitioning import partition_whole
 from alignment.models.scorer import Scorer
@@ -306,7 +307,7 @@ def checked(engine: Engine, task: Task) -> Engine:
     try:
         settle(engine.device, engine.scorer.model.dtype, true_on_every_rank)
         choose_hub_kernels_again(engine.scorer)
-        with _whole_enough(engine):
+        with _whole_enough(engine), without_math_kernel(engine.scorer.model, engine.device):
             task.check_scorer(engine.scorer, engine.device)
         if engine.partitioned:  # several passes leave weights gathered that the last one prefetched
             settle_weights(engine.engine, engine.scorer)

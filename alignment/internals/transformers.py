@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -75,6 +77,23 @@ def deciding_on_packing(
         mock.patch.object(modeling_flash_attention_utils, "_is_packed_sequence", layer),
     ):
         yield
+
+
+def limit_grouped_queries(fits: Callable[[Tensor], bool]) -> None:
+    """Let SDPA share the keys and values of grouped queries, in this process, only if ``fits`` holds for the keys.
+
+    They are otherwise expanded to a head per query. transformers decides by mask and size of the heads, in a function
+    that its layers call but that no argument replaces (transformers #48633). Seen with transformers 5.23.
+    """
+    from transformers.integrations import sdpa_attention
+
+    decide = inspect.unwrap(sdpa_attention.use_gqa_in_sdpa)
+
+    @functools.wraps(decide)
+    def limited(attention_mask: Tensor | None, key: Tensor, *more: Tensor) -> bool:
+        return decide(attention_mask, key, *more) and fits(key)
+
+    sdpa_attention.use_gqa_in_sdpa = limited
 
 
 def load_balancing_function(model: PreTrainedModel) -> Callable[..., Any] | None:

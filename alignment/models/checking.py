@@ -74,8 +74,8 @@ def _head_rounding(in_16_bits: bool, device: torch.device) -> float:
     """Return the tolerance for logits computed from the same hidden states, relative to the largest logit.
 
     In bfloat16, the product, the scale, each of the three operations of a soft cap and the log-sum-exp of the result
-    have a relative rounding error of 1/512. fp32 products on a GPU may be in TF32, with one of 1/2048; torch has several
-    settings for it, and reading one raises an error after another has been set.
+    have a relative rounding error of 1/512. fp32 products on a GPU may be in TF32, with one of 1/2048; torch has
+    several settings for it, and reading one raises an error after another has been set.
     """
     if in_16_bits:
         return 3e-2

@@ -33,7 +33,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.integrations import TensorBoardCallback
+from transformers.integrations import TensorBoardCallback, sdpa_attention
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from alignment.engines.launch_env import init_distributed
@@ -434,6 +434,27 @@ def test_log_messages_of_continuous_batching(model: Any, hushed: bool) -> None:
     finally:
         logging.setLogRecordFactory(make)
     assert any("a layer failed" in message for message in messages) != hushed
+
+
+def test_grouped_keys_are_expanded_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest limit applies, and the hidden states are the same."""
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", sdpa_attention.use_gqa_in_sdpa)
+    model = AutoModelForCausalLM.from_config(tiny_config("tied", layers=1)).eval()
+    ids, calls = torch.arange(2 * 9).reshape(2, 9), []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(query: Any, key: Any, value: Any, enable_gqa: bool = False, **more: Any) -> Any:
+        calls.append((key.shape[1], enable_gqa))
+        return attend(query, key, value, enable_gqa=enable_gqa, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    states = [model.model(input_ids=ids, use_cache=False).last_hidden_state]
+    for fits in (False, True):
+        internals.limit_grouped_queries(lambda key: fits)  # noqa: B023
+        states.append(model.model(input_ids=ids, use_cache=False).last_hidden_state)
+    assert calls == [(2, True), (4, False), (2, True)]
+    torch.testing.assert_close(states[1], states[0], rtol=1e-6, atol=1e-6)
+    assert torch.equal(states[2], states[0])
 
 
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:

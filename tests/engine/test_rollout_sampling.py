@@ -86,7 +86,15 @@ def test_keys_that_shape_the_distribution(policy: Any, key: str) -> None:
     assert engine.backend.name == "generate"
 
 
-CUTS = {"top_p": 0.5, "top_k": 1, "min_p": 0.5, "typical_p": 0.5, "top_h": 0.5, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1}
+CUTS = {
+    "top_p": 0.5,
+    "top_k": 1,
+    "min_p": 0.5,
+    "typical_p": 0.5,
+    "top_h": 0.5,
+    "epsilon_cutoff": 0.1,
+    "eta_cutoff": 0.1,
+}
 
 
 @pytest.mark.parametrize("name", CUTS)

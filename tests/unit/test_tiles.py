@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -397,6 +398,7 @@ def test_settled_in_the_dtype_of_each_model_before_its_scorer_is_checked(monkeyp
     monkeypatch.setattr(choice, "trial", trial)
     monkeypatch.setattr(choice, "_interpreting", lambda: False)
     monkeypatch.setattr(scoring, "true_on_every_rank", bool)
+    monkeypatch.setattr(scoring, "without_math_kernel", lambda model, device: nullcontext())
     task = mock.Mock()
     task.check_scorer.side_effect = lambda *_: calls.append("checked")
     hidden = mock.Mock(device=torch.device("cuda"), dtype=torch.bfloat16, is_cuda=True)
