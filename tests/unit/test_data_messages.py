@@ -98,6 +98,30 @@ def test_conversations_end_with_the_assistant() -> None:
             split_conversation({"messages": messages}, "messages", "row 1")
 
 
+@pytest.mark.parametrize("ending", ["user", "asistant"])
+@pytest.mark.parametrize(
+    ("kind", "rows", "key"),
+    [
+        ("unpaired_preference", {"prompt": [USER], "completion": 0, "label": True}, "completion"),
+        ("unpaired_preference", {"prompt": [USER], "chosen": 1, "rejected": 0}, "rejected"),
+        ("prompt_completion", {"prompt": [USER], "completion": 0}, "completion"),
+        ("preference", {"prompt": [USER], "chosen": 0, "rejected": 1}, "chosen"),
+        ("preference", {"prompt": "hi", "chosen": 1, "rejected": 0}, "rejected"),
+        ("preference", {"chosen": 0, "rejected": 1}, "chosen"),  # with the prompt, and both end with the same message
+        ("preference_margin", {"chosen": 1, "rejected": 0}, "rejected"),
+    ],
+)
+def test_completions_end_with_the_assistant(
+    tmp_path: Path, kind: Any, rows: dict[str, Any], key: str, ending: str
+) -> None:
+    answers = [[USER, {"role": "assistant", "content": text}] for text in "ab"]
+    answers[0] = [*answers[0], {"role": ending, "content": "c"}]
+    row = {name: answers[value] if value in (0, 1) and name != "label" else value for name, value in rows.items()}
+    good = {**row, key: answers[1][:1] + [{"role": "assistant", "content": "d"}]}
+    with pytest.raises(DataError, match=f"^data, row 2: the last message in {key} has role {ending!r}"):
+        prepare(dataset_from_python([good, row]), kind, byte_tokenizer(), Limits(), "data", tmp_path, progress=False)
+
+
 def test_template_variables_may_be_json_strings() -> None:
     row = {"chat_template_kwargs": '{"enable_thinking": false}', "tools": '[{"name": "f"}]'}
     assert template_variables(row, "row 1") == {"enable_thinking": False, "tools": [{"name": "f"}]}
