@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
@@ -131,14 +132,37 @@ class RowTokenizer:
     def _end_turn(self, ids: list[int], completion: Text) -> list[int]:
         """Ensure that the IDs end with the template's end-of-turn token, or with EOS if the template has none.
 
-        Whitespace after an end-of-turn token is removed, because generation stops before it.
+        What the template writes after an end-of-turn token is removed, because generation stops before it.
         """
+        closing = self._closing
+        if closing and ids[-len(closing) :] == closing:
+            return ids[: len(ids) - len(closing) + 1]
         end = len(ids)
         while end and self._is_blank(ids[end - 1]):
             end -= 1
         if end and self._ends_turn(ids[end - 1], completion):
             return ids[:end]
         return ids if self.eos is None else [*ids, self.eos]
+
+    @cached_property
+    def _closing(self) -> list[int]:
+        """The IDs from the end-of-turn token to the end of a conversation; empty if the template does not tell.
+
+        The token is the last one that also ends a turn before another one, unlike the EOS token with which some
+        templates (Phi-3's) end a conversation.
+        """
+        asked: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+        try:
+            texts = [
+                self.tokenizer.apply_chat_template(messages, tokenize=False).partition(_MARK)[2]
+                for messages in (asked, [*asked, asked[0]])
+            ]
+        except Exception:  # a template is user code and may raise anything
+            return []
+        last, inner = self.ids(texts)
+        shared = last[: common_length(last, [inner])]
+        ends = [place for place, token in enumerate(shared) if self._ends_turn(token, [{"content": ""}])]
+        return last[ends[-1] :] if ends else []
 
     def _ends_turn(self, token: int, completion: Text) -> bool:
         if token == self.eos or token in self._special:
