@@ -18,6 +18,9 @@ HH_TURN = "\n\nAssistant:"  # the turn marker of Anthropic's HH dataset
 IDENTICAL = "chosen and rejected are identical"
 CUT_ALIKE = "chosen and rejected are identical after truncation"
 
+# Chat templates may know others, such as ipython.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
 Message = dict[str, Any]
 Text = str | list[Message]
 # ShareGPT's speaker names -> roles of chat templates.

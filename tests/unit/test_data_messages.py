@@ -19,6 +19,7 @@ from alignment.data.truncation import Limits
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
 CALLING = {"role": "assistant", "content": None, "tool_calls": CALLS}
 USER = {"role": "user", "content": "hi"}
+ANSWER = [{"role": "assistant", "content": "a"}]
 
 
 def message(value: dict[str, Any]) -> dict[str, Any]:
@@ -120,6 +121,41 @@ def test_completions_end_with_the_assistant(
     good = {**row, key: answers[1][:1] + [{"role": "assistant", "content": "d"}]}
     with pytest.raises(DataError, match=f"^data, row 2: the last message in {key} has role {ending!r}"):
         prepare(dataset_from_python([good, row]), kind, byte_tokenizer(), Limits(), "data", tmp_path, progress=False)
+
+
+def test_unknown_roles_are_refused(tmp_path: Path) -> None:
+    def made(role: str, template: str = CHATML, **more: Any) -> int:
+        rows = [{"prompt": [USER], "completion": ANSWER, "label": True}]
+        rows += [{**rows[0], "prompt": [USER, {"role": role, "content": "a"}], **more}]
+        tokenizer = byte_tokenizer(template=template)
+        path = prepare(
+            dataset_from_python(rows), "unpaired_preference", tokenizer, Limits(), "data", tmp_path, progress=False
+        )
+        return len(load_prepared(path).dataset)
+
+    for role in ("system", "developer", "user", "assistant", "tool", "function"):
+        assert made(role) == 2
+    python = "{% if messages[0].role == 'ipython' %}{% endif %}" + CHATML
+    assert made("ipython", python) == 2
+    with pytest.raises(DataError, match="^data, row 2: role is 'python'"):
+        made("python", python)
+    for role, near in (("usre", "user"), ("use", "user"), ("Assistant", "assistant"), ("ipython", None), ("", None)):
+        with pytest.raises(DataError, match=f"^data, row 2: role is {role!r}") as caught:
+            made(role)
+        assert str(caught.value).endswith(f"did you mean {near!r}?") is (near is not None)
+    with pytest.raises(DataError, match="^data, row 2: role is 'usre'"):
+        made("user", completion=[{"role": "usre", "content": "a"}, ANSWER[0]])
+
+
+@pytest.mark.parametrize("template", ["the same", "{% for m in messages %}{{ m.role }}{% endfor %}"])
+@pytest.mark.parametrize("kind", ["unpaired_preference", "preference", "preference_margin", "prompt_only"])
+def test_a_template_that_renders_every_row_alike_is_refused(tmp_path: Path, kind: Any, template: str) -> None:
+    other = [{**ANSWER[0], "content": "other"}]
+    row = {"prompt": [USER], "completion": ANSWER, "label": True} if kind == "unpaired_preference" else {}
+    row = row or {"prompt": [USER], **({} if kind == "prompt_only" else {"chosen": ANSWER, "rejected": other})}
+    with pytest.raises(DataError, match="^data, row 1: the chat template .* renders every row alike"):
+        tokenizer = byte_tokenizer(template=template)
+        prepare(dataset_from_python([row]), kind, tokenizer, Limits(), "data", tmp_path, progress=False)
 
 
 def test_template_variables_may_be_json_strings() -> None:
