@@ -10,7 +10,6 @@ import pytest
 from data_tokenizers import CHATML, PLAIN, char_tokenizer, readable_tokenizer
 from datasets import Dataset, IterableDataset
 
-from alignment import KTOConfig
 from alignment.config.errors import DataError, OptionError
 from alignment.data.batching import collate, collate_completion
 from alignment.data.prepare import Prepared, load_prepared, prepare
@@ -162,8 +161,9 @@ def test_columns_that_may_or_may_not_contain_the_prompt_are_refused(labels: Any,
 
 def test_a_reward_model_uses_the_complete_template(tmp_path: Path) -> None:
     tokenizer = readable_tokenizer(template=CHATML)
-    row = made([{"chosen": SAID, "rejected": [SAID[0], SAID[0]]}], tmp_path, "preference_margin", tokenizer).dataset[0]
-    for name, messages in (("chosen_ids", SAID), ("rejected_ids", [SAID[0], SAID[0]])):
+    other = [SAID[0], {**SAID[-1], "content": "no"}]
+    row = made([{"chosen": SAID, "rejected": other}], tmp_path, "preference_margin", tokenizer).dataset[0]
+    for name, messages in (("chosen_ids", SAID), ("rejected_ids", other)):
         assert row["prompt_ids"] + row[name] == tokenizer.apply_chat_template(messages)["input_ids"]
 
 
@@ -239,10 +239,3 @@ def test_generation_marks_of_a_template_are_used(tmp_path: Path) -> None:
 def test_a_reward_model_adds_no_context_to_completions(tmp_path: Path) -> None:
     row = made([{"prompt": "", "chosen": "a", "rejected": "b"}], tmp_path, "preference_margin").dataset[0]
     assert row["prompt_ids"] == [] and char_tokenizer().decode(row["chosen_ids"]) == "a</s>"
-
-
-def test_a_short_max_length_leaves_space_for_completions() -> None:
-    for given, prompt in ((1024, 512), (600, 512), (512, 256), (256, 128)):
-        assert KTOConfig(output_dir="out", max_length=given).max_prompt_length == prompt
-    assert KTOConfig(output_dir="out", max_length=256, max_prompt_length=200).max_prompt_length == 200
-    assert KTOConfig(output_dir="out", max_length=256, max_prompt_length=None).max_prompt_length is None
