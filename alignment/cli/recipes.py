@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 _MOST_BYTES = 1_000_000
 _MOST_NESTED = 100
 _MOST_VALUES = 100_000
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 _USUAL_SECTIONS = frozenset(words("model reference data rollout rewards training memory logging evaluation saving"))
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, with an error for duplicate keys."""
+    """PyYAML's safe loader, with an error for duplicate keys, and with JSON's numbers and strings."""
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -44,7 +45,16 @@ def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dic
     return loader.construct_mapping(node, deep=True)
 
 
+def _text(loader: _Loader, node: yaml.ScalarNode) -> str:
+    """Return a string, with the two escapes that JSON writes for a character such as an emoji joined to one."""
+    text: str = loader.construct_scalar(node)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+
+
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG, _text)
+# YAML 1.1 requires a point and a sign in 1.0e-7, so that 1e-07, as JSON is written, would be a string in a mapping.
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("+-.0123456789"))
 
 
 def read_recipe(name: str, outside: Iterable[type[AlignmentConfig]] = ()) -> dict[str, Any]:

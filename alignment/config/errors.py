@@ -67,6 +67,11 @@ def without_secrets(name: str, value: Any) -> Any:
     return {key: without_secrets(key, each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
+def is_placeholder(name: str, value: Any) -> bool:
+    """Whether a value is what :func:`without_secrets` writes, as in ``options.json`` used as a recipe."""
+    return name in SECRETS and value == f"<{name.upper()}>"
+
+
 def setting(name: str, value: Any) -> str:
     """Format ``name=value`` for a message: on one line, shortened, and without secrets."""
     shown = without_secrets(name, value.value if isinstance(value, Enum) else value)

@@ -269,6 +269,8 @@ def convert(name: str, value: Any, hint: Any, default: Any = None) -> Any:
         raise _refusal(name, value, hint, default)
     if isinstance(value, str) and "\0" in value:
         raise OptionError(f"{setting(name, value)}: contains a NUL character; remove it")
+    if isinstance(value, str) and any("\ud800" <= sign <= "\udfff" for sign in value):
+        raise OptionError(f"{setting(name, value)}: is not valid UTF-8; rename it")
     try:
         result = _adapter(hint).validate_python(_prepared(value, kinds))
     except (ValidationError, json.JSONDecodeError):

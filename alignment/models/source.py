@@ -60,10 +60,11 @@ def read_config(
                 "trust_remote_code: true if you trust it"
             ) from error
         if (Path(path) / "adapter_config.json").is_file() and not (Path(path) / "config.json").exists():
-            raise ModelError(
-                f"{key}: {path!r} contains adapters but no model; set {key} to their base model and "
-                f"adapter_name_or_path to {path!r}"
-            ) from error
+            if key == "model_name_or_path":
+                remedy = f"set {key} to their base model and adapter_name_or_path to {path!r}"
+            else:
+                remedy = f"merge them into their base model (deepspeed-alignment export) and set {key} to the result"
+            raise ModelError(f"{key}: {path!r} contains adapters but no model; {remedy}") from error
         raise ModelError(f"{key}: the configuration of {path!r} could not be loaded: {first_line(error)}") from error
     if config.is_encoder_decoder:
         raise ModelError(f"{key}: {path!r} is an encoder-decoder model; only decoder-only models are supported")

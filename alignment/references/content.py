@@ -17,7 +17,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedModel
 
-from alignment.config.errors import ModelError
+from alignment.config.errors import SECRETS, ModelError
 from alignment.data.sources import file_hash
 from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.models.adapters.record import Adapters
@@ -43,12 +43,17 @@ def source_content(source: ModelSource, memory: Path, *, keep: bool) -> dict[str
     if not keep:
         return {}
     assert source.path is not None
-    found: dict[str, Any] = {"arguments": {name: repr(value) for name, value in source.init_kwargs.items()}}
+    found: dict[str, Any] = {"arguments": _arguments(source)}
     folder = Path(source.path) / source.init_kwargs.get("subfolder", "")
     if folder.is_dir():
         files = sorted({file for pattern in _FILES for file in folder.glob(pattern)})
         return found | {"files": file_hashes(files, memory)}
     return found | {"name": source.path, "commit": _commit(source)}
+
+
+def _arguments(source: ModelSource) -> dict[str, str]:
+    """Return the arguments that a model is loaded with; a store records them, so not the token."""
+    return {name: repr(value) for name, value in source.init_kwargs.items() if name not in SECRETS}
 
 
 def adapters_content(adapters: Adapters, memory: Path) -> dict[str, Any]:

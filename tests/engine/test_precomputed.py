@@ -224,6 +224,7 @@ def test_the_key_has_everything_that_affects_the_log_probs(models: dict[str, str
     sweeps: list[dict[str, Any]] = [
         {"learning_rate": 1e-5, "beta": 0.5, "seed": 0, "data_seed": 42, "desirable_weight": 2.0},
         {"per_device_train_batch_size": 2, "num_train_epochs": 1, "ref_deepspeed": "ref_sharded"},
+        {"model_init_kwargs": {"token": "hf_of_another_day"}},  # the key is also written to the store
     ]
     for sweep in sweeps:
         assert key_of(make("KTO", models["policy"], None, tmp_path, **sweep)) == own

@@ -101,6 +101,7 @@ def test_conversion(name: str, given: Any, expected: Any) -> None:
         ("seed", None, "cannot be empty"),
         ("bf16", "maybe", "true or false"),
         ("run_name", 2024, "a string"),
+        ("run_name", "o\udcff", "not valid UTF-8"),  # a path that is not text: tokenizers cannot write to it
         ("model_init_kwargs", "{broken", "mapping"),
         ("model_init_kwargs", [1], "mapping"),
         ("deepspeed", 3, "a string or a mapping"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import alignment
 from alignment.cli.parsing import glimpse, parse
 from alignment.cli.recipes import read_recipe
+from alignment.config.compatibility.model_kwargs import loading_keywords
 from alignment.config.compatibility.verdicts import judged_names
 from alignment.config.errors import OptionError
 from alignment.config.lookup import packaged, packaged_names
@@ -54,6 +56,50 @@ def test_recipe_flat_and_in_sections(tmp_path: Path) -> None:
 def test_a_mapping_under_an_option_is_not_a_section(tmp_path: Path) -> None:
     recipe = write(tmp_path, "method: cpo\ndeepspeed:\n  zero_optimization:\n    stage: 3\n")
     assert parse([recipe, *NEEDED]).deepspeed == {"zero_optimization": {"stage": 3}}
+
+
+WRITTEN: dict[str, list[dict[str, Any]]] = {
+    "kto": [
+        {
+            "learning_rate": 1e-6,
+            "max_length": None,
+            "logging_steps": 0.5,
+            "max_steps": 7,
+            "report_to": ["tensorboard"],
+        },
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-7}},
+        {
+            "optim_args": {"eps": 1e-12, "betas": [0.9, 0.95]},
+            "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        },
+        {"deepspeed": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e16}, "gradient_clipping": 1e-5}},
+        {"dataset_name": None, "dataset_mixture": [{"dataset_name": "ü 🚀.jsonl", "weight": 1e-7}]},
+        {"column_map": {"prompt": "no", "completion": "1e-6", "label": "🚀"}, "save_strategy": "no"},
+        *(
+            {"run_name": name}
+            for name in ("no", "1e-6", "on", "null", "~", "{a}", "[1]", "é 🚀", "a: b # c", "\t\x7f")
+        ),
+        {"use_peft": True, "lora_target_modules": ["q_proj"], "output_dir": "~/a b/é 🚀"},
+    ],
+    "online_dpo": [{"beta": [0.1, 1e-7], "reward_funcs": ["rewards.py:ü"], "reward_weights": [1e-7]}],
+}
+
+
+@pytest.mark.parametrize(("method", "given"), [(name, one) for name, several in WRITTEN.items() for one in several])
+def test_the_options_of_a_run_are_a_recipe(method: str, given: dict[str, Any], tmp_path: Path) -> None:
+    needed = {"model_name_or_path": "m", "dataset_name": "rows.jsonl"}
+    options = METHODS[method](**(needed | given))
+    again = parse([write(tmp_path, options.to_json_string(), "options.json")])
+    assert again.to_dict() == options.to_dict() and again == options
+
+
+def test_a_masked_token_in_the_options_of_a_run_is_not_a_token(tmp_path: Path) -> None:
+    first = KTOConfig(
+        "out", model_name_or_path="m", dataset_name="d", model_init_kwargs={"token": "hf_a", "revision": "b"}
+    )
+    again = parse([write(tmp_path, first.to_json_string(), "options.json")])
+    assert loading_keywords(first.model_init_kwargs) == {"token": "hf_a", "revision": "b"}
+    assert loading_keywords(again.model_init_kwargs) == {"revision": "b"}
 
 
 @pytest.mark.parametrize(

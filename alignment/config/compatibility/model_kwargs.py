@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from alignment.config.errors import OptionError, setting
+from alignment.config.errors import OptionError, is_placeholder, setting
 
 # Keyword argument -> equivalent option.
 _OPTIONS = {
@@ -45,6 +45,7 @@ def read_keywords(options: Any) -> None:
 def loading_keywords(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the arguments to pass on to ``from_pretrained``: those that are no options and are set."""
     left = {key: value for key, value in (given or {}).items() if key not in _OPTIONS and key != _DEVICE_MAP}
+    left = {key: value for key, value in left.items() if not is_placeholder(key, value)}
     return {key: value for key, value in left.items() if value is not None or key != "quantization_config"}
 
 

@@ -9,14 +9,13 @@ from typing import Any
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from alignment.config.errors import OptionError, setting
+from alignment.config.errors import OptionError, is_placeholder, setting
 from alignment.config.options import AlignmentConfig
 from alignment.engines.watch.retries import Retries
 from alignment.training.hub.process import HubCall
 from alignment.training.hub.pushes import Call
 
 _CHECK_S = 60.0
-_MASKED = "<HUB_TOKEN>"  # placeholder in options.json, which a run may be repeated from
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def named_repository(args: AlignmentConfig, token: str | None = None, private: b
             f"{option} is not a valid repository name: {why}; set hub_model_id to a name such as me/my-model"
         ) from None
     token = token if token is not None else args.hub_token
-    token = None if token == _MASKED else token
+    token = None if is_placeholder("hub_token", token) else token
     if token is not None and (not token or not token.isascii() or any(c.isspace() for c in token)):
         raise OptionError("hub_token=<hidden>: is not a valid token: it is empty or contains invalid characters")
     private = private if private is not None else args.hub_private_repo
