@@ -12,7 +12,6 @@ from datasets import Json, Value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-
 from alignment.data.messages import HH_TURN, split_messages, split_texts
 from alignment.data.readers import infer_features
 from alignment.data.report import DataReport, joined
