@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from datasets import Json, Value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alignment.config.errors import DataError
+from alignment.data.columns import check_columns
+from alignment.data.formats import margin_of, unpaired_rows
 from alignment.data.messages import HH_TURN, split_messages, split_texts
 from alignment.data.readers import infer_features
 from alignment.data.report import DataReport, joined
@@ -136,3 +142,77 @@ def test_labels_in_a_summary(desirable: int, undesirable: int, said: str) -> Non
     assert taken.rows_in == taken.rows_out + sum(taken.dropped.values())
     both = joined([report, taken])
     assert (both.rows_in, both.rows_out, both.completions_cut, both.dropped["a"]) == (14, 7, 4, 2)
+
+
+def test_the_columns_that_each_kind_of_rows_needs() -> None:
+    """Every set of columns."""
+    known = ("prompt", "completion", "label", "chosen", "rejected", "messages", "text")
+    for chosen in itertools.product((False, True), repeat=len(known)):
+        names = {name for name, there in zip(known, chosen) if there}
+        pair, answered = {"chosen", "rejected"} <= names, {"prompt", "completion"} <= names or "messages" in names
+        fits = {
+            "preference": pair,
+            "preference_margin": pair,
+            "unpaired_preference": pair or ("label" in names and answered),
+            "prompt_completion": answered or "text" in names,
+            "prompt_only": "prompt" in names,
+        }
+        for kind, enough in fits.items():
+            with contextlib.nullcontext() if enough else pytest.raises(DataError, match="^data: "):
+                check_columns(sorted(names), kind, "data")  # type: ignore[arg-type]
+
+
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+LABELED = {"prompt": "q", "completion": "a", "label": True}
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ({"messages": CHAT, "label": True, "system": 1}, "system"),
+        ({**LABELED, "system": "s"}, "system"),
+        ({**LABELED, "query": 1}, "query"),
+        ({**LABELED, "prompt": CHAT[:1], "query": "x"}, "query"),
+        ({**LABELED, "prompt": None, "query": 1}, "query"),
+        ({**LABELED, "prompt": None}, "prompt"),
+        ({**LABELED, "completion": CHAT[1:]}, "prompt"),
+        ({**LABELED, "label": 1}, "label"),
+        ({**LABELED, "label": None, "chosen": "a"}, "rejected"),
+        ({**LABELED, "chosen": "a", "rejected": "b"}, "both completion, label and chosen, rejected"),
+    ],
+)
+def test_invalid_values_of_a_row(row: dict[str, Any], key: str) -> None:
+    with pytest.raises(DataError, match=f"^row 1: {key} "):
+        unpaired_rows(row, "row 1")
+
+
+@pytest.mark.parametrize(
+    ("row", "count"),
+    [
+        ({**LABELED, "system": "", "query": None}, 1),
+        ({**LABELED, "chosen": "a"}, 1),
+        ({**LABELED, "completion": None, "chosen": "a", "rejected": "b"}, 2),
+        ({**LABELED, "label": None, "chosen": "a", "rejected": "b"}, 2),
+        ({"messages": CHAT, "label": False, "system": "s", "prompt": None}, 1),
+    ],
+)
+def test_rows_of_either_kind(row: dict[str, Any], count: int) -> None:
+    assert len(unpaired_rows(row, "row 1")) == count
+
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@pytest.mark.parametrize(
+    ("value", "margin"),
+    [
+        (None, 0.0), (" ", 0.0), ("", 0.0), ("-2.5", -2.5), ([3], 3.0), ([3, 4], None), ([], None), (True, None),
+        (LARGEST, LARGEST), (-LARGEST, -LARGEST), (LARGEST * 1.001, None), ("nan", None), ("x", None), (10**400, None),
+    ],
+)  # fmt: skip
+def test_margins(value: Any, margin: float | None) -> None:
+    if margin is not None:
+        assert margin_of({"margin": value}, "row 1") == margin
+        return
+    with pytest.raises(DataError, match="^row 1: margin is "):
+        margin_of({"margin": value}, "row 1")
