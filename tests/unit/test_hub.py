@@ -473,3 +473,16 @@ def test_a_card_written_by_someone_else_is_kept(tmp_path: Path) -> None:
     assert (run.root / "README.md").read_text() == "# mine\n"
     run.calls.gate.set()
     run.idle()
+
+
+@pytest.mark.parametrize(
+    ("config", "code"), [(None, False), ("{}", False), ("{torn", False), ("[]", False), ('{"auto_map": {}}', True)]
+)
+def test_code_is_uploaded_if_the_config_names_it(config: str | None, code: bool, tmp_path: Path) -> None:
+    for name in ("model.safetensors", "modeling_x.py", "log.jsonl"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "model.safetensors")
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    named = ["config.json"] * (config is not None)
+    assert model_files(tmp_path, None) == [*named, "model.safetensors", *["modeling_x.py"] * code]
