@@ -108,6 +108,22 @@ def test_all_ranks_meet_and_a_process_of_another_run_is_rejected() -> None:
         Meeting(dataclasses.replace(run[0], rank=7), 5).agree(fine, loopback)
 
 
+def test_a_place_is_read_from_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next meeting of a process is another one."""
+    given = {"MASTER_ADDR": "a", "MASTER_PORT": "7", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    first = Place.of_environment()
+    assert (first.address, first.port, first.rank, first.local_rank, first.world_size) == ("a", 7, 3, 1, 4)
+    assert str(first) == "a:7" and first.host == socket.gethostname() and not first.agent
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    second = Place.of_environment()
+    attempts = [tuple(map(int, place.attempt.split("/"))) for place in (first, second)]
+    assert second.agent and attempts[0][0] == 0 and attempts[1] == (2, attempts[0][1] + 1)
+    assert first.network == second.network and first.network
+
+
 def test_a_second_group_of_the_same_processes_meets_separately() -> None:
     run = places(2)
     assert together(*ranks(run)) == [None] * 2
