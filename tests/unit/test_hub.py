@@ -486,3 +486,22 @@ def test_code_is_uploaded_if_the_config_names_it(config: str | None, code: bool,
         (tmp_path / "config.json").write_text(config)
     named = ["config.json"] * (config is not None)
     assert model_files(tmp_path, None) == [*named, "model.safetensors", *["modeling_x.py"] * code]
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ('warning\n\n{"repo": "a/b", "commits": ["c"]}\n', Answer("a/b", ("c",))),
+        ('{"error": "no", "transient": false}', Answer(error="no", transient=False)),
+        (
+            "first\nlast secret\n\n",
+            Answer(error="the upload process exited with status 3: last <hidden>", transient=True),
+        ),
+        ("", Answer(error="the upload process exited with status 3: ", transient=True)),
+        ("[]", Answer(error="the upload process exited with status 3: []", transient=True)),
+        ("1", Answer(error="the upload process exited with status 3: 1", transient=True)),
+    ],
+)
+def test_the_last_line_of_the_upload_process_is_its_answer(said: str, answer: Answer) -> None:
+    assert process._answer(said, 3, "secret") == answer
+    assert process._answer(said, 3, None).error == (answer.error and answer.error.replace("<hidden>", "secret"))

@@ -95,3 +95,30 @@ def test_the_last_value_within_a_limit_and_the_first_beyond(cls: type, name: str
 def test_values_that_follow_from_others(cls: type, given: dict[str, Any], resolved: dict[str, Any]) -> None:
     options = cls("out", **given)
     assert {name: getattr(options, name) for name in resolved} == resolved
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [{"reward_model_path": "m"}, {"reward_funcs": ["f.py:f"]}, {"reward_weights": [1.0]}, {"missing_eos_penalty": 0.0},
+     {"reward_batch_size": 1}, {"reward_placement": "replica"}, {"reward_deepspeed": "zero3"},
+     {"reward_load_in_4bit": False}, {"num_generations": 3}],
+    ids=lambda reward: next(iter(reward)),
+)  # fmt: skip
+def test_options_of_rewards_with_a_judge(reward: dict[str, Any]) -> None:
+    (name,) = reward
+    with pytest.raises(OptionError) as caught:
+        OnlineDPOConfig("out", judge="openai", **reward)
+    assert f"{name}=" in str(caught.value)
+    assert OnlineDPOConfig("out", judge="openai", num_generations=2).num_generations == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [({"hang_timeout": 60, "hang_timeout_first": 59}, "hang_timeout_first"), ({"retry_pause": 1, "retries": 0}, "retry_pause"),
+     ({"max_bad_steps": 9}, "max_bad_steps"), ({"rewind_windows": 2, "on_bad_step": "skip"}, "rewind_windows"),
+     ({"on_bad_step": "rewind", "save_strategy": "no"}, "on_bad_step"),
+     ({"on_bad_step": "rewind", "save_only_model": True}, "on_bad_step")],
+)  # fmt: skip
+def test_options_about_faults_that_contradict_each_other(given: dict[str, Any], key: str) -> None:
+    with pytest.raises(OptionError, match=f"^{key}="):
+        KTOConfig("out", **given)

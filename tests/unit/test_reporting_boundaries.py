@@ -274,7 +274,8 @@ def test_rows_in_the_middle_of_a_large_file_are_not_read(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     ("steps", "said"),
-    [([], ""), ([1, 1], " (step 1)"), (range(8), " (step 0, 1, 2, 3, 4, 5, 6, 7)"), (range(9), " (step 0, 1, 2, 3, 4, 5, 6, 7 …)")],
+    [([], ""), ([1, 1], " (step 1)"), (range(8), " (step 0, 1, 2, 3, 4, 5, 6, 7)"),
+     (range(9), " (step 0, 1, 2, 3, 4, 5, 6, 7 …)")],
 )  # fmt: skip
 def test_eight_steps_of_a_warning_are_named(steps: Any, said: str, tmp_path: Path) -> None:
     events = [{"event": "retry", "step": step} for step in steps] or [{"event": "retry"}]
