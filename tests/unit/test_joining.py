@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
 
 from alignment.config.errors import AlignmentError
 from alignment.engines.deadlines import within
@@ -122,6 +124,22 @@ def test_a_place_is_read_from_the_launchers_variables(monkeypatch: pytest.Monkey
     attempts = [tuple(map(int, place.attempt.split("/"))) for place in (first, second)]
     assert second.agent and attempts[0][0] == 0 and attempts[1] == (2, attempts[0][1] + 1)
     assert first.network == second.network and first.network
+
+
+@pytest.mark.parametrize(("minutes", "seconds", "hours"), [(None, 60, 6), ("2", 120, 2 / 60)])
+def test_limits_of_joining_and_of_waiting_for_each_other(
+    minutes: str | None, seconds: float, hours: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+    monkeypatch.delenv("DEEPSPEED_TIMEOUT", raising=False)
+    if minutes is not None:
+        monkeypatch.setenv("DEEPSPEED_TIMEOUT", minutes)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda **given: limits.append(given["timeout"].total_seconds()))
+    monkeypatch.setattr(start, "set_group_timeout", lambda limit: limits.append(limit.total_seconds()))
+    monkeypatch.setattr(start, "set_timeout_of_new_groups", lambda limit: limits.append(limit.total_seconds()))
+    start.join("gloo")
+    assert limits == [seconds, *[hours * 3600] * (1 if minutes else 2)]
 
 
 def test_a_second_group_of_the_same_processes_meets_separately() -> None:

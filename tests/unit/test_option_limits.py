@@ -114,7 +114,8 @@ def test_options_of_rewards_with_a_judge(reward: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("given", "key"),
-    [({"hang_timeout": 60, "hang_timeout_first": 59}, "hang_timeout_first"), ({"retry_pause": 1, "retries": 0}, "retry_pause"),
+    [({"hang_timeout": 60, "hang_timeout_first": 59}, "hang_timeout_first"),
+     ({"retry_pause": 1, "retries": 0}, "retry_pause"),
      ({"max_bad_steps": 9}, "max_bad_steps"), ({"rewind_windows": 2, "on_bad_step": "skip"}, "rewind_windows"),
      ({"on_bad_step": "rewind", "save_strategy": "no"}, "on_bad_step"),
      ({"on_bad_step": "rewind", "save_only_model": True}, "on_bad_step")],
