@@ -295,6 +295,8 @@ def test_metrics_are_printed_and_saved_as_in_transformers(tmp_path: Path, capsys
         "***** train metrics *****\n  epoch         =          2\n  train_loss    =     0.1235\n"
         "  train_runtime = 0:01:01.25\n"
     )
+    surface.log_metrics("eval", {})
+    assert capsys.readouterr().out == "***** eval metrics *****\n"
     assert (
         surface.metrics_format({"eval_runtime": 3.0})["eval_runtime"]
         == transformers.Trainer.metrics_format({"eval_runtime": 3.0})["eval_runtime"]
