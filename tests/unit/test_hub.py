@@ -23,7 +23,7 @@ from alignment.engines.watch.requests import REQUESTS
 from alignment.engines.watch.retries import Retries
 from alignment.engines.watch.stop import StopReason
 from alignment.methods.kto_options import KTOConfig
-from alignment.training.hub import process, worker
+from alignment.training.hub import process, uploads, worker
 from alignment.training.hub.card import Details, Subject, card_text, own_card
 from alignment.training.hub.contents import checkpoint_files, model_files, published_options, stage
 from alignment.training.hub.process import CUT_OFF, Answer, HubCall
@@ -459,6 +459,28 @@ def test_a_stop_starts_no_upload_and_does_not_wait(tmp_path: Path) -> None:
         REQUESTS.forget()
     run.uploads.cut_off(0.0)
     assert len(run.calls.requests) == 1 and run.said == [f"push_to_hub: the upload of checkpoint-1 was {CUT_OFF}"]
+
+
+@pytest.mark.parametrize("stopping", [False, True])
+def test_the_end_of_a_run_waits_for_its_uploads_unless_it_is_asked_to_stop(
+    stopping: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "_SLICE_S", 0.02)
+    monkeypatch.setattr(uploads, "_GRACE_S", 0.1)
+    monkeypatch.setattr(uploads, "from_first_rank", lambda value: value)
+    run = Run(tmp_path)
+    run.calls.gate.clear()
+    run.save()
+    assert run.calls.came.wait(10)
+    opening = threading.Timer(0.3, run.calls.gate.set)
+    REQUESTS.request(StopReason.STOP) if stopping else opening.start()
+    try:
+        run.uploads.wait()
+    finally:
+        REQUESTS.forget()
+        opening.cancel()
+        run.calls.gate.set()
+    assert run.said == ([f"push_to_hub: the upload of checkpoint-1 was {CUT_OFF}"] if stopping else [])
 
 
 def test_a_card_written_by_someone_else_is_kept(tmp_path: Path) -> None:
