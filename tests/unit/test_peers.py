@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import resource
 import subprocess
@@ -305,11 +306,12 @@ class Lost(Store):
 
 
 @pytest.mark.usefixtures("no_thread")
-@pytest.mark.parametrize(("finished", "waited", "killed"), [(0, 0.5, False), (0, 0.7, True), (2, 9.0, False)])
+@pytest.mark.parametrize(("finished", "waited", "killed"), [(0, 0.25, False), (0, 0.5, True), (2, 9.0, False)])
 def test_the_end_of_a_process_of_this_machine(
     finished: int, waited: float, killed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last message may still arrive; once all ranks have finished, processes may end."""
+    monkeypatch.setattr(peers, "_GRACE_S", 0.5)
     world = World(2, monkeypatch)
     first = world.rank(0)
     world.beat(0, 1)
@@ -327,26 +329,34 @@ def test_the_end_of_a_process_of_this_machine(
 
 
 @pytest.mark.usefixtures("no_thread")
-@pytest.mark.parametrize("neighbors_below", [False, True])
+@pytest.mark.parametrize(("neighbors", "speaks"), [((), True), ((0, 3), True), ((1,), False), ((0, 1, 3), False)])
 @pytest.mark.parametrize("way", ["silent", "lost"])
 def test_without_the_store_of_rank_0_the_lowest_rank_of_a_machine_reports(
-    way: str, neighbors_below: bool, monkeypatch: pytest.MonkeyPatch
+    way: str, neighbors: tuple[int, ...], speaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(4, monkeypatch)
     rank = world.rank(2)
-    fallen(rank, 0) if neighbors_below else rank._neighbors.close()
+    alive = SimpleNamespace(ended=False, kill=lambda: None, close=lambda: None)
+    rank._neighbors._watched = dict.fromkeys(neighbors, alive)  # type: ignore[arg-type]
     if way == "lost":
         rank._store = Lost()
+        turn = rank._turn
+    else:
+        world.spend(25, rank.tick)
+        turn = functools.partial(world.spend, 0.5, rank.tick)
     with pytest.raises(Failed) as failed:
-        if way == "silent":
-            rank._answered = world.now
-            world.spend(25, lambda: rank.tick() if not rank._neighbors.gone else None)
-            rank._neighbors.close()
-            fallen(rank) if neighbors_below else None
-            world.spend(0.5, rank.tick)
-        else:
-            rank._turn()
-    assert failed.value.verdict == Verdict(dead=(0,)) and failed.value.speaks is not neighbors_below
+        turn()
+    assert failed.value.verdict == Verdict(dead=(0,)) and failed.value.speaks is speaks
+
+
+@pytest.mark.usefixtures("no_thread")
+def test_a_rank_that_exits_ignores_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = World(2, monkeypatch).rank(1)
+    rank._store, rank._own_end = Lost(), True
+    calls = {"add": ("n", 1), "check": (["n"],), "set": ("n", "1"), "multi_get": (["n"],), "get": ("n",)}
+    assert {name: rank._call(name, *values) for name, values in calls.items()} == {
+        "add": 0, "check": False, "set": None, "multi_get": [], "get": None,
+    }  # fmt: skip
 
 
 @pytest.mark.usefixtures("no_thread")
@@ -381,6 +391,7 @@ def test_the_report_of_another_rank_is_followed(monkeypatch: pytest.MonkeyPatch)
         followed.append("followed")
         raise Failed("", Verdict(), None)
 
+    monkeypatch.setattr(peers.time, "sleep", lambda seconds: setattr(world, "now", world.now + seconds))
     rank._last_word.follow = follow  # type: ignore[method-assign, assignment]
     rank._turn()
     world.store.add("claim", 1)
