@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import continuing
+import hypothesis
 import pytest
 
 from tools.ranks import RankServer
@@ -52,6 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(cache.cleanup)
     os.environ["HF_DATASETS_CACHE"] = cache.name
     continuing.register(config)
+    # The same examples in every run; under load, an example may take as long as it needs.
+    hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
+    hypothesis.settings.load_profile("fixed")
 
 
 @pytest.hookimpl(tryfirst=True)

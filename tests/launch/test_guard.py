@@ -13,6 +13,7 @@ from conftest import DRIVERS, ROOT
 from alignment.config.errors import AlignmentError, OptionError
 from alignment.engines.guard import guarded
 from alignment.engines.launch_env import VARIABLES
+from alignment.reporting.activity import ACTIVITY
 from tools.ranks import RankServer
 
 DRIVER = DRIVERS / "failing_rank.py"
@@ -61,7 +62,9 @@ def test_a_bug_has_a_traceback_followed_by_its_line(capsys: pytest.CaptureFixtur
 
 
 def test_success_help_and_silent_exits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert guarded(lambda: None) == 0
+    inside: list[bool] = []
+    assert guarded(lambda: inside.append(ACTIVITY.guarded)) == 0
+    assert inside == [True] and ACTIVITY.guarded is False
     assert guarded(raising(SystemExit(0))) == 0
     assert guarded(raising(SystemExit(3))) == 3
     assert capsys.readouterr().err == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,10 @@ from transformers import GenerationConfig
 
 from alignment import LogCompletionsCallback, RewardConfig, WinRateCallback
 from alignment.config.errors import OptionError
+from alignment.engines.rollout.backend import Sampling
 from alignment.engines.watch.stop import Cut
 from alignment.reporting.completions import CompletionTable
-from alignment.training.sampling import answers, callbacks
+from alignment.training.sampling import answers, callbacks, sampler
 from alignment.training.sampling.answers import EvaluationAnswers, shortened
 from alignment.training.sampling.sampler import Sampler, first_prompts
 from alignment.training.sampling.settings import of_model, sampling_of
@@ -192,3 +194,31 @@ def test_refused_arguments() -> None:
     with pytest.raises(OptionError, match="a reward model does not generate completions"):
         RewardConfig(output_dir="x", generate_during_eval=True)
     assert CompletionTable(None).state_dict()["bytes"] == 0
+
+
+def test_answers_are_in_the_order_of_the_prompts_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of a phase add up over evaluations."""
+    requests: list[Any] = []
+
+    class Rollout:
+        def __init__(self, engine: Any, **sizes: Any) -> None:
+            assert (engine, sizes["batch_size"], sizes["longest_context"]) == ("engine", 4, 3 + 7)
+
+        def generate(self, request: Any) -> list[Any]:
+            requests.append(request)
+            return [[SimpleNamespace(ids=[9] * len(prompt))] for prompt in request.prompts]
+
+    monkeypatch.setattr(sampler, "RolloutEngine", Rollout)
+    monkeypatch.setattr(sampler, "gathered", lambda own: [own])
+    monkeypatch.setattr(sampler, "continuations", lambda prompt, ids, tokenizer: [f"{prompt}{ids}"])
+    record = SimpleNamespace(tokens=0)
+    context: Any = SimpleNamespace(
+        args=SimpleNamespace(eval_batch_size=4, disable_tqdm=True, seed=7), processing_class=None,
+        phases=lambda name: contextlib.nullcontext(record),
+    )  # fmt: skip
+    speaker: Any = SimpleNamespace(engine="engine", computing=contextlib.nullcontext)
+    one, sampling = Sampler(context), Sampling(max_new_tokens=7, eos_token_ids=(), pad_token_id=0)
+    for number in (1, 2):
+        assert one.answers(speaker, [(1, 2, 3), (4,)], sampling) == ["[1, 2, 3][[9, 9, 9]]", "[4][[9]]"]
+        assert record.tokens == 8 * number
+    assert one.answers(speaker, [], sampling) == [] and requests[0].seed == requests[1].seed

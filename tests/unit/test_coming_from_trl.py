@@ -17,8 +17,9 @@ from alignment.cli.coming_from_trl import page
 from alignment.config.compatibility.model_kwargs import loading_keywords
 from alignment.config.compatibility.names import older_names, value_here
 from alignment.config.compatibility.theirs import OF_TRL, TRAINING_ARGUMENTS
-from alignment.config.compatibility.verdicts import judged_names
+from alignment.config.compatibility.verdicts import judged_names, verdict_of
 from alignment.config.errors import OptionError
+from alignment.config.fields import option_fields
 from alignment.config.registry import METHODS, option_names
 from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.dpo_options import DPOConfig
@@ -83,6 +84,48 @@ def test_every_training_argument_is_accounted_for(method: str) -> None:
     assert own <= set(TRAINING_ARGUMENTS)
     for name, value in given.items():
         cls("out", **{name: value})
+
+
+# The defaults other than null and false of options that the installed transformers does not have.
+DEFAULTS = {
+    "save_safetensors": True, "half_precision_backend": "auto", "fp16_backend": "auto", "fp16_opt_level": "O1",
+    "fsdp_min_num_params": 0, "ray_scope": "last", "past_index": -1, "mp_parameters": "", "label_pad_token_id": -100,
+    "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512, "base_model_attribute_name": "model",
+    "vllm_model_impl": "vllm", "vllm_gpu_memory_utilization": 0.55, "vllm_mode": "colocate",
+    "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000, "vllm_server_timeout": 240.0, "vllm_group_port": 51216,
+    "vllm_tensor_parallel_size": 1, "f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5,
+    "discopop_tau": 0.05, "dataset_batch_size": 1000, "num_of_sequences": 1024, "chars_per_token": 3.6,
+}  # fmt: skip
+
+
+def test_options_without_effect_have_the_defaults_of_their_library() -> None:
+    """A script reads them from its arguments."""
+    theirs, found = defaults(TrainingArguments), {}
+    for cls in METHODS.values():
+        own = {field.name: field.default for field in option_fields(cls) if field.name in judged_names(cls)}
+        for name in own.keys() & theirs.keys():
+            assert own[name] == theirs[name] or not (own[name] or theirs[name]), name
+        found |= {name: value for name, value in own.items() if name not in theirs}
+    assert {name: value for name, value in found.items() if value is not None and value is not False} == DEFAULTS
+
+
+def test_every_value_that_matches_the_behavior_is_accepted() -> None:
+    fields = {field.name: (cls, field) for cls in METHODS.values() for field in option_fields(cls)}
+    for name, (cls, field) in fields.items():
+        verdict = verdict_of(field)
+        for value in (verdict.values or ()) if verdict is not None else ():
+            assert getattr(cls("out", **{name: value}), name) in (value, None, [], ""), name
+
+
+def test_every_alias() -> None:
+    found = {alias: name for cls in METHODS.values() for alias, name in older_names(cls).items()}
+    assert found == {
+        "activation_checkpointing": "gradient_checkpointing", "gamma": "simpo_gamma", "max_seq_length": "max_length",
+        "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs", "evaluation_strategy": "eval_strategy",
+        "no_cuda": "use_cpu", "per_gpu_eval_batch_size": "per_device_eval_batch_size", "torch_dtype": "dtype",
+        "per_gpu_train_batch_size": "per_device_train_batch_size", "push_to_hub_model_id": "hub_model_id",
+        "push_to_hub_token": "hub_token", "use_liger": "use_liger_kernel",
+    }  # fmt: skip
 
 
 @with_trl

@@ -39,7 +39,7 @@ def build(base: dict[str, Any], world_size: int = 1, **options: Any) -> dict[str
 def refused(base: dict[str, Any], **options: Any) -> str:
     with pytest.raises(OptionError) as caught:
         build(base, **options)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and not str(caught.value).startswith("None")
     return str(caught.value)
 
 
@@ -142,6 +142,28 @@ def test_every_auto_is_filled(path: str, hidden: int) -> None:
     assert isinstance(value, (int, bool)) and value != "auto"
     if "bucket" in path:
         assert min(hidden**2, 10**6) <= value <= 5 * 10**7 or path.endswith("prefetch_bucket_size")
+
+
+@pytest.mark.parametrize(
+    ("hidden", "bucket", "prefetch", "live"),
+    [
+        (64, 10**6, 49_152, 10**6),
+        (1000, 10**6, 12 * 10**6, 36 * 10**6),
+        (4096, 4096**2, 5 * 10**7, 603_979_776),
+        (8192, 5 * 10**7, 5 * 10**7, 2_415_919_104),
+    ],
+)
+def test_sizes_by_hidden_size(hidden: int, bucket: int, prefetch: int, live: int) -> None:
+    """One decoder layer has about 12 h^2 parameters."""
+    sizes = {
+        "reduce_bucket_size": bucket, "allgather_bucket_size": bucket, "stage3_prefetch_bucket_size": prefetch,
+        "stage3_param_persistence_threshold": 10 * hidden, "stage3_max_live_parameters": live,
+        "stage3_max_reuse_distance": live, "sub_group_size": 10**8,
+    }  # fmt: skip
+    base: dict[str, Any] = {"zero_optimization": {"stage": 3, **dict.fromkeys(sizes, "auto")}}
+    options = KTOConfig("out")
+    found = policy_config(options, base, plan_dtypes(options, base), 1, hidden)["zero_optimization"]
+    assert {name: found[name] for name in sizes} == sizes
 
 
 @pytest.mark.parametrize(
@@ -421,6 +443,7 @@ _MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True
     [
         ({"bf16": False}, {"bf16": {"enabled": True}}, ["bf16.enabled=true", "bf16=False"]),
         ({"dtype": "float32"}, {"bf16": {"enabled": True}}, ["bf16.enabled=true", "dtype='float32'"]),
+        ({"bf16": True}, {"fp16": {"enabled": True}}, ["fp16.enabled=true", "bf16=True"]),
         ({"fp16": False}, {"fp16": {"enabled": True}}, ["fp16.enabled=true", "fp16=False"]),
         ({}, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ["bf16.enabled=true", "fp16.enabled=true"]),
         ({}, {"bf16": {"enabled": "yes"}}, ["bf16.enabled='yes'"]),
@@ -448,6 +471,20 @@ def test_refused_plans(options: dict[str, Any], base: dict[str, Any], said: list
         plan_dtypes(KTOConfig("out", **options), base)
     for part in said:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "free"),
+    [
+        ({}, True),
+        ({"data_types": {"grad_accum_dtype": "auto"}}, True),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, False),
+        ({"bf16": _MASTERS}, False),
+    ],
+)
+def test_gradients_may_be_accumulated_in_fp32_unless_requested_otherwise(given: dict[str, Any], free: bool) -> None:
+    base = {"zero_optimization": {"stage": 2}, **given}
+    assert plan_dtypes(KTOConfig("out", bf16=True, learning_rate=1e-3), base).accumulation_is_free == free
 
 
 def test_fp16_requires_a_supporting_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,23 @@ def test_the_users_thread_count_is_kept_but_not_the_launchers(monkeypatch: pytes
     assert users_threads() == "1"
 
 
+@pytest.mark.parametrize(
+    ("launcher", "own"),
+    [("torchrun", None), ("torch.distributed.run", None), ("torch.distributed.launch", None), ("run.py", None),
+     ("accelerate", None), ("accelerate-launch", None), ("launch.py", "1"), ("deepspeed", "1"), ("slurmstepd", "1")],
+)  # fmt: skip
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_launchers_that_set_one_thread(
+    launcher: str, own: str | None, ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for a single rank on a host."""
+    monkeypatch.setattr(cores, "launchers", lambda: [Launcher(2, launcher)])
+    monkeypatch.setattr(psutil, "Process", lambda pid: SimpleNamespace(environ=dict))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert users_threads() == ("1" if ranks == "1" else own)
+
+
 def test_threads_are_set_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     init_distributed(use_cpu=True)
     before = torch.get_num_threads()

@@ -18,9 +18,10 @@ from torch.utils.data import BatchSampler
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from alignment import CPOConfig
+from alignment.config.errors import DataError, OptionError
 from alignment.data.windows import RowTable, WindowSampler
 from alignment.engines.optimizers import build_scheduler
-from alignment.training.data import total_steps
+from alignment.training.data import _rows_of_stream, order_seed, total_steps, window_sampler
 
 LENGTHS: list[dict[str, Any]] = [
     {},
@@ -109,3 +110,41 @@ def test_learning_rates_match_transformers(tmp_path: Path, steps: int) -> None:
                 )
             found.append(rates(optimizer, schedule, steps))
         assert found[0] == found[1], (kind, warmup)
+
+
+@pytest.mark.parametrize(
+    ("limit", "steps", "rows"),
+    [(None, 3, 24), (23, 3, 23), (25, 3, 24), (7, -1, 7), (24, 3, 24)],
+)
+def test_rows_read_from_a_stream(limit: int | None, steps: int, rows: int) -> None:
+    """As many as the run uses."""
+    options = CPOConfig("out", max_steps=steps, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    assert _rows_of_stream("train_dataset", limit, options, None) == rows
+    assert _rows_of_stream("eval_dataset", limit, options, None) == limit
+
+
+def test_an_endless_stream_needs_a_limit() -> None:
+    with pytest.raises(DataError, match="^train_dataset: .*set max_steps"):
+        _rows_of_stream("train_dataset", None, CPOConfig("out"), None)
+    packing: Any = object()
+    with pytest.raises(OptionError, match="^packing=True: .*set max_train_samples"):
+        _rows_of_stream("train_dataset", None, CPOConfig("out", max_steps=3), packing)
+    assert _rows_of_stream("train_dataset", 5, CPOConfig("out", max_steps=3), packing) == 5
+
+
+@pytest.mark.parametrize(("rows", "drop_last", "steps"), [(7, False, 1), (8, True, 1), (15, True, 1), (9, False, 2)])
+def test_windows_of_few_rows(rows: int, drop_last: bool, steps: int) -> None:
+    options = CPOConfig("out", per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=1)
+    options.dataloader_drop_last = drop_last
+    data: Any = SimpleNamespace(table=RowTable(np.full(rows, 3), np.full((rows, 1), 2)), where="rows", packs=None)
+    method: Any = SimpleNamespace(draws_partners=False)
+    assert window_sampler(data, method, options).steps_per_epoch == steps
+    if drop_last:
+        data.table = RowTable(np.full(7, 3), np.full((7, 1), 2))
+        with pytest.raises(DataError, match="^rows: the 7 rows do not fill a window of 8"):
+            window_sampler(data, method, options)
+
+
+@pytest.mark.parametrize(("given", "seed"), [({"seed": 3}, 3), ({"seed": 3, "data_seed": 0}, 0)])
+def test_the_seed_of_the_order(given: dict[str, int], seed: int) -> None:
+    assert order_seed(CPOConfig("out", **given)) == seed

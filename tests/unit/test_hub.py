@@ -23,7 +23,7 @@ from alignment.engines.watch.requests import REQUESTS
 from alignment.engines.watch.retries import Retries
 from alignment.engines.watch.stop import StopReason
 from alignment.methods.kto_options import KTOConfig
-from alignment.training.hub import process, worker
+from alignment.training.hub import process, uploads, worker
 from alignment.training.hub.card import Details, Subject, card_text, own_card
 from alignment.training.hub.contents import checkpoint_files, model_files, published_options, stage
 from alignment.training.hub.process import CUT_OFF, Answer, HubCall
@@ -461,6 +461,28 @@ def test_a_stop_starts_no_upload_and_does_not_wait(tmp_path: Path) -> None:
     assert len(run.calls.requests) == 1 and run.said == [f"push_to_hub: the upload of checkpoint-1 was {CUT_OFF}"]
 
 
+@pytest.mark.parametrize("stopping", [False, True])
+def test_the_end_of_a_run_waits_for_its_uploads_unless_it_is_asked_to_stop(
+    stopping: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "_SLICE_S", 0.02)
+    monkeypatch.setattr(uploads, "_GRACE_S", 0.1)
+    monkeypatch.setattr(uploads, "from_first_rank", lambda value: value)
+    run = Run(tmp_path)
+    run.calls.gate.clear()
+    run.save()
+    assert run.calls.came.wait(10)
+    opening = threading.Timer(0.3, run.calls.gate.set)
+    REQUESTS.request(StopReason.STOP) if stopping else opening.start()
+    try:
+        run.uploads.wait()
+    finally:
+        REQUESTS.forget()
+        opening.cancel()
+        run.calls.gate.set()
+    assert run.said == ([f"push_to_hub: the upload of checkpoint-1 was {CUT_OFF}"] if stopping else [])
+
+
 def test_a_card_written_by_someone_else_is_kept(tmp_path: Path) -> None:
     run = Run(tmp_path)
     (run.root / "README.md").write_text("# mine\n")
@@ -473,3 +495,35 @@ def test_a_card_written_by_someone_else_is_kept(tmp_path: Path) -> None:
     assert (run.root / "README.md").read_text() == "# mine\n"
     run.calls.gate.set()
     run.idle()
+
+
+@pytest.mark.parametrize(
+    ("config", "code"), [(None, False), ("{}", False), ("{torn", False), ("[]", False), ('{"auto_map": {}}', True)]
+)
+def test_code_is_uploaded_if_the_config_names_it(config: str | None, code: bool, tmp_path: Path) -> None:
+    for name in ("model.safetensors", "modeling_x.py", "log.jsonl"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "model.safetensors")
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    named = ["config.json"] * (config is not None)
+    assert model_files(tmp_path, None) == [*named, "model.safetensors", *["modeling_x.py"] * code]
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ('warning\n\n{"repo": "a/b", "commits": ["c"]}\n', Answer("a/b", ("c",))),
+        ('{"error": "no", "transient": false}', Answer(error="no", transient=False)),
+        (
+            "first\nlast secret\n\n",
+            Answer(error="the upload process exited with status 3: last <hidden>", transient=True),
+        ),
+        ("", Answer(error="the upload process exited with status 3: ", transient=True)),
+        ("[]", Answer(error="the upload process exited with status 3: []", transient=True)),
+        ("1", Answer(error="the upload process exited with status 3: 1", transient=True)),
+    ],
+)
+def test_the_last_line_of_the_upload_process_is_its_answer(said: str, answer: Answer) -> None:
+    assert process._answer(said, 3, "secret") == answer
+    assert process._answer(said, 3, None).error == (answer.error and answer.error.replace("<hidden>", "secret"))

@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
 
 from alignment.config.errors import AlignmentError
 from alignment.engines.deadlines import within
@@ -106,6 +108,38 @@ def test_all_ranks_meet_and_a_process_of_another_run_is_rejected() -> None:
     # Its rank is not taken, but the others are about to train.
     with pytest.raises(JoinError, match="is used by another run"):
         Meeting(dataclasses.replace(run[0], rank=7), 5).agree(fine, loopback)
+
+
+def test_a_place_is_read_from_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next meeting of a process is another one."""
+    given = {"MASTER_ADDR": "a", "MASTER_PORT": "7", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    first = Place.of_environment()
+    assert (first.address, first.port, first.rank, first.local_rank, first.world_size) == ("a", 7, 3, 1, 4)
+    assert str(first) == "a:7" and first.host == socket.gethostname() and not first.agent
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    second = Place.of_environment()
+    attempts = [tuple(map(int, place.attempt.split("/"))) for place in (first, second)]
+    assert second.agent and attempts[0][0] == 0 and attempts[1] == (2, attempts[0][1] + 1)
+    assert first.network == second.network and first.network
+
+
+@pytest.mark.parametrize(("minutes", "seconds", "hours"), [(None, 60, 6), ("2", 120, 2 / 60)])
+def test_limits_of_joining_and_of_waiting_for_each_other(
+    minutes: str | None, seconds: float, hours: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+    monkeypatch.delenv("DEEPSPEED_TIMEOUT", raising=False)
+    if minutes is not None:
+        monkeypatch.setenv("DEEPSPEED_TIMEOUT", minutes)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda **given: limits.append(given["timeout"].total_seconds()))
+    monkeypatch.setattr(start, "set_group_timeout", lambda limit: limits.append(limit.total_seconds()))
+    monkeypatch.setattr(start, "set_timeout_of_new_groups", lambda limit: limits.append(limit.total_seconds()))
+    start.join("gloo")
+    assert limits == [seconds, *[hours * 3600] * (1 if minutes else 2)]
 
 
 def test_a_second_group_of_the_same_processes_meets_separately() -> None:

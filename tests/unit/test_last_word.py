@@ -116,6 +116,43 @@ def test_the_first_rank_reports_and_the_others_exit_with_its_status(
     assert capsys.readouterr().err == "\nstopped\n"
 
 
+@pytest.mark.parametrize("hung", [False, True])
+def test_what_ranks_tell_each_other(hung: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reporting rank waits for silence, and rank 0, whose process may serve the store, until it was heard."""
+    store, happened, slept = Store(), list[tuple[Any, ...]](), list[float]()
+    monkeypatch.setattr(last_word, "time", SimpleNamespace(monotonic=time.monotonic, sleep=slept.append))
+    monkeypatch.setattr(last_word, "record", lambda line, verdict: happened.append(("recorded", line, verdict.code)))
+    monkeypatch.setattr(last_word, "write_stacks", lambda folder, rank: happened.append(("stacks", rank)))
+
+    def bury(verdict: Verdict, line: str, speaks: bool) -> None:
+        happened.append(("buried", verdict, line, speaks))
+
+    verdict = Verdict(code=85, state="preempted", signal="SIGTERM", hung=hung, dead=(3,))
+    store.values |= {"silent/2": "1", "heard": "1"}
+    with pytest.raises(Ended) as end:
+        LastWord(store, 0, bury).speak("the line", verdict, lambda: [2])
+    assert end.value.code == 85 and store.values["said"] == "the line" and not slept
+    assert happened == [("stacks", 0)] * hung + [("recorded", "the line", 85), ("buried", verdict, "the line", True)]
+    happened.clear()
+    del store.values["silent/2"]
+    with pytest.raises(Ended) as end:
+        LastWord(store, 2, bury).speak("another line", Verdict())
+    assert end.value.code == 85 and store.values["silent/2"] == "1" and store.values["heard"] == "2" and slept == [1.0]
+    assert happened == [("stacks", 2)] * hung + [("recorded", "the line", 85), ("buried", verdict, "the line", False)]
+
+
+@pytest.mark.parametrize(("at_once", "pauses"), [(False, 1), (True, 0)])
+def test_silence_is_waited_for_unless_there_is_no_time(
+    at_once: bool, pauses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(99))
+    slept: list[float] = []
+    monkeypatch.setattr(last_word, "time", SimpleNamespace(monotonic=lambda: next(clock) / 4, sleep=slept.append))
+    with pytest.raises(Ended):
+        LastWord(Store(), 1).speak("the line", Verdict(), lambda: [2], **({"at_once": True} if at_once else {}))
+    assert len(slept) == pauses
+
+
 # The guard -----------------------------------------------------------------------------------------------------------
 
 

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import resource
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_store import Store
 
-from alignment.engines.watch import neighbors, peers
-from alignment.engines.watch.beats import Beat, Heard, Pulse
+from alignment.engines.watch import beats, neighbors, peers
+from alignment.engines.watch.beats import Beat, Heard, Pulse, hung_rank
 from alignment.engines.watch.exchange import Exchange
 from alignment.engines.watch.last_word import Verdict
 from alignment.engines.watch.neighbors import Neighbors
 from alignment.engines.watch.peers import Peers
 from alignment.engines.watch.processes import Watched
-from alignment.reporting.activity import Activity
+from alignment.engines.watch.requests import StopRequests
+from alignment.engines.watch.stop import StopReason
+from alignment.reporting.activity import Activity, Limits
 
 
 class Failed(SystemExit):
-    """Raised instead of exiting, with the rank's line and verdict."""
+    """Raised instead of exiting, with the rank's line and verdict, and whether it reports if there is no store."""
 
-    def __init__(self, line: str, verdict: Verdict) -> None:
+    def __init__(self, line: str, verdict: Verdict, speaks: bool | None) -> None:
         super().__init__(verdict.code)
-        self.line, self.verdict = line, verdict
+        self.line, self.verdict, self.speaks = line, verdict, speaks
 
 
 class World:
@@ -47,8 +51,8 @@ class World:
         made._last_word.speak = self._speak  # type: ignore[method-assign, assignment]
         return made
 
-    def _speak(self, line: str, verdict: Verdict, *_: Any, **__: Any) -> None:
-        raise Failed(line, verdict)
+    def _speak(self, line: str, verdict: Verdict, *_: Any, speaks: bool | None = None, **__: Any) -> None:
+        raise Failed(line, verdict, speaks)
 
     def beat(self, *ranks: int, machine: str = "elsewhere") -> None:
         """The activity of other ranks in the meantime."""
@@ -292,3 +296,170 @@ def test_a_rank_makes_few_queries_until_all_have_joined() -> None:
 def test_a_heartbeat_survives_a_round_trip() -> None:
     beat = Pulse(3).beat()
     assert Beat.parsed(beat.text()) == beat and beat.asker == 3
+
+
+class Lost(Store):
+    """A store whose process has ended."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.usefixtures("no_thread")
+@pytest.mark.parametrize(("finished", "waited", "killed"), [(0, 0.25, False), (0, 0.5, True), (2, 9.0, False)])
+def test_the_end_of_a_process_of_this_machine(
+    finished: int, waited: float, killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last message may still arrive; once all ranks have finished, processes may end."""
+    monkeypatch.setattr(peers, "_GRACE_S", 0.5)
+    world = World(2, monkeypatch)
+    first = world.rank(0)
+    world.beat(0, 1)
+    world.store.add("finished", finished)
+    fallen(first, 1)
+    first.tick()
+    world.now += waited
+    first._answered = world.now
+    if not killed:
+        first.tick()
+        return
+    with pytest.raises(Failed) as failed:
+        first.tick()
+    assert failed.value.line.startswith("error: rank 1 (host ") and failed.value.verdict == Verdict(dead=(1,))
+
+
+@pytest.mark.usefixtures("no_thread")
+@pytest.mark.parametrize(("neighbors", "speaks"), [((), True), ((0, 3), True), ((1,), False), ((0, 1, 3), False)])
+@pytest.mark.parametrize("way", ["silent", "lost"])
+def test_without_the_store_of_rank_0_the_lowest_rank_of_a_machine_reports(
+    way: str, neighbors: tuple[int, ...], speaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(4, monkeypatch)
+    rank = world.rank(2)
+    alive = SimpleNamespace(ended=False, kill=lambda: None, close=lambda: None)
+    rank._neighbors._watched = dict.fromkeys(neighbors, alive)  # type: ignore[arg-type]
+    if way == "lost":
+        rank._store = Lost()
+        turn = rank._turn
+    else:
+        world.spend(25, rank.tick)
+        turn = functools.partial(world.spend, 0.5, rank.tick)
+    with pytest.raises(Failed) as failed:
+        turn()
+    assert failed.value.verdict == Verdict(dead=(0,)) and failed.value.speaks is speaks
+
+
+@pytest.mark.usefixtures("no_thread")
+def test_a_rank_that_exits_ignores_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = World(2, monkeypatch).rank(1)
+    rank._store, rank._own_end = Lost(), True
+    calls = {"add": ("n", 1), "check": (["n"],), "set": ("n", "1"), "multi_get": (["n"],), "get": ("n",)}
+    assert {name: rank._call(name, *values) for name, values in calls.items()} == {
+        "add": 0, "check": False, "set": None, "multi_get": [], "get": None,
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_thread")
+@pytest.mark.parametrize("way", ["suspended", "exited", "silent"])
+def test_a_rank_continues_without_the_store_of_a_launcher(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the launcher is just unreachable."""
+    world, said = World(2, monkeypatch), list[str]()
+    rank = world.rank(1, lost_store=said.append, launcher_stopped=lambda: way == "suspended")
+    if way == "exited":
+        rank._store = Lost()
+        rank._turn()
+    else:
+        world.spend(25, rank.tick)
+        assert not said and not rank.alone
+        if way == "silent":
+            with pytest.raises(Failed) as failed:
+                world.spend(0.5, rank.tick)
+            assert failed.value.verdict.dead == ()
+            return
+        world.spend(0.5, rank.tick)
+    world.spend(60, rank.tick)
+    assert rank.alone and len(said) == 1 and way in said[0]
+
+
+@pytest.mark.usefixtures("no_thread")
+def test_the_report_of_another_rank_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a turn, and while looking for the rank that was lost."""
+    world, followed = World(2, monkeypatch), list[str]()
+    rank = world.rank(1)
+
+    def follow() -> None:
+        followed.append("followed")
+        raise Failed("", Verdict(), None)
+
+    monkeypatch.setattr(peers.time, "sleep", lambda seconds: setattr(world, "now", world.now + seconds))
+    rank._last_word.follow = follow  # type: ignore[method-assign, assignment]
+    rank._turn()
+    world.store.add("claim", 1)
+    for meet in (rank._turn, lambda: rank.fail("error: a connection broke", Verdict(), lost=True)):
+        with pytest.raises(Failed):
+            meet()
+    assert followed == ["followed"] * 2
+
+
+@pytest.mark.usefixtures("no_thread")
+@pytest.mark.parametrize(("speaks", "dead", "recorded"), [(True, (0, 2), 1), (False, (0, 2), 0), (True, (2,), 0)])
+def test_the_dead_are_killed_and_the_failure_is_recorded_for_rank_0(
+    speaks: bool, dead: tuple[int, ...], recorded: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    world, killed, written = World(3, monkeypatch), list[int](), list[tuple[Any, ...]]()
+    world.activity.folder = tmp_path
+    monkeypatch.setattr(peers, "fail_in_place_of", lambda *place: written.append(place))
+    rank = world.rank(1)
+    fallen(rank)
+    for other, watched in rank._neighbors._watched.items():
+        watched.kill = lambda other=other: killed.append(other)  # type: ignore[method-assign, misc]
+    rank._last_word._bury(Verdict(dead=dead), "error: it failed", speaks)
+    assert not written, "rank 0 is unknown"
+    world.beat(0)
+    rank._turn()
+    killed.clear()
+    rank._last_word._bury(Verdict(dead=dead), "error: it failed", speaks)
+    assert killed == [*dead] and written == [(tmp_path, os.uname().nodename, os.getpid(), "it failed")] * recorded
+
+
+def test_a_request_to_stop_names_the_rank_that_received_it() -> None:
+    mine, theirs = (StopRequests(), StopRequests())
+    here, there = Pulse(1, mine), Pulse(4, theirs)
+    assert (here.beat().asked, here.beat().count) == (0, 2)
+    theirs.request(StopReason.SIGTERM, "received")
+    here.heed(there.beat())
+    assert (here.beat().asked, here.beat().asker) == (int(StopReason.SIGTERM), 4)
+    alone = Pulse(2, mine)
+    assert (alone.beat().asked, alone.beat().asker) == (int(StopReason.SIGTERM), 2)
+
+
+def test_a_heartbeat_tells_how_long_nothing_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [50.0]
+    activity = Activity(lambda: now[0])
+    activity.limits, activity.step = Limits(least=10, first=10), 7
+    monkeypatch.setattr(beats, "ACTIVITY", activity)
+    pulse = Pulse(3)
+    for idle, over in ((10.0, False), (10.5, True)):
+        now[0] = 50 + idle
+        beat = pulse.beat()
+        assert (beat.idle, beat.over, beat.phase, beat.step, beat.pid) == (idle, over, "start", 7, os.getpid())
+        assert not beat.finished and not beat.waiting
+
+
+@pytest.mark.parametrize(
+    ("ranks", "blamed"),
+    [
+        ([], None),
+        ([{}], 0),
+        ([{}, {"over": False}], None),
+        ([{}, {"over": False, "finished": True}], 0),
+        ([{"waiting": True, "moves": 1}, {"moves": 9}], 1),
+        ([{"moves": 9}, {"moves": 8}], 1),
+        ([{"idle": 5.0}, {"idle": 6.0}, {"idle": 6.0}], 1),
+        ([{"finished": True}, {"waiting": True}], 1),
+    ],
+)
+def test_the_rank_that_blocks_the_others(ranks: list[dict[str, Any]], blamed: int | None) -> None:
+    usual = {"moves": 5, "idle": 5.0, "over": True, "waiting": False, "finished": False}
+    beat = Pulse().beat()
+    assert hung_rank({number: replace(beat, **usual | each) for number, each in enumerate(ranks)}) == blamed

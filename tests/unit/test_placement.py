@@ -17,6 +17,7 @@ from alignment.config import dtypes
 from alignment.config.dtypes import DtypePlan
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
+from alignment.engines.launch_env import world_size
 from alignment.models.leaves import decoder_layers
 from alignment.models.source import ModelSource, model_source
 from alignment.models.tasks import CAUSAL_LM, CLASSIFIER
@@ -114,6 +115,29 @@ def test_memory_of_activations(tmp_path: Path) -> None:
     assert work == pytest.approx(2 * tokens * 896 * 24 + layer + tiles)
     work = use_of_policy(given(tmp_path, gradient_checkpointing=False), HALF, zero(2), BF16, ranks=1).work
     assert work == pytest.approx(24 * layer + layer + tiles)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "spare", "placement"), [(1, 0, "replica"), (1, -1, "offload"), (2, 0, "replica"), (2, -1, "sharded")]
+)
+def test_a_model_that_fits_exactly(
+    ranks: int, spare: int, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_LEFT", 0.5)
+    monkeypatch.setattr(memory, "_CONTEXT", 64)
+    card = 2 * (64 + 1000 + 200 + 2 * 4096 + spare)
+    cards = Cards(given(tmp_path), Use(1000, 200, gathered=1.0), 2, ranks, card)
+    assert cards.chosen(Census(4096, 0, 0, 1, 1, 1)).placement == placement
+
+
+@pytest.mark.parametrize(("gathered", "counted"), [(256, True), (257, False)])
+def test_weights_are_gathered_if_they_take_half_of_the_gpu(
+    gathered: float, counted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More is never gathered, and takes no memory."""
+    monkeypatch.setattr(memory, "_GATHERED", 0.5)
+    monkeypatch.setattr(memory, "_CONTEXT", 512)
+    assert Cards(given(tmp_path), Use(8, 100, gathered), 2, 1, 1024)._trained == 8 + (256 if counted else 100)
 
 
 def test_more_memory_is_reserved_for_rollouts(tmp_path: Path) -> None:
@@ -274,7 +298,7 @@ def test_a_plan_for_another_machine_does_not_use_its_gpus(tmp_path: Path, monkey
     args = given(tmp_path, deepspeed=zero(2), max_length=64, bf16=None, use_cpu=False)
     model = model_source(make_model(tmp_path / "model"), "model_name_or_path", args)
     with dtypes.planning_for(dtypes.Machine(16, cuda=True)):
-        assert memory.smallest_card() is None
+        assert memory.smallest_card() is None and world_size() == 16
         reference = engines.plan_engines(args, model, model).reference
     assert reference is not None and "unless it fits on the GPUs of the run" in reference.describe(None)
 

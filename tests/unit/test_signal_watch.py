@@ -120,6 +120,48 @@ def test_the_thread_survives_a_closed_terminal() -> None:
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
+@pytest.mark.parametrize(("after", "ends"), [(1.9, []), (2.0, [StopReason.SIGINT])])
+def test_a_second_ctrl_c_counts_after_two_seconds(after: float, ends: list[StopReason], hearing: Hearing) -> None:
+    """Launchers repeat the first one."""
+    hearing.requests.deferring = True
+    hearing.watch._hear(signal.SIGINT)
+    hearing.now += after
+    hearing.watch._hear(signal.SIGINT)
+    assert hearing.ends == ends and len(hearing.told) == 1
+
+
+@pytest.mark.parametrize(
+    ("deferring", "done", "ends"), [(False, False, [StopReason.SIGTERM]), (True, False, []), (False, True, [])]
+)
+def test_an_interrupt_has_three_seconds(deferring: bool, done: bool, ends: list[StopReason], hearing: Hearing) -> None:
+    hearing.watch._hear(signal.SIGUSR1)  # of another handler
+    hearing.watch._hear(signal.SIGTERM)
+    hearing.now += 2.9
+    hearing.watch._insist()
+    assert not hearing.ends and hearing.requests.reason is StopReason.SIGTERM
+    hearing.requests.deferring, hearing.requests.done = deferring, done
+    hearing.now += 0.1
+    hearing.watch._insist()
+    hearing.watch._insist()
+    assert hearing.ends == ends
+
+
+def test_an_interrupt_is_that_of_this_rank_only(hearing: Hearing) -> None:
+    hearing.requests.request(StopReason.SIGHUP, "the reason")
+    with pytest.raises(RunStopped, match=r"by SIGHUP \(the reason\) in phase start") as stopped:
+        hearing.watch._handle(signal.SIGTERM, None)
+    assert stopped.value.everywhere is False
+    hearing.watch._handle(signal.SIGTERM, None)  # once is enough
+
+
+@pytest.mark.parametrize(("deferring", "done", "told"), [(True, False, 1), (True, True, 0)])
+def test_a_lost_launcher_is_a_request(deferring: bool, done: bool, told: int, hearing: Hearing) -> None:
+    hearing.requests.deferring, hearing.requests.done = deferring, done
+    hearing.watch.lost("the launcher has exited")
+    assert hearing.requests.reason is (None if done else StopReason.SIGTERM) and len(hearing.told) == told
+    assert not told or "the launcher has exited" in hearing.told[0]
+
+
 def test_the_stop_file_is_found_while_the_main_thread_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alignment.engines.watch.requests._FILE_POLL_S", 0.02)
     requests, over = StopRequests(lambda: time.monotonic() * 100), threading.Event()

@@ -12,6 +12,7 @@ import torch
 import transformers
 from datasets import Dataset
 
+import alignment
 from alignment import (
     CPOConfig,
     CPOTrainer,
@@ -31,6 +32,7 @@ from alignment.data.shown.rows import (
     as_stored,
 )
 from alignment.training.arguments import check_collator
+from alignment.training.surface.accelerator import Accelerator
 from alignment.training.surface.later import take_over
 from alignment.training.surface.overrides import NEVER_CALLED, check_overrides, check_saving
 from alignment.training.surface.positional import Order, arguments, online_arguments
@@ -293,6 +295,8 @@ def test_metrics_are_printed_and_saved_as_in_transformers(tmp_path: Path, capsys
         "***** train metrics *****\n  epoch         =          2\n  train_loss    =     0.1235\n"
         "  train_runtime = 0:01:01.25\n"
     )
+    surface.log_metrics("eval", {})
+    assert capsys.readouterr().out == "***** eval metrics *****\n"
     assert (
         surface.metrics_format({"eval_runtime": 3.0})["eval_runtime"]
         == transformers.Trainer.metrics_format({"eval_runtime": 3.0})["eval_runtime"]
@@ -316,3 +320,27 @@ def test_properties_of_the_arguments_that_scripts_read(monkeypatch: pytest.Monke
         pass
     monkeypatch.setenv("RANK", "1")
     assert options.get_process_log_level() == logging.WARNING and not options.should_save and not options.should_log
+
+
+@pytest.mark.parametrize(
+    ("place", "main", "local", "last"),
+    [((0, 0), True, True, False), ((2, 0), False, True, False), ((3, 1), False, False, True)],
+)
+def test_the_ranks_of_accelerate(
+    place: tuple[int, int], main: bool, local: bool, last: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    for name, value in {"RANK": place[0], "LOCAL_RANK": place[1], "WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    found = Accelerator()
+    assert (found.is_main_process, found.is_local_main_process, found.is_last_process) == (main, local, last)
+    assert (found.state.process_index, found.state.local_process_index, found.state.num_processes) == (*place, 4)
+    found.print("a", 1, sep="-")
+    assert capsys.readouterr().out == ("a-1\n" if local else "")
+    layer = torch.nn.Linear(1, 1)
+    assert found.unwrap_model(layer) is layer
+    layer.module = torch.nn.ReLU()
+    assert found.unwrap_model(layer) is layer.module
+
+
+def test_public_names_are_listed_before_they_are_loaded() -> None:
+    assert set(alignment.__all__) <= set(dir(alignment)) and dir(alignment) == sorted(dir(alignment))

@@ -29,7 +29,7 @@ from alignment.engines import scoring
 from alignment.engines.scoring import checked
 from alignment.models import logprobs
 from alignment.models.logprobs import token_logprobs
-from alignment.models.tiles import choice, plain
+from alignment.models.tiles import choice, plain, products
 from alignment.models.tiles.transform import LogitTransform
 from benchmarks.passes import Passes, passes, products_as_on_a_gpu
 from tools.ranks import RankServer
@@ -262,6 +262,44 @@ def test_strided_targets_and_biases() -> None:
     torch.testing.assert_close(found.logps, expected.gather(1, targets[:, None])[:, 0])
     ours = fused.differentiate(logits, bias, targets, found.lse, LogitTransform(), torch.float32)
     torch.testing.assert_close(ours, torch.nn.functional.one_hot(targets, 20) - expected.exp())
+
+
+UPSTREAM = {
+    "contiguous": lambda count: torch.linspace(-1, 1, count, device=HERE),
+    "expanded": lambda count: torch.full((), 0.25, device=HERE).expand(count),
+    "strided": lambda count: torch.linspace(-1, 1, 3 * count, device=HERE).view(count, 3)[:, 1],
+}
+
+
+@pytest.mark.parametrize("layout", UPSTREAM)
+@pytest.mark.parametrize("way", ["torch", "triton"])
+def test_any_layout_and_targets_at_the_edges_of_slices(way: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token of the vocabulary is a target once, so those at both sides of the edge of the slice of 16 too."""
+    monkeypatch.setenv(choice.VARIABLE, way)
+    torch.manual_seed(0)
+    count, upstream = 20, UPSTREAM[layout](20)
+    targets = torch.stack((torch.zeros(count, dtype=torch.int64), torch.randperm(count)), 1).to(HERE)[:, 1]
+    hidden, weight = (torch.randn(6, count, device=HERE).t().requires_grad_() for _ in range(2))
+    bias = torch.randn(count, 2, device=HERE)[:, 1].requires_grad_()
+    wide = [each.detach().double().requires_grad_() for each in (hidden, weight, bias)]
+    expected = dense(*wide, targets, TRANSFORMS["both"])
+    found, _ = token_logprobs(hidden, weight, bias, targets, TRANSFORMS["both"])
+    assert upstream.is_contiguous() == (layout == "contiguous")
+    expected.backward(upstream.double())
+    found.backward(upstream)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip((hidden, weight, bias), wide):
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("inner", [3, 4, 5, 8, 9])
+@pytest.mark.parametrize("outer", [3, 4, 5, 8, 9])
+def test_products_in_slices_of_four(inner: int, outer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit, one below and one above, once and twice."""
+    monkeypatch.setattr(products, "_CAST_SLICE", 4)
+    left, right = torch.arange(2.0 * inner).view(2, inner), torch.arange(float(inner * outer)).view(inner, outer)
+    found = products.wide_product(left.bfloat16(), right.bfloat16(), torch.float32)
+    torch.testing.assert_close(found, left @ right, rtol=0, atol=0)
 
 
 @pytest.mark.ci

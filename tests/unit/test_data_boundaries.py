@@ -1,0 +1,218 @@
+"""Properties and boundary rows of data: lengths at their limits, common prefixes, files with a byte order mark."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from datasets import Json, Value
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alignment.config.errors import DataError
+from alignment.data.columns import check_columns
+from alignment.data.formats import margin_of, unpaired_rows
+from alignment.data.messages import HH_TURN, split_messages, split_texts
+from alignment.data.readers import infer_features
+from alignment.data.report import DataReport, joined
+from alignment.data.sources import load_split
+from alignment.data.truncation import EMPTY, NO_CONTEXT, NO_ROOM, TRUNCATION_MODES, Limits, fit, fit_prompt
+
+LENGTH = st.one_of(st.none(), st.integers(1, 9))
+TOKENS = st.integers(0, 9).map(lambda count: list(range(100, 100 + count)))
+
+
+@settings(max_examples=300)
+@given(
+    prompt=TOKENS, completions=st.lists(TOKENS, min_size=1, max_size=2), longest=LENGTH, prompt_most=st.integers(1, 9),
+    completion_most=LENGTH, mode=st.sampled_from(TRUNCATION_MODES), head=st.integers(0, 2), alone=st.booleans(),
+)  # fmt: skip
+def test_every_limit_holds_and_nothing_else_is_cut(
+    prompt: list[int], completions: list[list[int]], longest: int | None, prompt_most: int,
+    completion_most: int | None, mode: str, head: int, alone: bool,
+) -> None:  # fmt: skip
+    """The prompt is cut first, then each completion to the space that is left."""
+    fitted = fit(prompt, completions, Limits(longest, prompt_most, completion_most, mode), head, alone)
+    kept = fitted.prompt
+    assert len(kept) == min(len(prompt), prompt_most) and fitted.prompt_cut == (len(kept) < len(prompt))
+    first = len(kept) if mode == "keep_start" else min(head, len(kept))
+    assert kept[:first] == prompt[:first] and kept[first:] == prompt[len(prompt) - len(kept) + first :]
+    room = 99 if longest is None else longest - len(kept)
+    most = room if completion_most is None else min(room, completion_most)
+    for given_ids, found, cut, reason in zip(completions, fitted.completions, fitted.cut, fitted.reasons, strict=True):
+        assert found == ([] if reason else given_ids[:most]) and cut == (0 < len(found) < len(given_ids))
+        assert reason == (
+            EMPTY if not given_ids else NO_CONTEXT if not (kept or alone) else NO_ROOM if room < 1 else None
+        )
+
+
+@pytest.mark.parametrize("mode", TRUNCATION_MODES)
+def test_a_row_as_long_as_all_of_its_limits_is_unchanged(mode: str) -> None:
+    fitted = fit([1, 2, 3], [[4, 5], [6]], Limits(5, 3, 2, mode), 1)
+    assert (fitted.prompt, fitted.prompt_cut) == ([1, 2, 3], False)
+    assert (fitted.completions, fitted.cut, fitted.reasons) == ([[4, 5], [6]], [False, False], [None, None])
+
+
+@pytest.mark.parametrize(("most", "usable"), [(None, True), (4, True), (3, True), (2, False)])
+def test_a_prompt_alone_at_its_limit(most: int | None, usable: bool) -> None:
+    assert (fit_prompt([1, 2, 3], Limits(max_prompt_length=most)).reasons == [None]) == usable
+
+
+WORDS = st.text(alphabet="ab \n", max_size=8)
+
+
+@settings(max_examples=300)
+@given(common=WORDS, one=WORDS, other=WORDS, turns=st.integers(0, 2))
+def test_a_common_prompt_is_the_longest_that_splits_no_word(common: str, one: str, other: str, turns: int) -> None:
+    chosen, rejected = (common + HH_TURN * turns + text for text in (one, other))
+    if chosen == rejected:
+        return
+    prompt, *completions = split_texts(chosen, rejected)
+    assert [prompt + completion for completion in completions] == [chosen, rejected]
+    assert all(completions) or not (chosen and rejected)
+    shared = next(i for i in range(99) if chosen[: i + 1] != rejected[: i + 1])
+    ends = [
+        i + len(HH_TURN) for i in range(shared + 1) if chosen.startswith(HH_TURN, i) and i + len(HH_TURN) <= shared
+    ]
+    if usable := [end for end in ends if end < min(len(chosen), len(rejected))]:
+        assert len(prompt) == usable[-1]
+        return
+    gaps = [
+        i for i in range(min(shared + 1, len(chosen), len(rejected))) if chosen[i].isspace() and rejected[i].isspace()
+    ]
+    starts = [i for i in gaps if i == 0 or not chosen[i - 1].isspace()]
+    assert len(prompt) == (starts[-1] if starts else 0)
+
+
+MESSAGES = st.lists(st.sampled_from("abc").map(lambda text: {"role": "user", "content": text}), min_size=1, max_size=4)
+
+
+@given(chosen=MESSAGES, rejected=MESSAGES)
+def test_common_messages_leave_one_in_each_completion(chosen: list[Any], rejected: list[Any]) -> None:
+    if chosen == rejected:
+        return
+    prompt, one, other = split_messages(chosen, rejected)
+    assert (prompt + one, prompt + other) == (chosen, rejected) and one and other
+    assert one[0] != other[0] or len(one) == 1 or len(other) == 1
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "csv"])
+def test_a_byte_order_mark_is_no_text(suffix: str, tmp_path: Path) -> None:
+    """Notepad and Excel write one."""
+    path, row = tmp_path / f"rows.{suffix}", {"prompt": "é", "completion": "b", "label": True}
+    texts = {"json": json.dumps([row]), "jsonl": json.dumps(row) + "\n", "csv": "prompt,completion,label\né,b,TRUE\n"}
+    path.write_text(texts[suffix], encoding="utf-8-sig")
+    assert load_split(str(path), None, "train").to_list() == [row]
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"), [(2**63 - 1, True), (2**63, False), (-(2**63), True), (-(2**63) - 1, False)]
+)
+def test_integers_beyond_64_bits_are_stored_as_json(value: int, plain: bool) -> None:
+    feature = infer_features([("line 1", {"n": value}), ("line 2", {"n": None})])["n"]
+    assert feature == Value("int64") if plain else isinstance(feature, Json)
+
+
+def test_a_hub_dataset_is_loaded_with_its_config_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    rows = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **more: asked.append((names, more)) or rows)
+    assert load_split("owner/name", "en", "train[:2]").to_list() == rows.to_list()
+    assert asked == [(("owner/name", "en"), {"split": "train[:2]"})]
+
+
+@pytest.mark.parametrize(
+    ("desirable", "undesirable", "said"),
+    [(2, 2, "4 of 7 rows kept (2 desirable, 2 undesirable)"), (0, 0, "4 of 7 rows kept"), (0, 4, "(0 desirable, 4")],
+)
+def test_labels_in_a_summary(desirable: int, undesirable: int, said: str) -> None:
+    report = DataReport(7, 4, {"b": 1, "a": 1, "c": 1}, 1, 2, desirable, undesirable)
+    assert said in report.summary() and (" (" in report.summary()) == bool(desirable + undesirable)
+    assert report.drops() == "1 × a; 1 × b; 1 × c"
+    assert report.drawn(4, 1) is report
+    taken = report.drawn(3, 1)
+    labeled = bool(desirable + undesirable)
+    assert (taken.rows_out, taken.desirable, taken.undesirable) == (3, 1 if labeled else 0, 2 if labeled else 0)
+    assert taken.rows_in == taken.rows_out + sum(taken.dropped.values())
+    both = joined([report, taken])
+    assert (both.rows_in, both.rows_out, both.completions_cut, both.dropped["a"]) == (14, 7, 4, 2)
+
+
+def test_the_columns_that_each_kind_of_rows_needs() -> None:
+    """Every set of columns."""
+    known = ("prompt", "completion", "label", "chosen", "rejected", "messages", "text")
+    for chosen in itertools.product((False, True), repeat=len(known)):
+        names = {name for name, there in zip(known, chosen) if there}
+        pair, answered = {"chosen", "rejected"} <= names, {"prompt", "completion"} <= names or "messages" in names
+        fits = {
+            "preference": pair,
+            "preference_margin": pair,
+            "unpaired_preference": pair or ("label" in names and answered),
+            "prompt_completion": answered or "text" in names,
+            "prompt_only": "prompt" in names,
+        }
+        for kind, enough in fits.items():
+            with contextlib.nullcontext() if enough else pytest.raises(DataError, match="^data: "):
+                check_columns(sorted(names), kind, "data")  # type: ignore[arg-type]
+
+
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+LABELED = {"prompt": "q", "completion": "a", "label": True}
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ({"messages": CHAT, "label": True, "system": 1}, "system"),
+        ({**LABELED, "system": "s"}, "system"),
+        ({**LABELED, "query": 1}, "query"),
+        ({**LABELED, "prompt": CHAT[:1], "query": "x"}, "query"),
+        ({**LABELED, "prompt": None, "query": 1}, "query"),
+        ({**LABELED, "prompt": None}, "prompt"),
+        ({**LABELED, "completion": CHAT[1:]}, "prompt"),
+        ({**LABELED, "label": 1}, "label"),
+        ({**LABELED, "label": None, "chosen": "a"}, "rejected"),
+        ({**LABELED, "chosen": "a", "rejected": "b"}, "both completion, label and chosen, rejected"),
+    ],
+)
+def test_invalid_values_of_a_row(row: dict[str, Any], key: str) -> None:
+    with pytest.raises(DataError, match=f"^row 1: {key} "):
+        unpaired_rows(row, "row 1")
+
+
+@pytest.mark.parametrize(
+    ("row", "count"),
+    [
+        ({**LABELED, "system": "", "query": None}, 1),
+        ({**LABELED, "chosen": "a"}, 1),
+        ({**LABELED, "completion": None, "chosen": "a", "rejected": "b"}, 2),
+        ({**LABELED, "label": None, "chosen": "a", "rejected": "b"}, 2),
+        ({"messages": CHAT, "label": False, "system": "s", "prompt": None}, 1),
+    ],
+)
+def test_rows_of_either_kind(row: dict[str, Any], count: int) -> None:
+    assert len(unpaired_rows(row, "row 1")) == count
+
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@pytest.mark.parametrize(
+    ("value", "margin"),
+    [
+        (None, 0.0), (" ", 0.0), ("", 0.0), ("-2.5", -2.5), ([3], 3.0), ([3, 4], None), ([], None), (True, None),
+        (LARGEST, LARGEST), (-LARGEST, -LARGEST), (LARGEST * 1.001, None), ("nan", None), ("x", None), (10**400, None),
+    ],
+)  # fmt: skip
+def test_margins(value: Any, margin: float | None) -> None:
+    if margin is not None:
+        assert margin_of({"margin": value}, "row 1") == margin
+        return
+    with pytest.raises(DataError, match="^row 1: margin is "):
+        margin_of({"margin": value}, "row 1")

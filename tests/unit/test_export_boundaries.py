@@ -1,0 +1,66 @@
+"""Small tables about exports: what a card says about a run, how an adapter was quantized, how outputs compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from run_folders import start, write_log
+
+from alignment.cli.commands import _without_local_rank
+from alignment.engines.checkpoints.manifest import Manifest
+from alignment.engines.exporting.adapter import _method
+from alignment.engines.exporting.card import Run, _papers, _training
+from alignment.engines.exporting.check import OutputChange
+
+
+@pytest.mark.parametrize("with_manifest", [False, True])
+def test_facts_of_a_run_are_those_of_the_checkpoint_or_else_of_the_log(with_manifest: bool, tmp_path: Path) -> None:
+    write_log(tmp_path, [start()])
+    manifest = Manifest("r", 3, "kto", 4, 2, 16, 50, True, {}, {}, {}, {}) if with_manifest else None
+    found = dict(_training(Run(tmp_path, manifest, given={"adapter_name_or_path": "a"})))
+    facts = {"planned steps": "50", "rows per step": "16", "processes": "4", "ZeRO stage": "2"}
+    logged = {"planned steps": "100", "rows per step": "8", "processes": "2"}
+    assert {name: text for name, text in found.items() if name in facts} == (facts if with_manifest else logged)
+    assert found["initial adapter"] == "a"
+
+
+def test_papers_of_a_loss() -> None:
+    papers = {"": ("method", "m"), "ipo": ("loss", "l")}
+    assert [_papers(papers, loss) for loss in ("ipo", "kto", None, ["ipo"])] == [
+        [("method", "m"), ("loss", "l")], [("method", "m")], [("method", "m")], [("method", "m")],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_folder", "said"),
+    [
+        (None, None, None),
+        ({"load_in_4bit": True}, None, "4 bits, fp4"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, {"load_in_8bit": True}, "4 bits, nf4"),
+        (None, {"load_in_8bit": True}, "8 bits"),
+    ],
+)
+def test_the_quantization_that_an_adapter_was_trained_on(in_config: Any, in_folder: Any, said: str | None) -> None:
+    for given in (in_config, None if in_config is None else SimpleNamespace(to_dict=lambda: in_config)):
+        config: Any = SimpleNamespace(quantization_config=given)
+        folder: Any = SimpleNamespace(quantization=in_folder)
+        assert _method(folder, config) == said
+
+
+@pytest.mark.parametrize(
+    ("error", "effect", "share"),
+    [(0.0, None, None), (1.0, None, None), (0.0, 0.0, 0.0), (1.0, 0.0, float("inf")), (1.0, 4.0, 0.25), (0.0, 4.0, 0)],
+)  # fmt: skip
+def test_an_error_relative_to_the_effect_of_training(error: float, effect: float | None, share: float | None) -> None:
+    assert OutputChange("score", "rows", 2, error, error, effect).share == share
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["--local_rank=1"], ["--local_rank", "1"], ["--local-rank=1"], ["--local-rank", "0"], ["--local_rank=1"] * 2, []],
+)
+def test_the_local_rank_before_a_command(given: list[str]) -> None:
+    assert _without_local_rank([*given, "train", "x", "--local_rank=2"]) == ["train", "x", "--local_rank=2"]
