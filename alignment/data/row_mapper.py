@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -144,11 +144,9 @@ class RowMapper:
             return fit_prompt(ids.prompt, self.limits)
         if self.kind == "prompt_completion" and job.source is not None:
             ids = self._learned(job, job.source, ids)
-        head = self.tokenizer.head_length(ids.prompt)
-        if self.kind != "preference_margin":
-            return fit(ids.prompt, ids.completions, self.limits, head)
-        # The score is computed at the end of a sequence, so the first token needs no context.
-        return _apart(fit(ids.prompt, ids.completions, self.limits, head, alone=True), ids.completions)
+        # A reward is computed at the end of a sequence, so the first token needs no context.
+        alone = self.kind == "preference_margin"
+        return fit(ids.prompt, ids.completions, self.limits, self.tokenizer.head_length(ids.prompt), alone)
 
     def _learned(self, job: _Job, source: Source, ids: Encoded) -> Encoded:
         """Split a row for SFT before the first token in the loss."""
@@ -220,28 +218,30 @@ class RowMapper:
 
     def _records(self, job: _Job, ids: Encoded | None) -> Iterator[dict[str, Any]]:
         """Yield one record per label for KTO, each truncated by itself, otherwise one record for the row."""
+        prompt, whole = ([], []) if ids is None else (ids.prompt, ids.completions)
         if self.kind == "unpaired_preference":
-            for number, label in enumerate(job.labels):
-                one = None if ids is None else Encoded(ids.prompt, ids.completions[number : number + 1])
-                record, kept = self._record(job, one)
+            fits = [self._fitted(job, Encoded(prompt, [completion])) for completion in whole]
+            alike = _alike(whole, [fitted.completions[0] for fitted in fits])
+            for label, fitted in zip(job.labels, fits or [None] * len(job.labels), strict=True):
+                record, kept = self._record(job, fitted, alike)
                 yield record | {
                     "completion_ids": kept.completions[0] if kept else [],
                     "label": label,
-                    "prompt_key": prompt_key([] if ids is None else ids.prompt),  # the same however it is truncated
+                    "prompt_key": prompt_key(prompt),  # the same however it is truncated
                 }
             return
-        record, kept = self._record(job, ids)
+        row = None if ids is None else self._fitted(job, ids)
+        record, kept = self._record(job, row, None if row is None else _alike(whole, row.completions))
         names = [name for name in _COMPLETIONS if name in self.features]
         if "scored" in self.features:
             record["first"] = job.first
             record["scored"] = None if job.scored is None or not kept else job.scored[: len(kept.completions[0])]
         yield record | job.stored | {name: kept.completions[i] if kept else [] for i, name in enumerate(names)}
 
-    def _record(self, job: _Job, ids: Encoded | None) -> tuple[dict[str, Any], Fitted | None]:
-        """Return the fields that all kinds have, and the truncated IDs unless a completion is dropped."""
-        fitted = None if ids is None else self._fitted(job, ids)
+    def _record(self, job: _Job, fitted: Fitted | None, alike: str | None) -> tuple[dict[str, Any], Fitted | None]:
+        """Return the fields that all kinds have, and the IDs unless a completion or the pair is dropped."""
         reasons = [job.dropped] if fitted is None else fitted.reasons
-        dropped = next((reason for reason in reasons if reason), None)
+        dropped = next((reason for reason in (*reasons, alike) if reason), None)
         kept = None if dropped else fitted
         record = {
             "prompt_ids": kept.prompt if kept else [],
@@ -253,9 +253,8 @@ class RowMapper:
         return record, kept
 
 
-def _apart(fitted: Fitted, whole: Sequence[list[int]]) -> Fitted:
-    """Mark a pair with identical completions as dropped, because neither can have the higher score."""
-    chosen, rejected = fitted.completions
-    if any(fitted.reasons) or chosen != rejected:
-        return fitted
-    return replace(fitted, reasons=[IDENTICAL if whole[0] == whole[1] else CUT_ALIKE] * 2)
+def _alike(whole: Sequence[list[int]], fitted: Sequence[list[int]]) -> str | None:
+    """Return why a pair must be dropped: its completions are identical, as they are or truncated."""
+    if len(whole) < 2 or fitted[0] != fitted[1]:
+        return None
+    return IDENTICAL if whole[0] == whole[1] else CUT_ALIKE

@@ -238,18 +238,18 @@ def test_pairs_with_margins(tmp_path: Path) -> None:
     assert "margin" not in arranged(Dataset.from_list(rows), None, "preference", "data").column_names
 
 
-def test_a_reward_model_learns_nothing_from_equal_answers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["preference_margin", "preference", "unpaired_preference"])
+def test_pairs_with_equal_completions_are_dropped(tmp_path: Path, kind: Any) -> None:
     pairs = [("c", "c"), ("ab c", "ab d"), ("c", "d"), ("", "")]
     rows = [{"prompt": "p", "chosen": chosen, "rejected": rejected} for chosen, rejected in pairs]
     tokenizer = char_tokenizer(eos=None)  # without it an empty answer is empty
     limits = Limits(max_completion_length=2)
-    prepared = made(rows, tmp_path, "preference_margin", limits, tokenizer=tokenizer)
-    assert prepared.dataset["row"][:] == [2]
+    prepared, each = made(rows, tmp_path, kind, limits, tokenizer=tokenizer), 1 + (kind == "unpaired_preference")
+    assert prepared.dataset["row"][:] == [2] * each
     assert prepared.report.dropped == {
-        "chosen and rejected are identical": 2,
-        "chosen and rejected are identical after truncation": 1,
+        "chosen and rejected are identical": 2 * each,
+        "chosen and rejected are identical after truncation": each,
     }
-    assert made(rows, tmp_path, "preference", limits, tokenizer=tokenizer).dataset["row"][:] == [1, 2]
 
 
 def test_margins_of_a_csv_file_and_under_another_name(tmp_path: Path) -> None:
