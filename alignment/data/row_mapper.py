@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -222,7 +223,7 @@ class RowMapper:
         if self.kind == "unpaired_preference":
             fits = [self._fitted(job, Encoded(prompt, [completion])) for completion in whole]
             alike = _alike(whole, [fitted.completions[0] for fitted in fits])
-            for label, fitted in zip(job.labels, fits or [None] * len(job.labels), strict=True):
+            for label, fitted in itertools.zip_longest(job.labels, fits):  # no IDs if the pair is dropped
                 record, kept = self._record(job, fitted, alike)
                 yield record | {
                     "completion_ids": kept.completions[0] if kept else [],
