@@ -84,8 +84,6 @@ def test_the_last_value_within_a_limit_and_the_first_beyond(cls: type, name: str
 @pytest.mark.parametrize(
     ("cls", "given", "resolved"),
     [
-        (KTOConfig, {"max_length": 513}, {"max_prompt_length": 512}),
-        (KTOConfig, {"max_length": 512}, {"max_prompt_length": 256}),
         (KTOConfig, {"hang_timeout": 3600}, {"hang_timeout_first": 3600}),
         (KTOConfig, {"hang_timeout": 60, "hang_timeout_first": 60}, {"hang_timeout_first": 60}),
         (CPOConfig, {"loss_type": "simpo", "gamma_beta_ratio": 0}, {"simpo_gamma": 0}),
