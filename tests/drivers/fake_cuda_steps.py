@@ -47,6 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora": {"deepspeed": STAGES["stage2"], **_LORA, "use_dora": True},
     "reentrant": {"deepspeed": STAGES["stage2"], **_LORA, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
 }
+KERNELS = torch.library.Library("aten", "IMPL")  # for operations that only a GPU has
 
 
 class Event:
@@ -91,9 +92,7 @@ def start_device() -> None:
         (launch_env, {"_accelerator": lambda use_cpu: "cpu"}),
     ):
         mock.patch.multiple(owner, **values).start()
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("mm.dtype", lambda left, right, dtype: left.to(dtype) @ right.to(dtype), "CUDA")  # only a GPU has it
-    start_device.kept = library  # type: ignore[attr-defined]
+    KERNELS.impl("mm.dtype", lambda left, right, dtype: left.to(dtype) @ right.to(dtype), "CUDA")
 
 
 class Reads(TorchDispatchMode):
