@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +34,8 @@ from alignment.models.head import LogProbHead
 from alignment.models.loading import load_model
 from alignment.models.scorer import CompletionScorer
 from alignment.models.tiles import choice
+from benchmarks.measure import arbitrary
+from benchmarks.shapes import TINY, load_tokenizer, paired_rows, prompt_rows, unpaired_rows
 
 _LATE = "growing segments, CUDA used before"
 _PLAIN = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
@@ -226,6 +229,47 @@ def continuous(attention: str) -> Callable[[torch.device, str], str]:
     return run
 
 
+def every_method(**weights: Any) -> Callable[[torch.device, str], str]:
+    """Every method loads a model with these options and takes a step; the gradient is finite and not zero."""
+
+    def run(where: torch.device, model: str) -> str:
+        from alignment.config.registry import METHODS
+
+        pairs = paired_rows(TINY, 4)
+        completions = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs]
+        rows = {"kto": unpaired_rows(TINY, 4), "online_dpo": prompt_rows(TINY, 4), "sft": completions}
+        norms = {}
+        for method in ("kto", "cpo", "dpo", "online_dpo", "sft", "reward"):
+            online = {"max_new_tokens": 8} if method == "online_dpo" else {}
+            with tempfile.TemporaryDirectory() as folder:
+                args = METHODS[method](
+                    output_dir=folder,
+                    use_cpu=where.type == "cpu",
+                    max_steps=1,
+                    per_device_train_batch_size=2,
+                    gradient_accumulation_steps=2,
+                    logging_steps=1,
+                    save_strategy="no",
+                    disable_tqdm=True,
+                    **online,
+                    **weights,
+                )
+                trainer = METHODS.trainer(args)(
+                    model=model,
+                    args=args,
+                    train_dataset=rows.get(method, pairs),
+                    processing_class=load_tokenizer(model),
+                    **({"reward_funcs": arbitrary} if online else {}),
+                )
+                trainer.train()
+                norm = norms[method] = trainer.state.log_history[0]["grad_norm"]
+                trainer.close()
+            expect(0 < norm < math.inf, f"{method}: the gradient norm is {norm}")
+        return "gradient norms: " + ", ".join(f"{method} {norm:.3g}" for method, norm in norms.items())
+
+    return run
+
+
 def _off(model: Any, prompt: Any, answer: tuple[int, ...], logps: tuple[float, ...]) -> float:
     """Return the mean difference between a completion's log-probs and those of a forward pass."""
     ids = torch.tensor([[*prompt, *answer]], device=model.device)
@@ -277,6 +321,9 @@ CHECKS: dict[str, Check] = {
     "states to come": Check(states, True),
     "live model under ZeRO-3": Check(divided, True),
     "fp16": Check(fp16, True),
+    "a step of every method": Check(every_method(), True),
+    "a step of every method, LoRA": Check(every_method(use_peft=True), True),
+    "a step of every method, QLoRA": Check(every_method(use_peft=True, load_in_4bit=True), False),
     "continuous batching, sdpa": Check(continuous("sdpa"), False),
     "continuous batching, flash_attention_2": Check(continuous("flash_attention_2"), True),
 }

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The first thing to run on a CUDA GPU. Checks of what only a GPU shows (benchmarks/gpu_checks.py: continuous batching,
-# fp16, the head, memory under a cap, ...), in a few minutes. Then every file of ds_configs/: KTO and CPO, 5 steps of a
-# 0.5B-shaped model with random weights, the process capped at 24 GB, in under 10 minutes. Prints a table of what was
-# found, and one of peak memory and tokens per second; needs no network.
+# fp16, the head, memory under a cap, a step of every method with full weights, LoRA and QLoRA, ...), in a few minutes.
+# Then every file of ds_configs/: KTO and CPO, 5 steps of a 0.5B-shaped model with random weights, capped at 24 GB, in
+# under 10 minutes. Prints a table of what was found, and one of peak memory and tokens per second; needs no network.
 #
 #   benchmarks/gpu_smoke.sh                      # all checks and rows
 #   benchmarks/gpu_smoke.sh --checks fp16        # those whose name contains it

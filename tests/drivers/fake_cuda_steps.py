@@ -1,7 +1,8 @@
-"""Traces a step of every method on a fake CUDA device: ``python fake_cuda_steps.py LIBRARY RESULT.json [CASE ...]``.
+"""Trains a step of every CELL on a fake GPU: ``python fake_cuda_steps.py LIBRARY RESULT.json METHOD/KIND ...``.
 
-LIBRARY is built from ``data/fake_cuda.cpp``. RESULT: for each method and kind of weights the number of gradients, or
-what went wrong. With MIXED=1 in the environment one tensor of each window stays in host memory.
+LIBRARY is built from ``data/fake_cuda.cpp``. The process group is ``cuda:fake``, which has no backend for tensors in
+host memory, like NCCL's. Only ``torch.cuda``'s functions, DeepSpeed's accelerator and one product are replaced.
+RESULT: for each cell the norm of the gradient and the values that were read in its micro-batches, or what went wrong.
 """
 
 from __future__ import annotations
@@ -11,157 +12,154 @@ import sys
 
 ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # before torch
 
-import itertools  # noqa: E402
 import json  # noqa: E402
-import os  # noqa: E402
+import tempfile  # noqa: E402
 import traceback  # noqa: E402
-from collections.abc import Callable  # noqa: E402
-from dataclasses import replace  # noqa: E402
+from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
+from unittest import mock  # noqa: E402
 
 import torch  # noqa: E402
-from fake_cuda import CUDA, TracedEngine, check_devices, faked, onto_cuda, pack, tracing  # noqa: E402
-from helpers import tiny_config  # noqa: E402
-from peft import LoraConfig  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from helpers import STAGES, make_model, options, paired_rows, unpaired_rows  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from alignment.config.options import AlignmentConfig  # noqa: E402
-from alignment.config.registry import METHODS  # noqa: E402
-from alignment.data.batching import (  # noqa: E402
-    Batch,
-    CompletionBatch,
-    PreferenceBatch,
-    UnpairedBatch,
-    collate,
-    collate_preference_ids,
-)
-from alignment.data.windows import WindowCounts  # noqa: E402
-from alignment.engines.phases import Phases  # noqa: E402
-from alignment.models.loading import enable_checkpointing  # noqa: E402
-from alignment.online.pairs import RankedBatch  # noqa: E402
-from alignment.references.base import RowIds  # noqa: E402
-from alignment.reporting.metrics import MetricSums  # noqa: E402
-from alignment.training.method import Models, Window  # noqa: E402
+import alignment  # noqa: E402
+from alignment.engines import launch_env  # noqa: E402
 from alignment.training.window import WindowPass  # noqa: E402
+from tools.waits.device import caller  # noqa: E402
 
-KINDS = ("full", "lora", "4-bit")
-PAIRS = [((0, 5, 9), (3, 40, 1), (8, 8, 21, 1)), ((0, 7), (30, 1), (17, 2, 2, 2, 2, 1))]
-COUNTS = WindowCounts(rows=4, desirable=2, partnered=4, first_completion_tokens=10, sequence_tokens=50)
-
-
-def unpaired() -> UnpairedBatch:
-    own = [(prompt, chosen) for prompt, chosen, _ in PAIRS]
-    others = [(prompt, rejected) for prompt, _, rejected in PAIRS]
-    parts = {"matched": own, "mismatched": others, "joint": own + others}
-    batches = {name: collate(sequences, 20) for name, sequences in parts.items()}
-    return UnpairedBatch(rows=(0, 1), partners=(1, 0), labels=torch.tensor([True, False]), **batches)
-
-
-def pairs(kind: type[PreferenceBatch] = PreferenceBatch, **more: Any) -> PreferenceBatch:
-    plain = collate_preference_ids((0, 1), PAIRS, 20)
-    return kind(rows=plain.rows, pairs=plain.pairs, **more)
-
-
-BATCHES: dict[str, Callable[[], Any]] = {
-    "kto": unpaired,
-    "cpo": pairs,
-    "dpo": pairs,
-    "online_dpo": lambda: pairs(RankedBatch, scores=torch.tensor([1.0, 2.0, 0.5, 0.1]), beta=0.1),
-    "sft": lambda: CompletionBatch((0, 1), collate([(prompt, chosen) for prompt, chosen, _ in PAIRS], 20)),
-    "reward": lambda: pairs(margins=torch.tensor([0.5, 0.0])),
+_LORA = {"use_peft": True, "lora_target_modules": "all-linear", "gradient_checkpointing": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {"deepspeed": STAGES["stage2"], "gradient_checkpointing": False},
+    "lora": {"deepspeed": STAGES["stage0"], **_LORA},
+    "qlora": {"deepspeed": STAGES["stage2"], **_LORA, "load_in_4bit": True},
+    # Further ways, each with one method.
+    "stage3": {"deepspeed": STAGES["stage3"]},
+    "lora-stage3": {"deepspeed": STAGES["stage3"], **_LORA},
+    "offload": {"deepspeed": STAGES["stage3-offload"]},
+    "optimizer-offload": {"deepspeed": STAGES["stage2-offload"]},
+    "reference-offload": {"deepspeed": STAGES["stage2"], "ref_placement": "offload"},
+    "precomputed": {"deepspeed": STAGES["stage2"], "ref_placement": "precomputed"},
+    "int8": {"deepspeed": STAGES["stage2"], **_LORA, "load_in_8bit": True},
+    "dora": {"deepspeed": STAGES["stage2"], **_LORA, "use_dora": True},
+    "reentrant": {"deepspeed": STAGES["stage2"], **_LORA, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
 }
+KERNELS = torch.library.Library("aten", "IMPL")  # for operations that only a GPU has
 
 
-class TracedReference:
-    """A reference on the fake device."""
+class Event:
+    """Replaces ``torch.cuda.Event``; the device has always reached it."""
 
-    def __init__(self, engine: TracedEngine) -> None:
-        self.engine = engine
-
-    def sequence_logps(self, batch: Batch, ids: RowIds) -> torch.Tensor:
-        """See :class:`~alignment.references.base.Reference`."""
-        return self.engine.sequence_scores(batch)
-
-    def token_logps(self, batch: Batch, ids: RowIds) -> torch.Tensor:
-        """See :class:`~alignment.references.base.Reference`."""
-        return self.engine.token_logps(batch)
-
-    def close(self) -> None:
-        """Nothing to release."""
+    def __init__(self, **_: Any) -> None:
+        self.record = self.synchronize = lambda: None
+        self.query = lambda: True
+        self.elapsed_time = lambda other: 0.0
 
 
-def scorer_of(method: Any, weights: str, architecture: str) -> Any:
-    """A tiny model in its scorer, with its trained parameters."""
-    config = tiny_config(architecture)
-    config.num_labels, config.pad_token_id = 1, 2
-    auto = AutoModelForSequenceClassification if method.options.method == "reward" else AutoModelForCausalLM
-    model = auto.from_config(config, dtype=torch.bfloat16)
-    if weights == "4-bit":
-        pack(model)
-    scorer = method.task.scorer(model, False)
-    if weights != "full":
-        model.add_adapter(LoraConfig(r=2, target_modules="all-linear"))
-    if method.options.gradient_checkpointing:
-        enable_checkpointing(model, None)
-    return scorer
+def zero(*_: Any) -> int:
+    """Replaces a function of ``torch.cuda``."""
+    return 0
 
 
-def step(method: Any, weights: str, architecture: str) -> int:
-    """Trace two micro-batches of a window, forward and backward; the number of gradients."""
-    scorers = [scorer_of(method, weights, architecture) for _ in range(2)]
-    real = [replace(BATCHES[method.options.method](), rows=(2 * n, 2 * n + 1)) for n in range(2)]
-    mode = FakeTensorMode()
-    for scorer in scorers:
-        onto_cuda(scorer, mode)
-    batches = [faked(batch, mode) for batch in real]
-    # On the host, where there are values: the end of each sequence, for a reward model.
-    scored = {batch.rows: faked(method.scored(batch), mode) for batch in real}
-    method.scored = lambda batch: scored[batch.rows]
-    with tracing(mode):
-        policy = TracedEngine(scorers[0])
-        reference = TracedReference(TracedEngine(scorers[1])) if method.needs_reference else None
-        models, phases = Models(policy, reference), Phases(torch.device("cpu"))
-        window_pass = WindowPass(method, models, phases, None)
-        sums = MetricSums((*window_pass.names, "objective/rlhf_reward", "objective/scores_margin"), CUDA, True)
-        window = Window(batches, COUNTS, models, sums, phases, "train")
-        with torch.no_grad():
-            known = method.before_training(window)
-        if os.environ.get("MIXED"):
-            mixed = sums.add
-            sums.add = lambda name, total, count: mixed(name, total + torch.zeros(1), count)  # type: ignore[method-assign]
-        for index, batch in enumerate(batches):
-            policy.backward(window_pass._micro_batch(batch, index, known, window, []), last=index == 1)
-        return check_devices(policy)
+def start_device() -> None:
+    """Make the fake GPU DeepSpeed's accelerator, and start the process group."""
+    dist.init_process_group("cuda:fake", store=FakeStore(), rank=0, world_size=1)
+    launch_env.init_distributed(use_cpu=True)
+    from deepspeed.accelerator import get_accelerator
+
+    names = "current_device memory_allocated memory_reserved max_memory_allocated reset_peak_memory_stats synchronize"
+    replaced: dict[str, Any] = {
+        **dict.fromkeys([*names.split(), "_lazy_init", "set_rng_state"], zero),
+        "Event": Event,
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "get_device_capability": lambda *_: (8, 0),
+        "mem_get_info": lambda *_: (2**34, 2**34),
+        "get_per_process_memory_fraction": lambda *_: 1.0,
+    }
+    accelerator = {
+        "device_name": lambda self, index=None: "cuda" if index is None else f"cuda:{index}",
+        "current_device_name": lambda self: "cuda:0",
+        "on_accelerator": lambda self, tensor: tensor.is_cuda,
+        "FloatTensor": property(lambda self: partial(torch.tensor, dtype=torch.float32, device="cuda")),
+        "ByteTensor": property(lambda self: partial(torch.tensor, dtype=torch.uint8, device="cuda")),
+    }
+    for owner, values in (
+        (torch.cuda, replaced),
+        (type(get_accelerator()), accelerator),
+        (launch_env, {"_accelerator": lambda use_cpu: "cpu"}),
+    ):
+        mock.patch.multiple(owner, **values).start()
+    KERNELS.impl("mm.dtype", lambda left, right, dtype: left.to(dtype) @ right.to(dtype), "CUDA")
 
 
-def options_of(name: str, **more: Any) -> AlignmentConfig:
-    made: AlignmentConfig = METHODS[name](output_dir="out", use_cpu=True, **{"gradient_checkpointing": False, **more})
-    return made
+class Reads(TorchDispatchMode):
+    """Records where values of the GPU are read. DeepSpeed's reads are left out: it compares the order of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See :class:`TorchDispatchMode`."""
+        result = func(*args, **(kwargs or {}))
+        copied = isinstance(result, torch.Tensor) and not result.is_cuda
+        if (copied or isinstance(result, (bool, int, float))) and getattr(args[0], "is_cuda", False):
+            owner, place = caller()
+            if owner != "deepspeed":
+                self.found.append(f"{func} at {place}")
+        return result
+
+
+def trainer_of(method: str, kind: str, model: str, folder: Path) -> Any:
+    """Return a trainer of one step of two micro-batches."""
+    pairs = paired_rows(4)
+    rows: list[dict[str, Any]] = unpaired_rows(4) if method == "KTO" else pairs
+    given, more = options(folder, max_steps=1, bf16=True, use_cpu=True, **KINDS[kind]), {}
+    if method == "OnlineDPO":
+        del given["max_prompt_length"]
+        given |= {"max_new_tokens": 4, "beta": 0.1}
+        rows = [{"prompt": row["prompt"]} for row in pairs]
+        more["reward_funcs"] = lambda prompts, completions, **_: [float(sum(map(ord, text))) for text in completions]
+    if method == "SFT":
+        rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs]
+    made = getattr(alignment, f"{method}Config")(**given)
+    return getattr(alignment, f"{method}Trainer")(model=model, args=made, train_dataset=rows, **more)
+
+
+def step(method: str, kind: str, model: str, folder: Path) -> tuple[float, list[str]]:
+    """Train one step; return the norm of the gradient, and what was read in micro-batches."""
+    reads, micro_batch = Reads(), WindowPass._micro_batch
+
+    def observed(*args: Any) -> torch.Tensor:
+        with reads:
+            return micro_batch(*args)
+
+    trainer = trainer_of(method, kind, model, folder)
+    try:
+        with mock.patch.object(WindowPass, "_micro_batch", observed):
+            trainer.train()
+        trained = [p for p in trainer.engines.policy.scorer.parameters() if p.requires_grad]
+        assert trained and all(p.device == torch.device("cuda", 0) for p in trainer.model.parameters())
+        return next(record["grad_norm"] for record in trainer.state.log_history if "grad_norm" in record), reads.found
+    finally:
+        trainer.close()
 
 
 def main() -> None:
-    """Trace everything, and write the results."""
+    """Train every cell, and write the results."""
+    start_device()
     found: dict[str, Any] = {}
-    cases: list[tuple[str, str, dict[str, Any], str]]
-    cases = [(name, kind, {}, "untied") for name, kind in itertools.product(BATCHES, KINDS)]
-    cases += [
-        ("kto", "full", {"loss_type": "apo_zero_unpaired"}, "tied"),
-        ("kto", "lora", {"gradient_checkpointing": True}, "untied"),
-        ("cpo", "full", {"loss_type": "simpo"}, "capped"),
-    ]
-    for name, kind, more, architecture in cases:
-        label = "/".join([name, kind, *map(str, more.values())])
-        if sys.argv[3:] and label not in sys.argv[3:]:
-            continue
-        try:
-            options = options_of(name, **more)
-            method = METHODS.trainer(options).method_class(options)
-            found[label] = step(method, kind, architecture)
-        except Exception as error:
-            found[label] = f"{type(error).__name__}: {error}"
-            traceback.print_exc()
+    with tempfile.TemporaryDirectory() as name:
+        model = make_model(Path(name) / "model", "untied")
+        for cell in sys.argv[3:]:
+            try:
+                found[cell] = step(*cell.split("/"), model, Path(name) / cell)
+            except Exception as error:
+                found[cell] = f"{type(error).__name__}: {error}"
+                traceback.print_exc()
     Path(sys.argv[2]).write_text(json.dumps(found))
 
 
