@@ -83,7 +83,7 @@ class Tree:
         """
         own = RankServer(self.folder, address=server.address)
         arguments = ["-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-m", CHOOSABLE, *chosen]
-        # Rows are cached by the content of their files, so a cache of another trial would hide a change of the readers.
+        # Rows are cached by the content of their files: the cache of another trial would hide changes of readers.
         with tempfile.TemporaryDirectory(prefix="datasets-") as cache:
             variables = {ADDRESS: server.address, "PYTHONDONTWRITEBYTECODE": "1", "HF_DATASETS_CACHE": cache}
             try:
