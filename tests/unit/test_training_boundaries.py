@@ -152,8 +152,8 @@ def test_a_card_has_no_empty_sections() -> None:
     known = dict.fromkeys(("base_model", "base_id", "method_title"))
     names = ("papers", "datasets", "export", "training", "data")
     card = ModelCard(
-        title="T", is_classifier=False, method="kto", results_of="", train={}, evaluation={}, versions={}, options={}, **known,
-        **{name: [] for name in names},
+        title="T", is_classifier=False, method="kto", results_of="", train={}, evaluation={}, versions={}, options={},
+        **known, **{name: [] for name in names},
     )  # fmt: skip
     lines = [line for line in card.text().splitlines() if line]
     pairs = itertools.pairwise(lines)
