@@ -13,12 +13,10 @@ from transformers import AutoModelForCausalLM
 from alignment.models.adapters.injection import REFERENCE, inject, keep_given, plain_start
 from alignment.models.adapters.record import Adapters
 
-NONE: dict[str, Any] = {"ds_config": {}, "dtype": torch.float32}
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("models") / "model", "tied", seed=1)
+    return make_model(tmp_path_factory.mktemp("models") / "model", "untied", seed=1)
 
 
 def made(folder: str, seed: int = 3, dtype: torch.dtype = torch.float32, **config: Any) -> tuple[Any, Adapters]:
@@ -53,15 +51,17 @@ def test_only_the_adapters_are_trained_and_cast(folder: str, dtype: torch.dtype)
     assert {value.dtype for name, value in model.named_parameters() if name not in own} == {torch.bfloat16}
 
 
-def test_the_initial_policy_is_kept_while_its_adapters_are_trained(folder: str) -> None:
-    model, adapters = made(folder, modules_to_save=["lm_head"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_initial_policy_is_kept_while_its_adapters_are_trained(folder: str, dtype: torch.dtype) -> None:
+    model, adapters = made(folder, dtype=dtype, modules_to_save=["lm_head"])
     with torch.no_grad():
         for number, value in enumerate(weights(model, "default").values()):
             value.fill_(number + 1.0)
-    for _ in range(2):  # a second run keeps what is trained by then
-        assert keep_given(model, adapters, **NONE) == REFERENCE
+    for run in range(2):  # a second run keeps what is trained by then
+        assert keep_given(model, adapters, ds_config={}, dtype=dtype) == REFERENCE
         own, kept = (list(weights(model, name).values()) for name in ("default", REFERENCE))
-        assert len(own) == len(kept) > 4 and all(map(torch.equal, own, kept))
+        assert [float(value.flatten()[0]) for value in kept] == [1.0 + run, *range(2, len(own) + 1)]
+        assert all(map(torch.equal, own, kept)) and {value.dtype for value in kept} == {dtype}
         assert all(value.requires_grad for value in own) and not any(value.requires_grad for value in kept)
         with torch.no_grad():
             own[0].add_(1.0)
