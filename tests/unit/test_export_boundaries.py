@@ -12,7 +12,7 @@ from run_folders import start, write_log
 from alignment.cli.commands import _without_local_rank
 from alignment.engines.checkpoints.manifest import Manifest
 from alignment.engines.exporting.adapter import _method
-from alignment.engines.exporting.card import Run, _papers, _training
+from alignment.engines.exporting.card import Run, _papers, _training, card_of
 from alignment.engines.exporting.check import OutputChange
 
 
@@ -25,6 +25,16 @@ def test_facts_of_a_run_are_those_of_the_checkpoint_or_else_of_the_log(with_mani
     logged = {"planned steps": "100", "rows per step": "8", "processes": "2"}
     assert {name: text for name, text in found.items() if name in facts} == (facts if with_manifest else logged)
     assert found["initial adapter"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("is_classifier", "said"),
+    [(True, ("pipeline_tag: text-classification", "reward model")), (False, ("pipeline_tag: text-generation",))],
+)
+def test_a_card_names_its_kind_of_model(is_classifier: bool, said: tuple[str, ...], tmp_path: Path) -> None:
+    write_log(tmp_path, [start()])
+    text = card_of(Run(tmp_path), title="T", is_classifier=is_classifier, base="b", export=["e"]).text()
+    assert all(part in text for part in said) and ("reward model" in text) == is_classifier
 
 
 def test_papers_of_a_loss() -> None:
