@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zipfile
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 import alignment
-from alignment.config.errors import CheckpointError, ModelError
+from alignment.config.errors import CheckpointError, ModelError, OptionError
 from alignment.models.adapters import score
 from alignment.models.loading import _begin_anew
 from alignment.models.quantization import plan_quantization
@@ -129,6 +130,17 @@ def test_a_reference_is_quantized_like_the_policy_unless_set(
     assert planned is not None
     found = planned.source.quantization  # type: ignore[union-attr]
     assert (None if found is None else found.bits) == bits
+
+
+@pytest.mark.parametrize(("deepspeed", "refused"), [("zero2", False), ("zero3", True)])
+@pytest.mark.usefixtures("own_process_group")
+def test_adapters_are_checked_for_the_stage_of_the_engine(deepspeed: str, refused: bool, tmp_path: Path) -> None:
+    args = alignment.KTOConfig(
+        **options(tmp_path, deepspeed=deepspeed, use_peft=True, use_dora=True, load_in_4bit=True)
+    )
+    model = model_source(make_model(tmp_path / "model"), "model_name_or_path", args)
+    with pytest.raises(OptionError, match="^use_dora=True") if refused else contextlib.nullcontext():
+        engines.plan_engines(args, model, None)
 
 
 @pytest.mark.parametrize(
