@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers import make_model
+from peft import LoraConfig, get_peft_model
 from run_folders import start, write_log
+from transformers import AutoModelForCausalLM
 
 from alignment.cli.commands import _without_local_rank
+from alignment.config.errors import ModelError
 from alignment.engines.checkpoints.manifest import Manifest
 from alignment.engines.exporting.adapter import _method
 from alignment.engines.exporting.card import Run, _papers, _training, card_of
 from alignment.engines.exporting.check import OutputChange
+from alignment.models.adapters.folder import read_adapter
+from alignment.models.adapters.record import TRAINING_BASE
+from alignment.models.tasks import CAUSAL_LM
 
 
 @pytest.mark.parametrize("with_manifest", [False, True])
@@ -74,3 +82,39 @@ def test_an_error_relative_to_the_effect_of_training(error: float, effect: float
 )
 def test_the_local_rank_before_a_command(given: list[str]) -> None:
     assert _without_local_rank([*given, "train", "x", "--local_rank=2"]) == ["train", "x", "--local_rank=2"]
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    model = AutoModelForCausalLM.from_pretrained(make_model(folder / "base"))
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder / "adapter")
+    return folder / "adapter"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "base", "found"),
+    [
+        (None, None, ("BASE", None)),
+        (None, "mine", ("mine", None)),
+        ({"base_model": "theirs", "revision": "r"}, None, ("theirs", "r")),
+        ({"base_model": "theirs", "revision": "r"}, "mine", ("mine", None)),
+        ({"base_model": "theirs", "merged": True}, "mine", ("mine", None)),
+        ({"base_model": "theirs", "merged": True}, None, None),
+        ({"task": "no such task"}, None, None),
+        ([], None, None),
+    ],
+)
+def test_the_base_of_an_adapter(recorded: Any, base: str | None, found: Any, adapter: Path) -> None:
+    """That of the call, else what the run has recorded, else PEFT's."""
+    record = adapter / TRAINING_BASE
+    record.unlink(missing_ok=True)
+    if recorded is not None:
+        record.write_text(json.dumps(recorded))
+    if found is None:
+        with pytest.raises(ModelError, match=f"^{adapter}"):
+            read_adapter(adapter, base)
+        return
+    read = read_adapter(adapter, base)
+    assert (read.base.replace(str(adapter.parent / "base"), "BASE"), read.revision) == found
+    assert read_adapter(adapter, base, "asked").revision == "asked" and read.task is CAUSAL_LM
