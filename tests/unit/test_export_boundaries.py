@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from helpers import make_model
 from peft import LoraConfig, get_peft_model
 from run_folders import start, write_log
@@ -20,6 +21,7 @@ from alignment.engines.exporting.adapter import _method
 from alignment.engines.exporting.card import Run, _papers, _training, card_of
 from alignment.engines.exporting.check import OutputChange
 from alignment.models.adapters.folder import read_adapter
+from alignment.models.adapters.merging import _tie_or_tell
 from alignment.models.adapters.record import TRAINING_BASE
 from alignment.models.tasks import CAUSAL_LM
 
@@ -118,3 +120,20 @@ def test_the_base_of_an_adapter(recorded: Any, base: str | None, found: Any, ada
     read = read_adapter(adapter, base)
     assert (read.base.replace(str(adapter.parent / "base"), "BASE"), read.revision) == found
     assert read_adapter(adapter, base, "asked").revision == "asked" and read.task is CAUSAL_LM
+
+
+@pytest.mark.parametrize(
+    ("was_tied", "equal", "tied"), [(True, True, True), (True, False, False), (False, True, False), (True, None, True)]
+)
+def test_ends_of_a_model_are_tied_again_if_they_are_equal(was_tied: bool, equal: bool | None, tied: bool) -> None:
+    """``None``: a model without a head."""
+    embedding, head = torch.nn.Embedding(3, 2), None if equal is None else torch.nn.Linear(2, 3, bias=False)
+    if head is not None:
+        head.weight.data.copy_(embedding.weight.data + (0 if equal else 1))
+    config = SimpleNamespace(tie_word_embeddings=was_tied, get_text_config=lambda: config)
+    model: Any = SimpleNamespace(
+        config=config, get_input_embeddings=lambda: embedding, get_output_embeddings=lambda: head
+    )
+    _tie_or_tell(model, was_tied)
+    assert config.tie_word_embeddings == tied
+    assert head is None or (head.weight is embedding.weight) == tied
