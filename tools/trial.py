@@ -83,13 +83,15 @@ class Tree:
         """
         own = RankServer(self.folder, address=server.address)
         arguments = ["-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-m", CHOOSABLE, *chosen]
-        variables = {ADDRESS: server.address, "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            done = own.run(
-                _RUN_PYTEST, *arguments, nproc=1, timeout=timeout, env=variables, cwd=self.folder, check=False
-            )
-        except RanksFailed as error:
-            return Verdict(True, "timed out", error.outcome.ranks[0].seconds)
+        # Rows are cached by the content of their files: the cache of another trial would hide changes of readers.
+        with tempfile.TemporaryDirectory(prefix="datasets-") as cache:
+            variables = {ADDRESS: server.address, "PYTHONDONTWRITEBYTECODE": "1", "HF_DATASETS_CACHE": cache}
+            try:
+                done = own.run(
+                    _RUN_PYTEST, *arguments, nproc=1, timeout=timeout, env=variables, cwd=self.folder, check=False
+                )
+            except RanksFailed as error:
+                return Verdict(True, "timed out", error.outcome.ranks[0].seconds)
         seconds = done.ranks[0].seconds
         if done.returncode == 0:
             return Verdict(False, "every test passed", seconds)

@@ -138,6 +138,38 @@ def test_a_bare_batch_or_salloc_shell_is_one_process(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
+    ("name", "last", "beyond"),
+    [
+        *(("MASTER_PORT", last, beyond) for last, beyond in (("1", "0"), ("65535", "65536"))),
+        *((name, last, beyond) for name, last, beyond in (("RANK", "3", "4"), ("LOCAL_RANK", "1", "2"))),
+        ("WORLD_SIZE", "4", "3"),
+        ("LOCAL_WORLD_SIZE", "2", "1"),
+        ("DEEPSPEED_TIMEOUT", "1", "0"),
+        ("RANK", "0", "-1"),
+        ("RANK", "0" * 18, "0" * 19),
+        ("RANK", "3", "\u0663"),
+        ("MASTER_ADDR", "a", " "),
+        ("ALIGNMENT_STOP_NOTICE", "9" * 9, "9" * 10),
+        ("ALIGNMENT_STOP_NOTICE", "1.5", "1.5s"),
+    ],
+)
+def test_values_at_their_limits(name: str, last: str, beyond: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, {**TORCHRUN, name: last})
+    prepare_environment()
+    monkeypatch.setenv(name, beyond)
+    with pytest.raises(AlignmentError) as caught:
+        prepare_environment()
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(("step", "found_rank"), [("4294967279", "5"), ("4294967280", "0"), ("x", "0"), ("", "0")])
+def test_the_steps_that_srun_numbers(step: str, found_rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, {**SRUN, "SLURM_STEP_ID": step})
+    prepare_environment()
+    assert os.environ["RANK"] == found_rank
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"WORLD_SIZE": "2", "RANK": "1"}, "RANK=1, WORLD_SIZE=2 but not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR"),

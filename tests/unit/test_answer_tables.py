@@ -22,7 +22,13 @@ from alignment.training.sampling.answers import EvaluationAnswers, shortened
 from alignment.training.sampling.sampler import Sampler, first_prompts
 from alignment.training.sampling.settings import of_model, sampling_of
 
-TOKENIZER = SimpleNamespace(eos_token_id=1, pad_token_id=None, decode=lambda ids, **more: " ".join(map(str, ids)))
+
+def decode(ids: Any, clean_up_tokenization_spaces: bool = True, **more: Any) -> str:
+    """Some tokenizers remove spaces before punctuation unless told otherwise."""
+    return " ".join(map(str, ids)) if not clean_up_tokenization_spaces else "cleaned up"
+
+
+TOKENIZER = SimpleNamespace(eos_token_id=1, pad_token_id=None, decode=decode)
 
 
 def data(prompts: list[list[int]], key: str = "k") -> Any:

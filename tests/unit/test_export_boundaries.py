@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from helpers import make_model
+from peft import LoraConfig, get_peft_model
 from run_folders import start, write_log
+from transformers import AutoModelForCausalLM
 
 from alignment.cli.commands import _without_local_rank
+from alignment.config.errors import ModelError
 from alignment.engines.checkpoints.manifest import Manifest
 from alignment.engines.exporting.adapter import _method
-from alignment.engines.exporting.card import Run, _papers, _training
+from alignment.engines.exporting.card import Run, _papers, _training, card_of
 from alignment.engines.exporting.check import OutputChange
+from alignment.models.adapters.folder import read_adapter
+from alignment.models.adapters.merging import _tie_or_tell
+from alignment.models.adapters.record import TRAINING_BASE
+from alignment.models.tasks import CAUSAL_LM
 
 
 @pytest.mark.parametrize("with_manifest", [False, True])
@@ -25,6 +35,16 @@ def test_facts_of_a_run_are_those_of_the_checkpoint_or_else_of_the_log(with_mani
     logged = {"planned steps": "100", "rows per step": "8", "processes": "2"}
     assert {name: text for name, text in found.items() if name in facts} == (facts if with_manifest else logged)
     assert found["initial adapter"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("is_classifier", "said"),
+    [(True, ("pipeline_tag: text-classification", "reward model")), (False, ("pipeline_tag: text-generation",))],
+)
+def test_a_card_names_its_kind_of_model(is_classifier: bool, said: tuple[str, ...], tmp_path: Path) -> None:
+    write_log(tmp_path, [start()])
+    text = card_of(Run(tmp_path), title="T", is_classifier=is_classifier, base="b", export=["e"]).text()
+    assert all(part in text for part in said) and ("reward model" in text) == is_classifier
 
 
 def test_papers_of_a_loss() -> None:
@@ -64,3 +84,56 @@ def test_an_error_relative_to_the_effect_of_training(error: float, effect: float
 )
 def test_the_local_rank_before_a_command(given: list[str]) -> None:
     assert _without_local_rank([*given, "train", "x", "--local_rank=2"]) == ["train", "x", "--local_rank=2"]
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    model = AutoModelForCausalLM.from_pretrained(make_model(folder / "base"))
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder / "adapter")
+    return folder / "adapter"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "base", "found"),
+    [
+        (None, None, ("BASE", None)),
+        (None, "mine", ("mine", None)),
+        ({"base_model": "theirs", "revision": "r"}, None, ("theirs", "r")),
+        ({"base_model": "theirs", "revision": "r"}, "mine", ("mine", None)),
+        ({"base_model": "theirs", "merged": True}, "mine", ("mine", None)),
+        ({"base_model": "theirs", "merged": True}, None, None),
+        ({"task": "no such task"}, None, None),
+        ([], None, None),
+    ],
+)
+def test_the_base_of_an_adapter(recorded: Any, base: str | None, found: Any, adapter: Path) -> None:
+    """That of the call, else what the run has recorded, else PEFT's."""
+    record = adapter / TRAINING_BASE
+    record.unlink(missing_ok=True)
+    if recorded is not None:
+        record.write_text(json.dumps(recorded))
+    if found is None:
+        with pytest.raises(ModelError, match=f"^{adapter}"):
+            read_adapter(adapter, base)
+        return
+    read = read_adapter(adapter, base)
+    assert (read.base.replace(str(adapter.parent / "base"), "BASE"), read.revision) == found
+    assert read_adapter(adapter, base, "asked").revision == "asked" and read.task is CAUSAL_LM
+
+
+@pytest.mark.parametrize(
+    ("was_tied", "equal", "tied"), [(True, True, True), (True, False, False), (False, True, False), (True, None, True)]
+)
+def test_ends_of_a_model_are_tied_again_if_they_are_equal(was_tied: bool, equal: bool | None, tied: bool) -> None:
+    """``None``: a model without a head."""
+    embedding, head = torch.nn.Embedding(3, 2), None if equal is None else torch.nn.Linear(2, 3, bias=False)
+    if head is not None:
+        head.weight.data.copy_(embedding.weight.data + (0 if equal else 1))
+    config = SimpleNamespace(tie_word_embeddings=was_tied, get_text_config=lambda: config)
+    model: Any = SimpleNamespace(
+        config=config, get_input_embeddings=lambda: embedding, get_output_embeddings=lambda: head
+    )
+    _tie_or_tell(model, was_tied)
+    assert config.tie_word_embeddings == tied
+    assert head is None or (head.weight is embedding.weight) == tied

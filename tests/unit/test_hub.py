@@ -527,3 +527,16 @@ def test_code_is_uploaded_if_the_config_names_it(config: str | None, code: bool,
 def test_the_last_line_of_the_upload_process_is_its_answer(said: str, answer: Answer) -> None:
     assert process._answer(said, 3, "secret") == answer
     assert process._answer(said, 3, None).error == (answer.error and answer.error.replace("<hidden>", "secret"))
+
+
+@pytest.mark.parametrize(
+    ("pause", "tries", "pauses"), [(100.0, 5, [100, 200, 300, 300]), (1.0, 3, [1, 2]), (1.0, 1, []), (0, 2, [0])]
+)
+def test_pauses_between_uploads_double_up_to_five_minutes(
+    pause: float, tries: int, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    pushes = Pushes(lambda request, seconds: Answer(error="busy", transient=True), pause)
+    monkeypatch.setattr(pushes._over, "wait", waited.append)
+    push: Any = SimpleNamespace(request={}, size=0, tries=tries)
+    assert pushes._tried(push).error == "busy" and waited == pauses

@@ -251,7 +251,12 @@ def test_the_report_of_a_failure_follows_its_status(
     """A run that stops or finishes has drawn it before; one that hangs or is killed has no time for it."""
     activity, happened = Activity(), list[str]()
     activity.status = SimpleNamespace(update=lambda **values: happened.append(values["state"]))  # type: ignore[assignment]
-    activity.at_failure = lambda: happened.append("report")
+
+    def draw() -> None:
+        time.sleep(0.1)  # it is waited for
+        happened.append("report")
+
+    activity.at_failure = draw
     monkeypatch.setattr(last_word, "ACTIVITY", activity)
     last_word.record("error: it failed", verdict)
     assert happened == [verdict.state, *(["report"] if drawn else [])]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 import alignment
-from alignment.config.errors import CheckpointError, ModelError
+from alignment.config.errors import CheckpointError, ModelError, OptionError
 from alignment.models.adapters import score
 from alignment.models.loading import _begin_anew
 from alignment.models.quantization import plan_quantization
@@ -25,6 +27,7 @@ from alignment.models.vocabulary import Vocabulary, rounded_up
 from alignment.planning import engines
 from alignment.training.checkpointing import best, fingerprints
 from alignment.training.checkpointing.best import BestModel
+from alignment.training.checkpointing.output_folder import holds_model
 
 
 @given(size=st.one_of(st.integers(0, 140), st.integers(1000, 2000)))
@@ -129,6 +132,17 @@ def test_a_reference_is_quantized_like_the_policy_unless_set(
     assert (None if found is None else found.bits) == bits
 
 
+@pytest.mark.parametrize(("deepspeed", "refused"), [("zero2", False), ("zero3", True)])
+@pytest.mark.usefixtures("own_process_group")
+def test_adapters_are_checked_for_the_stage_of_the_engine(deepspeed: str, refused: bool, tmp_path: Path) -> None:
+    args = alignment.KTOConfig(
+        **options(tmp_path, deepspeed=deepspeed, use_peft=True, use_dora=True, load_in_4bit=True)
+    )
+    model = model_source(make_model(tmp_path / "model"), "model_name_or_path", args)
+    with pytest.raises(OptionError, match="^use_dora=True") if refused else contextlib.nullcontext():
+        engines.plan_engines(args, model, None)
+
+
 @pytest.mark.parametrize(
     ("given_dtype", "computed"), [(None, torch.bfloat16), ("float32", torch.float32), ("float16", torch.float16)]
 )
@@ -163,3 +177,29 @@ def test_a_damaged_best_checkpoint_is_dropped_if_it_is_needed(
     assert state.best_model_checkpoint == (str(tmp_path / "checkpoint-3") if kept else None)
     state.best_model_checkpoint = None
     assert BestModel(args, state).moved_to(tmp_path) is None
+
+
+def test_fingerprints_of_code_with_and_without_a_source() -> None:
+    class Judge:
+        identity = {"model": "a"}
+
+    def reward() -> None:
+        """A function with a source."""
+
+    assert fingerprints.code_fingerprint(len) == "len"
+    assert fingerprints.code_fingerprint(functools.partial(functools.partial(len), 1)) == "len"
+    name, _, digest = fingerprints.code_fingerprint(reward).partition(" ")
+    assert name.endswith("reward") and len(digest) == 16
+    judges = [fingerprints.code_fingerprint(SimpleNamespace(identity={"model": model})) for model in "ab"]
+    assert judges[0].split()[0] == "SimpleNamespace" and judges[0] != judges[1]
+    assert fingerprints.code_fingerprint(Judge()).split()[1] == judges[0].split()[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "holds"),
+    [("model.safetensors", True), ("model-00001-of-00002.safetensors", True), ("adapter_model.safetensors", True),
+     ("pytorch_model.bin", True), ("optimizer.safetensors", False), ("config.json", False)],
+)  # fmt: skip
+def test_whether_a_folder_holds_a_model(name: str, holds: bool, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("")
+    assert holds_model(tmp_path) == holds

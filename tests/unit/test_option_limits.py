@@ -114,10 +114,11 @@ def test_options_of_rewards_with_a_judge(reward: dict[str, Any]) -> None:
     ("given", "key"),
     [({"hang_timeout": 60, "hang_timeout_first": 59}, "hang_timeout_first"),
      ({"retry_pause": 1, "retries": 0}, "retry_pause"),
+     ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"warmup_type": "log"}}, "lr_scheduler_kwargs"),
      ({"max_bad_steps": 9}, "max_bad_steps"), ({"rewind_windows": 2, "on_bad_step": "skip"}, "rewind_windows"),
      ({"on_bad_step": "rewind", "save_strategy": "no"}, "on_bad_step"),
      ({"on_bad_step": "rewind", "save_only_model": True}, "on_bad_step")],
 )  # fmt: skip
-def test_options_about_faults_that_contradict_each_other(given: dict[str, Any], key: str) -> None:
+def test_options_that_contradict_each_other(given: dict[str, Any], key: str) -> None:
     with pytest.raises(OptionError, match=f"^{key}="):
         KTOConfig("out", **given)

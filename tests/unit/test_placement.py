@@ -315,6 +315,7 @@ def test_placement_of_a_reward_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
         )
         assert isinstance(trainer.resources, OnlineResources)
         assert trainer.resources.classifiers[0].frozen.placement.name == expected
+        assert trainer.resources.classifiers[0].batch_size == 2 * args.per_device_train_batch_size
         reason = "GB fit in addition to" if expected == "replica" else "GB do not fit in addition to"
         assert reason in trainer.resources.classifiers[0].describe()
         trainer.close()

@@ -18,6 +18,7 @@ from alignment.planning.gradients import (
     Situation,
     Sizes,
     bytes_in_use,
+    least_bytes,
     plan_gradients,
     situation_of,
     sizes_of,
@@ -64,6 +65,12 @@ def chosen(at: Situation, room: float, dtypes: DtypePlan = BF16, **more: int) ->
 def test_the_first_plan_that_fits_is_used(at: Situation, ladder: list[tuple[float, str, bool, float]]) -> None:
     for room, *expected in ladder:
         assert chosen(at, room) == tuple(expected), room
+
+
+def test_gradients_that_no_plan_avoids() -> None:
+    found = [least_bytes(N, BF16, at) / N for at in (Situation(0, 2, 4), TWO, Situation(1, 2, 4), Situation(3, 1, 4))]
+    assert found == [0, 1, 3, 2]
+    assert least_bytes(N, BF16, replace(TWO, offloaded=True)) == 0
 
 
 def test_the_dtype_of_the_json_is_used() -> None:

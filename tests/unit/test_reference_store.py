@@ -201,6 +201,7 @@ def test_hidden_files_of_a_killed_run_are_removed_after_a_day(tmp_path: Path) ->
     for file in (old, new):
         file.write_bytes(b"half of a par")
     os.utime(old, (time.time() - 90_000,) * 2)
+    os.utime(new, (time.time() - 80_000,) * 2)
     store.prepare()
     assert not old.exists() and new.exists(), "another run may be writing the new one"
     assert opened(tmp_path) and opened(tmp_path)[1] == []

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 from report_folders import NASTY, nasty_run, whole_run, write_completions, write_options
 from run_folders import at, entry, start, write_checkpoint, write_log, write_status
 
 from alignment.engines.inspecting.generated import completion_groups
 from alignment.engines.inspecting.report import read_content
+from alignment.reporting.html import page
 from alignment.reporting.html.content import ChangedOption, RunContent
 from alignment.reporting.html.drawing import draw, tick
 from alignment.reporting.html.page import distinct, render, render_comparison
@@ -346,3 +348,14 @@ def test_a_comparison_shows_differences() -> None:
 
 def test_runs_with_the_same_name_are_distinguished() -> None:
     assert distinct(["a", "b", "a"], ["x/1", "x/2", "x/3"]) == ["x/1", "b", "x/3"]
+
+
+def test_tiles_show_documented_metrics_and_at_most_six() -> None:
+    """A key that no method logs would never be shown."""
+    documented = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    assert [name for name in page._TILES if f"`{name.removeprefix('eval_')}`" not in documented] == []
+    names = list(page._TILES)
+    history = [dict.fromkeys(names[:7], 2.0), dict.fromkeys(names[:6], 1.0) | {names[0]: float("nan")}]
+    tiles = page._tiles(RunContent("one", "out", history=history))
+    assert [label for label, _, _ in tiles] == [page._TILES[name] for name in names[:6]]
+    assert [first for _, _, first in tiles] == ["", *["from 2"] * 5]

@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from alignment import CPOConfig
+from alignment.cli.report import _write
 from alignment.cli.status_text import status_line, status_lines
 from alignment.config.deepspeed_keys import check_keys
 from alignment.config.errors import OptionError, OutputError, setting
@@ -303,6 +304,12 @@ def test_the_best_checkpoint_is_marked_if_a_metric_chose_it(tmp_path: Path) -> N
         assert content.marks == best and [one.best for one in content.checkpoints] == [bool(best)]
     (tmp_path / "trainer_state.json").write_text('{"best_global_step": 2}')
     assert read_content(tmp_path).marks == [(2, "best checkpoint")], "that of the whole run"
+
+
+def test_a_page_is_written_into_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    for _ in range(2):
+        _write(tmp_path / "a" / "b" / "page.html", "text")
+    assert (tmp_path / "a" / "b" / "page.html").read_text() == "text"
 
 
 def test_a_report_of_phases_without_time_or_tokens() -> None:

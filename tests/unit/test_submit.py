@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
@@ -229,6 +230,52 @@ def test_requests_that_fit(slurm: Path) -> None:
         Request(4 * "x", 4, Gpus("h100", 8), time=172800),
         Request(partition="cpu", gpus=Gpus("", 0), cpus=64),
     ):
+        check_cluster(job)
+
+
+@pytest.mark.parametrize(
+    ("last", "beyond"),
+    [
+        ("--nodes=1", "--nodes=0"),
+        ("--nodes=999999", "--nodes=1000000"),
+        ("--gpus=9999", "--gpus=10000"),
+        ("--gpus=0", "--gpus=a100:0"),
+        ("--gpus=a100:1", "--gpus=a100:"),
+        ("--mem=0", "--mem=-1"),
+        ("--signal=USR1@1", "--signal=USR1@0"),
+        ("--signal=10@60 --time=1-0", "--signal=12@60 --time=1-0"),
+        ("--signal=USR1@65535 --time=2-0", "--signal=USR1@65536 --time=2-0"),
+        ("--seeds=5-5", "--seeds=5-4"),
+        ("--seeds=1-3:2,7%2", "--seeds=1-3:2,7-6%2"),
+        ("--time=2 --signal=USR1@59", "--time=0"),
+    ],
+)
+def test_values_of_a_job_at_their_limits(last: str, beyond: str) -> None:
+    asked(*last.split())
+    with pytest.raises(OptionError, match=f"^{beyond.split('=')[0]}="):
+        asked(*beyond.split())
+
+
+@pytest.mark.parametrize(("minutes", "enough"), [("2:59", False), ("3:00", False), ("3:01", True)])
+def test_a_signal_leaves_time_to_train(minutes: str, enough: bool) -> None:
+    """SLURM may send it a minute early."""
+    with contextlib.nullcontext() if enough else pytest.raises(OptionError, match="^--signal="):
+        asked(f"--time={minutes}", "--signal=USR1@120")
+
+
+@pytest.mark.parametrize(
+    ("job", "fits"),
+    [
+        (Request(nodes=4), True), (Request(nodes=5), False),
+        (Request(time=172800), True), (Request(time=172801), False),
+        (Request(gpus=Gpus("a100", 4)), True), (Request(gpus=Gpus("a100", 5)), False),
+        (Request(gpus=Gpus("a100", 4), cpus=32), True), (Request(gpus=Gpus("a100", 4), cpus=33), False),
+        (Request(partition="cpu", gpus=Gpus("", 0), cpus=64), True),
+        (Request(partition="cpu", gpus=Gpus("", 0), cpus=65), False),
+    ],
+)  # fmt: skip
+def test_jobs_that_just_fit(slurm: Path, job: Request, fits: bool) -> None:
+    with contextlib.nullcontext() if fits else pytest.raises(OptionError):
         check_cluster(job)
 
 

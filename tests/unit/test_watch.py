@@ -328,7 +328,8 @@ def test_the_notice_is_that_of_the_job(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.delenv(NOTICE)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     scontrol = tmp_path / "scontrol"
-    scontrol.write_text("#!/bin/sh\necho 'KillOnBadExit = 0'\necho 'KillWait                = 45 sec'\n")
+    answer = "echo 'KillOnBadExit = 0'\necho 'KillWait                = 45 sec'\n"
+    scontrol.write_text(f"#!/bin/sh\n[ \"$*\" = 'show config' ] || exit 1\n{answer}")
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert stop_notice() == (45.0, "SLURM's KillWait")

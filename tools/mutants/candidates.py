@@ -48,6 +48,10 @@ class _Walk(cst.CSTVisitor):
     def on_visit(self, node: cst.CSTNode) -> bool:
         if isinstance(node, _LEFT_OUT) or _is_prose(node) or _is_typing(node):
             return False
+        if isinstance(node, cst.If) and isinstance(node.test, cst.Name) and node.test.value == "TYPE_CHECKING":
+            if node.orelse is not None:
+                node.orelse.visit(self)
+            return False
         for kind, operator in mutation_operators:
             if isinstance(node, kind):
                 self._apply(node, operator(node), operator is operator_string)
@@ -71,7 +75,10 @@ def _is_prose(node: cst.CSTNode) -> bool:
 
 
 def _is_typing(node: cst.CSTNode) -> bool:
-    """Return whether a node is a call that only affects type checkers."""
+    """Return whether a node is a call or an alias that only affects type checkers."""
+    if isinstance(node, cst.AnnAssign):
+        kind = node.annotation.annotation
+        return isinstance(kind, cst.Name) and kind.value == "TypeAlias"
     return isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and node.func.value in _TYPES
 
 

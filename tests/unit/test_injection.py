@@ -1,0 +1,74 @@
+"""Adapters injected into a model without an engine: seeds, dtypes, what is trained, and the frozen copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import make_model
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from alignment.models.adapters.injection import REFERENCE, inject, keep_given, plain_start
+from alignment.models.adapters.record import Adapters
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("models") / "model", "untied", seed=1)
+
+
+def made(folder: str, seed: int = 3, dtype: torch.dtype = torch.float32, **config: Any) -> tuple[Any, Adapters]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    adapters = Adapters(LoraConfig(r=2, target_modules=["q_proj", "v_proj"], **config))
+    inject(model, adapters, ds_config={}, dtype=dtype, seed=seed)
+    return model, adapters
+
+
+def weights(model: Any, name: str) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in model.named_parameters() if f".{name}." in f"{key}."}
+
+
+def test_initial_weights_depend_on_the_seed_and_change_no_random_stream(folder: str) -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    one, other, again = (weights(made(folder, seed)[0], "default") for seed in (3, 4, 3))
+    assert torch.equal(torch.rand(3), expected)
+    assert one and all(torch.equal(one[name], again[name]) for name in one)
+    assert not any(torch.equal(one[name], other[name]) for name in one if "lora_A" in name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_the_adapters_are_trained_and_cast(folder: str, dtype: torch.dtype) -> None:
+    model, adapters = made(folder, dtype=dtype, modules_to_save=["lm_head"])
+    inject(model, adapters, ds_config={}, dtype=dtype, seed=5)  # they are there already
+    own = weights(model, "default")
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    assert trained == set(own) and any("lm_head" in name for name in own)
+    assert {value.dtype for value in own.values()} == {dtype}
+    assert {value.dtype for name, value in model.named_parameters() if name not in own} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_initial_policy_is_kept_while_its_adapters_are_trained(folder: str, dtype: torch.dtype) -> None:
+    model, adapters = made(folder, dtype=dtype, modules_to_save=["lm_head"])
+    with torch.no_grad():
+        for number, value in enumerate(weights(model, "default").values()):
+            value.fill_(number + 1.0)
+    for run in range(2):  # a second run keeps what is trained by then
+        assert keep_given(model, adapters, ds_config={}, dtype=dtype) == REFERENCE
+        own, kept = (list(weights(model, name).values()) for name in ("default", REFERENCE))
+        assert [float(value.flatten()[0]) for value in kept] == [1.0 + run, *range(2, len(own) + 1)]
+        assert all(map(torch.equal, own, kept)) and {value.dtype for value in kept} == {dtype}
+        assert all(value.requires_grad for value in own) and not any(value.requires_grad for value in kept)
+        with torch.no_grad():
+            own[0].add_(1.0)
+        assert not torch.equal(own[0], kept[0])
+    assert model.active_adapters() == ["default"]
+
+
+def test_a_plain_start_is_a_copy() -> None:
+    given = LoraConfig(init_lora_weights="gaussian")
+    assert plain_start(given).init_lora_weights is True and given.init_lora_weights == "gaussian"

@@ -1,0 +1,169 @@
+"""Small tables about runs: what a resume compares and suggests, requests of callbacks, advice, torn lines."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import TrainerState
+
+from alignment import CPOConfig, KTOConfig
+from alignment.config.errors import OptionError
+from alignment.engines.checkpoints.manifest import Manifest
+from alignment.engines.watch.requests import REQUESTS
+from alignment.engines.watch.stop import StopReason
+from alignment.reporting.html.page import _percent
+from alignment.reporting.log import _cut_torn_line
+from alignment.reporting.model_card import ModelCard
+from alignment.rewards.asking import _Round
+from alignment.training import callbacks
+from alignment.training.advice import about_learning_rate
+from alignment.training.callbacks import Decision, Events
+from alignment.training.checkpointing.present import Present
+from alignment.training.checkpointing.resume import Candidates, Checkpoint, _fitting, _only_this_run, check_same_run
+
+# Resuming ------------------------------------------------------------------------------------------------------------
+
+
+@given(window=st.integers(1, 48), micro=st.integers(1, 9), ranks=st.integers(1, 6))
+def test_suggested_settings_make_up_the_window(window: int, micro: int, ranks: int) -> None:
+    """With the largest micro-batch up to the current one."""
+    said = _fitting(window, micro, ranks)
+    if window % ranks:
+        assert said == f"a number of ranks that divides {window}"
+        return
+    values = {name: int(value) for name, _, value in (part.partition(": ") for part in said.split(" and "))}
+    size, steps = values.get("per_device_train_batch_size", micro), values["gradient_accumulation_steps"]
+    assert size * steps * ranks == window and ("per_device_train_batch_size" in values) == (size != micro)
+    assert not [other for other in range(size + 1, micro + 1) if window % (other * ranks) == 0]
+
+
+MANIFEST = Manifest("r", 4, "kto", 1, 0, 8, 50, True, {}, {"data": "a"}, {"beta": 0.1}, {})
+PRESENT = Present("kto", 8, 4, 50, {"data": "a"}, {"beta": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"total_steps": 51}, None),
+        ({"total_steps": 49}, "the number of steps was 50, is 49"),
+        ({"options": {"beta": 0.2}}, "beta was 0.1, is 0.2"),
+        ({"options": {}}, "beta was 0.1, is missing"),
+        ({"options": {"beta": 0.1, "x": "y"}}, "x was missing, is y"),
+        ({"fingerprints": {"data": "b"}}, "data was a, is b"),
+        ({"options": {"beta": 0.1, "metric_for_best_model": "loss"}}, None),
+    ],
+)
+def test_differences_between_a_run_and_its_checkpoint(changes: dict[str, Any], said: str | None) -> None:
+    told: list[str] = []
+    checkpoint, present = Checkpoint(Path("checkpoint-4"), MANIFEST), replace(PRESENT, **changes)
+    if said is not None:
+        with pytest.raises(OptionError, match="^resume_from_checkpoint: checkpoint-4 ") as caught:
+            check_same_run(checkpoint, present, anyway=False, tell=told.append)
+        assert said in str(caught.value)
+    check_same_run(checkpoint, present, anyway=True, tell=told.append)
+    assert told == ([] if said is None else [f"resume_anyway: {said}"])
+
+
+def test_another_window_is_never_accepted() -> None:
+    checkpoint = Checkpoint(Path("checkpoint-4"), MANIFEST)
+    with pytest.raises(
+        OptionError, match="a step has 9 rows on 1 rank, but had 8; set gradient_accumulation_steps: 2"
+    ):
+        check_same_run(checkpoint, replace(PRESENT, window=9), anyway=True, tell=print)
+
+
+@pytest.mark.parametrize(("log", "steps"), [("a", [5, 1]), ("b", [4]), (None, [5, 1]), ("of an earlier run", [5, 1])])
+def test_checkpoints_of_another_run_are_left_alone(log: str | None, steps: list[int]) -> None:
+    """The run is that of the log, otherwise that of the newest checkpoint."""
+    found = [
+        Checkpoint(Path(f"checkpoint-{step}"), replace(MANIFEST, run=run, step=step))
+        for step, run in ((5, "a"), (4, "b"), (1, "a"))
+    ]
+    candidates = Candidates(list(found))
+    _only_this_run(candidates, log)
+    assert [one.step for one in candidates.found] == steps and len(candidates.problems) == 3 - len(steps)
+
+
+# Callbacks and advice ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_requests_of_every_rank_count(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank's callbacks request a save and a log, and it was asked to stop by the user."""
+    events = Events(CPOConfig("out"), TrainerState(), [], None)
+    theirs = [0.0, 0.0, 1.0, 0.0, 1.0, float(StopReason.SIGINT)]
+    monkeypatch.setattr(callbacks, "world_size", lambda: ranks)
+    monkeypatch.setattr(
+        callbacks, "largest_numbers", lambda own: [max(pair) for pair in zip(own, theirs, strict=True)]
+    )
+    events.control.should_evaluate = True
+    REQUESTS.request(StopReason.SIGTERM)
+    try:
+        found = events.decide()
+    finally:
+        REQUESTS.forget()
+    if ranks == 1:
+        assert found == Decision(evaluate=True, leave=StopReason.SIGTERM)
+    else:
+        assert found == Decision(save=True, evaluate=True, log=True, leave=StopReason.SIGINT)
+        assert events.control.should_save and events.control.should_log and not events.control.should_epoch_stop
+    assert events.decide().leave == (None if ranks == 1 else StopReason.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("rate", "adapters", "inside"),
+    [(5e-7, False, True), (4.9e-7, False, False), (5e-6, False, True), (5.1e-6, False, False), (5e-6, True, True),
+     (4.9e-6, True, False), (5e-5, True, True), (5.1e-5, True, False)],
+)  # fmt: skip
+def test_learning_rates_of_models_and_adapters(rate: float, adapters: bool, inside: bool) -> None:
+    said = about_learning_rate(KTOConfig("out", learning_rate=rate), 0.1, adapters=adapters)
+    assert (said == []) == inside
+    assert inside or ("5e-06 to 5e-05" if adapters else "5e-07 to 5e-06") in said[0]
+
+
+# Files and pages -----------------------------------------------------------------------------------------------------
+
+
+@given(text=st.text(alphabet="ab\n", max_size=12), block=st.integers(1, 5))
+def test_only_an_incomplete_last_line_is_cut_off(
+    text: str, block: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "log.jsonl"
+    path.write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("alignment.reporting.log._BLOCK", block)
+        size = _cut_torn_line(path)
+    assert path.read_text() == text[: text.rfind("\n") + 1] and size == path.stat().st_size
+
+
+@pytest.mark.parametrize(("value", "shown"), [(0, "0%"), (0.01, "<1%"), (0.49, "<1%"), (0.51, "1%"), (100, "100%")])
+def test_shares_of_a_page(value: float, shown: str) -> None:
+    assert _percent(value) == shown
+
+
+def test_a_card_has_no_empty_sections() -> None:
+    known = dict.fromkeys(("base_model", "base_id", "method_title"))
+    names = ("papers", "datasets", "export", "training", "data")
+    card = ModelCard(
+        title="T", is_classifier=False, method="kto", results_of="", train={}, evaluation={}, versions={}, options={},
+        **known, **{name: [] for name in names},
+    )  # fmt: skip
+    lines = [line for line in card.text().splitlines() if line]
+    pairs = itertools.pairwise(lines)
+    assert not [one for one, other in pairs if one.startswith("## ") and other.startswith("## ")]
+    assert "## Versions" not in lines and "## Versions" in replace(card, versions={"torch": "2"}).text()
+
+
+def test_questions_stop_when_the_caller_has_left() -> None:
+    asked = _Round()
+    asked.answered()
+    assert not asked.hopeless
+    asked.leave()
+    assert asked.hopeless and asked.ended.is_set()
