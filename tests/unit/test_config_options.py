@@ -176,6 +176,7 @@ def test_wrong_type(name: str, given: Any, said: str) -> None:
         (CPOConfig, {"label_smoothing": 0.5}, ["label_smoothing=0.5", "less than 0.5"]),
         (CPOConfig, {"label_smoothing": 0.1, "loss_type": "ipo"}, ["label_smoothing=0.1", "loss_type='ipo'"]),
         (CPOConfig, {"simpo_gamma": 1.0}, ["simpo_gamma=1.0", "loss_type='sigmoid'", "simpo"]),
+        (CPOConfig, {"gamma_beta_ratio": 5}, ["gamma_beta_ratio=5.0", "loss_type='sigmoid'", "simpo, alphapo"]),
         (CPOConfig, {"cpo_alpha": -1}, ["cpo_alpha=-1.0"]),
         (CPOConfig, {"alpha": 0.1}, ["alpha=0.1", "length-normalized", "loss_type='sigmoid'"]),
         (CPOConfig, {"alpha": 0.1, "loss_type": "ipo"}, ["alpha=0.1", "loss_type='ipo'"]),

@@ -78,6 +78,15 @@ def test_a_template_without_new_tokens_adds_none(tmp_path: Path) -> None:
     assert tokenizer.chat_template == source.chat_template
 
 
+def test_a_template_in_a_file(tmp_path: Path) -> None:
+    path, template = tmp_path / "chat.jinja", "{{ messages[0]['content'] }}"
+    path.write_text(template)
+    own = word_tokenizer(WORDS)
+    tokenizer, vocabulary = with_options(own, SFTConfig("out", chat_template_path=str(path)), len(own))
+    assert tokenizer.chat_template == template and tokenizer.get_vocab() == own.get_vocab()
+    assert (tokenizer.eos_token, vocabulary.rows, vocabulary.new) == (own.eos_token, None, ())
+
+
 def adapted(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     return get_peft_model(AutoModelForCausalLM.from_config(tiny_config("untied"), dtype=dtype), config)
 
