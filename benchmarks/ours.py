@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +45,6 @@ def build(job: Job, rows: Dataset) -> AlignmentTrainer:
     options = {**job.options(), "deepspeed": f"zero{job.stage}"}
     if job.in_4bit:
         options["model_init_kwargs"] = {"quantization_config": job.quantization}
-    if job.max_length and "max_prompt_length" in {one.name for one in fields(config)}:
-        options["max_prompt_length"] = None  # TRL has no such limit
     return trainer(
         model=job.model,
         args=config(**options),

@@ -7,7 +7,7 @@ from typing import Any
 from alignment.config.dtypes import requested_dtype
 from alignment.config.errors import OptionError, did_you_mean, setting
 from alignment.config.fields import SaveStrategy, Strategy, words
-from alignment.config.options_data import PROMPT_LENGTH, SequenceOptions, check_mixture, tested_parts
+from alignment.config.options_data import SequenceOptions, check_mixture, tested_parts
 from alignment.config.options_faults import check_faults
 from alignment.config.options_model import REF_PLACEMENTS, check_adapters
 
@@ -254,11 +254,7 @@ def check_lengths(options: Any, rows_per_unit: int) -> None:
     at_least(options, 1, "max_prompt_length", "max_completion_length")
     if isinstance(options, SequenceOptions):
         at_least(options, 1, "num_completions_to_log", "max_new_tokens")
-    if options.max_length is None:
-        return
-    if options.max_prompt_length == PROMPT_LENGTH >= options.max_length:  # the default leaves no tokens to complete
-        options.max_prompt_length = options.max_length // 2
-    if options.max_tokens_per_batch is None:
+    if options.max_length is None or options.max_tokens_per_batch is None:
         return
     least = rows_per_unit * options.max_length
     if options.max_tokens_per_batch < least:

@@ -17,7 +17,6 @@ COLUMNS = (
     "prompt", "completion", "label", "chosen", "rejected", "margin", "tools", "chat_template_kwargs", "messages",
     "text",
 )  # fmt: skip
-PROMPT_LENGTH = 512
 MAPPED_COLUMNS = ("query", "system")  # read only if in `column_map`, as many datasets have unrelated such columns
 _ELSEWHERE = {
     "response": "completion",
@@ -117,16 +116,18 @@ class SequenceOptions:
     """Lengths in tokens, for methods that train on given completions."""
 
     TITLE: ClassVar[str] = "Lengths"
+    SHORTEN_PROMPTS: ClassVar[bool] = True  # whether the default of `max_prompt_length` cuts prompts of longer rows
 
     max_length: int | None = option(
         1024,
-        "Maximum length of prompt and completion together, in tokens. If `null`, the model's maximum.",
+        "Maximum length of prompt and completion together, in tokens. If `null`, the number of positions that the "
+        "model and the reference support; no limit if their configurations have none.",
         older=("max_seq_length",),
     )
     max_prompt_length: int | None = option(
-        PROMPT_LENGTH,
-        "Maximum length of the prompt, in tokens. If `null`, only `max_length` applies. Defaults to half of "
-        "`max_length` if that is 512 or less.",
+        None,
+        "Maximum length of the prompt, in tokens. If unset, only prompts of rows longer than `max_length` are cut, to "
+        "512 tokens, or to half of `max_length` if that is 512 or less.",
     )
     max_completion_length: int | None = option(
         None, "Maximum length of the completion, in tokens. If unset, only `max_length` applies."

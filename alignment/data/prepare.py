@@ -35,7 +35,7 @@ from alignment.data.tokenization import RowTokenizer
 from alignment.data.truncation import Limits
 from alignment.internals.transformers import tokenizer_options
 
-FORMAT_VERSION = 5  # increase it if the same input is tokenized or stored differently
+FORMAT_VERSION = 6  # increase it if the same input is tokenized or stored differently
 _ROWS = 1000  # rows hashed at a time; part of the hash
 _BATCH = 256  # rows per call of the tokenizer
 

@@ -133,8 +133,7 @@ class RowMapper:
         out: dict[str, list[Any]] = {name: [] for name in self.features}
         for job in jobs:
             ids = next(encoded) if job.source is not None else job.ids
-            fitted = None if ids is None else self._fitted(job, ids)
-            for record in self._records(job, fitted):
+            for record in self._records(job, ids):
                 for name, values in out.items():
                     values.append(record[name])
         return out
@@ -219,28 +218,29 @@ class RowMapper:
         completions: tuple[Text, ...] = tuple(one.completion for one in rows)
         return _Job(index, Source(rows[0].prompt, completions, place, rows[0].template), [one.label for one in rows])
 
-    def _records(self, job: _Job, fitted: Fitted | None) -> Iterator[dict[str, Any]]:
-        """Yield one record per label for KTO, otherwise one record for the row."""
+    def _records(self, job: _Job, ids: Encoded | None) -> Iterator[dict[str, Any]]:
+        """Yield one record per label for KTO, each truncated by itself, otherwise one record for the row."""
         if self.kind == "unpaired_preference":
             for number, label in enumerate(job.labels):
-                record, kept = self._record(job, fitted, slice(number, number + 1))
-                ids = kept.completions[number] if kept else []
+                one = None if ids is None else Encoded(ids.prompt, ids.completions[number : number + 1])
+                record, kept = self._record(job, one)
                 yield record | {
-                    "completion_ids": ids,
+                    "completion_ids": kept.completions[0] if kept else [],
                     "label": label,
-                    "prompt_key": prompt_key(record["prompt_ids"]),
+                    "prompt_key": prompt_key([] if ids is None else ids.prompt),  # the same however it is truncated
                 }
             return
-        record, kept = self._record(job, fitted, slice(None))
+        record, kept = self._record(job, ids)
         names = [name for name in _COMPLETIONS if name in self.features]
         if "scored" in self.features:
             record["first"] = job.first
             record["scored"] = None if job.scored is None or not kept else job.scored[: len(kept.completions[0])]
         yield record | job.stored | {name: kept.completions[i] if kept else [] for i, name in enumerate(names)}
 
-    def _record(self, job: _Job, fitted: Fitted | None, part: slice) -> tuple[dict[str, Any], Fitted | None]:
-        """Return the common fields for the completions in ``part``, and the IDs unless a completion is dropped."""
-        reasons = [job.dropped] if fitted is None else fitted.reasons[part]
+    def _record(self, job: _Job, ids: Encoded | None) -> tuple[dict[str, Any], Fitted | None]:
+        """Return the fields that all kinds have, and the truncated IDs unless a completion is dropped."""
+        fitted = None if ids is None else self._fitted(job, ids)
+        reasons = [job.dropped] if fitted is None else fitted.reasons
         dropped = next((reason for reason in reasons if reason), None)
         kept = None if dropped else fitted
         record = {
@@ -248,7 +248,7 @@ class RowMapper:
             "row": job.row,
             "dropped": dropped,
             "prompt_cut": bool(kept and kept.prompt_cut),
-            "completions_cut": sum(kept.cut[part]) if kept else 0,
+            "completions_cut": sum(kept.cut) if kept else 0,
         }
         return record, kept
 

@@ -12,11 +12,15 @@ NO_ROOM = "no space left for the completion (the prompt fills max_length)"
 NO_CONTEXT = "no context before the completion (empty prompt, and the tokenizer has no BOS or EOS token)"
 NO_START = "no tokens to start from (empty prompt, and the tokenizer has no BOS or EOS token)"
 TRUNCATION_MODES = ("keep_end", "keep_start")
+PROMPT_LENGTH = 512  # tokens of the prompt that are kept in a row longer than max_length
 
 
 @dataclass(frozen=True)
 class Limits:
     """Lengths in tokens, None for no limit. ``truncation_mode`` selects the end of a long prompt to keep.
+
+    Without ``max_prompt_length``, ``shorten_prompts`` cuts the prompt of a row that is longer than ``max_length``: to
+    512 tokens, or to half of ``max_length`` if that is 512 or less.
 
     Raises:
         OptionError: a length below 1, or an unknown mode.
@@ -26,6 +30,7 @@ class Limits:
     max_prompt_length: int | None = None
     max_completion_length: int | None = None
     truncation_mode: str = "keep_end"
+    shorten_prompts: bool = False
 
     def __post_init__(self) -> None:
         for key in ("max_length", "max_prompt_length", "max_completion_length"):
@@ -61,14 +66,15 @@ def fit(prompt: list[int], completions: Sequence[list[int]], limits: Limits, hea
         head: number of leading prompt tokens (BOS) that ``keep_end`` must preserve.
         alone: whether completions are allowed without a prompt.
     """
-    kept = _cut_prompt(prompt, limits, head)
-    room = len(max(completions, key=len, default=[])) if limits.max_length is None else limits.max_length - len(kept)
-    most = room if limits.max_completion_length is None else min(room, limits.max_completion_length)
+    limited = [completion[: limits.max_completion_length] for completion in completions]
+    longest = max(map(len, limited), default=0)
+    kept = _cut_prompt(prompt, _prompt_limit(len(prompt) + longest, limits), limits.truncation_mode, head)
+    room = longest if limits.max_length is None else limits.max_length - len(kept)
     fitted: list[list[int]] = []
     reasons: list[str | None] = []
-    for completion in completions:
+    for completion in limited:
         reason = EMPTY if not completion else NO_CONTEXT if not (kept or alone) else NO_ROOM if room < 1 else None
-        fitted.append([] if reason else completion[:most])
+        fitted.append([] if reason else completion[:room])
         reasons.append(reason)
     cut = [not reason and len(new) < len(old) for new, old, reason in zip(fitted, completions, reasons, strict=True)]
     return Fitted(kept, len(kept) < len(prompt), fitted, cut, reasons)
@@ -84,10 +90,17 @@ def fit_prompt(prompt: list[int], limits: Limits) -> Fitted:
     return Fitted(prompt, False, [], [], [reason])
 
 
-def _cut_prompt(prompt: list[int], limits: Limits, head: int) -> list[int]:
-    most = limits.max_prompt_length
+def _prompt_limit(row: int, limits: Limits) -> int | None:
+    """Return the maximum length of the prompt of a row of ``row`` tokens."""
+    most = limits.max_length
+    if limits.max_prompt_length is not None or not limits.shorten_prompts or most is None or row <= most:
+        return limits.max_prompt_length
+    return PROMPT_LENGTH if most > PROMPT_LENGTH else most // 2
+
+
+def _cut_prompt(prompt: list[int], most: int | None, mode: str, head: int) -> list[int]:
     if most is None or len(prompt) <= most:
         return prompt
-    if limits.truncation_mode == "keep_start" or most <= head:
+    if mode == "keep_start" or most <= head:
         return prompt[:most]
     return prompt[:head] + prompt[len(prompt) - (most - head) :]

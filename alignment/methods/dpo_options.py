@@ -48,6 +48,7 @@ class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentCo
             "https://arxiv.org/abs/2310.12036",
         ),
     }
+    SHORTEN_PROMPTS: ClassVar[bool] = False
 
     max_prompt_length: int | None = option(
         None, "Maximum length of the prompt, in tokens. If unset, only `max_length` applies."

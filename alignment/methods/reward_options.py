@@ -29,6 +29,7 @@ class RewardConfig(TokenizerOptions, SequenceOptions, RewardCompatibility, Align
         "": Paper("Rank Analysis of Incomplete Block Designs", "https://doi.org/10.2307/2334029"),
     }
     TRL_DEFAULTS: ClassVar[Mapping[str, str]] = {**AlignmentConfig.TRL_DEFAULTS, "learning_rate": "0.0001"}
+    SHORTEN_PROMPTS: ClassVar[bool] = False
 
     learning_rate: float = option(1e-5, "Peak learning rate.")
     max_prompt_length: int | None = option(

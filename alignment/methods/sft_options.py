@@ -36,6 +36,7 @@ class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentCo
         ),
     }
     TRL_DEFAULTS: ClassVar[Mapping[str, str]] = {**AlignmentConfig.TRL_DEFAULTS, "truncation_mode": "keep_start"}
+    SHORTEN_PROMPTS: ClassVar[bool] = False
 
     learning_rate: float = option(2e-5, "Peak learning rate.")
     max_prompt_length: int | None = option(

@@ -20,12 +20,12 @@ LEAST_RATE, MOST_RATE = 5e-7, 5e-6
 # Without Regret" (2025), https://thinkingmachines.ai/blog/lora/.
 ADAPTER_RATES = 10.0
 LEAST_WINDOW = 16
-MOST_LOST = 0.05  # share of rows that are dropped or have truncated completions
+MOST_LOST = 0.05  # share of rows that are dropped, or of truncated prompts or completions
 _EDGE = 1e-9  # relative tolerance, so that 4/3 as a decimal is accepted
 
 
 def about_rows(report: DataReport, completions: int = 1) -> list[str]:
-    """Warn if many rows are dropped, or many of their completions (``completions`` per row) have lost their end."""
+    """Warn if many rows are dropped, or many prompts or completions (``completions`` per row) are truncated."""
     found = []
     lost = {reason: count for reason, count in report.dropped.items() if reason != NOT_DRAWN}
     count = sum(lost.values())
@@ -34,6 +34,11 @@ def about_rows(report: DataReport, completions: int = 1) -> list[str]:
         remedy = "raise max_length, or lower max_prompt_length" if short else "check these rows"
         found.append(
             f"{count} of {report.rows_in} rows were dropped ({replace(report, dropped=lost).drops()}); {remedy}"
+        )
+    if report.prompts_cut > MOST_LOST * report.rows_out:
+        found.append(
+            f"{report.prompts_cut} of {report.rows_out} prompts are truncated, so their completions are learned "
+            "without part of the prompt; raise max_length, and max_prompt_length if it is set"
         )
     total = completions * report.rows_out
     if report.completions_cut > MOST_LOST * total:

@@ -19,7 +19,7 @@ from datasets import Dataset, IterableDataset
 
 from alignment.config.errors import DataError, OptionError, setting
 from alignment.config.options import AlignmentConfig
-from alignment.config.options_data import HasLengths, mixture_parts, tested_parts
+from alignment.config.options_data import HasLengths, SequenceOptions, mixture_parts, tested_parts
 from alignment.data.columns import stream_columns
 from alignment.data.mixture import Mixture, Part, mixed
 from alignment.data.packing.packs import Packing, Packs, pack_rows
@@ -159,6 +159,7 @@ def limits_of(options: AlignmentConfig, packing: Packing | None = None) -> Limit
         max_prompt_length=options.max_prompt_length,
         max_completion_length=options.max_completion_length,
         truncation_mode=options.truncation_mode,
+        shorten_prompts=isinstance(options, SequenceOptions) and options.SHORTEN_PROMPTS,
     )
 
 

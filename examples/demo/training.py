@@ -31,7 +31,6 @@ from examples.demo.folder import PreferenceSettings, RewardSettings, Settings
 from examples.demo.verdict import LORA_TARGETS, ONLINE_TARGETS, Targets
 
 MAX_LENGTH = 64  # tokens; the longest row has about 45, the longest request 17
-_WHOLE_PROMPTS: dict[str, Any] = {"max_prompt_length": None}  # Online DPO never truncates prompts
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,6 @@ def start_trainer(job: Job) -> SFTTrainer:
     args = SFTConfig(
         completion_only_loss=True,  # no loss on the requests
         **_shared(job),
-        **_WHOLE_PROMPTS,
         per_device_train_batch_size=start.batch,
         num_train_epochs=start.epochs,
         learning_rate=start.learning_rate,
@@ -116,16 +114,14 @@ def start_trainer(job: Job) -> SFTTrainer:
 def reward_trainer(job: Job) -> RewardTrainer:
     """Return the trainer of the reward model, which learns which of two responses is warm."""
     reward = job.settings.reward
-    args = RewardConfig(
-        **_shared(job), **_WHOLE_PROMPTS, **_one_pass(reward), center_rewards_coefficient=reward.centring
-    )
+    args = RewardConfig(**_shared(job), **_one_pass(reward), center_rewards_coefficient=reward.centring)
     return RewardTrainer(model=job.earlier("start"), args=args, train_dataset=job.rows)
 
 
 def kto_trainer(job: Job) -> KTOTrainer:
     """Return the KTO trainer."""
     kto = job.settings.kto
-    args = KTOConfig(**_shared(job), **_WHOLE_PROMPTS, **_one_pass(kto), beta=kto.beta, ref_placement="replica")
+    args = KTOConfig(**_shared(job), **_one_pass(kto), beta=kto.beta, ref_placement="replica")
     return KTOTrainer(model=job.earlier("start"), args=args, train_dataset=job.rows)
 
 
@@ -134,7 +130,6 @@ def kto_lora_trainer(job: Job) -> KTOTrainer:
     lora = job.settings.kto_lora
     args = KTOConfig(
         **_shared(job),
-        **_WHOLE_PROMPTS,
         **_one_pass(lora),
         beta=lora.beta,
         use_peft=True,
@@ -148,7 +143,7 @@ def kto_lora_trainer(job: Job) -> KTOTrainer:
 def cpo_trainer(job: Job) -> CPOTrainer:
     """Return the CPO trainer."""
     cpo = job.settings.cpo
-    args = CPOConfig(**_shared(job), **_WHOLE_PROMPTS, **_one_pass(cpo), beta=cpo.beta)
+    args = CPOConfig(**_shared(job), **_one_pass(cpo), beta=cpo.beta)
     return CPOTrainer(model=job.earlier("start"), args=args, train_dataset=job.rows)
 
 

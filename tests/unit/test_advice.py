@@ -132,4 +132,7 @@ def test_many_lost_rows() -> None:
     assert pairs.startswith("102 of 120 completions are truncated, ")
     assert about_rows(DataReport(60, 60, completions_cut=6), completions=2) == []  # 5 %, not 10 %
     (empty,) = about_rows(DataReport(10, 9, {"the completion is empty": 1}))
+    (prompts,) = about_rows(DataReport(200, 100, prompts_cut=6))
+    assert prompts.startswith("6 of 100 prompts are truncated")
+    assert about_rows(DataReport(200, 100, prompts_cut=5)) == []
     assert empty == "1 of 10 rows were dropped (1 × the completion is empty); check these rows"

@@ -269,7 +269,7 @@ def test_an_unknown_optimizer() -> None:
 def test_every_default_of_the_feature_list() -> None:
     kto, cpo = KTOConfig("out"), CPOConfig("out")
     for options in (kto, cpo):
-        assert (options.max_length, options.max_prompt_length, options.max_completion_length) == (1024, 512, None)
+        assert (options.max_length, options.max_prompt_length, options.max_completion_length) == (1024, None, None)
         assert (options.per_device_train_batch_size, options.gradient_accumulation_steps) == (8, 1)
         assert (options.learning_rate, options.num_train_epochs, options.max_grad_norm) == (1e-6, 3.0, 1.0)
         assert (options.lr_scheduler_type, options.logging_steps, options.seed) == ("linear", 10, 42)

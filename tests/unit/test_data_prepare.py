@@ -13,6 +13,7 @@ import pytest
 from data_tokenizers import CHATML, PLAIN, byte_tokenizer, char_tokenizer
 from datasets import Dataset
 
+from alignment import CPOConfig, DPOConfig, KTOConfig, RewardConfig, SFTConfig
 from alignment.config.errors import DataError, ModelError, OutputError
 from alignment.data import prepare as module
 from alignment.data.prepare import Prepared, cache_name, check_vocabulary, load_prepared, prepare
@@ -20,6 +21,7 @@ from alignment.data.report import DataReport
 from alignment.data.row_mapper import FEATURES, prompt_key
 from alignment.data.sources import dataset_from_python, load_split
 from alignment.data.truncation import Limits
+from alignment.training.data import limits_of
 
 KTO = [
     {"prompt": "xy", "completion": "cd", "label": True},
@@ -99,6 +101,66 @@ def test_a_single_completion_of_a_pair_may_be_dropped_only_for_kto(tmp_path: Pat
     assert paired.dataset["row"][:] == [1]
 
 
+def lengths(folder: Path, method: type[Any], prompt: int, sizes: list[int], **options: Any) -> list[tuple[int, ...]]:
+    """Return (prompt, completions) of the records of one row, in tokens; the row's lengths include EOS."""
+    texts = [letter * (size - 1) for letter, size in zip("cd", sizes)]
+    kinds: dict[Any, Any] = {KTOConfig: "unpaired_preference", SFTConfig: "prompt_completion"}
+    kinds |= {RewardConfig: "preference_margin"}
+    row: dict[str, Any] = {"prompt": "x" * prompt}
+    row |= dict(zip(("chosen", "rejected"), texts)) if len(sizes) == 2 else {"completion": texts[0], "label": True}
+    limits = limits_of(method("out", **options))
+    made = run([row], kinds.get(method, "preference"), folder, limits, tokenizer=char_tokenizer()).dataset
+    names = [name for name in made.column_names if name.endswith("_ids")]
+    return [tuple(len(record[name]) for name in names) for record in made]
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt", "completion", "expected"),
+    [
+        ({}, 900, 124, (900, 124)),  # the row has max_length tokens
+        ({}, 900, 125, (512, 125)),
+        ({}, 900, 600, (512, 512)),
+        ({}, 512, 600, (512, 512)),
+        ({}, 100, 1000, (100, 924)),
+        ({}, 1024, 2, (512, 2)),
+        ({"max_length": 513}, 600, 9, (512, 1)),
+        ({"max_length": 512}, 504, 8, (504, 8)),
+        ({"max_length": 512}, 504, 9, (256, 9)),
+        ({"max_length": 7}, 9, 9, (3, 4)),
+        ({"max_length": None}, 9000, 9000, (9000, 9000)),
+        ({"max_prompt_length": 512}, 900, 9, (512, 9)),  # an explicit limit always applies
+        ({"max_prompt_length": 200, "max_length": 256}, 240, 9, (200, 9)),
+        ({"max_prompt_length": 600}, 900, 600, (600, 424)),
+        ({"max_completion_length": 50}, 974, 90, (974, 50)),  # completions are cut first
+        ({"max_completion_length": 50}, 975, 90, (512, 50)),
+        ({"max_completion_length": 50, "max_prompt_length": 30}, 90, 90, (30, 50)),
+    ],
+)
+def test_prompts_are_cut_in_rows_that_are_too_long(
+    tmp_path: Path, options: dict[str, Any], prompt: int, completion: int, expected: tuple[int, int]
+) -> None:
+    assert lengths(tmp_path, KTOConfig, prompt, [completion], **options) == [expected]
+    longest, shorter = expected[1], min(expected[1], completion - completion // 2)
+    pair = lengths(tmp_path, CPOConfig, prompt, [completion - completion // 2, completion], **options)
+    assert pair == [(expected[0], shorter, longest)]
+
+
+def test_the_rows_of_a_pair_are_cut_separately_for_kto(tmp_path: Path) -> None:
+    assert lengths(tmp_path, KTOConfig, 900, [124, 125]) == [(900, 124), (512, 125)]
+    row = {"prompt": "x" * 900, "chosen": "c" * 123, "rejected": "d" * 124}
+    keys = run([row], "unpaired_preference", tmp_path, limits_of(KTOConfig("out"))).dataset["prompt_key"][:]
+    assert keys[0] == keys[1]  # still the same prompt, of which the other row cannot be the partner
+
+
+def test_other_methods_cut_prompts_by_an_explicit_limit_only(tmp_path: Path) -> None:
+    for method, sizes in ((DPOConfig, [600, 20]), (RewardConfig, [600, 20]), (SFTConfig, [600])):
+        cut = [min(size, 124) for size in sizes]
+        assert lengths(tmp_path, method, 900, sizes) == [(900, *cut)]
+        assert lengths(tmp_path, method, 900, sizes, max_prompt_length=512) == [(512, *[min(s, 512) for s in sizes])]
+        with pytest.raises(DataError, match="no space left"):
+            lengths(tmp_path, method, 1024, sizes)
+
+
 @pytest.mark.parametrize("kind", ["unpaired_preference", "preference"])
 def test_the_number_of_processes_does_not_matter(tmp_path: Path, kind: Any) -> None:
     rows = [
@@ -153,6 +215,7 @@ def test_the_cache_name_depends_on_all_inputs(tmp_path: Path) -> None:
         name(max_length=5),
         name(max_prompt_length=5),
         name(truncation_mode="keep_start"),
+        name(shorten_prompts=True),
         name(tokenizer=char_tokenizer(before=("<s>",))),
         name(tokenizer=char_tokenizer(eos=None)),
         name(tokenizer=char_tokenizer(merges=(("b", "c"),))),

@@ -10,7 +10,6 @@ import pytest
 from data_tokenizers import CHATML, PLAIN, char_tokenizer, readable_tokenizer
 from datasets import Dataset, IterableDataset
 
-from alignment import KTOConfig
 from alignment.config.errors import DataError, OptionError
 from alignment.data.batching import collate, collate_completion
 from alignment.data.prepare import Prepared, load_prepared, prepare
@@ -239,10 +238,3 @@ def test_generation_marks_of_a_template_are_used(tmp_path: Path) -> None:
 def test_a_reward_model_adds_no_context_to_completions(tmp_path: Path) -> None:
     row = made([{"prompt": "", "chosen": "a", "rejected": "b"}], tmp_path, "preference_margin").dataset[0]
     assert row["prompt_ids"] == [] and char_tokenizer().decode(row["chosen_ids"]) == "a</s>"
-
-
-def test_a_short_max_length_leaves_space_for_completions() -> None:
-    for given, prompt in ((1024, 512), (600, 512), (512, 256), (256, 128)):
-        assert KTOConfig(output_dir="out", max_length=given).max_prompt_length == prompt
-    assert KTOConfig(output_dir="out", max_length=256, max_prompt_length=200).max_prompt_length == 200
-    assert KTOConfig(output_dir="out", max_length=256, max_prompt_length=None).max_prompt_length is None

@@ -262,7 +262,7 @@ def test_options_set_after_the_trainer_was_created() -> None:
             "max_length",
             8,
             False,
-            "max_length=8: max_length, max_prompt_length changed after the trainer was created, too late",
+            "max_length=8: max_length changed after the trainer was created, too late",
         ),
         ("learning_rate", "fast", False, "learning_rate='fast'.*a number"),
     ):
