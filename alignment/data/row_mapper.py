@@ -138,17 +138,18 @@ class RowMapper:
                     values.append(record[name])
         return out
 
-    def _fitted(self, job: _Job, ids: Encoded) -> Fitted:
-        """Return a row's token IDs, truncated to the limits."""
+    def _fitted(self, job: _Job, ids: Encoded) -> list[Fitted]:
+        """Return a row's token IDs, truncated to the limits: one result for each record of :meth:`_records`."""
         if self.kind == "prompt_only":
-            return fit_prompt(ids.prompt, self.limits)
+            return [fit_prompt(ids.prompt, self.limits)]
         if self.kind == "prompt_completion" and job.source is not None:
             ids = self._learned(job, job.source, ids)
         head = self.tokenizer.head_length(ids.prompt)
-        if self.kind != "preference_margin":
-            return fit(ids.prompt, ids.completions, self.limits, head)
-        # The score is computed at the end of a sequence, so the first token needs no context.
-        return _apart(fit(ids.prompt, ids.completions, self.limits, head, alone=True), ids.completions)
+        if self.kind == "unpaired_preference":
+            parts = [fit(ids.prompt, [completion], self.limits, head) for completion in ids.completions]
+        else:  # a reward model scores the end of a sequence, so the first token needs no context
+            parts = [fit(ids.prompt, ids.completions, self.limits, head, alone=self.kind == "preference_margin")]
+        return _apart(parts, ids.completions)
 
     def _learned(self, job: _Job, source: Source, ids: Encoded) -> Encoded:
         """Split a row for SFT before the first token in the loss."""
@@ -221,25 +222,24 @@ class RowMapper:
     def _records(self, job: _Job, ids: Encoded | None) -> Iterator[dict[str, Any]]:
         """Yield one record per label for KTO, each truncated by itself, otherwise one record for the row."""
         if self.kind == "unpaired_preference":
-            for number, label in enumerate(job.labels):
-                one = None if ids is None else Encoded(ids.prompt, ids.completions[number : number + 1])
-                record, kept = self._record(job, one)
+            parts = [None] * len(job.labels) if ids is None else self._fitted(job, ids)
+            for label, part in zip(job.labels, parts, strict=True):
+                record, kept = self._record(job, part)
                 yield record | {
                     "completion_ids": kept.completions[0] if kept else [],
                     "label": label,
                     "prompt_key": prompt_key([] if ids is None else ids.prompt),  # the same however it is truncated
                 }
             return
-        record, kept = self._record(job, ids)
+        record, kept = self._record(job, None if ids is None else self._fitted(job, ids)[0])
         names = [name for name in _COMPLETIONS if name in self.features]
         if "scored" in self.features:
             record["first"] = job.first
             record["scored"] = None if job.scored is None or not kept else job.scored[: len(kept.completions[0])]
         yield record | job.stored | {name: kept.completions[i] if kept else [] for i, name in enumerate(names)}
 
-    def _record(self, job: _Job, ids: Encoded | None) -> tuple[dict[str, Any], Fitted | None]:
+    def _record(self, job: _Job, fitted: Fitted | None) -> tuple[dict[str, Any], Fitted | None]:
         """Return the fields that all kinds have, and the truncated IDs unless a completion is dropped."""
-        fitted = None if ids is None else self._fitted(job, ids)
         reasons = [job.dropped] if fitted is None else fitted.reasons
         dropped = next((reason for reason in reasons if reason), None)
         kept = None if dropped else fitted
@@ -253,9 +253,10 @@ class RowMapper:
         return record, kept
 
 
-def _apart(fitted: Fitted, whole: Sequence[list[int]]) -> Fitted:
-    """Mark a pair with identical completions as dropped, because neither can have the higher score."""
-    chosen, rejected = fitted.completions
-    if any(fitted.reasons) or chosen != rejected:
-        return fitted
-    return replace(fitted, reasons=[IDENTICAL if whole[0] == whole[1] else CUT_ALIKE] * 2)
+def _apart(parts: list[Fitted], whole: Sequence[list[int]]) -> list[Fitted]:
+    """Mark a pair with identical completions as dropped, because neither is the better one."""
+    sides = [(part.prompt, completion) for part in parts for completion in part.completions]
+    if len(sides) != 2 or sides[0] != sides[1] or any(reason for part in parts for reason in part.reasons):
+        return parts
+    reason = IDENTICAL if whole[0] == whole[1] else CUT_ALIKE
+    return [replace(part, reasons=[reason] * len(part.reasons)) for part in parts]

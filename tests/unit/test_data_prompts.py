@@ -238,18 +238,23 @@ def test_pairs_with_margins(tmp_path: Path) -> None:
     assert "margin" not in arranged(Dataset.from_list(rows), None, "preference", "data").column_names
 
 
-def test_a_reward_model_learns_nothing_from_equal_answers(tmp_path: Path) -> None:
-    pairs = [("c", "c"), ("ab c", "ab d"), ("c", "d"), ("", "")]
+@pytest.mark.parametrize("kind", ["preference_margin", "preference", "unpaired_preference"])
+def test_pairs_of_equal_completions_are_dropped(tmp_path: Path, kind: Any) -> None:
+    """As texts, as tokens, or as what truncation leaves of them; otherwise KTO would see one with both labels."""
+    pairs = [("c", "c"), ("ab c", "ab d"), ("c", "d"), ("", ""), ("d</s>", "d")]
     rows = [{"prompt": "p", "chosen": chosen, "rejected": rejected} for chosen, rejected in pairs]
-    tokenizer = char_tokenizer(eos=None)  # without it an empty answer is empty
-    limits = Limits(max_completion_length=2)
-    prepared = made(rows, tmp_path, "preference_margin", limits, tokenizer=tokenizer)
-    assert prepared.dataset["row"][:] == [2]
+    prepared = made(rows, tmp_path, kind, Limits(max_completion_length=2))
+    records = 2 if kind == "unpaired_preference" else 1
+    assert prepared.dataset["row"][:] == [2] * records
     assert prepared.report.dropped == {
-        "chosen and rejected are identical": 2,
-        "chosen and rejected are identical after truncation": 1,
+        "chosen and rejected are identical": 3 * records,
+        "chosen and rejected are identical after truncation": records,
     }
-    assert made(rows, tmp_path, "preference", limits, tokenizer=tokenizer).dataset["row"][:] == [1, 2]
+    same = {"prompt_ids": [4], "chosen_ids": [5, 6, 7], "rejected_ids": [5, 6, 8], "margin": 1.0}
+    if kind == "preference":
+        assert made([same, same | {"rejected_ids": [9]}], tmp_path, kind, Limits(max_length=3)).dataset["row"][:] == [
+            1
+        ]
 
 
 def test_margins_of_a_csv_file_and_under_another_name(tmp_path: Path) -> None:
