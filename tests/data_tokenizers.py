@@ -34,6 +34,7 @@ THINK = (  # as in Qwen3: an empty think block, in the generation prompt only if
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
+ENDED = CHATML.replace("{% endif %}", "{% else %}</s>{% endif %}")  # as in Phi-3: EOS ends the conversation
 THINK_OPEN = CHATML.replace(
     "assistant\n{% endif", "assistant\n<think>\n{% endif"
 )  # as in R1: only in the generation prompt

@@ -21,6 +21,7 @@ from alignment.data.messages import (
     Message,
     Text,
     check_same_kind,
+    completion_of,
     split_conversation,
     split_messages,
     split_texts,
@@ -133,7 +134,7 @@ def preference_row(row: Mapping[str, Any], where: str) -> Preference:
     for key in ("chosen", "rejected"):
         if row.get(key) is None:
             raise DataError(f"{where}: {key} is missing; every row must have chosen and rejected")
-    chosen, rejected = text_of(row, "chosen", where), text_of(row, "rejected", where)
+    chosen, rejected = completion_of(row, "chosen", where), completion_of(row, "rejected", where)
     check_same_kind(where, chosen=chosen, rejected=rejected)
     prompt = _prompt(row, where)
     if prompt is None:
@@ -252,7 +253,7 @@ def _answered(row: Mapping[str, Any], where: str) -> tuple[Text, Text]:
     prompt = _prompt(row, where)
     if prompt is None:
         raise DataError(f'{where}: prompt is missing; every row must have one (use "" or [] for an empty prompt)')
-    completion = text_of({"completion": None, **row}, "completion", where)
+    completion = completion_of({"completion": None, **row}, "completion", where)
     check_same_kind(where, prompt=prompt, completion=completion)
     if isinstance(prompt, list) and isinstance(completion, list):
         completion = without_prompt(prompt, completion)

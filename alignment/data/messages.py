@@ -18,6 +18,9 @@ HH_TURN = "\n\nAssistant:"  # the turn marker of Anthropic's HH dataset
 IDENTICAL = "chosen and rejected are identical"
 CUT_ALIKE = "chosen and rejected are identical after truncation"
 
+# Chat templates may know others, such as ipython.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
 Message = dict[str, Any]
 Text = str | list[Message]
 # ShareGPT's speaker names -> roles of chat templates.
@@ -119,6 +122,18 @@ def text_of(row: Mapping[str, Any], key: str, where: str) -> Text:
     return [_message(message, f"{where}: {key}[{number}]") for number, message in enumerate(value)]
 
 
+def completion_of(row: Mapping[str, Any], key: str, where: str) -> Text:
+    """Return the completion in column ``key``.
+
+    Raises:
+        DataError: see :func:`text_of`; or the last message is not the assistant's.
+    """
+    text = text_of(row, key, where)
+    if not isinstance(text, str) and text[-1]["role"] != "assistant":
+        raise DataError(f"{where}: the last message in {key} has role {show(text[-1]['role'])}; expected 'assistant'")
+    return text
+
+
 def check_same_kind(where: str, **texts: Text) -> None:
     """Check that two texts are both strings or both messages.
 
@@ -139,11 +154,9 @@ def split_conversation(row: Mapping[str, Any], key: str, where: str) -> tuple[li
     Raises:
         DataError: the value is not a conversation, or the last message is not the assistant's.
     """
-    text = text_of(row, key, where)
+    text = completion_of(row, key, where)
     if isinstance(text, str):
         raise DataError(f"{where}: {key} is {show(text)}; expected a list of {{role, content}} messages")
-    if text[-1]["role"] != "assistant":
-        raise DataError(f"{where}: the last message in {key} has role {show(text[-1]['role'])}; expected 'assistant'")
     return text[:-1], text[-1:]
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
-from alignment.config.errors import DataError, one_line
+from alignment.config.errors import DataError, did_you_mean, listing, one_line, show
 from alignment.data.formats import Text
-from alignment.data.messages import Message
+from alignment.data.messages import ROLES, Message
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class RowTokenizer:
         self._special = {i for i, (_, special) in self._added.items() if special} | set(tokenizer.all_special_ids)
         self._special.discard(getattr(tokenizer, "unk_token_id", None))  # represents text and does not end a turn
         self._blank: dict[int, bool] = {}
+        self._roles, self._distinguishes = set(ROLES), False
         if self.eos is None:
             logger.warning(
                 "tokenizer %s has no EOS token, so completions do not end with one; set tokenizer.eos_token", self.name
@@ -75,7 +77,8 @@ class RowTokenizer:
         """Return the token IDs of every source, with a single call of the tokenizer.
 
         Raises:
-            DataError: a row is conversational but there is no chat template, or the template fails.
+            DataError: a row is conversational but there is no chat template, or the template fails, renders every
+                row alike or does not know a role.
         """
         texts = [self._chat_texts(source) if _is_chat(source) else _plain_texts(source) for source in sources]
         flat = [text for group in texts for text in group]
@@ -131,14 +134,37 @@ class RowTokenizer:
     def _end_turn(self, ids: list[int], completion: Text) -> list[int]:
         """Ensure that the IDs end with the template's end-of-turn token, or with EOS if the template has none.
 
-        Whitespace after an end-of-turn token is removed, because generation stops before it.
+        What the template writes after an end-of-turn token is removed, because generation stops before it.
         """
+        closing = self._closing
+        if closing and ids[-len(closing) :] == closing:
+            return ids[: len(ids) - len(closing) + 1]
         end = len(ids)
         while end and self._is_blank(ids[end - 1]):
             end -= 1
         if end and self._ends_turn(ids[end - 1], completion):
             return ids[:end]
         return ids if self.eos is None else [*ids, self.eos]
+
+    @cached_property
+    def _closing(self) -> list[int]:
+        """The IDs from the end-of-turn token to the end of a conversation; empty if the template does not tell.
+
+        The token is the last one that also ends a turn before another one, unlike the EOS token with which some
+        templates (Phi-3's) end a conversation.
+        """
+        asked: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+        try:
+            texts = [
+                self.tokenizer.apply_chat_template(messages, tokenize=False).partition(_MARK)[2]
+                for messages in (asked, [*asked, asked[0]])
+            ]
+        except Exception:  # a template is user code and may raise anything
+            return []
+        last, inner = self.ids(texts)
+        shared = last[: common_length(last, [inner])]
+        ends = [place for place, token in enumerate(shared) if self._ends_turn(token, [{"content": ""}])]
+        return last[ends[-1] :] if ends else []
 
     def _ends_turn(self, token: int, completion: Text) -> bool:
         if token == self.eos or token in self._special:
@@ -171,6 +197,9 @@ class RowTokenizer:
                 "set tokenizer.chat_template, use an instruct model, or use rows with strings"
             )
         prompt: list[Any] = list(source.prompt)
+        for messages in (prompt, *source.completions):
+            self._check_roles(messages, source.place)
+        self._check_template([*prompt, *(source.completions[0] if source.completions else ())], source)
         fulls = [self.render(prompt + list(completion), source) for completion in source.completions]
         if not prompt:
             return [self.opening(source), *fulls]
@@ -179,6 +208,33 @@ class RowTokenizer:
         if prompt[-1]["content"] is None:  # a tool call: the completion starts with another turn
             return [self.render(prompt, source), *fulls]
         return [self.render(prompt, source, continue_final_message=True), *fulls]
+
+    def _check_roles(self, messages: Sequence[Any], place: str) -> None:
+        """Check that the roles are common ones, or that the chat template mentions them."""
+        for role in {message["role"] for message in messages} - self._roles:
+            template = str(self.tokenizer.chat_template)
+            if f"'{role}'" not in template and f'"{role}"' not in template:
+                raise DataError(
+                    f"{place}: role is {show(role)}; expected one of {listing(ROLES)}, or a role that the chat "
+                    f"template of tokenizer {self.name} mentions{did_you_mean(role, ROLES)}"
+                )
+            self._roles.add(role)
+
+    def _check_template(self, messages: Sequence[Any], source: Source) -> None:
+        """Check once that the chat template renders other contents differently."""
+        others = [message if message["content"] is None else {**message, "content": _MARK} for message in messages]
+        if self._distinguishes or others == messages:
+            return
+        try:
+            alike = self.render(messages, source) == self.render(others, source)
+        except DataError:  # a template that refuses some contents does not ignore them
+            return
+        if alike:
+            raise DataError(
+                f"{source.place}: the chat template of tokenizer {self.name} ignores the contents of messages, so it "
+                "renders every row alike; set another chat template"
+            )
+        self._distinguishes = True
 
     def opening(self, source: Source) -> str:
         """Return the text before the first message's content: the default system turn and the turn's header."""

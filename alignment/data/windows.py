@@ -63,6 +63,15 @@ class RowTable:
     def __len__(self) -> int:
         return len(self.prompt)
 
+    @property
+    def longest(self) -> int:
+        """The length of the longest possible sequence: of a row, or of its prompt with any mismatched completion."""
+        rows = int((self.prompt + self.completions.max(axis=1, initial=0)).max(initial=0))
+        if self.prompt_key is None:
+            return rows
+        mismatched = int(self.prompt.max(initial=0) + self.completions.max(initial=0))
+        return mismatched if self.max_length is None else max(rows, min(mismatched, self.max_length))
+
     def mismatched_completion(self, rows: Rows, partners: Rows) -> Rows:
         """Return the truncated length of the partner's completion after each row's prompt (0 without a partner)."""
         if not self.completions.shape[1]:

@@ -11,7 +11,7 @@ from alignment.data.batching import TokenIds
 from alignment.data.json_columns import PromptRow, prompt_row
 from alignment.engines.rollout.backend import Completion
 from alignment.engines.rollout.texts import continuations
-from alignment.rewards.samples import Samples, spoken
+from alignment.rewards.samples import Samples, continues, spoken
 from alignment.training.data import PreparedData
 
 
@@ -47,9 +47,9 @@ def described(
     found = []
     for row, prompt, group in zip(rows, prompts, completions, strict=True):
         source = prompt_row(data.dataset, row)
-        # A chat message is decoded alone. A continuation of text is decoded with its prompt, as many tokenizers drop
-        # its leading space.
-        before = list(prompt) if isinstance(source.prompt, str) else []
+        # A chat message is decoded alone. A continuation of text or of a message is decoded with its prompt, as many
+        # tokenizers drop its leading space.
+        before = list(prompt) if continues(source.prompt) else []
         texts = continuations(before, [list(completion.ids) for completion in group], tokenizer)
         found.append(Generated(row, source, data.place(row), tuple(prompt), tuple(group), tuple(texts)))
     return found

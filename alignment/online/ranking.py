@@ -11,7 +11,7 @@ from alignment.reporting.metrics import MetricSums
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
-from alignment.rewards.samples import in_groups, spoken
+from alignment.rewards.samples import in_groups, one_turn, spoken
 
 # Why a prompt gives no pair. A tie is dropped: training on it would favor whichever completion came first.
 TIED, IDENTICAL, UNSCORED, FAILED = "tied", "identical", "unscored", "failed"
@@ -173,9 +173,13 @@ class JudgeRanker:
     ) -> list[int | str]:
         """Return the judge's choice, or why there is none; identical texts are not sent to the judge."""
         asked = [n for n, pair in enumerate(pairs) if pair is not None and pair[0] != pair[1]]
+        shown = []
+        for number in asked:
+            prompt = groups[number].source.prompt
+            shown.append([one_turn(prompt, spoken(prompt, text)) for text in pairs[number] or ()])
         answers = self.judge.verdicts(
-            [groups[n].source.prompt for n in asked],
-            [[spoken(groups[n].source.prompt, text) for text in pairs[n] or ()] for n in asked],
+            [turns[0][0] for turns in shown],
+            [[completion for _, completion in turns] for turns in shown],
             seed,
             [groups[n].place for n in asked],
         )

@@ -127,13 +127,17 @@ def plan_engines(
     base = without_sections(base)
     dtypes = plan_dtypes(options, base)
     world, width = world_size(), _width(policy)
-    shared: dict[str, Any] = {
-        "dtypes": dtypes,
-        "world_size": world,
-        "micro_batch": options.per_device_train_batch_size,
-    }
     # Evaluation alone needs no optimizer: use a frozen engine with the placement of the policy's parameters.
-    alone = plan_frozen(options, "", placement=placement_of(base), deepspeed=None, hidden_size=width, **shared)
+    alone = plan_frozen(
+        options,
+        "",
+        placement=placement_of(base),
+        deepspeed=None,
+        dtypes=dtypes,
+        world_size=world,
+        hidden_size=width,
+        micro_batch=options.per_device_train_batch_size,
+    )
     config = policy_config(options, base, dtypes, world, width)
     plan = EnginePlan(dtypes, policy, config, alone.ds_config, None, notes=tuple(notes))
     stage = int(config["zero_optimization"]["stage"])
@@ -152,13 +156,30 @@ def plan_engines(
     adapters = plan_adapters(
         options, policy, peft_config=peft_config, live=live, quantization=quantization, stage=stage
     )
-    plan = replace(plan, source=policy, adapters=adapters)
+    return with_reference(options, replace(plan, source=policy, adapters=adapters), reference, own)
+
+
+def with_reference(
+    options: AlignmentConfig, plan: EnginePlan, reference: ModelSource | None, own: bool, longest: int | None = None
+) -> EnginePlan:
+    """Place the reference on the GPUs. Collective.
+
+    Args:
+        options: options of the run.
+        plan: the plan of the policy.
+        reference: the reference's model; None for a method without one.
+        own: whether it is the initial policy.
+        longest: tokens of the longest sequence; None if the rows are unknown.
+
+    Raises:
+        OptionError: options of the reference that are not supported.
+    """
     if reference is not None or isinstance(options, OnlineOptions):
-        plan = replace(plan, cards=_cards(options, plan))
-    return replace(plan, reference=_planned_reference(options, plan, reference, own, shared))
+        plan = replace(plan, cards=_cards(options, plan, longest))
+    return replace(plan, reference=_planned_reference(options, plan, reference, own))
 
 
-def _cards(options: AlignmentConfig, plan: EnginePlan) -> Cards | None:
+def _cards(options: AlignmentConfig, plan: EnginePlan, longest: int | None) -> Cards | None:
     """Return the GPUs with the memory that training uses; None without GPUs or if sizes are unknown. Collective."""
     card = smallest_card()
     trained = None if card is None else census(plan.source)
@@ -173,12 +194,13 @@ def _cards(options: AlignmentConfig, plan: EnginePlan) -> Cards | None:
         ranks=ranks,
         bits=None if quantization is None else quantization.bits,
         trained=None if plan.adapters is None else plan.adapters.trained,
+        longest=longest,
     )
     return Cards(options, use, plan.compute.itemsize, ranks, card)
 
 
 def _planned_reference(
-    options: AlignmentConfig, plan: EnginePlan, reference: ModelSource | None, own: bool, shared: dict[str, Any]
+    options: AlignmentConfig, plan: EnginePlan, reference: ModelSource | None, own: bool
 ) -> ReferencePlan | AdapterReferencePlan | None:
     """Plan the reference; ``own``: it is the initial policy."""
     policy, adapters, cards = plan.source, plan.adapters, plan.cards
@@ -203,7 +225,9 @@ def _planned_reference(
         placement=asked if choice is None else choice.placement,
         deepspeed=options.ref_deepspeed,
         hidden_size=_width(reference),
-        **shared,
+        dtypes=plan.dtypes,
+        world_size=world_size(),
+        micro_batch=options.per_device_train_batch_size,
     )
     if cards is not None and not by_size and not precomputed:
         cards.take(reference, bits, frozen.placement.name)

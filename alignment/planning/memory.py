@@ -132,6 +132,7 @@ def use_of_policy(
     ranks: int,
     bits: int | None = None,
     trained: int | None = None,
+    longest: int | None = None,
 ) -> Use:
     """Return an upper bound of the memory that training uses on each GPU.
 
@@ -143,6 +144,7 @@ def use_of_policy(
         ranks: number of ranks.
         bits: bits of quantized base weights; None if they are in the compute dtype.
         trained: number of adapter parameters; None if the full model is trained.
+        longest: tokens of the longest sequence; None if the rows are unknown.
     """
     at = situation_of(ds_config, ranks, micro_batches=1, checkpointing=bool(options.gradient_checkpointing))
     itemsize: int = getattr(torch, dtypes.compute).itemsize
@@ -153,7 +155,8 @@ def use_of_policy(
         if isinstance(options, OnlineOptions) and options.ds3_gather_for_generation is not False:
             gathered = weights
         weights = _live(policy, itemsize) + (0 if at.weights_offloaded else weights / ranks)
-    return Use(weights + _step(own, dtypes, at, step_bytes(options)), _work(options, policy, itemsize), gathered)
+    work = _work(options, policy, itemsize, longest)
+    return Use(weights + _step(own, dtypes, at, step_bytes(options)), work, gathered)
 
 
 def _step(trained: int, dtypes: DtypePlan, at: Situation, states: float) -> float:
@@ -179,9 +182,11 @@ def _live(model: Census, itemsize: int) -> float:
     return float(itemsize * (_LIVE_LAYERS * model.layer + model.widest))
 
 
-def _work(options: AlignmentConfig, policy: Census, itemsize: int) -> float:
+def _work(options: AlignmentConfig, policy: Census, itemsize: int, longest: int | None) -> float:
     """Return the bytes of activations and head tiles of two sequences per row: a pair, or a row and its mismatch."""
-    longest = min(options.max_length or _LONGEST if isinstance(options, HasLengths) else _LONGEST, policy.positions)
+    if longest is None:
+        limit = options.max_length if isinstance(options, HasLengths) else None
+        longest = min(limit or _LONGEST, policy.positions)
     tokens = 2 * options.per_device_train_batch_size * longest
     layer = (29 + 8 * policy.inner / policy.hidden) * policy.hidden * itemsize / 2
     kept = 2 * policy.hidden * itemsize / 2 if options.gradient_checkpointing else layer

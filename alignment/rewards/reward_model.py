@@ -28,7 +28,7 @@ from alignment.models.quantization import plan_quantization
 from alignment.models.source import ModelSource, model_source
 from alignment.models.tasks import CLASSIFIER
 from alignment.rewards.callables import raise_together
-from alignment.rewards.samples import Samples, spoken
+from alignment.rewards.samples import Samples, one_turn, spoken
 
 Place: TypeAlias = Callable[[ModelSource, int | None], tuple[str, str] | None]
 
@@ -138,7 +138,8 @@ class ClassifierReward:
                 f"reward_processing_class: {place} is conversational, but the reward model's tokenizer "
                 f"{self.rows.name} has no chat template; set its chat_template, or use prompts that are strings"
             )
-        self.rows.encode([Source(prompt, (spoken(prompt, "a"),), place, template)])
+        prompt, completion = one_turn(prompt, spoken(prompt, "a"))
+        self.rows.encode([Source(prompt, (completion,), place, template)])
 
     def build(self) -> FrozenEngine:
         """Return the engine, and build it on the first call. Collective.
@@ -184,9 +185,10 @@ class ClassifierReward:
 
     def _tokenized(self, samples: Samples) -> list[list[int]]:
         """Return the token IDs of prompt + completion, truncated on the right to the positions of the model."""
-        rows = zip(samples.prompts, samples.completions, samples.places, samples.template, strict=True)
+        turns = map(one_turn, samples.prompts, samples.completions)
+        rows = zip(turns, samples.places, samples.template, strict=True)
         encoded = self.rows.encode(
-            [Source(prompt, (text,), place, template) for prompt, text, place, template in rows]
+            [Source(prompt, (text,), place, template) for (prompt, text), place, template in rows]
         )
         whole = [[*row.prompt, *row.completions[0]] for row in encoded]
         self.truncated = sum(len(ids) > self._longest for ids in whole)

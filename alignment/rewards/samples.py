@@ -15,7 +15,8 @@ class Samples:
 
     Attributes:
         prompts: (S,) the user's strings or lists of messages.
-        completions: (S,) a string, or a list with one assistant message for a conversational prompt.
+        completions: (S,) a string, or a list with one assistant message for a conversational prompt; only the
+            generated text, also if it continues the prompt's last message.
         completion_ids: (S,) generated token IDs, including the token that ended the completion.
         ended: (S,) whether the completion ended with an end token rather than at ``max_new_tokens``.
         columns: additional columns of the dataset by name, each with S values.
@@ -63,6 +64,21 @@ class RewardSource(Protocol):
 def spoken(prompt: Text, text: str) -> Text:
     """Return a completion in the form of its prompt: the text itself, or a list with one assistant message."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def continues(prompt: Text) -> bool:
+    """Whether a completion of the prompt continues its text, or its last message if that is the assistant's."""
+    if isinstance(prompt, str):
+        return True
+    return bool(prompt) and prompt[-1]["role"] == "assistant" and prompt[-1]["content"] is not None
+
+
+def one_turn(prompt: Text, completion: Text) -> tuple[Text, Text]:
+    """Move an assistant message that the completion continues from the prompt to the start of the completion."""
+    if isinstance(prompt, str) or isinstance(completion, str) or not continues(prompt):
+        return prompt, completion
+    text = prompt[-1]["content"] + completion[0]["content"]
+    return prompt[:-1], [{**prompt[-1], "content": text}]
 
 
 def in_groups(values: Sequence[Any], size: int) -> list[list[Any]]:

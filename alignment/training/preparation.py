@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from alignment.config.errors import OptionError
+from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
+from alignment.config.options_online import OnlineOptions
 from alignment.config.translated import accelerate, sections
 from alignment.data.windows import WindowSampler
 from alignment.engines.optimizers import check_optimization
@@ -16,7 +17,7 @@ from alignment.engines.watch.retries import Retries
 from alignment.models.adapters.merged import merge_live
 from alignment.models.source import ModelSource
 from alignment.models.vocabulary import Vocabulary
-from alignment.planning.engines import check_alike, plan_engines
+from alignment.planning.engines import check_alike, plan_engines, with_reference
 from alignment.training.advice import about_rows, about_steps
 from alignment.training.arguments import (
     balancing_coefficient,
@@ -132,10 +133,26 @@ class TrainerPreparation:
             name: self._prepare(source, args.max_eval_samples, f"eval_dataset{f' {name}' if name else ''}")
             for name, source in named_datasets(eval_dataset).items()
         }
-        for data in (self.train_data, *self.eval_data.values()):
-            if data is not None:
-                self.resources.check_data(data)
+        prepared = [data for data in (self.train_data, *self.eval_data.values()) if data is not None]
+        for data in prepared:
+            self.resources.check_data(data)
         self._check_evaluation()
+        self._plan_for(max((data.table.longest for data in prepared), default=0))
+
+    def _plan_for(self, longest: int) -> None:
+        """Place the reference again, now that the longest sequence is known, and check the token budget."""
+        args, plan = self.args, self.engine_plan
+        least, budget = longest * max(1, len(self.method.completions)), args.max_tokens_per_batch
+        if budget is not None and budget < least:
+            raise OptionError(
+                f"{setting('max_tokens_per_batch', budget)}: too small for sequences of up to {longest} tokens; set "
+                f"at least {least}, or max_length"
+            )
+        # Online methods generate their sequences, of up to max_length tokens.
+        if longest and plan.cards is not None and not isinstance(args, OnlineOptions):
+            reference = self.reference_source if self.method.needs_reference else None
+            own = reference is self.policy_source
+            self.engine_plan = with_reference(args, plan, reference, own, longest)
 
     def _check_evaluation(self) -> None:
         args = self.args

@@ -106,6 +106,24 @@ def test_conversations_use_its_own_template(tmp_path: Path) -> None:
     reward.close()
 
 
+def test_a_completion_that_continues_the_prompt_is_one_turn(tmp_path: Path) -> None:
+    path = make_classifier(tmp_path / "reward", seed=1)
+    tokenizer = char_tokenizer(template=TOOLS)
+    reward = source(path, tmp_path, tokenizer)
+    start: list[Any] = [{"role": "user", "content": "what time"}, {"role": "assistant", "content": "it is"}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "clock"}}]}
+    prompts = [start, [*start[:1], call], start[1:]]
+    texts = [
+        "<|im_start|>user\nwhat time<|im_end|>\n<|im_start|>assistant\nit is late<|im_end|>\n",
+        tokenizer.apply_chat_template([start[0], call, *spoken(start, " late")], tokenize=False),
+        "<|im_start|>assistant\nit is late<|im_end|>\n",
+    ]
+    found = reward.score(samples(prompts, [" late"] * 3))
+    assert found == pytest.approx(own_scores(path, texts, tokenizer), rel=1e-5)
+    reward.check(start, "row 1", {})
+    reward.close()
+
+
 def test_a_model_that_is_passed_twice_counts_once(tmp_path: Path) -> None:
     path = make_classifier(tmp_path / "reward", seed=1)
 

@@ -60,7 +60,7 @@ def test_implicit_prompt_of_strings(chosen: str, rejected: str, expected: tuple[
         ([S, U, A], [S, U, B], ([S, U], [A], [B])),
         ([U, A], [V, B], ([], [U, A], [V, B])),
         ([A], [B], ([], [A], [B])),
-        ([U], [U, A], ([], [U], [U, A])),
+        ([A], [A, V, B], ([], [A], [A, V, B])),
         ([U, A], [U, A, V, B], ([U], [A], [A, V, B])),
         ([U, A, V, A], [U, A], ([U], [A, V, A], [A])),
     ],
@@ -69,7 +69,7 @@ def test_implicit_prompt_of_conversations(chosen: Any, rejected: Any, expected: 
     assert preference_row({"chosen": chosen, "rejected": rejected}, "row 1") == Preference(*expected)
 
 
-@pytest.mark.parametrize("same", ["one two", "", [U], [U, A]])
+@pytest.mark.parametrize("same", ["one two", "", [A], [U, A]])
 def test_identical_completions_without_prompt_are_dropped(same: Any) -> None:
     for convert in (preference_row, unpaired_rows):
         with pytest.raises(DropRow) as caught:
@@ -101,7 +101,7 @@ def test_explicit_prompts() -> None:
     assert kept == Preference("a b", "a b c", "a b d")  # strings are unchanged
     repeated = preference_row({"prompt": [S, U], "chosen": [S, U, A], "rejected": [B]}, "row 1")
     assert repeated == Preference([S, U], [A], [B])
-    assert preference_row({"prompt": [U], "chosen": [U], "rejected": [B]}, "row 1") == Preference([U], [U], [B])
+    assert preference_row({"prompt": [A], "chosen": [A], "rejected": [B]}, "row 1") == Preference([A], [A], [B])
     [row] = unpaired_rows({"prompt": [U], "completion": [U, A], "label": True}, "row 1")
     assert row == UnpairedPreference([U], [A], True)
 

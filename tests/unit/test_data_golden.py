@@ -19,7 +19,7 @@ import pytest
 if __name__ == "__main__":
     sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
-from data_tokenizers import CHATML, DEFAULT_SYSTEM, MARKED, PLAIN, THINK, THINK_OPEN, TOOLS, readable_tokenizer  # noqa: E402
+from data_tokenizers import CHATML, DEFAULT_SYSTEM, ENDED, MARKED, PLAIN, THINK, THINK_OPEN, TOOLS, readable_tokenizer  # noqa: E402
 from datasets import Dataset, DatasetDict  # noqa: E402
 
 from alignment.data.prepare import load_prepared, prepare  # noqa: E402
@@ -45,6 +45,7 @@ TOKENIZERS: dict[str, Any] = {
     "role: content lines, which end no turn": {"template": PLAIN},
     "ChatML with a default system turn": {"template": DEFAULT_SYSTEM},
     "ChatML with tools": {"template": TOOLS},
+    "ChatML that ends conversations with EOS": {"template": ENDED},
     "think block in every last answer": {"template": THINK},
     "think block opened by the generation prompt": {"template": THINK_OPEN},
 }
@@ -108,6 +109,7 @@ CASES = [
     labeled("KTO, messages", "ChatML", [USER], [GOOD]),
     labeled("KTO, messages", "ChatML that adds BOS", [USER], [GOOD]),
     labeled("KTO, messages", "role: content lines, which end no turn", [USER], [GOOD]),
+    labeled("KTO, messages", "ChatML that ends conversations with EOS", [USER, BAD, USER], [GOOD]),
     labeled("KTO, one message that is not in a list", "ChatML", [USER], GOOD),
     labeled("KTO, empty list as prompt", "ChatML", [], [GOOD]),
     labeled("KTO, system turn", "ChatML with a default system turn", [said("system", "say yes"), USER], [GOOD]),
@@ -191,6 +193,7 @@ CASES = [
     ),
     pair("CPO, Anthropic's HH texts", "no template, BOS", chosen=f"{HH} {A}", rejected=f"{HH} {B}"),
     pair("CPO, messages", "ChatML", prompt=[USER], chosen=[GOOD], rejected=[BAD]),
+    pair("CPO, messages", "ChatML that ends conversations with EOS", prompt=[USER], chosen=[GOOD], rejected=[BAD]),
     pair("CPO, messages without a prompt", "ChatML", chosen=[USER, GOOD], rejected=[USER, BAD]),
     pair("CPO, single messages without a prompt", "ChatML", chosen=[GOOD], rejected=[BAD]),
     pair("CPO, answers that repeat the prompt", "ChatML", prompt=[USER], chosen=[USER, GOOD], rejected=[USER, BAD]),
@@ -247,6 +250,19 @@ CASES = [
         rules=RowRules(assistant_only=True),
     ),
     Case(
+        "SFT, a conversation",
+        "prompt_completion",
+        "ChatML that ends conversations with EOS",
+        ({"messages": [USER, GOOD]},),
+    ),
+    Case(
+        "SFT, what the assistant says",
+        "prompt_completion",
+        "ChatML that ends conversations with EOS",
+        ({"messages": [USER, BAD, USER, GOOD]},),
+        rules=RowRules(assistant_only=True),
+    ),
+    Case(
         "SFT, what the assistant says in a completion of several turns",
         "prompt_completion",
         "ChatML",
@@ -265,11 +281,18 @@ CASES = [
         "ChatML",
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD], "margin": 0.5},),
     ),
+    Case(
+        "Reward model, messages",
+        "preference_margin",
+        "ChatML that ends conversations with EOS",
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]},),
+    ),
     asked("Online DPO, a string", "no template, no BOS", U),
     asked("Online DPO, a string", "no template, BOS", U),
     asked("Online DPO, empty prompt", "no template, BOS", ""),
     asked("Online DPO, empty prompt and no BOS", "no template, no BOS", ""),
     asked("Online DPO, messages", "ChatML", [USER]),
+    asked("Online DPO, messages", "ChatML that ends conversations with EOS", [USER]),
     asked("Online DPO, one message that is not in a list", "ChatML that adds BOS", USER),
     asked("Online DPO, empty list as prompt", "ChatML", []),
     asked("Online DPO, the template's own system turn", "ChatML with a default system turn", [USER]),

@@ -19,6 +19,7 @@ from alignment.data.truncation import Limits
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
 CALLING = {"role": "assistant", "content": None, "tool_calls": CALLS}
 USER = {"role": "user", "content": "hi"}
+ANSWER = [{"role": "assistant", "content": "a"}]
 
 
 def message(value: dict[str, Any]) -> dict[str, Any]:
@@ -96,6 +97,65 @@ def test_conversations_end_with_the_assistant() -> None:
     for messages, said in (([USER], "has role 'user' .* expected 'assistant'"), ("hi", "messages is 'hi'")):
         with pytest.raises(DataError, match=f"^row 1: .*{said}"):
             split_conversation({"messages": messages}, "messages", "row 1")
+
+
+@pytest.mark.parametrize("ending", ["user", "asistant"])
+@pytest.mark.parametrize(
+    ("kind", "rows", "key"),
+    [
+        ("unpaired_preference", {"prompt": [USER], "completion": 0, "label": True}, "completion"),
+        ("unpaired_preference", {"prompt": [USER], "chosen": 1, "rejected": 0}, "rejected"),
+        ("prompt_completion", {"prompt": [USER], "completion": 0}, "completion"),
+        ("preference", {"prompt": [USER], "chosen": 0, "rejected": 1}, "chosen"),
+        ("preference", {"prompt": "hi", "chosen": 1, "rejected": 0}, "rejected"),
+        ("preference", {"chosen": 0, "rejected": 1}, "chosen"),  # with the prompt, and both end with the same message
+        ("preference_margin", {"chosen": 1, "rejected": 0}, "rejected"),
+    ],
+)
+def test_completions_end_with_the_assistant(
+    tmp_path: Path, kind: Any, rows: dict[str, Any], key: str, ending: str
+) -> None:
+    answers = [[USER, {"role": "assistant", "content": text}] for text in "ab"]
+    answers[0] = [*answers[0], {"role": ending, "content": "c"}]
+    row = {name: answers[value] if value in (0, 1) and name != "label" else value for name, value in rows.items()}
+    good = {**row, key: answers[1][:1] + [{"role": "assistant", "content": "d"}]}
+    with pytest.raises(DataError, match=f"^data, row 2: the last message in {key} has role {ending!r}"):
+        prepare(dataset_from_python([good, row]), kind, byte_tokenizer(), Limits(), "data", tmp_path, progress=False)
+
+
+def test_unknown_roles_are_refused(tmp_path: Path) -> None:
+    def made(role: str, template: str = CHATML, **more: Any) -> int:
+        rows = [{"prompt": [USER], "completion": ANSWER, "label": True}]
+        rows += [{**rows[0], "prompt": [USER, {"role": role, "content": "a"}], **more}]
+        tokenizer = byte_tokenizer(template=template)
+        path = prepare(
+            dataset_from_python(rows), "unpaired_preference", tokenizer, Limits(), "data", tmp_path, progress=False
+        )
+        return len(load_prepared(path).dataset)
+
+    for role in ("system", "developer", "user", "assistant", "tool", "function"):
+        assert made(role) == 2
+    python = "{% if messages[0].role == 'ipython' %}{% endif %}" + CHATML
+    assert made("ipython", python) == 2
+    with pytest.raises(DataError, match="^data, row 2: role is 'python'"):
+        made("python", python)
+    for role, near in (("usre", "user"), ("use", "user"), ("Assistant", "assistant"), ("ipython", None), ("", None)):
+        with pytest.raises(DataError, match=f"^data, row 2: role is {role!r}") as caught:
+            made(role)
+        assert str(caught.value).endswith(f"did you mean {near!r}?") is (near is not None)
+    with pytest.raises(DataError, match="^data, row 2: role is 'usre'"):
+        made("user", completion=[{"role": "usre", "content": "a"}, ANSWER[0]])
+
+
+@pytest.mark.parametrize("template", ["the same", "{% for m in messages %}{{ m.role }}{% endfor %}"])
+@pytest.mark.parametrize("kind", ["unpaired_preference", "preference", "preference_margin", "prompt_only"])
+def test_a_template_that_renders_every_row_alike_is_refused(tmp_path: Path, kind: Any, template: str) -> None:
+    other = [{**ANSWER[0], "content": "other"}]
+    row = {"prompt": [USER], "completion": ANSWER, "label": True} if kind == "unpaired_preference" else {}
+    row = row or {"prompt": [USER], **({} if kind == "prompt_only" else {"chosen": ANSWER, "rejected": other})}
+    with pytest.raises(DataError, match="^data, row 1: the chat template .* renders every row alike"):
+        tokenizer = byte_tokenizer(template=template)
+        prepare(dataset_from_python([row]), kind, tokenizer, Limits(), "data", tmp_path, progress=False)
 
 
 def test_template_variables_may_be_json_strings() -> None:

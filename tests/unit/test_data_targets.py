@@ -161,8 +161,9 @@ def test_columns_that_may_or_may_not_contain_the_prompt_are_refused(labels: Any,
 
 def test_a_reward_model_uses_the_complete_template(tmp_path: Path) -> None:
     tokenizer = readable_tokenizer(template=CHATML)
-    row = made([{"chosen": SAID, "rejected": [SAID[0], SAID[0]]}], tmp_path, "preference_margin", tokenizer).dataset[0]
-    for name, messages in (("chosen_ids", SAID), ("rejected_ids", [SAID[0], SAID[0]])):
+    other = [SAID[0], {**SAID[-1], "content": "no"}]
+    row = made([{"chosen": SAID, "rejected": other}], tmp_path, "preference_margin", tokenizer).dataset[0]
+    for name, messages in (("chosen_ids", SAID), ("rejected_ids", other)):
         assert row["prompt_ids"] + row[name] == tokenizer.apply_chat_template(messages)["input_ids"]
 
 

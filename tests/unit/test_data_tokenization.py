@@ -128,6 +128,25 @@ def test_end_of_turn_token_without_the_special_flag() -> None:
     assert golden(plain, [user("x")], [assistant("c<|im_end|>")])[1] == " |c|<|im_end|>|\n|</s>"
 
 
+@pytest.mark.parametrize(
+    ("turn", "end", "expected"),
+    [
+        ("<|im_end|>\n", "</s>", "c|<|im_end|>"),  # Phi-3
+        ("<|im_end|>\n", "see <|im_start|>\n</s>", "c|<|im_end|>"),
+        ("[gMASK]<|im_end|>", "", "c|[gMASK]|<|im_end|>"),  # Command R7B: two tokens end every turn
+        ("[gMASK]<|im_end|>", "\n</s>", "c|[gMASK]|<|im_end|>"),
+        ("{% if loop.last and m.role == 'assistant' %}</s>{% else %}<|im_end|>{% endif %}", "", "c|</s>"),  # gpt-oss
+        ("\n", "</s>", "c|\n|</s>"),
+    ],
+)
+@pytest.mark.parametrize("content", ["c", "c<|im_end|>c"])
+def test_a_completion_ends_with_its_turn(turn: str, end: str, expected: str, content: str) -> None:
+    template = "{% for m in messages %}{{ m.content }}TURN{% endfor %}{% if not add_generation_prompt %}END{% endif %}"
+    tokenizer = char_tokenizer(template=template.replace("TURN", turn).replace("END", end))
+    said = "|".join(tokenizer.convert_ids_to_tokens(tokenizer(content)["input_ids"]))
+    assert golden(tokenizer, [user("x")], [assistant(content)])[1] == said + expected[1:]
+
+
 def test_an_unknown_character_ends_no_turn() -> None:
     tokenizer = word_tokenizer("user: x assistant: c")
     tokenizer.chat_template = PLAIN

@@ -183,6 +183,27 @@ def test_a_text_continues_its_prompt_and_a_message_is_separate() -> None:
     assert samples_of(groups, []).completions == [" the park", [{"role": "assistant", "content": "the park"}]]
 
 
+def test_a_completion_that_continues_a_message_keeps_its_leading_space() -> None:
+    lily, went, to, the, park = range(2, 7)
+    prompt = [{"role": "user", "content": "Lily"}, {"role": "assistant", "content": "went to"}]
+    data = described_data([prompt], [{}])
+    groups = described(
+        [0],
+        [[0, lily, went, to]],
+        [[Completion((the, park, EOS), True), Completion((park,), False)]],
+        data,
+        spaced_tokenizer(),
+    )
+    given = samples_of(groups, [])  # what reward functions receive
+    assert given.prompts == [prompt] * 2
+    assert given.completions[0] == [{"role": "assistant", "content": " the park"}]
+    shown: list[Any] = []
+    judge = Judge(lambda prompts, pairs: [shown.append((prompts, sorted(pairs[0], key=str))), 0][1:])
+    JudgeRanker(judge).rank(groups, [], 0, None)
+    turns = [[{"role": "assistant", "content": f"went to {text}"}] for text in ("park", "the park")]
+    assert shown == [([prompt[:1]], turns)]
+
+
 def test_columns_are_collected_from_all_parts_of_a_mixture() -> None:
     data = described_data(["Lily", "went", "to"], [{"answer": 1}, {"answer": 2, "tag": "x"}, {"level": 0.5}])
     columns = further_columns(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import alignment
 from alignment.config import dtypes
 from alignment.config.dtypes import DtypePlan
+from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
 from alignment.models.leaves import decoder_layers
 from alignment.models.source import ModelSource, model_source
@@ -21,6 +23,7 @@ from alignment.models.tasks import CAUSAL_LM, CLASSIFIER
 from alignment.online.resources import OnlineResources
 from alignment.planning import engines, memory
 from alignment.planning.memory import Cards, Census, Use, bytes_of, census, use_of_policy
+from alignment.references.engine import ReferencePlan
 from tools.architectures.tiny import tiny_config
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
@@ -165,6 +168,42 @@ def test_a_run_reports_the_placement_of_its_reference(
     monkeypatch.undo()
     plain = engines.plan_engines(args, model, model).reference
     assert plain.frozen.placement.name == "replica" and "by size" not in plain.describe(None)
+
+
+def test_memory_is_planned_for_the_longest_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for all 96 positions of the model: prompts have up to 20 tokens, completions up to 11."""
+    rows = [{"prompt": "x" * size, "completion": "y" * (21 - size), "label": size == 20} for size in (20, 11)]
+    path, card = make_model(tmp_path / "model"), CARD
+    args = given(tmp_path / "out", deepspeed=zero(2), max_length=None)
+    model = model_source(path, "model_name_or_path", args)
+    monkeypatch.setattr(engines, "smallest_card", lambda: card)
+
+    def planned() -> tuple[float, str]:
+        trainer = alignment.KTOTrainer(path, args=args, train_dataset=rows)
+        trainer.close()
+        plan = trainer.engine_plan
+        assert plan.cards is not None and isinstance(plan.reference, ReferencePlan)
+        return plan.cards._trained, plan.reference.frozen.placement.name
+
+    unknown = engines.plan_engines(args, model, model)
+    size = census(model)
+    assert unknown.cards is not None and size is not None
+    use = use_of_policy(args, size, unknown.policy, unknown.dtypes, ranks=1, longest=31)
+    assert planned() == (use.weights + use.work, "replica")
+    assert use.weights + use.work < unknown.cards._trained
+    middle = (use.weights + use.work + unknown.cards._trained) / 2
+    card = (middle + 1e9 + bytes_of(size, 4, None)) / 0.7
+    assert planned()[1] == "replica"
+    assert engines.plan_engines(args, model, model).reference.frozen.placement.name == "offload"
+
+
+def test_a_token_budget_is_checked_against_the_longest_row_if_nothing_limits_it(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "model")
+    rows = [{"prompt": "x" * size, "chosen": "y" * 10, "rejected": "c"} for size in (20, 9)]
+    for budget, fits in ((61, False), (62, True)):
+        args = alignment.CPOConfig(**options(tmp_path, max_length=None, max_tokens_per_batch=budget))
+        with nullcontext() if fits else pytest.raises(OptionError, match="max_tokens_per_batch=61: .* at least 62"):
+            alignment.CPOTrainer(path, args=args, train_dataset=rows).close()
 
 
 def test_the_smallest_gpu_of_all_ranks_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
