@@ -208,6 +208,8 @@ def test_arguments_of_the_reference_default_to_those_of_the_policy(tmp_path: Pat
         assert (policy.config.initializer_range, loaded.config.initializer_range) == (0.5, expected)
     with pytest.raises(OptionError, match="^ref_model_init_kwargs=.*: has no effect .* set ref_model_name_or_path$"):
         model_sources(folder, None, KTOConfig("out", ref_model_init_kwargs=other), True)
+    with pytest.raises(OptionError, match="^ref_model: cpo has no reference model; remove it"):
+        model_sources(folder, folder, CPOConfig("out"), False)
 
 
 def test_misspelled_arguments_are_python_errors(kto: Callable[..., KTOTrainer]) -> None:
