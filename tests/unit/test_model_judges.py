@@ -6,6 +6,8 @@ import json
 import re
 import time
 from email.utils import formatdate
+from inspect import signature
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ from alignment.config.errors import OptionError, RewardError
 from alignment.config.registry import METHODS
 from alignment.online.arguments import given_judge
 from alignment.rewards import asking
-from alignment.rewards.asking import Busy
+from alignment.rewards.asking import Busy, ModelJudge
 from alignment.rewards.endpoint import EndpointJudge, OpenAIPairwiseJudge, retry_after
 from alignment.rewards.hub_judges import HfPairwiseJudge, PairRMJudge
 from alignment.rewards.judges import Judge
@@ -331,6 +333,25 @@ def test_valid_judge_options(monkeypatch: pytest.MonkeyPatch) -> None:
         given_judge(own, "openai")
     monkeypatch.setenv("OPENAI_BASE_URL", "http://host:2/v1")
     assert OpenAIPairwiseJudge().where == "gpt-4-turbo-preview at http://host:2/v1"
+
+
+def test_defaults_in_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "rewards.md").read_text(encoding="utf-8")
+    rows = page.partition("\n| key | default |")[2].partition("\n\n")[0].splitlines()[2:]
+    written: dict[str, str] = {}
+    for names, defaults in (row.split("|")[1:3] for row in rows):
+        written.update(zip(re.findall(r"`(\w+)`", names), defaults.replace("`", "").strip().split(", "), strict=True))
+    unset = {"system_prompt": "built in", "max_requests": "unlimited", "extra_body": "none"}
+    parameters = {**signature(ModelJudge.__init__).parameters, **signature(EndpointJudge.__init__).parameters}
+    assert written.keys() == parameters.keys() - {"self", "model", "base_url", "asking"}
+    for name, text in written.items():
+        default = parameters[name].default
+        shown = f"{default:g}" if isinstance(default, float) else str(default)
+        assert text == (unset[name] if default is None else "true" if default is True else shown), name
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    trls = OpenAIPairwiseJudge()
+    assert (trls.base_url, trls.max_requests) == ("https://api.openai.com/v1", 1000)
 
 
 def test_a_run_resumes_with_the_same_judge_at_any_url() -> None:
