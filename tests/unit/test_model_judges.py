@@ -19,7 +19,7 @@ from alignment.config.errors import OptionError, RewardError
 from alignment.config.registry import METHODS
 from alignment.online.arguments import given_judge
 from alignment.rewards import asking
-from alignment.rewards.asking import Busy, ModelJudge
+from alignment.rewards.asking import Broken, Busy, ModelJudge, NoAnswer
 from alignment.rewards.endpoint import EndpointJudge, OpenAIPairwiseJudge, retry_after
 from alignment.rewards.hub_judges import HfPairwiseJudge, PairRMJudge
 from alignment.rewards.judges import Judge
@@ -182,6 +182,30 @@ def test_retry_after_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
         start = time.monotonic()
         assert judge(server.url, concurrency=1, pause=0.0).judge(["p"], [["a", "bb"]]) == [1]
         assert time.monotonic() - start >= 0.3 and len(server.asked) == 3
+
+
+@pytest.mark.parametrize(("after", "pauses"), [(None, [50, 100, 200, 300, 300]), (7.0, [7] * 5), (1000.0, [300] * 5)])
+def test_pauses_between_questions_double(after: float | None, pauses: list[float]) -> None:
+    class Never(EndpointJudge):
+        def ask(self, text: str) -> str | None:
+            raise Busy("not now", after)
+
+    waited: list[float] = []
+    together: Any = asking._Round()
+    together.ended, together.pause = SimpleNamespace(wait=waited.append), waited.append
+    with pytest.raises(Busy, match="not now, after 5 retries"):
+        Never("m", "http://localhost:1/v1", pause=50, retries=5)._repeated("?", together)
+    assert waited == pauses
+
+
+def test_which_statuses_are_retried() -> None:
+    kinds = {Busy: (408, 409, 425, 429, 500, 503), Broken: (302, 401, 403, 404), NoAnswer: (400, 413, 422)}
+    for kind, statuses in kinds.items():
+        for status in statuses:
+            with serving(sequence(Answer(status=status, body=b"{}"))) as server:
+                with pytest.raises(NoAnswer, match=f"HTTP {status}") as raised:
+                    judge(server.url).ask("?")
+                assert type(raised.value) is kind, status
 
 
 def test_an_endpoint_that_answers_nothing_raises_an_error_with_its_url() -> None:
