@@ -64,3 +64,16 @@ def test_defaults_in_guides(method: str) -> None:
         expected = float(written) if re.match(r"[\d.]", written) else written
         is_unset = value in (None, "auto") and written in ("unset", "auto", "as")  # "as `packing`"
         assert is_unset or str(value).lower() == written or value == expected, f"{name}: {written}"
+
+
+def test_the_sections_of_each_method() -> None:
+    """As the introduction of the page of options says."""
+    everyone = set(METHODS)
+    titles = {name: {str(vars(base).get("TITLE")) for base in METHODS[name].__mro__} - {"None"} for name in METHODS}
+    sections = {title: {name for name in METHODS if title in titles[name]} for title in set().union(*titles.values())}
+    for name in METHODS:
+        assert sections.pop(METHODS[name].TITLE) == {name}
+    assert sections.pop("Lengths") == everyone - {"online_dpo"} and sections.pop("Tokenizer") == {"reward", "sft"}
+    assert sections.pop("Reference") == {"kto", "dpo"}
+    assert sections.pop("Rollout") == sections.pop("Rewards") == {"online_dpo"}
+    assert all(methods == everyone for methods in sections.values()) and "Output" in sections

@@ -339,6 +339,9 @@ def test_two_references_are_rejected(base: str, tmp_path: Path) -> None:
     args = DPOConfig(**run_options(tmp_path, use_peft=True, model_init_kwargs=kwargs, ref_load_in_4bit=False))
     whole = DPOTrainer(base, args=args, train_dataset=paired_rows(2)).engine_plan
     assert whole.source.quantization is not None and whole.reference.source.quantization is None  # type: ignore[union-attr]
+    args = DPOConfig(**run_options(tmp_path, use_peft=True, model_init_kwargs=kwargs, ref_placement="replica"))
+    as_policy = DPOTrainer(base, args=args, train_dataset=paired_rows(2)).engine_plan
+    assert as_policy.reference.source.quantization == whole.source.quantization  # type: ignore[union-attr]
     with pytest.raises(OptionError, match="adapters that do not exist yet"):
         model = AutoModelForCausalLM.from_pretrained(base)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -322,6 +322,28 @@ def test_alpha_by_loss(given: dict[str, Any], alpha: float, cpo_alpha: float) ->
     assert (options.alpha, options.cpo_alpha) == (alpha, cpo_alpha)
 
 
+@pytest.mark.parametrize(
+    ("cls", "given", "expected"),
+    [
+        (KTOConfig, {}, {"metric_for_best_model": None, "greater_is_better": None}),
+        (KTOConfig, {"load_best_model_at_end": True}, {"metric_for_best_model": "loss", "greater_is_better": False}),
+        (KTOConfig, {"save_strategy": "best"}, {"metric_for_best_model": "loss", "greater_is_better": False}),
+        (KTOConfig, {"metric_for_best_model": "eval_rewards/margins"}, {"greater_is_better": True}),
+        (CPOConfig, {"metric_for_best_model": "nll_loss"}, {"greater_is_better": False}),
+        (CPOConfig, {"loss_type": "simpo"}, {"simpo_gamma": 0.5, "cpo_alpha": 1.0}),
+        (CPOConfig, {"loss_type": "alphapo"}, {"simpo_gamma": 0.5, "alpha": 0.25}),
+        (DPOConfig, {"precompute_ref_log_probs": True}, {"ref_placement": "precomputed"}),
+        (OnlineDPOConfig, {"beta": [0.2, 0.1]}, {"betas": (0.2, 0.1)}),
+        (OnlineDPOConfig, {"max_windows_without_pairs": None}, {"max_windows_without_pairs": None}),
+        (SFTConfig, {"loss_type": None}, {"loss_type": "nll"}),
+        (SFTConfig, {"packing": True, "packing_strategy": "bfd-requeue"}, {"packing_strategy": "bfd_split"}),
+    ],
+)
+def test_defaults_that_depend_on_other_options(cls: type, given: dict[str, Any], expected: dict[str, Any]) -> None:
+    options = cls("out", eval_strategy="steps", **given)
+    assert {name: getattr(options, name) for name in expected} == expected
+
+
 @pytest.mark.parametrize("name", ["seed", "data_seed", "router_aux_loss_coef", "learning_rate", "weight_decay"])
 def test_numbers_that_must_not_be_negative(name: str) -> None:
     with pytest.raises(OptionError, match=f"^{name}=-1.*: must be at least 0$"):
