@@ -220,10 +220,12 @@ class RowTokenizer:
                 )
             self._roles.add(role)
 
-    def _check_template(self, messages: Sequence[Any], source: Source) -> None:
+    def _check_template(self, messages: list[Any], source: Source) -> None:
         """Check once that the chat template renders other contents differently."""
+        if self._distinguishes:
+            return
         others = [message if message["content"] is None else {**message, "content": _MARK} for message in messages]
-        if self._distinguishes or others == messages:
+        if others == messages:
             return
         try:
             alike = self.render(messages, source) == self.render(others, source)

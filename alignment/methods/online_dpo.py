@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from alignment.data.windows import WindowCounts
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.online_dpo_options import OnlineDPOConfig
 from alignment.objectives.dpo import dpo_loss
-from alignment.online.arguments import listed
+from alignment.online.arguments import is_classifier, listed
 from alignment.online.pairs import RankedBatch
 from alignment.online.ranking import REASONS, REMEDIES
 from alignment.online.resources import Function, OnlineResources
@@ -196,6 +196,11 @@ class OnlineDPOTrainer(AlignmentTrainer):
         """The weight of each of :attr:`reward_funcs`: (N,) fp32."""
         weights = self.args.reward_weights or [1.0] * len(self.reward_funcs)
         return torch.tensor(weights, dtype=torch.float32)
+
+    def _models_read(self) -> Iterable[tuple[str, Any]]:
+        reward_model, functions, *_ = self._given
+        given = listed(self.args.reward_funcs if functions is None else functions)
+        return [("reward_model", reward_model), *(("reward_funcs", one) for one in given if is_classifier(one))]
 
     def _resources(self) -> Resources:
         stage = self.engine_plan.policy["zero_optimization"]["stage"]

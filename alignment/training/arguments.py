@@ -19,6 +19,7 @@ from alignment.config.options_data import mixture_parts
 from alignment.config.registry import option_names
 from alignment.data.formats import Kind
 from alignment.data.shown.rows import Collator
+from alignment.internals.datasets import was_saved
 from alignment.models.source import ModelSource, check_positions, model_source
 from alignment.models.tasks import CAUSAL_LM, Task
 from alignment.models.vocabulary import Vocabulary
@@ -327,15 +328,17 @@ def model_sources(
     return policy, reference
 
 
-def inputs_of(args: AlignmentConfig, model: Any, ref_model: Any, datasets: Iterable[Any]) -> Iterator[tuple[str, str]]:
+def inputs_of(
+    args: AlignmentConfig, models: Iterable[tuple[str, Any]], datasets: Iterable[Any]
+) -> Iterator[tuple[str, str]]:
     """Yield the options and paths or Hub names of the models and data that a run reads.
 
     Args:
         args: the options.
-        model: the policy, a name or a live model; ``ref_model`` is the same for the reference.
+        models: arguments of the trainer and their values: names, live models or None.
         datasets: datasets, or mappings of several; those in memory have no path.
     """
-    for option, given in (("model", model), ("ref_model", ref_model)):
+    for option, given in models:
         name = given if isinstance(given, str) else getattr(given, "name_or_path", None)
         if name:
             yield option, str(name)
@@ -347,7 +350,8 @@ def inputs_of(args: AlignmentConfig, model: Any, ref_model: Any, datasets: Itera
     for given in datasets:
         for dataset in given.values() if isinstance(given, dict) else (given,):
             for file in getattr(dataset, "cache_files", None) or ():
-                yield "train_dataset", str(Path(file["filename"]).parent)
+                path = Path(file["filename"])
+                yield "train_dataset", str(path.parent if was_saved(path.parent) else path)
 
 
 def within_positions(options: AlignmentConfig, sources: tuple[ModelSource, ...]) -> AlignmentConfig:

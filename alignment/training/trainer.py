@@ -5,7 +5,7 @@ The constructor follows TRL's, so that a TRL script runs after changing its impo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -138,7 +138,8 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         self.output_dir = Path(self.args.output_dir or "")
         self.folder = RunFolder(self.output_dir, self.args, self.tell)
         if train_dataset is not None:
-            self.folder.check(inputs_of(self.args, model, ref_model, (train_dataset, eval_dataset)))
+            models = (("model", model), ("ref_model", ref_model), *self._models_read())
+            self.folder.check(inputs_of(self.args, models, (train_dataset, eval_dataset)))
         self._prepare_models(model, ref_model, optimizers, peft_config, adapted, (processing_class, tokenizer))
         repository = self._repository() if self.args.push_to_hub else None
         if self.engine_plan.works_in_host_memory(self.args):
@@ -170,6 +171,10 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         self._at_first: Present | None = None  # set if engines were built before train()
         self._options = self.args.values()
         self.events("on_init_end")
+
+    def _models_read(self) -> Iterable[tuple[str, Any]]:
+        """Arguments that are further models of the run, and their values."""
+        return ()
 
     def _context(self) -> RunContext:
         run_state = RunState()

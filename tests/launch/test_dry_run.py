@@ -96,7 +96,7 @@ def test_kto(dry_run: Callable[..., str]) -> None:
     ]
     assert "Steps per epoch: 2, rows per step: 8" in lines
     advised = lines[lines.index("Advice:") + 1 :]
-    assert [line.split()[1] for line in advised] == ["the", "learning_rate=0.0001", "a"]
+    assert [line.split()[1] for line in advised] == ["1", "the", "learning_rate=0.0001", "a"]
 
 
 def test_cpo(dry_run: Callable[..., str]) -> None:

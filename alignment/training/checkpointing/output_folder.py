@@ -75,7 +75,7 @@ def check_inputs_stay(folder: Path, inputs: Iterable[tuple[str, str]]) -> None:
     """
     taken = [path.resolve() for path in left_by_earlier_run(folder)]
     for option, name in inputs:
-        path = Path(name).resolve()
+        path = Path(name).expanduser().resolve()
         if path.exists() and (path == folder.resolve() or any(part in taken for part in (path, *path.parents))):
             raise OutputError(
                 f"output_dir: {folder} contains {setting(option, name)}, which the run would overwrite or move; "
