@@ -134,6 +134,8 @@ def test_token_ids_of_every_method(tmp_path: Path) -> None:
         path = prepare(dataset_from_python([row]), kind, char_tokenizer(), limits, "data", tmp_path, progress=False)
         data = load_prepared(path).dataset
         assert [data[0][name] for name in data.column_names if name.endswith("_ids")] == expected
+    same = {"prompt_ids": [4], "chosen_ids": [7, 8], "rejected_ids": [7, 8]}
+    assert made([same, same | {"rejected_ids": [9]}], tmp_path, "preference").dataset["row"][:] == [1]
     with pytest.raises(DataError, match="^data: missing column prompt"):
         made([{"prompt_ids": [4, 5]}], tmp_path, "prompt_only")
 
