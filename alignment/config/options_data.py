@@ -41,7 +41,9 @@ class DataOptions:
     )
     dataset_config: Shared[str | None] = option(None, "Configuration name of a Hub dataset.")
     dataset_train_split: Shared[str] = option("train", "Split to train on.")
-    dataset_test_split: Shared[str | None] = option(None, "Split to evaluate on. If unset, there is no evaluation.")
+    dataset_test_split: Shared[str | None] = option(
+        None, "Split to evaluate on. If unset, only parts of a mixture with a `test_split` are evaluated on."
+    )
     dataset_mixture: ListOrKeywords = option(
         None,
         "Several datasets instead of `dataset_name`: a mapping from name to weight, or a list of mappings with "

@@ -130,7 +130,9 @@ class SavingOptions:
     save_steps: float = option(
         500, "Number of optimizer steps between checkpoints, or a fraction of all steps if less than 1."
     )
-    save_total_limit: int | None = option(None, "Maximum number of checkpoints to keep; older ones are deleted.")
+    save_total_limit: int | None = option(
+        None, "Maximum number of checkpoints to keep; older ones are deleted, but never the newest and the best."
+    )
     save_only_model: bool = option(
         False, "Save only the model in checkpoints. A run cannot be resumed from such a checkpoint."
     )

@@ -205,6 +205,7 @@ def prompt_completion_row(row: Mapping[str, Any], where: str, completion_only: b
     for key in ("messages", "text"):
         if row.get(key) is not None:
             if isinstance(row[key], str):
+                _refuse_mapped(row, where, key, "query", "system")
                 if completion_only:
                     raise DataError(
                         f"{where}: completion_only_loss requires a separate completion, but {key} is plain text; use "
@@ -213,6 +214,7 @@ def prompt_completion_row(row: Mapping[str, Any], where: str, completion_only: b
                 return PromptCompletion("", row[key], whole=True)  # a text has no chat template
             if completion_only:
                 return PromptCompletion(*_conversation(row, where, key), template)
+            _refuse_mapped(row, where, key, "query")
             return PromptCompletion([], _with_system(_messages(row, key, where), row, where), template, whole=True)
     raise DataError(f"{where}: completion is missing; every row must have prompt and completion, or messages, or text")
 
@@ -260,8 +262,19 @@ def _answered(row: Mapping[str, Any], where: str) -> tuple[Text, Text]:
 
 def _conversation(row: Mapping[str, Any], where: str, key: str = "messages") -> tuple[Text, Text]:
     """Split a conversation into the prompt and the final assistant message."""
+    _refuse_mapped(row, where, key, "query")
     prompt, completion = split_conversation(row, key, where)
     return _with_system(prompt, row, where), completion
+
+
+def _refuse_mapped(row: Mapping[str, Any], where: str, key: str, *names: str) -> None:
+    """Reject values of mapped columns that cannot be added to the text in column ``key``."""
+    for name in names:
+        if row.get(name) not in (None, ""):
+            raise DataError(
+                f"{where}: {name} is {show(row[name])}, but the row has {key} and no prompt to add it to; "
+                f"remove {name} from column_map"
+            )
 
 
 def _prompt(row: Mapping[str, Any], where: str) -> Text | None:

@@ -102,6 +102,8 @@ class CPOConfig(SequenceOptions, CPOCompatibility, AlignmentConfig):
     def _read_ratio(self) -> None:
         if self.gamma_beta_ratio is None:
             return
+        if self.loss_type not in _MARGIN_LOSSES:
+            raise self._without_effect("gamma_beta_ratio", _MARGIN_LOSSES)
         if self.simpo_gamma not in (None, self.gamma_beta_ratio * self.beta):
             both = (
                 f"{setting('gamma_beta_ratio', self.gamma_beta_ratio)} and {setting('simpo_gamma', self.simpo_gamma)}"

@@ -314,8 +314,14 @@ def model_sources(
         )
     kwargs = loading_keywords(options.model_init_kwargs)
     policy = reference = model_source(model, "model_name_or_path", options, kwargs, task)
+    further = loading_keywords(options.ref_model_init_kwargs)
+    if ref_model is None and further not in ({}, kwargs):  # TRL's scripts pass the same arguments for both
+        raise OptionError(
+            f"{setting('ref_model_init_kwargs', further)}: has no effect on the initial policy as the reference; "
+            "remove it, or set ref_model_name_or_path"
+        )
     if ref_model is not None:
-        kwargs = loading_keywords(options.ref_model_init_kwargs) or kwargs
+        kwargs = further or kwargs
         reference = model_source(ref_model, "ref_model_name_or_path", options, kwargs, task)
     for source in (policy, reference):
         check_positions(source.config, limits_of(options).max_length)

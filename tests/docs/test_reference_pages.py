@@ -45,3 +45,35 @@ def test_every_metric_on_the_page_is_declared_by_the_code() -> None:
     others = {"step", "epoch", "time", "learning_rate", "grad_norm", "reduced_windows", "rewards/NAME/mean"}
     others |= {f"eval_{what}" for what in ("runtime", "samples_per_second", "steps_per_second")}
     assert sorted(documented() - set(_declared()) - others) == []
+
+
+def _defaults(page: str) -> Iterator[tuple[str, str]]:
+    """Return the options in the table of a guide, each with its default as it is written there."""
+    text = (ROOT / "docs" / "guides" / page).read_text(encoding="utf-8")
+    for line in text.partition("\n| option | default |")[2].partition("\n\n")[0].splitlines()[2:]:
+        names, defaults = line.split("|")[1:3]
+        found, values = re.findall(r"`(\w+)`", names), re.findall(r"(?:^|, )\W*([\w.-]+)", defaults.partition(";")[0])
+        yield from zip(found, values * len(found) if len(values) == 1 else values, strict=True)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_defaults_in_guides(method: str) -> None:
+    options = METHODS[method](output_dir="out")
+    for name, written in _defaults(f"{method.replace('_', '-')}.md"):
+        value = getattr(options, name)
+        expected = float(written) if re.match(r"[\d.]", written) else written
+        is_unset = value in (None, "auto") and written in ("unset", "auto", "as")  # "as `packing`"
+        assert is_unset or str(value).lower() == written or value == expected, f"{name}: {written}"
+
+
+def test_the_sections_of_each_method() -> None:
+    """As the introduction of the page of options says."""
+    everyone = set(METHODS)
+    titles = {name: {str(vars(base).get("TITLE")) for base in METHODS[name].__mro__} - {"None"} for name in METHODS}
+    sections = {title: {name for name in METHODS if title in titles[name]} for title in set().union(*titles.values())}
+    for name in METHODS:
+        assert sections.pop(METHODS[name].TITLE) == {name}
+    assert sections.pop("Lengths") == everyone - {"online_dpo"} and sections.pop("Tokenizer") == {"reward", "sft"}
+    assert sections.pop("Reference") == {"kto", "dpo"}
+    assert sections.pop("Rollout") == sections.pop("Rewards") == {"online_dpo"}
+    assert all(methods == everyone for methods in sections.values()) and "Output" in sections

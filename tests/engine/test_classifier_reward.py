@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,8 @@ def test_scores_match_the_saved_model_in_order(tmp_path: Path, placement: Any, b
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-4) and len({round(s, 3) for s in expected}) == 5
     assert reward.truncated == 0
     assert reward.tokens == sum(len(tokenizer(p + t)["input_ids"]) + 1 for p, t in zip(PROMPTS, TEXTS))
+    cut = dataclasses.replace(samples(PROMPTS, TEXTS), ended=[False] * 5)  # scored as if they had ended
+    assert reward.score(cut) == found
     assert reward.score(samples([], [])) == []
     reward.close()
     if placement == "sharded":

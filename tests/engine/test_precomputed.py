@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import alignment
+from alignment import KTOConfig
 from alignment.config.errors import OptionError
 from alignment.data.windows import set_partners
 from alignment.internals.transformers import loading
@@ -325,6 +327,20 @@ def interrupted(trainer: AlignmentTrainer, part: int, where: str, monkeypatch: p
         patched.setattr(LogpStore, "write", counted)
         with pytest.raises(Killed):
             trainer.precompute()
+
+
+def test_the_batch_size_of_a_pass(models: dict[str, str], tmp_path: Path) -> None:
+    trainer = make("KTO", models["policy"], None, tmp_path)
+    data = trainer.train_data
+    assert data is not None
+    rows, sizes = len(data.table), []
+    three: dict[str, Any] = {"per_device_eval_batch_size": 3}
+    for given in ({}, three, three | {"precompute_ref_batch_size": 2}):
+        args = KTOConfig("out", per_device_train_batch_size=4, ref_placement="precomputed", **given)
+        pass_: Any = precompute.ReferenceStores(SimpleNamespace(args=args, method=trainer.method), None)  # type: ignore[arg-type]
+        plan = pass_._plan(SimpleNamespace(data=data, partners=np.roll(np.arange(rows), 1)), range(rows))
+        sizes.append(max(len(micro.rows) for ranks in plan.micro_batches for micro in ranks))
+    assert sizes == [4, 3, 2]
 
 
 def _end() -> None:

@@ -57,6 +57,8 @@ def test_full_determinism_enables_deterministic_kernels(tmp_path: Path, monkeypa
     for name in ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     model = make_model(tmp_path / "model", "tied")
-    first = history(model, tmp_path / "first", full_determinism=True)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    first = history(model, tmp_path / "first", full_determinism=True, tf32=True)
+    assert torch.backends.cuda.matmul.allow_tf32
     assert torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.deterministic
     assert history(model, tmp_path / "second", full_determinism=True) == first

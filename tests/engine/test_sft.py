@@ -93,7 +93,7 @@ def test_it_learns_from_its_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+@pytest.mark.parametrize("loss_type", ["chunked_nll", "dft"])
 def test_only_labeled_tokens_are_trained_on(tmp_path: Path, loss_type: str) -> None:
     model = make_model(tmp_path / "model", "untied", seed=1)
     draw = random.Random(5)

@@ -113,11 +113,12 @@ def test_no_sequence_is_longer_than_max_length(paths: dict[str, str], tmp_path: 
 def test_log_probs_of_a_loss_of_means_are_per_token(paths: dict[str, str], tmp_path: Path) -> None:
     found = {}
     for loss_type in ("sigmoid", "simpo"):
-        args = CPOConfig(**options(tmp_path, loss_type=loss_type))
+        args = CPOConfig(**options(tmp_path, loss_type=loss_type, cpo_alpha=1.0 if loss_type == "sigmoid" else 0.0))
         trainer = CPOTrainer(model=paths["policy"], args=args, eval_dataset=paired_rows(1))
         found[loss_type] = trainer.evaluate()
         row = trainer.eval_data[""].dataset[0]
         trainer.close()
+    assert found["simpo"]["eval_nll_loss"] == pytest.approx(found["sigmoid"]["eval_nll_loss"])  # whatever cpo_alpha
     for side in ("chosen", "rejected"):
         tokens = len(row[f"{side}_ids"])
         assert tokens > 1 and found["simpo"][f"eval_logps/{side}"] == pytest.approx(
@@ -404,7 +405,9 @@ def test_the_mean_of_a_log_is_over_its_windows(paths: dict[str, str], tmp_path: 
         assert joint[0][name] == pytest.approx(sum(entry[name] for entry in single) / 3, rel=1e-6)
 
 
-def test_a_last_window_of_one_row_uses_no_kl(paths: dict[str, str], tmp_path: Path) -> None:
+def test_a_last_window_of_one_row_uses_no_kl(
+    paths: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     args = KTOConfig(**options(tmp_path, num_train_epochs=1))
     trainer = KTOTrainer(
         model=paths["policy"], ref_model=paths["reference"], args=args, train_dataset=unpaired_rows(5)
@@ -415,6 +418,8 @@ def test_a_last_window_of_one_row_uses_no_kl(paths: dict[str, str], tmp_path: Pa
     assert logs[0]["kl"] > 0 and logs[1]["kl"] == 0.0
     assert ("rewards/chosen" in logs[1]) != ("rewards/rejected" in logs[1]) and "rewards/margins" not in logs[1]
     assert output.metrics["windows_without_kl"] == 1
+    said = "".join(capfd.readouterr())
+    assert said.count("a window with a single row has no other completion to estimate the KL from") == 1
 
 
 def test_apo_zero_needs_no_partners(paths: dict[str, str], tmp_path: Path) -> None:

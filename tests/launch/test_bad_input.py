@@ -15,12 +15,13 @@ from bad_commands import CASES, command, in_folder, write_models
 from conftest import ROOT
 from data_tokenizers import PLAIN, char_tokenizer
 from datasets import IterableDataset
-from helpers import POSITIONS, tiny_config, unpaired_rows
+from helpers import POSITIONS, make_model, tiny_config, unpaired_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from alignment import CPOConfig, KTOConfig, KTOTrainer
 from alignment.cli.train import main
-from alignment.config.errors import AlignmentError
+from alignment.config.errors import AlignmentError, OptionError
+from alignment.training.arguments import model_sources
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 
@@ -193,6 +194,22 @@ def test_the_reference_cannot_be_the_policy_itself(kto: Callable[..., KTOTrainer
         lambda: kto(model=model, ref_model=model, processing_class=tokenizer, train_dataset=unpaired_rows(4))
     )
     assert said.startswith("ref_model: is the same object as model")
+
+
+def test_arguments_of_the_reference_default_to_those_of_the_policy(tmp_path: Path) -> None:
+    folder, other, third = make_model(tmp_path / "model"), {"initializer_range": 0.5}, {"initializer_range": 0.25}
+    both: dict[str, Any] = {"model_init_kwargs": other, "ref_model_init_kwargs": other}
+    for given, reference, expected in (
+        ({"model_init_kwargs": other}, folder, 0.5),
+        ({"model_init_kwargs": other, "ref_model_init_kwargs": third}, folder, 0.25),
+        (both, None, 0.5),  # as scripts written for TRL pass them
+    ):
+        policy, loaded = model_sources(folder, reference, KTOConfig("out", max_length=POSITIONS, **given), True)
+        assert (policy.config.initializer_range, loaded.config.initializer_range) == (0.5, expected)
+    with pytest.raises(OptionError, match="^ref_model_init_kwargs=.*: has no effect .* set ref_model_name_or_path$"):
+        model_sources(folder, None, KTOConfig("out", ref_model_init_kwargs=other), True)
+    with pytest.raises(OptionError, match="^ref_model: cpo has no reference model; remove it"):
+        model_sources(folder, folder, CPOConfig("out"), False)
 
 
 def test_misspelled_arguments_are_python_errors(kto: Callable[..., KTOTrainer]) -> None:

@@ -177,11 +177,26 @@ def test_wrong_type(name: str, given: Any, said: str) -> None:
         (CPOConfig, {"label_smoothing": 0.5}, ["label_smoothing=0.5", "less than 0.5"]),
         (CPOConfig, {"label_smoothing": 0.1, "loss_type": "ipo"}, ["label_smoothing=0.1", "loss_type='ipo'"]),
         (CPOConfig, {"simpo_gamma": 1.0}, ["simpo_gamma=1.0", "loss_type='sigmoid'", "simpo"]),
+        (CPOConfig, {"gamma_beta_ratio": 5}, ["gamma_beta_ratio=5.0", "loss_type='sigmoid'", "simpo, alphapo"]),
         (CPOConfig, {"cpo_alpha": -1}, ["cpo_alpha=-1.0"]),
         (CPOConfig, {"alpha": 0.1}, ["alpha=0.1", "length-normalized", "loss_type='sigmoid'"]),
         (CPOConfig, {"alpha": 0.1, "loss_type": "ipo"}, ["alpha=0.1", "loss_type='ipo'"]),
         (CPOConfig, {"alpha": 0, "loss_type": "alphapo"}, ["alpha=0.0", "is equivalent to simpo"]),
         (CPOConfig, {"stratify_labels": True}, ["stratify_labels=True", "labels"]),
+        (OnlineDPOConfig, {"judge": "a.py:b", "num_generations": 3}, ["num_generations=3", "compares two"]),
+        (OnlineDPOConfig, {"judge": "a.py:b", "reward_funcs": "x.py:f"}, ["judge='a.py:b' and reward_funcs="]),
+        (OnlineDPOConfig, {"judge": {"model": "m"}, "reward_weights": [1]}, ["judge='m' and reward_weights=[1.0]"]),
+        (OnlineDPOConfig, {"num_generations": 1}, ["num_generations=1", "at least 2"]),
+        (OnlineDPOConfig, {"top_p": 0}, ["top_p=0.0", "greater than 0"]),
+        (OnlineDPOConfig, {"top_p": 1.1}, ["top_p=1.1", "at most 1"]),
+        (OnlineDPOConfig, {"min_p": 1.1}, ["min_p=1.1", "between 0 and 1"]),
+        (OnlineDPOConfig, {"max_length": 64}, ["max_length=64", "max_new_tokens=64"]),
+        (OnlineDPOConfig, {"max_length": None}, ["max_length=None"]),
+        (OnlineDPOConfig, {"missing_eos_penalty": -1}, ["missing_eos_penalty=-1.0", "at least 0"]),
+        (OnlineDPOConfig, {"log_completions": -1}, ["log_completions=-1", "at least 0"]),
+        (OnlineDPOConfig, {"max_windows_without_pairs": 0}, ["max_windows_without_pairs=0", "at least 1"]),
+        (OnlineDPOConfig, {"beta": [0.1, 0]}, ["beta=[0.1, 0.0]", "greater than 0"]),
+        (OnlineDPOConfig, {"use_transformers_paged": True, "rollout_backend": "generate"}, ["contradict"]),
         (CPOConfig, {"ref_model_name_or_path": "x"}, ["ref_model_name_or_path='x'", "does not use a reference"]),
         (CPOConfig, {"ref_placement": "replica"}, ["ref_placement='replica'", "does not use a reference"]),
         (CPOConfig, {"ref_deepspeed": {"a": 1}}, ["ref_deepspeed={'a': 1}", "does not use a reference"]),
@@ -306,6 +321,28 @@ def test_every_option_has_help(cls: type) -> None:
 def test_alpha_by_loss(given: dict[str, Any], alpha: float, cpo_alpha: float) -> None:
     options = CPOConfig("out", **given)
     assert (options.alpha, options.cpo_alpha) == (alpha, cpo_alpha)
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "expected"),
+    [
+        (KTOConfig, {}, {"metric_for_best_model": None, "greater_is_better": None}),
+        (KTOConfig, {"load_best_model_at_end": True}, {"metric_for_best_model": "loss", "greater_is_better": False}),
+        (KTOConfig, {"save_strategy": "best"}, {"metric_for_best_model": "loss", "greater_is_better": False}),
+        (KTOConfig, {"metric_for_best_model": "eval_rewards/margins"}, {"greater_is_better": True}),
+        (CPOConfig, {"metric_for_best_model": "nll_loss"}, {"greater_is_better": False}),
+        (CPOConfig, {"loss_type": "simpo"}, {"simpo_gamma": 0.5, "cpo_alpha": 1.0}),
+        (CPOConfig, {"loss_type": "alphapo"}, {"simpo_gamma": 0.5, "alpha": 0.25}),
+        (DPOConfig, {"precompute_ref_log_probs": True}, {"ref_placement": "precomputed"}),
+        (OnlineDPOConfig, {"beta": [0.2, 0.1]}, {"betas": (0.2, 0.1)}),
+        (OnlineDPOConfig, {"max_windows_without_pairs": None}, {"max_windows_without_pairs": None}),
+        (SFTConfig, {"loss_type": None}, {"loss_type": "nll"}),
+        (SFTConfig, {"packing": True, "packing_strategy": "bfd-requeue"}, {"packing_strategy": "bfd_split"}),
+    ],
+)
+def test_defaults_that_depend_on_other_options(cls: type, given: dict[str, Any], expected: dict[str, Any]) -> None:
+    options = cls("out", eval_strategy="steps", **given)
+    assert {name: getattr(options, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("name", ["seed", "data_seed", "router_aux_loss_coef", "learning_rate", "weight_decay"])

@@ -277,6 +277,23 @@ def test_packaged_recipes(name: str) -> None:
         assert any(line.strip().startswith(value) and "#" in line for line in lines), f"{value} says what it costs"
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cpo", {"loss_type": "sigmoid", "cpo_alpha": 1.0}),
+        ("ipo", {"loss_type": "ipo", "cpo_alpha": 0.0, "beta": 1.0}),
+        ("simpo", {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.0}),
+        ("cpo_simpo", {"loss_type": "simpo", "cpo_alpha": 0.05, "simpo_gamma": 1.0}),
+        ("alphapo", {"loss_type": "alphapo", "cpo_alpha": 0.0, "alpha": 0.25}),
+        ("reward", {"center_rewards_coefficient": 0.01, "num_train_epochs": 1}),
+        ("online_dpo_qlora_8b", {"load_in_4bit": True, "reward_load_in_4bit": True}),
+    ],
+)
+def test_values_of_recipes_in_the_guides(name: str, expected: dict[str, Any]) -> None:
+    options = parse([name, "--output_dir", "out", "--dataset_name", "rows.jsonl"])
+    assert {key: getattr(options, key) for key in expected} == expected
+
+
 def test_every_recipe_is_known() -> None:
     assert set(packaged_names("recipes")) == set(RECIPES)
 

@@ -13,13 +13,14 @@ from datasets import Dataset
 from alignment.cli.parsing import parse
 from alignment.config.errors import DataError, OptionError
 from alignment.data.columns import arranged
-from alignment.data.formats import unpaired_rows
+from alignment.data.formats import prompt_completion_row, unpaired_rows
 from alignment.data.prepare import load_prepared, prepare
 from alignment.data.sources import dataset_from_python, load_split
 from alignment.data.truncation import Limits
 from alignment.methods.kto_options import KTOConfig
 
 ALPACA = {"prompt": "instruction", "query": "input", "completion": "output", "label": "kto_tag"}
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}]
 ROW = {"instruction": "do", "input": "it", "output": "ok", "kto_tag": True}
 
 
@@ -137,6 +138,21 @@ def test_query_requires_strings() -> None:
     for prompt in (row["prompt"], None):
         with pytest.raises(DataError, match="^row 1: query is 'b' .* and prompt is .*; expected strings"):
             unpaired_rows({**row, "prompt": prompt}, "row 1")
+
+
+MAPPED_IN_VAIN = [
+    (unpaired_rows, {"messages": TURNS, "label": True, "query": "b"}, "query is 'b' .* the row has messages"),
+    (prompt_completion_row, {"messages": TURNS, "query": "b"}, "query is 'b' .* the row has messages"),
+    (prompt_completion_row, {"text": "a", "query": "b"}, "query is 'b' .* the row has text"),
+    (prompt_completion_row, {"text": "a", "system": "b"}, "system is 'b' .* the row has text"),
+]
+
+
+@pytest.mark.parametrize(("convert", "row", "said"), MAPPED_IN_VAIN)
+def test_a_mapped_text_is_never_ignored(convert: Any, row: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=f"^row 1: {said} .*; remove (query|system) from column_map$"):
+        convert(row, "row 1")
+    assert convert({**row, "query": "", "system": None}, "row 1")  # an empty value adds nothing
 
 
 def test_column_map_from_every_source_of_options(tmp_path: Path) -> None:

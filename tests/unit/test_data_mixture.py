@@ -209,6 +209,20 @@ def test_a_limit_keeps_the_proportions_of_unweighted_parts(tmp_path: Path, folde
     assert data.report.dropped == {NOT_DRAWN: 144} and "weight" not in data.report.summary()
 
 
+def test_a_limit_takes_the_first_rows(folder: Path) -> None:
+    one = {"dataset_mixture": None, "dataset_name": str(folder / "labeled.jsonl"), "dataset_test_split": "train"}
+
+    def rows(**limits: int) -> list[list[dict[str, Any]]]:
+        trainer = trainer_of(folder, **one, **limits)
+        return [
+            data.dataset.to_list() for data in (trainer.train_data, *trainer.eval_data.values()) if data is not None
+        ]
+
+    whole = rows(max_train_samples=31)
+    assert [len(part) for part in whole] == [30, 30]
+    assert rows(max_train_samples=7, max_eval_samples=3) == [whole[0][:7], whole[1][:3]]
+
+
 def test_a_mixture_of_labeled_rows_pairs_and_other_columns(folder: Path) -> None:
     trainer = trainer_of(folder)
     data = trainer.train_data

@@ -234,6 +234,9 @@ def test_the_cache_name_depends_on_the_content_of_a_file(tmp_path: Path) -> None
             cache_name(load_split(str(path), None, "train"), "unpaired_preference", char_tokenizer(), Limits())
         )
     assert names[0] == names[2] != names[1]
+    renamed = path.rename(tmp_path / "renamed.jsonl")
+    dataset = load_split(str(renamed), None, "train")
+    assert cache_name(dataset, "unpaired_preference", char_tokenizer(), Limits()) == names[0]
 
 
 def test_the_cache_name_depends_on_every_row() -> None:

@@ -223,3 +223,24 @@ def test_plain_columns_keep_their_types(tmp_path: Path) -> None:
     loaded = load_split(str(tmp_path / "rows.jsonl"), None, "train")
     types = {name: feature.dtype for name, feature in loaded.features.items()}
     assert types == {"text": "string", "bool": "bool", "int": "int64", "float": "float64"}
+
+
+def test_a_hub_dataset_is_loaded_by_name_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def load(*args: Any, **kwargs: Any) -> Dataset:
+        given.append((args, kwargs))
+        return Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert load_split("owner/name", "en", "train[:90%]").to_list() == ROWS
+    assert load_split("owner/name", None, "test").to_list() == ROWS
+    assert given == [(("owner/name", "en"), {"split": "train[:90%]"}), (("owner/name", None), {"split": "test"})]
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_lines_and_lists_have_either_suffix(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"data.{suffix}"
+    for content in (json.dumps(ROWS), "\n".join(map(json.dumps, ROWS))):
+        path.write_text(content)
+        assert load_split(str(path), None, "train").to_list() == ROWS

@@ -121,6 +121,25 @@ def test_token_ids_of_completions(tmp_path: Path) -> None:
             made([pair | {prompts: [9]}], tmp_path, "preference_margin")
 
 
+def test_token_ids_of_every_method(tmp_path: Path) -> None:
+    """They are limited in length; an end-of-sequence token is not added."""
+    pair = {"chosen_ids": [7, 8, 9], "rejected_ids": [8, 9]}
+    limits = Limits(max_length=4, max_prompt_length=2, max_completion_length=1)
+    for kind, row, expected in (
+        ("unpaired_preference", {"prompt_ids": [4, 5, 6], "completion_ids": [7, 8], "label": True}, [[5, 6], [7]]),
+        ("preference", {"prompt_ids": [4, 5, 6], **pair}, [[5, 6], [7], [8]]),
+        ("preference_margin", pair, [[], [7], [8]]),
+        ("prompt_completion", {"input_ids": [4, 5, 6], "labels": [-100, -100, 6]}, [[4, 5], [6]]),
+    ):
+        path = prepare(dataset_from_python([row]), kind, char_tokenizer(), limits, "data", tmp_path, progress=False)
+        data = load_prepared(path).dataset
+        assert [data[0][name] for name in data.column_names if name.endswith("_ids")] == expected
+    same = {"prompt_ids": [4], "chosen_ids": [7, 8], "rejected_ids": [7, 8]}
+    assert made([same, same | {"rejected_ids": [9]}], tmp_path, "preference").dataset["row"][:] == [1]
+    with pytest.raises(DataError, match="^data: missing column prompt"):
+        made([{"prompt_ids": [4, 5]}], tmp_path, "prompt_only")
+
+
 def test_labels_tell_where_the_prompt_in_a_completions_column_ends(tmp_path: Path) -> None:
     one = {"prompt_input_ids": [4], "completion_input_ids": [4, 5, 6], "label": True}
     row = made([one | {"completion_labels": [-100, 5, 6]}], tmp_path, "unpaired_preference").dataset[0]

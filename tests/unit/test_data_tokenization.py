@@ -190,6 +190,15 @@ def test_template_error_names_the_row() -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_templates_run_in_a_sandbox_and_rows_are_no_templates() -> None:
+    for code in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"):
+        with pytest.raises(DataError, match="data, row 1: the chat template .* is unsafe"):
+            encode(char_tokenizer(template=code), [user("x")], [assistant("c")])
+    rows = RowTokenizer(char_tokenizer(template=PLAIN))
+    source = Source([user("{{ 7 * 6 }}")], ([assistant("{% raw %}")],), "row 1", {})
+    assert rows._chat_texts(source)[1] == "user: {{ 7 * 6 }}\nassistant: {% raw %}\n"
+
+
 def test_tokenizer_without_eos_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="alignment"):
         rows = RowTokenizer(char_tokenizer(eos=None))

@@ -6,6 +6,8 @@ import json
 import re
 import time
 from email.utils import formatdate
+from inspect import signature
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ from alignment.config.errors import OptionError, RewardError
 from alignment.config.registry import METHODS
 from alignment.online.arguments import given_judge
 from alignment.rewards import asking
-from alignment.rewards.asking import Busy
+from alignment.rewards.asking import Broken, Busy, ModelJudge, NoAnswer
 from alignment.rewards.endpoint import EndpointJudge, OpenAIPairwiseJudge, retry_after
 from alignment.rewards.hub_judges import HfPairwiseJudge, PairRMJudge
 from alignment.rewards.judges import Judge
@@ -182,6 +184,30 @@ def test_retry_after_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
         assert time.monotonic() - start >= 0.3 and len(server.asked) == 3
 
 
+@pytest.mark.parametrize(("after", "pauses"), [(None, [50, 100, 200, 300, 300]), (7.0, [7] * 5), (1000.0, [300] * 5)])
+def test_pauses_between_questions_double(after: float | None, pauses: list[float]) -> None:
+    class Never(EndpointJudge):
+        def ask(self, text: str) -> str | None:
+            raise Busy("not now", after)
+
+    waited: list[float] = []
+    together: Any = asking._Round()
+    together.ended, together.pause = SimpleNamespace(wait=waited.append), waited.append
+    with pytest.raises(Busy, match="not now, after 5 retries"):
+        Never("m", "http://localhost:1/v1", pause=50, retries=5)._repeated("?", together)
+    assert waited == pauses
+
+
+def test_which_statuses_are_retried() -> None:
+    kinds = {Busy: (408, 409, 425, 429, 500, 503), Broken: (302, 401, 403, 404), NoAnswer: (400, 413, 422)}
+    for kind, statuses in kinds.items():
+        for status in statuses:
+            with serving(sequence(Answer(status=status, body=b"{}"))) as server:
+                with pytest.raises(NoAnswer, match=f"HTTP {status}") as raised:
+                    judge(server.url).ask("?")
+                assert type(raised.value) is kind, status
+
+
 def test_an_endpoint_that_answers_nothing_raises_an_error_with_its_url() -> None:
     with serving(sequence(Answer(status=503, body=b'{"error": "starting"}'))) as server:
         one = judge(server.url, concurrency=2)
@@ -331,6 +357,25 @@ def test_valid_judge_options(monkeypatch: pytest.MonkeyPatch) -> None:
         given_judge(own, "openai")
     monkeypatch.setenv("OPENAI_BASE_URL", "http://host:2/v1")
     assert OpenAIPairwiseJudge().where == "gpt-4-turbo-preview at http://host:2/v1"
+
+
+def test_defaults_in_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "rewards.md").read_text(encoding="utf-8")
+    rows = page.partition("\n| key | default |")[2].partition("\n\n")[0].splitlines()[2:]
+    written: dict[str, str] = {}
+    for names, defaults in (row.split("|")[1:3] for row in rows):
+        written.update(zip(re.findall(r"`(\w+)`", names), defaults.replace("`", "").strip().split(", "), strict=True))
+    unset = {"system_prompt": "built in", "max_requests": "unlimited", "extra_body": "none"}
+    parameters = {**signature(ModelJudge.__init__).parameters, **signature(EndpointJudge.__init__).parameters}
+    assert written.keys() == parameters.keys() - {"self", "model", "base_url", "asking"}
+    for name, text in written.items():
+        default = parameters[name].default
+        shown = f"{default:g}" if isinstance(default, float) else str(default)
+        assert text == (unset[name] if default is None else "true" if default is True else shown), name
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    trls = OpenAIPairwiseJudge()
+    assert (trls.base_url, trls.max_requests) == ("https://api.openai.com/v1", 1000)
 
 
 def test_a_run_resumes_with_the_same_judge_at_any_url() -> None:

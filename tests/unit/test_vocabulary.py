@@ -78,6 +78,26 @@ def test_a_template_without_new_tokens_adds_none(tmp_path: Path) -> None:
     assert tokenizer.chat_template == source.chat_template
 
 
+def test_a_template_in_a_file(tmp_path: Path) -> None:
+    path, template = tmp_path / "chat.jinja", "{{ messages[0]['content'] }}"
+    path.write_text(template)
+    own = word_tokenizer(WORDS)
+    tokenizer, vocabulary = with_options(own, SFTConfig("out", chat_template_path=str(path)), len(own))
+    assert tokenizer.chat_template == template and tokenizer.get_vocab() == own.get_vocab()
+    assert (tokenizer.eos_token, vocabulary.rows, vocabulary.new) == (own.eos_token, None, ())
+
+
+def test_tokens_of_the_vocabulary() -> None:
+    own = word_tokenizer(WORDS)
+    first, second = WORDS.split()[:2]
+    tokenizer, vocabulary = with_options(own, SFTConfig("out", eos_token=first, pad_token=second), len(own))
+    assert (tokenizer.eos_token, tokenizer.pad_token) == (first, second)
+    assert (vocabulary.eos, vocabulary.rows) == (own.get_vocab()[first], None) and own.eos_token != first
+    for name in ("eos_token", "pad_token"):
+        with pytest.raises(OptionError, match=f"^{name}='<new>': not in the vocabulary"):
+            with_options(own, SFTConfig("out", **{name: "<new>"}), len(own))
+
+
 def adapted(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     return get_peft_model(AutoModelForCausalLM.from_config(tiny_config("untied"), dtype=dtype), config)
 
