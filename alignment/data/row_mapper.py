@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -138,18 +139,15 @@ class RowMapper:
                     values.append(record[name])
         return out
 
-    def _fitted(self, job: _Job, ids: Encoded) -> list[Fitted]:
-        """Return a row's token IDs, truncated to the limits: one result for each record of :meth:`_records`."""
+    def _fitted(self, job: _Job, ids: Encoded) -> Fitted:
+        """Return a row's token IDs, truncated to the limits."""
         if self.kind == "prompt_only":
-            return [fit_prompt(ids.prompt, self.limits)]
+            return fit_prompt(ids.prompt, self.limits)
         if self.kind == "prompt_completion" and job.source is not None:
             ids = self._learned(job, job.source, ids)
-        head = self.tokenizer.head_length(ids.prompt)
-        if self.kind == "unpaired_preference":
-            parts = [fit(ids.prompt, [completion], self.limits, head) for completion in ids.completions]
-        else:  # a reward model scores the end of a sequence, so the first token needs no context
-            parts = [fit(ids.prompt, ids.completions, self.limits, head, alone=self.kind == "preference_margin")]
-        return _apart(parts, ids.completions)
+        # A reward is computed at the end of a sequence, so the first token needs no context.
+        alone = self.kind == "preference_margin"
+        return fit(ids.prompt, ids.completions, self.limits, self.tokenizer.head_length(ids.prompt), alone)
 
     def _learned(self, job: _Job, source: Source, ids: Encoded) -> Encoded:
         """Split a row for SFT before the first token in the loss."""
@@ -221,27 +219,30 @@ class RowMapper:
 
     def _records(self, job: _Job, ids: Encoded | None) -> Iterator[dict[str, Any]]:
         """Yield one record per label for KTO, each truncated by itself, otherwise one record for the row."""
+        prompt, whole = ([], []) if ids is None else (ids.prompt, ids.completions)
         if self.kind == "unpaired_preference":
-            parts = [None] * len(job.labels) if ids is None else self._fitted(job, ids)
-            for label, part in zip(job.labels, parts, strict=True):
-                record, kept = self._record(job, part)
+            fits = [self._fitted(job, Encoded(prompt, [completion])) for completion in whole]
+            alike = _alike(whole, [fitted.completions[0] for fitted in fits])
+            for label, fitted in itertools.zip_longest(job.labels, fits):  # no IDs if the pair is dropped
+                record, kept = self._record(job, fitted, alike)
                 yield record | {
                     "completion_ids": kept.completions[0] if kept else [],
                     "label": label,
-                    "prompt_key": prompt_key([] if ids is None else ids.prompt),  # the same however it is truncated
+                    "prompt_key": prompt_key(prompt),  # the same however it is truncated
                 }
             return
-        record, kept = self._record(job, None if ids is None else self._fitted(job, ids)[0])
+        row = None if ids is None else self._fitted(job, ids)
+        record, kept = self._record(job, row, None if row is None else _alike(whole, row.completions))
         names = [name for name in _COMPLETIONS if name in self.features]
         if "scored" in self.features:
             record["first"] = job.first
             record["scored"] = None if job.scored is None or not kept else job.scored[: len(kept.completions[0])]
         yield record | job.stored | {name: kept.completions[i] if kept else [] for i, name in enumerate(names)}
 
-    def _record(self, job: _Job, fitted: Fitted | None) -> tuple[dict[str, Any], Fitted | None]:
-        """Return the fields that all kinds have, and the truncated IDs unless a completion is dropped."""
+    def _record(self, job: _Job, fitted: Fitted | None, alike: str | None) -> tuple[dict[str, Any], Fitted | None]:
+        """Return the fields that all kinds have, and the IDs unless a completion or the pair is dropped."""
         reasons = [job.dropped] if fitted is None else fitted.reasons
-        dropped = next((reason for reason in reasons if reason), None)
+        dropped = next((reason for reason in (*reasons, alike) if reason), None)
         kept = None if dropped else fitted
         record = {
             "prompt_ids": kept.prompt if kept else [],
@@ -253,10 +254,8 @@ class RowMapper:
         return record, kept
 
 
-def _apart(parts: list[Fitted], whole: Sequence[list[int]]) -> list[Fitted]:
-    """Mark a pair with identical completions as dropped, because neither is the better one."""
-    sides = [(part.prompt, completion) for part in parts for completion in part.completions]
-    if len(sides) != 2 or sides[0] != sides[1] or any(reason for part in parts for reason in part.reasons):
-        return parts
-    reason = IDENTICAL if whole[0] == whole[1] else CUT_ALIKE
-    return [replace(part, reasons=[reason] * len(part.reasons)) for part in parts]
+def _alike(whole: Sequence[list[int]], fitted: Sequence[list[int]]) -> str | None:
+    """Return why a pair must be dropped: its completions are identical, as they are or truncated."""
+    if len(whole) < 2 or fitted[0] != fitted[1]:
+        return None
+    return IDENTICAL if whole[0] == whole[1] else CUT_ALIKE
