@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,3 +49,33 @@ def pairwise(
     covered = set().union(*map(pairs, taken))
     assert covered == numbers.keys(), f"not covered: {numbers.keys() - covered}"
     return taken
+
+
+def covering(
+    factors: Mapping[str, Sequence[Any]],
+    allowed: Callable[[Combination], bool] = lambda combination: True,
+    seed: int = 0,
+    least: int = 0,
+) -> list[Combination]:
+    """Return at least ``least`` combinations in which every possible pair of values occurs, for any number of factors.
+
+    Unlike :func:`pairwise`, it does not enumerate all combinations: each one is the best of a few random ones that
+    contain a missing pair. A pair that none of them contains is taken to be disallowed.
+    """
+    rng = random.Random(seed)
+    missing = {pair for one, other in itertools.combinations(factors, 2) for pair in _values(factors, one, other)}
+    order = sorted(missing, key=repr)
+    taken: list[Combination] = []
+    while missing or len(taken) < least:
+        wanted = next((pair for pair in order if pair in missing), ())
+        drawn = [{name: rng.choice(values) for name, values in factors.items()} | dict(wanted) for _ in range(400)]
+        candidates = [combination for combination in drawn if allowed(combination)][:60]
+        if candidates:
+            taken.append(max(candidates, key=lambda combination: len(pairs(combination) & missing)))
+            missing -= pairs(taken[-1])
+        missing.discard(wanted)  # type: ignore[arg-type]
+    return taken
+
+
+def _values(factors: Mapping[str, Sequence[Any]], one: str, other: str) -> set[Pair]:
+    return {((one, value), (other, second)) for value in factors[one] for second in factors[other]}

@@ -199,9 +199,8 @@ def prepare_data(
     if fills(cache_folder()):
         given = retries(where, load)
         parts = given if isinstance(given, tuple) else (Part(where, lambda: given),)
-        # Cutting each part first would change the proportions, which are the sizes of unweighted parts.
-        whole = len(parts) > 1 and parts[0].weight is None
-        first = None if whole else limit
+        # Cutting each part first would change the sizes of unweighted parts, and miss rows if others are dropped.
+        first = limit if len(parts) == 1 else None
         made = [
             (part.where, _tokenized(part, first, method, tokenizer, options, retries, packing).name, part.weight)
             for part in parts

@@ -223,6 +223,16 @@ def test_a_limit_takes_the_first_rows(folder: Path) -> None:
     assert rows(max_train_samples=7, max_eval_samples=3) == [whole[0][:7], whole[1][:3]]
 
 
+def test_a_limit_replaces_dropped_rows_of_weighted_parts(tmp_path: Path, folder: Path) -> None:
+    equal = [{"prompt": "a", "chosen": "b", "rejected": "b"}] * 6
+    parts = []
+    for name, rows, weight in (("first.jsonl", [*equal, *unpaired_rows(9)], 2), ("second.jsonl", unpaired_rows(9), 1)):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        parts.append({"dataset_name": str(tmp_path / name), "weight": weight})
+    data = trainer_of(folder, dataset_mixture=parts, max_train_samples=6).train_data
+    assert data is not None and [part.report.rows_out for part in data.parts] == [4, 2]
+
+
 def test_a_mixture_of_labeled_rows_pairs_and_other_columns(folder: Path) -> None:
     trainer = trainer_of(folder)
     data = trainer.train_data
