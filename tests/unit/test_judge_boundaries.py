@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import time
+import urllib.error
 from collections.abc import Callable
+from email.message import Message
 from email.utils import formatdate
 from types import SimpleNamespace
 from typing import Any
@@ -220,3 +223,23 @@ def test_the_models_that_an_endpoint_serves(served: list[str], raises: bool, mon
 def test_what_an_endpoint_said(body: Any, said: str) -> None:
     assert endpoint._said(json.dumps(body).encode()) == said
     assert endpoint._said(b"<html>") == ""
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "text"),
+    [
+        (500, b"", Busy, "HTTP 500"),
+        (429, b'{"error": "slow down SECRET"}', Busy, "HTTP 429 (slow down <hidden>)"),
+        (404, b"{}", Broken, "HTTP 404; check base_url and model"),
+        (302, b"", Broken, "HTTP 302; check base_url and model"),
+        (400, b'{"message": "too long"}', NoAnswer, "HTTP 400 (too long)"),
+        (401, b'{"error": "SECRET"}', Broken, "HTTP 401; the key in OPENAI_API_KEY was rejected"),
+    ],
+)
+def test_refusals_of_an_endpoint(status: int, body: bytes, kind: type, text: str) -> None:
+    headers = Message()
+    headers["Retry-After"] = "3"
+    error = urllib.error.HTTPError("http://h", status, "", headers, io.BytesIO(body))
+    found = EndpointJudge("m", "http://h/v1")._refusal(error, "SECRET")
+    assert type(found) is kind and str(found) == text
+    assert getattr(found, "after", 3) == 3 and found.status == (None if kind is Busy else status)

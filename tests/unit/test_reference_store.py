@@ -150,6 +150,12 @@ def test_another_key_is_another_store(key: dict[str, Any], tmp_path: Path) -> No
     assert np.array_equal(opened(tmp_path)[0].values, LOGPS), "both are kept"
 
 
+def test_the_order_of_a_key_does_not_matter(tmp_path: Path) -> None:
+    mine = filled(tmp_path)
+    again, faults = opened(tmp_path, dict(reversed(KEY.items())))
+    assert again.folder == mine.folder and again.missing == [] and faults == []
+
+
 def test_a_part_with_other_partners_is_not_used(tmp_path: Path) -> None:
     """In case the same seed ever draws other partners."""
     filled(tmp_path)

@@ -14,12 +14,14 @@ from run_folders import at, entry, start, write_checkpoint, write_log, write_sta
 
 from alignment.engines.inspecting.generated import completion_groups
 from alignment.engines.inspecting.report import read_content
+from alignment.engines.inspecting.view import LOST
 from alignment.reporting.html import page
 from alignment.reporting.html.content import ChangedOption, RunContent
 from alignment.reporting.html.drawing import draw, tick
 from alignment.reporting.html.page import distinct, render, render_comparison
 from alignment.reporting.html.series import Chart, Series, charts, compared, points
 from alignment.reporting.html.theme import declarations
+from alignment.reporting.status_file import ENDED
 
 
 class Page(HTMLParser):
@@ -191,6 +193,24 @@ def test_contrast(theme: str) -> None:
         assert contrast(colors[tone], colors[f"{tone}-soft"]) >= 4.5, tone
     for number in range(1, 9):
         assert contrast(colors[f"series-{number}"], colors["surface"]) >= 3, number
+
+
+def test_both_themes_declare_every_color_that_the_style_uses() -> None:
+    style = (Path(page.__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
+    names = []
+    for text in declarations().values():
+        parts = [part.partition(":") for part in text.removesuffix(";").split(";")]
+        assert all(re.fullmatch("#[0-9a-f]{6}", color) for _, _, color in parts)
+        names.append({name for name, _, _ in parts})
+    assert names[0] == names[1] >= set(re.findall(r"var\((--[\w-]+)\)", style)) - {"--size", "--color"}
+
+
+@pytest.mark.parametrize("state", [*ENDED, "starting", "running", LOST])
+def test_every_state_has_its_own_color(state: str) -> None:
+    tone = page.TONES[state]
+    content = RunContent("one", "out", state=state)
+    assert f'<span class="badge {tone}">{state}</span>' in render(content) and f"\n.{tone} {{" in render(content)
+    assert f'<span class="badge {tone}">{state}</span>' in render_comparison([content, content])
 
 
 # Options -------------------------------------------------------------------------------------------------------------

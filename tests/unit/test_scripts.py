@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from data_tokenizers import word_tokenizer
+from data_tokenizers import PLAIN, char_tokenizer, word_tokenizer
 from datasets import Dataset
 from helpers import tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -271,3 +272,37 @@ def test_a_tokenizer_loaded_with_the_models_keywords_can_be_saved(tmp_path: Path
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "given", padding_side="left", **keywords)
     _write(tmp_path / "written", tokenizer, lambda folder: None)
     assert AutoTokenizer.from_pretrained(tmp_path / "written").padding_side == "left"
+
+
+@pytest.mark.parametrize(
+    ("keys", "accepted"),
+    [("messages", True), ("prompt", True), ("prompt completion", True), ("prompt completion label", True),
+     ("prompt chosen rejected", True), ("chosen rejected", True), ("chosen", False), ("completion", False),
+     ("prompt label", False), ("prompt rejected", False), ("messages prompt", False)],
+)  # fmt: skip
+def test_the_rows_that_a_template_is_applied_to(keys: str, accepted: bool) -> None:
+    said = [{"role": "user", "content": "a"}]
+    row = {key: True if key == "label" else said for key in keys.split()} | {"other": 1}
+    tokenizer = char_tokenizer(template=PLAIN)
+    if accepted:
+        found = alignment.apply_chat_template(row, tokenizer)
+        assert set(found) == ({"text"} if "messages" in row else set(keys.split()))
+        return
+    with pytest.raises(KeyError, match="Invalid keys in the example"):
+        alignment.apply_chat_template(row, tokenizer)
+
+
+def test_every_setting_of_a_dataset_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    rows = Dataset.from_dict({"a": [1, 2], "b": [3, 4]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **more: asked.append((names, more)) or rows)
+    one = {"path": "p", "name": "n", "data_dir": "d", "data_files": "f", "split": "s", "columns": ["b"]}
+    found = alignment.get_dataset(DatasetMixtureConfig([one], streaming=True))  # type: ignore[list-item]
+    assert asked == [(("p", "n"), {"data_dir": "d", "data_files": "f", "split": "s", "streaming": True})]
+    assert found["train"].column_names == ["b"] and found["train"]["b"][:] == [3, 4]
+
+
+@pytest.mark.parametrize("cls", [ModelConfig, ScriptArguments, DatasetMixtureConfig])
+def test_every_argument_of_scripts_has_help(cls: type) -> None:
+    for field in dataclasses.fields(cls):
+        assert len(field.metadata.get("help") or "") > 10, field.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from alignment.reporting.html.page import _percent
 from alignment.reporting.log import _cut_torn_line
 from alignment.reporting.model_card import ModelCard
 from alignment.rewards.asking import _Round
-from alignment.training import callbacks
+from alignment.training import callbacks, trainer
 from alignment.training.advice import about_learning_rate
 from alignment.training.callbacks import Decision, Events
 from alignment.training.checkpointing.present import Present
@@ -89,6 +90,21 @@ def test_checkpoints_of_another_run_are_left_alone(log: str | None, steps: list[
     candidates = Candidates(list(found))
     _only_this_run(candidates, log)
     assert [one.step for one in candidates.found] == steps and len(candidates.problems) == 3 - len(steps)
+
+
+def test_what_the_log_says_of_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`status` and the report read these keys."""
+    monkeypatch.setattr(trainer, "restore", lambda *_: None)
+    monkeypatch.setattr(trainer, "BestModel", lambda *_: SimpleNamespace(moved_to=lambda folder: None))
+    monkeypatch.setattr(trainer.ACTIVITY, "status", None)
+    run: Any = SimpleNamespace(
+        context=None, engines=SimpleNamespace(stage=2), identity=SimpleNamespace(name="r", attempt=3), state=None,
+        args=SimpleNamespace(resume_anyway=True), tell=lambda text: None,
+    )  # fmt: skip
+    loop: Any = SimpleNamespace(total_steps=9)
+    trainer.AlignmentTrainer._go_on(run, Checkpoint(Path("out/checkpoint-4"), MANIFEST), loop, PRESENT)
+    expected = {"run": "r", "attempt": 3, "checkpoint": "checkpoint-4", "world_size": 1, "stage": 2}
+    assert loop.resumed == expected and loop.ignores_end is True
 
 
 # Callbacks and advice ------------------------------------------------------------------------------------------------
