@@ -88,7 +88,7 @@ def factors(method: str) -> dict[str, tuple[Any, ...]]:
     else:
         found |= {
             "max_prompt_length": ("unset", 5, 512),
-            "max_completion_length": (None, 6),
+            "max_completion_length": (None, 14),
             "truncation_mode": ("unset", "keep_start", "keep_end"),
         }
     if method in ("kto", "dpo"):
@@ -108,6 +108,7 @@ def allowed(case: Combination) -> bool:
         and (chats or "role" not in odd)
         and (odd != "empty prompt" or case["format"] not in ("alpaca", "single", "sharegpt"))
         and (not case.get("assistant_only_loss") or (chats and case["template"] not in ("no end", "think open")))
+        and not (case.get("assistant_only_loss") and case["template"] == "think" and odd == "empty prompt")
         and not (case.get("stratify_labels") and case["order"] == "sequential")
         and (case["format"] != "text" or not case.get("completion_only_loss"))
     )

@@ -41,7 +41,8 @@ def usable(parts: Sequence[Part], setting: Setting) -> dict[Key, Example]:
         for (row, label), example in examples(given.rows[:limit], given.column_map, setting).items()
     }
     sizes = Counter(part for part, _, _ in found)
-    if len(sizes) < len(parts) or min(_shares(sizes, parts, setting["max_train_samples"])) < 0.5:
+    shares = [] if len(sizes) < len(parts) else _shares(sizes, parts, setting["max_train_samples"])
+    if not shares or shares[0] < 0.5 or min(shares[1:], default=1) <= 0.5:
         raise Refused("no row of a dataset is used")
     return found
 

@@ -202,10 +202,10 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], **options: bool) -> 
     return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
 
-def _rendered_prompt(said: Said, tokenizer: Any) -> list[int]:
+def _rendered_prompt(said: Said, tokenizer: Any, continues: bool = True) -> list[int]:
     """Render the prompt with the generation prompt; that of an empty list is what precedes the first content."""
     prompt: list[Any] = list(said.prompt)
-    if prompt and prompt[-1]["role"] == "assistant":  # a reply to continue
+    if continues and prompt and prompt[-1]["role"] == "assistant":  # a reply to continue
         return _ids(tokenizer, _render(tokenizer, prompt, continue_final_message=True))
     if prompt:
         return _ids(tokenizer, _render(tokenizer, prompt, add_generation_prompt=True))
@@ -242,7 +242,7 @@ def _turns(messages: list[Any], ids: list[int], tokenizer: Any) -> set[int]:
     places: set[int] = set()
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            start = len(_rendered_prompt(Said(messages[:number], (messages[number:],)), tokenizer))
+            start = len(_rendered_prompt(Said(messages[:number], (messages[number:],)), tokenizer, continues=False))
             end = next(place for place in range(start, len(ids)) if ids[place] in tokenizer.all_special_ids)
             places |= set(range(start, end + 1))
     return places
