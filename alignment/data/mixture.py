@@ -88,13 +88,19 @@ def mixed(
     counts = shares([(name, len(part.dataset), weight) for name, part, weight in parts], most)
     datasets, reports = [], []
     for number, ((_, part, _), count) in enumerate(zip(parts, counts)):
-        dataset = part.dataset
+        dataset, truncated = part.dataset, part.truncated
         if count < len(dataset):
-            dataset = dataset.select(draw(dataset.with_format("numpy")["row"][:], count, (seed, number)))
-        desirable = int(dataset.with_format("numpy")["label"][:].sum()) if "label" in dataset.column_names else 0
+            drawn = draw(dataset.with_format("numpy")["row"][:], count, (seed, number))
+            dataset, truncated = dataset.select(drawn), truncated.select(drawn)
         datasets.append(dataset)
-        reports.append(part.report.drawn(count, desirable))
+        desirable = _total(dataset, "label") if "label" in dataset.column_names else 0
+        cut = (_total(truncated, name) for name in ("prompt_cut", "completions_cut"))
+        reports.append(part.report.drawn(count, desirable, *cut))
     return concatenate_datasets(datasets), reports
+
+
+def _total(dataset: Dataset, column: str) -> int:
+    return int(dataset.with_format("numpy")[column][:].sum())
 
 
 def draw(rows: np.ndarray, count: int, seed: Sequence[int]) -> np.ndarray:

@@ -28,14 +28,14 @@ from alignment.config.options_data import COLUMNS, MAPPED_COLUMNS
 from alignment.data.columns import arranged, extra_columns, mapped_columns
 from alignment.data.formats import Kind
 from alignment.data.report import DataReport
-from alignment.data.row_mapper import BOOKKEEPING, RowMapper
+from alignment.data.row_mapper import TRUNCATED, RowMapper
 from alignment.data.targets.rules import USUAL, RowRules
 from alignment.data.targets.tokenized import token_columns
 from alignment.data.tokenization import RowTokenizer
 from alignment.data.truncation import Limits
 from alignment.internals.transformers import tokenizer_options
 
-FORMAT_VERSION = 6  # increase it if the same input is tokenized or stored differently
+FORMAT_VERSION = 7  # increase it if the same input is tokenized or stored differently
 _ROWS = 1000  # rows hashed at a time; part of the hash
 _BATCH = 256  # rows per call of the tokenizer
 
@@ -103,10 +103,14 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Tokenized rows (columns as in :data:`FEATURES`; ``row`` is the source row, counted from 0) and their report."""
+    """Tokenized rows (columns as in :data:`FEATURES`; ``row`` is the source row, counted from 0) and their report.
+
+    ``truncated`` has columns with the number of truncated prompts and completions of each row.
+    """
 
     dataset: Dataset
     report: DataReport
+    truncated: Dataset
 
 
 def prepare(
@@ -197,7 +201,7 @@ def load_prepared(path: Path) -> Prepared:
         dataset = datasets.load_from_disk(str(path / "data"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: the tokenized data cannot be read: {one_line(error)}; delete the folder") from error
-    return Prepared(dataset, _read_report(path))
+    return Prepared(dataset.remove_columns([*TRUNCATED]), _read_report(path), dataset.select_columns([*TRUNCATED]))
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int, model: str = "the model") -> None:
@@ -240,7 +244,7 @@ def _build(
     report = _report(mapper.kind, reasons, kept)
     _check_report(report, mapper.kind, mapper.where, strict)
     with _progress_bars(False):
-        kept.remove_columns(list(BOOKKEEPING)).save_to_disk(str(work / "data"))
+        kept.remove_columns("dropped").save_to_disk(str(work / "data"))
     report.save(work / "report.json")
     del mapped, kept
     shutil.rmtree(scratch)

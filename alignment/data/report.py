@@ -18,9 +18,9 @@ class DataReport:
     """Counts for one prepared dataset, in rows as the method sees them (a pair counts as two rows for KTO).
 
     ``rows_in == rows_out + sum(dropped.values())``. ``prompts_cut`` and ``completions_cut`` count truncated prompts
-    and completions of the kept rows, for a mixture before rows are sampled. ``desirable`` and ``undesirable`` are 0
-    for rows without labels. ``packs`` is 0 without packing; otherwise the packs have up to ``pack_length`` tokens each
-    and ``pack_tokens`` in total, and ``pack_left_out`` sequences without loss tokens are omitted.
+    and completions of the kept rows. ``desirable`` and ``undesirable`` are 0 for rows without labels. ``packs`` is 0
+    without packing; otherwise the packs have up to ``pack_length`` tokens each and ``pack_tokens`` in total, and
+    ``pack_left_out`` sequences without loss tokens are omitted.
     """
 
     rows_in: int
@@ -65,8 +65,8 @@ class DataReport:
         """Load a report written by :meth:`save`."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
-    def drawn(self, rows: int, desirable: int) -> DataReport:
-        """Return the report after sampling ``rows`` rows for a mixture, of which ``desirable`` are desirable."""
+    def drawn(self, rows: int, desirable: int, prompts_cut: int, completions_cut: int) -> DataReport:
+        """Return the report after sampling ``rows`` rows for a mixture, with the counts of these rows."""
         if rows == self.rows_out:
             return self
         labeled = bool(self.desirable + self.undesirable)
@@ -74,6 +74,8 @@ class DataReport:
             self,
             rows_out=rows,
             dropped={**self.dropped, NOT_DRAWN: self.rows_out - rows},
+            prompts_cut=prompts_cut,
+            completions_cut=completions_cut,
             desirable=desirable if labeled else 0,
             undesirable=rows - desirable if labeled else 0,
         )

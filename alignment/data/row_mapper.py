@@ -32,7 +32,8 @@ from alignment.data.truncation import Fitted, Limits, fit, fit_prompt
 from alignment.reporting.activity import ACTIVITY
 
 _IDS = List(Value("int32"))
-BOOKKEEPING = {"dropped": Value("string"), "prompt_cut": Value("bool"), "completions_cut": Value("int8")}
+TRUNCATED = {"prompt_cut": Value("bool"), "completions_cut": Value("int8")}
+BOOKKEEPING = {"dropped": Value("string"), **TRUNCATED}
 _PAIR = Features({"prompt_ids": _IDS, "chosen_ids": _IDS, "rejected_ids": _IDS, "row": Value("int64")})
 FEATURES: dict[Kind, Features] = {
     "unpaired_preference": Features(

@@ -75,7 +75,9 @@ def test_rows_of_one_source_row_are_sampled_together() -> None:
 def test_parts_of_the_same_size_sample_different_rows() -> None:
     """Otherwise, corresponding rows of two datasets would be selected together."""
     rows = Dataset.from_dict({"prompt_ids": [[number] for number in range(40)], "row": range(40)})
-    part = Prepared(rows, DataReport(40, 40))
+    part = Prepared(
+        rows, DataReport(40, 40), Dataset.from_dict({"prompt_cut": [False] * 40, "completions_cut": [0] * 40})
+    )
     dataset, _ = mixed([("a", part, 1.0), ("b", part, 1.0)], 40, seed=42)
     drawn = dataset["row"][:]
     assert len(drawn) == 40 and drawn[:20] != drawn[20:]
@@ -90,12 +92,12 @@ def test_every_row_is_sampled_with_equal_probability() -> None:
 
 def test_reports() -> None:
     report = DataReport(10, 8, {"empty": 2}, 1, 2, 5, 3)
-    assert report.drawn(8, 5) == report
-    fewer = report.drawn(6, 4)
-    assert fewer == DataReport(10, 6, {"empty": 2, NOT_DRAWN: 2}, 1, 2, 4, 2)
+    assert report.drawn(8, 5, 1, 2) == report
+    fewer = report.drawn(6, 4, 0, 1)
+    assert fewer == DataReport(10, 6, {"empty": 2, NOT_DRAWN: 2}, 0, 1, 4, 2)
     assert fewer.rows_in == fewer.rows_out + sum(fewer.dropped.values())
-    assert joined([fewer, report]) == DataReport(20, 14, {"empty": 4, NOT_DRAWN: 2}, 2, 4, 9, 5)
-    assert DataReport(4, 4).drawn(2, 0) == DataReport(4, 2, {NOT_DRAWN: 2})
+    assert joined([fewer, report]) == DataReport(20, 14, {"empty": 4, NOT_DRAWN: 2}, 1, 3, 9, 5)
+    assert DataReport(4, 4).drawn(2, 0, 0, 0) == DataReport(4, 2, {NOT_DRAWN: 2})
 
 
 def test_parts_of_the_option() -> None:
@@ -231,6 +233,17 @@ def test_a_limit_replaces_dropped_rows_of_weighted_parts(tmp_path: Path, folder:
         parts.append({"dataset_name": str(tmp_path / name), "weight": weight})
     data = trainer_of(folder, dataset_mixture=parts, max_train_samples=6).train_data
     assert data is not None and [part.report.rows_out for part in data.parts] == [4, 2]
+
+
+def test_truncated_rows_are_counted_after_sampling(tmp_path: Path, folder: Path) -> None:
+    long = [{**row, "completion": "a b " * 60} for row in unpaired_rows(20)]
+    parts = []
+    for name, rows in (("long.jsonl", long), ("short.jsonl", unpaired_rows(20))):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        parts.append({"dataset_name": str(tmp_path / name)})
+    data = trainer_of(folder, dataset_mixture=parts, max_train_samples=10, max_length=48).train_data
+    assert data is not None and [part.report.completions_cut for part in data.parts] == [5, 0]
+    assert (data.report.rows_out, data.report.completions_cut) == (10, 5)
 
 
 def test_a_mixture_of_labeled_rows_pairs_and_other_columns(folder: Path) -> None:
