@@ -14,13 +14,8 @@ from alignment.engines.failures import describe
 from tools.ranks.client import environment
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("error", "[Errno 5] Input/output error"),
-        pytest.param("killed", "DataLoader worker", marks=pytest.mark.ci),
-    ],
-)
+@pytest.mark.ci
+@pytest.mark.parametrize(("how", "says"), [("error", "[Errno 5] Input/output error"), ("killed", "DataLoader worker")])
 def test_a_script_with_a_failing_worker_ends(how: str, says: str, tmp_path: Path) -> None:
     """The limit is several times what it takes; without the shutdown, nothing ends it."""
     command = [sys.executable, DRIVERS / "failing_loader.py", make_model(tmp_path / "model"), tmp_path / "out", how]

@@ -24,7 +24,6 @@ from conftest import DRIVERS, ROOT
 
 COMPILER = os.environ.get("CXX", "c++")
 METHODS = ("KTO", "CPO", "DPO", "OnlineDPO", "SFT", "Reward")
-DIAGONAL = ("KTO/lora", "CPO/full", "DPO/qlora", "OnlineDPO/full", "SFT/qlora", "Reward/lora")
 FURTHER = (
     *("KTO/stage3", "KTO/reference-offload", "KTO/dora", "CPO/offload", "CPO/optimizer-offload", "DPO/precomputed"),
     *("DPO/reentrant", "OnlineDPO/lora-stage3", "SFT/int8"),
@@ -69,11 +68,7 @@ def check(library: Path, folder: Path, *cells: str) -> None:
     assert all(math.isfinite(norm) and norm > 0 for norm, _ in found.values()), found
 
 
-def test_a_step_of_every_method_stays_on_its_device(library: Path, tmp_path: Path) -> None:
-    check(library, tmp_path, *DIAGONAL)
-
-
 @pytest.mark.ci
-def test_a_step_with_all_kinds_of_weights_stays_on_its_device(library: Path, tmp_path: Path) -> None:
-    cells = {f"{method}/{kind}" for method, kind in itertools.product(METHODS, ("full", "lora", "qlora"))}
-    check(library, tmp_path, *sorted(cells - set(DIAGONAL)), *FURTHER)
+def test_a_step_of_every_method_stays_on_its_device(library: Path, tmp_path: Path) -> None:
+    cells = (f"{method}/{kind}" for method, kind in itertools.product(METHODS, ("full", "lora", "qlora")))
+    check(library, tmp_path, *cells, *FURTHER)

@@ -114,7 +114,7 @@ def outcome(
     return [*log, *written], after.states
 
 
-@pytest.mark.parametrize("stage", ["stage0", "stage3"])
+@pytest.mark.parametrize("stage", ["stage0", pytest.param("stage3", marks=pytest.mark.ci)])
 def test_a_window_after_a_rollout_is_unchanged(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:

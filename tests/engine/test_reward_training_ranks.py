@@ -18,6 +18,8 @@ from transformers import AutoModelForSequenceClassification
 from alignment import RewardConfig, RewardTrainer
 from tools.ranks import RankServer
 
+pytestmark = pytest.mark.ci
+
 ROWS = [row | {"margin": 0.25 * (n % 4)} for n, row in enumerate(paired_rows(15, seed=5))]
 SAMPLES = [
     [["once ", "upon a time"], ["a", "b" * 30], ["", "cd"], ["long prompt, ", "short"], ["x", "y"]],

@@ -167,6 +167,7 @@ except KeyboardInterrupt:
     assert done.stdout == "connected interrupted again\n", done.stderr
 
 
+@pytest.mark.ci
 def test_ranks_that_finish_at_different_times_succeed(ranks: RankServer) -> None:
     done = ranks.run(DRIVER, "none", "uneven", timeout=60)
     assert done.stderr == ""

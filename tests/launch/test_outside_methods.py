@@ -77,6 +77,7 @@ def test_golden_values() -> None:
     assert float(named("odds_ratio_loss")(chosen, rejected)) == pytest.approx(math.log(1 + 1 / ratio), rel=1e-12)
 
 
+@pytest.mark.ci
 def test_two_ranks_from_the_command_line(folder: Path, tmp_path: Path, ranks: RankServer) -> None:
     """Two ranks make the same updates as one; the first loss is compared with float64."""
     one, two = tmp_path / "one", tmp_path / "two"

@@ -18,6 +18,8 @@ from alignment.config.errors import AlignmentError
 from alignment.engines import compile_lock
 from alignment.engines.compile_lock import abandoned_locks_removed, wait_for_release
 
+pytestmark = pytest.mark.ci
+
 HOLD = """
 import runpy, sys
 baton = runpy.run_path(sys.argv[2])["FileBaton"](sys.argv[1])  # without the rest of torch

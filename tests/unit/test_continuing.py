@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import continuing
+import pytest
 from conftest import ROOT
 
 TESTS = """
@@ -50,6 +51,7 @@ def run(folder: Path, *more: str, broken: str = "") -> str:
     return done.stdout.splitlines()[-1].partition(" in ")[0]
 
 
+@pytest.mark.ci
 def test_only_what_has_not_passed_runs_again(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text(CONFTEST)

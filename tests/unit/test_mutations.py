@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from pathlib import Path
@@ -23,25 +24,33 @@ ENTRY = """\
 """
 
 
-@pytest.mark.parametrize("mutation", load(), ids=lambda mutation: mutation.name)
-def test_a_mutation_applies_and_names_its_tests(mutation: Mutation) -> None:
+AREAS = {area: list(mutations) for area, mutations in itertools.groupby(load(), lambda mutation: mutation.area)}
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_mutations_apply_and_name_their_tests(area: str) -> None:
+    for mutation in AREAS[area]:
+        check(mutation)
+
+
+def check(mutation: Mutation) -> None:
     mutated = mutation.mutated()
     if mutation.file.endswith(".py"):
         compile(mutated, mutation.file, "exec")
     elif not mutation.file.endswith(".md"):
         subprocess.run(["bash", "-n"], input=mutated, text=True, check=True)  # a script for SLURM
-    assert mutation.tests
+    assert mutation.tests, mutation.name
     for tests in mutation.tests:
         chosen, _, keywords = tests.partition(" -k ")
         file, _, name = chosen.partition(" ")[0].partition("::")
         text = (ROOT / file).read_text()
-        assert not name or f"def {name.partition('[')[0]}(" in text
+        assert not name or f"def {name.partition('[')[0]}(" in text, f"{mutation.name}: {tests}"
         for word in NAME.findall(keywords):
-            assert word in text, f"-k {word} selects no test of {file}"
+            assert word in text, f"{mutation.name}: -k {word} selects no test of {file}"
 
 
 def test_there_are_enough_of_them() -> None:
-    assert len(load()) >= 100
+    assert sum(map(len, AREAS.values())) >= 100
 
 
 def write(folder: Path, text: str) -> Path:

@@ -452,6 +452,7 @@ def test_signals(kind: str, code: int, out: str, err: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
 
 
+@pytest.mark.ci
 def test_an_unresponsive_main_thread_is_not_waited_for() -> None:
     start = time.monotonic()
     done = run("deaf")

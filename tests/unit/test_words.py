@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).resolve().parents[2]
 SKIPPED = re.compile(r"^(tests/(unit/test_words\.py|data/)|LICENSE|docs/pictures/)|expected.*\.txt$")
 TEXT = {".py", ".md", ".yaml", ".yml", ".sh", ".toml", ".sbatch", ".txt", ".json", ""}
