@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from conftest import DRIVERS
 
 from tools.ranks import RankServer
@@ -12,6 +13,7 @@ from tools.ranks import RankServer
 ADVICE = "fix the function, or return None for samples that it cannot score"
 
 
+@pytest.mark.ci
 def test_every_rank_gets_the_same_error(ranks: RankServer, tmp_path: Path) -> None:
     done = ranks.run(DRIVERS / "failing_rewards.py", tmp_path / "out.json", timeout=60, check=False)
     assert (tmp_path / "out.json").exists(), done.stderr[-3000:]

@@ -120,7 +120,7 @@ def test_an_fp32_export_uses_the_master_weights(
     assert "fp32 master weights of" in "\n".join(report.lines())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.ci)])
 def test_an_fp32_model_is_rounded_once(dtype: str, base: str, tmp_path: Path) -> None:
     masters = trained(tmp_path / "source", base, 2e-4, torch.float32)
     report = export_model(tmp_path / "source", tmp_path / "out", dtype=dtype, base=base, sample_count=4)
@@ -137,7 +137,7 @@ def test_an_fp32_model_is_rounded_once(dtype: str, base: str, tmp_path: Path) ->
     assert (report.advice is not None) is (dtype == "bfloat16")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.ci), "float32"])
 def test_only_one_model_is_loaded_at_a_time(
     dtype: str, made: tuple[Path, Named], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
