@@ -329,7 +329,7 @@ def test_exactly_one_of_many_wins(tmp_path: Path) -> None:
     assert out == " ".join("1" * 10) + "\n\n", "one winner each, and nothing left in the folder"
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_exactly_one_of_many_wins_every_round(tmp_path: Path) -> None:
     process = driver("race", tmp_path, 200, 8)
     out, _ = process.communicate(timeout=300)

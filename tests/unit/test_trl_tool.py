@@ -197,7 +197,7 @@ def test_release_and_files(tmp_path: Path) -> None:
         checkouts.release(tmp_path)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_miniature_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     from tools.trl.hub import models
 
