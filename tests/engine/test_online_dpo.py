@@ -72,7 +72,7 @@ def test_a_script_for_trl_runs(paths: dict[str, str], tmp_path: Path) -> None:
         reward_processing_class=reward_tokenizer,
         train_dataset=prompts(8),
     )
-    assert trainer.train().global_step == 2
+    assert trainer.train().global_step == 2 and trainer.reward_weights.tolist() == [1.0]
     first, second = logs(trainer)
     assert first["loss"] == pytest.approx(0.693147, abs=1e-5) and first["objective/kl"] == pytest.approx(0, abs=1e-5)
     assert abs(second["objective/kl"]) > 1e-3
@@ -118,6 +118,7 @@ def test_functions_weights_and_more_generations(paths: dict[str, str], tmp_path:
         args=arguments(tmp_path, num_generations=4, beta=[0.1, 0.3], **weights),
         train_dataset=prompts(4),
     )
+    assert trainer.reward_weights.tolist() == [1.0, 0.5]
     trainer.train()
     first, second = logs(trainer)
     assert (first["beta"], second["beta"]) == (0.1, 0.3), "four prompts fill one window, so each step is an epoch"

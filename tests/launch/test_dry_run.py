@@ -100,13 +100,15 @@ def test_kto(dry_run: Callable[..., str]) -> None:
 
 
 def test_cpo(dry_run: Callable[..., str]) -> None:
-    out = dry_run("cpo", "--gradient_accumulation_steps", "2", "--dataset_test_split", "train[:2]")
+    steps = ("--gradient_accumulation_steps", "2", "--max_steps", "1", "--warmup_steps", "1")
+    out = dry_run("cpo", *steps, "--dataset_test_split", "train[:2]")
     assert "JSON of the reference" not in out and "no reference model" in out
     assert re.search(r"^  rows +6 +5 +1 +0 +0$", out, re.M)
     assert re.search(r"^  dropped +1  chosen and rejected are identical$", out, re.M)
     assert re.search(r"^    rejected  '\w+</s>'$", out, re.M)
     assert out.count("\nData: ") == 2 and "cpo.jsonl (train[:2])" in out
     assert "Advice:\n  - 1 of 6 rows were dropped (1 × chosen and rejected are identical); check these rows" in out
+    assert "\n  - the run has a single step" in out
 
 
 def test_long_texts_are_shortened_in_the_middle() -> None:

@@ -61,6 +61,8 @@ def test_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}
     found = options(monkeypatch, environment)
     assert found.use_cpu and found.bf16 is None and found.deepspeed is None
+    (note,) = notes(found)
+    assert "ACCELERATE_USE_CPU='True'" in note and "PRECISION" not in note
 
 
 @pytest.mark.parametrize(

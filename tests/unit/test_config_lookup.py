@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from alignment.config.errors import OptionError
-from alignment.config.lookup import load_callable
+from alignment.config.lookup import load_callable, raised
 from alignment.engines.watch.stop import RunStopped
 
 FILE = '''
@@ -148,3 +148,9 @@ def test_a_stop_request_is_not_an_error_of_the_file(tmp_path: Path) -> None:
         path.write_text(leaves + body.replace("(1,", "(StopReason.SIGTERM,") + "\n")
         with pytest.raises(RunStopped):
             load_callable(f"{path}:f", "reward_funcs")
+
+
+def test_long_errors_of_a_users_code_are_shortened() -> None:
+    assert raised(KeyError("x")) == "KeyError: 'x'"
+    assert raised(ValueError("a" * 300)) == f"ValueError: {'a' * 300}"
+    assert raised(ValueError("a" * 301)) == f"ValueError: {'a' * 299}…"

@@ -90,7 +90,12 @@ def test_options_set_by_the_sections(base: dict[str, Any], given: dict[str, Any]
         ({"optimizer": {}}, {}, ["optimizer={}", '"type" and "params"']),
         ({"optimizer": {"type": "AdamW", "legacy_fusion": True}}, {}, ["optimizer.legacy_fusion=True"]),
         (scheduler("WarmupLR"), {"lr_scheduler_type": "cosine"}, ["type='WarmupLR'", "lr_scheduler_type='cosine'"]),
-        (scheduler("WarmupDecayLR"), {}, ["total_num_steps is missing"]),
+        (scheduler("WarmupDecayLR"), {}, ["total_num_steps is missing", "max_steps"]),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
+            {},
+            ["warmup_max_lr is missing", "learning_rate"],
+        ),
         (scheduler("WarmupDecayLR", total_num_steps=9), {"max_steps": 8}, ["total_num_steps=9", "max_steps=8"]),
         (scheduler("WarmupLR", warmup_num_steps=9), {"warmup_steps": 8}, ["warmup_num_steps=9", "warmup_steps=8"]),
         (scheduler("WarmupLR", warmup_num_steps=9), {"warmup_ratio": 0.1}, ["warmup_num_steps=9", "warmup_ratio=0.1"]),

@@ -112,7 +112,7 @@ def stop_notice() -> Notice | None:
     found = [_of_launcher(launcher) for launcher in launchers() if launcher.name != "slurmstepd"]
     if os.environ.get("SLURM_JOB_ID"):
         found.append(Notice(*_kill_wait()))
-    return min(found, key=lambda notice: notice.seconds, default=None)
+    return min(found, default=None)
 
 
 def _of_launcher(launcher: Launcher) -> Notice:
