@@ -12,7 +12,7 @@ import torch
 from helpers import make_model
 from peft import LoraConfig, get_peft_model
 from run_folders import start, write_log
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alignment.cli.commands import _without_local_rank
 from alignment.config.errors import ModelError
@@ -20,6 +20,8 @@ from alignment.engines.checkpoints.manifest import Manifest
 from alignment.engines.exporting.adapter import _method
 from alignment.engines.exporting.card import Run, _papers, _training, card_of
 from alignment.engines.exporting.check import OutputChange
+from alignment.engines.exporting.folder import load_tokenizer
+from alignment.engines.exporting.report import ModelReport, _json
 from alignment.models.adapters.folder import read_adapter
 from alignment.models.adapters.merging import _tie_or_tell
 from alignment.models.adapters.record import TRAINING_BASE
@@ -137,3 +139,18 @@ def test_ends_of_a_model_are_tied_again_if_they_are_equal(was_tied: bool, equal:
     _tie_or_tell(model, was_tied)
     assert config.tie_word_embeddings == tied
     assert head is None or (head.weight is embedding.weight) == tied
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_code_of_a_tokenizer_is_trusted_only_if_requested(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda where, **options: given.append((where, options)))
+    load_tokenizer("owner/name", "main", trusted, needed=True)
+    assert given == [("owner/name", {"revision": "main", "trust_remote_code": trusted})]
+
+
+@pytest.mark.parametrize("base", ["/home/me/models/base", "owner/base", None])
+def test_a_published_report_names_the_base_model_without_its_folder(base: str | None) -> None:
+    report = ModelReport("checkpoint-4", base, "causal_lm", "bfloat16", "bfloat16", 0, None, None, None, None, None)
+    shown = None if base is None else base.removeprefix("/home/me/models/")
+    assert json.loads(_json(report))["base_model"] == shown

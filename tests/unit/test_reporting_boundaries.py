@@ -22,7 +22,7 @@ from alignment.engines.failures import describe
 from alignment.engines.inspecting.checkpoints import CheckpointView
 from alignment.engines.inspecting.generated import completion_groups
 from alignment.engines.inspecting.life import Pulse, clocks
-from alignment.engines.inspecting.report import read_content
+from alignment.engines.inspecting.report import _time, read_content
 from alignment.engines.inspecting.run import RunReader
 from alignment.engines.inspecting.view import RunView
 from alignment.reporting.log_reading import LogReader, number, seconds_of
@@ -383,3 +383,12 @@ def test_states_of_several_callbacks_of_one_class() -> None:
     again.load_state_dict(state)
     assert [one.count for one in again.handler.callbacks if isinstance(one, Counting)] == [3, 5, 7, 1]
     assert again.state.global_step == 4 and again.control.should_save
+
+
+@pytest.mark.parametrize(
+    ("stamp", "shown"),
+    [("2026-03-01T12:34:56+00:00", "2026-03-01 12:34 UTC"), ("2026-03-01T12:34", "2026-03-01 12:34 UTC"),
+     ("2026-03-01T12:3", ""), (None, ""), (17, "")],
+)  # fmt: skip
+def test_the_start_of_a_run_is_shown_to_the_minute(stamp: Any, shown: str) -> None:
+    assert _time(stamp) == shown

@@ -334,6 +334,7 @@ def test_the_ranks_of_accelerate(
     found = Accelerator()
     assert (found.is_main_process, found.is_local_main_process, found.is_last_process) == (main, local, last)
     assert (found.state.process_index, found.state.local_process_index, found.state.num_processes) == (*place, 4)
+    assert found.state.distributed_type == found.distributed_type == "DEEPSPEED"
     found.print("a", 1, sep="-")
     assert capsys.readouterr().out == ("a-1\n" if local else "")
     layer = torch.nn.Linear(1, 1)
