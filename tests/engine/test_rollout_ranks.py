@@ -14,6 +14,8 @@ from oracle.dense import load, token_logps
 
 from tools.ranks import RankServer
 
+pytestmark = pytest.mark.ci
+
 NAMES = [f"{stage} {way}" for stage, ways in STAGES_AND_WAYS.items() for way in ways]
 
 

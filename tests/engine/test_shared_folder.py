@@ -9,6 +9,8 @@ from conftest import DRIVERS
 
 from tools.ranks import RankServer
 
+pytestmark = pytest.mark.ci
+
 SHARED = ("shared", "to be made", "late")
 
 
