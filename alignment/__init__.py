@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from alignment.methods import METHODS
 
 if TYPE_CHECKING:
-    from alignment.engines.watch.stop import RunStopped
     from alignment.methods.cpo import CPOTrainer
     from alignment.methods.cpo_options import CPOConfig
     from alignment.methods.dpo import DPOTrainer
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
         BasePairwiseJudge,
         BaseRankJudge,
     )
+    from alignment.run.stop import RunStopped
     from alignment.scripts.arguments import DatasetConfig, DatasetMixtureConfig, ScriptArguments
     from alignment.scripts.chat import SIMPLE_CHAT_TEMPLATE, clone_chat_template, setup_chat_format
     from alignment.scripts.mixture import get_dataset
@@ -100,7 +100,7 @@ __all__ = [
 
 _PATHS = (path for entry in METHODS.entries.values() for path in (entry.options, entry.trainer))
 _HOMES = {name: module for module, _, name in (path.partition(":") for path in _PATHS)}
-_HOMES["RunStopped"] = "alignment.engines.watch.stop"
+_HOMES["RunStopped"] = "alignment.run.stop"
 # What scripts written for TRL import besides.
 _FOR_SCRIPTS = {
     "rewards.endpoint": "EndpointJudge OpenAIPairwiseJudge",

@@ -27,13 +27,13 @@ from alignment.data.batching import Batch, collate
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.memory.devices import free_bytes, total_bytes
 from alignment.engines.memory.states import bytes_to_come
-from alignment.engines.rollout.backend import Generation, Sampling, Work
-from alignment.engines.rollout.continuous import ContinuousBackend
 from alignment.engines.scoring import FrozenEngine, PolicyEngine
 from alignment.models.head import LogProbHead
 from alignment.models.loading import load_model
 from alignment.models.scorer import CompletionScorer
 from alignment.models.tiles import choice
+from alignment.rollout.backend import Generation, Sampling, Work
+from alignment.rollout.continuous import ContinuousBackend
 from benchmarks.measure import arbitrary
 from benchmarks.shapes import TINY, load_tokenizer, paired_rows, prompt_rows, unpaired_rows
 

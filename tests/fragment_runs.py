@@ -17,12 +17,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from alignment import CPOConfig
-from alignment.config.deepspeed import policy_config
-from alignment.config.dtypes import plan_dtypes
-from alignment.data.batching import collate
-from alignment.engines.checkpoints.fragment_reading import ExportedTensor
-from alignment.engines.checkpoints.fragments import fragment_file
-from alignment.engines.checkpoints.optimizer_state import (
+from alignment.checkpoint.fragment_reading import ExportedTensor
+from alignment.checkpoint.fragments import fragment_file
+from alignment.checkpoint.optimizer_state import (
     fragment_ranks,
     group_settings,
     read_fragments,
@@ -31,6 +28,9 @@ from alignment.engines.checkpoints.optimizer_state import (
     write_fragments,
     writes_fragments,
 )
+from alignment.config.deepspeed import policy_config
+from alignment.config.dtypes import plan_dtypes
+from alignment.data.batching import collate
 from alignment.engines.optimizers import build_optimizer, parameter_groups
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import (
@@ -187,7 +187,7 @@ def export(policy: PolicyEngine, folder: Path) -> dict[str, ExportedTensor]:
     """Write the model as used for computation; return the parameters that are in fp32."""
     from safetensors.torch import save_file
 
-    from alignment.engines.saving import gathered_state_dict
+    from alignment.checkpoint.saving import gathered_state_dict
 
     state = gathered_state_dict(policy.scorer.model, keep=True)
     if torch.distributed.get_rank() == 0:
@@ -211,7 +211,7 @@ def everything(policy: PolicyEngine) -> dict[str, Tensor]:
 
     Padding is excluded: DeepSpeed does not initialize it at stage 3, and master weights in model files have none.
     """
-    from alignment.engines.saving import gathered_state_dict
+    from alignment.checkpoint.saving import gathered_state_dict
 
     found = {}
     optimizer = inner_optimizer(policy.engine)

@@ -195,8 +195,8 @@ def loss_of_ours(job: dict[str, Any], folder: str) -> float:
     from transformers import AutoTokenizer
 
     import alignment
-    from alignment.engines.rollout.backend import Completion, RolloutRequest
-    from alignment.engines.rollout.engine import RolloutEngine
+    from alignment.rollout.backend import Completion, RolloutRequest
+    from alignment.rollout.engine import RolloutEngine
 
     method = job["method"]
     config, trainer = (getattr(alignment, NAMES[method] + part) for part in ("Config", "Trainer"))

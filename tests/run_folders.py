@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from alignment.engines.checkpoints.lock import LOCK
-from alignment.engines.checkpoints.manifest import Manifest, files_in
-from alignment.engines.checkpoints.owner import Owner, beat, process_start
-from alignment.engines.checkpoints.records import record_of
+from alignment.checkpoint.lock import LOCK
+from alignment.checkpoint.manifest import Manifest, files_in
+from alignment.checkpoint.owner import Owner, beat, process_start
+from alignment.checkpoint.records import record_of
 from alignment.reporting.status_file import STATUS, RunStatus
 
 ELSEWHERE = {"host": "node7", "boot": "of-another-kernel"}

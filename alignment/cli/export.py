@@ -13,9 +13,9 @@ from typing import Any
 
 from alignment.cli.output import leave_with_help, surviving_closed_output
 from alignment.config.errors import OptionError, setting
-from alignment.engines.guard import guarded
 from alignment.engines.launch_env import hush_libraries
-from alignment.reporting.activity import ACTIVITY, Limits
+from alignment.run.activity import ACTIVITY, Limits
+from alignment.run.guard import guarded
 
 _ABOUT = """\
 Export a checkpoint, a trained model, or a PEFT adapter merged into its base model as a Hugging Face model folder:
@@ -62,7 +62,7 @@ def _run(options: argparse.Namespace) -> None:
     hush_libraries()
     # Exporting a large model takes hours on a slow disk, and no other rank waits for this process: never time out.
     ACTIVITY.limits = Limits(least=math.inf, first=math.inf)
-    from alignment.engines.exporting.export import export
+    from alignment.checkpoint.exporting.export import export
 
     report = export(
         Path(options.source).expanduser(),

@@ -10,9 +10,9 @@ from alignment.cli.output import surviving_closed_output
 from alignment.cli.parsing import glimpse, parse
 from alignment.config.registry import METHODS
 from alignment.engines.garbage import old_objects_spared, uncollected
-from alignment.engines.guard import guarded
 from alignment.engines.launch_env import hush_libraries, init_distributed
 from alignment.engines.start_up import import_libraries
+from alignment.run.guard import guarded
 
 
 def main(

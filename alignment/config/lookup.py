@@ -27,7 +27,7 @@ _PLACES: dict[str, tuple[str, str]] = {
 FAILURES = (Exception, asyncio.CancelledError, SystemExit)
 _LONGEST = 300
 # Folders of this package that call a user's code; their frames are not shown to the user.
-_CALLERS = tuple(Path(__file__).parent.parent / name for name in ("config", "engines", "engines/watch", "rewards"))
+_CALLERS = tuple(Path(__file__).parent.parent / name for name in ("config", "engines", "run", "rewards"))
 
 
 def packaged_names(kind: Packaged) -> list[str]:

@@ -29,7 +29,7 @@ from alignment.data.targets.tokenized import learned_row, read_completions, read
 from alignment.data.targets.turns import assistant_mask
 from alignment.data.tokenization import Encoded, RowTokenizer, Source, common_length
 from alignment.data.truncation import Fitted, Limits, fit, fit_prompt
-from alignment.reporting.activity import ACTIVITY
+from alignment.run.activity import ACTIVITY
 
 _IDS = List(Value("int32"))
 TRUNCATED = {"prompt_cut": Value("bool"), "completions_cut": Value("int8")}

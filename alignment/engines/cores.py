@@ -20,7 +20,7 @@ import psutil
 from alignment.config.errors import counted
 from alignment.engines.collectives import gathered
 from alignment.engines.memory.control_groups import control_groups, text_of
-from alignment.engines.watch.launchers import launchers
+from alignment.run.launchers import launchers
 
 VARIABLE = "OMP_NUM_THREADS"
 # These set the variable to 1 unless the user has set it; deepspeed sets it only with --bind_cores_to_rank.

@@ -16,11 +16,11 @@ import sys
 
 from alignment.config.dtypes import planned
 from alignment.config.errors import AlignmentError, OptionError, counted, setting
-from alignment.engines.joining.start import join
 from alignment.engines.memory.allocator import grow_segments
 from alignment.internals.bitsandbytes import hush_missing_kernel
 from alignment.internals.deepspeed import measure_free_memory, skip_shared_memory_op
 from alignment.internals.torch import hush_deprecated_collectives
+from alignment.run.joining.start import join
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RANKS = VARIABLES[:4]

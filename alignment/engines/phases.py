@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from alignment.reporting.activity import ACTIVITY
+from alignment.run.activity import ACTIVITY
 
 _EVERY_S = 0.01  # interval between two samples of the resident set size
 # Names of phases in the states of older runs.

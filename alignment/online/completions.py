@@ -9,9 +9,9 @@ from typing import Any
 
 from alignment.data.batching import TokenIds
 from alignment.data.json_columns import PromptRow, prompt_row
-from alignment.engines.rollout.backend import Completion
-from alignment.engines.rollout.texts import continuations
 from alignment.rewards.samples import Samples, continues, spoken
+from alignment.rollout.backend import Completion
+from alignment.rollout.texts import continuations
 from alignment.training.data import PreparedData
 
 

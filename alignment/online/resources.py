@@ -15,11 +15,7 @@ from alignment.config.errors import OptionError, setting
 from alignment.config.options_online import CLASSIFIER_OPTIONS, OnlineOptions
 from alignment.data.json_columns import prompt_row
 from alignment.engines.launch_env import rank
-from alignment.engines.rollout.backend import Sampling
-from alignment.engines.rollout.engine import RolloutEngine
-from alignment.engines.rollout.processors import check_generation_kwargs
 from alignment.engines.scoring import ScoringEngine
-from alignment.engines.watch.retries import NEVER, Retries
 from alignment.models.source import ModelSource
 from alignment.online.arguments import (
     check_apart,
@@ -42,6 +38,10 @@ from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
 from alignment.rewards.reward_model import ClassifierReward
 from alignment.rewards.samples import RewardSource
+from alignment.rollout.backend import Sampling
+from alignment.rollout.engine import RolloutEngine
+from alignment.rollout.processors import check_generation_kwargs
+from alignment.run.retries import NEVER, Retries
 from alignment.training.checkpointing.fingerprints import code_fingerprint, model_fingerprint
 from alignment.training.checkpointing.output_folder import COMPLETIONS
 from alignment.training.context import Resources, RunContext

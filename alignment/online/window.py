@@ -16,13 +16,13 @@ from alignment.engines.collectives import gathered
 from alignment.engines.launch_env import rank, world_size
 from alignment.engines.phases import Phases
 from alignment.engines.rng import seeded
-from alignment.engines.rollout.backend import RolloutRequest, Sampling
-from alignment.engines.rollout.engine import RolloutEngine
 from alignment.online.completion_log import CompletionLog
 from alignment.online.completions import Generated, described, further_columns
 from alignment.online.pairs import pair_of, plan_pairs, ranked_batches
 from alignment.online.ranking import REASONS, FirstAnswer, Ranker, Ranking, first_answers
 from alignment.reporting.metrics import MetricSums
+from alignment.rollout.backend import RolloutRequest, Sampling
+from alignment.rollout.engine import RolloutEngine
 from alignment.training.data import PreparedData
 from alignment.training.method import AnyMethod, Models
 from alignment.training.window import WindowPass

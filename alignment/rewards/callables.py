@@ -14,9 +14,9 @@ import torch
 from alignment.config.errors import RewardError, show
 from alignment.engines.collectives import device, gathered
 from alignment.engines.launch_env import rank, world_size
-from alignment.engines.watch.requests import REQUESTS
-from alignment.engines.watch.retries import NEVER, Retries
-from alignment.engines.watch.stop import Cut
+from alignment.run.requests import REQUESTS
+from alignment.run.retries import NEVER, Retries
+from alignment.run.stop import Cut
 
 
 def name_of(code: Any) -> str:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from transformers import TrainerState
 
 from alignment.config.errors import OptionError, RewardError
-from alignment.engines.watch.retries import NEVER, Retries
 from alignment.rewards.callables import raise_together
 from alignment.rewards.functions import FunctionReward, score_all
 from alignment.rewards.samples import RewardSource, Samples
+from alignment.run.retries import NEVER, Retries
 
 
 @dataclass(frozen=True)

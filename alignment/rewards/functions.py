@@ -16,9 +16,9 @@ from transformers import TrainerState
 from alignment.config.errors import Leaving, OptionError, RewardError, listing, show
 from alignment.config.lookup import FAILURES, raised
 from alignment.engines.rng import as_before
-from alignment.engines.watch.retries import NEVER, Retries, is_transient
 from alignment.rewards.callables import as_list, name_of, scalar, span, together
 from alignment.rewards.samples import Samples
+from alignment.run.retries import NEVER, Retries, is_transient
 
 # The arguments available to every function, in addition to the dataset's other columns.
 ARGUMENTS = ("prompts", "completions", "completion_ids")

@@ -10,11 +10,11 @@ import numpy as np
 
 from alignment.config.errors import OptionError, one_line, setting
 from alignment.engines.collectives import device
-from alignment.engines.watch.retries import is_transient
 from alignment.reporting.completions import as_text
 from alignment.rewards.asking import Broken, Busy, ModelJudge, NoAnswer, check_number
 from alignment.rewards.endpoint import is_busy, retry_after
 from alignment.rewards.pairwise import BasePairwiseJudge
+from alignment.run.retries import is_transient
 
 
 class HfPairwiseJudge(ModelJudge):

@@ -14,12 +14,12 @@ from alignment.config.lookup import FAILURES, raised
 from alignment.data.messages import Text
 from alignment.engines.collectives import on_first_rank
 from alignment.engines.rng import as_before
-from alignment.engines.watch.retries import NEVER, Retries
 from alignment.reporting.completions import as_text
 from alignment.rewards.callables import as_list, name_of, raise_together, scalar, span, together
 from alignment.rewards.endpoint import EndpointJudge
 from alignment.rewards.pairwise import BaseBinaryJudge, BaseRankJudge
 from alignment.rewards.questions import FAILED
+from alignment.run.retries import NEVER, Retries
 
 
 class Judge:

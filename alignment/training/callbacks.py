@@ -27,9 +27,9 @@ from alignment.config.errors import OptionError, one_line, setting
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import largest_numbers, on_first_rank
 from alignment.engines.launch_env import world_size
-from alignment.engines.watch.requests import REQUESTS
-from alignment.engines.watch.stop import StopReason
 from alignment.internals.transformers import callback_handler, keeps_state
+from alignment.run.requests import REQUESTS
+from alignment.run.stop import StopReason
 
 _PACKAGES = {  # integrations whose package, or whose function that looks for it, has another name
     "azure_ml": ("azureml", "azureml-sdk"),

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, TrainerState
 from alignment.config.options import AlignmentConfig
 from alignment.data.windows import WindowSampler
 from alignment.engines.phases import Phases
-from alignment.engines.watch.retries import Retries
 from alignment.reporting.log import JsonlLog
+from alignment.run.retries import Retries
 from alignment.training.callbacks import Events
 from alignment.training.data import PreparedData
 from alignment.training.method import AnyMethod, Models

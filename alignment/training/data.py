@@ -17,6 +17,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
+from alignment.checkpoint.node_folders import check_filled, fills
 from alignment.config.errors import DataError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import HasLengths, SequenceOptions, mixture_parts, tested_parts
@@ -31,9 +32,8 @@ from alignment.data.truncation import Limits
 from alignment.data.windows import Rows, RowTable, WindowPlan, WindowSampler, row_table, set_partners
 from alignment.engines.collectives import barrier, from_first_rank, gathered
 from alignment.engines.launch_env import local_rank, world_size
-from alignment.engines.node_folders import check_filled, fills
-from alignment.engines.watch.retries import NEVER, Retries
 from alignment.internals.datasets import cache_folder
+from alignment.run.retries import NEVER, Retries
 from alignment.training.method import AnyMethod
 
 Named = Callable[[], Any]

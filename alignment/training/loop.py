@@ -16,18 +16,18 @@ from typing import Any, NoReturn
 
 from transformers.trainer_utils import TrainOutput
 
+from alignment.checkpoint.folder import checkpoint_folder
 from alignment.config.errors import RewardError, TrainingError
 from alignment.config.fields import Strategy
 from alignment.data.batching import AnyBatch
 from alignment.data.windows import WindowCounts, WindowPlan, WindowSampler
-from alignment.engines.checkpoints.folder import checkpoint_folder
 from alignment.engines.launch_env import rank, world_size
-from alignment.engines.watch.requests import REQUESTS, STOP_FILE
-from alignment.engines.watch.safe_points import agreed_reason
-from alignment.engines.watch.stop import Cut
-from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
+from alignment.run.activity import ACTIVITY
+from alignment.run.requests import REQUESTS, STOP_FILE
+from alignment.run.safe_points import agreed_reason
+from alignment.run.stop import Cut
 from alignment.training.callbacks import Decision
 from alignment.training.checkpointing.best import BestModel, load_best
 from alignment.training.checkpointing.rewind import Rewinder

@@ -13,11 +13,11 @@ from alignment.config.options_online import OnlineOptions
 from alignment.config.translated import accelerate, sections
 from alignment.data.windows import WindowSampler
 from alignment.engines.optimizers import check_optimization
-from alignment.engines.watch.retries import Retries
 from alignment.models.adapters.merged import merge_live
 from alignment.models.source import ModelSource
 from alignment.models.vocabulary import Vocabulary
 from alignment.planning.engines import check_alike, plan_engines, with_reference
+from alignment.run.retries import Retries
 from alignment.training.advice import about_rows, about_steps
 from alignment.training.arguments import (
     balancing_coefficient,

@@ -12,15 +12,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import enable_full_determinism, set_seed
 
-from alignment.config.dtypes import SHORT
-from alignment.config.errors import OptionError
-from alignment.config.options import AlignmentConfig
-from alignment.engines.checkpoints.engine_state import EngineState, ScheduleState
-from alignment.engines.checkpoints.frozen import FrozenTensors
-from alignment.engines.collectives import device, true_on_every_rank
-from alignment.engines.launch_env import world_size
-from alignment.engines.optimizers import build_optimizer, build_scheduler, check_counts, step_bytes
-from alignment.engines.saving import (
+from alignment.checkpoint.engine_state import EngineState, ScheduleState
+from alignment.checkpoint.frozen import FrozenTensors
+from alignment.checkpoint.saving import (
     load_adapters,
     load_weights,
     trained_keys,
@@ -28,6 +22,12 @@ from alignment.engines.saving import (
     write_model,
     written_bytes,
 )
+from alignment.config.dtypes import SHORT
+from alignment.config.errors import OptionError
+from alignment.config.options import AlignmentConfig
+from alignment.engines.collectives import device, true_on_every_rank
+from alignment.engines.launch_env import world_size
+from alignment.engines.optimizers import build_optimizer, build_scheduler, check_counts, step_bytes
 from alignment.engines.scoring import FrozenEngine, PolicyEngine, ScoringEngine, checked
 from alignment.internals.deepspeed_state import inner_optimizer, state_units
 from alignment.internals.peft import as_peft_model

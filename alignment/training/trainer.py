@@ -19,10 +19,10 @@ from alignment.engines.collectives import barrier, device, on_first_rank
 from alignment.engines.cores import share_cores
 from alignment.engines.launch_env import init_distributed, local_rank, rank, world_size
 from alignment.engines.phases import Phases
-from alignment.engines.watch.retries import Retries
 from alignment.models.adapters.record import unwrapped
-from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.log import JsonlLog
+from alignment.run.activity import ACTIVITY
+from alignment.run.retries import Retries
 from alignment.training.arguments import (
     check_collator,
     check_data_source,

@@ -19,9 +19,9 @@ from alignment.engines.launch_env import rank
 from alignment.engines.phases import Phases
 from alignment.engines.rng import rewinder
 from alignment.engines.scoring import PolicyEngine
-from alignment.engines.watch.safe_points import SafePoint
 from alignment.reporting.metrics import MetricSums
 from alignment.reporting.progress import Progress, Watched
+from alignment.run.safe_points import SafePoint
 from alignment.training.data import PreparedData
 from alignment.training.method import AnyMethod, Models, Window
 

@@ -18,9 +18,9 @@ from drivers.runs import canned, one_run
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
-from alignment.engines.guard import guarded
-from alignment.engines.rollout.engine import RolloutEngine
-from alignment.engines.saving import gathered_state_dict, write_adapters
+from alignment.checkpoint.saving import gathered_state_dict, write_adapters
+from alignment.rollout.engine import RolloutEngine
+from alignment.run.guard import guarded
 from alignment.training.trainer import AlignmentTrainer
 
 

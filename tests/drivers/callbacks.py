@@ -13,10 +13,10 @@ from helpers import STAGES, paired_rows
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from alignment import CPOConfig, CPOTrainer
+from alignment.checkpoint.saving import gathered_state_dict
 from alignment.engines.collectives import gathered
-from alignment.engines.guard import guarded
 from alignment.engines.launch_env import rank
-from alignment.engines.saving import gathered_state_dict
+from alignment.run.guard import guarded
 
 # Event, request and rank; always at step 2.
 ASKED = [

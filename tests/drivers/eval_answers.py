@@ -19,8 +19,8 @@ from transformers import GenerationConfig
 
 import alignment
 from alignment import LogCompletionsCallback
-from alignment.engines.guard import guarded
 from alignment.engines.launch_env import rank
+from alignment.run.guard import guarded
 
 PROMPTS = 5  # fewer on the second rank
 

@@ -11,8 +11,8 @@ import sys
 import time
 
 from alignment.config.errors import DataError
-from alignment.engines.guard import guarded
 from alignment.engines.launch_env import rank, world_size
+from alignment.run.guard import guarded
 
 
 def fail(kind: str) -> None:

@@ -14,9 +14,9 @@ import time
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
+from alignment.checkpoint.lock import LOCK, OutputLock
+from alignment.checkpoint.owner import Owner
 from alignment.config.errors import OutputError
-from alignment.engines.checkpoints.lock import LOCK, OutputLock
-from alignment.engines.checkpoints.owner import Owner
 
 
 def hold(folder: Path) -> None:

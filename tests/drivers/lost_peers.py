@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from alignment.engines.failures import describe, is_lost_peer
 from alignment.engines.launch_env import init_distributed, rank
 from alignment.internals.torch import default_store, set_group_timeout
+from alignment.run.failures import describe, is_lost_peer
 
 
 def tell(name: str, call: Callable[[], Any]) -> None:

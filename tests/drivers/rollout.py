@@ -20,18 +20,18 @@ from helpers import STAGES, tiny_config
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from alignment.checkpoint.saving import gathered_state_dict
 from alignment.data.batching import collate
 from alignment.engines.collectives import gathered
-from alignment.engines.guard import guarded
 from alignment.engines.launch_env import init_distributed, rank, world_size
-from alignment.engines.rollout import memory
-from alignment.engines.rollout.backend import RolloutRequest, Sampling
-from alignment.engines.rollout.engine import RolloutEngine
-from alignment.engines.saving import gathered_state_dict
 from alignment.engines.scoring import PolicyEngine, checked
 from alignment.models.loading import load_model
 from alignment.models.scorer import CompletionScorer
 from alignment.models.tasks import CAUSAL_LM
+from alignment.rollout import memory
+from alignment.rollout.backend import RolloutRequest, Sampling
+from alignment.rollout.engine import RolloutEngine
+from alignment.run.guard import guarded
 
 EOS, PAD = 1, 2
 VOCABULARY = tiny_config("untied").vocab_size

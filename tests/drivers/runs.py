@@ -18,9 +18,9 @@ from drivers.canned import EOS, completion
 
 import alignment
 from alignment.data import batching
-from alignment.engines.guard import guarded
-from alignment.engines.rollout.backend import Completion, RolloutRequest
-from alignment.engines.rollout.engine import RolloutEngine
+from alignment.rollout.backend import Completion, RolloutRequest
+from alignment.rollout.engine import RolloutEngine
+from alignment.run.guard import guarded
 from alignment.training.trainer import AlignmentTrainer
 
 BLOCK_COST = batching._BLOCK_COST

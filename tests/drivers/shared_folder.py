@@ -18,8 +18,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from alignment.checkpoint import probe
 from alignment.config.errors import OutputError
-from alignment.engines.checkpoints import probe
 from alignment.engines.collectives import barrier
 from alignment.engines.launch_env import init_distributed, rank
 

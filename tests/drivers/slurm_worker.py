@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from alignment.engines.watch.stop import StopReason
 from alignment.reporting.status_file import RunStatus, StatusFile, read_status
+from alignment.run.stop import StopReason
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 

@@ -14,13 +14,13 @@ from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from alignment.data.batching import collate
-from alignment.engines.rollout.backend import Completion, RolloutRequest
-from alignment.engines.rollout.engine import RolloutEngine
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.peft import computing_with
 from alignment.models.adapters.injection import inject, keep_given
 from alignment.models.adapters.record import Adapters
 from alignment.models.quantization import Quantization
+from alignment.rollout.backend import Completion, RolloutRequest
+from alignment.rollout.engine import RolloutEngine
 
 # Backend, and whether weights are gathered for the entire rollout.
 WAYS = [("generate", True), ("continuous", True), ("generate", False)]

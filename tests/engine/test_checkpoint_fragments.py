@@ -28,15 +28,15 @@ from fragment_runs import (
 from pairwise import Combination, pairwise
 from torch import Tensor
 
-from alignment.config.errors import CheckpointError
-from alignment.engines.checkpoints.fragments import Fragments, check_fragments, fragment_file, master_weights
-from alignment.engines.checkpoints.optimizer_state import (
+from alignment.checkpoint.fragments import Fragments, check_fragments, fragment_file, master_weights
+from alignment.checkpoint.optimizer_state import (
     fragment_bytes,
     read_fragments,
     restore_group_settings,
     trained_names,
 )
-from alignment.engines.checkpoints.tensors import TensorFile, write_tensors
+from alignment.checkpoint.tensors import TensorFile, write_tensors
+from alignment.config.errors import CheckpointError
 from alignment.engines.launch_env import init_distributed
 from alignment.internals.deepspeed_state import inner_optimizer, state_units
 from benchmarks import checkpoint as benchmark

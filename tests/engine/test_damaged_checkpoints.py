@@ -22,9 +22,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import alignment
+from alignment.checkpoint.folder import checkpoints
+from alignment.checkpoint.manifest import MANIFEST, Manifest, files_in
 from alignment.config.errors import CheckpointError, LastCheckpointError
-from alignment.engines.checkpoints.folder import checkpoints
-from alignment.engines.checkpoints.manifest import MANIFEST, Manifest, files_in
 from alignment.training.checkpointing import writer
 from alignment.training.checkpointing.resume import choose
 from alignment.training.trainer import AlignmentTrainer

@@ -27,14 +27,14 @@ from alignment.engines.launch_env import init_distributed
 from alignment.engines.memory import allocator, devices
 from alignment.engines.memory.states import bytes_to_come
 from alignment.engines.optimizers import KINDS, check_counts, parameter_groups
-from alignment.engines.rollout import memory
-from alignment.engines.rollout.backend import RolloutRequest
-from alignment.engines.rollout.engine import RolloutEngine
 from alignment.engines.scoring import FrozenEngine, PolicyEngine
 from alignment.internals.deepspeed_groups import set_timeout_of_new_groups
 from alignment.internals.deepspeed_state import Unit, inner_optimizer
 from alignment.models.loading import load_model
 from alignment.models.scorer import CompletionScorer
+from alignment.rollout import memory
+from alignment.rollout.backend import RolloutRequest
+from alignment.rollout.engine import RolloutEngine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 GIB = 2**30

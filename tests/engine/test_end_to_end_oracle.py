@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import alignment
 from alignment.config.errors import DataError
 from alignment.data.batching import MicroBatches
-from alignment.engines.rollout.backend import Completion
 from alignment.reporting.metrics import means
+from alignment.rollout.backend import Completion
 from alignment.training.data import training_data
 from alignment.training.method import Models
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from alignment import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
-from alignment.engines.exporting.export import export
+from alignment.checkpoint.exporting.export import export
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 TRAINERS: dict[str, tuple[Any, Any, Any]] = {

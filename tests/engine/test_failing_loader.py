@@ -10,7 +10,7 @@ import pytest
 from conftest import DRIVERS
 from helpers import make_model
 
-from alignment.engines.failures import describe
+from alignment.run.failures import describe
 from tools.ranks.client import environment
 
 

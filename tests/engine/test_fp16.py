@@ -18,11 +18,11 @@ from transformers import TrainerCallback
 from alignment import CPOConfig, CPOTrainer, OnlineDPOConfig, OnlineDPOTrainer
 from alignment.config.errors import TrainingError
 from alignment.engines.launch_env import init_distributed
-from alignment.engines.rollout.engine import RolloutEngine
 from alignment.engines.scoring import PolicyEngine
-from alignment.engines.watch.requests import REQUESTS
-from alignment.engines.watch.stop import RunStopped, StopReason
 from alignment.internals.deepspeed_state import inner_optimizer, state_units, wrapper
+from alignment.rollout.engine import RolloutEngine
+from alignment.run.requests import REQUESTS
+from alignment.run.stop import RunStopped, StopReason
 
 STEPS = 5  # the loss scale grows at the fourth
 Received = list[dict[str, Tensor]]

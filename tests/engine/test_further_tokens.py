@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from alignment import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from alignment.checkpoint.exporting.adapter import merge_adapter
 from alignment.config.errors import ModelError
-from alignment.engines.exporting.adapter import merge_adapter
 
 pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("own_process_group")]
 OPEN, END = "<|open|>", "<|close|>"

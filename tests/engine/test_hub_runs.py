@@ -19,10 +19,10 @@ from helpers import STAGES, make_model, options, paired_rows, unpaired_rows
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, RunStopped
+from alignment.checkpoint.manifest import Manifest
 from alignment.config.errors import HubError
-from alignment.engines.checkpoints.manifest import Manifest
-from alignment.engines.watch.requests import REQUESTS
-from alignment.engines.watch.stop import StopReason
+from alignment.run.requests import REQUESTS
+from alignment.run.stop import StopReason
 from tools.ranks import RankServer
 
 pytestmark = pytest.mark.ci

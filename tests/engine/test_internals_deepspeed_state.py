@@ -12,8 +12,8 @@ import torch
 from deepspeed.ops.op_builder import CPUAdamBuilder
 from fragment_runs import Case, engine, fp16_on_cpu, masters, train
 
+from alignment.checkpoint.saving import gathered_state_dict
 from alignment.engines.launch_env import init_distributed
-from alignment.engines.saving import gathered_state_dict
 from alignment.internals import deepspeed_state as internals
 
 KINDS = [

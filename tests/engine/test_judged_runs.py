@@ -14,7 +14,7 @@ from judge_server import Answer, serving
 
 from alignment import OnlineDPOConfig, OnlineDPOTrainer
 from alignment.config.errors import RewardError
-from alignment.engines.rollout.engine import RolloutEngine
+from alignment.rollout.engine import RolloutEngine
 
 KEY = "sk-secret-0123456789"
 ROWS = [{"prompt": row["prompt"]} for row in paired_rows(8, 3)]

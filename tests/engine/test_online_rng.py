@@ -16,9 +16,9 @@ from helpers import STAGES, make_model, options, text
 from transformers import AutoConfig, TrainerCallback
 
 from alignment import OnlineDPOConfig, OnlineDPOTrainer
-from alignment.engines.rollout.backend import Completion, RolloutRequest
-from alignment.engines.rollout.engine import RolloutEngine
 from alignment.online import window as online_window
+from alignment.rollout.backend import Completion, RolloutRequest
+from alignment.rollout.engine import RolloutEngine
 
 Made = list[list[Completion]]
 TIMES = ("runtime", "per_second")

@@ -15,7 +15,7 @@ from split_oracle import online_steps, oracle_steps
 from split_results import assert_same
 from split_runs import run
 
-from alignment.engines.rollout.engine import RolloutEngine
+from alignment.rollout.engine import RolloutEngine
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from alignment.checkpoint.exporting.adapter import merge_adapter
 from alignment.data.windows import evaluation_plan
-from alignment.engines.exporting.adapter import merge_adapter
 from alignment.training.trainer import AlignmentTrainer
 
 ASSETS = Path(os.environ.get("ALIGNMENT_TEST_ASSETS", "ALIGNMENT_TEST_ASSETS is unset"))

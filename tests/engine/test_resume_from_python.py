@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from alignment import KTOConfig, KTOTrainer
+from alignment.checkpoint.engine_state import ScheduleState
+from alignment.checkpoint.folder import checkpoints
 from alignment.config.errors import CheckpointError, OutputError
-from alignment.engines.checkpoints.engine_state import ScheduleState
-from alignment.engines.checkpoints.folder import checkpoints
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 STEPS = 6

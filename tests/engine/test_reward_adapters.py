@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from alignment import RewardConfig, RewardTrainer
-from alignment.engines.exporting.adapter import merge_adapter
+from alignment.checkpoint.exporting.adapter import merge_adapter
 
 ROWS = paired_rows(4)
 HEAD = LoraConfig(r=2, target_modules=["q_proj", "score"])

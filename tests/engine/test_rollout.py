@@ -22,10 +22,10 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from alignment.config.errors import DataError, OptionError
 from alignment.data.batching import collate
 from alignment.engines.memory import devices
-from alignment.engines.rollout import memory
-from alignment.engines.rollout.backend import Completion, RolloutRequest
-from alignment.engines.rollout.engine import RolloutEngine
 from alignment.engines.scoring import PolicyEngine
+from alignment.rollout import memory
+from alignment.rollout.backend import Completion, RolloutRequest
+from alignment.rollout.engine import RolloutEngine
 
 BOTH = pytest.mark.parametrize("backend", ["generate", "continuous"])
 Answers = list[list[Completion]]

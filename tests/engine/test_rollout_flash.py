@@ -13,10 +13,10 @@ from helpers import make_model
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.continuous_batching.initialization import resolve_continuous_batching_config
 
-from alignment.engines.rollout import memory
-from alignment.engines.rollout.backend import Generation, RolloutRequest, Work
-from alignment.engines.rollout.continuous import ContinuousBackend, _sizes
-from alignment.engines.rollout.engine import RolloutEngine
+from alignment.rollout import memory
+from alignment.rollout.backend import Generation, RolloutRequest, Work
+from alignment.rollout.continuous import ContinuousBackend, _sizes
+from alignment.rollout.engine import RolloutEngine
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_whole_pages_are_counted(policy: Any) -> None:
         return memory.Room(True, 4)
 
     with pytest.MonkeyPatch.context() as patched, flash_attention(model, 2):
-        patched.setattr("alignment.engines.rollout.engine.measure_room", measured)
+        patched.setattr("alignment.rollout.engine.measure_room", measured)
         rollout(policy)
     assert made["page"] == 256
 

@@ -11,12 +11,12 @@ from drivers.rollout import EOS, PAD, PROMPTS, VOCABULARY, policy_engine, sampli
 from helpers import make_model
 from transformers import LogitsProcessorList
 
-from alignment.engines.rollout.backend import Completion, RolloutRequest
-from alignment.engines.rollout.engine import RolloutEngine
-from alignment.engines.rollout.generate import _READERS
-from alignment.engines.rollout.processors import ACCEPTED, generation_config
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.transformers import logits_processors
+from alignment.rollout.backend import Completion, RolloutRequest
+from alignment.rollout.engine import RolloutEngine
+from alignment.rollout.generate import _READERS
+from alignment.rollout.processors import ACCEPTED, generation_config
 
 # Only EOS is likely, unless a processor that reads tokens changes that.
 ENDS = {"sequence_bias": [[[EOS], 30.0]]}

@@ -13,11 +13,11 @@ from drivers.rollout import PROMPTS, policy_engine, sampling
 from helpers import make_model, options
 
 from alignment import OnlineDPOConfig, OnlineDPOTrainer
-from alignment.engines.rollout import engine as rollout_engine
-from alignment.engines.rollout.backend import Completion, RolloutRequest
-from alignment.engines.rollout.engine import RolloutEngine
 from alignment.engines.scoring import PolicyEngine
 from alignment.reporting.progress import Progress
+from alignment.rollout import engine as rollout_engine
+from alignment.rollout.backend import Completion, RolloutRequest
+from alignment.rollout.engine import RolloutEngine
 
 
 @pytest.fixture(scope="module")

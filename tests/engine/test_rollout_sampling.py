@@ -16,11 +16,11 @@ from alignment import OnlineDPOConfig
 from alignment.config import dtypes
 from alignment.config.errors import OptionError
 from alignment.config.options_online import CUMULATIVE
-from alignment.engines.rollout import continuous
-from alignment.engines.rollout.backend import Completion, RolloutRequest, Work, chunks
-from alignment.engines.rollout.engine import RolloutEngine, choose_backend
-from alignment.engines.rollout.processors import ACCEPTED, _NoModel, check_generation_kwargs, generation_config
 from alignment.internals.transformers import logits_processors
+from alignment.rollout import continuous
+from alignment.rollout.backend import Completion, RolloutRequest, Work, chunks
+from alignment.rollout.engine import RolloutEngine, choose_backend
+from alignment.rollout.processors import ACCEPTED, _NoModel, check_generation_kwargs, generation_config
 
 REFUSED = [
     ("top_p", 0.5, "it is a separate option; set top_p outside generation_kwargs"),

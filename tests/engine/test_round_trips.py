@@ -16,10 +16,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerState
 
 import alignment
+from alignment.checkpoint.exporting.export import export
 from alignment.cli.parsing import parse
 from alignment.config.errors import ModelError
 from alignment.data.sources import load_split
-from alignment.engines.exporting.export import export
 from alignment.reporting.status_file import read_status
 from alignment.training.trainer import AlignmentTrainer
 

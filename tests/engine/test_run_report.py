@@ -17,10 +17,10 @@ from helpers import STAGES, make_model, unpaired_rows
 from transformers import TrainerCallback
 
 from alignment import KTOConfig, KTOTrainer
-from alignment.engines.watch.stop import RunStopped
-from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.report import RunReport, duration
 from alignment.reporting.status_file import RunStatus
+from alignment.run.activity import ACTIVITY
+from alignment.run.stop import RunStopped
 from alignment.training import run_page
 from alignment.training.run_page import draw_page
 from tools.ranks.client import environment

@@ -18,8 +18,8 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from whole_runs import completions, logged, make, make_models
 
+from alignment.checkpoint.folder import checkpoints
 from alignment.config.errors import TrainingError
-from alignment.engines.checkpoints.folder import checkpoints
 from alignment.training.loop import TrainingLoop
 from alignment.training.run_state import RunState, Totals
 from alignment.training.trainer import AlignmentTrainer

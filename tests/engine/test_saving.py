@@ -15,8 +15,8 @@ from helpers import make_model, tiny_config
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from alignment.checkpoint.saving import gathered_state_dict, move_into, write_model
 from alignment.config.errors import OutputError
-from alignment.engines.saving import gathered_state_dict, move_into, write_model
 from alignment.models.head import LogProbHead
 from alignment.models.scorer import CompletionScorer
 

@@ -14,15 +14,15 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from whole_runs import completions, logged, make, make_models
 
+from alignment.checkpoint.folder import checkpoints
 from alignment.cli import train_job
 from alignment.config.errors import TrainingError
-from alignment.engines.checkpoints.folder import checkpoints
-from alignment.engines.rollout.generate import GenerateBackend
-from alignment.engines.watch import safe_points
-from alignment.engines.watch.requests import REQUESTS
-from alignment.engines.watch.stop import RunStopped, StopReason
-from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.status_file import RunStatus, read_status
+from alignment.rollout.generate import GenerateBackend
+from alignment.run import safe_points
+from alignment.run.activity import ACTIVITY
+from alignment.run.requests import REQUESTS
+from alignment.run.stop import RunStopped, StopReason
 from alignment.training import trainer as trainers
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.interruptions.faults import BadSteps, LossSpike

@@ -19,8 +19,8 @@ from helpers import make_model, paired_rows, unpaired_rows
 from small_disk import small_disk
 from test_bad_input import the_error, tree
 
+from alignment.checkpoint.manifest import MANIFEST
 from alignment.cli.train import main
-from alignment.engines.checkpoints.manifest import MANIFEST
 from alignment.engines.inspecting.run import RunReader
 
 pytestmark = pytest.mark.usefixtures("own_process_group", "library_bars")
@@ -206,7 +206,7 @@ def test_the_status_of_a_finished_run(done: Path) -> None:
 _HOLDER = """
 import sys, time
 from pathlib import Path
-from alignment.engines.checkpoints.lock import OutputLock
+from alignment.checkpoint.lock import OutputLock
 OutputLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 time.sleep(60)

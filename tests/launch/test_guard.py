@@ -11,9 +11,9 @@ import pytest
 from conftest import DRIVERS, ROOT
 
 from alignment.config.errors import AlignmentError, OptionError
-from alignment.engines.guard import guarded
 from alignment.engines.launch_env import VARIABLES
-from alignment.reporting.activity import ACTIVITY
+from alignment.run.activity import ACTIVITY
+from alignment.run.guard import guarded
 from tools.ranks import RankServer
 
 DRIVER = DRIVERS / "failing_rank.py"
@@ -92,7 +92,7 @@ def test_an_open_progress_bar_does_not_share_the_line(capsys: pytest.CaptureFixt
 def test_one_process_needs_no_torch() -> None:
     code = (
         "import sys; from alignment.cli.train import main\n"
-        "from alignment.engines.guard import guarded\n"
+        "from alignment.run.guard import guarded\n"
         "assert guarded(lambda: None) == 0\n"
         "assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules)"
     )
@@ -147,7 +147,7 @@ def test_an_interruption_waits_for_a_connection() -> None:
     """Interrupting the connection would block the rank until torch retries, up to 30 s later."""
     code = """
 import os, signal, time
-from alignment.engines.guard import _signals_deferred
+from alignment.run.guard import _signals_deferred
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 try:
     with _signals_deferred():

@@ -29,7 +29,7 @@ from test_bad_input import the_error, tree
 
 from alignment.cli.train import main
 from alignment.config.errors import AlignmentError
-from alignment.engines.joining.start import join
+from alignment.run.joining.start import join
 from tools.ranks.client import LAUNCHER_VARIABLES
 
 pytestmark = pytest.mark.usefixtures("own_process_group", "library_bars")

@@ -38,7 +38,7 @@ UNUSED = {
     "torch._inductor.lowering",
 }
 ONLINE = (
-    "alignment.engines.rollout",
+    "alignment.rollout",
     "alignment.rewards",
     "alignment.online",
     "alignment.methods.online_dpo",

@@ -14,9 +14,9 @@ from transformers import GenerationConfig
 
 from alignment import LogCompletionsCallback, RewardConfig, WinRateCallback
 from alignment.config.errors import OptionError
-from alignment.engines.rollout.backend import Sampling
-from alignment.engines.watch.stop import Cut
 from alignment.reporting.completions import CompletionTable
+from alignment.rollout.backend import Sampling
+from alignment.run.stop import Cut
 from alignment.training.sampling import answers, callbacks, sampler
 from alignment.training.sampling.answers import EvaluationAnswers, shortened
 from alignment.training.sampling.sampler import Sampler, first_prompts

@@ -12,13 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, BertGenerationConfig, PreTrainedModel, XLMConfig
 
 from alignment.config.errors import ModelError, OptionError
-from alignment.engines.rollout.memory import completion_bytes
 from alignment.models.architectures import REFUSED, decoder_of
 from alignment.models.checking import _head_rounding, check_scorer
 from alignment.models.head import LogProbHead, logit_transform
 from alignment.models.logprobs import LogitTransform
 from alignment.models.scorer import CompletionScorer
 from alignment.models.source import read_config
+from alignment.rollout.memory import completion_bytes
 from tools.architectures.comparison import Result, examine, types
 from tools.architectures.table import PAGE, page, row
 from tools.architectures.tiny import TRANSFORMS, tiny_config, tiny_model

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from alignment.checkpoint import owner, probe
+from alignment.checkpoint.manifest import Manifest
+from alignment.checkpoint.owner import Owner, Standing
+from alignment.checkpoint.records import FileRecord
 from alignment.config.errors import OutputError
-from alignment.engines.checkpoints import owner, probe
-from alignment.engines.checkpoints.manifest import Manifest
-from alignment.engines.checkpoints.owner import Owner, Standing
-from alignment.engines.checkpoints.records import FileRecord
 
 
 @given(sizes=st.lists(st.integers(0, 20), max_size=9), ranks=st.integers(1, 4))

@@ -15,10 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from alignment.checkpoint import tensors as module
+from alignment.checkpoint.records import FileRecord, record_of
+from alignment.checkpoint.tensors import TensorFile, file_bytes, write_tensors
 from alignment.config.errors import CheckpointError
-from alignment.engines.checkpoints import tensors as module
-from alignment.engines.checkpoints.records import FileRecord, record_of
-from alignment.engines.checkpoints.tensors import TensorFile, file_bytes, write_tensors
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool]
 

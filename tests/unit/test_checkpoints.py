@@ -9,7 +9,7 @@ import pytest
 from transformers import TrainerState
 
 from alignment import CPOConfig
-from alignment.engines.checkpoints.folder import prune_checkpoints
+from alignment.checkpoint.folder import prune_checkpoints
 from alignment.training.checkpointing.best import BestModel
 
 

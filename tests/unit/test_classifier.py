@@ -29,10 +29,10 @@ from transformers import (
 )
 
 from alignment import SFTConfig
+from alignment.checkpoint.saving import gathered_state_dict
 from alignment.config.errors import ModelError, OptionError
 from alignment.data.batching import collate, ends
 from alignment.engines.launch_env import init_distributed
-from alignment.engines.saving import gathered_state_dict
 from alignment.engines.scoring import frozen_engine
 from alignment.models.classifier import (
     RewardScorer,

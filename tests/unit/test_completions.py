@@ -13,11 +13,11 @@ from transformers.integrations import TensorBoardCallback, WandbCallback
 from alignment import KTOConfig
 from alignment.config.errors import OutputError
 from alignment.data.json_columns import PromptRow
-from alignment.engines.rollout.backend import Completion
 from alignment.online.completion_log import CompletionLog
 from alignment.online.completions import Generated
 from alignment.online.ranking import Ranking
 from alignment.reporting.completions import CompletionTable, as_text, markdown
+from alignment.rollout.backend import Completion
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\nthere"}]
 TEXT = "system: Be brief.\nuser: Hi\nthere"

@@ -10,7 +10,7 @@ import pytest
 
 from alignment.config.errors import OptionError
 from alignment.config.lookup import load_callable, raised
-from alignment.engines.watch.stop import RunStopped
+from alignment.run.stop import RunStopped
 
 FILE = '''
 from __future__ import annotations
@@ -143,7 +143,7 @@ def test_what_cannot_be_loaded(given: str, said: str, file: Path, monkeypatch: p
 def test_a_stop_request_is_not_an_error_of_the_file(tmp_path: Path) -> None:
     """The request arrives while the file is imported, or while the class is instantiated."""
     path = tmp_path / "asked.py"
-    leaves = "from alignment.engines.watch.stop import RunStopped, StopReason\n"
+    leaves = "from alignment.run.stop import RunStopped, StopReason\n"
     for body in ("raise RunStopped(StopReason.SIGTERM, 'x')", "class f:\n def __init__(s): raise RunStopped(1, 'x')"):
         path.write_text(leaves + body.replace("(1,", "(StopReason.SIGTERM,") + "\n")
         with pytest.raises(RunStopped):

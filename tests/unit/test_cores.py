@@ -18,8 +18,8 @@ from alignment.config.dtypes import Machine, planning_for
 from alignment.engines import cores
 from alignment.engines.cores import Cores, cpu_quota, share, share_cores, users_threads
 from alignment.engines.launch_env import init_distributed
-from alignment.engines.watch.launchers import Launcher
 from alignment.planning.engines import EnginePlan
+from alignment.run.launchers import Launcher
 from tools.ranks.client import ROOT
 
 ALL = frozenset(range(8))

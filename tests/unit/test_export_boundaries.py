@@ -14,14 +14,14 @@ from peft import LoraConfig, get_peft_model
 from run_folders import start, write_log
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from alignment.checkpoint.exporting.adapter import _method
+from alignment.checkpoint.exporting.card import Run, _papers, _training, card_of
+from alignment.checkpoint.exporting.check import OutputChange
+from alignment.checkpoint.exporting.folder import load_tokenizer
+from alignment.checkpoint.exporting.report import ModelReport, _json
+from alignment.checkpoint.manifest import Manifest
 from alignment.cli.commands import _without_local_rank
 from alignment.config.errors import ModelError
-from alignment.engines.checkpoints.manifest import Manifest
-from alignment.engines.exporting.adapter import _method
-from alignment.engines.exporting.card import Run, _papers, _training, card_of
-from alignment.engines.exporting.check import OutputChange
-from alignment.engines.exporting.folder import load_tokenizer
-from alignment.engines.exporting.report import ModelReport, _json
 from alignment.models.adapters.folder import read_adapter
 from alignment.models.adapters.merging import _tie_or_tell
 from alignment.models.adapters.record import TRAINING_BASE

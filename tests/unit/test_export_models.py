@@ -18,16 +18,16 @@ from tiny_adapters import logps, lora, make_adapter, moved
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from alignment.checkpoint.exporting import model as model_module
+from alignment.checkpoint.exporting import source as source_module
+from alignment.checkpoint.exporting.check import default_samples
+from alignment.checkpoint.exporting.export import export
+from alignment.checkpoint.exporting.folder import REPORT
+from alignment.checkpoint.exporting.model import export_model
+from alignment.checkpoint.exporting.source import check_manifest, is_adapter
+from alignment.checkpoint.manifest import Manifest, files_in
+from alignment.checkpoint.records import record_of
 from alignment.config.errors import AlignmentError, CheckpointError, OptionError
-from alignment.engines.checkpoints.manifest import Manifest, files_in
-from alignment.engines.checkpoints.records import record_of
-from alignment.engines.exporting import model as model_module
-from alignment.engines.exporting import source as source_module
-from alignment.engines.exporting.check import default_samples
-from alignment.engines.exporting.export import export
-from alignment.engines.exporting.folder import REPORT
-from alignment.engines.exporting.model import export_model
-from alignment.engines.exporting.source import check_manifest, is_adapter
 
 Named = dict[str, Tensor]
 

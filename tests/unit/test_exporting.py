@@ -20,17 +20,17 @@ from safetensors.torch import load_file, save_file
 from tiny_adapters import CAUSAL, LAYERS, logps, lora, make_adapter, moved
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 
+from alignment.checkpoint.exporting.adapter import merge_adapter
+from alignment.checkpoint.exporting.check import OutputChange, dataset_samples, default_samples
+from alignment.checkpoint.exporting.folder import REPORT
+from alignment.checkpoint.exporting.report import advice
 from alignment.cli import export
 from alignment.config.errors import AlignmentError, OptionError, OutputError
-from alignment.engines.exporting.adapter import merge_adapter
-from alignment.engines.exporting.check import OutputChange, dataset_samples, default_samples
-from alignment.engines.exporting.folder import REPORT
-from alignment.engines.exporting.report import advice
 from alignment.models.adapters.folder import TRAINING_BASE, read_adapter, write_training_base
 from alignment.models.adapters.survival import SurvivalMeter
 from alignment.models.tasks import CAUSAL_LM, REWARD_MODEL
 from alignment.models.wide_forward import computing_in_fp32
-from alignment.reporting.activity import ACTIVITY
+from alignment.run.activity import ACTIVITY
 from tools.ranks.client import environment
 
 

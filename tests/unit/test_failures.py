@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from alignment.config.errors import ModelError, RewardError
-from alignment.engines.failures import JoinError, ReportedElsewhere, causes, describe, is_lost_peer
+from alignment.run.failures import JoinError, ReportedElsewhere, causes, describe, is_lost_peer
 
 PAIR = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc"
 BUFFER = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc"

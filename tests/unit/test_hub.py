@@ -16,13 +16,13 @@ import yaml
 from fake_hub import BREAK, TOKEN, FakeHub
 from transformers import TrainerControl
 
+from alignment.checkpoint.manifest import Manifest, files_in
+from alignment.checkpoint.records import record_of
 from alignment.config.errors import HubError, OptionError
-from alignment.engines.checkpoints.manifest import Manifest, files_in
-from alignment.engines.checkpoints.records import record_of
-from alignment.engines.watch.requests import REQUESTS
-from alignment.engines.watch.retries import Retries
-from alignment.engines.watch.stop import StopReason
 from alignment.methods.kto_options import KTOConfig
+from alignment.run.requests import REQUESTS
+from alignment.run.retries import Retries
+from alignment.run.stop import StopReason
 from alignment.training.hub import process, uploads, worker
 from alignment.training.hub.card import Details, Subject, card_text, own_card
 from alignment.training.hub.contents import checkpoint_files, model_files, published_options, stage

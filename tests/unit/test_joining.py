@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from alignment.config.errors import AlignmentError
-from alignment.engines.deadlines import within
-from alignment.engines.failures import JoinError, ReportedElsewhere, describe
-from alignment.engines.joining import interfaces, meeting, names, start
-from alignment.engines.joining.interfaces import address_for_others, check_named
-from alignment.engines.joining.meeting import Meeting
-from alignment.engines.joining.place import Place
-from alignment.engines.joining.port import holder_of
+from alignment.run.deadlines import within
+from alignment.run.failures import JoinError, ReportedElsewhere, describe
+from alignment.run.joining import interfaces, meeting, names, start
+from alignment.run.joining.interfaces import address_for_others, check_named
+from alignment.run.joining.meeting import Meeting
+from alignment.run.joining.place import Place
+from alignment.run.joining.port import holder_of
 from tools.ranks.process import free_port
 
 OWN = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.5", "fe80::1%eth0"], "ib0": ["10.1.0.5"]}

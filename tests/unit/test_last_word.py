@@ -16,10 +16,9 @@ import pytest
 from conftest import ROOT
 from fake_store import Ended, Store, ended
 
-from alignment.engines import guard
-from alignment.engines.watch import ending, last_word
-from alignment.engines.watch.last_word import LastWord, Verdict
-from alignment.reporting.activity import Activity, Limits
+from alignment.run import ending, guard, last_word
+from alignment.run.activity import Activity, Limits
+from alignment.run.last_word import LastWord, Verdict
 
 
 @pytest.fixture(autouse=True)
@@ -162,8 +161,8 @@ def test_a_hanging_single_process_exits_even_if_its_disk_hangs(tmp_path: Path) -
     code = f"""
 import sys, time
 from pathlib import Path
-from alignment.engines.guard import guarded
-from alignment.reporting.activity import ACTIVITY, Limits
+from alignment.run.guard import guarded
+from alignment.run.activity import ACTIVITY, Limits
 
 def main():
     ACTIVITY.folder, ACTIVITY.limits = Path({str(tmp_path)!r}), Limits(least=0.5, first=0.5)
@@ -218,7 +217,7 @@ def test_a_process_that_does_not_exit_is_killed_with_its_compilers(tmp_path: Pat
     (tmp_path / "ninja").symlink_to("/bin/sleep")
     code = """
 import subprocess, sys, time
-from alignment.engines.watch.ending import end_within
+from alignment.run.ending import end_within
 print(subprocess.Popen([sys.argv[1], "60"]).pid, flush=True)
 end_within(0.2, 7)
 time.sleep(30)

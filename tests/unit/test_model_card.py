@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from alignment.engines.checkpoints.manifest import Manifest
-from alignment.engines.exporting.card import Run, write_card
-from alignment.engines.exporting.report import ModelReport
+from alignment.checkpoint.exporting.card import Run, write_card
+from alignment.checkpoint.exporting.report import ModelReport
+from alignment.checkpoint.manifest import Manifest
 from alignment.reporting.model_card import ModelCard, escaped, hub_id, is_secret, public
 
 CARD = """\

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from alignment.checkpoint import node_folders
+from alignment.checkpoint.node_folders import check_filled
 from alignment.config.errors import DataError
-from alignment.engines import node_folders
 from alignment.engines.launch_env import init_distributed
-from alignment.engines.node_folders import check_filled
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 

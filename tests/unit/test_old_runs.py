@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from alignment.checkpoint.old_runs import set_aside, set_folder_aside
 from alignment.config.errors import OutputError
-from alignment.engines.checkpoints.old_runs import set_aside, set_folder_aside
 
 MOVED = (
     *("checkpoint-2/model.safetensors", "checkpoint-10/model.safetensors", "checkpoint-10/sub/file"),

@@ -18,8 +18,6 @@ from alignment.config.errors import RewardError
 from alignment.data.json_columns import PromptRow
 from alignment.data.report import DataReport
 from alignment.data.windows import RowTable, WindowCounts, WindowPlan
-from alignment.engines.rollout.backend import Completion
-from alignment.engines.rollout.texts import continuations
 from alignment.objectives.dpo import dpo_loss
 from alignment.online.completions import Generated, described, further_columns, samples_of
 from alignment.online.pairs import Pair, pair_of, plan_pairs, ranked_batches
@@ -29,6 +27,8 @@ from alignment.reporting.metrics import MetricSums, means
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
+from alignment.rollout.backend import Completion
+from alignment.rollout.texts import continuations
 from alignment.training.data import PreparedData, PreparedPart
 
 WINDOW = WindowPlan(3, 7, (), (), (), WindowCounts(0, 0, 0, 0, 0))

@@ -18,10 +18,10 @@ import pytest
 from conftest import DRIVERS, ROOT
 from small_disk import fill, full, small_disk
 
+from alignment.checkpoint import lock as lock_module
+from alignment.checkpoint.lock import LOCK, OutputLock
+from alignment.checkpoint.owner import Owner, process_start
 from alignment.config.errors import OutputError
-from alignment.engines.checkpoints import lock as lock_module
-from alignment.engines.checkpoints.lock import LOCK, OutputLock
-from alignment.engines.checkpoints.owner import Owner, process_start
 from alignment.training.checkpointing.output_folder import check_output_folder
 
 HERE = Owner.this_process()

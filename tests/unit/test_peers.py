@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 from fake_store import Store
 
-from alignment.engines.watch import beats, neighbors, peers
-from alignment.engines.watch.beats import Beat, Heard, Pulse, hung_rank
-from alignment.engines.watch.exchange import Exchange
-from alignment.engines.watch.last_word import Verdict
-from alignment.engines.watch.neighbors import Neighbors
-from alignment.engines.watch.peers import Peers
-from alignment.engines.watch.processes import Watched
-from alignment.engines.watch.requests import StopRequests
-from alignment.engines.watch.stop import StopReason
-from alignment.reporting.activity import Activity, Limits
+from alignment.run import beats, neighbors, peers
+from alignment.run.activity import Activity, Limits
+from alignment.run.beats import Beat, Heard, Pulse, hung_rank
+from alignment.run.exchange import Exchange
+from alignment.run.last_word import Verdict
+from alignment.run.neighbors import Neighbors
+from alignment.run.peers import Peers
+from alignment.run.processes import Watched
+from alignment.run.requests import StopRequests
+from alignment.run.stop import StopReason
 
 
 class Failed(SystemExit):

@@ -13,12 +13,11 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from alignment import CPOConfig
+from alignment.checkpoint.owner import Owner
 from alignment.cli.report import _write
 from alignment.cli.status_text import status_line, status_lines
 from alignment.config.deepspeed_keys import check_keys
 from alignment.config.errors import OptionError, OutputError, setting
-from alignment.engines.checkpoints.owner import Owner
-from alignment.engines.failures import describe
 from alignment.engines.inspecting.checkpoints import CheckpointView
 from alignment.engines.inspecting.generated import completion_groups
 from alignment.engines.inspecting.life import Pulse, clocks
@@ -29,6 +28,7 @@ from alignment.reporting.log_reading import LogReader, number, seconds_of
 from alignment.reporting.metrics import REWARDS
 from alignment.reporting.report import RunReport, duration
 from alignment.reporting.status_file import STATUS
+from alignment.run.failures import describe
 from alignment.training.callbacks import Events
 from alignment.training.checkpointing.best import check_best_metric
 

@@ -18,13 +18,13 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 
 from alignment.config.errors import DataError, RewardError
 from alignment.engines.rng import as_before
-from alignment.engines.watch.requests import REQUESTS
-from alignment.engines.watch.retries import Retries, is_transient
-from alignment.engines.watch.stop import StopReason
-from alignment.reporting.activity import ACTIVITY
 from alignment.rewards.functions import FunctionReward, score_all
 from alignment.rewards.judges import Judge
 from alignment.rewards.samples import Samples
+from alignment.run.activity import ACTIVITY
+from alignment.run.requests import REQUESTS
+from alignment.run.retries import Retries, is_transient
+from alignment.run.stop import StopReason
 
 
 def retries(limit: int = 3, pauses: list[float] | None = None) -> Retries:

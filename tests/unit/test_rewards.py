@@ -18,11 +18,11 @@ import torch
 from transformers import TrainerState
 
 from alignment.config.errors import OptionError, RewardError
-from alignment.engines.watch.stop import RunStopped, StopReason
 from alignment.rewards import callables
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward, score_all
 from alignment.rewards.samples import Samples, in_groups, spoken
+from alignment.run.stop import RunStopped, StopReason
 
 
 def test_a_function_can_take_the_state_of_the_run() -> None:

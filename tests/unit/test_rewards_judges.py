@@ -13,10 +13,10 @@ import torch
 
 from alignment.config.errors import OptionError, RewardError
 from alignment.engines.rng import seeded
-from alignment.engines.watch.requests import StopRequests
-from alignment.engines.watch.stop import Cut, RunStopped, StopReason
 from alignment.rewards import callables
 from alignment.rewards.judges import Judge
+from alignment.run.requests import StopRequests
+from alignment.run.stop import Cut, RunStopped, StopReason
 
 PLACES = [f"rows.jsonl, row {number}" for number in range(40)]
 

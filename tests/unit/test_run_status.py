@@ -27,9 +27,9 @@ from run_folders import (
     write_status,
 )
 
+from alignment.checkpoint.lock import LOCK
 from alignment.cli.status_text import status_line, status_lines
 from alignment.config.errors import OutputError
-from alignment.engines.checkpoints.lock import LOCK
 from alignment.engines.inspecting import run as inspecting
 from alignment.engines.inspecting.life import SILENT_S, Pulse
 from alignment.engines.inspecting.run import RunReader
@@ -378,7 +378,7 @@ def test_an_incomplete_checkpoint(
 
 def test_contents_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a checkpoint that stays; one that takes its name is another."""
-    from alignment.engines.checkpoints.manifest import Manifest
+    from alignment.checkpoint.manifest import Manifest
 
     folder, read = write_checkpoint(tmp_path, 5), []
     compare = Manifest.check_contents

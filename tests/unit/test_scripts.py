@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import alignment
 from alignment import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+from alignment.checkpoint.saving import _write
 from alignment.config.errors import OptionError
-from alignment.engines.saving import _write
 from alignment.online.arguments import is_of
 from alignment.training.arguments import with_quantization
 

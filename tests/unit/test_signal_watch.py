@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from alignment.engines.watch import safe_points
-from alignment.engines.watch.requests import StopRequests
-from alignment.engines.watch.safe_points import SafePoint
-from alignment.engines.watch.signals import SignalWatch
-from alignment.engines.watch.stop import Cut, RunStopped, StopReason
+from alignment.run import safe_points
+from alignment.run.requests import StopRequests
+from alignment.run.safe_points import SafePoint
+from alignment.run.signals import SignalWatch
+from alignment.run.stop import Cut, RunStopped, StopReason
 
 
 class Hearing:
@@ -163,7 +163,7 @@ def test_a_lost_launcher_is_a_request(deferring: bool, done: bool, told: int, he
 
 
 def test_the_stop_file_is_found_while_the_main_thread_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alignment.engines.watch.requests._FILE_POLL_S", 0.02)
+    monkeypatch.setattr("alignment.run.requests._FILE_POLL_S", 0.02)
     requests, over = StopRequests(lambda: time.monotonic() * 100), threading.Event()
     thread = threading.Thread(target=requests.look_until, args=(over,))
     thread.start()

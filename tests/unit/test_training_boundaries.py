@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from transformers import TrainerState
 
 from alignment import CPOConfig, KTOConfig
+from alignment.checkpoint.manifest import Manifest
 from alignment.config.errors import OptionError
-from alignment.engines.checkpoints.manifest import Manifest
-from alignment.engines.watch.requests import REQUESTS
-from alignment.engines.watch.stop import StopReason
 from alignment.reporting.html.page import _percent
 from alignment.reporting.log import _cut_torn_line
 from alignment.reporting.model_card import ModelCard
 from alignment.rewards.asking import _Round
+from alignment.run.requests import REQUESTS
+from alignment.run.stop import StopReason
 from alignment.training import callbacks, trainer
 from alignment.training.advice import about_learning_rate
 from alignment.training.callbacks import Decision, Events

@@ -16,20 +16,20 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from alignment.engines.checkpoints import owner
-from alignment.engines.deadlines import bounded
+from alignment.checkpoint import owner
 from alignment.engines.launch_env import NOTICE
-from alignment.engines.watch import launchers as watch_launchers
-from alignment.engines.watch.beats import Beat, Heard, Pulse, hung_rank, in_collective
-from alignment.engines.watch.ending import write_stacks
-from alignment.engines.watch.launchers import Launcher, launcher_name, stop_notice
-from alignment.engines.watch.processes import Watched
-from alignment.engines.watch.requests import StopRequests
-from alignment.engines.watch.signals import SignalWatch
-from alignment.engines.watch.stop import RunStopped, StopReason
 from alignment.reporting import status_file
-from alignment.reporting.activity import Activity, Limits
 from alignment.reporting.status_file import RunStatus, StatusFile, fail_in_place_of, read_status
+from alignment.run import launchers as watch_launchers
+from alignment.run.activity import Activity, Limits
+from alignment.run.beats import Beat, Heard, Pulse, hung_rank, in_collective
+from alignment.run.deadlines import bounded
+from alignment.run.ending import write_stacks
+from alignment.run.launchers import Launcher, launcher_name, stop_notice
+from alignment.run.processes import Watched
+from alignment.run.requests import StopRequests
+from alignment.run.signals import SignalWatch
+from alignment.run.stop import RunStopped, StopReason
 
 
 @pytest.fixture
@@ -121,8 +121,8 @@ def test_a_forked_worker_has_its_own_locks() -> None:
     """The parent's locks may be held by a thread that a fork does not copy."""
     code = """
 import os
-from alignment.engines.watch.requests import REQUESTS
-from alignment.reporting.activity import ACTIVITY
+from alignment.run.requests import REQUESTS
+from alignment.run.activity import ACTIVITY
 ACTIVITY._lock.acquire()
 REQUESTS._lock.acquire()
 pid = os.fork()
@@ -293,7 +293,7 @@ def orphans(tmp_path: Path, parent: str) -> str:
     """Whether a process with a parent of this name considers itself orphaned."""
     program = tmp_path / parent
     program.symlink_to(os.path.realpath(sys.executable))
-    child = "from alignment.engines.watch.launchers import orphaned; print(orphaned())"
+    child = "from alignment.run.launchers import orphaned; print(orphaned())"
     code = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {child!r}], check=True)"
     done = subprocess.run([program, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     return done.stdout
@@ -380,8 +380,8 @@ def test_the_end_of_a_process_is_noticed() -> None:
 
 PROGRAM = """
 import os, signal, sys, time
-from alignment.engines.guard import guarded
-from alignment.engines.watch.requests import REQUESTS
+from alignment.run.guard import guarded
+from alignment.run.requests import REQUESTS
 
 def kill(name): os.kill(os.getpid(), getattr(signal, name))
 

@@ -15,12 +15,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from alignment.config.errors import ModelError, first_line
-from alignment.engines.rollout.memory import completion_bytes
 from alignment.models.architectures import REFUSED
 from alignment.models.checking import check_scorer
 from alignment.models.loading import disable_dropout
 from alignment.models.scorer import CompletionScorer
 from alignment.models.source import read_config
+from alignment.rollout.memory import completion_bytes
 from tools.architectures.tiny import tiny_config, tiny_model
 
 LENGTHS = (12, 9, 5)  # lengths of the rows of a batch, padded on the right

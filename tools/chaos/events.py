@@ -121,9 +121,9 @@ class Events:
         import torch
         from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-        from alignment.engines.checkpoints.manifest import Manifest
-        from alignment.engines.checkpoints.tensors import TensorFile
-        from alignment.engines.rollout.engine import RolloutEngine
+        from alignment.checkpoint.manifest import Manifest
+        from alignment.checkpoint.tensors import TensorFile
+        from alignment.rollout.engine import RolloutEngine
         from alignment.training import trainer
         from alignment.training.checkpointing import restore, run_folder, writer
         from alignment.training.loop import TrainingLoop

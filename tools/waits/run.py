@@ -16,7 +16,7 @@ import torch
 import torch.utils.checkpoint as checkpoint
 from deepspeed.accelerator import get_accelerator
 
-from alignment.engines.rollout.engine import RolloutEngine
+from alignment.rollout.engine import RolloutEngine
 from alignment.training.loop import TrainingLoop
 from alignment.training.trainer import AlignmentTrainer
 from tools.waits.device import DEVICE, StandIn, Wait, as_host, caller

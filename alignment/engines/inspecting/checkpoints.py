@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from alignment.checkpoint.folder import checkpoint_step, checkpoints, partial_of
+from alignment.checkpoint.manifest import MANIFEST, Manifest
 from alignment.config.errors import CheckpointError
-from alignment.engines.checkpoints.folder import checkpoint_step, checkpoints, partial_of
-from alignment.engines.checkpoints.manifest import MANIFEST, Manifest
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from alignment.engines.checkpoints.lock import LOCK
-from alignment.engines.checkpoints.owner import Owner, Standing
+from alignment.checkpoint.lock import LOCK
+from alignment.checkpoint.owner import Owner, Standing
 from alignment.reporting.log_reading import seconds_of
 from alignment.reporting.status_file import STATUS, RunStatus
 

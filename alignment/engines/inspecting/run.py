@@ -8,10 +8,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from alignment.checkpoint.folder import checkpoints
+from alignment.checkpoint.lock import LOCK
+from alignment.checkpoint.manifest import MANIFEST
 from alignment.config.errors import OutputError, counted, listing, one_line
-from alignment.engines.checkpoints.folder import checkpoints
-from alignment.engines.checkpoints.lock import LOCK
-from alignment.engines.checkpoints.manifest import MANIFEST
 from alignment.engines.inspecting.checkpoints import CheckpointReader, CheckpointView
 from alignment.engines.inspecting.life import Life, Pulse, clocks, last_heartbeat
 from alignment.engines.inspecting.view import LOST, UNKNOWN, RunView

@@ -22,7 +22,7 @@ from alignment.config.errors import ModelError, first_line
 from alignment.models.adapters.folder import AdapterFolder
 from alignment.models.adapters.merge_base import plain, tuner_layers, without_saved_modules
 from alignment.models.adapters.survival import SurvivalMeter
-from alignment.reporting.activity import ACTIVITY
+from alignment.run.activity import ACTIVITY
 
 
 @dataclass

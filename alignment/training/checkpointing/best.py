@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from alignment.checkpoint.manifest import Manifest
 from alignment.config.errors import CheckpointError, OptionError, did_you_mean, setting
 from alignment.config.fields import SaveStrategy
-from alignment.engines.checkpoints.manifest import Manifest
 from alignment.engines.collectives import from_first_rank, on_first_rank
 
 if TYPE_CHECKING:

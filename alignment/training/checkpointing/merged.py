@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from alignment.checkpoint.old_runs import set_folder_aside
 from alignment.config.errors import AlignmentError
-from alignment.engines.checkpoints.old_runs import set_folder_aside
 from alignment.engines.collectives import barrier
 from alignment.models.source import ModelSource
-from alignment.reporting.activity import ACTIVITY
+from alignment.run.activity import ACTIVITY
 from alignment.training.context import RunContext
 
 
@@ -24,7 +24,7 @@ def write_merged(context: RunContext, source: ModelSource, folder: Path) -> None
         AlignmentError: if they cannot be merged; the adapters are not affected.
     """
     if context.is_first:
-        from alignment.engines.exporting.adapter import merge_adapter  # imports peft
+        from alignment.checkpoint.exporting.adapter import merge_adapter  # imports peft
 
         aside = set_folder_aside(folder) if context.args.resume_from_checkpoint else None
         if aside is not None:

@@ -8,15 +8,15 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from alignment.checkpoint.folder import CHECKPOINT_PREFIX, checkpoints
+from alignment.checkpoint.lock import LOCK
+from alignment.checkpoint.old_runs import left_by_earlier_run
 from alignment.config.errors import OutputError, setting
-from alignment.engines.checkpoints.folder import CHECKPOINT_PREFIX, checkpoints
-from alignment.engines.checkpoints.lock import LOCK
-from alignment.engines.checkpoints.old_runs import left_by_earlier_run
-from alignment.engines.watch.ending import STACKS
-from alignment.engines.watch.requests import STOP_FILE
-from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.durable import replace_text
 from alignment.reporting.status_file import STATUS
+from alignment.run.activity import ACTIVITY
+from alignment.run.ending import STACKS
+from alignment.run.requests import STOP_FILE
 
 LOG, COMPLETIONS = "log.jsonl", "completions.jsonl"
 _OF_A_RUN = (LOG, "options.json", LOCK)

@@ -8,16 +8,16 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from alignment.config.errors import CheckpointError
-from alignment.engines.checkpoints.fragments import describe_split
-from alignment.engines.checkpoints.frozen import frozen_file
-from alignment.engines.checkpoints.optimizer_state import (
+from alignment.checkpoint.fragments import describe_split
+from alignment.checkpoint.frozen import frozen_file
+from alignment.checkpoint.optimizer_state import (
     ExportedTensor,
     group_settings,
     read_fragments,
     restore_group_settings,
 )
-from alignment.engines.checkpoints.tensors import TensorFile
+from alignment.checkpoint.tensors import TensorFile
+from alignment.config.errors import CheckpointError
 from alignment.engines.collectives import together
 from alignment.engines.launch_env import rank, world_size
 from alignment.engines.scoring import PolicyEngine

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from alignment.checkpoint.folder import checkpoints
+from alignment.checkpoint.fragments import check_fragments
+from alignment.checkpoint.manifest import MANIFEST, Manifest
 from alignment.config.errors import CheckpointError, OptionError, counted, did_you_mean, show
-from alignment.engines.checkpoints.folder import checkpoints
-from alignment.engines.checkpoints.fragments import check_fragments
-from alignment.engines.checkpoints.manifest import MANIFEST, Manifest
 from alignment.engines.collectives import gathered, on_first_rank
 from alignment.engines.launch_env import rank, world_size
 from alignment.training.checkpointing.fingerprints import identity

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from alignment.config.errors import OutputError, one_line
-from alignment.reporting.activity import ACTIVITY
+from alignment.run.activity import ACTIVITY
 from alignment.training.checkpointing.amendments import amend
 from alignment.training.checkpointing.best import BestModel
 from alignment.training.checkpointing.present import Present

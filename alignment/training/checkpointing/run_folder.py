@@ -7,17 +7,17 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from alignment.checkpoint.folder import checkpoint_step, checkpoints, clear_leftovers
+from alignment.checkpoint.lock import OutputLock
+from alignment.checkpoint.old_runs import set_aside
+from alignment.checkpoint.probe import PROBE, check_shared_folder
 from alignment.config.errors import OptionError, OutputError, setting
 from alignment.config.options import AlignmentConfig
-from alignment.engines.checkpoints.folder import checkpoint_step, checkpoints, clear_leftovers
-from alignment.engines.checkpoints.lock import OutputLock
-from alignment.engines.checkpoints.old_runs import set_aside
-from alignment.engines.checkpoints.probe import PROBE, check_shared_folder
 from alignment.engines.collectives import on_first_rank
 from alignment.engines.launch_env import rank
-from alignment.engines.watch.requests import STOP_FILE
-from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.status_file import STATUS, read_status
+from alignment.run.activity import ACTIVITY
+from alignment.run.requests import STOP_FILE
 from alignment.training.checkpointing.output_folder import (
     COMPLETIONS,
     LOG,
@@ -73,7 +73,7 @@ class RunFolder:
         if not args.dry_run:  # it writes nothing, and may start before the folder's current run ends
             self.lock.peek()
         if args.merged_output_dir is not None:
-            from alignment.engines.exporting.folder import REPORT  # imported only if needed
+            from alignment.checkpoint.exporting.folder import REPORT  # imported only if needed
 
             merged = Path(args.merged_output_dir)
             # A merged model of an earlier attempt is moved aside when merging again.

@@ -17,22 +17,22 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from alignment.config.errors import CheckpointError, OutputError, one_line
-from alignment.engines.checkpoints.folder import checkpoint_folder, partial_of, prune_checkpoints, publish
-from alignment.engines.checkpoints.fragments import fragment_file
-from alignment.engines.checkpoints.frozen import frozen_bytes, frozen_file, write_frozen
-from alignment.engines.checkpoints.manifest import Manifest, files_in
-from alignment.engines.checkpoints.optimizer_state import (
+from alignment.checkpoint.folder import checkpoint_folder, partial_of, prune_checkpoints, publish
+from alignment.checkpoint.fragments import fragment_file
+from alignment.checkpoint.frozen import frozen_bytes, frozen_file, write_frozen
+from alignment.checkpoint.manifest import Manifest, files_in
+from alignment.checkpoint.optimizer_state import (
     ExportedTensor,
     fragment_bytes,
     fragment_ranks,
     write_fragments,
     writes_fragments,
 )
-from alignment.engines.checkpoints.records import FileRecord, record_of
+from alignment.checkpoint.records import FileRecord, record_of
+from alignment.checkpoint.saving import exported_tensors
+from alignment.config.errors import CheckpointError, OutputError, one_line
 from alignment.engines.collectives import from_first_rank, gathered, on_first_rank, together
 from alignment.engines.launch_env import rank, world_size
-from alignment.engines.saving import exported_tensors
 from alignment.reporting.durable import replace_text, sync
 from alignment.training.checkpointing.present import Present
 from alignment.training.context import RunContext

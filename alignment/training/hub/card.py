@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from alignment.checkpoint.exporting.card import Run, card_of
+from alignment.checkpoint.manifest import Manifest
 from alignment.config.errors import CheckpointError
-from alignment.engines.checkpoints.manifest import Manifest
-from alignment.engines.exporting.card import Run, card_of
 from alignment.reporting.model_card import OURS, hub_id
 from alignment.training.hub.contents import CARD
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from alignment.engines.checkpoints.manifest import MANIFEST, Manifest
+from alignment.checkpoint.manifest import MANIFEST, Manifest
 from alignment.models.adapters.record import TRAINING_BASE
 from alignment.reporting.durable import replace_text
 from alignment.reporting.model_card import is_secret, public

@@ -19,7 +19,7 @@ from alignment.training.hub.uploads import Uploads
 
 if TYPE_CHECKING:
     from alignment.config.options import AlignmentConfig
-    from alignment.engines.watch.retries import Retries
+    from alignment.run.retries import Retries
     from alignment.training.callbacks import Events
 
 _DETAILS = {field.name for field in dataclasses.fields(Details)}

@@ -11,7 +11,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from alignment.config.errors import OptionError, is_placeholder, setting
 from alignment.config.options import AlignmentConfig
-from alignment.engines.watch.retries import Retries
+from alignment.run.retries import Retries
 from alignment.training.hub.process import HubCall
 from alignment.training.hub.pushes import Call
 

@@ -19,12 +19,12 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from alignment.checkpoint.folder import checkpoint_folder
 from alignment.config.errors import one_line
-from alignment.engines.checkpoints.folder import checkpoint_folder
 from alignment.engines.collectives import from_first_rank
-from alignment.engines.watch.requests import REQUESTS
-from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.durable import replace_text
+from alignment.run.activity import ACTIVITY
+from alignment.run.requests import REQUESTS
 from alignment.training.context import RunContext
 from alignment.training.hub.card import Details, Subject, card_text, own_card
 from alignment.training.hub.contents import (

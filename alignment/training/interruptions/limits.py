@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from alignment.config.options_faults import FaultOptions
-from alignment.reporting.activity import Limits
+from alignment.run.activity import Limits
 
 
 def limits_of(args: FaultOptions) -> Limits:

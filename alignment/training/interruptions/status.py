@@ -12,9 +12,9 @@ from typing import Any
 
 from alignment.config.errors import one_line
 from alignment.engines.launch_env import world_size
-from alignment.engines.watch.stop import RunStopped
-from alignment.reporting.activity import ACTIVITY
 from alignment.reporting.status_file import STATUS, RunStatus, StatusFile, now, read_status
+from alignment.run.activity import ACTIVITY
+from alignment.run.stop import RunStopped
 from alignment.training.run_page import write_page
 
 _EVERY_S = 5.0

@@ -8,12 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from alignment.engines.checkpoints.folder import checkpoint_folder
-from alignment.engines.watch.launchers import stop_notice
-from alignment.engines.watch.requests import REQUESTS
-from alignment.engines.watch.signals import SignalWatch
-from alignment.engines.watch.stop import RunStopped, StopReason
-from alignment.reporting.activity import ACTIVITY
+from alignment.checkpoint.folder import checkpoint_folder
+from alignment.run.activity import ACTIVITY
+from alignment.run.launchers import stop_notice
+from alignment.run.requests import REQUESTS
+from alignment.run.signals import SignalWatch
+from alignment.run.stop import RunStopped, StopReason
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
 from alignment.training.run_page import write_page

@@ -8,8 +8,8 @@ from transformers import GenerationConfig, TrainerCallback, TrainerControl, Trai
 from transformers.trainer_utils import IntervalStrategy
 
 from alignment.config.errors import OptionError, setting, show
-from alignment.engines.watch.stop import Cut
 from alignment.reporting.completions import CompletionTable
+from alignment.run.stop import Cut
 from alignment.training.checkpointing.output_folder import COMPLETIONS
 from alignment.training.sampling.sampler import Sampler, Speaker, first_prompts, interleaved
 from alignment.training.sampling.settings import of_model, sampling_of

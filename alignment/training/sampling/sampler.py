@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 
 from alignment.engines.collectives import gathered
 from alignment.engines.launch_env import rank, world_size
-from alignment.engines.rollout.backend import RolloutRequest, Sampling
-from alignment.engines.rollout.engine import RolloutEngine
-from alignment.engines.rollout.texts import continuations
 from alignment.engines.scoring import ScoringEngine
 from alignment.internals.peft import computing_with
 from alignment.references.adapter import AdapterReference
 from alignment.references.base import Reference
 from alignment.references.engine import EngineReference
+from alignment.rollout.backend import RolloutRequest, Sampling
+from alignment.rollout.engine import RolloutEngine
+from alignment.rollout.texts import continuations
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
 

@@ -9,8 +9,8 @@ from typing import Any
 from transformers import GenerationConfig
 
 from alignment.config.errors import OptionError
-from alignment.engines.rollout.backend import Sampling
-from alignment.engines.rollout.processors import ACCEPTED, check_generation_kwargs
+from alignment.rollout.backend import Sampling
+from alignment.rollout.processors import ACCEPTED, check_generation_kwargs
 
 _OWN = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Fields that do not affect the distribution, or are taken from the tokenizer.

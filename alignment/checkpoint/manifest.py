@@ -1,0 +1,156 @@
+"""The manifest of a checkpoint: the size and checksum of every file, and the run that wrote them.
+
+It is written last. A checkpoint is complete if and only if its manifest exists and matches its files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from alignment.checkpoint.records import FileRecord, record_of
+from alignment.config.errors import CheckpointError
+from alignment.reporting.durable import replace_text
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of a checkpoint.
+
+    Attributes:
+        run: name of the run, shared by its attempts.
+        step: number of completed optimizer steps.
+        method: alignment method.
+        world_size: number of ranks that wrote it.
+        stage: ZeRO stage.
+        window: rows per optimizer step.
+        total_steps: number of steps of the run.
+        resumable: whether it contains more than the model.
+        versions: versions of the libraries, by name.
+        fingerprints: fingerprints of data, models and reward sources.
+        options: the resolved options.
+        files: size and checksum of every file, by its path in the folder.
+        format: version of this format.
+    """
+
+    run: str
+    step: int
+    method: str
+    world_size: int
+    stage: int
+    window: int
+    total_steps: int
+    resumable: bool
+    versions: dict[str, str]
+    fingerprints: dict[str, Any]
+    options: dict[str, Any]
+    files: dict[str, FileRecord]
+    format: int = FORMAT
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest into ``folder``, after all files that it lists."""
+        content = {each.name: getattr(self, each.name) for each in fields(self)}
+        content["files"] = {
+            name: {"size": record.size, "checksum": record.checksum} for name, record in sorted(self.files.items())
+        }
+        replace_text(folder / MANIFEST, _text(content))
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read the manifest of a checkpoint without checking the files.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or of a newer format.
+        """
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise CheckpointError(_no_manifest(folder))
+        try:
+            text = path.read_text(encoding="utf-8")
+            content = json.loads(text)
+            found = content.pop("format")
+        except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
+        if isinstance(found, int) and found > FORMAT:
+            raise CheckpointError(
+                f"{path}: format {found} is newer than {FORMAT}, the newest that this release can read; upgrade "
+                "deepspeed-alignment"
+            )
+        checksum = content.pop("checksum", None)
+        if checksum != _checksum({**content, "format": found}) or text != _text({**content, "format": found}):
+            raise CheckpointError(f"{path}: the content does not match its checksum; the checkpoint is damaged")
+        records = {name: FileRecord(**record) for name, record in content.pop("files").items()}
+        return cls(**content, files=records, format=found)
+
+    def check_files(self, folder: Path) -> None:
+        """Check that every file exists and has the recorded size.
+
+        Raises:
+            CheckpointError: a file is missing or has another size.
+        """
+        for name, record in self.files.items():
+            try:
+                size = (folder / name).stat().st_size
+            except OSError as error:
+                raise CheckpointError(f"{folder / name}: missing ({error.strerror})") from error
+            if size != record.size:
+                raise CheckpointError(f"{folder / name}: has {size} bytes instead of {record.size}")
+
+    def check_contents(self, folder: Path, names: Iterable[str]) -> None:
+        """Read these files and compare their checksums.
+
+        Raises:
+            CheckpointError: the content of a file has changed.
+        """
+        for name in names:
+            try:
+                checksum = record_of(folder / name).checksum
+            except OSError as error:
+                raise CheckpointError(f"{folder / name}: cannot be read ({error.strerror or error})") from error
+            if checksum != self.files[name].checksum:
+                raise CheckpointError(
+                    f"{folder / name}: the content has changed since it was written (checksum {checksum})"
+                )
+
+    def shares(self, ranks: int) -> list[list[str]]:
+        """Distribute the files among ``ranks`` readers, with about the same number of bytes each."""
+        shares: list[list[str]] = [[] for _ in range(ranks)]
+        loads = [0] * ranks
+        for name, record in sorted(self.files.items(), key=lambda entry: (-entry[1].size, entry[0])):
+            least = loads.index(min(loads))
+            shares[least].append(name)
+            loads[least] += record.size
+        return shares
+
+
+def _text(content: Mapping[str, Any]) -> str:
+    return json.dumps({**content, "checksum": _checksum(content)}, indent=1, sort_keys=True) + "\n"
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+def _no_manifest(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"{folder}: no such folder"
+    if any(folder.glob("*.safetensors")):
+        return (
+            f"{folder}: contains a model but no {MANIFEST}, so it was written by an older release or another program "
+            "and no run can resume from it; start a new run with model_name_or_path"
+        )
+    return f"{folder}: not a checkpoint, because it has no {MANIFEST}"
+
+
+def files_in(folder: Path) -> list[str]:
+    """The paths of all files below ``folder`` except the manifest, relative to it."""
+    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path) for path in found if str(path) != MANIFEST)

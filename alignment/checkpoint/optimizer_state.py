@@ -1,0 +1,256 @@
+"""The optimizer state of a training engine: written as fragments, and read with the same or another split.
+
+Every rank writes the master weights and states that it holds, and reads the intervals that it needs from the files of
+all ranks: bitwise identical with the same split, and element by element with any other. The model's weights are not in
+the fragments; they follow from the master weights, and those that the model's own files contain in the same precision
+are read from there. The format of a fragment file is described in :mod:`.fragments`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alignment.checkpoint.fragment_reading import ExportedTensor, FragmentReader
+from alignment.checkpoint.fragments import (
+    ELEMENTS,
+    MASTER,
+    SCALAR,
+    WHOLE,
+    Fragments,
+    Index,
+    SavedPiece,
+    SavedUnit,
+    describe_split,
+    state_key,
+)
+from alignment.checkpoint.records import FileRecord
+from alignment.checkpoint.tensors import file_bytes, write_tensors
+from alignment.config.errors import CheckpointError
+from alignment.engines.collectives import together
+from alignment.engines.memory.states import absent_units, first_state_bytes
+from alignment.engines.scoring import PolicyEngine
+from alignment.internals.deepspeed_state import (
+    Unit,
+    inner_optimizer,
+    refresh_weights,
+    replay_cpu_adam,
+    replicates_state,
+    state_units,
+    whole_shape,
+    zero_stage,
+)
+
+
+def trained_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The names of the trained parameters, in the order of the model; a tied parameter has its first name."""
+    return {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def fragment_ranks(policy: PolicyEngine) -> int:
+    """The number of fragment files: one without ZeRO, where all ranks have the same state, otherwise one per rank."""
+    return 1 if replicates_state(policy.engine) else policy.world_size
+
+
+def writes_fragments(policy: PolicyEngine) -> bool:
+    """Whether this rank writes a fragment file."""
+    return torch.distributed.get_rank() < fragment_ranks(policy)
+
+
+def group_settings(policy: PolicyEngine) -> list[dict[str, Any]]:
+    """The settings of the optimizer's parameter groups (rates, decays, betas), as far as JSON supports them."""
+    groups = inner_optimizer(policy.engine).param_groups
+    return [
+        {name: _plain(value) for name, value in group.items() if name != "params" and _is_plain(_plain(value))}
+        for group in groups
+    ]
+
+
+def restore_group_settings(policy: PolicyEngine, settings: Sequence[Mapping[str, Any]]) -> None:
+    """Restore settings from :func:`group_settings`.
+
+    Raises:
+        CheckpointError: the number of groups differs.
+    """
+    groups = inner_optimizer(policy.engine).param_groups
+    if len(groups) != len(settings):
+        raise CheckpointError(
+            f"the checkpoint has {len(settings)} parameter groups, but the optimizer has {len(groups)}; resume with "
+            "the same model and optimizer"
+        )
+    for group, saved in zip(groups, settings, strict=True):
+        for name, value in saved.items():
+            current = group.get(name)
+            if isinstance(current, Tensor):
+                current.fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(current, tuple) else value
+
+
+def write_fragments(
+    policy: PolicyEngine, path: Path, exported: Mapping[str, ExportedTensor] | None = None
+) -> FileRecord:
+    """Write this rank's fragment file; for ranks with :func:`writes_fragments`.
+
+    Args:
+        policy: the engine, between two steps.
+        path: the file.
+        exported: parameters that the model's files in the same folder contain in fp32; a unit that consists only of
+            these is written without its master weights.
+
+    Raises:
+        OSError: the file cannot be written.
+        CheckpointError: the optimizer has a state that cannot be saved.
+    """
+    index, tensors = _contents(policy, exported or {})
+    return write_tensors(path, tensors, index.metadata())
+
+
+def read_fragments(
+    policy: PolicyEngine,
+    folder: Path,
+    files: Sequence[str] | None = None,
+    exported: Mapping[str, ExportedTensor] | None = None,
+) -> None:
+    """Restore this rank's master weights and states from the fragments of all ranks, then the weights. Collective.
+
+    If any rank cannot read, every rank raises; if the checkpoint does not match the engine, nothing has been changed.
+    Apart from the states, only buffers of at most 64 MiB are needed.
+
+    Args:
+        policy: an engine with the same model and optimizer; it may have made steps.
+        folder: the checkpoint.
+        files: names of all fragment files in it; None: as found in the folder.
+        exported: as for :func:`write_fragments`.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or do not match this model, optimizer or split.
+    """
+    optimizer, names = inner_optimizer(policy.engine), trained_names(policy.scorer.model)
+    shapes = {name: whole_shape(parameter) for parameter, name in names.items()}
+    split = describe_split(zero_stage(policy.engine), policy.world_size)
+    with ExitStack() as opened:
+        plan: list[tuple[Unit, tuple[SavedPiece, ...]]] = []
+        with together():
+            fragments = opened.enter_context(Fragments(folder, files))
+            reader = opened.enter_context(FragmentReader(fragments, exported or {}, optimizer, split))
+            _check_same(policy, fragments, shapes)
+            for unit in state_units(policy.engine):
+                plan.append((unit, saved_pieces(unit, names)))
+                reader.check(*plan[-1], shapes)
+        with together(), torch.no_grad():
+            for unit, pieces in plan:
+                reader.fill(unit, pieces)
+    steps = [int(state["step"]) for state in optimizer.state.values() if isinstance(state.get("step"), int)]
+    replay_cpu_adam(optimizer, max(steps, default=0))
+    refresh_weights(policy.engine)
+
+
+def fragment_bytes(policy: PolicyEngine, exported: Collection[str] = ()) -> int:
+    """The size of this rank's fragment file; 0 if it writes none.
+
+    Before the first step there are no states: their size is extrapolated from the states that the optimizer creates
+    for small tensors.
+
+    Args:
+        policy: the engine, at any time.
+        exported: names of the parameters that the model's files will contain in fp32.
+    """
+    if not writes_fragments(policy):
+        return 0
+    optimizer = inner_optimizer(policy.engine)
+    index, tensors = _contents(policy, exported)
+    size = file_bytes(tensors.values(), index.metadata())
+    return size + first_state_bytes(optimizer, list(absent_units(policy.engine)))
+
+
+def _check_same(policy: PolicyEngine, fragments: Fragments, shapes: Collection[str]) -> None:
+    saved, own = fragments.first.optimizer, optimizer_name(policy)
+    if saved != own:
+        raise CheckpointError(
+            f"{fragments.folder}: contains the states of {saved}, but this run uses {own}; resume with the same "
+            "optimizer"
+        )
+    for name in fragments.shapes:
+        if name not in shapes:
+            raise CheckpointError(
+                f"{fragments.folder}: {name} was trained, but this run does not train it; resume with the same model "
+                "and the same trained parameters"
+            )
+
+
+def _contents(policy: PolicyEngine, exported: Collection[str]) -> tuple[Index, dict[str, Tensor]]:
+    """The index of this rank's file and its tensors, which are not copied."""
+    optimizer = inner_optimizer(policy.engine)
+    names, tensors = trained_names(policy.scorer.model), {}
+    shapes: dict[str, list[int]] = {}
+    units = []
+    for number, unit in enumerate(state_units(policy.engine)):
+        pieces = saved_pieces(unit, names)
+        shapes |= {names[piece.parameter]: list(whole_shape(piece.parameter)) for piece in unit.pieces}
+        kinds, values = {}, {}
+        for name, value in optimizer.state.get(unit.master, {}).items():
+            if isinstance(value, Tensor):
+                kinds[name] = _kind(name, value, unit.master)
+                tensors[state_key(number, name)] = value
+            elif _is_plain(value):
+                values[name] = value
+            else:
+                raise CheckpointError(
+                    f"{optimizer_name(policy)}: state {name!r} of type {type(value).__name__} cannot be saved; use "
+                    "another optimizer"
+                )
+        in_model = unit.master.dtype == torch.float32 and all(piece.name in exported for piece in pieces)
+        if not in_model:
+            tensors[state_key(number, MASTER)] = unit.master
+        units.append(SavedUnit(unit.group, unit.master.numel(), not in_model, pieces, kinds, values))
+    ranks, rank = fragment_ranks(policy), torch.distributed.get_rank()
+    stage, settings = zero_stage(policy.engine), group_settings(policy)
+    index = Index(rank, ranks, policy.world_size, stage, optimizer_name(policy), settings, shapes, units)
+    return index, tensors
+
+
+def optimizer_name(policy: PolicyEngine) -> str:
+    """Library and class of the optimizer, such as ``torch.AdamW``."""
+    kind = type(inner_optimizer(policy.engine))
+    return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
+
+
+def saved_pieces(unit: Unit, names: Mapping[nn.Parameter, str]) -> tuple[SavedPiece, ...]:
+    """The pieces of a unit by the names of their parameters.
+
+    Raises:
+        CheckpointError: the optimizer trains a parameter that the model does not have.
+    """
+    for piece in unit.pieces:
+        if piece.parameter not in names:
+            raise CheckpointError(
+                f"the optimizer trains a parameter of shape {list(whole_shape(piece.parameter))} that the model does "
+                "not have; pass it only parameters of the model"
+            )
+    return tuple(SavedPiece(names[piece.parameter], *piece[1:]) for piece in unit.pieces)
+
+
+def _kind(name: str, state: Tensor, master: Tensor) -> str:
+    if state.ndim == 0 and (master.ndim or name == "step"):
+        return SCALAR
+    return ELEMENTS if state.is_floating_point() and state.numel() == master.numel() else WHOLE
+
+
+def _plain(value: Any) -> Any:
+    """The number in a tensor of one element, such as a learning rate; anything else unchanged."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value survives a round trip through JSON, except that tuples become lists."""
+    if isinstance(value, list | tuple):
+        return all(_is_plain(one) for one in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(one) for key, one in value.items())
+    return value is None or type(value) in (bool, int, float, str)

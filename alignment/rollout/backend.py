@@ -1,0 +1,190 @@
+"""The interface of rollout backends: token ids in, token ids out.
+
+To add a backend, add a module to this package with a subclass of :class:`RolloutBackend`, and list it in
+``alignment.rollout.engine.backends``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The sampling distribution, and where a completion ends.
+
+    Attributes:
+        max_new_tokens: maximum length of a completion, including EOS.
+        eos_token_ids: a completion ends with the first of these; if empty, at ``max_new_tokens``.
+        pad_token_id: pads batches; never part of a completion. May be one of ``eos_token_ids``.
+        temperature: above 0, because greedy completions of a prompt would all be the same.
+        top_p: probability mass to sample from; 1: all.
+        top_k: number of tokens to sample from; 0: all.
+        min_p: minimum probability relative to that of the most likely token; None: no minimum.
+        repetition_penalty: divides the scores of tokens that have already occurred; 1: no penalty.
+        extra: additional keys of transformers' ``GenerationConfig`` (``processors.check_generation_kwargs``).
+    """
+
+    max_new_tokens: int
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """This rank's share of a rollout.
+
+    Attributes:
+        prompts: token ids of this rank's prompts; may be empty.
+        num_generations: completions per prompt.
+        sampling: identical on every rank.
+        seed: seed of all randomness; a function of the run's seed, the step and the rank.
+        logps: whether to return log-probs.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    num_generations: int
+    sampling: Sampling
+    seed: int
+    logps: bool = False
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One generated completion.
+
+    Attributes:
+        ids: token ids, including the EOS if there is one.
+        ended: whether it ended with an EOS.
+        logps: log-prob in nats of each token under the distribution that it was sampled from, after temperature,
+            penalties and truncation; None unless requested.
+    """
+
+    ids: tuple[int, ...]
+    ended: bool
+    logps: tuple[float, ...] | None = None
+
+    @classmethod
+    def cut(cls, ids: Sequence[int], sampling: Sampling, logps: Sequence[float] | None = None) -> Completion:
+        """Build a completion from generated tokens, dropping everything after the first EOS."""
+        end = next((place for place, token in enumerate(ids, 1) if token in sampling.eos_token_ids), None)
+        return cls(tuple(ids[:end]), end is not None, None if logps is None else tuple(logps[:end]))
+
+
+@dataclass(frozen=True)
+class Work:
+    """A number of completions of one prompt; a chunk is a list of these.
+
+    Attributes:
+        prompt: index of the prompt in the request; -1 for a dummy, whose completions are discarded.
+        ids: token ids of the prompt.
+        count: number of completions.
+    """
+
+    prompt: int
+    ids: Sequence[int]
+    count: int
+
+
+def chunks(request: RolloutRequest, size: int) -> list[list[Work]]:
+    """Split a request into chunks of at most ``size`` completions, longest prompts first.
+
+    The prompts of a chunk have similar lengths, which saves padding, and a chunk that does not fit into memory fails
+    first. Only a prompt with more completions than fit into a chunk is split.
+    """
+    order = sorted(range(len(request.prompts)), key=lambda prompt: -len(request.prompts[prompt]))
+    parts: list[list[Work]] = []
+    room = 0
+    for prompt in order:
+        left = request.num_generations
+        while left:
+            count = min(left, size)
+            if count > room:
+                parts.append([])
+                room = size
+            parts[-1].append(Work(prompt, request.prompts[prompt], count))
+            room, left = room - count, left - count
+    return parts
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The context in which a backend generates a chunk.
+
+    Attributes:
+        model: the model in eval mode; its weights are unsharded, or gathered around the forward pass of each layer.
+        sampling: the sampling distribution.
+        device: device of the model.
+        by_layer: weights are gathered layer by layer: keep computing until every rank has finished.
+        logps: whether to return log-probs.
+        tick: called for each unit of progress.
+    """
+
+    model: PreTrainedModel
+    sampling: Sampling
+    device: torch.device
+    by_layer: bool = False
+    logps: bool = False
+    tick: Callable[[], object] = lambda: None
+
+
+class RolloutBackend(ABC):
+    """One way to generate completions on each rank.
+
+    Attributes:
+        name: value of ``rollout_backend``.
+        needs_whole_weights: not usable if ZeRO-3 gathers weights layer by layer.
+        unit: unit of the progress bar.
+    """
+
+    name: ClassVar[str]
+    needs_whole_weights: ClassVar[bool]
+    unit: ClassVar[str]
+
+    @abstractmethod
+    def obstacle(self, model: PreTrainedModel, sampling: Sampling) -> str | None:
+        """Why this backend cannot generate with this model and sampling, or None."""
+
+    @abstractmethod
+    def pays(self, model: PreTrainedModel) -> bool:
+        """Whether ``auto`` selects this backend on this device if it is usable."""
+
+    @abstractmethod
+    def ticks(self, chunk: Sequence[Work], sampling: Sampling) -> int:
+        """Maximum number of progress units of a chunk."""
+
+    def page_tokens(self, model: PreTrainedModel) -> int:
+        """Number of tokens by which the cache of a sequence grows; 1 if it is exactly as long as the sequence."""
+        return 1
+
+    def session(self, parts: Sequence[Sequence[Work]], generation: Generation) -> AbstractContextManager[None]:
+        """Generate the chunks ``parts`` of one rollout within this context, so that they can share expensive objects.
+
+        Weights are not moved within the context. Completions are the same as without it.
+        """
+        return nullcontext()
+
+    @abstractmethod
+    def generate(self, chunk: Sequence[Work], generation: Generation) -> list[list[Completion]]:
+        """Generate the completions of each entry of a chunk, sampled with torch's global generator.
+
+        Args:
+            chunk: at least one prompt of at least one token.
+            generation: the context to generate in.
+
+        Raises:
+            TrainingError: generation failed.
+        """

@@ -1,0 +1,256 @@
+"""The rollout: completions of this rank's prompts by the policy inside its training engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from alignment.config.errors import DataError, OptionError
+from alignment.engines.collectives import largest_over_ranks
+from alignment.engines.memory.states import bytes_to_come
+from alignment.engines.rng import seeded
+from alignment.engines.scoring import ScoringEngine
+from alignment.rollout.backend import (
+    Completion,
+    Generation,
+    RolloutBackend,
+    RolloutRequest,
+    Sampling,
+    Work,
+    chunks,
+)
+from alignment.rollout.continuous import ContinuousBackend
+from alignment.rollout.generate import GenerateBackend
+from alignment.rollout.memory import Room, measure_room
+from alignment.rollout.processors import neutral_defaults
+from alignment.rollout.weights import weights_by_layer, whole_weights
+from alignment.run.activity import ACTIVITY
+from alignment.run.requests import REQUESTS
+from alignment.run.stop import Cut
+
+
+def backends() -> tuple[RolloutBackend, ...]:
+    """All backends, in the order of preference of ``auto``. Add new ones here."""
+    return ContinuousBackend(), GenerateBackend()
+
+
+def choose_backend(asked: str, model: PreTrainedModel, sampling: Sampling, *, whole: bool = True) -> RolloutBackend:
+    """The backend that ``rollout_backend`` selects; ``auto``: the first usable one that is worthwhile.
+
+    Args:
+        asked: a name, or ``auto``.
+        model: the policy's model.
+        sampling: the sampling distribution.
+        whole: whether every rank has unsharded weights during a rollout.
+
+    Raises:
+        OptionError: the selected backend does not exist or is not usable; the message gives the reason.
+    """
+    known = backends()
+    if asked == "auto":
+        return next(one for one in known if one.pays(model) and _obstacle(one, model, sampling, whole) is None)
+    named = next((one for one in known if one.name == asked), None)
+    names = ", ".join(["auto", *(one.name for one in known)])
+    if named is None:
+        raise OptionError(f"rollout_backend={asked!r}: not supported; set one of {names}")
+    obstacle = _obstacle(named, model, sampling, whole)
+    if obstacle is not None:
+        raise OptionError(f"rollout_backend={asked!r}: {obstacle}")
+    return named
+
+
+def _obstacle(backend: RolloutBackend, model: PreTrainedModel, sampling: Sampling, whole: bool) -> str | None:
+    reason = backend.obstacle(model, sampling)
+    if reason is not None:
+        return f"{reason}; set rollout_backend: generate"
+    if backend.needs_whole_weights and not whole:
+        return (
+            "it needs unsharded weights, but ZeRO-3 gathers them layer by layer here; set ds3_gather_for_generation: "
+            "true, or rollout_backend: generate"
+        )
+    return None
+
+
+class RolloutEngine:
+    """Generates with the policy's own weights; all changes to the engine are undone on any exit.
+
+    The first rollout fixes, for the rest of the run, the settings that depend on free memory: by then everything
+    permanent has been allocated except the optimizer's states, whose size is known. On a machine whose free memory
+    varies, a run is exactly reproducible only with ``batch_size`` and ``gather`` set.
+
+    Args:
+        policy: the training engine.
+        backend: value of ``rollout_backend``, including ``auto`` (:func:`choose_backend`).
+        batch_size: completions generated at the same time on each rank; None: as many as fit.
+        gather: whether ZeRO-3 gathers all weights for a rollout; None: if they fit (:func:`.memory.measure_room`).
+        longest_context: maximum length of prompt and completion together, in tokens.
+        progress: show a progress bar during a rollout.
+    """
+
+    def __init__(
+        self,
+        policy: ScoringEngine,
+        backend: str = "auto",
+        *,
+        batch_size: int | None = None,
+        gather: bool | None = None,
+        longest_context: int,
+        progress: bool = False,
+    ) -> None:
+        self.policy = policy
+        self._asked, self._batch_size, self._gather = backend, batch_size, gather
+        self._longest_context, self._progress = longest_context, progress
+        self.backend: RolloutBackend | None = None
+        self.room: Room | None = None
+
+    def generate(self, request: RolloutRequest) -> list[list[Completion]]:
+        """Generate completions, indexed by prompt and generation. Collective, including ranks without prompts.
+
+        Raises:
+            DataError: a prompt has no tokens.
+            OptionError: the backend does not support this model, these processors or layer-wise gathering.
+            TrainingError: continuous batching failed.
+            Cut: a stop was requested; raised on every rank.
+        """
+        _check_prompts(request.prompts)
+        room, backend = self._decide(request)
+        parts = chunks(request, room.batch_size)
+        by_layer = self.policy.partitioned and not room.gather
+        if by_layer:
+            parts = self._as_many_on_all_ranks(parts, request)
+        results: list[list[Completion]] = [[] for _ in request.prompts]
+        cut = False
+        try:
+            with self._ready(request.seed, by_layer), self._bar(request, parts, backend) as bar:
+                generation = self._generation(request, by_layer, bar)
+                with backend.session(parts, generation):
+                    for part in parts:
+                        cut = self._asked_to_stop(together=by_layer)
+                        if cut:
+                            break
+                        for work, completions in zip(part, self._run(part, generation, backend, bar)):
+                            if work.prompt >= 0:
+                                results[work.prompt] += completions
+        finally:
+            # A cache that grew token by token leaves the allocator fragmented.
+            get_accelerator().empty_cache()
+        if REQUESTS.deferring and (cut if by_layer else self._on_any_rank(cut)):
+            raise Cut
+        return results
+
+    def _asked_to_stop(self, *, together: bool) -> bool:
+        """Whether to abandon the rollout here; with ``together``, all ranks check at the same time and agree."""
+        if not REQUESTS.deferring:
+            return False
+        asked = REQUESTS.asked() is not None
+        return self._on_any_rank(asked) if together else asked
+
+    def _on_any_rank(self, value: bool) -> bool:
+        return bool(largest_over_ranks(torch.tensor([float(value)], device=self.policy.device)).item())
+
+    def describe(self) -> str:
+        """The settings fixed by the first rollout, for the log; empty before it."""
+        if self.room is None or self.backend is None:
+            return ""
+        gathered = ""
+        if self.policy.partitioned:
+            gathered = ", weights gathered " + ("once per rollout" if self.room.gather else "layer by layer")
+        return f"{self.backend.name}, up to {self.room.batch_size} completions at a time per rank{gathered}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """State to save: the settings fixed by the first rollout; empty before it."""
+        if self.room is None or self.backend is None:
+            return {}
+        return {"backend": self.backend.name, **asdict(self.room)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the settings of a saved state, regardless of the memory available now."""
+        if state:
+            self.backend = next(one for one in backends() if one.name == state["backend"])
+            self.room = Room(gather=state["gather"], batch_size=state["batch_size"])
+
+    @property
+    def _model(self) -> PreTrainedModel:
+        return self.policy.scorer.model
+
+    def _decide(self, request: RolloutRequest) -> tuple[Room, RolloutBackend]:
+        """Measure the available memory at the first call. Collective."""
+        if self.room is None or self.backend is None:
+            likely = choose_backend(self._asked, self._model, request.sampling)
+            room = measure_room(
+                self._model,
+                self._longest_context,
+                gather=self._gather,
+                batch_size=self._batch_size,
+                generations=request.num_generations,
+                scores=request.sampling.max_new_tokens if request.logps else 0,
+                page=likely.page_tokens(self._model),
+                to_come=bytes_to_come(self.policy.engine, self.policy.device),
+            )
+            whole = room.gather or not self.policy.partitioned
+            self.backend = choose_backend(self._asked, self._model, request.sampling, whole=whole)
+            self.room = room
+        return self.room, self.backend
+
+    def _as_many_on_all_ranks(self, parts: list[list[Work]], request: RolloutRequest) -> list[list[Work]]:
+        """Add chunks of one dummy token up to the largest number of any rank: all must gather layers equally often."""
+        most = int(largest_over_ranks(torch.tensor([len(parts)], device=self.policy.device)))
+        dummy = Work(-1, (request.sampling.pad_token_id,), 1)
+        return parts + [[dummy]] * (most - len(parts))
+
+    @contextlib.contextmanager
+    def _ready(self, seed: int, by_layer: bool) -> Iterator[None]:
+        """Enter eval mode, gather weights as needed, and seed the generators."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.policy.inference())
+            stack.enter_context(seeded(seed))
+            stack.enter_context(neutral_defaults(self._model))
+            if by_layer:
+                stack.enter_context(weights_by_layer(self.policy))
+            elif self.policy.partitioned:
+                stack.enter_context(whole_weights(self.policy))
+            yield
+
+    def _generation(self, request: RolloutRequest, by_layer: bool, bar: tqdm[None]) -> Generation:
+        def tick() -> None:
+            ACTIVITY.progress()
+            bar.update()
+
+        return Generation(self._model, request.sampling, self.policy.device, by_layer, request.logps, tick)
+
+    def _run(
+        self, part: Sequence[Work], generation: Generation, backend: RolloutBackend, bar: tqdm[None]
+    ) -> list[list[Completion]]:
+        end = bar.n + backend.ticks(part, generation.sampling)
+        if part[0].prompt < 0:  # a dummy runs as long as the other ranks do
+            generation = replace(generation, sampling=replace(generation.sampling, max_new_tokens=1, extra={}))
+        completions = backend.generate(part, generation)
+        bar.update(end - bar.n)  # it may have stopped early
+        return completions
+
+    @contextlib.contextmanager
+    def _bar(
+        self, request: RolloutRequest, parts: Sequence[Sequence[Work]], backend: RolloutBackend
+    ) -> Iterator[tqdm[None]]:
+        total = sum(backend.ticks(part, request.sampling) for part in parts)
+        shown = self._progress and total > 0
+        with tqdm(
+            total=total, desc="rollout", unit=backend.unit, disable=not shown, leave=False, dynamic_ncols=True
+        ) as bar:
+            yield bar
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]]) -> None:
+    for number, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise DataError(
+                f"prompt {number} of a rollout has no tokens, so nothing can be generated from it; drop the row, or "
+                "use a tokenizer that prepends BOS"
+            )

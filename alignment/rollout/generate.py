@@ -1,0 +1,147 @@
+"""The ``generate`` backend: left-padded batches in lockstep, for every model and every logits processor.
+
+Attention masks padding, but a logits processor sees it like any other token. If EOS is also the padding token, as is
+common, ``no_repeat_ngram_size: 1`` would prevent the shorter prompts from ending. No token is safe to pad with, since
+each may be part of a sequence that a processor looks for. Processors that read tokens therefore get the rows without
+padding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    WatermarkLogitsProcessor,
+)
+
+from alignment.internals.transformers import changed_processors, knows_padding
+from alignment.rollout.backend import Completion, Generation, RolloutBackend, Sampling, Work
+from alignment.rollout.processors import generation_config
+
+# The others read only the scores, or only the number of tokens including padding.
+_READERS = (
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,  # also used for bad words
+    WatermarkLogitsProcessor,
+)
+
+
+class _WithoutPadding(LogitsProcessor):
+    """Calls a processor on the rows without their padding, grouped by length.
+
+    Args:
+        inner: the processor; must not hold state per row.
+        padding: number of padding tokens on the left of each row of the batch.
+    """
+
+    def __init__(self, inner: LogitsProcessor, padding: Sequence[int], device: torch.device) -> None:
+        self.inner = inner
+        self._rows = {
+            skipped: torch.tensor([row for row, own in enumerate(padding) if own == skipped], device=device)
+            for skipped in sorted(set(padding))
+        }
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """(B, V) processed scores of (B, T) tokens."""
+        result = torch.empty_like(scores)
+        for skipped, rows in self._rows.items():
+            result[rows] = self.inner(input_ids[rows, skipped:], scores[rows]).to(result.dtype)
+        return result
+
+
+@contextlib.contextmanager
+def padding_unseen(model: PreTrainedModel, padding: Sequence[int], device: torch.device) -> Iterator[None]:
+    """Hide padding, within this context, from the processors that ``model.generate`` creates for a batch.
+
+    Args:
+        model: the model.
+        padding: number of padding tokens on the left of each row of the batch.
+        device: device of the batch.
+    """
+    if not any(padding):
+        yield
+        return
+
+    def without_padding(one: LogitsProcessor) -> LogitsProcessor:
+        return _WithoutPadding(one, padding, device) if _reads_padding(one) else one
+
+    with changed_processors(model, without_padding):
+        yield
+
+
+def _reads_padding(processor: LogitsProcessor) -> bool:
+    # Since release 5.23, transformers tells the repetition penalty itself how long each row's padding is.
+    return isinstance(processor, _READERS) and not knows_padding(processor)
+
+
+class GenerateBackend(RolloutBackend):
+    """Generates with ``model.generate``; works with every model."""
+
+    name = "generate"
+    needs_whole_weights = False
+    unit = "step"
+
+    def obstacle(self, model: PreTrainedModel, sampling: Sampling) -> str | None:
+        """Always None."""
+        return None
+
+    def pays(self, model: PreTrainedModel) -> bool:
+        """Always True."""
+        return True
+
+    def ticks(self, chunk: Sequence[Work], sampling: Sampling) -> int:
+        """One unit per token position; fewer if all rows end earlier."""
+        return sampling.max_new_tokens
+
+    def generate(self, chunk: Sequence[Work], generation: Generation) -> list[list[Completion]]:
+        """See :class:`RolloutBackend`; ``logps`` requires all scores, (rows, new tokens, vocabulary) in fp32."""
+        sampling, device, logps = generation.sampling, generation.device, generation.logps
+        rows = [work.ids for work in chunk for _ in range(work.count)]
+        width = max(map(len, rows))
+        padding = [width - len(row) for row in rows]
+        padded = [[sampling.pad_token_id] * left + list(row) for left, row in zip(padding, rows)]
+        mask = [[0] * left + [1] * len(row) for left, row in zip(padding, rows)]
+        with padding_unseen(generation.model, padding, device):
+            output = generation.model.generate(
+                torch.tensor(padded, device=device),
+                attention_mask=torch.tensor(mask, device=device),
+                generation_config=generation_config(sampling, logps),
+                stopping_criteria=StoppingCriteriaList([_Steps(generation.tick)]),
+                synced_gpus=generation.by_layer,
+            )
+        generated = (output.sequences if logps else output)[:, width:]
+        likelihoods = _logps(output.scores, generated).tolist() if logps else [None] * len(rows)
+        done = iter(
+            [Completion.cut(row, sampling, likelihood) for row, likelihood in zip(generated.tolist(), likelihoods)]
+        )
+        return [[next(done) for _ in range(work.count)] for work in chunk]
+
+
+class _Steps(StoppingCriteria):
+    """Reports progress: transformers calls it after each token. It never stops a row."""
+
+    def __init__(self, stepped: Callable[[], object]) -> None:
+        self.stepped = stepped
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.stepped()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def _logps(scores: Sequence[Tensor], generated: Tensor) -> Tensor:
+    """(rows, T) log-probs of (rows, T) ids under T processed scores of (rows, V); one token at a time."""
+    return torch.stack(
+        [step.log_softmax(-1).gather(1, ids[:, None])[:, 0] for step, ids in zip(scores, generated.T)], dim=1
+    )
