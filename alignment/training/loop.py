@@ -8,7 +8,7 @@ transformers' callbacks decide when to log, evaluate, save and stop: its Default
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,32 +22,30 @@ from alignment.config.fields import Strategy
 from alignment.data.batching import AnyBatch
 from alignment.data.windows import WindowCounts, WindowPlan, WindowSampler
 from alignment.engines.launch_env import rank, world_size
+from alignment.internals.torch import schedule_may_go_first
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
 from alignment.run.activity import ACTIVITY
 from alignment.run.requests import REQUESTS, STOP_FILE
 from alignment.run.safe_points import agreed_reason
 from alignment.run.stop import Cut
+from alignment.training.bad_steps import BadStep, BadSteps, NonFiniteGradient
 from alignment.training.callbacks import Decision
 from alignment.training.checkpointing.best import BestModel, load_best
-from alignment.training.checkpointing.rewind import Rewinder
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, total_steps
-from alignment.training.interruptions.faults import BadSteps
-from alignment.training.interruptions.overflows import Overflows
-from alignment.training.interruptions.stopping import end_run, notice_too_short
 from alignment.training.method import Items
+from alignment.training.overflows import Overflows
 from alignment.training.run_engines import RunEngines
-from alignment.training.run_state import Boundary, RandomAtStart, Totals
+from alignment.training.run_state import AFTER_EPOCH, AFTER_STEP, Boundary, RandomAtStart, Totals
 from alignment.training.start_event import start_event
-from alignment.training.step import OptimizerStep
-from alignment.training.window import BadStep
+from alignment.training.stopping import end_run
+from alignment.training.window import WindowResult
 from alignment.training.window_loader import windows_of_epoch
 
-# Where a run that is asked to stop may be interrupted, see Boundary.left.
-_DONE, _STEP, _EPOCH = "done", "step", "epoch"
 _STATUS_S = 2.0  # minimum interval between writes of an unchanged state
+_NOTHING = WindowResult({}, WindowCounts(0, 0, 0, 0, 0))  # of a window that is skipped
 
 
 class TrainingLoop:
@@ -63,7 +61,6 @@ class TrainingLoop:
     Attributes:
         resumed: the record of the log about the checkpoint that the run resumes from; None for a new run.
         ignores_end: continue even if a callback had ended the run.
-        rewinder: returns to the last checkpoint.
     """
 
     def __init__(
@@ -84,18 +81,20 @@ class TrainingLoop:
         self.boundary = register("boundary", Boundary())
         self.random = context.run_state.register_on_each_rank("random", RandomAtStart(context.args.seed))
         register("data", sampler)
-        self.faults = register(
-            "bad_steps",
-            BadSteps(self.args, sampler.steps_per_epoch, data.source_rows, self._say, context.log_file.write),
-        )
-        self.overflows = register("overflows", Overflows(self._say, context.log_file.write))
+        record = context.log_file.write
+        self.bad_steps = register("bad_steps", BadSteps(self.args, data.source_rows, self._say, record))
+        self.overflows = register("overflows", Overflows(self._say, record))
         self.decision = Decision()
-        self._step_seconds = 0.0  # duration of the newest step
-        self._saves = 0  # number of saves in this process
+        self._actions = {
+            "log": self._log_if_due,
+            "evaluate": self._evaluate_if_due,
+            "end epoch": self._end_epoch_if_due,
+            "save": self._save_if_due,
+            "announce save": self._announce_save,
+        }
         self._ends_with: str | None = None  # the error that ends the run after this step
         self.resumed: dict[str, Any] | None = None
         self.ignores_end = False
-        self.rewinder: Rewinder | None = None
 
     def run(
         self,
@@ -109,119 +108,207 @@ class TrainingLoop:
             writer: writes checkpoints.
         """
         self.writer = writer
-        fresh = self.resumed is None
-        self._start(fresh)
+        self._start()
         args, state = self.args, self.state
         stop_file = self.context.output_dir / STOP_FILE if self.context.is_first else None
         shown = self.context.is_first and not args.disable_tqdm
-        self.progress = Progress(
-            self.total_steps, args.method, shown, self.engines.window_pass.device, done=state.global_step
-        )
-        try:
-            # Includes the final save, which a launcher's second signal must not interrupt.
-            with REQUESTS.deferred(stop_file), ACTIVITY("training"):
-                self._take_steps(fresh, evaluation)
-                return self._finish()
-        finally:
-            self.progress.close()
+        device = self.engines.window_pass.device
+        self.progress = Progress(self.total_steps, args.method, shown, device, done=state.global_step)
+        # Includes the final save, which a launcher's second signal must not interrupt.
+        with contextlib.closing(self.progress), REQUESTS.deferred(stop_file), ACTIVITY("training"):
+            try:
+                self._begin(evaluation)
+                for plan, batches in self._windows():
+                    self._step(plan, batches)
+                    self._between_steps()
+            except Cut:  # within a window, which is repeated after a resume, or before the first one
+                self._leave()
+            except (BadStep, RewardError) as error:  # raised on every rank, with valid weights
+                kind = TrainingError if isinstance(error, BadStep) else RewardError
+                raise kind(f"step {state.global_step + 1}: {error}{self._rescue()}") from error
+            return self._finish()
 
-    def _take_steps(
-        self, fresh: bool, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]
-    ) -> None:
-        """Train to the last step; if the run ends early, save its state."""
-        try:
-            self.events("on_train_begin")
-            if fresh:
-                self.engines.window_pass.begin(evaluation)
-                if self.args.eval_on_start:
-                    self.evaluate()  # no checkpoint, so it does not count for the best one
-            else:
-                self._go_on()
-            for plan, batches in self._windows():
-                if plan.step == 0:
-                    self.events("on_epoch_begin")
-                self.events("on_step_begin")
-                began = time.monotonic()
-                if self._step(plan, batches):
-                    self._step_seconds = time.monotonic() - began
-                    self.events("on_step_end")
-                    self._boundary()
-        except Cut:  # within a window, which is repeated after a resume, or before the first one
-            self._leave()
-        except (BadStep, RewardError) as error:  # raised on every rank, with valid weights
-            kind = TrainingError if isinstance(error, BadStep) else RewardError
-            raise kind(f"step {self.state.global_step + 1}: {error}{self._rescue()}") from error
+    # A step ---------------------------------------------------------------------------------------------------------
 
-    def _go_on(self) -> None:
-        """Continue after a checkpoint: notify the callbacks and restore the random streams."""
-        self.random.restore(self.state.global_step, rank())
-        if self.args.save_strategy != "no":
-            self.writer.prune(self.best.folder)  # a run killed during its last save does not save again
-        if self.boundary.ends:
-            if self.ignores_end:
-                self.context.tell("resume_anyway: continuing although a callback had ended this run here")
-                self.boundary.ends = False
-            else:
-                self.context.tell(
-                    f"a callback ended this run at step {self.state.global_step} of {self.total_steps}, so there is "
-                    "nothing left to train; set resume_anyway: true to continue anyway"
+    def _windows(self) -> Iterator[tuple[WindowPlan, Sequence[AnyBatch]]]:
+        """Yield the remaining windows, from the position of the sampler, which each step advances."""
+        sampler = self.sampler
+        while self._goes_on():
+            last = min(sampler.steps_per_epoch, sampler.step + self.total_steps - self.state.global_step)
+            for plan, batches in windows_of_epoch(self.context, self.data, sampler, last):
+                yield plan, batches
+                if sampler.step == 0 or self.boundary.ends:  # a callback may end the epoch early
+                    break
+
+    def _step(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> None:
+        """Take one optimizer step, and count it."""
+        self.random.hold()
+        if plan.step == 0:
+            self.events("on_epoch_begin")
+        self.events("on_step_begin")
+        learning_rate = self.engines.policy.learning_rate
+        (items, counts), grad_norm = self._update(plan, batches)
+        self.sampler.advance()
+        state = self.state
+        state.global_step += 1
+        state.epoch = plan.epoch + (plan.step + 1) / self.sampler.steps_per_epoch
+        self.totals.add(items, counts)
+        if self.args.include_num_input_tokens_seen:
+            state.num_input_tokens_seen = self.totals.tokens
+        self.history.add(items)
+        self.totals.last = {"grad_norm": grad_norm, "learning_rate": learning_rate, **self._failures()}
+        self._check_reduced(counts, items)
+        self.progress.advance(means(items), counts.sequence_tokens)
+        self.events("on_step_end")
+        self.random.release()
+
+    def _update(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> tuple[WindowResult, float]:
+        """Compute the gradient of a window and apply it; return what the window gave, and the gradient norm.
+
+        A window that is skipped, because of a bad step or because it has nothing to train on, only advances the
+        schedule.
+
+        Raises:
+            BadStep: if no update was made, and the run must end; on every rank.
+            Cut: if the run was asked to stop; on every rank, before any weight has changed.
+        """
+        policy, step, result = self.engines.policy, self.state.global_step + 1, _NOTHING
+        try:
+            if not self.bad_steps.omits(plan, step):
+                result = self.engines.window_pass(
+                    plan, batches, self.data, train=True, between=lambda: self.events("on_substep_end")
                 )
-        # transformers resets this when training starts, and without a remaining step no callback would set it again.
-        self.events.control.should_training_stop = self.boundary.ends or self.state.global_step >= self.total_steps
-        left, self.boundary.left = self.boundary.left, ""
-        if not left:
-            self.events("on_save")
-        self.decision = self.events.decide()
-        if left in (_STEP, _EPOCH):
-            self._complete(left)
-        self.boundary.ends = self.boundary.ends or self._ended_early()
+            if result.counts.rows:
+                loss = result.items["loss"][0]
+                self.bad_steps.check(loss)
+                grad_norm = self._apply_gradient()
+                self.bad_steps.good(loss)
+                return result, grad_norm
+        except BadStep as fault:
+            self.bad_steps.skip(fault, plan, step)
+            if not fault.discarded:
+                policy.discard()
+            result = _NOTHING
+        with schedule_may_go_first():
+            policy.scheduler.step()
+        return result, 0.0
 
-    def _boundary(self) -> None:
+    def _apply_gradient(self) -> float:
+        """Update the weights with the accumulated gradient; return its norm.
+
+        If it overflowed in fp16, the window is computed again at a lower loss scale.
+        """
+        policy = self.engines.policy
+        self.events("on_pre_optimizer_step")
+        with self.context.phases("step"):
+            grad_norm = policy.step()
+        while not math.isfinite(grad_norm) and policy.scales_loss:
+            self.overflows.lower_scale(policy, self.state.global_step + 1)
+            self.engines.window_pass.repeat()
+            with self.context.phases("step"):
+                grad_norm = policy.step()
+        if not math.isfinite(grad_norm):
+            raise NonFiniteGradient(
+                f"the gradient norm is {grad_norm} although the loss is finite; no update was made. Likely causes: a "
+                "learning_rate that is too high, or a value that overflows in the backward pass"
+            )
+        self.events("on_optimizer_step")
+        return grad_norm
+
+    def _check_reduced(self, counts: WindowCounts, items: Items) -> None:
+        """Report and count a window that was computed in a reduced form."""
+        method, totals, self._ends_with = self.context.method, self.totals, None
+        reduced = method.check_window(counts, items) if items else None
+        if reduced is not None:
+            totals.reduced_windows, totals.reduced_in_a_row = totals.reduced_windows + 1, totals.reduced_in_a_row + 1
+            self._say(f"step {self.state.global_step}: {reduced}")
+            self._ends_with = method.check_reduced(totals.reduced_in_a_row, items)
+        elif items:
+            totals.reduced_in_a_row = 0
+
+    # Between two steps ----------------------------------------------------------------------------------------------
+
+    def _between_steps(self) -> None:
         """Do everything that happens between two steps; the state of the run is complete afterwards."""
-        self.context.run_state.unmark()
         self._show_status()
         self.decision = self.events.decide()
-        self._complete(_STEP)
+        self.boundary.due = list(AFTER_STEP)
+        self._complete()
         if self._ends_with is not None:  # on every rank, which have the same metrics
             raise TrainingError(f"step {self.state.global_step}: {self._ends_with}{self._rescue()}")
         if self.decision.leave is not None and self._goes_on():
             self._leave()
 
-    def _complete(self, place: str) -> None:
-        """Do what happens between two steps, starting at ``place``: after the step, or at the end of the epoch."""
-        if place == _STEP:
-            epoch_ends = self.sampler.step == 0 or self._stops(epoch=True)
-            self._act(_STEP)
-            # Callbacks notified meanwhile may also end the epoch.
-            if epoch_ends or self._stops(epoch=True):
-                self._end_epoch()
-        else:
-            self._act(_EPOCH)
-        self.totals.seconds = self._seconds()
-        if self.decision.save:
-            self.events.control.should_save = False  # the saved state must not request another save
-            self.boundary.ends = self._ended_early()
-            if self._save():
-                self.events("on_save")
-                self.decision = self.events.decide()
+    def _complete(self) -> None:
+        """Do what is due, in order."""
+        while self.boundary.due:
+            self._actions[self.boundary.due.pop(0)]()
         self.boundary.ends = self._ended_early()
+
+    def _log_if_due(self) -> None:
+        ends = self._stops() and self.args.logging_strategy == Strategy.STEPS
+        if self.decision.log or (ends and self.history):
+            self._log(asked=self.decision.log)
+            self.decision = self.events.decide()
+
+    def _evaluate_if_due(self) -> None:
+        if not self.decision.evaluate:
+            return
+        try:
+            if self.decision.leave is not None:
+                raise Cut
+            self._evaluate()
+        except Cut:
+            self.boundary.due.insert(0, "evaluate")
+            self._leave()
+        self.decision = self.events.decide()
+
+    def _end_epoch_if_due(self) -> None:
+        """At the end of an epoch, notify the callbacks; if one of them ended it early, skip the rest."""
+        if self.sampler.step and not self.decision.end_epoch and not self._stops():
+            return
+        self.events("on_epoch_end")
+        self.decision = self.events.decide()
+        if self.decision.end_epoch and self.sampler.step and not self._stops():
+            self.sampler.epoch, self.sampler.step = self.sampler.epoch + 1, 0
+        self.boundary.due[:0] = AFTER_EPOCH
+
+    def _save_if_due(self) -> None:
+        if not self.decision.save:
+            return
+        self.events.control.should_save = False  # the saved state must not request another save
+        self.boundary.ends = self._ended_early()
+        self.boundary.due = ["announce save"]
+        if not self._save():
+            self.boundary.due = []
+
+    def _announce_save(self) -> None:
+        self.events("on_save")
+        self.decision = self.events.decide()
 
     def _goes_on(self) -> bool:
         """Whether there is a step left."""
         return self.state.global_step < self.total_steps and not self.boundary.ends
 
-    def _leave(self, left: str = _DONE) -> NoReturn:
+    def _stops(self) -> bool:
+        """Whether the run ends here: because of a callback, or because this was its last step."""
+        return self.decision.stop or self.state.global_step >= self.total_steps
+
+    def _ended_early(self) -> bool:
+        """Whether a callback ends the run before its last step; transformers' own also stops at the last step."""
+        return self.decision.stop and self.state.global_step < self.total_steps
+
+    def _leave(self) -> NoReturn:
         """Save a checkpoint and end the run before its last step, as requested; collective.
 
-        Args:
-            left: where the run is interrupted; a resume completes what remains to be done there.
+        A resume does first what is still due.
 
         Raises:
             RunStopped: on every rank.
         """
         reason = agreed_reason(REQUESTS.asked())
         assert reason is not None
-        self.boundary.left, self.boundary.ends = left, self._ended_early()
+        self.boundary.ends = self._ended_early()
         if self.args.save_strategy != "no" and self.state.global_step > 0:
             self._save()
         end_run(self.context, self.writer, self._finish_tables, reason)
@@ -238,51 +325,18 @@ class TrainingLoop:
                 total_steps=self.total_steps,
             )
 
-    def _ended_early(self) -> bool:
-        """Whether a callback ends the run before its last step; transformers' own also stops at the last step."""
-        return self.decision.stop and self.state.global_step < self.total_steps
-
-    def _end_epoch(self) -> None:
-        """End the epoch; if a callback ended it early, skip the rest."""
-        self.events("on_epoch_end")
-        self.decision = self.events.decide()
-        if self.decision.end_epoch and self.sampler.step and not self._stops():
-            self.sampler.epoch, self.sampler.step = self.sampler.epoch + 1, 0
-        self._act(_EPOCH)
-
-    def _stops(self, *, epoch: bool = False) -> bool:
-        """Whether the run ends here; with ``epoch``, whether at least the epoch does."""
-        last = self.decision.stop or self.state.global_step >= self.total_steps
-        return last or (epoch and self.decision.end_epoch)
-
-    def _act(self, place: str) -> None:
-        """Log and evaluate as decided, deciding again after each, since callbacks are notified.
-
-        Args:
-            place: as in :meth:`_complete`; a run interrupted before or during an evaluation resumes there.
-        """
-        ends = self._stops() and self.args.logging_strategy == Strategy.STEPS
-        if self.decision.log or (ends and self.history):
-            self._log(asked=self.decision.log)
-            self.decision = self.events.decide()
-        if self.decision.evaluate:
-            if self.decision.leave is not None:
-                self._leave(place)
-            try:
-                self._evaluate()
-            except Cut:
-                self._leave(place)
-            self.decision = self.events.decide()
+    # Start and end --------------------------------------------------------------------------------------------------
 
     def _seconds(self) -> float:
         """Return the duration of the run, without the time between a stop and a restart."""
         return self._before + time.monotonic() - self._started
 
-    def _start(self, fresh: bool) -> None:
+    def _start(self) -> None:
+        """Set the position and the length of the run, and write the first line of the log."""
         state = self.state
         self._started, self._before = time.monotonic(), self.totals.seconds
         self._show_status()
-        if fresh:
+        if self.resumed is None:
             self.sampler.epoch, self.sampler.step, state.epoch = 0, 0, 0.0
         self._set_lengths()
         if self.resumed is not None:
@@ -292,6 +346,35 @@ class TrainingLoop:
         event = start_event(self.context, self.engines, self.data, run=run, window=window, steps=self.total_steps)
         self.context.log_file.write(event)
 
+    def _begin(self, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]) -> None:
+        """Do what comes before the first step of this process."""
+        self.events("on_train_begin")
+        if self.resumed is not None:
+            self._continue()
+            return
+        self.engines.window_pass.begin(evaluation)
+        if self.args.eval_on_start:
+            self.evaluate()  # no checkpoint, so it does not count for the best one
+
+    def _continue(self) -> None:
+        """Continue after a checkpoint: restore the random streams, and do what was due when it was written."""
+        self.random.restore(self.state.global_step, rank())
+        if self.args.save_strategy != "no":
+            self.writer.prune(self.best.folder)  # a run killed during its last save does not save again
+        if self.boundary.ends:
+            if self.ignores_end:
+                self.context.tell("resume_anyway: continuing although a callback had ended this run here")
+                self.boundary.ends = False
+            else:
+                self.context.tell(
+                    f"a callback ended this run at step {self.state.global_step} of {self.total_steps}, so there is "
+                    "nothing left to train; set resume_anyway: true to continue anyway"
+                )
+        # transformers resets this when training starts, and without a remaining step no callback would set it again.
+        self.events.control.should_training_stop = self.boundary.ends or self.state.global_step >= self.total_steps
+        self.decision = self.events.decide()
+        self._complete()
+
     def _set_lengths(self) -> None:
         """Set the length of the run and the intervals of logging, evaluation and saving for callbacks."""
         state = self.state
@@ -300,74 +383,10 @@ class TrainingLoop:
         state.train_batch_size = self.args.per_device_train_batch_size
         state.compute_steps(self.args, self.total_steps)  # fractions of the run are rounded as in transformers
 
-    def _windows(self) -> Iterator[tuple[WindowPlan, Sequence[AnyBatch]]]:
-        """Yield the remaining windows; the sampler is advanced before each one."""
-        sampler = self.sampler
-        while self._goes_on():
-            last = min(sampler.steps_per_epoch, sampler.step + self.total_steps - self.state.global_step)
-            for plan, batches in windows_of_epoch(self.context, self.data, sampler, last):
-                self.context.run_state.mark("data", "random")
-                sampler.advance()
-                place = sampler.epoch, sampler.step
-                yield plan, batches
-                # The position has changed: the rest of an epoch is skipped, or the run was rewound.
-                if sampler.step == 0 or self.boundary.ends or (sampler.epoch, sampler.step) != place:
-                    break
-
-    def _step(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> bool:
-        """Take one optimizer step; return False if the run was rewound instead."""
-        learning_rate = self.engines.policy.learning_rate
-        step = OptimizerStep(self.context, self.engines, self.data, self.faults, self.overflows)
-        try:
-            items, counts, grad_norm = step(plan, batches)
-        except BadStep as fault:
-            rewind = functools.partial(self._rewound, step, fault)
-            if self.faults.rewinds(fault, plan, self.state.global_step + 1, rewind):
-                assert self.rewinder is not None
-                self.rewinder.amend()
-                self._set_lengths()  # the checkpoint may be from an attempt with different options
-                self.progress.back_to(self.state.global_step)
-                self._go_on()
-                return False
-            step.discard(fault)
-            items, counts, grad_norm = step.left_out()
-        state = self.state
-        state.global_step += 1
-        state.epoch = plan.epoch + (plan.step + 1) / self.sampler.steps_per_epoch
-        loss, losses = items.get("loss", (0.0, 0.0))  # missing if the window has nothing to train on
-        self.totals.tokens += counts.sequence_tokens
-        self.totals.rows += counts.rows
-        self.totals.loss_sum += loss
-        self.totals.losses += losses
-        if self.args.include_num_input_tokens_seen:
-            state.num_input_tokens_seen = self.totals.tokens
-        self.history.add(items)
-        self.totals.last = {"grad_norm": grad_norm, "learning_rate": learning_rate, **self._faults()}
-        self._check_reduced(counts, items)
-        self.progress.advance(means(items), counts.sequence_tokens)
-        return True
-
-    def _check_reduced(self, counts: WindowCounts, items: Items) -> None:
-        """Report and count a window that was computed in a reduced form."""
-        method, totals, self._ends_with = self.context.method, self.totals, None
-        reduced = method.check_window(counts, items) if items else None
-        if reduced is not None:
-            totals.reduced_windows, totals.reduced_in_a_row = totals.reduced_windows + 1, totals.reduced_in_a_row + 1
-            self._say(f"step {self.state.global_step}: {reduced}")
-            self._ends_with = method.check_reduced(totals.reduced_in_a_row, items)
-        elif items:
-            totals.reduced_in_a_row = 0
-
-    def _rewound(self, step: OptimizerStep, fault: BadStep) -> tuple[str, int] | None:
-        """Return to the last checkpoint, if any; return its name and the number of windows before it."""
-        step.discard(fault)
-        name = self.rewinder() if self.rewinder is not None else None
-        return None if name is None else (name, self.sampler.epoch * self.sampler.steps_per_epoch + self.sampler.step)
-
-    def _faults(self) -> dict[str, float]:
+    def _failures(self) -> dict[str, float]:
         """Return counts of failures so far, for the log; empty in most runs."""
         self.context.retries.write(self.context.log_file.write)
-        return {**self.faults.metrics, **self.overflows.metrics, **self.context.retries.metrics}
+        return {**self.bad_steps.metrics, **self.overflows.metrics, **self.context.retries.metrics}
 
     def _say(self, text: str) -> None:
         (self.context.tell if self.args.disable_tqdm else self.progress.note)(text)
@@ -398,19 +417,17 @@ class TrainingLoop:
         self.best.saved(folder)
         if self.writer.newest == self.state.global_step:
             return True  # no progress since the checkpoint: this attempt counts as stalled
-        start = time.monotonic()
+        self.totals.seconds = self._seconds()
         if not self.writer.write(keep=self.best.folder):
             self.best.lost()
             return False
         if ACTIVITY.status is not None:
             ACTIVITY.status.update(checkpoint=folder.name, stalled=0)
-        if not self._saves and self.context.is_first:
-            self.context.tell(notice_too_short(time.monotonic() - start, self._step_seconds))
-        self._saves += 1
         return True
 
     def _rescue(self) -> str:
         """Save the weights after the last good step, on every rank, unless the run saves nothing; return a message."""
+        self.boundary.due = ["announce save"]
         if self.args.save_strategy == "no" or self.state.global_step == 0 or not self._save():
             return ""
         name = checkpoint_folder(self.context.output_dir, self.state.global_step).name
@@ -437,7 +454,7 @@ class TrainingLoop:
         }
         if self.args.include_tokens_per_second:
             metrics["train_tokens_per_second"] = self.totals.tokens / seconds / world_size()
-        metrics |= self._faults()
+        metrics |= self._failures()
         late: list[str] = []
         if self.totals.reduced_windows:
             metrics[self.context.method.reduced_windows] = self.totals.reduced_windows

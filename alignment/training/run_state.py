@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from alignment.data.windows import WindowCounts
 from alignment.engines.rng import RandomStreams, seed_streams
 
 
@@ -51,7 +52,6 @@ class RunState:
     def __init__(self) -> None:
         self.parts: dict[str, Stateful] = {}
         self.on_each_rank: dict[str, StatefulOnEachRank] = {}
-        self._marks: dict[str, Any] = {}
 
     def register(self, name: str, part: Part) -> Part:
         """Register ``part`` as part of the state."""
@@ -63,24 +63,9 @@ class RunState:
         self.on_each_rank[name] = part
         return part
 
-    def mark(self, *names: str) -> None:
-        """Remember the state of these parts: :meth:`state_dict` returns it until :meth:`unmark` is called.
-
-        A step that fails half-way has changed them; the state saved then is that from before the step.
-        """
-        everyone = self.parts | self.on_each_rank
-        self._marks = {name: everyone[name].state_dict() for name in names}
-
-    def unmark(self) -> None:
-        """Discard what :meth:`mark` remembered: the step was completed."""
-        self._marks = {}
-
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the state of every part: under ``shared`` those equal on all ranks, under ``own`` this rank's."""
-        return {"shared": self._states(self.parts), "own": self._states(self.on_each_rank)}
-
-    def _states(self, parts: Mapping[str, Stateful]) -> dict[str, Any]:
-        return {n: self._marks[n] if n in self._marks else part.state_dict() for n, part in parts.items()}
+        return {"shared": _states(self.parts), "own": _states(self.on_each_rank)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by :meth:`state_dict` on this rank."""
@@ -101,7 +86,6 @@ class RunState:
             ranks: replaces ``own`` if the number of ranks has changed: the states of all former ranks.
             rank: this rank.
         """
-        self._marks = {}
         for name, part in self.parts.items():
             if name in shared:
                 part.load_state_dict(shared[name])
@@ -114,6 +98,10 @@ class RunState:
     def unknown(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
         """Return the names of parts of a state that are not registered."""
         return [*(name for name in shared if name not in self.parts), *sorted(own.keys() - self.on_each_rank.keys())]
+
+
+def _states(parts: Mapping[str, Stateful]) -> dict[str, Any]:
+    return {name: part.state_dict() for name, part in parts.items()}
 
 
 @dataclass
@@ -160,6 +148,14 @@ class Totals:
     seconds: float = 0.0
     last: dict[str, float] = field(default_factory=dict)
 
+    def add(self, items: Mapping[str, tuple[float, float]], counts: WindowCounts) -> None:
+        """Add what a window gave: its metrics, without a loss if it was skipped, and the counts of its rows."""
+        loss, losses = items.get("loss", (0.0, 0.0))
+        self.tokens += counts.sequence_tokens
+        self.rows += counts.rows
+        self.loss_sum += loss
+        self.losses += losses
+
     def state_dict(self) -> dict[str, Any]:
         """Return all fields."""
         return asdict(self)
@@ -170,19 +166,25 @@ class Totals:
             setattr(self, each.name, state.get(each.name, getattr(self, each.name)))
 
 
+# What happens between two steps, in this order; "end epoch" is followed by further logs and evaluations if it does.
+AFTER_STEP = ("log", "evaluate", "end epoch", "save")
+AFTER_EPOCH = ("log", "evaluate")
+# In a state written before actions were saved: where the run was interrupted, and what is left to do there.
+_LEFT = {"": ["announce save"], "done": [], "step": [*AFTER_STEP], "epoch": [*AFTER_EPOCH, "save"]}
+
+
 @dataclass
 class Boundary:
-    """Decisions between two steps at the time of a save.
+    """What is still to be done between two steps.
 
     Attributes:
-        ends: whether the run ends here, because of a callback or because this was its last step.
-        left: where a run that was asked to stop was interrupted: after the step was ``done``, or before the
-            evaluation that follows the ``step`` or ends the ``epoch``; empty in a state saved while training
-            continues.
+        ends: whether the run ends here because of a callback.
+        due: actions that are due, in order: those in ``AFTER_STEP``, and ``announce save``, which notifies the
+            callbacks of a checkpoint. A checkpoint contains those that its resume must do first.
     """
 
     ends: bool = False
-    left: str = ""
+    due: list[str] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
         """Return both fields."""
@@ -190,7 +192,8 @@ class Boundary:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by :meth:`state_dict`."""
-        self.ends, self.left = bool(state["ends"]), str(state.get("left", ""))
+        self.ends = bool(state["ends"])
+        self.due = list(state["due"]) if "due" in state else list(_LEFT[state.get("left", "")])
 
 
 class RandomAtStart(RandomStreams):
@@ -205,6 +208,19 @@ class RandomAtStart(RandomStreams):
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._loaded: Mapping[str, Any] | None = None
+        self._held: dict[str, Any] | None = None
+
+    def hold(self) -> None:
+        """Let :meth:`state_dict` return the present state until :meth:`release`: a step may fail half-way."""
+        self._held = super().state_dict()
+
+    def release(self) -> None:
+        """Let :meth:`state_dict` return the state at the time of its call: the step was completed."""
+        self._held = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the streams, or the held one."""
+        return super().state_dict() if self._held is None else self._held
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep the state until training continues."""

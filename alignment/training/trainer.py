@@ -42,7 +42,6 @@ from alignment.training.checkpointing.output_folder import LOG
 from alignment.training.checkpointing.present import Present, present_run
 from alignment.training.checkpointing.restore import restore
 from alignment.training.checkpointing.resume import Checkpoint
-from alignment.training.checkpointing.rewind import Rewinder
 from alignment.training.checkpointing.run_folder import RunFolder
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
@@ -52,12 +51,12 @@ from alignment.training.hub.methods import HubMethods
 from alignment.training.hub.uploads import Uploads
 from alignment.training.interruptions.limits import limits_of
 from alignment.training.interruptions.status import begin_status, ending_in_status
-from alignment.training.interruptions.stopping import listening
 from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
 from alignment.training.preparation import TrainerPreparation
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import Identity, RunState
+from alignment.training.stopping import listening
 from alignment.training.surface.again import begin_again
 from alignment.training.surface.later import take_over
 from alignment.training.surface.overrides import check_attributes, check_overrides, check_saving
@@ -311,7 +310,6 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         )
         if checkpoint is not None and checkpoint.folder.parent.resolve() == self.output_dir.resolve():
             writer.newest = checkpoint.step
-        loop.rewinder = Rewinder(self.context, self.engines, present, self.folder, writer)
         if self.args.save_strategy != "no":
             self.tell(writer.describe())
         on_first_rank(self._write_settings)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from alignment.config.errors import TrainingError
 from alignment.data.batching import AnyBatch, OnDevice
 from alignment.data.windows import WindowCounts, WindowPlan
 from alignment.engines.collectives import gathered, sum_over_ranks
@@ -22,35 +21,23 @@ from alignment.engines.scoring import PolicyEngine
 from alignment.reporting.metrics import MetricSums
 from alignment.reporting.progress import Progress, Watched
 from alignment.run.safe_points import SafePoint
+from alignment.training.bad_steps import NonFiniteLoss
 from alignment.training.data import PreparedData
-from alignment.training.method import AnyMethod, Models, Window
+from alignment.training.method import AnyMethod, Items, Models, Window
 
-Items = dict[str, tuple[float, float]]
+_Rows = tuple[tuple[int, ...], Tensor]  # the rows of a micro-batch, and the loss of each
 
 
-class Passed(NamedTuple):
-    """``items``: ``{name: (sum, count)}`` over all ranks, equal on all; ``counts``: of what was trained on."""
+class WindowResult(NamedTuple):
+    """What a window gave.
+
+    Attributes:
+        items: ``{name: (sum, count)}`` over all ranks, equal on all.
+        counts: of what was trained on.
+    """
 
     items: Items
     counts: WindowCounts
-
-
-class BadStep(TrainingError):
-    """A step that must not change any weight, and has not. Raised on every rank.
-
-    Attributes:
-        kind: what is wrong, in two words.
-        discarded: whether the engine no longer holds its gradient.
-    """
-
-    kind = ""
-    discarded = False
-
-
-class NonFiniteLoss(BadStep):
-    """A window's loss is inf or nan."""
-
-    kind = "non-finite loss"
 
 
 class WindowPass:
@@ -111,7 +98,7 @@ class WindowPass:
         train: bool,
         between: Callable[[], None] = lambda: None,
         progress: Progress | None = None,
-    ) -> Passed:
+    ) -> WindowResult:
         """Compute losses and metrics of the window; with ``train``, leave its gradient in the engine, not yet applied.
 
         Args:
@@ -127,56 +114,53 @@ class WindowPass:
             Cut: if the run was asked to stop; on every rank, before any weight has changed.
         """
         with contextlib.nullcontext() if train else self.phases.of_evaluation():
-            return self._passed(plan, batches, data, train, between, progress)
-
-    def _passed(
-        self,
-        plan: WindowPlan,
-        batches: Sequence[AnyBatch],
-        data: PreparedData,
-        train: bool,
-        between: Callable[[], None],
-        progress: Progress | None,
-    ) -> Passed:
-        policy, device = self.models.policy, self.device
-        sums = MetricSums(self.names, device, first_rank=rank() == 0)
-        plan, batches = self.prepared(plan, batches, data, sums, train=train)
-        if progress is not None:
-            batches = progress.watch(batches, self.method.passes)
-        self._safe_point.restart()
-        batches = Watched(batches, self._safe_point)
-        window = Window(batches, plan.counts, self.models, sums, self.phases, self.dataset_of(data))
-        known = self.method.before_training(window)
-        losses: list[tuple[tuple[int, ...], Tensor]] = []
-        self._again = None
-        if isinstance(policy, PolicyEngine) and train and policy.scales_loss:
-            self._again = functools.partial(self._repeated, rewinder(), policy, known, window)
-        with self.phases("train" if train else "evaluate") as record:
-            if isinstance(policy, PolicyEngine) and train:
-                for batch in self._accumulated(policy, known, window, losses, between):
-                    record.tokens += self.method.scored(batch).tokens
-            else:
-                for index, batch in enumerate(batches):
-                    record.tokens += self.method.scored(batch).tokens
-                    with policy.inference():
-                        self._micro_batch(batch, index, known, window, losses)
-            sum_over_ranks(sums.values)
+            sums = MetricSums(self.names, self.device, first_rank=rank() == 0)
+            plan, batches = self.prepared(plan, batches, data, sums, train=train)
+            if progress is not None:
+                batches = progress.watch(batches, self.method.passes)
+            self._safe_point.restart()
+            watched = Watched(batches, self._safe_point)
+            window = Window(watched, plan.counts, self.models, sums, self.phases, self.dataset_of(data))
+            known = self.method.before_training(window)
+            losses: list[_Rows] = []
+            self._again = None
+            if train and self._engine.scales_loss:
+                self._again = functools.partial(self._repeat, rewinder(), known, window)
+            with self.phases("train" if train else "evaluate") as record:
+                if train:
+                    record.tokens += self._accumulate(known, window, losses, between)
+                else:
+                    record.tokens += self._evaluate(known, window, losses)
+                sum_over_ranks(sums.values)
         items = sums.items()
         if train and not math.isfinite(items["loss"][0]):
             raise _non_finite(items["loss"][0], losses, data.sources)
-        return Passed(items, plan.counts)
+        return WindowResult(items, plan.counts)
 
-    def _accumulated(
-        self, policy: PolicyEngine, known: Any, window: Window[Any], losses: list[Any], between: Callable[[], None]
-    ) -> Iterator[AnyBatch]:
-        """Leave the window's gradient in the engine; yield each micro-batch after its backward pass."""
+    @property
+    def _engine(self) -> PolicyEngine:
+        policy = self.models.policy
+        assert isinstance(policy, PolicyEngine), "only a training engine has gradients"
+        return policy
+
+    def _accumulate(self, known: Any, window: Window[Any], losses: list[_Rows], between: Callable[[], None]) -> int:
+        """Accumulate the window's gradient in the engine; return the number of tokens of its sequences."""
+        tokens, count = 0, len(window.batches)
         for index, batch in enumerate(window.batches):
-            local = self._micro_batch(batch, index, known, window, losses)
-            last = index == len(window.batches) - 1
-            policy.backward(local, last=last)
-            if not last:
+            self._engine.backward(self._micro_batch(batch, index, known, window, losses), last=index == count - 1)
+            tokens += self.method.scored(batch).tokens
+            if index < count - 1:
                 between()
-            yield batch
+        return tokens
+
+    def _evaluate(self, known: Any, window: Window[Any], losses: list[_Rows]) -> int:
+        """Compute the window's loss without a gradient; return the number of tokens of its sequences."""
+        tokens = 0
+        for index, batch in enumerate(window.batches):
+            with self.models.policy.inference():
+                self._micro_batch(batch, index, known, window, losses)
+            tokens += self.method.scored(batch).tokens
+        return tokens
 
     def repeat(self) -> None:
         """Recompute the gradient of the newest window, for another loss scale, and nothing else.
@@ -189,13 +173,15 @@ class WindowPass:
         assert self._again is not None, "only an fp16 policy's newest training window can be repeated"
         self._again()
 
-    def _repeated(self, rewind: Callable[[], None], policy: PolicyEngine, known: Any, window: Window[Any]) -> None:
+    def _repeat(self, rewind: Callable[[], None], known: Any, window: Window[Any]) -> None:
         rewind()
         with self.phases("train"):
-            for _ in self._accumulated(policy, known, window, [], lambda: None):
-                pass
+            self._accumulate(known, window, [], lambda: None)
 
-    def _micro_batch(self, batch: AnyBatch, index: int, known: Any, window: Window[Any], losses: list[Any]) -> Tensor:
+    def _micro_batch(
+        self, batch: AnyBatch, index: int, known: Any, window: Window[Any], losses: list[_Rows]
+    ) -> Tensor:
+        """Compute the loss of one micro-batch, and add its metrics to the window's."""
         policy = self.models.policy
         if isinstance(batch, OnDevice):
             batch = policy.placed(batch, self.method.untrained)
@@ -214,9 +200,7 @@ class WindowPass:
         return local
 
 
-def _non_finite(
-    loss: float, losses: list[tuple[tuple[int, ...], Tensor]], sources: Callable[[Iterable[int]], list[Any]]
-) -> NonFiniteLoss:
+def _non_finite(loss: float, losses: list[_Rows], sources: Callable[[Iterable[int]], list[Any]]) -> NonFiniteLoss:
     own = [row for rows, values in losses for row, value in zip(rows, values.tolist()) if not math.isfinite(value)]
     rows = sorted(sources({row for part in gathered(own) for row in part}))
     return NonFiniteLoss(

@@ -12,7 +12,7 @@ from helpers import make_model, options, unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.config.fields import option_fields
-from alignment.training.interruptions.faults import BadSteps, LossSpike
+from alignment.training.bad_steps import BadSteps, LossSpike
 from alignment.training.surface.later import AT_BUILDING, AT_TRAINING
 
 OPTIONS = frozenset(field.name for field in option_fields(KTOConfig))

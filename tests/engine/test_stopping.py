@@ -25,7 +25,7 @@ from alignment.run.requests import REQUESTS
 from alignment.run.stop import RunStopped, StopReason
 from alignment.training import trainer as trainers
 from alignment.training.checkpointing.writer import CheckpointWriter
-from alignment.training.interruptions.faults import BadSteps, LossSpike
+from alignment.training.bad_steps import BadSteps, LossSpike
 from alignment.training.surface import records
 from alignment.training.trainer import AlignmentTrainer
 

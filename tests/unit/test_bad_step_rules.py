@@ -11,7 +11,7 @@ import pytest
 from alignment import CPOConfig
 from alignment.config.errors import OptionError
 from alignment.data.windows import WindowCounts, WindowPlan
-from alignment.training.interruptions.faults import BadSteps, LossSpike, NonFiniteGradient
+from alignment.training.bad_steps import BadSteps, LossSpike, NonFiniteGradient
 from alignment.training.window import NonFiniteLoss
 
 FAULT = NonFiniteGradient("the gradient norm is nan")

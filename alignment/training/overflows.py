@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from alignment.engines.scoring import PolicyEngine
-from alignment.training.window import BadStep
+from alignment.training.bad_steps import BadStep
 
 
 class ScaleExhausted(BadStep):

@@ -10,7 +10,6 @@ from typing import NoReturn
 
 from alignment.checkpoint.folder import checkpoint_folder
 from alignment.run.activity import ACTIVITY
-from alignment.run.launchers import stop_notice
 from alignment.run.requests import REQUESTS
 from alignment.run.signals import SignalWatch
 from alignment.run.stop import RunStopped, StopReason
@@ -89,21 +88,3 @@ def _kept(context: RunContext, writer: CheckpointWriter) -> str:
     if not ACTIVITY.guarded:
         again = "call train(resume_from_checkpoint=True)"
     return f"{name} is complete; {again} to resume"
-
-
-def notice_too_short(save_seconds: float, step_seconds: float) -> str | None:
-    """Return a warning if saving may take longer than the time between a request to stop and the kill.
-
-    Args:
-        save_seconds: duration of a save.
-        step_seconds: duration of a step; the request may come at its start.
-    """
-    notice = stop_notice()
-    needed = save_seconds + step_seconds
-    if notice is None or needed <= notice.seconds:
-        return None
-    return (
-        f"warning: a step and a checkpoint took {needed:.0f} s, but a run that is asked to stop is killed after "
-        f"{notice.seconds:.0f} s ({notice.source}): it would lose the steps since its last checkpoint. Request a "
-        "longer notice (#SBATCH --signal=USR1@N, torchrun --shutdown-timeout N), or lower save_steps"
-    )
