@@ -61,9 +61,9 @@ def peak_bytes(trainer: AlignmentTrainer) -> int:
 
 def order(trainer: AlignmentTrainer, steps: int) -> list[int]:
     """Return the rows in the order in which the first epoch uses them."""
-    assert trainer.sampler is not None and trainer.train_data is not None
-    taken = [row for step in range(steps) for row in trainer.sampler.plan(0, step).micro_batches[0][0].rows]
-    return [trainer.train_data.source_row(row) - 1 for row in taken]
+    assert trainer.data.sampler is not None and trainer.data.train is not None
+    taken = [row for step in range(steps) for row in trainer.data.sampler.plan(0, step).micro_batches[0][0].rows]
+    return [trainer.data.train.source_row(row) - 1 for row in taken]
 
 
 if __name__ == "__main__":  # python -m benchmarks.ours JOB.json ORDER.json

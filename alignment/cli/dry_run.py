@@ -43,21 +43,21 @@ def dry_run_lines(trainer: AlignmentTrainer, stored: Sequence[str] = ()) -> Iter
         trainer: the trainer that would run.
         stored: lines about log-prob stores and external resources, printed after the plan.
     """
-    plan, sampler, train = trainer.engine_plan, trainer.sampler, trainer.train_data
+    plan, sampler, train = trainer.planned.engines, trainer.data.sampler, trainer.data.train
     yield from _options(trainer.args)
     settings = trainer.settings()
     for name, owner in _ENGINES.items():
         if name in settings:
             yield from ("", f"DeepSpeed JSON of the {owner}:", json.dumps(settings[name], indent=2))
     yield from ("", plan.describe(), *stored)
-    for data in (train, *trainer.eval_data.values()):
+    for data in (train, *trainer.data.eval.values()):
         if data is not None:
             yield from ("", f"Data: {data.where}", *_counts(data), "", *_lengths(data, trainer), "")
             yield from _examples(data, trainer)
     if sampler is not None and train is not None:
         yield from ("", f"Steps per epoch: {sampler.steps_per_epoch}, rows per step: {sampler.window}")
-        yield from ("", "Advice:" if trainer.advice else "Advice: none")
-        yield from (f"  - {line}" for line in trainer.advice)
+        yield from ("", "Advice:" if trainer.data.advice else "Advice: none")
+        yield from (f"  - {line}" for line in trainer.data.advice)
 
 
 def _options(options: AlignmentConfig) -> Iterator[str]:

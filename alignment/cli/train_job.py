@@ -79,7 +79,7 @@ def run(options: AlignmentConfig, *, precompute: bool = False) -> None:
     except LastCheckpointError as error:
         unsaved = error  # there may still be enough space for the model itself
     trainer.save_model()
-    if trainer.eval_data and options.eval_strategy == "no":
+    if trainer.data.eval and options.eval_strategy == "no":
         trainer.evaluate()
         trainer.write_report(show=False)  # again, with that evaluation
     trainer.save_state()

@@ -203,15 +203,15 @@ class OnlineDPOTrainer(AlignmentTrainer):
         return [("reward_model", reward_model), *(("reward_funcs", one) for one in given if is_classifier(one))]
 
     def _resources(self) -> Resources:
-        stage = self.engine_plan.policy["zero_optimization"]["stage"]
-        trained = (self.policy_source.live, self.reference_source.live)
+        stage = self.planned.engines.policy["zero_optimization"]["stage"]
+        trained = (self.planned.policy.live, self.planned.reference.live)
         return OnlineResources(
             self.args,
-            self.engine_plan.dtypes,
+            self.planned.engines.dtypes,
             stage,
             *self._given,
             trained=trained,
             beta=self.method.beta,
             retries=self.retries,
-            cards=self.engine_plan.cards,
+            cards=self.planned.engines.cards,
         )

@@ -14,11 +14,11 @@ from alignment.data.batching import Batch, Collate, PreferenceBatch, collate_pre
 from alignment.data.shown.rows import Columns, as_scored_pairs
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.reward_options import RewardConfig
-from alignment.methods.tokenizers import with_options
 from alignment.models.tasks import REWARD_MODEL
 from alignment.objectives.reward import bradley_terry
 from alignment.reporting.metrics import REWARDS, add_rewards
 from alignment.training.context import Resources
+from alignment.training.data import RunData
 from alignment.training.method import Method, RowLosses, Window
 from alignment.training.surface.predicting import pair_scores
 from alignment.training.trainer import AlignmentTrainer
@@ -75,27 +75,15 @@ class RewardTrainer(AlignmentTrainer):
     def _resources(self) -> Resources:
         return _Pad()
 
-    def _tokenizer(self, tokenizer: Any) -> Any:
-        tokenizer, vocabulary = with_options(
-            tokenizer, self.args, self.policy_source.config.get_text_config().vocab_size
-        )
-        self._know(vocabulary)
-        return tokenizer
-
-    def _prepare_models(self, *given: Any) -> None:
-        super()._prepare_models(*given)
-        labels = self.policy_source.config.num_labels
-        if labels > 1:
-            self.tell(f"the model has {labels} labels; only the first is trained and used as the reward")
-
-    def _prepare_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
-        super()._prepare_datasets(train_dataset, eval_dataset)
+    def _prepare_data(self, train_dataset: Any, eval_dataset: Any, optimizers: tuple[Any, Any]) -> RunData:
+        data = super()._prepare_data(train_dataset, eval_dataset, optimizers)
         assert isinstance(self.resources, _Pad)
         endings = {self.processing_class.eos_token_id}
-        if self.train_data is not None:
-            rows = self.train_data.dataset[:_ROWS_LOOKED_AT]
+        if data.train is not None:
+            rows = data.train.dataset[:_ROWS_LOOKED_AT]
             endings |= {ids[-1] for name in self.method.completions for ids in rows[name]}
-        self.processing_class, self.resources.token = with_own_pad(self.processing_class, endings)
+        self.planned.processing_class, self.resources.token = with_own_pad(self.processing_class, endings)
+        return data
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
@@ -112,7 +100,7 @@ class RewardTrainer(AlignmentTrainer):
             the order of the rows; rows that are too long to train on are omitted. ``label_ids``: (R,) zeros, the index
             of the better completion. ``metrics``: loss and metrics.
         """
-        data = self._prepare(test_dataset, None, "test_dataset")
+        data = self._preparation().one(test_dataset, None, "test_dataset")
         metrics = self._evaluated({"": data}, ignore_keys, metric_key_prefix)
         scores = pair_scores(self.context, self.engines.window_pass, data)
         return PredictionOutput(scores, np.zeros(len(scores), dtype=np.int64), metrics)

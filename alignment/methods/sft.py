@@ -17,10 +17,10 @@ from alignment.data.targets.formatting import Format, formatted
 from alignment.data.targets.rules import RowRules
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.sft_options import SFTConfig
-from alignment.methods.tokenizers import with_options
 from alignment.objectives.likelihood import dft, nll
 from alignment.training.data import PreparedData
 from alignment.training.method import Method, RowLosses, Window
+from alignment.training.preparation import DataPreparation
 from alignment.training.trainer import AlignmentTrainer
 
 
@@ -98,18 +98,22 @@ class SFTTrainer(AlignmentTrainer):
         self.formatting_func = formatting_func
         super().__init__(*args, **kwargs)
 
-    def _tokenizer(self, tokenizer: Any) -> Any:
-        tokenizer, vocabulary = with_options(
-            tokenizer, self.args, self.policy_source.config.get_text_config().vocab_size
-        )
-        self._know(vocabulary)
-        return tokenizer
+    def _preparation(self) -> DataPreparation:
+        return _Formatting(self, self.formatting_func)
 
-    def _prepare(self, source: Any, limit: int | None, where: str, *, trains: bool = False) -> PreparedData:
-        if self.formatting_func is not None:
+
+class _Formatting(DataPreparation):
+    """Tokenizes the texts that a function returns for rows."""
+
+    def __init__(self, trainer: SFTTrainer, function: Format | None) -> None:
+        super().__init__(trainer.args, trainer.method, trainer.planned, trainer.retries, trainer.tell)
+        self.function = function
+
+    def one(self, source: Any, limit: int | None, where: str, *, trains: bool = False) -> PreparedData:
+        if self.function is not None:
             where = getattr(source, "where", where)
-            source = _Formatted(source, self.formatting_func, where, self.method.rules.text_field)
-        return super()._prepare(source, limit, where, trains=trains)
+            source = _Formatted(source, self.function, where, self.method.rules.text_field)
+        return super().one(source, limit, where, trains=trains)
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,13 @@ from typing import Any, Protocol
 from transformers import PreTrainedModel, TrainerState
 
 from alignment.config.options import AlignmentConfig
-from alignment.data.windows import WindowSampler
 from alignment.engines.phases import Phases
 from alignment.reporting.log import JsonlLog
 from alignment.run.retries import Retries
 from alignment.training.callbacks import Events
-from alignment.training.data import PreparedData
+from alignment.training.data import PreparedData, RunData
 from alignment.training.method import AnyMethod, Models
-from alignment.training.run_state import RunState
+from alignment.training.run_state import Identity, RunState
 from alignment.training.window import WindowPass
 
 
@@ -42,14 +41,13 @@ class RunContext:
         events: notifies the callbacks.
         phases: records time, tokens and memory.
         log_file: ``log.jsonl``.
-        run_state: everything that a resume needs; each component registers its own part.
         retries: retry policy for reads of data and reward calls.
         log: adds a record to the log and the history, and notifies the callbacks.
         tell: prints a line on the first rank.
-        train_data, sampler: training data and its windows; None for evaluation only.
-        eval_data: evaluation sets by name.
-        advice: advice that the report repeats.
+        data: its data.
         answers: generates completions at each evaluation, if enabled.
+        identity: identifies the run across its attempts.
+        run_state: everything that a resume needs; each component registers its own part.
     """
 
     args: AlignmentConfig
@@ -60,15 +58,20 @@ class RunContext:
     events: Events
     phases: Phases
     log_file: JsonlLog
-    run_state: RunState
     retries: Retries
     log: Callable[[Mapping[str, float]], None]
     tell: Callable[[str | None], None]
-    train_data: PreparedData | None = None
-    sampler: WindowSampler | None = None
-    eval_data: dict[str, PreparedData] = field(default_factory=dict)
-    advice: list[str] = field(default_factory=list)
+    data: RunData
     answers: Answers | None = None
+    identity: Identity = field(default_factory=Identity)
+    run_state: RunState = field(default_factory=RunState)
+
+    def __post_init__(self) -> None:
+        self.run_state.register("run", self.identity)
+        self.run_state.register("trainer", self.events)
+        self.run_state.register_on_each_rank("phases", self.phases)
+        self.run_state.register("log", self.log_file)
+        self.run_state.register("retries", self.retries)
 
     @property
     def is_first(self) -> bool:

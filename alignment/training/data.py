@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,27 @@ class PreparedData:
     def source_rows(self, plan: WindowPlan) -> list[int | str]:
         """Return the source rows of a window."""
         return self.sources(row for micro in plan.micro_batches for own in micro for row in own.rows)
+
+
+@dataclass
+class RunData:
+    """The data of a run.
+
+    Attributes:
+        train, sampler: training data and its windows; None for evaluation only.
+        eval: evaluation sets by name.
+        advice: advice that the report repeats.
+    """
+
+    train: PreparedData | None = None
+    sampler: WindowSampler | None = None
+    eval: dict[str, PreparedData] = field(default_factory=dict)
+    advice: list[str] = field(default_factory=list)
+
+    @property
+    def sets(self) -> list[PreparedData]:
+        """All datasets, training data first."""
+        return [*([] if self.train is None else [self.train]), *self.eval.values()]
 
 
 def limits_of(options: AlignmentConfig, packing: Packing | None = None) -> Limits:

@@ -31,7 +31,7 @@ def evaluation_window(context: RunContext, data: PreparedData) -> tuple[WindowPl
 
 def evaluation_windows(context: RunContext) -> Iterator[tuple[WindowPlan, MicroBatches, PreparedData]]:
     """Yield the windows of the run's evaluation sets."""
-    for data in context.eval_data.values():
+    for data in context.data.eval.values():
         yield *evaluation_window(context, data), data
 
 

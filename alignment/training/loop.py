@@ -459,7 +459,7 @@ class TrainingLoop:
         if self.totals.reduced_windows:
             metrics[self.context.method.reduced_windows] = self.totals.reduced_windows
             late = self.context.method.advice_at_end(self.totals.reduced_windows, steps, self.state.log_history)
-            self.context.advice.extend(late)
+            self.context.data.advice.extend(late)
             for sentence in late:
                 self.context.tell(f"advice: {sentence}")
         self.context.log({**metrics, **self._rest()})

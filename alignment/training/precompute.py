@@ -138,7 +138,7 @@ class ReferenceStores:
     @property
     def own(self) -> list[PreparedData]:
         """The datasets of the run."""
-        given = (self.context.train_data, *self.context.eval_data.values())
+        given = (self.context.data.train, *self.context.data.eval.values())
         return [data for data in given if data is not None]
 
     @property
@@ -257,7 +257,7 @@ class ReferenceStores:
             saved = "; from the second epoch on, this saves about a third of the time of a LoRA step"
             if self.context.args.max_steps < 0 and epochs <= 1:
                 saved += f"; with num_train_epochs={epochs:g}, only later runs are faster"
-        saved = saved if one.data is self.context.train_data else ""
+        saved = saved if one.data is self.context.data.train else ""
         self.context.tell(f"reference log-probs of {one.data.where}: {how} {place}{saved}")
 
 

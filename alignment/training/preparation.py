@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
+from alignment.config.options_data import TokenizerOptions
 from alignment.config.options_online import OnlineOptions
 from alignment.config.translated import accelerate, sections
-from alignment.data.windows import WindowSampler
+from alignment.data.prepare import check_vocabulary
 from alignment.engines.optimizers import check_optimization
 from alignment.models.adapters.merged import merge_live
 from alignment.models.source import ModelSource
-from alignment.models.vocabulary import Vocabulary
-from alignment.planning.engines import check_alike, plan_engines, with_reference
+from alignment.models.tasks import CAUSAL_LM
+from alignment.planning.engines import EnginePlan, check_alike, plan_engines, with_reference
 from alignment.run.retries import Retries
 from alignment.training.advice import about_rows, about_steps
 from alignment.training.arguments import (
@@ -29,146 +31,187 @@ from alignment.training.arguments import (
     within_positions,
 )
 from alignment.training.checkpointing.best import check_best_metric
-from alignment.training.context import Resources
-from alignment.training.data import PreparedData, prepare_data, total_steps, window_sampler
+from alignment.training.data import PreparedData, RunData, prepare_data, total_steps, window_sampler
 from alignment.training.method import AnyMethod
+from alignment.training.tokenizers import with_options
+
+Tell = Callable[[str | None], None]
 
 
-class TrainerPreparation:
-    """The part of a trainer that prepares its models and data."""
+@dataclass(frozen=True)
+class GivenModels:
+    """The models that the constructor of a trainer received.
 
-    args: AlignmentConfig
-    method: AnyMethod
-    retries: Retries
-    policy_source: ModelSource
-    reference_source: ModelSource
+    Attributes:
+        model: path, Hub name or live model.
+        ref_model: the reference, in the same forms; None for the initial policy.
+        adapted: the live ``PeftModel`` around ``model``, or None.
+        peft_config: PEFT's configuration of adapters to train, or None.
+        optimizers: the user's optimizer and schedule, or Nones.
+        tokenizers: the tokenizer by its present and its older name, or Nones.
+    """
 
-    if TYPE_CHECKING:
+    model: str | PreTrainedModel
+    ref_model: str | PreTrainedModel | None
+    adapted: Any
+    peft_config: Any
+    optimizers: tuple[Any, Any]
+    tokenizers: tuple[Any, Any]
 
-        def tell(self, text: str | None) -> None: ...
 
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """The names of all metrics other than the loss."""
-        return (*self.method.metrics, *self.resources.metrics)
+@dataclass
+class PlannedModels:
+    """The models of a run before they are loaded.
 
-    def _prepare_models(
-        self,
-        model: str | PreTrainedModel,
-        ref_model: str | PreTrainedModel | None,
-        optimizers: tuple[Any, Any],
-        peft_config: Any,
-        adapted: Any,
-        tokenizers: tuple[Any, Any],
-    ) -> None:
-        check_optimizers(optimizers, model)
-        self.optimizers, needed = optimizers, self.method.needs_reference
-        merged = adapted is not None and peft_config is not None
-        if merged:
-            (model, note), adapted = merge_live(adapted), None
-            self.tell(note)
-        self.policy_source, self.reference_source = model_sources(
-            model, ref_model, self.args, needed, self.method.task
-        )
-        if merged:
-            self._replace_policy(replace(self.policy_source, merged=True))
-        self.processing_class = self._tokenizer(load_tokenizer(*tokenizers, self.policy_source, self.args))
-        self.aux_coefficient = balancing_coefficient(self.args, self.policy_source.config)
-        self.engine_plan = plan_engines(
-            self.args, self.policy_source, self.reference_source if needed else None, peft_config, adapted
-        )
-        check_alike(self.engine_plan)
-        self.tell(self.engine_plan.dtypes.note)
-        for note in (*accelerate.notes(self.args), *sections.notes(self.args)):
-            self.tell(note)
-        adapters = self.engine_plan.adapters
-        if adapters is not None:
-            self.method.trains_adapters = True
-            if adapters.are_new and any(optimizers):
-                raise OptionError(
-                    "optimizers: cannot contain the parameters of adapters that do not exist yet; pass a PeftModel"
-                )
-            for note in adapters.notes:
-                self.tell(note)
-        self.resources = self._resources()
+    Attributes:
+        policy, reference: where their weights come from; the same object for the initial policy as the reference.
+        processing_class: the tokenizer.
+        engines: DeepSpeed configurations, dtypes and placements.
+        aux_coefficient: weight of the load-balancing loss of a mixture of experts, or None.
+    """
 
-    def _replace_policy(self, source: ModelSource) -> None:
-        """Replace the policy's model, and the reference's if it is the same."""
-        if self.reference_source is self.policy_source:
-            self.reference_source = source
-        self.policy_source = source
+    policy: ModelSource
+    reference: ModelSource
+    processing_class: Any
+    engines: EnginePlan
+    aux_coefficient: float | None
 
-    def _tokenizer(self, tokenizer: Any) -> Any:
-        """Return the tokenizer as the method's options require: itself, or a modified copy."""
-        return tokenizer
 
-    def _know(self, vocabulary: Vocabulary) -> None:
-        """Apply a changed vocabulary to the policy's model."""
+def plan_models(args: AlignmentConfig, method: AnyMethod, given: GivenModels, tell: Tell) -> PlannedModels:
+    """Plan models, tokenizer and engines; nothing is loaded.
+
+    Args:
+        args: the run's options.
+        method: its method; learns whether adapters are trained.
+        given: the constructor's models.
+        tell: prints a line on the first rank.
+
+    Raises:
+        AlignmentError: if a model, its tokenizer or its placement cannot be used.
+    """
+    check_optimizers(given.optimizers, given.model)
+    model, adapted, needed = given.model, given.adapted, method.needs_reference
+    merged = adapted is not None and given.peft_config is not None
+    if merged:
+        (model, note), adapted = merge_live(adapted), None
+        tell(note)
+    policy, reference = model_sources(model, given.ref_model, args, needed, method.task)
+    same = reference is policy
+    if merged:
+        policy = replace(policy, merged=True)
+    tokenizer = load_tokenizer(*given.tokenizers, policy, args)
+    if isinstance(args, TokenizerOptions):
+        tokenizer, vocabulary = with_options(tokenizer, args, policy.config.get_text_config().vocab_size)
         if vocabulary:
-            source, note = with_vocabulary(self.policy_source, vocabulary, self.optimizers)
-            self._replace_policy(source)
-            self.tell(note)
+            policy, added = with_vocabulary(policy, vocabulary, given.optimizers)
+            tell(added)
+    reference = policy if same else reference
+    if method.task is not CAUSAL_LM and policy.config.num_labels > 1:
+        tell(f"the model has {policy.config.num_labels} labels; only the first is trained and used as the reward")
+    for source in (policy, reference):
+        check_vocabulary(tokenizer, source.config.get_text_config().vocab_size, source.name)
+    coefficient = balancing_coefficient(args, policy.config)
+    plan = plan_engines(args, policy, reference if needed else None, given.peft_config, adapted)
+    check_alike(plan)
+    for line in (plan.dtypes.note, *accelerate.notes(args), *sections.notes(args)):
+        tell(line)
+    if plan.adapters is not None:
+        method.trains_adapters = True
+        if plan.adapters.are_new and any(given.optimizers):
+            raise OptionError(
+                "optimizers: cannot contain the parameters of adapters that do not exist yet; pass a PeftModel"
+            )
+        for line in plan.adapters.notes:
+            tell(line)
+    return PlannedModels(policy, reference, tokenizer, plan, coefficient)
 
-    def _resources(self) -> Resources:
-        """Return the method's further resources."""
-        return Resources()
 
-    def _prepare_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
-        args = self.args
-        self.train_data: PreparedData | None = None
-        self.sampler: WindowSampler | None = None
-        self.advice: list[str] = []
+class DataPreparation:
+    """Tokenizes the datasets of a run; collective.
+
+    Args:
+        args: the run's options.
+        method: its method.
+        models: its models.
+        retries: retry policy for reads.
+        tell: prints a line on the first rank.
+    """
+
+    def __init__(
+        self, args: AlignmentConfig, method: AnyMethod, models: PlannedModels, retries: Retries, tell: Tell
+    ) -> None:
+        self.args, self.method, self.models, self.retries, self.tell = args, method, models, retries, tell
+
+    def __call__(self, train_dataset: Any, eval_dataset: Any, own_optimizer: bool) -> RunData:
+        """Return the data of a run, with advice about settings that are unlikely to work well.
+
+        Args:
+            train_dataset: a dataset, a list of rows, or a function that loads them; None for evaluation only.
+            eval_dataset: in the same forms, or a dict of several.
+            own_optimizer: whether the optimizer is the user's.
+        """
+        args, data = self.args, RunData()
         if train_dataset is not None:
-            self.train_data = self._prepare(train_dataset, args.max_train_samples, "train_dataset", trains=True)
-            self.sampler = window_sampler(self.train_data, self.method, args)
-            steps, report = total_steps(args, self.sampler), self.train_data.report
+            data.train = self.one(train_dataset, args.max_train_samples, "train_dataset", trains=True)
+            data.sampler = window_sampler(data.train, self.method, args)
+            steps, report = total_steps(args, data.sampler), data.train.report
             rows = about_rows(report, len(self.method.completions))
-            self.advice = [*rows, *self.method.advice(report, self.sampler.window)]
-            if not any(self.optimizers):
+            data.advice = [*rows, *self.method.advice(report, data.sampler.window)]
+            if not own_optimizer:
                 self.tell(check_optimization(args, steps))
-                self.advice += about_steps(args, steps, self.sampler.window)
-            for sentence in () if args.dry_run else self.advice:
+                data.advice += about_steps(args, steps, data.sampler.window)
+            for sentence in () if args.dry_run else data.advice:
                 self.tell(f"advice: {sentence}")
-        self.eval_data = {
-            name: self._prepare(source, args.max_eval_samples, f"eval_dataset{f' {name}' if name else ''}")
-            for name, source in named_datasets(eval_dataset).items()
-        }
-        prepared = [data for data in (self.train_data, *self.eval_data.values()) if data is not None]
-        for data in prepared:
-            self.resources.check_data(data)
-        self._check_evaluation()
-        self._plan_for(max((data.table.longest for data in prepared), default=0))
+        for name, source in named_datasets(eval_dataset).items():
+            data.eval[name] = self.one(source, args.max_eval_samples, f"eval_dataset {name}".rstrip())
+        return data
 
-    def _plan_for(self, longest: int) -> None:
-        """Place the reference again, now that the longest sequence is known, and check the token budget."""
-        args, plan = self.args, self.engine_plan
-        least, budget = longest * max(1, len(self.method.completions)), args.max_tokens_per_batch
-        if budget is not None and budget < least:
-            raise OptionError(
-                f"{setting('max_tokens_per_batch', budget)}: too small for sequences of up to {longest} tokens; set "
-                f"at least {least}, or max_length"
-            )
-        # Online methods generate their sequences, of up to max_length tokens.
-        if longest and plan.cards is not None and not isinstance(args, OnlineOptions):
-            reference = self.reference_source if self.method.needs_reference else None
-            own = reference is self.policy_source
-            self.engine_plan = with_reference(args, plan, reference, own, longest)
+    def one(self, source: Any, limit: int | None, where: str, *, trains: bool = False) -> PreparedData:
+        """Return one tokenized dataset.
 
-    def _check_evaluation(self) -> None:
-        args = self.args
-        if self.eval_data:
-            check_best_metric(args, self.metrics, self.eval_data)
-        elif args.eval_strategy != "no" or args.eval_on_start:
-            raise OptionError(
-                f"eval_strategy: {args.eval_strategy.value} (eval_on_start: {args.eval_on_start}) requires evaluation "
-                "data; set dataset_test_split, or pass eval_dataset"
-            )
-
-    def _prepare(self, source: Any, limit: int | None, where: str, *, trains: bool = False) -> PreparedData:
+        Args:
+            source: a dataset, a list of rows, or a function that loads them.
+            limit: number of rows to use, or None.
+            where: what to call it in messages, unless the source has a name.
+            trains: whether it is trained on.
+        """
         load = source if callable(source) else lambda: source
         where = getattr(source, "where", where)
         packing = self.method.packing(trains)
-        args = within_positions(self.args, (self.policy_source, self.reference_source))
-        data = prepare_data(load, limit, self.method, self.processing_class, args, where, self.retries, packing)
+        args = within_positions(self.args, (self.models.policy, self.models.reference))
+        data = prepare_data(load, limit, self.method, self.models.processing_class, args, where, self.retries, packing)
         self.tell(f"{data.where}: {data.report.summary()}")
         return data
+
+
+def place_for(args: AlignmentConfig, method: AnyMethod, models: PlannedModels, longest: int) -> None:
+    """Place the reference again, now that the longest sequence is known, and check the token budget.
+
+    Raises:
+        OptionError: if the longest row exceeds ``max_tokens_per_batch``.
+    """
+    least, budget, plan = longest * max(1, len(method.completions)), args.max_tokens_per_batch, models.engines
+    if budget is not None and budget < least:
+        raise OptionError(
+            f"{setting('max_tokens_per_batch', budget)}: too small for sequences of up to {longest} tokens; set "
+            f"at least {least}, or max_length"
+        )
+    # Online methods generate their sequences, of up to max_length tokens.
+    if longest and plan.cards is not None and not isinstance(args, OnlineOptions):
+        reference = models.reference if method.needs_reference else None
+        models.engines = with_reference(args, plan, reference, reference is models.policy, longest)
+
+
+def check_evaluation(args: AlignmentConfig, metrics: Iterable[str], evaluation: dict[str, PreparedData]) -> None:
+    """Check that there is the data and the metric that the options evaluate.
+
+    Raises:
+        OptionError: naming the option.
+    """
+    if evaluation:
+        check_best_metric(args, tuple(metrics), evaluation)
+    elif args.eval_strategy != "no" or args.eval_on_start:
+        raise OptionError(
+            f"eval_strategy: {args.eval_strategy.value} (eval_on_start: {args.eval_on_start}) requires evaluation "
+            "data; set dataset_test_split, or pass eval_dataset"
+        )

@@ -26,7 +26,7 @@ def start_event(
         steps: optimizer steps of the whole run.
     """
     args, report = context.args, data.report
-    sets = {"training": data, **{f"evaluation {name}".rstrip(): each for name, each in context.eval_data.items()}}
+    sets = {"training": data, **{f"evaluation {name}".rstrip(): each for name, each in context.data.eval.items()}}
     source = engines.plan.source.name
     return {
         "event": "start",
@@ -43,6 +43,6 @@ def start_event(
         "models": engines.plan.describe(),
         "device": engines.window_pass.device.type,
         "data": [data_facts(role, each, context.method.completions) for role, each in sets.items()],
-        "advice": list(context.advice),
+        "advice": list(context.data.advice),
         "versions": library_versions(),
     }

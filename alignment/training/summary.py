@@ -45,7 +45,7 @@ def _write(
         memory="GPU memory" if cuda else "resident memory",
         train=_last(context, "loss"),
         evaluation={name.removeprefix("eval_"): value for name, value in _evaluation(context).items()},
-        advice=context.advice,
+        advice=context.data.advice,
     )
     replace_text(context.output_dir / REPORT, report.text())
     if show:
@@ -53,11 +53,11 @@ def _write(
 
 
 def _facts(context: RunContext, engines: RunEngines, tokens: int, largest_gib: float) -> list[tuple[str, str]]:
-    state, data = context.state, context.train_data
+    state, data = context.state, context.data.train
     facts = [("models", engines.plan.describe())]
     facts += engines.window_pass.facts
-    if data is not None and context.sampler is not None:
-        window, ranks = context.sampler.window, counted(world_size(), "rank")
+    if data is not None and context.data.sampler is not None:
+        window, ranks = context.data.sampler.window, counted(world_size(), "rank")
         facts += [
             ("data", f"{data.where}: {data.report.summary()}"),
             ("steps", f"{state.global_step} of {state.max_steps}, up to {window} rows each, {ranks}"),

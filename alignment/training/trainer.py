@@ -5,6 +5,8 @@ The constructor follows TRL's, so that a TRL script runs after changing its impo
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,13 +16,14 @@ from transformers.trainer_utils import TrainOutput
 
 from alignment.config.errors import LastCheckpointError, OptionError, setting
 from alignment.config.options import AlignmentConfig
-from alignment.data.prepare import check_vocabulary
 from alignment.engines.collectives import barrier, device, on_first_rank
 from alignment.engines.cores import share_cores
 from alignment.engines.launch_env import init_distributed, local_rank, rank, world_size
 from alignment.engines.phases import Phases
 from alignment.models.adapters.record import unwrapped
-from alignment.reporting.log import JsonlLog
+from alignment.models.tasks import CAUSAL_LM
+from alignment.references.engine import ReferencePlan
+from alignment.reporting.log import JsonlLog, strict
 from alignment.run.activity import ACTIVITY
 from alignment.run.retries import Retries
 from alignment.training.arguments import (
@@ -38,34 +41,35 @@ from alignment.training.arguments import (
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping, check_reporting, log_in
 from alignment.training.checkpointing.best import BestModel
 from alignment.training.checkpointing.merged import write_merged
-from alignment.training.checkpointing.output_folder import LOG
+from alignment.training.checkpointing.output_folder import LOG, write_json
 from alignment.training.checkpointing.present import Present, present_run
 from alignment.training.checkpointing.restore import restore
 from alignment.training.checkpointing.resume import Checkpoint
 from alignment.training.checkpointing.run_folder import RunFolder
 from alignment.training.checkpointing.writer import CheckpointWriter
-from alignment.training.context import RunContext
-from alignment.training.data import PreparedData, total_steps
+from alignment.training.context import Resources, RunContext
+from alignment.training.data import PreparedData, RunData, total_steps
 from alignment.training.evaluation import evaluate, evaluation_windows
-from alignment.training.hub.methods import HubMethods
+from alignment.training.hub.card import Subject
+from alignment.training.hub.publisher import Publisher
+from alignment.training.hub.repository import Repository, prepared_repository
 from alignment.training.hub.uploads import Uploads
 from alignment.training.interruptions.limits import limits_of
 from alignment.training.interruptions.status import begin_status, ending_in_status
 from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
-from alignment.training.preparation import TrainerPreparation
+from alignment.training.preparation import DataPreparation, GivenModels, check_evaluation, place_for, plan_models
 from alignment.training.run_engines import RunEngines
-from alignment.training.run_state import Identity, RunState
 from alignment.training.stopping import listening
+from alignment.training.summary import write_report
 from alignment.training.surface.again import begin_again
 from alignment.training.surface.later import take_over
 from alignment.training.surface.overrides import check_attributes, check_overrides, check_saving
 from alignment.training.surface.positional import Order, taking_positions
-from alignment.training.surface.records import TrainerRecords
 from alignment.training.surface.trainer_surface import TrainerSurface
 
 
-class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMethods):
+class AlignmentTrainer(TrainerSurface):
     """Base class of the trainers; use that of a method, such as :class:`KTOTrainer`.
 
     Args:
@@ -119,87 +123,105 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         check_overrides(type(self), AlignmentTrainer)
         refuse_arguments(unsupported)
         check_collator(data_collator, self.method_class.kind)
-        self.given_data = (train_dataset, eval_dataset)
-        model, adapted = unwrapped(model)
         check_data_source(args, train_dataset)
         callbacks = check_callbacks(callbacks)
+        model, adapted = unwrapped(model)
         model, args = model_and_options(type(self).__name__, self.config_class, model, args)
         args = with_quantization(args, model, quantization_config)
         self.args = with_adapter_names(args, model_adapter_name, ref_adapter_name)
         check_reporting(self.args.report_to)
         check_saving(type(self), AlignmentTrainer, saves=self.args.save_strategy != "no")
         check_rows_given(self.args, train_dataset, eval_dataset)
+        self._join(model, ref_model, (train_dataset, eval_dataset))
+        given = GivenModels(model, ref_model, adapted, peft_config, optimizers, (processing_class, tokenizer))
+        self.planned = plan_models(self.args, self.method, given, self.tell)
+        self.resources = self._resources()
+        repository = None
+        if self.args.push_to_hub:
+            resumes = bool(self.args.resume_from_checkpoint)
+            repository = prepared_repository(self.args, self.retries, self.tell, resumes=resumes)
+        if self.planned.engines.works_in_host_memory(self.args):
+            self.tell(share_cores())
+        with ACTIVITY("data"):
+            self.data = self._prepare_data(train_dataset, eval_dataset, optimizers)
+        self._create_run(callbacks, optimizers, repository)
+
+    def _join(self, model: Any, ref_model: Any, datasets: tuple[Any, Any]) -> None:
+        """Join the other ranks, and take the output folder."""
         init_distributed(self.args.use_cpu)
+        self.given_data = datasets
         self.retries = Retries(self.args.retries, self.args.retry_pause)
         ACTIVITY.limits = limits_of(self.args)
         self.state = TrainerState(is_world_process_zero=rank() == 0, is_local_process_zero=local_rank() == 0)
         self.method = self.method_class(self.args)
         self.output_dir = Path(self.args.output_dir or "")
         self.folder = RunFolder(self.output_dir, self.args, self.tell)
-        if train_dataset is not None:
+        if datasets[0] is not None:
             models = (("model", model), ("ref_model", ref_model), *self._models_read())
-            self.folder.check(inputs_of(self.args, models, (train_dataset, eval_dataset)))
-        self._prepare_models(model, ref_model, optimizers, peft_config, adapted, (processing_class, tokenizer))
-        repository = self._repository() if self.args.push_to_hub else None
-        if self.engine_plan.works_in_host_memory(self.args):
-            self.tell(share_cores())
-        for source in (self.policy_source, self.reference_source):
-            check_vocabulary(self.processing_class, source.config.get_text_config().vocab_size, source.name)
-        with ACTIVITY("data"):
-            self._prepare_datasets(train_dataset, eval_dataset)
-        self.events = Events(self.args, self.state, callbacks, self.processing_class)
-        self.identity = Identity()
-        self.phases = Phases(device())
-        self.log_file = JsonlLog(self.output_dir / LOG if rank() == 0 else None, self.tell, timed=True)
-        self.context = self._context()
-        if getattr(self.args, "generate_during_eval", False):
-            from alignment.training.sampling.answers import answers_of  # imports generation code
-
-            self.context.answers = answers_of(self.context, lambda: self._writes_logs)
-        self.uploads = Uploads(self.context, self._subject)
-        if repository is not None:
-            self.uploads.use(repository)
-            self.events.handler.add_callback(self.uploads)
-        self.engines = RunEngines(
-            self.context, self.engine_plan, self.optimizers, self.aux_coefficient, self.resources
-        )
-        handler = self.events.handler
-        handler.model = self.engines.model
-        handler.train_dataloader = self.get_train_dataloader() if self.train_data is not None else None
-        handler.eval_dataloader = self.get_eval_dataloader() if self.eval_data else None
-        self._at_first: Present | None = None  # set if engines were built before train()
-        self._options = self.args.values()
-        self.events("on_init_end")
+            self.folder.check(inputs_of(self.args, models, datasets))
 
     def _models_read(self) -> Iterable[tuple[str, Any]]:
         """Arguments that are further models of the run, and their values."""
         return ()
 
-    def _context(self) -> RunContext:
-        run_state = RunState()
-        run_state.register("run", self.identity)
-        run_state.register("trainer", self.events)
-        run_state.register_on_each_rank("phases", self.phases)
-        run_state.register("log", self.log_file)
-        run_state.register("retries", self.retries)
-        return RunContext(
+    def _resources(self) -> Resources:
+        """Return the method's further resources."""
+        return Resources()
+
+    def _preparation(self) -> DataPreparation:
+        """Return what tokenizes the datasets."""
+        return DataPreparation(self.args, self.method, self.planned, self.retries, self.tell)
+
+    def _prepare_data(self, train_dataset: Any, eval_dataset: Any, optimizers: tuple[Any, Any]) -> RunData:
+        """Tokenize and check the datasets; collective."""
+        data = self._preparation()(train_dataset, eval_dataset, own_optimizer=any(optimizers))
+        for each in data.sets:
+            self.resources.check_data(each)
+        check_evaluation(self.args, self.metrics, data.eval)
+        place_for(self.args, self.method, self.planned, max((each.table.longest for each in data.sets), default=0))
+        return data
+
+    def _create_run(self, callbacks: Any, optimizers: tuple[Any, Any], repository: Repository | None) -> None:
+        """Create what exists for the whole run: its state, its log, its callbacks, and its engines, not yet built."""
+        self.events = Events(self.args, self.state, callbacks, self.processing_class)
+        self.context = RunContext(
             args=self.args,
             method=self.method,
             output_dir=self.output_dir,
             processing_class=self.processing_class,
             state=self.state,
             events=self.events,
-            phases=self.phases,
-            log_file=self.log_file,
-            run_state=run_state,
+            phases=Phases(device()),
+            log_file=JsonlLog(self.output_dir / LOG if rank() == 0 else None, self.tell, timed=True),
             retries=self.retries,
-            log=lambda record: self.log(record),
-            tell=lambda text: self.tell(text),
-            train_data=self.train_data,
-            sampler=self.sampler,
-            eval_data=self.eval_data,
-            advice=self.advice,
+            log=self.log,
+            tell=self.tell,
+            data=self.data,
         )
+        if getattr(self.args, "generate_during_eval", False):
+            from alignment.training.sampling.answers import answers_of  # imports generation code
+
+            self.context.answers = answers_of(self.context, lambda: self._writes_logs)
+        self.uploads = Uploads(self.context, self._subject)
+        handler = self.events.handler
+        if repository is not None:
+            self.uploads.use(repository)
+            handler.add_callback(self.uploads)
+        self.publisher = Publisher(self.context, self.uploads, self.save_model)
+        self.engines = RunEngines(
+            self.context, self.planned.engines, optimizers, self.planned.aux_coefficient, self.resources
+        )
+        handler.model = self.engines.model
+        handler.train_dataloader = self.get_train_dataloader() if self.data.train is not None else None
+        handler.eval_dataloader = self.get_eval_dataloader() if self.data.eval else None
+        self._at_first: Present | None = None  # set if engines were built before train()
+        self._options = self.args.values()
+        self.events("on_init_end")
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of all metrics other than the loss."""
+        return (*self.method.metrics, *self.resources.metrics)
 
     def close(self) -> None:
         """Release the engines. Trained weights are released too, so save before; the trainer cannot train again.
@@ -241,14 +263,14 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         check_attributes(self)
         self._options = take_over(self.args, self._options, built=self.engines.ready)
         check_saving(type(self), AlignmentTrainer, saves=self.args.save_strategy != "no")
-        self._check_evaluation()
-        if self.train_data is None or self.sampler is None:
+        check_evaluation(self.args, self.metrics, self.data.eval)
+        data, sampler = self.data.train, self.data.sampler
+        if data is None or sampler is None:
             said = data_of_commands(self.args)
             raise OptionError(f"train_dataset: required for training{said or '; pass it to the trainer'}")
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         if self.engines.trained:
-            steps = total_steps(self.args, self.sampler)
-            begin_again(self.context, self.engines, self.identity, steps, resumes=bool(asked))
+            begin_again(self.context, self.engines, total_steps(self.args, sampler), resumes=bool(asked))
         check_early_stopping(self.args, self.events.handler.callbacks)
         log_in(self.events.handler.callbacks)
         present, self._at_first = self._at_first or self._present(), None
@@ -256,80 +278,74 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         if self.is_world_process_zero():
             name = None if checkpoint is None else checkpoint.folder.name
             begin_status(self.output_dir, self.args.method, name, bool(asked), self.tell)
-        with ending_in_status(), listening(self.tell):
-            return self._trained(checkpoint, present)
+        with ending_in_status(), listening(self.tell), self.uploads.ending():
+            with ACTIVITY("load"), contextlib.ExitStack() as loading:
+                loading.callback(self.folder.release)
+                loop = TrainingLoop(self.context, self.engines, data, sampler, self.evaluate)
+                self.engines.build(loop.total_steps)
+                if checkpoint is not None:
+                    self._go_on(checkpoint, loop, present)
+                writer = self._writer(checkpoint, present)
+                on_first_rank(self._write_settings)
+                loading.pop_all()
+            self.engines.trained = True
+            result = loop.run(evaluation_windows(self.context), writer)
+            self.uploads.finish()
+        self._finish(writer)
+        return result
 
     def _present(self) -> Present:
         """Return the properties of the current run."""
-        reference = self.reference_source if self.method.needs_reference else None
-        given = None if reference is self.policy_source else reference
-        return present_run(self.context, self.engine_plan, given, self.resources)
+        reference = self.planned.reference if self.method.needs_reference else None
+        given = None if reference is self.planned.policy else reference
+        return present_run(self.context, self.planned.engines, given, self.resources)
 
     def build_engines(self) -> None:
         """Build the engines; properties of live models are recorded before an engine changes them."""
-        if self.sampler is not None and not self.engines.trained:
+        if self.data.sampler is not None and not self.engines.trained:
             self._at_first = self._at_first or self._present()
         super().build_engines()
 
-    def _trained(self, checkpoint: Checkpoint | None, present: Present) -> TrainOutput:
-        """Train as in :meth:`train`, after the output folder has been locked."""
-        try:
-            with ACTIVITY("load"):
-                loop, writer = self._prepared(checkpoint, present)
-        except BaseException:
-            self.folder.release()
-            raise
-        self.engines.trained = True
-        try:
-            result = loop.run(evaluation_windows(self.context), writer)
-            self.uploads.finish()
-        except BaseException:
-            self.uploads.cut_off()
-            raise
-        self.write_report(show=True)
-        if self.args.merged_output_dir is not None:
-            with self.uploads.held():
-                self.save_model()
-            write_merged(self.context, self.engine_plan.source, Path(self.args.merged_output_dir))
-        if writer.failure is not None:
-            raise LastCheckpointError(
-                f"output_dir: training has finished, but the last checkpoint could not be written: {writer.failure}"
-            )
-        return result
-
-    def _prepared(self, checkpoint: Checkpoint | None, present: Present) -> tuple[TrainingLoop, CheckpointWriter]:
-        """Return the loop, with engines restored from the checkpoint, and the writer of further checkpoints."""
-        assert self.train_data is not None and self.sampler is not None
-        loop = TrainingLoop(self.context, self.engines, self.train_data, self.sampler, lambda: self.evaluate())
-        self.engines.build(loop.total_steps)
-        if checkpoint is not None:
-            self._go_on(checkpoint, loop, present)
-            self.folder.went_on(checkpoint)
+    def _writer(self, checkpoint: Checkpoint | None, present: Present) -> CheckpointWriter:
+        """Return the writer of further checkpoints."""
         writer = CheckpointWriter(
-            self.context, self.engines, self.identity, present, self.write_state, self.folder.lock.check
+            self.context, self.engines, self.context.identity, present, self.write_state, self.folder.lock.check
         )
         if checkpoint is not None and checkpoint.folder.parent.resolve() == self.output_dir.resolve():
             writer.newest = checkpoint.step
         if self.args.save_strategy != "no":
             self.tell(writer.describe())
-        on_first_rank(self._write_settings)
-        return loop, writer
+        return writer
 
     def _go_on(self, checkpoint: Checkpoint, loop: TrainingLoop, present: Present) -> None:
         """Restore a run into the engines, and prepare the loop to continue."""
         restore(checkpoint, self.context, self.engines, present)
+        identity = self.context.identity
         if ACTIVITY.status is not None:  # only the status knows of attempts without a checkpoint
-            self.identity.attempt = max(self.identity.attempt, ACTIVITY.status.status.attempt)
+            identity.attempt = max(identity.attempt, ACTIVITY.status.status.attempt)
         self.tell(BestModel(self.args, self.state).moved_to(checkpoint.folder.parent))
         loop.resumed = {
-            "run": self.identity.name,
-            "attempt": self.identity.attempt,
+            "run": identity.name,
+            "attempt": identity.attempt,
             "checkpoint": checkpoint.folder.name,
             "world_size": world_size(),
             "stage": self.engines.stage,
         }
         loop.ignores_end = self.args.resume_anyway
         self.tell(f"resume_from_checkpoint: {checkpoint.folder}, after step {checkpoint.step} of {loop.total_steps}")
+        self.folder.went_on(checkpoint)
+
+    def _finish(self, writer: CheckpointWriter) -> None:
+        """Write what follows a completed run: its report, and the merged model if requested."""
+        self.write_report(show=True)
+        if self.args.merged_output_dir is not None:
+            with self.uploads.held():
+                self.save_model()
+            write_merged(self.context, self.planned.engines.source, Path(self.args.merged_output_dir))
+        if writer.failure is not None:
+            raise LastCheckpointError(
+                f"output_dir: training has finished, but the last checkpoint could not be written: {writer.failure}"
+            )
 
     def precompute(self) -> None:
         """Compute and store the reference log-probs of the training and evaluation sets without loading the policy.
@@ -357,7 +373,7 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
             ignore_keys: not supported, since there are no model outputs; must be empty.
             metric_key_prefix: prefix of the names.
         """
-        data = self.eval_data
+        data = self.data.eval
         if isinstance(eval_dataset, str):
             if eval_dataset not in data:
                 raise OptionError(
@@ -365,7 +381,9 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
                 )
             data = {eval_dataset: data[eval_dataset]}
         elif eval_dataset is not None:
-            data = {n: self._prepare(d, None, "eval_dataset") for n, d in named_datasets(eval_dataset).items()}
+            data = {
+                n: self._preparation().one(d, None, "eval_dataset") for n, d in named_datasets(eval_dataset).items()
+            }
             self.engines.know(data.values())
         if not data:
             raise OptionError("eval_dataset: required for evaluation; pass it to the trainer or to evaluate()")
@@ -404,4 +422,63 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
             self.engines.write(folder)
             barrier()
         if self.args.push_to_hub and not _internal_call and not self.uploads.holds:
-            self.push_saved(folder)
+            self.publisher.push_saved(folder)
+
+    # Output ---------------------------------------------------------------------------------------------------------
+
+    def tell(self, text: str | None) -> None:
+        """Print a line on the first rank; does nothing for None."""
+        if text is not None and rank() == 0:
+            print(text, flush=True)
+
+    def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
+        """Add a record to ``state.log_history`` and to ``log.jsonl``, and notify the callbacks.
+
+        Args:
+            logs: the record.
+            start_time: ignored; subclasses pass it because transformers' method has it. Records with a speed
+                already contain it.
+        """
+        entry = strict({**logs, "step": self.state.global_step})
+        if self.state.epoch is not None:
+            entry.setdefault("epoch", self.state.epoch)
+        self.events("on_log", logs={name: value for name, value in entry.items() if name != "step"})
+        self.state.log_history.append(entry)
+        if self.args.disable_tqdm and rank() == 0:
+            print(json.dumps(entry), flush=True)
+        if self._writes_logs:
+            self.retries.write(self.context.log_file.write)
+            self.context.log_file.write(entry)
+
+    @property
+    def _writes_logs(self) -> bool:
+        """Whether this trainer may write to the files in the output folder."""
+        return self.data.sampler is not None and not self.folder.held_by_earlier_run
+
+    def settings(self) -> dict[str, Any]:
+        """Return the resolved settings of the run by the names of files in the output folder."""
+        plan = self.planned.engines
+        files = {"options.json": self.args.to_dict(), "deepspeed.json": plan.policy}
+        if isinstance(plan.reference, ReferencePlan):
+            files["ref_deepspeed.json"] = plan.reference.frozen.ds_config
+        return files | self.resources.settings()
+
+    def write_report(self, *, show: bool) -> None:
+        """Write ``report.md``, and print it if ``show``. All ranks must call it."""
+        write_report(self.context, self.engines, show=show)
+
+    def _write_settings(self) -> None:
+        """Write the resolved settings on the first rank."""
+        for name, content in self.settings().items():
+            write_json(self.output_dir / name, content)
+
+    def _subject(self) -> Subject:
+        """Return what a model card says about the model."""
+        name = self.planned.policy.name
+        return Subject(
+            title=(self.args.hub_model_id or self.output_dir.absolute().name).split("/")[-1],
+            base=name if isinstance(name, str) and name else None,
+            is_classifier=self.method.task is not CAUSAL_LM,
+            is_adapter=self.planned.engines.adapters is not None,
+            tags=list(getattr(self.engines.model, "model_tags", None) or ()),
+        )

@@ -78,7 +78,7 @@ class Recorder(TrainerCallback):
         self.found["after"] = digests(self.model)
 
     def _save(self, step: int) -> None:
-        plan, folder = self.trainer.engine_plan, self.folder / f"step-{step}"
+        plan, folder = self.trainer.planned.engines, self.folder / f"step-{step}"
         assert plan.adapters is not None
         first = self.trainer.is_world_process_zero()
         write_adapters(self.model, plan.adapters, plan.source, None, folder, first_rank=first)

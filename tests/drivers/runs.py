@@ -37,15 +37,15 @@ def canned(engine: RolloutEngine, request: RolloutRequest) -> list[list[Completi
 
 def windows(trainer: AlignmentTrainer) -> list[list[dict[str, Any]]]:
     """Record the rows of every window trained on, with token ids, and the partner as an index into the window."""
-    assert trainer.sampler is not None and trainer.train_data is not None
+    assert trainer.data.sampler is not None and trainer.data.train is not None
     result = []
     for number in range(trainer.state.global_step):
-        plan = trainer.sampler.plan(*divmod(number, trainer.sampler.steps_per_epoch))
+        plan = trainer.data.sampler.plan(*divmod(number, trainer.data.sampler.steps_per_epoch))
         pairs = [p for micro in plan.micro_batches for own in micro for p in zip(own.rows, own.partners)]
         place = {row: index for index, (row, _) in enumerate(pairs)}
         rows = []
         for row, partner in pairs:
-            rows.append({**trainer.train_data.dataset[row], "partner": place.get(partner)})
+            rows.append({**trainer.data.train.dataset[row], "partner": place.get(partner)})
         result.append(rows)
     return result
 

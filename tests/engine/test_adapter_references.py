@@ -77,10 +77,10 @@ def test_it_equals_a_frozen_copy(
     trainer = KTOTrainer(model=run["model"], args=KTOConfig(**run["args"]), train_dataset=run["train"])
     closed.append(trainer)
     trainer.engines.build(3)
-    assert trainer.engines.models is not None and trainer.train_data is not None
+    assert trainer.engines.models is not None and trainer.data.train is not None
     policy, reference = trainer.engines.policy, trainer.engines.models.reference
     assert isinstance(reference, AdapterReference)
-    rows = trainer.train_data.dataset
+    rows = trainer.data.train.dataset
     sequences = [(rows[number]["prompt_ids"], rows[number]["completion_ids"]) for number in range(4)]
     batch = collate(sequences, 400)
     with torch.no_grad():

@@ -337,10 +337,10 @@ def test_two_references_are_rejected(base: str, tmp_path: Path) -> None:
         plan(ref_placement="adapter", ref_load_in_4bit=True)
     kwargs = {"quantization_config": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}}
     args = DPOConfig(**run_options(tmp_path, use_peft=True, model_init_kwargs=kwargs, ref_load_in_4bit=False))
-    whole = DPOTrainer(base, args=args, train_dataset=paired_rows(2)).engine_plan
+    whole = DPOTrainer(base, args=args, train_dataset=paired_rows(2)).planned.engines
     assert whole.source.quantization is not None and whole.reference.source.quantization is None  # type: ignore[union-attr]
     args = DPOConfig(**run_options(tmp_path, use_peft=True, load_in_4bit=True, ref_placement="replica"))
-    plans = [DPOTrainer(base, each, args=args, train_dataset=paired_rows(2)).engine_plan for each in (None, base)]
+    plans = [DPOTrainer(base, each, args=args, train_dataset=paired_rows(2)).planned.engines for each in (None, base)]
     packed = [each.reference.source.quantization is not None for each in plans]  # type: ignore[union-attr]
     assert packed == [True, False], "only the initial policy is loaded like the policy"
     with pytest.raises(OptionError, match="adapters that do not exist yet"):

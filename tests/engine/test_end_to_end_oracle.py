@@ -114,14 +114,14 @@ class Bench:
 
     def window(self, method: str, trainer: Any) -> dict[str, float]:
         """Return loss and metrics of the first window."""
-        models, data, eos = self.models(method, trainer), trainer.train_data, trainer.processing_class.eos_token_id
+        models, data, eos = self.models(method, trainer), trainer.data.train, trainer.processing_class.eos_token_id
         window_pass = trainer.resources.window_pass(trainer.context, models, None)
         if method == "online_dpo":
             window_pass.online.rollout.generate = lambda request: [
                 [Completion(ids, ids[-1] == eos) for ids in answers(prompt, request.num_generations, eos)]
                 for prompt in request.prompts
             ]
-        plan = trainer.sampler.plan(0, 0)
+        plan = trainer.data.sampler.plan(0, 0)
         batches = MicroBatches(trainer.method.collate, data.batched, data.table, plan, 0)
         return means(window_pass(plan, batches, data, train=False).items, trainer.method.logs_sums)
 
@@ -153,7 +153,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 def keys_of(trainer: Any) -> list[Key]:
     """Return dataset, row and label of every tokenized row."""
-    data = trainer.train_data
+    data = trainer.data.train
     rows = data.dataset.remove_columns([n for n in data.dataset.column_names if n not in ("row", "label")])[:]
     parts = [number for number, part in enumerate(data.parts) for _ in range(part.report.rows_out)]
     return list(zip(parts, rows["row"], rows.get("label", [None] * len(parts)), strict=True))
@@ -183,12 +183,12 @@ def check(bench: Bench, method: str, case: Combination) -> bool:
             return False
         raise AssertionError(f"not refused: {refused}") from None
     trainer = bench.trainer(method, options, parts, tokenizer)
-    keys, dataset = keys_of(trainer), trainer.train_data.dataset
+    keys, dataset = keys_of(trainer), trainer.data.train.dataset
     check_taken(keys, found, parts, options["max_train_samples"])
     assert_same_tokens(dataset, keys, found)
-    plan = trainer.sampler.plan(0, 0)
-    order = trainer.sampler.order(0)
-    size = len(order[: trainer.sampler.window])
+    plan = trainer.data.sampler.plan(0, 0)
+    order = trainer.data.sampler.order(0)
+    size = len(order[: trainer.data.sampler.window])
     planned = [pair for micro in plan.micro_batches for own in micro for pair in zip(own.rows, own.partners)]
     assert sorted(order) == list(range(len(keys))), "a permutation"
     assert sorted(row for row, _ in planned) == sorted(order[:size])
@@ -198,7 +198,7 @@ def check(bench: Bench, method: str, case: Combination) -> bool:
         share = sum(found[key].label for key in keys) / len(keys)
         assert abs(sum(keys[row][2] for row in order[:size]) - share * size) <= 1
     if len(parts) == 1:
-        report = trainer.train_data.report
+        report = trainer.data.train.report
         assert report.prompts_cut == sum(one.prompt_cut for one in found.values())
         assert report.completions_cut == sum(one.completions_cut for one in found.values())
     rows = [found[keys[row]] for row, _ in planned]
@@ -210,7 +210,7 @@ def check(bench: Bench, method: str, case: Combination) -> bool:
         if method == "kto" and options.get("loss_type", "kto") == "kto":
             drawn = [(row, other) for row, other in planned]
             if options["ref_placement"] == "precomputed":
-                drawn = list(enumerate(trainer.sampler.partners))
+                drawn = list(enumerate(trainer.data.sampler.partners))
             check_partners([(keys[row], None if other < 0 else keys[other]) for row, other in drawn], found)
         expected = window_of(rows, partners, policy, reference, setting)
     measured = bench.window(method, trainer)

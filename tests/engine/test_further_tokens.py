@@ -143,7 +143,7 @@ def test_adapters_with_a_peft_configuration_are_merged(tmp_path: Path) -> None:
     trainer = KTOTrainer(
         live, args=args, train_dataset=unpaired_rows(8), processing_class=tokenizer, peft_config=LoraConfig(r=4)
     )
-    plain = trainer.policy_source.live
+    plain = trainer.planned.policy.live
     assert plain is not None and not any("lora" in name for name, _ in plain.named_parameters())
     with torch.no_grad():
         torch.testing.assert_close(plain.eval()(input_ids=IDS).logits, before, rtol=0, atol=1e-4)

@@ -73,8 +73,8 @@ def plain(path: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 def own_balancing_loss(path: str, trainer: AlignmentTrainer) -> tuple[list[Tensor], list[int], Any]:
     """Return, per micro-batch of the first window, the unmodified model's loss and token count; and the model."""
     model = AutoModelForCausalLM.from_pretrained(path)
-    assert trainer.sampler is not None and trainer.train_data is not None
-    data, plan = trainer.train_data, trainer.sampler.plan(0, 0)
+    assert trainer.data.sampler is not None and trainer.data.train is not None
+    data, plan = trainer.data.train, trainer.data.sampler.plan(0, 0)
     losses, tokens = [], []
     for batch in MicroBatches(trainer.method.collate, data.dataset, data.table, plan, 0):
         scored = trainer.method.scored(batch)
@@ -175,9 +175,9 @@ def test_experts_without_router_logits_are_refused() -> None:
 def test_a_dense_model_has_nothing_to_balance(tmp_path: Path) -> None:
     dense = make_model(tmp_path / "dense", "tied")
     trainer = make_trainer(dense, tmp_path / "out", router_aux_loss_coef=0.001)  # the default of recent TRL releases
-    assert trainer.aux_coefficient is None
+    assert trainer.planned.aux_coefficient is None
     trainer = make_trainer(dense, tmp_path / "out", router_aux_loss_coef=0.0)
-    assert trainer.aux_coefficient is None and not trainer.aux_loss_enabled
+    assert trainer.planned.aux_coefficient is None and not trainer.aux_loss_enabled
     with pytest.raises(OptionError, match="LlamaForCausalLM has no load-balancing loss"):
         balancing_loss(AutoModelForCausalLM.from_pretrained(dense))
 

@@ -75,8 +75,8 @@ def test_against_float64(model: str, tmp_path: Path) -> None:
                 model, tmp_path / f"{strategy}{micro}", rows, packing=True, packing_strategy=strategy,
                 per_device_train_batch_size=micro, gradient_accumulation_steps=steps, deepspeed=STAGES["stage0"],
             )  # fmt: skip
-            assert trainer.train_data is not None and trainer.train_data.packs is not None
-            assert len(trainer.train_dataset) == len(trainer.train_data.packs) <= micro * steps
+            assert trainer.data.train is not None and trainer.data.train.packs is not None
+            assert len(trainer.train_dataset) == len(trainer.data.train.packs) <= micro * steps
             known = trainer.evaluate()["eval_loss"]
             trainer.train()
             trainer.close()

@@ -200,9 +200,9 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
 def key_of(trainer: AlignmentTrainer) -> dict[str, Any]:
     """Return the key of the training data's store."""
     stores = trainer.engines.stores
-    assert stores is not None and trainer.train_data is not None
+    assert stores is not None and trainer.data.train is not None
     stores.lines()
-    return stores.key(trainer.train_data)
+    return stores.key(trainer.data.train)
 
 
 def adapter(model: str, folder: Path, seed: int) -> str:
@@ -247,8 +247,8 @@ def test_different_rows_have_different_stores(models: dict[str, str], tmp_path: 
     def content(rows: list[dict[str, Any]]) -> str:
         args = alignment.DPOConfig(**options(tmp_path, ref_placement="precomputed"))
         trainer = alignment.DPOTrainer(models["policy"], args=args, train_dataset=rows)
-        assert trainer.train_data is not None
-        return precompute.rows_content(trainer.train_data, trainer.method.completions)
+        assert trainer.data.train is not None
+        return precompute.rows_content(trainer.data.train, trainer.method.completions)
 
     first, second = {"prompt": "ab", "chosen": "cd", "rejected": "e"}, {"prompt": "x", "chosen": "y", "rejected": "z"}
     found = [
@@ -331,7 +331,7 @@ def interrupted(trainer: AlignmentTrainer, part: int, where: str, monkeypatch: p
 
 def test_the_batch_size_of_a_pass(models: dict[str, str], tmp_path: Path) -> None:
     trainer = make("KTO", models["policy"], None, tmp_path)
-    data = trainer.train_data
+    data = trainer.data.train
     assert data is not None
     rows, sizes = len(data.table), []
     three: dict[str, Any] = {"per_device_eval_batch_size": 3}
@@ -380,7 +380,7 @@ def test_an_interrupted_pass_resumes(
 
 def values_of(trainer: AlignmentTrainer, folder: Path) -> list[float]:
     """Return the log-probs of the training rows."""
-    stores, data = trainer.engines.stores, trainer.train_data
+    stores, data = trainer.engines.stores, trainer.data.train
     assert stores is not None and data is not None
     partners = set_partners(data.table, order_seed(trainer.args), draw=True)
     read = LogpStore(folder / "deepspeed-alignment", stores.key(data), partners, 2)
@@ -446,7 +446,7 @@ def test_unsupported_precomputation_is_refused(models: dict[str, str], tmp_path:
     with pytest.raises(OptionError, match="method_class does not define reference_sequences"):
         Silent(models["policy"], args=args, train_dataset=unpaired_rows(4))
     live = make("KTO", models["policy"], None, tmp_path, ref_placement=None)
-    assert live.engine_plan.reference is not None and not live.engine_plan.reference.precomputed
+    assert live.planned.engines.reference is not None and not live.planned.engines.reference.precomputed
     with pytest.raises(OptionError, match=r"^ref_placement=None: has nothing to precompute"):
         live.precompute()
 

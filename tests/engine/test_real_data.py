@@ -55,8 +55,8 @@ def learning_options(folder: Path, seed: int) -> dict[str, Any]:
 
 def row_rewards(trainer: AlignmentTrainer, beta: float) -> list[tuple[bool, float]]:
     """Return (label, reward) of every training row under the trained policy."""
-    assert trainer.train_data is not None
-    data = trainer.train_data
+    assert trainer.data.train is not None
+    data = trainer.data.train
     plan = evaluation_plan(data.table, world_size=1, batch_size=8, seed=0, draw_partners=False)
     found = []
     models = trainer.engines.window_pass.models

@@ -103,9 +103,11 @@ def test_a_reference_needs_no_policy(tmp_path: Path) -> None:
     model, reference = make_model(tmp_path / "model"), make_model(tmp_path / "reference", seed=1)
     args = alignment.KTOConfig(**options(tmp_path))
     trainer = alignment.KTOTrainer(model, reference, args=args, train_dataset=unpaired_rows(4))
-    plan, data = trainer.engine_plan.reference, trainer.train_data
-    assert plan is not None and data is not None and trainer.sampler is not None and trainer.engines.models is None
-    window = trainer.sampler.plan(0, 0)
+    plan, data = trainer.planned.engines.reference, trainer.data.train
+    assert (
+        plan is not None and data is not None and trainer.data.sampler is not None and trainer.engines.models is None
+    )
+    window = trainer.data.sampler.plan(0, 0)
     batch: Any = trainer.method.collate(data.dataset, data.table, window, 0, 0)
     alone = plan.build(args)
     ids = RowIds(data.key, batch.rows, batch.partners)
@@ -124,9 +126,9 @@ def built(folder: Path, placement: str, **more: Any) -> tuple[Any, Any, RowIds]:
     model, reference = make_model(folder / "model"), make_model(folder / "reference", "untied", seed=1, layers=3)
     args = alignment.KTOConfig(**options(folder, ref_placement=placement, **more))
     trainer = alignment.KTOTrainer(model, reference, args=args, train_dataset=unpaired_rows(4))
-    data, plan = trainer.train_data, trainer.engine_plan.reference
-    assert data is not None and trainer.sampler is not None and isinstance(plan, ReferencePlan)
-    batch: Any = trainer.method.collate(data.dataset, data.table, trainer.sampler.plan(0, 0), 0, 0)
+    data, plan = trainer.data.train, trainer.planned.engines.reference
+    assert data is not None and trainer.data.sampler is not None and isinstance(plan, ReferencePlan)
+    batch: Any = trainer.method.collate(data.dataset, data.table, trainer.data.sampler.plan(0, 0), 0, 0)
     return plan.build(args), batch, RowIds(data.key, batch.rows, batch.partners)
 
 
@@ -170,7 +172,7 @@ def test_a_live_model_is_unchanged_if_its_engine_fails(tmp_path: Path, monkeypat
     live = AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "reference", seed=1))
     args = alignment.KTOConfig(**options(tmp_path, ref_placement="sharded"))
     trainer = alignment.KTOTrainer(make_model(tmp_path / "model"), live, args=args, train_dataset=unpaired_rows(4))
-    plan = trainer.engine_plan.reference
+    plan = trainer.planned.engines.reference
     assert isinstance(plan, ReferencePlan)
 
     def failing(engine: FrozenEngine, task: Any) -> Any:

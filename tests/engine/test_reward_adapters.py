@@ -27,7 +27,7 @@ def trained(model: Any, folder: Path, config: Any = None, **more: Any) -> tuple[
     trainer.train()
     trainer.save_model()
     found = torch.as_tensor(trainer.predict(ROWS).predictions)
-    notes = [] if trainer.engine_plan.adapters is None else list(trainer.engine_plan.adapters.notes)
+    notes = [] if trainer.planned.engines.adapters is None else list(trainer.planned.engines.adapters.notes)
     trainer.close()
     return found, notes
 

@@ -89,9 +89,9 @@ def sequences(trainer: AlignmentTrainer) -> list[dict[str, Any]]:
 
     Reward models score complete sequences; which of their tokens are the prompt has no effect.
     """
-    assert trainer.train_data is not None
+    assert trainer.data.train is not None
     rows = []
-    for row in trainer.train_data.dataset:
+    for row in trainer.data.train.dataset:
         sides: dict[str, Any] = {name: value for name, value in row.items() if name not in ("row", "prompt_key")}
         if trainer.method.kind == "preference_margin":
             prompt = sides.pop("prompt_ids")

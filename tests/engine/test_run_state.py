@@ -212,8 +212,8 @@ EXCUSED = {
     **{f"loop.best._before{part}": "of the newest evaluation, until its checkpoint is written" for part in _PAIR},
     "trainer.identity.attempt": "counts how often a state was loaded",
     "loop.progress._tokens": "of the progress bar, which shows this process's speed",
-    "trainer.sampler._order.0": "an epoch's order is a function of seed and epoch, computed on demand",
-    "trainer.sampler._order.1": "the same",
+    "trainer.data.sampler._order.0": "an epoch's order is a function of seed and epoch, computed on demand",
+    "trainer.data.sampler._order.1": "the same",
 }
 _OWN = ("alignment.", "transformers.trainer_callback", "torch.optim.lr_scheduler")
 _OPAQUE = (nn.Module, Optimizer, type)

@@ -44,8 +44,8 @@ def test_against_float64(tmp_path: Path, stage: str) -> None:
     model = make_model(tmp_path / "model", "untied", seed=1)
     for micro, steps in ((8, 1), (2, 4), (1, 8)):
         trainer, found = one_step(model, tmp_path / f"{micro}", micro, steps, deepspeed=STAGES[stage])
-        assert trainer.train_data is not None
-        rows = [trainer.train_data.dataset[number] for number in range(8)]
+        assert trainer.data.train is not None
+        rows = [trainer.data.train.dataset[number] for number in range(8)]
         policy = load(model)
         logps = torch.cat([token_logps(policy, row["prompt_ids"], row["completion_ids"]) for row in rows])
         loss = -logps.mean()

@@ -102,7 +102,7 @@ def test_no_sequence_is_longer_than_max_length(paths: dict[str, str], tmp_path: 
     rows = [{"prompt": "a" * n, "completion": "b" * (20 - n), "label": n % 2 == 0} for n in range(2, 18)]
     args = KTOConfig(**options(tmp_path, max_length=24, per_device_train_batch_size=16))
     trainer = KTOTrainer(model=paths["policy"], args=args, train_dataset=rows)
-    data, sampler = trainer.train_data, trainer.sampler
+    data, sampler = trainer.data.train, trainer.data.sampler
     assert data is not None and sampler is not None
     (batch,) = MicroBatches(trainer.method.collate, data.dataset, data.table, sampler.plan(0, 0), 0)
     assert isinstance(batch, UnpairedBatch)
@@ -116,7 +116,7 @@ def test_log_probs_of_a_loss_of_means_are_per_token(paths: dict[str, str], tmp_p
         args = CPOConfig(**options(tmp_path, loss_type=loss_type, cpo_alpha=1.0 if loss_type == "sigmoid" else 0.0))
         trainer = CPOTrainer(model=paths["policy"], args=args, eval_dataset=paired_rows(1))
         found[loss_type] = trainer.evaluate()
-        row = trainer.eval_data[""].dataset[0]
+        row = trainer.data.eval[""].dataset[0]
         trainer.close()
     assert found["simpo"]["eval_nll_loss"] == pytest.approx(found["sigmoid"]["eval_nll_loss"])  # whatever cpo_alpha
     for side in ("chosen", "rejected"):
@@ -173,11 +173,11 @@ def test_stage_2_policy_with_a_stage_3_reference(paths: dict[str, str], tmp_path
     trainer = KTOTrainer(
         model=paths["policy"], ref_model=paths["reference"], args=args, train_dataset=unpaired_rows(8)
     )
-    plan = trainer.engine_plan
+    plan = trainer.planned.engines
     assert plan.reference is not None
 
     def policy() -> ScoringEngine:
-        model = trainer.policy_source.load(args, plan.compute, plan.policy, torch.device("cpu"))
+        model = trainer.planned.policy.load(args, plan.compute, plan.policy, torch.device("cpu"))
         assert not any(hasattr(p, "ds_id") for p in model.parameters())
         return build_engine(CAUSAL_LM.scorer(model, False), args, plan.policy, training_steps=5)
 
@@ -213,11 +213,11 @@ def test_a_reference_of_another_size_has_its_own_buffers(paths: dict[str, str], 
     for name, reference in (("own", None), ("wide", str(tmp_path / "wide"))):
         args = KTOConfig(**options(tmp_path / name, ref_placement="sharded", deepspeed="zero3"))
         trainer = KTOTrainer(model=paths["policy"], ref_model=reference, args=args, train_dataset=unpaired_rows(4))
-        assert trainer.engine_plan.reference is not None
-        found[name] = trainer.engine_plan.reference.frozen.ds_config["zero_optimization"][
+        assert trainer.planned.engines.reference is not None
+        found[name] = trainer.planned.engines.reference.frozen.ds_config["zero_optimization"][
             "stage3_prefetch_bucket_size"
         ]
-        policy = trainer.engine_plan.policy["zero_optimization"]["stage3_prefetch_bucket_size"]
+        policy = trainer.planned.engines.policy["zero_optimization"]["stage3_prefetch_bucket_size"]
         assert policy == found["own"]
     assert found["wide"] == 4 * found["own"]
 
@@ -309,8 +309,8 @@ def test_a_failed_start_leaves_nothing_behind(
     def out_of_memory(*_: Any, **__: Any) -> None:
         raise MemoryError("no memory for the policy")
 
-    monkeypatch.setattr(type(trainer.policy_source), "load", out_of_memory)
-    trainer.reference_source.__dict__["load"] = lambda *_: reference
+    monkeypatch.setattr(type(trainer.planned.policy), "load", out_of_memory)
+    trainer.planned.reference.__dict__["load"] = lambda *_: reference
     with pytest.raises(MemoryError):
         trainer.train()
     assert all(parameter.requires_grad for parameter in reference.parameters())
@@ -452,9 +452,9 @@ def test_a_non_finite_loss_stops_before_the_update(
     trainer = KTOTrainer(
         model=paths["policy"], ref_model=paths["reference"], args=args, train_dataset=unpaired_rows(12)
     )
-    assert trainer.sampler is not None and trainer.train_data is not None
-    plan = trainer.sampler.plan(0, 1)
-    row = trainer.train_data.source_row(plan.micro_batches[1][0].rows[1])
+    assert trainer.data.sampler is not None and trainer.data.train is not None
+    plan = trainer.data.sampler.plan(0, 1)
+    row = trainer.data.train.source_row(plan.micro_batches[1][0].rows[1])
     with pytest.raises(TrainingError, match=rf"loss of this window is nan.* Rows with a non-finite loss: {row}\."):
         trainer.train()
     assert trainer.state.global_step == 1 and losses(trainer) == [pytest.approx(losses(trainer)[0])]

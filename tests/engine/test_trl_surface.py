@@ -52,7 +52,7 @@ def test_a_kto_run_as_seen_by_scripts(policy: str, tmp_path: Path) -> None:
     assert set(trainer.eval_dataset) == {"a", "b"} and len(trainer.eval_dataset["b"]) == 2
     batches = list(trainer.get_train_dataloader())
     assert len(batches) == len(trainer.get_train_dataloader()) == 5
-    window, stored = trainer.sampler.plan(0, 0).micro_batches[0][0], trainer.train_dataset
+    window, stored = trainer.data.sampler.plan(0, 0).micro_batches[0][0], trainer.train_dataset
     for number, (row, partner) in enumerate(zip(window.rows, window.partners, strict=True)):
         prompt = stored[row]["prompt_ids"]
         for prefix, answer in (("", stored[row]["completion_ids"]), ("KL_", stored[partner]["completion_ids"])):

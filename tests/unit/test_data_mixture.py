@@ -190,7 +190,7 @@ def test_without_max_length_rows_are_cut_to_the_positions_of_the_model(
     rows = [{"prompt": "a", "completion": "b " * words, "label": row % 2 == 0} for row in range(16)]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     trainer = trainer_of(folder, dataset_mixture=None, dataset_name=str(tmp_path / "long.jsonl"), max_length=None)
-    data = trainer.train_data
+    data = trainer.data.train
     assert data is not None and data.table.max_length == 96
     lengths = data.table.prompt + data.table.completions[:, 0]
     assert (lengths == 96).all() if expected else (lengths < 96).all()
@@ -205,7 +205,7 @@ def test_a_limit_keeps_the_proportions_of_unweighted_parts(tmp_path: Path, folde
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(rows)))
         parts.append({"dataset_name": str(tmp_path / name), "test_split": "train"})
     trainer = trainer_of(folder, dataset_mixture=parts, **{f"max_{role}_samples": 36})
-    data = trainer.train_data if role == "train" else next(iter(trainer.eval_data.values()))
+    data = trainer.data.train if role == "train" else next(iter(trainer.data.eval.values()))
     assert data is not None
     assert [part.report.rows_out for part in data.parts] == [30, 6]
     assert data.report.dropped == {NOT_DRAWN: 144} and "weight" not in data.report.summary()
@@ -217,7 +217,7 @@ def test_a_limit_takes_the_first_rows(folder: Path) -> None:
     def rows(**limits: int) -> list[list[dict[str, Any]]]:
         trainer = trainer_of(folder, **one, **limits)
         return [
-            data.dataset.to_list() for data in (trainer.train_data, *trainer.eval_data.values()) if data is not None
+            data.dataset.to_list() for data in (trainer.data.train, *trainer.data.eval.values()) if data is not None
         ]
 
     whole = rows(max_train_samples=31)
@@ -248,7 +248,7 @@ def test_truncated_rows_are_counted_after_sampling(tmp_path: Path, folder: Path)
 
 def test_a_mixture_of_labeled_rows_pairs_and_other_columns(folder: Path) -> None:
     trainer = trainer_of(folder)
-    data = trainer.train_data
+    data = trainer.data.train
     assert data is not None
     assert [part.report.rows_out for part in data.parts] == [30, 20, 10]
     assert [Path(part.where).name for part in data.parts] == ["labeled.jsonl", "pairs.jsonl", "alpaca"]
@@ -266,7 +266,7 @@ def test_a_mixture_of_labeled_rows_pairs_and_other_columns(folder: Path) -> None
         assert data.source_row(row) == data.source_row(row + 1) == f"{folder / 'pairs.jsonl'}, row {number}"
         chosen = decode(data.dataset[row]["completion_ids"]).removesuffix("</s>")
         assert json.loads((folder / "pairs.jsonl").read_text().splitlines()[number - 1])["chosen"] == chosen
-    [evaluation] = trainer.eval_data.values()
+    [evaluation] = trainer.data.eval.values()
     assert (evaluation.report.rows_out, evaluation.source_row(3)) == (4, 4)
 
 

@@ -224,7 +224,7 @@ def test_memory_is_planned_for_the_longest_row(tmp_path: Path, monkeypatch: pyte
     def planned() -> tuple[float, str]:
         trainer = alignment.KTOTrainer(path, args=args, train_dataset=rows)
         trainer.close()
-        plan = trainer.engine_plan
+        plan = trainer.planned.engines
         assert plan.cards is not None and isinstance(plan.reference, ReferencePlan)
         return plan.cards._trained, plan.reference.frozen.placement.name
 
@@ -321,7 +321,7 @@ def test_placement_of_a_reward_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
         trainer.close()
     args = replace(args, reward_placement="replica", output_dir=str(tmp_path / "asked"))
     trainer = alignment.OnlineDPOTrainer(model, reward_model=reward, args=args, train_dataset=[{"prompt": "abc"}])
-    cards = trainer.engine_plan.cards
+    cards = trainer.planned.engines.cards
     sizes = [
         census(model_source(path, "", args, task=task)) for path, task in ((model, CAUSAL_LM), (reward, CLASSIFIER))
     ]

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from alignment import SFTConfig
 from alignment.config.errors import OptionError
-from alignment.methods.tokenizers import with_options
 from alignment.models.adapters import merged
 from alignment.models.adapters.merged import merge_live
 from alignment.models.vocabulary import Vocabulary, resize
+from alignment.training.tokenizers import with_options
 
 WORDS = "a b c"
 GPT_NEO_X = GPTNeoXConfig(

@@ -73,9 +73,9 @@ def fingerprints(
         reference: the reference model; None if there is none, or if it is the policy as given.
         rewards: fingerprints of reward sources by name.
     """
-    assert context.train_data is not None
-    found = {"data": _data(context.train_data)}
-    for name, data in context.eval_data.items():
+    assert context.data.train is not None
+    found = {"data": _data(context.data.train)}
+    for name, data in context.data.eval.items():
         found[f"evaluation data {name}".rstrip()] = _data(data)
     found["tokenizer"] = _short(describe_tokenizer(context.processing_class))
     found["model"] = model_fingerprint(plan.source)

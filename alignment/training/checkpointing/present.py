@@ -43,7 +43,7 @@ def present_run(context: RunContext, plan: EnginePlan, reference: ModelSource | 
         reference: the reference model; None if there is none, or if it is the policy as given.
         resources: the method's further resources.
     """
-    args, sampler = context.args, context.sampler
+    args, sampler = context.args, context.data.sampler
     assert sampler is not None
     return Present(
         method=args.method,

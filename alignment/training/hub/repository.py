@@ -11,6 +11,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from alignment.config.errors import OptionError, is_placeholder, setting
 from alignment.config.options import AlignmentConfig
+from alignment.engines.collectives import on_first_rank
 from alignment.run.retries import Retries
 from alignment.training.hub.process import HubCall
 from alignment.training.hub.pushes import Call
@@ -119,3 +120,42 @@ def ready_repository(
         raise OptionError(f"push_to_hub: {answer.error}")
 
     return retries("push_to_hub", ask)
+
+
+def prepared_repository(
+    args: AlignmentConfig,
+    retries: Retries,
+    tell: Callable[[str], None],
+    token: str | None = None,
+    private: bool | None = None,
+    *,
+    resumes: bool,
+) -> Repository:
+    """Return the repository of the options, created and checked on the first rank; collective.
+
+    Args:
+        args: the run's options.
+        retries: retry policy if the Hub cannot be reached.
+        tell: prints a line on the first rank.
+        token: replaces ``hub_token``.
+        private: replaces ``hub_private_repo``.
+        resumes: whether the run resumes; then an unreachable Hub is only a warning.
+
+    Raises:
+        OptionError: if the repository is not available, or the Hub cannot be reached.
+    """
+
+    def ready() -> Repository:
+        repository = named_repository(args, token, private)
+        try:
+            return ready_repository(repository, retries, create=not args.dry_run)
+        except ConnectionError as error:
+            if not resumes:
+                raise OptionError(
+                    f"push_to_hub: cannot reach the Hub: {error}; try again, or set push_to_hub: false"
+                ) from None
+            tell(f"warning: push_to_hub: cannot reach the Hub: {error}; uploads are attempted anyway")
+            return repository
+
+    found: Repository = on_first_rank(ready)
+    return found

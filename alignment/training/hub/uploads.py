@@ -79,6 +79,15 @@ class Uploads(TrainerCallback):
         self.repository = repository
 
     @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Give up uploads in progress if the body fails or is stopped."""
+        try:
+            yield
+        except BaseException:
+            self.cut_off()
+            raise
+
+    @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Within this context, saving a model does not upload it."""
         before, self.holds = self.holds, True
@@ -266,7 +275,7 @@ class Uploads(TrainerCallback):
                 else:
                     self._unsent = max(push.step, self._unsent or 0)
                     self._tell_failure(push.label, answer.error)
-            if self.context.sampler is not None:
+            if self.context.data.sampler is not None:
                 self.context.log_file.write(record)
             with contextlib.suppress(OSError):  # the folder has further uploads
                 (self.context.output_dir / STAGING).rmdir()

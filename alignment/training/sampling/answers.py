@@ -136,6 +136,6 @@ def answers_of(context: RunContext, in_run: Callable[[], bool]) -> EvaluationAns
     """Return the run's tables if enabled, registered as part of its state; see :class:`EvaluationAnswers`."""
     options = context.args
     assert isinstance(options, SequenceOptions) and options.generate_during_eval
-    if not context.eval_data:
+    if not context.data.eval:
         context.tell("generate_during_eval: no evaluation data, so nothing is sampled")
     return context.run_state.register("answers", EvaluationAnswers(context, options, in_run))

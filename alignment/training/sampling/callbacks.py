@@ -45,7 +45,7 @@ class LogCompletionsCallback(TrainerCallback):
             raise OptionError(
                 f"trainer: {show(type(trainer).__name__)} is not a trainer of this package; pass one that is"
             )
-        if not trainer.eval_data:
+        if not trainer.data.eval:
             raise OptionError(
                 "LogCompletionsCallback: the trainer has no evaluation data; pass eval_dataset to the trainer"
             )
@@ -54,7 +54,7 @@ class LogCompletionsCallback(TrainerCallback):
                 raise OptionError(f"{setting(name, value)}: expected an integer of at least 1")
         self.trainer, self.generation_config, self.freq = trainer, generation_config, freq
         self.sampler = Sampler(trainer.context)
-        self.prompts = first_prompts(next(iter(trainer.eval_data.values())), num_prompts)
+        self.prompts = first_prompts(next(iter(trainer.data.eval.values())), num_prompts)
         if generation_config is not None:
             sampling_of(generation_config, trainer.processing_class, _LONGEST, draw=False)  # check it now
         path = trainer.output_dir / COMPLETIONS if trainer.is_world_process_zero() else None

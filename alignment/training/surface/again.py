@@ -11,10 +11,9 @@ from alignment.config.errors import OptionError
 from alignment.engines.optimizers import build_scheduler
 from alignment.training.context import RunContext
 from alignment.training.run_engines import RunEngines
-from alignment.training.run_state import Identity
 
 
-def begin_again(context: RunContext, engines: RunEngines, identity: Identity, steps: int, resumes: bool) -> None:
+def begin_again(context: RunContext, engines: RunEngines, steps: int, resumes: bool) -> None:
     """Start a new run from the weights of the last one: at step 0, with a new schedule and a new log.
 
     As in transformers, the optimizer keeps its moments, the reference its weights, and a given schedule continues.
@@ -22,7 +21,6 @@ def begin_again(context: RunContext, engines: RunEngines, identity: Identity, st
     Args:
         context: the run.
         engines: its engines.
-        identity: gets a new name.
         steps: length of the schedule.
         resumes: whether a resume was requested.
 
@@ -44,7 +42,7 @@ def begin_again(context: RunContext, engines: RunEngines, identity: Identity, st
         if not field.name.endswith("process_zero"):
             setattr(context.state, field.name, getattr(fresh, field.name))
     context.events.control = TrainerControl()
-    identity.name, identity.attempt = uuid.uuid4().hex, 1
+    context.identity.name, context.identity.attempt = uuid.uuid4().hex, 1
     context.phases.load_state_dict({"records": {}})
     if engines.optimizers[1] is None:
         optimizer = engines.policy.scheduler.optimizer

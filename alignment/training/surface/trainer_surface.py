@@ -6,11 +6,13 @@ import dataclasses
 import datetime
 import json
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from datasets import Dataset
+from huggingface_hub import CommitInfo
 from torch import nn
 from transformers import TrainerState
 
@@ -18,16 +20,18 @@ from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
 from alignment.data.packing.rows import PackedRows
 from alignment.data.shown.rows import Collator, PlannedBatches
-from alignment.data.windows import WindowPlan, WindowSampler
+from alignment.data.windows import WindowPlan
 from alignment.engines.launch_env import local_rank, rank
-from alignment.models.source import ModelSource
 from alignment.references.engine import EngineReference
 from alignment.training.callbacks import Events, check_callbacks
 from alignment.training.checkpointing.output_folder import write_json
 from alignment.training.context import RunContext
-from alignment.training.data import PreparedData, total_steps
+from alignment.training.data import PreparedData, RunData, total_steps
 from alignment.training.evaluation import evaluation_window
+from alignment.training.hub.process import Answer
+from alignment.training.hub.publisher import Publisher
 from alignment.training.method import AnyMethod
+from alignment.training.preparation import PlannedModels
 from alignment.training.run_engines import RunEngines
 from alignment.training.surface.accelerator import Accelerator
 
@@ -35,7 +39,7 @@ Metrics: TypeAlias = Mapping[str, Any]
 
 
 class TrainerSurface:
-    """The part of a trainer that neither trains nor evaluates."""
+    """Base class of the trainer with what its users' scripts expect, and training itself does not need."""
 
     args: AlignmentConfig
     method: AnyMethod
@@ -43,13 +47,10 @@ class TrainerSurface:
     events: Events
     context: RunContext
     engines: RunEngines
+    publisher: Publisher
     output_dir: Path
-    processing_class: Any
-    policy_source: ModelSource
-    reference_source: ModelSource
-    train_data: PreparedData | None
-    eval_data: dict[str, PreparedData]
-    sampler: WindowSampler | None
+    planned: PlannedModels
+    data: RunData
     given_data: tuple[Any, Any]
 
     is_fsdp_enabled = False
@@ -75,7 +76,7 @@ class TrainerSurface:
     @property
     def aux_loss_enabled(self) -> bool:
         """Whether the load-balancing loss of a mixture of experts is part of the loss, and logged as ``aux_loss``."""
-        return self.engines.aux_coefficient is not None
+        return self.planned.aux_coefficient is not None
 
     @property
     def model_wrapped(self) -> Any:
@@ -92,8 +93,8 @@ class TrainerSurface:
         """
         if not self.method.needs_reference:
             return None
-        given = self.reference_source.live
-        if given is not None and self.reference_source is not self.policy_source:
+        given = self.planned.reference.live
+        if given is not None and self.planned.reference is not self.planned.policy:
             return given
         reference = None if self.engines.models is None else self.engines.models.reference
         return reference.engine.scorer.model if isinstance(reference, EngineReference) else None
@@ -115,9 +116,14 @@ class TrainerSurface:
 
     def build_engines(self) -> None:
         """Build the engines, for training if there is training data, unless already built. All ranks must call it."""
-        self.engines.build(total_steps(self.args, self.sampler) if self.sampler is not None else None)
+        self.engines.build(total_steps(self.args, self.data.sampler) if self.data.sampler is not None else None)
 
     # Data -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer."""
+        return self.planned.processing_class
 
     @property
     def tokenizer(self) -> Any:
@@ -130,15 +136,15 @@ class TrainerSurface:
 
         Rows that are excluded from training are not in it. Prompts for generation are unchanged.
         """
-        return None if self.train_data is None else self._shown(self.train_data, self.given_data[0])
+        return None if self.data.train is None else self._shown(self.data.train, self.given_data[0])
 
     @cached_property
     def eval_dataset(self) -> Any:
         """The tokenized evaluation rows in the same form: None, a dataset, or a dict of several."""
         given = self.given_data[1]
         if not isinstance(given, dict):
-            return self._shown(self.eval_data[""], given) if self.eval_data else None
-        return {name: self._shown(data, given[name]) for name, data in self.eval_data.items()}
+            return self._shown(self.data.eval[""], given) if self.data.eval else None
+        return {name: self._shown(data, given[name]) for name, data in self.data.eval.items()}
 
     def _shown(self, data: PreparedData, given: Any) -> Any:
         if self.method.kind == "prompt_only" and not callable(given):
@@ -157,7 +163,7 @@ class TrainerSurface:
         Raises:
             OptionError: if there is no training data.
         """
-        data, sampler = self.train_data, self.sampler
+        data, sampler = self.data.train, self.data.sampler
         if data is None or sampler is None:
             raise OptionError("train_dataset: no training data, so there are no batches")
 
@@ -176,18 +182,18 @@ class TrainerSurface:
         Raises:
             OptionError: if there is no such set.
         """
-        name = next(iter(self.eval_data), None) if eval_dataset is None else eval_dataset
-        if name not in self.eval_data:
-            there = ", ".join(self.eval_data) or "none"
+        name = next(iter(self.data.eval), None) if eval_dataset is None else eval_dataset
+        if name not in self.data.eval:
+            there = ", ".join(self.data.eval) or "none"
             raise OptionError(f"eval_dataset: no set named {name!r} ({there}); pass the dataset to evaluate()")
-        data = self.eval_data[name]
+        data = self.data.eval[name]
         return self._batches(
             data, lambda: iter((evaluation_window(self.context, data)[0],)), self.args.eval_batch_size
         )
 
     def _batches(self, data: PreparedData, plans: Callable[[], Iterator[WindowPlan]], size: int) -> PlannedBatches:
         def rows() -> Dataset:
-            own = data is self.train_data and self.method.kind != "prompt_only"
+            own = data is self.data.train and self.method.kind != "prompt_only"
             return self.train_dataset if own else shown_rows(data, self.method)
 
         return PlannedBatches(rows, plans, rank(), self.data_collator, data.table, size)
@@ -271,6 +277,77 @@ class TrainerSurface:
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback, an instance or a class, if present."""
         self.pop_callback(callback)
+
+    # Uploads --------------------------------------------------------------------------------------------------------
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The repository with its owner; until the owner is known, the value of the option."""
+        return self.publisher.model_id
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Create the repository if needed, and check that it is writable. All ranks must call it.
+
+        Args:
+            token: replaces ``hub_token``.
+            private: replaces ``hub_private_repo``.
+
+        Raises:
+            OptionError: if the repository is not available, or the Hub cannot be reached.
+        """
+        self.publisher.use(token, private)
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+        **details: Any,
+    ) -> None:
+        """Write the model card, ``README.md`` in the output folder, unless someone else's card is there.
+
+        Later uploads repeat these additions.
+
+        Args:
+            model_name: for the metadata; defaults to the name of the repository or of the output folder.
+            dataset_name: the training dataset's name on the Hub.
+            tags: added to those of the method.
+            **details: further arguments of transformers: ``language``, ``license``, ``finetuned_from``, ``tasks``,
+                ``dataset_tags``, ``dataset``, ``dataset_args``.
+
+        Raises:
+            TypeError: if an argument is unknown.
+            OutputError: if the card cannot be written.
+        """
+        self.publisher.create_model_card(model_name=model_name, dataset_name=dataset_name, tags=tags, **details)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> CommitInfo | Future[Answer] | None:
+        """Save the model to the output folder and upload it with its card. All ranks must call it.
+
+        Args:
+            commit_message: message of the commit.
+            blocking: wait until the upload has finished or failed.
+            token: replaces ``hub_token``.
+            revision: replaces ``hub_revision``.
+            private: replaces ``hub_private_repo`` if the repository is created.
+            **kwargs: see :meth:`create_model_card`.
+
+        Returns:
+            On the first rank, the commit, or with ``blocking=False`` a future; None on other ranks.
+
+        Raises:
+            OptionError: if the repository is not available.
+            HubError: if the upload failed; the message has the command to upload manually.
+        """
+        return self.publisher.push(commit_message, blocking, token, revision, private, **kwargs)
 
 
 def shown_rows(data: PreparedData, method: AnyMethod) -> Dataset:
