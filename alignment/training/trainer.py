@@ -184,6 +184,7 @@ class AlignmentTrainer(TrainerSurface):
     def _create_run(self, callbacks: Any, optimizers: tuple[Any, Any], repository: Repository | None) -> None:
         """Create what exists for the whole run: its state, its log, its callbacks, and its engines, not yet built."""
         self.events = Events(self.args, self.state, callbacks, self.processing_class)
+        self.phases = Phases(device())
         self.context = RunContext(
             args=self.args,
             method=self.method,
@@ -191,7 +192,7 @@ class AlignmentTrainer(TrainerSurface):
             processing_class=self.processing_class,
             state=self.state,
             events=self.events,
-            phases=Phases(device()),
+            phases=self.phases,
             log_file=JsonlLog(self.output_dir / LOG if rank() == 0 else None, self.tell, timed=True),
             retries=self.retries,
             log=self.log,
@@ -278,7 +279,7 @@ class AlignmentTrainer(TrainerSurface):
         if self.is_world_process_zero():
             name = None if checkpoint is None else checkpoint.folder.name
             begin_status(self.output_dir, self.args.method, name, bool(asked), self.tell)
-        with ending_in_status(), listening(self.tell), self.uploads.ending():
+        with ending_in_status(), listening(self.tell):
             with ACTIVITY("load"), contextlib.ExitStack() as loading:
                 loading.callback(self.folder.release)
                 loop = TrainingLoop(self.context, self.engines, data, sampler, self.evaluate)
@@ -289,9 +290,10 @@ class AlignmentTrainer(TrainerSurface):
                 on_first_rank(self._write_settings)
                 loading.pop_all()
             self.engines.trained = True
-            result = loop.run(evaluation_windows(self.context), writer)
-            self.uploads.finish()
-        self._finish(writer)
+            with self.uploads.ending():
+                result = loop.run(evaluation_windows(self.context), writer)
+                self.uploads.finish()
+            self._finish(writer)
         return result
 
     def _present(self) -> Present:

@@ -100,7 +100,7 @@ def trainer_of(model: str, out: Path, evaluation: Any = None, **options: Any) ->
     ],
 )
 def test_rows_that_are_used(model: str, tmp_path: Path, options: dict[str, Any], rows: int) -> None:
-    data = trainer_of(model, tmp_path / "out", **options).train_data
+    data = trainer_of(model, tmp_path / "out", **options).data.train
     assert data is not None
     assert data.report.rows_in == rows
 
@@ -108,9 +108,9 @@ def test_rows_that_are_used(model: str, tmp_path: Path, options: dict[str, Any],
 def test_a_stream_of_unknown_length_is_refused(model: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^train_dataset: is an IterableDataset, .* set max_steps \(or max_train_sa"):
         trainer_of(model, tmp_path / "out")
-    whole = trainer_of(model, tmp_path / "out", stream_of(unpaired_rows(30)), max_steps=2).eval_data
+    whole = trainer_of(model, tmp_path / "out", stream_of(unpaired_rows(30)), max_steps=2).data.eval
     assert whole[""].report.rows_in == 30  # read to its end
-    data = trainer_of(model, tmp_path / "out", stream_of(unpaired_rows(30)), max_steps=2, max_eval_samples=6).eval_data
+    data = trainer_of(model, tmp_path / "out", stream_of(unpaired_rows(30)), max_steps=2, max_eval_samples=6).data.eval
     assert data[""].report.rows_in == 6
 
 

@@ -137,9 +137,9 @@ def test_a_precomputed_reference_trains_like_a_live_one(
 
     live = make(method, models["policy"], models["reference"], tmp_path / "live", ref_placement=LIVE)
     if method == "KTO":
-        assert live.sampler is not None and live.sampler.partners is None
-        assert live.train_data is not None
-        live.sampler.partners = set_partners(live.train_data.table, order_seed(live.args), draw=True)
+        assert live.data.sampler is not None and live.data.sampler.partners is None
+        assert live.data.train is not None
+        live.data.sampler.partners = set_partners(live.data.train.table, order_seed(live.args), draw=True)
     expected, expected_weights = finished(live, method)
     assert "precompute" not in live.phases.records
     assert log == expected
@@ -153,8 +153,8 @@ def test_a_precomputed_reference_trains_like_a_live_one(
     found, _ = finished(again, method)
     assert built == ["policy"] and stored(stores) == files, "the store was complete, and is unchanged"
     live = make(method, models["policy"], models["reference"], tmp_path / "other", ref_placement=LIVE, **given)
-    assert live.sampler is not None and again.sampler is not None
-    live.sampler.partners = again.sampler.partners
+    assert live.data.sampler is not None and again.data.sampler is not None
+    live.data.sampler.partners = again.data.sampler.partners
     expected, _ = finished(live, method)
     assert found != expected, "its batches differ from the store's"
     for one, other in zip(found, expected, strict=True):

@@ -120,8 +120,8 @@ def test_one_step_against_float64(tmp_path: Path, classifier: str, stage: str, m
         eval_dataset=ROWS[:3],
         **split,
     )
-    assert made.train_data is not None
-    rows = [made.train_data.dataset[number] for number in range(8)]
+    assert made.data.train is not None
+    rows = [made.data.train.dataset[number] for number in range(8)]
     assert {row["margin"] for row in rows} == {0.0, 0.25, 0.5, 0.75}
     expected, gradients = dense(classifier, rows, CENTER)
     before = {f"eval_{name}": value for name, value in dense(classifier, rows[:3], CENTER)[0].items()}

@@ -213,7 +213,7 @@ def test_a_page_that_cannot_be_drawn_fails_no_run(tmp_path: Path, capsys: pytest
 @pytest.mark.usefixtures("drawn", "own_process_group")
 def test_a_run_that_has_not_begun_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = kto(tmp_path)
-    monkeypatch.setattr(trainer, "_prepared", lambda *_: 1 / 0)
+    monkeypatch.setattr(trainer.engines, "build", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert not (tmp_path / "out" / "report.html").exists()

@@ -39,13 +39,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def watched(monkeypatch: pytest.MonkeyPatch, after: Callable[[TrainingLoop], None]) -> None:
     """Call ``after`` between any two steps."""
-    boundary = TrainingLoop._boundary
+    boundary = TrainingLoop._between_steps
 
     def then(loop: TrainingLoop) -> None:
         boundary(loop)
         after(loop)
 
-    monkeypatch.setattr(TrainingLoop, "_boundary", then)
+    monkeypatch.setattr(TrainingLoop, "_between_steps", then)
 
 
 def state_of(folder: Path) -> dict[str, Any]:
@@ -171,16 +171,16 @@ def test_a_run_resumes_from_a_rescued_checkpoint(
     whole.train()
     whole.close()
     broken = make("KTO", models, tmp_path / "broken", **rare)
-    step = TrainingLoop._step
+    update = TrainingLoop._update
 
-    def failing(loop: TrainingLoop, *given: Any) -> bool:
+    def failing(loop: TrainingLoop, *given: Any) -> Any:
         if loop.state.global_step == 4:
             torch.rand(3)
             raise NonFiniteLoss("the loss of this window is nan")
-        return step(loop, *given)
+        return update(loop, *given)
 
     with monkeypatch.context() as patched:
-        patched.setattr(TrainingLoop, "_step", failing)
+        patched.setattr(TrainingLoop, "_update", failing)
         with pytest.raises(TrainingError, match="weights of step 4 are saved in checkpoint-4"):
             broken.train()
     broken.close()
@@ -205,12 +205,11 @@ def test_the_checkpoint_is_the_last_act_of_a_step(models: dict[str, str], tmp_pa
 _PAIR = ("", ".0", ".1", ".len")
 # Attributes that a step changes and that a resume does not need, each with the reason.
 EXCUSED = {
-    "loop._step_seconds": "duration of this process's newest step",
     "loop._started": "a clock of this process; earlier seconds are in totals",
     "loop._before": "seconds before this process started, which are in totals",
     "loop.decision.0": "decided between any two steps; set at the last step",
     **{f"loop.best._before{part}": "of the newest evaluation, until its checkpoint is written" for part in _PAIR},
-    "trainer.identity.attempt": "counts how often a state was loaded",
+    "trainer.context.identity.attempt": "counts how often a state was loaded",
     "loop.progress._tokens": "of the progress bar, which shows this process's speed",
     "trainer.data.sampler._order.0": "an epoch's order is a function of seed and epoch, computed on demand",
     "trainer.data.sampler._order.1": "the same",

@@ -23,10 +23,10 @@ from alignment.run import safe_points
 from alignment.run.activity import ACTIVITY
 from alignment.run.requests import REQUESTS
 from alignment.run.stop import RunStopped, StopReason
+from alignment.training import trainer as trainer_module
 from alignment.training import trainer as trainers
 from alignment.training.bad_steps import BadSteps, LossSpike
 from alignment.training.checkpointing.writer import CheckpointWriter
-from alignment.training.surface import records
 from alignment.training.trainer import AlignmentTrainer
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
@@ -117,16 +117,21 @@ def stopped(trainer: AlignmentTrainer) -> RunStopped:
     return caught.value
 
 
-# The request, the resulting checkpoint, and the recorded position.
-PLACES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch, AlignmentTrainer], Any], int, str]] = {
-    "after-a-step": ("KTO", lambda _, t: t.add_callback(Asks("on_step_end", 2, terminate)), 2, "done"),
-    "before-a-step": ("KTO", lambda _, t: t.add_callback(Asks("on_step_begin", 2, terminate)), 2, "done"),
-    "between-micro-batches": ("KTO", lambda _, t: t.add_callback(Asks("on_substep_end", 4, terminate)), 4, "done"),
-    "in-an-evaluation": ("KTO", lambda patch, _: in_evaluation(patch, 1), 3, "epoch"),
-    "in-the-last-evaluation": ("KTO", lambda patch, _: in_evaluation(patch, 2), 6, "epoch"),
-    "before-an-evaluation": ("KTO", lambda _, t: t.add_callback(Asks("on_epoch_end", 3, terminate)), 3, "epoch"),
-    "in-a-rollout": ("OnlineDPO", lambda patch, _: in_rollout(patch, 18), 1, "done"),
-    "in-the-rollout-of-an-evaluation": ("OnlineDPO", lambda patch, _: in_rollout(patch, 30), 3, "epoch"),
+# The request, the resulting checkpoint, and what a resume does first.
+PLACES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch, AlignmentTrainer], Any], int, list[str]]] = {
+    "after-a-step": ("KTO", lambda _, t: t.add_callback(Asks("on_step_end", 2, terminate)), 2, []),
+    "before-a-step": ("KTO", lambda _, t: t.add_callback(Asks("on_step_begin", 2, terminate)), 2, []),
+    "between-micro-batches": ("KTO", lambda _, t: t.add_callback(Asks("on_substep_end", 4, terminate)), 4, []),
+    "in-an-evaluation": ("KTO", lambda patch, _: in_evaluation(patch, 1), 3, ["evaluate", "save"]),
+    "in-the-last-evaluation": ("KTO", lambda patch, _: in_evaluation(patch, 2), 6, ["evaluate", "save"]),
+    "before-an-evaluation": (
+        "KTO",
+        lambda _, t: t.add_callback(Asks("on_epoch_end", 3, terminate)),
+        3,
+        ["evaluate", "save"],
+    ),
+    "in-a-rollout": ("OnlineDPO", lambda patch, _: in_rollout(patch, 18), 1, []),
+    "in-the-rollout-of-an-evaluation": ("OnlineDPO", lambda patch, _: in_rollout(patch, 30), 3, ["evaluate", "save"]),
 }
 
 
@@ -141,7 +146,7 @@ def test_stopping_at_any_point(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    method, ask, step, left = PLACES[place]
+    method, ask, step, due = PLACES[place]
     whole = wholes(method)
     with monkeypatch.context() as patch:
         trainer = make(method, models, tmp_path, **settings(method))
@@ -151,7 +156,8 @@ def test_stopping_at_any_point(
     assert (error.code, error.reason) == (85, StopReason.SIGTERM)
     assert f"preempted by SIGTERM after step {step}: checkpoint-{step} is complete" in str(error)
     assert [path.name for path in checkpoints(trainer.output_dir)] == [f"checkpoint-{step}"]
-    assert f'"left": "{left}"' in (trainer.output_dir / f"checkpoint-{step}" / "run_state.json").read_text()
+    saved = json.loads((trainer.output_dir / f"checkpoint-{step}" / "run_state.json").read_text())
+    assert saved["boundary"]["due"] == due
     status = read_status(trainer.output_dir)
     assert status is not None
     assert (status.state, status.signal, status.step, status.checkpoint) == (
@@ -231,13 +237,13 @@ def test_a_signal_after_the_last_step_changes_nothing(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the report, in the final result, and in a callback at the end."""
-    written = records.write_report
+    written = trainer_module.write_report
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
         terminate()
         written(*args, **kwargs)
 
-    monkeypatch.setattr(records, "write_report", interrupted)
+    monkeypatch.setattr(trainer_module, "write_report", interrupted)
     trainer = make("KTO", models, tmp_path, **RUN)
     trainer.add_callback(Asks("on_train_end", 6, terminate))
     trainer.train()

@@ -513,8 +513,8 @@ def test_other_ranks_read_the_cache_of_the_first(
     monkeypatch.setattr(data_setup, "prepare", unread)
     monkeypatch.setattr(data_setup, "from_first_rank", lambda path: made[0])
     other = CPOTrainer(model=paths["policy"], args=CPOConfig(**options(tmp_path)), train_dataset=unread)
-    assert first.train_data is not None and other.train_data is not None
-    assert other.train_data.dataset[:] == first.train_data.dataset[:]
+    assert first.data.train is not None and other.data.train is not None
+    assert other.data.train.dataset[:] == first.data.train.dataset[:]
 
 
 def test_a_users_optimizer_and_schedule(paths: dict[str, str], tmp_path: Path) -> None:

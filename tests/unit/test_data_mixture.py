@@ -231,7 +231,7 @@ def test_a_limit_replaces_dropped_rows_of_weighted_parts(tmp_path: Path, folder:
     for name, rows, weight in (("first.jsonl", [*equal, *unpaired_rows(9)], 2), ("second.jsonl", unpaired_rows(9), 1)):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         parts.append({"dataset_name": str(tmp_path / name), "weight": weight})
-    data = trainer_of(folder, dataset_mixture=parts, max_train_samples=6).train_data
+    data = trainer_of(folder, dataset_mixture=parts, max_train_samples=6).data.train
     assert data is not None and [part.report.rows_out for part in data.parts] == [4, 2]
 
 
@@ -241,7 +241,7 @@ def test_truncated_rows_are_counted_after_sampling(tmp_path: Path, folder: Path)
     for name, rows in (("long.jsonl", long), ("short.jsonl", unpaired_rows(20))):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         parts.append({"dataset_name": str(tmp_path / name)})
-    data = trainer_of(folder, dataset_mixture=parts, max_train_samples=10, max_length=48).train_data
+    data = trainer_of(folder, dataset_mixture=parts, max_train_samples=10, max_length=48).data.train
     assert data is not None and [part.report.completions_cut for part in data.parts] == [5, 0]
     assert (data.report.rows_out, data.report.completions_cut) == (10, 5)
 
@@ -273,14 +273,14 @@ def test_a_mixture_of_labeled_rows_pairs_and_other_columns(folder: Path) -> None
 def test_data_seed_determines_the_sampled_rows(folder: Path) -> None:
     rows = []
     for options in ({}, {}, {"seed": 7}, {"seed": 7, "data_seed": 42}):
-        data = trainer_of(folder, **options).train_data
+        data = trainer_of(folder, **options).data.train
         assert data is not None
         rows.append([data.source_row(row) for row in range(len(data.dataset))])
     assert rows[0] == rows[1] == rows[3] != rows[2]
 
 
 def test_a_mixture_of_a_given_size(folder: Path) -> None:
-    data = trainer_of(folder, max_train_samples=12).train_data
+    data = trainer_of(folder, max_train_samples=12).data.train
     assert data is not None
     assert [part.report.rows_out for part in data.parts] == [6, 4, 2]
 
