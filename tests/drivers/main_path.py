@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,11 @@ def backward(engine: Any, *given: Any, **named: Any) -> Any:
     global _seen
     if not _seen:
         _seen = True
-        own = (ROOT / "alignment", ROOT / "launch")
-        stack = traceback.extract_stack()
-        frames = [
-            f"{Path(each.filename).relative_to(ROOT)}:{each.name}" for each in stack if _is_in(each.filename, own)
-        ]
-        print(f"FRAMES {json.dumps(frames)}", flush=True)
+        own = f"{ROOT}/alignment", f"{ROOT}/launch"
+        frames = [each for each in traceback.extract_stack() if each.filename.startswith(own)]
+        names = [f"{Path(each.filename).relative_to(ROOT)}:{each.name}" for each in frames]
+        print(f"FRAMES {json.dumps(names)}", flush=True)
     return _backward(engine, *given, **named)
-
-
-def _is_in(name: str, folders: tuple[Path, ...]) -> bool:
-    return any(Path(name).is_relative_to(folder) for folder in folders)
 
 
 if __name__ == "__main__":
