@@ -35,8 +35,8 @@ from transformers import (
 
 import alignment
 from alignment.engines.collectives import on_first_rank
-from alignment.engines.launch_env import rank
 from alignment.run.guard import guarded
+from alignment.run.ranks import rank
 
 TORN = '{"step": 99, "of a truncated line'
 

@@ -11,12 +11,12 @@ from transformers import TrainerState
 
 from alignment.config.options import AlignmentConfig
 from alignment.data.windows import WindowSampler
-from alignment.engines.launch_env import rank
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM
 from alignment.planning.engines import EnginePlan
 from alignment.references.engine import ReferencePlan
 from alignment.reporting.log import JsonlLog, strict
+from alignment.run.ranks import rank
 from alignment.run.retries import Retries
 from alignment.training.callbacks import Events
 from alignment.training.checkpointing.output_folder import write_json
