@@ -15,7 +15,7 @@ from pathlib import Path
 
 from alignment.config.errors import DataError
 from alignment.engines.collectives import barrier, from_first_rank, gathered
-from alignment.engines.launch_env import local_rank, rank
+from alignment.run.ranks import local_rank, rank
 
 _PROBE = ".seen-by-"  # prefix of the probe file
 _PATIENCE_S = 2.0  # if a shared disk shows a file later, it is written twice, which only costs time

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from alignment.config.errors import OutputError
 from alignment.engines.collectives import from_first_rank, gathered
-from alignment.engines.launch_env import rank
+from alignment.run.ranks import rank
 
 PROBE = ".probe-"  # prefix of the probe files
 _PATIENCE_S = 10.0  # on network file systems, a new file appears on other hosts when their caches expire

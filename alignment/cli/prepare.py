@@ -16,9 +16,10 @@ from alignment.config.dtypes import Machine, planning_for
 from alignment.config.errors import OptionError, setting
 from alignment.config.registry import METHODS
 from alignment.engines.garbage import old_objects_spared, uncollected
-from alignment.engines.launch_env import hush_libraries, init_distributed, world_size
+from alignment.engines.launch_env import hush_libraries, init_distributed
 from alignment.engines.start_up import import_libraries
 from alignment.run.guard import guarded
+from alignment.run.ranks import world_size
 
 _ABOUT = """\
 Tokenize the data of a run and print its plan, without a GPU and without loading weights. The run reads the tokenized

@@ -13,8 +13,8 @@ from alignment.config.dtypes import Machine
 from alignment.config.errors import LastCheckpointError
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
-from alignment.engines.launch_env import rank
 from alignment.reporting.html.page import PAGE
+from alignment.run.ranks import rank
 from alignment.training.checkpointing.output_folder import check_output_folder
 from alignment.training.data import evaluation_data, tokenized_folder, training_data
 from alignment.training.summary import REPORT

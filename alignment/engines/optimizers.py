@@ -20,7 +20,7 @@ from alignment.config.dtypes import planned, uses_cuda
 from alignment.config.errors import OptionError
 from alignment.config.fields import parse_optim_args
 from alignment.config.translated.sections import has_optimizer
-from alignment.engines.compile_lock import abandoned_locks_removed
+from alignment.engines.compile_lock import compiling
 from alignment.internals.bitsandbytes import counts_in_32_bits
 from alignment.internals.deepspeed import is_prebuilt
 from alignment.internals.deepspeed_state import Unit, whole_shape
@@ -237,7 +237,6 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
 
     Raises:
         OptionError: ``optim_args`` has a key or value that the optimizer does not accept, or nothing is trainable.
-        AlignmentError: the optimizer has to be compiled, but the compilation lock of another process persists.
     """
     extra = parse_optim_args(options.optim_args)
     if "weight_decay" in extra:  # the groups have their own values, so this one would have no effect
@@ -252,7 +251,7 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
             raise OptionError(f"optim_args: {options.optim_args!r}: {options.optim} ignores {name}; remove it")
     own = kind.own(options, extra)
     try:
-        with abandoned_locks_removed():
+        with compiling():
             return kind.load()(groups, lr=options.learning_rate, **(kind.arguments | own | extra))
     except (TypeError, ValueError, NotImplementedError) as error:
         raise OptionError(

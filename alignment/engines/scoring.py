@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from alignment.config.errors import ModelError, first_line
 from alignment.data.batching import Batch, OnDevice
 from alignment.engines.collectives import device, true_on_every_rank
-from alignment.engines.compile_lock import abandoned_locks_removed
+from alignment.engines.compile_lock import compiling
 from alignment.internals.deepspeed import destroy, partitions_weights, reports_grad_norm, scales_loss, undo_dummy_step
 from alignment.internals.deepspeed_reduction import (
     accumulate_locally,
@@ -87,7 +87,7 @@ class ScoringEngine:
         self.scorer, self.device = scorer, device()
         partition_whole(scorer, ds_config, self.device)
         # DeepSpeed must not initialize the process group again, and it writes into its configuration, hence the copy.
-        with abandoned_locks_removed():  # some of DeepSpeed's features are compiled here
+        with compiling():  # some of DeepSpeed's features are compiled here
             self.engine, *_ = deepspeed.initialize(
                 model=scorer, config=copy.deepcopy(ds_config), dist_init_required=False, **kwargs
             )

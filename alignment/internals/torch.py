@@ -9,9 +9,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
-from unittest import mock
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -143,27 +141,6 @@ def release_pinned_memory() -> None:
     release = public or getattr(torch._C, "_host_emptyCache", None)
     if release is not None:
         release()
-
-
-@contextlib.contextmanager
-def looking_before_builds(look: Callable[[Path], None]) -> Iterator[None]:
-    """Call ``look``, within this context, with the lock of an extension that another process is compiling.
-
-    When it returns, the lock is tried again. torch itself waits without a limit for the file to vanish, which a killed
-    process leaves behind (pytorch #189245), and then loads an extension that may not have been built. The process that
-    holds a lock keeps its file open. Seen with torch 2.13.
-    """
-    from torch.utils.file_baton import FileBaton
-
-    acquire = FileBaton.try_acquire
-
-    def try_acquire(baton: FileBaton) -> bool:
-        while not acquire(baton):
-            look(Path(baton.lock_file_path))
-        return True
-
-    with mock.patch.object(FileBaton, "try_acquire", try_acquire):
-        yield
 
 
 @contextlib.contextmanager

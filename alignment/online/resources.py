@@ -14,7 +14,6 @@ from alignment.config.dtypes import DtypePlan
 from alignment.config.errors import OptionError, setting
 from alignment.config.options_online import CLASSIFIER_OPTIONS, OnlineOptions
 from alignment.data.json_columns import prompt_row
-from alignment.engines.launch_env import rank
 from alignment.engines.scoring import ScoringEngine
 from alignment.models.source import ModelSource
 from alignment.online.arguments import (
@@ -41,6 +40,7 @@ from alignment.rewards.samples import RewardSource
 from alignment.rollout.backend import Sampling
 from alignment.rollout.engine import RolloutEngine
 from alignment.rollout.processors import check_generation_kwargs
+from alignment.run.ranks import rank
 from alignment.run.retries import NEVER, Retries
 from alignment.training.checkpointing.fingerprints import code_fingerprint, model_fingerprint
 from alignment.training.checkpointing.output_folder import COMPLETIONS

@@ -13,7 +13,6 @@ from alignment.config.options_online import OnlineOptions
 from alignment.data.batching import AnyBatch, PromptBatch
 from alignment.data.windows import WindowPlan
 from alignment.engines.collectives import gathered
-from alignment.engines.launch_env import rank, world_size
 from alignment.engines.phases import Phases
 from alignment.engines.rng import seeded
 from alignment.online.completion_log import CompletionLog
@@ -23,6 +22,7 @@ from alignment.online.ranking import REASONS, FirstAnswer, Ranker, Ranking, firs
 from alignment.reporting.metrics import MetricSums
 from alignment.rollout.backend import RolloutRequest, Sampling
 from alignment.rollout.engine import RolloutEngine
+from alignment.run.ranks import rank, world_size
 from alignment.training.data import PreparedData
 from alignment.training.method import AnyMethod, Models
 from alignment.training.window import WindowPass

@@ -15,7 +15,6 @@ from alignment.config.options_online import OnlineOptions
 from alignment.config.placement import PLACEMENTS, placement_of, plan_frozen
 from alignment.config.translated.sections import check_translated, without_sections
 from alignment.engines.collectives import gathered
-from alignment.engines.launch_env import world_size
 from alignment.models.adapters.given import Given
 from alignment.models.adapters.plan import plan_adapters
 from alignment.models.adapters.record import Adapters
@@ -25,6 +24,7 @@ from alignment.planning.kernels import check_kernels
 from alignment.planning.memory import Cards, census, smallest_card, use_of_policy
 from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.engine import ReferencePlan
+from alignment.run.ranks import world_size
 
 
 @dataclass(frozen=True)

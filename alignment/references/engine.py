@@ -11,7 +11,6 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.placement import FrozenPlan
 from alignment.data.batching import Batch
 from alignment.engines.collectives import device, true_on_every_rank
-from alignment.engines.launch_env import world_size
 from alignment.engines.scoring import FrozenEngine, checked
 from alignment.models.adapters.given import Given, equip
 from alignment.models.adapters.record import Adapters
@@ -20,6 +19,7 @@ from alignment.models.loading import disable_dropout, snapshot
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM
 from alignment.references.base import RowIds
+from alignment.run.ranks import world_size
 
 
 class EngineReference:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from alignment.config.errors import OptionError, RewardError, setting
-from alignment.engines.launch_env import rank
 from alignment.reporting.completions import as_text
 from alignment.rewards.pairwise import BasePairwiseJudge
 from alignment.rewards.questions import FAILED, INSTRUCTION, check_instruction, filled_in, read_verdict
 from alignment.run.activity import ACTIVITY
+from alignment.run.ranks import rank
 from alignment.run.requests import REQUESTS
 
 _LONGEST_PAUSE_S = 300.0  # limit of exponential backoff and of Retry-After

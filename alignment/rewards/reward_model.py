@@ -19,7 +19,6 @@ from alignment.data.messages import Text
 from alignment.data.prepare import check_vocabulary
 from alignment.data.tokenization import RowTokenizer, Source
 from alignment.engines.collectives import device, largest_over_ranks
-from alignment.engines.launch_env import world_size
 from alignment.engines.scoring import FrozenEngine, frozen_engine
 from alignment.models.classifier import longest_sequence
 from alignment.models.kernels import liger_type
@@ -29,6 +28,7 @@ from alignment.models.source import ModelSource, model_source
 from alignment.models.tasks import CLASSIFIER
 from alignment.rewards.callables import raise_together
 from alignment.rewards.samples import Samples, one_turn, spoken
+from alignment.run.ranks import world_size
 
 Place: TypeAlias = Callable[[ModelSource, int | None], tuple[str, str] | None]
 

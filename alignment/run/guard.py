@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import NoReturn
 
-from alignment.engines.launch_env import init_distributed, prepare_environment, rank, world_size
+from alignment.engines.launch_env import init_distributed
 from alignment.internals.torch import default_store
 from alignment.run.activity import ACTIVITY
 from alignment.run.beats import Pulse
@@ -28,6 +28,7 @@ from alignment.run.last_word import LastWord, Verdict, record
 from alignment.run.launchers import orphaned
 from alignment.run.lines import hung_line
 from alignment.run.peers import Peers
+from alignment.run.ranks import prepare_environment, rank, world_size
 from alignment.run.requests import REQUESTS
 from alignment.run.signals import STOP_SIGNALS, SignalWatch, ignore_stop_signals
 from alignment.run.stop import RunStopped, StopReason

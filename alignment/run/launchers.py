@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import psutil
 
-from alignment.engines.launch_env import NOTICE
+from alignment.run.ranks import NOTICE
 
 # Programs and modules that start ranks and monitor them. Shells do not count: a `nohup … &` run outlives its shell.
 _PROGRAMS = {"torchrun", "deepspeed", "deepspeed.pt", "ds", "accelerate", "accelerate-launch", "slurmstepd"}

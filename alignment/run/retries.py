@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from alignment.config.errors import one_line
-from alignment.engines.launch_env import rank
 from alignment.run.activity import ACTIVITY
 from alignment.run.failures import causes
+from alignment.run.ranks import rank
 from alignment.run.requests import REQUESTS
 
 Result = TypeVar("Result")

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from alignment.engines.collectives import largest_numbers
-from alignment.engines.launch_env import world_size
 from alignment.run.activity import ACTIVITY
+from alignment.run.ranks import world_size
 from alignment.run.requests import REQUESTS, StopRequests
 from alignment.run.stop import Cut, StopReason
 

@@ -134,8 +134,9 @@ def get_kbit_device_map() -> dict[str, int] | None:
     """Return a ``device_map`` that places a quantized model on this process's GPU, or None without a GPU."""
     import torch
 
-    from alignment.engines.launch_env import local_rank
+    from alignment.run.ranks import local_rank, prepare_environment
 
+    prepare_environment()
     return {"": local_rank()} if torch.cuda.is_available() else None
 
 

@@ -26,8 +26,8 @@ from transformers.integrations import (
 from alignment.config.errors import OptionError, one_line, setting
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import largest_numbers, on_first_rank
-from alignment.engines.launch_env import world_size
 from alignment.internals.transformers import callback_handler, keeps_state
+from alignment.run.ranks import world_size
 from alignment.run.requests import REQUESTS
 from alignment.run.stop import StopReason
 

@@ -31,8 +31,8 @@ from alignment.data.sources import dataset_from_python, from_stream, load_split,
 from alignment.data.truncation import Limits
 from alignment.data.windows import Rows, RowTable, WindowPlan, WindowSampler, row_table, set_partners
 from alignment.engines.collectives import barrier, from_first_rank, gathered
-from alignment.engines.launch_env import local_rank, world_size
 from alignment.internals.datasets import cache_folder
+from alignment.run.ranks import local_rank, world_size
 from alignment.run.retries import NEVER, Retries
 from alignment.training.method import AnyMethod
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from alignment.data.batching import MicroBatches
 from alignment.data.windows import WindowPlan, evaluation_plan
-from alignment.engines.launch_env import rank, world_size
 from alignment.reporting.metrics import means
 from alignment.reporting.progress import Progress
+from alignment.run.ranks import rank, world_size
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, order_seed
 from alignment.training.window import WindowPass

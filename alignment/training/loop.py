@@ -21,11 +21,11 @@ from alignment.config.errors import RewardError, TrainingError
 from alignment.config.fields import Strategy
 from alignment.data.batching import AnyBatch
 from alignment.data.windows import WindowCounts, WindowPlan, WindowSampler
-from alignment.engines.launch_env import rank, world_size
 from alignment.internals.torch import schedule_may_go_first
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
 from alignment.run.activity import ACTIVITY
+from alignment.run.ranks import rank, world_size
 from alignment.run.requests import REQUESTS, STOP_FILE
 from alignment.run.safe_points import agreed_reason
 from alignment.run.stop import Cut

@@ -24,7 +24,6 @@ from alignment.config.options_model import ReferenceOptions
 from alignment.data.batching import MicroBatches
 from alignment.data.windows import Rows, WindowPlan, plan_window, set_partners
 from alignment.engines.collectives import copied_from_first_rank, device, from_first_rank, sum_over_ranks
-from alignment.engines.launch_env import rank, world_size
 from alignment.engines.rng import RandomStreams
 from alignment.internals.datasets import cache_folder
 from alignment.references.content import adapters_content, source_content
@@ -33,6 +32,7 @@ from alignment.references.precomputed import LogpTable, PrecomputedReference, pl
 from alignment.references.store import LogpStore
 from alignment.reporting.progress import Progress
 from alignment.reporting.report import duration
+from alignment.run.ranks import rank, world_size
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, limits_of, order_seed
 from alignment.training.method import Method

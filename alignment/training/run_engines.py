@@ -26,7 +26,6 @@ from alignment.config.dtypes import SHORT
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import device, true_on_every_rank
-from alignment.engines.launch_env import world_size
 from alignment.engines.optimizers import build_optimizer, build_scheduler, check_counts, step_bytes
 from alignment.engines.scoring import FrozenEngine, PolicyEngine, ScoringEngine, checked
 from alignment.internals.deepspeed_state import inner_optimizer, state_units
@@ -48,6 +47,7 @@ from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.base import Reference
 from alignment.references.engine import ReferencePlan
 from alignment.references.precomputed import PrecomputedReference
+from alignment.run.ranks import world_size
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData
 from alignment.training.method import Models

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from alignment.engines.launch_env import world_size
+from alignment.run.ranks import world_size
 from alignment.training.checkpointing.writer import library_versions
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData

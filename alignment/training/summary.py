@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from alignment.config.errors import counted
 from alignment.engines.collectives import gathered
-from alignment.engines.launch_env import world_size
 from alignment.engines.phases import over_ranks
 from alignment.reporting.durable import replace_text
 from alignment.reporting.progress import memory_gib
 from alignment.reporting.report import RunReport, duration
+from alignment.run.ranks import world_size
 from alignment.training.context import RunContext
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_page import write_page

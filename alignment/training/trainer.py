@@ -18,13 +18,14 @@ from alignment.config.errors import LastCheckpointError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import barrier, device, on_first_rank
 from alignment.engines.cores import share_cores
-from alignment.engines.launch_env import init_distributed, local_rank, rank, world_size
+from alignment.engines.launch_env import init_distributed
 from alignment.engines.phases import Phases
 from alignment.models.adapters.record import unwrapped
 from alignment.models.tasks import CAUSAL_LM
 from alignment.references.engine import ReferencePlan
 from alignment.reporting.log import JsonlLog, strict
 from alignment.run.activity import ACTIVITY
+from alignment.run.ranks import local_rank, rank, world_size
 from alignment.run.retries import Retries
 from alignment.training.arguments import (
     check_collator,

@@ -14,12 +14,12 @@ from torch import Tensor
 from alignment.data.batching import AnyBatch, OnDevice
 from alignment.data.windows import WindowCounts, WindowPlan
 from alignment.engines.collectives import gathered, sum_over_ranks
-from alignment.engines.launch_env import rank
 from alignment.engines.phases import Phases
 from alignment.engines.rng import rewinder
 from alignment.engines.scoring import PolicyEngine
 from alignment.reporting.metrics import MetricSums
 from alignment.reporting.progress import Progress, Watched
+from alignment.run.ranks import rank
 from alignment.run.safe_points import SafePoint
 from alignment.training.bad_steps import NonFiniteLoss
 from alignment.training.data import PreparedData

@@ -16,8 +16,9 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from alignment.config.errors import AlignmentError  # noqa: E402
-from alignment.engines.launch_env import hush_libraries, init_distributed, world_size  # noqa: E402
+from alignment.engines.launch_env import hush_libraries, init_distributed  # noqa: E402
 from alignment.run.guard import guarded  # noqa: E402
+from alignment.run.ranks import world_size  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> None:

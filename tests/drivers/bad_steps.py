@@ -26,8 +26,8 @@ import alignment
 from alignment.config.errors import AlignmentError
 from alignment.data.windows import WindowCounts, WindowPlan, WindowSampler
 from alignment.engines.collectives import on_first_rank
-from alignment.engines.launch_env import rank, world_size
 from alignment.run.guard import guarded
+from alignment.run.ranks import rank, world_size
 from alignment.training import bad_steps as faults
 from alignment.training.trainer import AlignmentTrainer
 from alignment.training.window import WindowPass

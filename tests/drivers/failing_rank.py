@@ -11,8 +11,8 @@ import sys
 import time
 
 from alignment.config.errors import DataError
-from alignment.engines.launch_env import rank, world_size
 from alignment.run.guard import guarded
+from alignment.run.ranks import rank, world_size
 
 
 def fail(kind: str) -> None:

@@ -14,13 +14,13 @@ from unittest import mock
 
 from alignment.config.errors import RewardError
 from alignment.engines.collectives import gathered
-from alignment.engines.launch_env import rank
 from alignment.rewards import callables
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
 from alignment.rewards.samples import Samples
 from alignment.run.guard import guarded
+from alignment.run.ranks import rank
 from alignment.run.requests import StopRequests
 from alignment.run.stop import Cut, StopReason
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from alignment.engines.launch_env import init_distributed, rank
+from alignment.engines.launch_env import init_distributed
 from alignment.internals.torch import default_store, set_group_timeout
 from alignment.run.failures import describe, is_lost_peer
+from alignment.run.ranks import rank
 
 
 def tell(name: str, call: Callable[[], Any]) -> None:

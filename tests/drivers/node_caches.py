@@ -18,7 +18,8 @@ from helpers import options, unpaired_rows
 
 import alignment
 from alignment.config.errors import DataError
-from alignment.engines.launch_env import init_distributed, rank
+from alignment.engines.launch_env import init_distributed
+from alignment.run.ranks import rank
 from alignment.training import data
 
 

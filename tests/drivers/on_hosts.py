@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+from alignment.run import joining
 from alignment.run.guard import guarded
 from tools.hosts.network import NAMES, Host
 
@@ -19,11 +20,14 @@ def main() -> None:
 
     total = torch.tensor([float(os.environ["RANK"]) + 1])
     torch.distributed.all_reduce(total)
-    print(f"rank {os.environ['RANK']} on {os.uname().nodename}: sum {total.item():g}")
+    here = os.environ["LOCAL_WORLD_SIZE"]
+    os.write(1, f"rank {os.environ['RANK']} on {os.uname().nodename}, {here} here: sum {total.item():g}\n".encode())
 
 
 if __name__ == "__main__":
     rank = int(os.environ["RANK"])
-    Host(NAMES[rank], "", int(sys.argv[2:][rank])).enter(Path(sys.argv[1]))
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR=os.environ.get("MEET_AT", NAMES[0]))
+    Host(NAMES[rank], int(sys.argv[2:][rank])).enter(Path(sys.argv[1]))
+    del os.environ["LOCAL_WORLD_SIZE"]
+    os.environ.update(LOCAL_RANK="0", MASTER_ADDR=os.environ.get("MEET_AT", NAMES[0]))
+    joining._CONNECT_S = 10.0
     sys.exit(guarded(main, use_cpu=True))

@@ -10,8 +10,9 @@ from datetime import timedelta
 import deepspeed
 import torch
 
-from alignment.engines.launch_env import init_distributed, rank
+from alignment.engines.launch_env import init_distributed
 from alignment.internals.torch import default_store, set_group_timeout
+from alignment.run.ranks import rank
 
 
 def late(patience: int) -> None:

@@ -36,8 +36,9 @@ from transformers import (
 
 import alignment
 from alignment.engines.collectives import on_first_rank
-from alignment.engines.launch_env import init_distributed, rank
+from alignment.engines.launch_env import init_distributed
 from alignment.run.guard import guarded
+from alignment.run.ranks import rank
 
 TORN = '{"step": 99, "of a truncated line'
 

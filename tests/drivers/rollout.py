@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from alignment.checkpoint.saving import gathered_state_dict
 from alignment.data.batching import collate
 from alignment.engines.collectives import gathered
-from alignment.engines.launch_env import init_distributed, rank, world_size
+from alignment.engines.launch_env import init_distributed
 from alignment.engines.scoring import PolicyEngine, checked
 from alignment.models.loading import load_model
 from alignment.models.scorer import CompletionScorer
@@ -32,6 +32,7 @@ from alignment.rollout import memory
 from alignment.rollout.backend import RolloutRequest, Sampling
 from alignment.rollout.engine import RolloutEngine
 from alignment.run.guard import guarded
+from alignment.run.ranks import rank, world_size
 
 EOS, PAD = 1, 2
 VOCABULARY = tiny_config("untied").vocab_size

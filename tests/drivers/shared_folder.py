@@ -21,7 +21,8 @@ import torch.distributed as dist
 from alignment.checkpoint import probe
 from alignment.config.errors import OutputError
 from alignment.engines.collectives import barrier
-from alignment.engines.launch_env import init_distributed, rank
+from alignment.engines.launch_env import init_distributed
+from alignment.run.ranks import rank
 
 _LATE_S = 0.4
 

@@ -19,9 +19,10 @@ from helpers import zero
 from torch import Tensor
 
 from alignment.data.batching import Batch, collate
-from alignment.engines.launch_env import init_distributed, rank, world_size
+from alignment.engines.launch_env import init_distributed
 from alignment.engines.scoring import PolicyEngine
 from alignment.run.guard import guarded
+from alignment.run.ranks import rank, world_size
 
 # The last ones partition gradients in another order, and sum them in another format than they compute in.
 CASES = (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 import warnings
@@ -22,7 +20,6 @@ from alignment.internals.torch import (
     has_cuda_compiler,
     hush_deprecated_collectives,
     is_dropout,
-    looking_before_builds,
     release_pinned_memory,
     schedule_may_go_first,
     take_scheduled_rates,
@@ -139,34 +136,6 @@ def test_unused_pinned_memory_is_returned_to_the_system(monkeypatch: pytest.Monk
     monkeypatch.delattr(torch.accelerator, "empty_host_cache")
     release_pinned_memory()
     assert calls == ["public", "private"]
-
-
-@pytest.mark.skipif(shutil.which("c++") is None or not cpp_extension.is_ninja_available(), reason="no compiler")
-def test_a_build_checks_the_lock_that_blocks_it(tmp_path: Path) -> None:
-    """It then builds the extension itself instead of loading what the killed process did not build."""
-    source, seen = tmp_path / "tiny.cpp", list[Path]()
-    source.write_text('extern "C" int tiny() { return 7; }')
-    (tmp_path / "lock").touch()
-
-    def look(path: Path) -> None:
-        seen.append(path)
-        path.unlink()
-
-    with looking_before_builds(look):
-        cpp_extension.load("tiny", [str(source)], build_directory=str(tmp_path), is_python_module=False)
-    assert seen == [tmp_path / "lock"]
-    assert (tmp_path / "tiny.so").exists() and not (tmp_path / "lock").exists()
-
-
-def test_a_lock_file_is_open_as_long_as_it_is_held(tmp_path: Path) -> None:
-    from torch.utils.file_baton import FileBaton
-
-    baton = FileBaton(str(tmp_path / "lock"))
-    assert baton.try_acquire()
-    held = [os.path.realpath(entry.path) for entry in os.scandir("/proc/self/fd")]
-    assert str(tmp_path / "lock") in held
-    baton.release()
-    assert not (tmp_path / "lock").exists()
 
 
 def test_a_schedule_may_step_first_if_intended() -> None:

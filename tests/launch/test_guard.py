@@ -11,9 +11,9 @@ import pytest
 from conftest import DRIVERS, ROOT
 
 from alignment.config.errors import AlignmentError, OptionError
-from alignment.engines.launch_env import VARIABLES
 from alignment.run.activity import ACTIVITY
 from alignment.run.guard import guarded
+from alignment.run.ranks import VARIABLES
 from tools.ranks import RankServer
 
 DRIVER = DRIVERS / "failing_rank.py"
@@ -75,7 +75,7 @@ def test_an_incomplete_environment_is_a_one_line_error(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert guarded(lambda: None) == 1
-    assert "but not RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT" in capsys.readouterr().err
+    assert "RANK is not set in the environment of this rank" in capsys.readouterr().err
 
 
 def test_an_open_progress_bar_does_not_share_the_line(capsys: pytest.CaptureFixture[str]) -> None:

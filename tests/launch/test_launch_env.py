@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,133 +13,84 @@ import torch
 from alignment.cli.parsing import glimpse
 from alignment.config.errors import AlignmentError
 from alignment.engines import launch_env
-from alignment.engines.launch_env import VARIABLES, first_host, prepare_environment, tasks_on_node
+from alignment.run import ranks
+from alignment.run.ranks import VARIABLES, first_host, prepare_environment
 
 TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "node7",
-    "MASTER_PORT": "29501",
+    **{"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+    **{"MASTER_ADDR": "node7", "MASTER_PORT": "29501"},
 }
 SRUN = {
-    "SLURM_JOB_ID": "40123",
-    "SLURM_STEP_ID": "2",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "2",
-    "SLURM_NTASKS": "8",
-    "SLURM_STEP_NUM_TASKS": "6",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
-    "SLURM_STEP_NODELIST": "gpu[03-05],login1",
-    "SLURM_NODELIST": "gpu[01-05],login1",
+    **{"SLURM_JOB_ID": "40123", "SLURM_STEP_ID": "2", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"},
+    **{"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "6"},
+    **{"SLURM_STEP_NODELIST": "gpu[03-05],login1", "SLURM_NODELIST": "gpu[01-05],login1"},
 }
+OWN = (*VARIABLES, "LOCAL_WORLD_SIZE", ranks._SINGLE)
 
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove launcher variables and scontrol, and undo environment changes made by the code."""
-    for name in list(os.environ):
-        if name in (*VARIABLES, "LOCAL_SIZE", launch_env._SINGLE) or name.startswith(("SLURM_", "OMPI_", "PMI_")):
-            monkeypatch.delenv(name)
-    for name in (*VARIABLES, launch_env._SINGLE):
-        monkeypatch.setenv(name, "")
-        del os.environ[name]
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    """Remove launcher variables and the process group, and undo changes made by the code."""
+    for name in (*OWN, *os.environ):
+        if name in OWN or name.startswith(("SLURM_", "OMPI_", "PMI_")):
+            monkeypatch.setenv(name, "")
+            del os.environ[name]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
 
 
-def set_all(monkeypatch: pytest.MonkeyPatch, values: dict[str, str]) -> None:
+def prepared(monkeypatch: pytest.MonkeyPatch, values: dict[str, str]) -> dict[str, str | None]:
+    """Return the variables that are set in an environment with these."""
     for name, value in values.items():
         monkeypatch.setenv(name, value)
-
-
-def found() -> dict[str, str | None]:
-    return {name: os.environ.get(name) for name in VARIABLES}
-
-
-def test_the_environment_of_torchrun_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all(monkeypatch, TORCHRUN)
     prepare_environment()
-    assert found() == TORCHRUN
-    assert (launch_env.rank(), launch_env.local_rank(), launch_env.world_size()) == (3, 1, 4)
+    return {name: os.environ.get(name) for name in TORCHRUN}
 
 
-def test_deepspeed_sets_the_local_size_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all(monkeypatch, {**TORCHRUN, "LOCAL_SIZE": "2"})
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    prepare_environment()
-    assert found() == TORCHRUN
+def test_a_launchers_variables_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prepared(monkeypatch, TORCHRUN) == TORCHRUN
+    assert (ranks.rank(), ranks.local_rank(), ranks.world_size()) == (3, 1, 4)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # which `deepspeed` does not set
+    assert prepared(monkeypatch, {}) == TORCHRUN | {"LOCAL_WORLD_SIZE": None}
 
 
-def test_plain_python_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "left-in-the-shell")
-    prepare_environment()
-    first = found()
-    assert {**first, "MASTER_PORT": "free"} == {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "free",
-    }
-    prepare_environment()
-    assert found() == first
-
-
-def test_a_child_of_a_world_of_one_chooses_another_port() -> None:
-    prepare_environment()
-    code = "import os, alignment.engines.launch_env as e; e.prepare_environment(); print(os.environ['MASTER_PORT'])"
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert child.stdout.strip().isdecimal()
-    assert child.stdout.strip() != os.environ["MASTER_PORT"]
+def test_plain_python_is_a_world_of_one_and_so_is_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And srun started by it starts ranks."""
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    found = prepared(monkeypatch, {"MASTER_ADDR": "left-in-the-shell"})
+    assert {name: found[name] for name in one} == one
+    assert prepared(monkeypatch, {}) == found
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert prepared(monkeypatch, {}) == found and os.environ[ranks._SINGLE] == "1"
+    monkeypatch.setattr(os, "getpid", lambda: 2)
+    assert prepared(monkeypatch, SRUN)["RANK"] == "5"
 
 
 def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all(monkeypatch, SRUN)
-    prepare_environment()
-    assert found() == {
-        "RANK": "5",
-        "WORLD_SIZE": "6",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "gpu03",
-        "MASTER_PORT": str(15000 + (40123 + 202) % 15000),
-    }
-
-
-def test_older_names_of_sruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a job ID, the port only depends on the step."""
-    older = {name: value for name, value in SRUN.items() if name not in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID")}
-    set_all(monkeypatch, {**older, "SLURM_TASKS_PER_NODE": "2(x3)"})
-    prepare_environment()
-    assert os.environ["LOCAL_WORLD_SIZE"] == "2"
-    assert os.environ["MASTER_PORT"] == str(15000 + 202)
-
-
-def test_srun_keeps_a_set_address_and_refuses_another_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all(monkeypatch, {**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29600"})
-    prepare_environment()
-    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("10.0.0.1", "29600")
+    address = {"MASTER_ADDR": "gpu03", "MASTER_PORT": str(15000 + (40123 + 202) % 15000)}
+    expected = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": None, **address}
+    assert prepared(monkeypatch, SRUN) == expected
     monkeypatch.delenv("RANK")
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert prepared(monkeypatch, {"MASTER_ADDR": "10.0.0.1"})["MASTER_ADDR"] == "10.0.0.1"
+    monkeypatch.delenv("RANK")
     with pytest.raises(AlignmentError, match="WORLD_SIZE=8, but srun set 6; unset WORLD_SIZE"):
-        prepare_environment()
+        prepared(monkeypatch, {"WORLD_SIZE": "8"})
 
 
-@pytest.mark.parametrize("step", [None, "4294967291", "4294967290"])
-def test_a_bare_batch_or_salloc_shell_is_one_process(monkeypatch: pytest.MonkeyPatch, step: str | None) -> None:
-    set_all(monkeypatch, {**SRUN, "SLURM_STEP_ID": step or ""})
-    prepare_environment()
-    assert os.environ["WORLD_SIZE"] == "1"
+@pytest.mark.parametrize(
+    ("step", "rank"),
+    [("4294967279", "5"), ("4294967280", "0"), ("4294967291", "0"), ("x", "0"), ("", "0")],
+)
+def test_a_bare_batch_or_salloc_shell_is_one_process(monkeypatch: pytest.MonkeyPatch, step: str, rank: str) -> None:
+    assert prepared(monkeypatch, {**SRUN, "SLURM_STEP_ID": step})["RANK"] == rank
 
 
 @pytest.mark.parametrize(
     ("name", "last", "beyond"),
     [
-        *(("MASTER_PORT", last, beyond) for last, beyond in (("1", "0"), ("65535", "65536"))),
-        *((name, last, beyond) for name, last, beyond in (("RANK", "3", "4"), ("LOCAL_RANK", "1", "2"))),
+        ("MASTER_PORT", "1", "0"),
+        ("MASTER_PORT", "65535", "65536"),
+        ("RANK", "3", "4"),
+        ("LOCAL_RANK", "1", "2"),
         ("WORLD_SIZE", "4", "3"),
         ("LOCAL_WORLD_SIZE", "2", "1"),
         ("DEEPSPEED_TIMEOUT", "1", "0"),
@@ -154,75 +103,32 @@ def test_a_bare_batch_or_salloc_shell_is_one_process(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_values_at_their_limits(name: str, last: str, beyond: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all(monkeypatch, {**TORCHRUN, name: last})
-    prepare_environment()
-    monkeypatch.setenv(name, beyond)
-    with pytest.raises(AlignmentError) as caught:
-        prepare_environment()
-    assert name in str(caught.value)
-
-
-@pytest.mark.parametrize(("step", "found_rank"), [("4294967279", "5"), ("4294967280", "0"), ("x", "0"), ("", "0")])
-def test_the_steps_that_srun_numbers(step: str, found_rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all(monkeypatch, {**SRUN, "SLURM_STEP_ID": step})
-    prepare_environment()
-    assert os.environ["RANK"] == found_rank
+    prepared(monkeypatch, {**TORCHRUN, name: last})
+    with pytest.raises(AlignmentError, match="RANK" if name.endswith("WORLD_SIZE") else name):
+        prepared(monkeypatch, {name: beyond})
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"WORLD_SIZE": "2", "RANK": "1"}, "RANK=1, WORLD_SIZE=2 but not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR"),
-        ({**TORCHRUN, "RANK": "4"}, "RANK=4 with WORLD_SIZE=4; RANK must be between 0 and WORLD_SIZE - 1"),
-        ({**TORCHRUN, "LOCAL_RANK": "x"}, "LOCAL_RANK='x' in the environment: expected an integer"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2: mpirun is not supported"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE='two': expected a list"),
-    ],
+    ("values", "name"),
+    [({"WORLD_SIZE": "2", "RANK": "1"}, "LOCAL_RANK"), ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2")],
 )
-def test_an_invalid_environment_is_named(
-    monkeypatch: pytest.MonkeyPatch, values: dict[str, str], message: str
-) -> None:
-    set_all(monkeypatch, values)
-    with pytest.raises(AlignmentError) as caught:
-        prepare_environment()
-    assert message in str(caught.value)
+def test_an_incomplete_environment(monkeypatch: pytest.MonkeyPatch, values: dict[str, str], name: str) -> None:
+    with pytest.raises(AlignmentError, match=f"^{name}"):
+        prepared(monkeypatch, values)
 
 
 @pytest.mark.parametrize(
     ("nodelist", "host"),
-    [
-        ("node[01-04,7],other", "node01"),
-        ("other,node[01-04]", "other"),
-        ("rack[2,4]-n[10-12]", "rack2-n10"),
-        ("login", "login"),
-    ],
+    [("node[01-04,7],other", "node01"), ("other,node[01-04]", "other"), ("rack[2,4]-n[10-12]", "rack2-n10")],
 )
-def test_first_host_without_scontrol(nodelist: str, host: str) -> None:
+def test_the_first_host(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
 
 
-def test_first_host_with_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is called with this list of names; if it fails, the brackets are parsed."""
-    script = tmp_path / "scontrol"
-    script.write_text('#!/bin/sh\n[ "$1 $2 $3" = "show hostnames a[7-8]" ] && printf "a7.cluster\\na8.cluster\\n"\n')
-    script.chmod(0o755)
-    monkeypatch.setattr(launch_env.shutil, "which", lambda name: str(script))
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert first_host("a[7-8]") == "a7.cluster"
-    assert first_host("b[1-2]") == "b1"
-
-
-def test_tasks_on_node() -> None:
-    assert [tasks_on_node("2(x3),1", node) for node in range(4)] == [2, 2, 2, 1]
-    with pytest.raises(AlignmentError, match="lists 4 nodes"):
-        tasks_on_node("2(x3),1", 4)
-
-
-def wants_cpu(arguments: list[str]) -> bool:
-    return glimpse(arguments).use_cpu
-
-
 def test_wants_cpu(tmp_path: os.PathLike[str]) -> None:
+    def wants_cpu(arguments: list[str]) -> bool:
+        return glimpse(arguments).use_cpu
+
     recipe = os.path.join(tmp_path, "own.yaml")
     with open(recipe, "w", encoding="utf-8") as file:
         file.write("method: kto\ntraining:\n  use_cpu: True  # no GPU here\n")

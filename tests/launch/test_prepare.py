@@ -18,8 +18,8 @@ from alignment.cli.prepare import main
 from alignment.cli.train import main as train
 from alignment.config.dtypes import Machine, planned, planning_for
 from alignment.data.row_mapper import RowMapper
-from alignment.engines.launch_env import world_size
 from alignment.internals.datasets import cache_folder
+from alignment.run.ranks import world_size
 from tools.ranks import RankServer
 
 pytestmark = pytest.mark.usefixtures("own_process_group", "library_bars")

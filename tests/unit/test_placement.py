@@ -17,7 +17,6 @@ from alignment.config import dtypes
 from alignment.config.dtypes import DtypePlan
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
-from alignment.engines.launch_env import world_size
 from alignment.models.leaves import decoder_layers
 from alignment.models.source import ModelSource, model_source
 from alignment.models.tasks import CAUSAL_LM, CLASSIFIER
@@ -25,6 +24,7 @@ from alignment.online.resources import OnlineResources
 from alignment.planning import engines, memory
 from alignment.planning.memory import Cards, Census, Use, bytes_of, census, use_of_policy
 from alignment.references.engine import ReferencePlan
+from alignment.run.ranks import world_size
 from tools.architectures.tiny import tiny_config
 
 pytestmark = pytest.mark.usefixtures("own_process_group")

@@ -17,7 +17,6 @@ import pytest
 from conftest import ROOT
 
 from alignment.checkpoint import owner
-from alignment.engines.launch_env import NOTICE
 from alignment.reporting import status_file
 from alignment.reporting.status_file import RunStatus, StatusFile, fail_in_place_of, read_status
 from alignment.run import launchers as watch_launchers
@@ -27,6 +26,7 @@ from alignment.run.deadlines import bounded
 from alignment.run.ending import write_stacks
 from alignment.run.launchers import Launcher, launcher_name, stop_notice
 from alignment.run.processes import Watched
+from alignment.run.ranks import NOTICE
 from alignment.run.requests import StopRequests
 from alignment.run.signals import SignalWatch
 from alignment.run.stop import RunStopped, StopReason

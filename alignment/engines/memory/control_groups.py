@@ -1,4 +1,4 @@
-"""The control groups of this process: the kernel's limits on its use of the host."""
+"""The control groups of this process: the kernel's limits on its use of memory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,16 @@ class ControlGroup(NamedTuple):
     Attributes:
         folder: folder of its files.
         version: 1 or 2; the file names differ.
-        path: path of this process's own group, which is inside this one, as in ``/proc/self/cgroup``.
     """
 
     folder: Path
     version: int
-    path: str
 
 
-def control_groups(controller: str, root: Path = Path("/")) -> Iterator[ControlGroup]:
-    """Yield the groups with a controller, from this process's own to the outermost visible one.
+def control_groups(root: Path = Path("/")) -> Iterator[ControlGroup]:
+    """Yield the groups that limit memory, from this process's own to the outermost visible one.
 
     Args:
-        controller: ``cpu`` or ``memory``.
         root: root of the file system.
     """
     mounts = root / "sys/fs/cgroup"
@@ -33,14 +30,14 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[ControlG
         _, controllers, own = (line.split(":", 2) + ["", ""])[:3]
         if not controllers:
             top, version = mounts, 2
-        elif controller in controllers.split(","):
-            top, version = mounts / controller, 1
+        elif "memory" in controllers.split(","):
+            top, version = mounts / "memory", 1
         else:
             continue
         # A container may see its own group as the outermost one, although the path is the one on the host.
         parts = Path(own).parts[1:]
         for depth in range(len(parts), -1, -1):
-            yield ControlGroup(top.joinpath(*parts[:depth]), version, own)
+            yield ControlGroup(top.joinpath(*parts[:depth]), version)
 
 
 def text_of(file: Path) -> str:

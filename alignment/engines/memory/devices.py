@@ -49,7 +49,7 @@ def _left(root: Path) -> Iterator[int]:
 
 def _folders(root: Path) -> Iterator[tuple[Path, _Files]]:
     """Yield each memory control group with its file names."""
-    for group in control_groups("memory", root):
+    for group in control_groups(root):
         yield group.folder, _FILES[group.version]
 
 

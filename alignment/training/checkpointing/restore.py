@@ -19,9 +19,9 @@ from alignment.checkpoint.optimizer_state import (
 from alignment.checkpoint.tensors import TensorFile
 from alignment.config.errors import CheckpointError
 from alignment.engines.collectives import together
-from alignment.engines.launch_env import rank, world_size
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.torch import take_scheduled_rates
+from alignment.run.ranks import rank, world_size
 from alignment.training.checkpointing.amendments import amended
 from alignment.training.checkpointing.present import Present
 from alignment.training.checkpointing.resume import Checkpoint

@@ -17,7 +17,7 @@ from alignment.checkpoint.fragments import check_fragments
 from alignment.checkpoint.manifest import MANIFEST, Manifest
 from alignment.config.errors import CheckpointError, OptionError, counted, did_you_mean, show
 from alignment.engines.collectives import gathered, on_first_rank
-from alignment.engines.launch_env import rank, world_size
+from alignment.run.ranks import rank, world_size
 from alignment.training.checkpointing.fingerprints import identity
 from alignment.training.checkpointing.output_folder import LOG, check_output_folder, holds_model
 from alignment.training.checkpointing.present import Present

@@ -14,9 +14,9 @@ from alignment.checkpoint.probe import PROBE, check_shared_folder
 from alignment.config.errors import OptionError, OutputError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import on_first_rank
-from alignment.engines.launch_env import rank
 from alignment.reporting.status_file import STATUS, read_status
 from alignment.run.activity import ACTIVITY
+from alignment.run.ranks import rank
 from alignment.run.requests import STOP_FILE
 from alignment.training.checkpointing.output_folder import (
     COMPLETIONS,

@@ -32,8 +32,8 @@ from alignment.checkpoint.records import FileRecord, record_of
 from alignment.checkpoint.saving import exported_tensors
 from alignment.config.errors import CheckpointError, OutputError, one_line
 from alignment.engines.collectives import from_first_rank, gathered, on_first_rank, together
-from alignment.engines.launch_env import rank, world_size
 from alignment.reporting.durable import replace_text, sync
+from alignment.run.ranks import rank, world_size
 from alignment.training.checkpointing.present import Present
 from alignment.training.context import RunContext
 from alignment.training.run_engines import RunEngines

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from alignment.config.errors import one_line
-from alignment.engines.launch_env import world_size
 from alignment.reporting.status_file import STATUS, RunStatus, StatusFile, now, read_status
 from alignment.run.activity import ACTIVITY
+from alignment.run.ranks import world_size
 from alignment.run.stop import RunStopped
 from alignment.training.run_page import write_page
 

@@ -11,7 +11,6 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from alignment.engines.collectives import gathered
-from alignment.engines.launch_env import rank, world_size
 from alignment.engines.scoring import ScoringEngine
 from alignment.internals.peft import computing_with
 from alignment.references.adapter import AdapterReference
@@ -20,6 +19,7 @@ from alignment.references.engine import EngineReference
 from alignment.rollout.backend import RolloutRequest, Sampling
 from alignment.rollout.engine import RolloutEngine
 from alignment.rollout.texts import continuations
+from alignment.run.ranks import rank, world_size
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from alignment.config.process.facts import ahead_of_others
 from alignment.engines.collectives import barrier, device, gathered
-from alignment.engines.launch_env import local_rank, rank, world_size
+from alignment.run.ranks import local_rank, rank, world_size
 
 
 class Accelerator:

@@ -21,8 +21,8 @@ from alignment.config.options import AlignmentConfig
 from alignment.data.packing.rows import PackedRows
 from alignment.data.shown.rows import Collator, PlannedBatches
 from alignment.data.windows import WindowPlan
-from alignment.engines.launch_env import local_rank, rank
 from alignment.references.engine import EngineReference
+from alignment.run.ranks import local_rank, rank
 from alignment.training.callbacks import Events, check_callbacks
 from alignment.training.checkpointing.output_folder import write_json
 from alignment.training.context import RunContext

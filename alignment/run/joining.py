@@ -1,0 +1,125 @@
+"""Joining the process group: the ranks meet at one store within a time limit, or each of them ends with an error."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+from alignment.internals.deepspeed_groups import set_timeout_of_new_groups
+from alignment.internals.torch import set_group_timeout
+from alignment.run.deadlines import bounded, within
+from alignment.run.failures import JoinError, ReportedElsewhere, reason_of
+from alignment.run.ranks import local_rank, rank, take_from_group, world_size
+
+_ARRIVE_S = 600.0  # how long ranks wait for the last one to start
+_CONNECT_S = 60.0  # for ranks to connect to each other once all have started
+_WORK_S = 6 * 3600.0
+_RESOLVE_S, _TELL_S, _ANSWER_S, _POLL_S = 10.0, 30.0, 10.0, 0.2
+_REPORT_S, _FOLLOW_S = 1.0, 3.0  # the rank that reports an error exits once the others know of it, and before them
+_CAUSES = (
+    "usual causes: a rank that failed or was not started, another MASTER_ADDR or MASTER_PORT, a firewall between the "
+    "hosts, or the wrong network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+)
+_MEETINGS = itertools.count()  # a store may serve several groups of the same processes, one after another
+
+
+def join(backend: str) -> None:
+    """Join the process group (gloo or nccl), unless it is initialized already, and let DeepSpeed use it.
+
+    Afterwards, ranks may wait for each other for hours, for example while one tokenizes; lost ranks are detected by
+    heartbeats or the launcher. DEEPSPEED_TIMEOUT, in minutes, overrides all limits if set.
+
+    Raises:
+        JoinError: the ranks cannot meet or connect in time; ``ReportedElsewhere`` if another rank reports it.
+        AlignmentError: the process group has another rank or world size than the environment.
+    """
+    import deepspeed
+    import torch.distributed as dist
+
+    limit = 60 * float(os.environ.get("DEEPSPEED_TIMEOUT", "0"))
+    if not dist.is_initialized() and os.environ["WORLD_SIZE"] == "1":
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # needs no address
+    elif not dist.is_initialized():
+        _meet(_connect(limit or _ARRIVE_S), backend, limit)
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    take_from_group()
+    working = timedelta(seconds=limit or _WORK_S)
+    set_group_timeout(working)
+    set_timeout_of_new_groups(working)
+
+
+def _connect(seconds: float) -> Any:
+    """Connect to the store, which rank 0 serves unless torchrun's agent does, as soon as it is available."""
+    from torch.distributed import DistError, PrefixStore, TCPStore
+
+    name, port, own = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), socket.gethostname()
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves, begun = rank() == 0 and not agent, time.monotonic()
+    while True:
+        try:
+            socket.getaddrinfo(name, port)
+            if not serves:  # torch's own attempts become rarer and do not tell the reason
+                socket.create_connection((name, port), timeout=_ANSWER_S).close()
+            break
+        except (OSError, UnicodeError) as error:
+            # The name of a host that has just started may appear a moment later.
+            limit = _RESOLVE_S if isinstance(error, (socket.gaierror, UnicodeError)) else seconds
+            if time.monotonic() - begun > limit:
+                where = f"MASTER_ADDR={name}, MASTER_PORT={port}"
+                raise JoinError(f"host {own} cannot reach rank 0 at {where} ({error}); {_CAUSES}") from error
+        time.sleep(_POLL_S)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        store = TCPStore(name, port, None, serves, timedelta(seconds=_CONNECT_S), False, serves)
+        meeting = PrefixStore(f"alignment.joining/{world_size()}/{attempt}/{next(_MEETINGS)}", store)
+        # An agent's store outlives the workers, which may meet again in the same attempt.
+        if meeting.add(f"rank/{rank()}", 1) > 1 and not agent:
+            raise DistError(f"another run has a rank {rank()} there")
+    except DistError as error:
+        raise JoinError(
+            f"MASTER_PORT={port} of host {name} cannot be used ({reason_of(error)}); choose another port "
+            "(--master_port), or end the program that uses it"
+        ) from error
+    return meeting
+
+
+def _meet(store: Any, backend: str, limit: float) -> None:
+    """Wait until all ranks have arrived, and create the process group."""
+    import torch
+
+    size, device = world_size(), torch.device("cuda", local_rank()) if backend == "nccl" else None
+    given = {"store": store, "rank": rank(), "world_size": size, "timeout": timedelta(seconds=limit or _CONNECT_S)}
+
+    def arrive() -> None:
+        arrived = store.add("arrived", 1)
+        for polls in itertools.count(1):
+            if arrived >= size:
+                return
+            if store.check(["failed"]):
+                raise ReportedElsewhere("another rank reports why it could not join")
+            if rank() == 0 and polls % int(_TELL_S / _POLL_S) == 0:
+                print(f"rank 0: {arrived} of {size} ranks have arrived", file=sys.stderr, flush=True)
+            time.sleep(_POLL_S)
+            arrived = store.add("arrived", 0)
+
+    def connect() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # of this thread
+        torch.distributed.init_process_group(backend, device_id=device, **given)
+
+    try:
+        within(limit or _ARRIVE_S, arrive)
+        within(limit or _CONNECT_S, connect)  # gloo takes several times its own limit
+    except (TimeoutError, RuntimeError, ReportedElsewhere) as error:
+        missing = bounded(lambda: [str(each) for each in range(size) if not store.check([f"rank/{each}"])], _ANSWER_S)
+        what = f"host {socket.gethostname()} could not connect to the other ranks"
+        if missing:
+            what = f"{len(missing)} of {size} ranks have not arrived: {', '.join(missing)}"
+        known = bounded(lambda: store.add("failed", 1) > 1, _ANSWER_S)
+        time.sleep(_FOLLOW_S if known else _REPORT_S)
+        raise (ReportedElsewhere if known else JoinError)(f"{what} ({reason_of(error)}); {_CAUSES}") from error

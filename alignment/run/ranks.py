@@ -1,0 +1,158 @@
+"""Which rank this process is: the one source of rank, local rank and world size, for any launcher.
+
+`prepare_environment` completes the variables that DeepSpeed and other libraries read. It imports neither of them and
+returns immediately, unless a script has initialized the process group. Options and arguments play no role.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping
+
+from alignment.config.dtypes import planned
+from alignment.config.errors import AlignmentError, setting
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+NOTICE = "ALIGNMENT_STOP_NOTICE"  # checked here, because it is read too late for an error
+_RANKS = VARIABLES[:3]
+# PID of a process that set up a world of one. Its children inherit the variables, but are not ranks of that world.
+_SINGLE = "ALIGNMENT_SINGLE_PROCESS"
+# SLURM numbers the steps that `srun` did not create (batch, interactive, extern, pending) from the top of 32 bits.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_LAST_PORT = 65535
+_NUMBER = re.compile(r"[0-9]{1,18}")
+
+
+def rank() -> int:
+    """The rank of this process, 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """The rank of this process among those of its node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    """The number of processes of this run, or of the planned one."""
+    machine = planned()
+    return int(os.environ.get("WORLD_SIZE", "1")) if machine is None else machine.ranks
+
+
+def prepare_environment() -> None:
+    """Complete RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in `os.environ`.
+
+    An initialized process group decides, as in a worker of ``mp.spawn``. Otherwise `deepspeed` and `torchrun` set the
+    variables, and inside a SLURM job step they are derived from srun's. Without a launcher, this process becomes a
+    world of one, which needs no address. Repeated calls have no effect.
+
+    Raises:
+        AlignmentError: only some are set, a value is not a number in range or contradicts the process group, or the
+            launcher is `mpirun`.
+    """
+    if os.environ.get(_SINGLE, str(os.getpid())) != str(os.getpid()) and os.environ.get("WORLD_SIZE") == "1":
+        for name in (*_RANKS, "LOCAL_WORLD_SIZE", _SINGLE):
+            os.environ.pop(name, None)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():
+        take_from_group()
+    elif "RANK" not in os.environ and _in_slurm_step():
+        _take_from_slurm()
+    elif any(name in os.environ for name in _RANKS):
+        for name in _RANKS if os.environ.get("WORLD_SIZE") == "1" else VARIABLES:
+            _need(name)
+    else:
+        for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+            if os.environ.get(name, "1") != "1":
+                raise AlignmentError(
+                    f"{name}={os.environ[name]}: mpirun is not supported, since each process would train on its own; "
+                    "start with `deepspeed`, `torchrun` or `srun`"
+                )
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        os.environ[_SINGLE] = str(os.getpid())
+    _check_numbers()
+
+
+def take_from_group() -> None:
+    """Set the variables from the process group, or compare them with it; complete LOCAL_WORLD_SIZE. Collective.
+
+    Raises:
+        AlignmentError: the environment has another rank or world size.
+    """
+    import torch.distributed as dist
+
+    from alignment.internals.torch import default_store
+
+    own, size = dist.get_rank(), dist.get_world_size()
+    _set({"RANK": str(own), "WORLD_SIZE": str(size)}, "the process group has")
+    if "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
+        return
+    hosts = [b""]
+    if size > 1:  # over the store: a collective of NCCL would already need the local rank
+        store = default_store()
+        store.set(f"alignment.host/{own}", socket.gethostname())
+        hosts = [store.get(f"alignment.host/{other}") for other in range(size)]
+    os.environ.setdefault("LOCAL_RANK", str(hosts[:own].count(hosts[own])))
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(hosts.count(hosts[own])))
+
+
+def _need(name: str) -> str:
+    value = os.environ.get(name, "").strip()
+    if not value:
+        raise AlignmentError(
+            f"{name} is not set in the environment of this rank; start with `deepspeed`, `torchrun` or `srun`, or set "
+            f"all of {', '.join(VARIABLES)}, or unset them to run in one process"
+        )
+    return value
+
+
+def _in_slurm_step() -> bool:
+    """Whether `srun` started this process. A bare `sbatch` or `salloc` shell has job variables but is one process."""
+    step = os.environ.get("SLURM_STEP_ID", "")
+    numbered = _NUMBER.fullmatch(step) is not None and int(step) < _FIRST_SPECIAL_STEP
+    return numbered and "SLURM_PROCID" in os.environ
+
+
+def _take_from_slurm() -> None:
+    size, local = _need("SLURM_STEP_NUM_TASKS"), _need("SLURM_LOCALID")
+    _set({"RANK": _need("SLURM_PROCID"), "WORLD_SIZE": size, "LOCAL_RANK": local}, "srun set")
+    os.environ.setdefault("MASTER_ADDR", first_host(_need("SLURM_STEP_NODELIST")))
+    # Below Linux's ephemeral ports; different for two steps of one job and for two neighboring jobs on a node.
+    offset = _number("SLURM_JOB_ID", default="0") + 101 * int(os.environ["SLURM_STEP_ID"])
+    os.environ.setdefault("MASTER_PORT", str(15000 + offset % 15000))
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a SLURM node list such as `node[01-04,7],other`."""
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodelist).partition(",")[0]
+
+
+def _set(found: Mapping[str, str], who: str) -> None:
+    """Set variables that are not set; refuse those that have another value."""
+    for name, value in found.items():
+        if os.environ.setdefault(name, value) != value:
+            raise AlignmentError(f"the environment has {name}={os.environ[name]}, but {who} {value}; unset {name}")
+
+
+def _check_numbers() -> None:
+    size = _number("WORLD_SIZE", least=1)
+    _number("RANK", most=size - 1)
+    _number("LOCAL_RANK", most=_number("LOCAL_WORLD_SIZE", least=1, default=str(size)) - 1)
+    if size > 1:
+        _number("MASTER_PORT", least=1, most=_LAST_PORT, default="1")  # not set if a script has made the group
+    _number("DEEPSPEED_TIMEOUT", least=1, default="1")  # in minutes; DeepSpeed reads it on import
+    notice = os.environ.get(NOTICE, "")
+    if notice and not re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", notice):
+        raise AlignmentError(f"{setting(NOTICE, notice)} in the environment: expected a number of seconds")
+
+
+def _number(name: str, *, least: int = 0, most: int | None = None, default: str = "") -> int:
+    """Read an integer variable between two bounds."""
+    text = os.environ.get(name, default)
+    if not _NUMBER.fullmatch(text) or int(text) < least or (most is not None and int(text) > most):
+        limits = f"of {least} or more" if most is None else f"from {least} to {most}"
+        raise AlignmentError(f"{setting(name, text)} in the environment: expected an integer {limits}")
+    return int(text)
