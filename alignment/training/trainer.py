@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_utils import TrainOutput
 
+from alignment.checkpoint.run_folder import LOG, RunFolder
 from alignment.config.errors import LastCheckpointError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.data.prepare import check_vocabulary
@@ -38,12 +39,10 @@ from alignment.training.arguments import (
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping, check_reporting, log_in
 from alignment.training.checkpointing.best import BestModel
 from alignment.training.checkpointing.merged import write_merged
-from alignment.training.checkpointing.output_folder import LOG
 from alignment.training.checkpointing.present import Present, present_run
 from alignment.training.checkpointing.restore import restore
-from alignment.training.checkpointing.resume import Checkpoint
+from alignment.training.checkpointing.resume import Checkpoint, check_same_run, choose, find
 from alignment.training.checkpointing.rewind import Rewinder
-from alignment.training.checkpointing.run_folder import RunFolder
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, total_steps
@@ -139,6 +138,8 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         self.folder = RunFolder(self.output_dir, self.args, self.tell)
         if train_dataset is not None:
             models = (("model", model), ("ref_model", ref_model), *self._models_read())
+            if self.args.resume_from_checkpoint and rank() == 0:
+                find(self.output_dir, self.args.resume_from_checkpoint, self.args.method)
             self.folder.check(inputs_of(self.args, models, (train_dataset, eval_dataset)))
         self._prepare_models(model, ref_model, optimizers, peft_config, adapted, (processing_class, tokenizer))
         repository = self._repository() if self.args.push_to_hub else None
@@ -253,12 +254,20 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         check_early_stopping(self.args, self.events.handler.callbacks)
         log_in(self.events.handler.callbacks)
         present, self._at_first = self._at_first or self._present(), None
-        checkpoint = self.folder.enter(asked, present)
+        checkpoint = self.folder.enter((lambda: self._chosen(asked, present)) if asked else None)
         if self.is_world_process_zero():
             name = None if checkpoint is None else checkpoint.folder.name
             begin_status(self.output_dir, self.args.method, name, bool(asked), self.tell)
         with ending_in_status(), listening(self.tell):
             return self._trained(checkpoint, present)
+
+    def _chosen(self, asked: str | bool, present: Present) -> Checkpoint | None:
+        """Return the checkpoint to resume from; None if there is none yet. Collective."""
+
+        def refuse(checkpoint: Checkpoint) -> None:
+            check_same_run(checkpoint, present, anyway=self.args.resume_anyway, tell=self.tell)
+
+        return choose(self.output_dir, asked, present.method, refuse, self.tell)
 
     def _present(self) -> Present:
         """Return the properties of the current run."""
@@ -305,7 +314,8 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         self.engines.build(loop.total_steps)
         if checkpoint is not None:
             self._go_on(checkpoint, loop, present)
-            self.folder.went_on(checkpoint)
+            step = checkpoint.step
+            on_first_rank(lambda: self.folder.set_newer_aside(step))
         writer = CheckpointWriter(
             self.context, self.engines, self.identity, present, self.write_state, self.folder.lock.check
         )
