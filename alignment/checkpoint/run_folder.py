@@ -119,9 +119,10 @@ class RunFolder:
         return checkpoint
 
     def set_newer_aside(self, step: int) -> None:
-        """Move checkpoints of later steps away, damaged ones included, for the run will write them again."""
+        """Move checkpoints of later steps away, damaged ones included; the run will write them again. Collective."""
         newer = [path for path in checkpoints(self.path) if (checkpoint_step(path) or 0) > step]
-        if (place := set_aside(self.path, newer)) is not None:
+        place = on_first_rank(lambda: set_aside(self.path, newer))
+        if place is not None:
             names = ", ".join(path.name for path in newer)
             self.tell(f"resume_from_checkpoint: moved {names} of later steps to {place}")
 
@@ -240,7 +241,8 @@ def set_aside(folder: Path, moved: Sequence[Path]) -> Path | None:
 
 def check_shared_folder(folder: Path) -> None:
     """Raise OutputError unless all ranks see the lock of the first one and can write next to it. Collective."""
-    owner, problem = from_first_rank(holder(folder)), None
+    owner = from_first_rank(holder(folder))
+    problem: str | None = None
     try:
         if not _seen(folder, LOCK, seconds=_SHARED_S) or holder(folder) != owner:
             problem = "is node-local: it does not contain the files of rank 0"

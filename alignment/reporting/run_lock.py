@@ -71,6 +71,8 @@ class RunLock:
         atexit.register(self.release)  # for callers that never close the trainer
 
     def _lock_or_warn(self) -> None:
+        if self._patience_s > _BRIEF_S and is_locked(self.folder) and not self._lock.is_locked:
+            print(f"output_dir: waiting up to {self._patience_s:.0f} s for {holder(self.folder)} to end", flush=True)
         try:
             self._lock.acquire(timeout=self._patience_s)
         except OSError as error:
@@ -95,5 +97,4 @@ class RunLock:
 
     def _refusal(self) -> OutputError:
         user = holder(self.folder) or "another process"
-        rest = "wait for it to finish, stop it, or choose another output_dir"
-        return OutputError(f"output_dir: {self.folder} is in use by {user}; {rest}")
+        return OutputError(f"output_dir: {self.folder} is in use by {user}; stop it, or choose another folder")

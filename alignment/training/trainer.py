@@ -314,8 +314,7 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         self.engines.build(loop.total_steps)
         if checkpoint is not None:
             self._go_on(checkpoint, loop, present)
-            step = checkpoint.step
-            on_first_rank(lambda: self.folder.set_newer_aside(step))
+            self.folder.set_newer_aside(checkpoint.step)
         writer = CheckpointWriter(
             self.context, self.engines, self.identity, present, self.write_state, self.folder.lock.check
         )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 from alignment.checkpoint.run_folder import RunFolder
 from alignment.config.errors import OutputError, one_line
-from alignment.engines.collectives import on_first_rank
 from alignment.run.activity import ACTIVITY
 from alignment.training.checkpointing.amendments import amend
 from alignment.training.checkpointing.best import BestModel
@@ -55,7 +53,7 @@ class Rewinder:
             restore(checkpoint, context, self.engines, self.present)
             identity.attempt, context.retries.count = attempt, retried
             context.tell(BestModel(context.args, context.state).moved_to(context.output_dir))
-            on_first_rank(functools.partial(self.folder.set_newer_aside, checkpoint.step))
+            self.folder.set_newer_aside(checkpoint.step)
         self.writer.newest, self._at = checkpoint.step, checkpoint.folder
         return checkpoint.folder.name
 
