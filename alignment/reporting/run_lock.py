@@ -61,13 +61,13 @@ class RunLock:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock_or_warn()
+            self._acquired = True
             (self.folder / LOCK).write_text(self._name, encoding="utf-8")
         except Timeout:
             raise self._refusal() from None
         except OSError as error:
-            self._lock.release()
+            self.release()
             raise OutputError(f"output_dir: {self.folder} cannot be locked: {error.strerror or error}") from error
-        self._acquired = True
         atexit.register(self.release)  # for callers that never close the trainer
 
     def _lock_or_warn(self) -> None:
@@ -91,7 +91,7 @@ class RunLock:
             return
         self._acquired = False
         with contextlib.suppress(OSError):  # the file alone means nothing, and the kernel releases the lock at exit
-            if self._lock.lock_counter == 1 and holder(self.folder) == self._name:
+            if self._lock.lock_counter == 1 and holder(self.folder) in ("", self._name):
                 (self.folder / LOCK).unlink()
             self._lock.release()
 
