@@ -86,8 +86,8 @@ class RunLock:
             raise self._refusal()
 
     def release(self) -> None:
-        """Release the lock if this process holds it; repeated calls have no effect."""
-        if not self._acquired or not self._lock.is_locked:  # as in a fork
+        """Release the lock if this process holds it; repeated calls, and calls in a fork, have no effect."""
+        if not self._acquired:
             return
         self._acquired = False
         with contextlib.suppress(OSError):  # the file alone means nothing, and the kernel releases the lock at exit
