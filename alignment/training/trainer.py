@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_utils import TrainOutput
 
+from alignment.checkpoint.run_folder import LOG, RunFolder
 from alignment.config.errors import LastCheckpointError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import barrier, device, on_first_rank
@@ -23,6 +24,7 @@ from alignment.engines.phases import Phases
 from alignment.models.adapters.record import unwrapped
 from alignment.models.tasks import CAUSAL_LM
 from alignment.references.engine import ReferencePlan
+from alignment.reporting.durable import write_json
 from alignment.reporting.log import JsonlLog, strict
 from alignment.run.activity import ACTIVITY
 from alignment.run.ranks import local_rank, rank, world_size
@@ -42,11 +44,9 @@ from alignment.training.arguments import (
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping, check_reporting, log_in
 from alignment.training.checkpointing.best import BestModel
 from alignment.training.checkpointing.merged import write_merged
-from alignment.training.checkpointing.output_folder import LOG, write_json
 from alignment.training.checkpointing.present import Present, present_run
 from alignment.training.checkpointing.restore import restore
-from alignment.training.checkpointing.resume import Checkpoint
-from alignment.training.checkpointing.run_folder import RunFolder
+from alignment.training.checkpointing.resume import Checkpoint, check_same_run, choose, find
 from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData, RunData, total_steps
@@ -159,6 +159,8 @@ class AlignmentTrainer(TrainerSurface):
         self.folder = RunFolder(self.output_dir, self.args, self.tell)
         if datasets[0] is not None:
             models = (("model", model), ("ref_model", ref_model), *self._models_read())
+            if self.args.resume_from_checkpoint and rank() == 0:
+                find(self.output_dir, self.args.resume_from_checkpoint, self.args.method)
             self.folder.check(inputs_of(self.args, models, datasets))
 
     def _models_read(self) -> Iterable[tuple[str, Any]]:
@@ -276,7 +278,7 @@ class AlignmentTrainer(TrainerSurface):
         check_early_stopping(self.args, self.events.handler.callbacks)
         log_in(self.events.handler.callbacks)
         present, self._at_first = self._at_first or self._present(), None
-        checkpoint = self.folder.enter(asked, present)
+        checkpoint = self.folder.enter((lambda: self._chosen(asked, present)) if asked else None)
         if self.is_world_process_zero():
             name = None if checkpoint is None else checkpoint.folder.name
             begin_status(self.output_dir, self.args.method, name, bool(asked), self.tell)
@@ -296,6 +298,14 @@ class AlignmentTrainer(TrainerSurface):
                 self.uploads.finish()
             self._finish(writer)
         return result
+
+    def _chosen(self, asked: str | bool, present: Present) -> Checkpoint | None:
+        """Return the checkpoint to resume from; None if there is none yet. Collective."""
+
+        def refuse(checkpoint: Checkpoint) -> None:
+            check_same_run(checkpoint, present, anyway=self.args.resume_anyway, tell=self.tell)
+
+        return choose(self.output_dir, asked, present.method, refuse, self.tell)
 
     def _present(self) -> Present:
         """Return the properties of the current run."""
@@ -336,7 +346,7 @@ class AlignmentTrainer(TrainerSurface):
         }
         loop.ignores_end = self.args.resume_anyway
         self.tell(f"resume_from_checkpoint: {checkpoint.folder}, after step {checkpoint.step} of {loop.total_steps}")
-        self.folder.went_on(checkpoint)
+        self.folder.set_newer_aside(checkpoint.step)
 
     def _finish(self, writer: CheckpointWriter) -> None:
         """Write what follows a completed run: its report, and the merged model if requested."""

@@ -11,8 +11,7 @@ import pytest
 from small_disk import fill, full, small_disk
 
 from alignment.config.errors import OutputError
-from alignment.reporting.durable import is_full, replace_text, sync, sync_folder
-from alignment.training.checkpointing.output_folder import write_json
+from alignment.reporting.durable import is_full, replace_text, sync, sync_folder, write_json
 
 
 def kind(descriptor: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from alignment.checkpoint.old_runs import set_folder_aside
+from alignment.checkpoint.run_folder import set_aside
 from alignment.config.errors import AlignmentError
 from alignment.engines.collectives import barrier
 from alignment.models.source import ModelSource
@@ -26,8 +26,8 @@ def write_merged(context: RunContext, source: ModelSource, folder: Path) -> None
     if context.is_first:
         from alignment.checkpoint.exporting.adapter import merge_adapter  # imports peft
 
-        aside = set_folder_aside(folder) if context.args.resume_from_checkpoint else None
-        if aside is not None:
+        stays = not context.args.resume_from_checkpoint or not folder.is_dir() or not any(folder.iterdir())
+        if (aside := set_aside(folder.absolute().parent, [] if stays else [folder])) is not None:
             context.tell(f"merged_output_dir: moved the merged model of an earlier attempt to {aside}")
         try:
             with ACTIVITY("merge"):

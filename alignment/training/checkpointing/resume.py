@@ -15,11 +15,11 @@ from typing import Any
 from alignment.checkpoint.folder import checkpoints
 from alignment.checkpoint.fragments import check_fragments
 from alignment.checkpoint.manifest import MANIFEST, Manifest
+from alignment.checkpoint.run_folder import LOG, check_output_folder, holds_model, holds_run
 from alignment.config.errors import CheckpointError, OptionError, counted, did_you_mean, show
 from alignment.engines.collectives import gathered, on_first_rank
 from alignment.run.ranks import rank, world_size
 from alignment.training.checkpointing.fingerprints import identity
-from alignment.training.checkpointing.output_folder import LOG, check_output_folder, holds_model
 from alignment.training.checkpointing.present import Present
 
 LATEST = "latest"
@@ -89,7 +89,7 @@ def _named(output_dir: Path, asked: str) -> Path:
 def _newest(output_dir: Path, method: str) -> Candidates:
     folders = checkpoints(output_dir) if output_dir.is_dir() else []
     if not folders:
-        check_output_folder(output_dir, earlier_run=True)
+        check_output_folder(output_dir, overwrite=holds_run(output_dir))
         if holds_model(output_dir):
             raise CheckpointError(
                 f"{_OPTION}: {output_dir} contains a model but no checkpoint to resume from, and starting over would "

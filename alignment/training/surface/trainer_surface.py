@@ -22,9 +22,9 @@ from alignment.data.packing.rows import PackedRows
 from alignment.data.shown.rows import Collator, PlannedBatches
 from alignment.data.windows import WindowPlan
 from alignment.references.engine import EngineReference
+from alignment.reporting.durable import write_json
 from alignment.run.ranks import local_rank, rank
 from alignment.training.callbacks import Events, check_callbacks
-from alignment.training.checkpointing.output_folder import write_json
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, RunData, total_steps
 from alignment.training.evaluation import evaluation_window
