@@ -260,7 +260,7 @@ def test_the_peak_memory_of_a_load(tmp_path: Path) -> None:
         ("stage2/fp32/adamw_torch", "stage2/fp32/sgd", "optimizer is torch.AdamW .* torch.SGD"),
         ("stage2/fp32/adamw_torch", "stage2/fp32/adamw_torch/frozen", r"embed_tokens.weight is \(53, 27\)"),
         ("stage2/fp32/adamw_torch/frozen", "stage2/fp32/adamw_torch", r"embed_tokens.weight is not .* \(53, 27\)"),
-        ("stage2/bf16/adamw_torch", "stage2-bf16-masters/bf16/adamw_torch", "float32.* bfloat16"),
+        ("stage2/bf16/adamw_torch", "stage2-bf16-masters/bf16/adamw_torch", "float32.*bfloat16"),
         ("stage2/fp32/adamw_8bit", "stage3-sub-groups/fp32/adamw_8bit", "bitsandbytes.AdamW .* ZeRO stage 2 on 1"),
     ],
 )
@@ -303,7 +303,4 @@ def test_files_of_another_split_and_of_a_newer_release(tmp_path: Path) -> None:
             read_fragments(policy, tmp_path)
         assert str(tmp_path) in str(caught.value)
         path.write_bytes(whole)
-    path.rename(tmp_path / fragment_file(1, 2))
-    with pytest.raises(CheckpointError, match="00002-of-00002"):
-        read_fragments(policy, tmp_path)
     policy.close()
