@@ -14,8 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from alignment.checkpoint.manifest import Manifest
-from alignment.checkpoint.records import record_of
+from alignment.checkpoint.manifest import Manifest, record_of
 
 _FILES = ("run_state", "optimizer", "frozen", "model")
 

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from alignment.checkpoint.manifest import Manifest, files_in
-from alignment.checkpoint.records import record_of
+from alignment.checkpoint.manifest import Manifest, files_in, record_of
 from alignment.reporting.run_lock import LOCK
 from alignment.reporting.status_file import STATUS, RunStatus
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alignment.checkpoint.manifest import Manifest
-from alignment.checkpoint.records import FileRecord
+from alignment.checkpoint.manifest import FileRecord, Manifest
 
 
 @given(sizes=st.lists(st.integers(0, 20), max_size=9), ranks=st.integers(1, 4))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from alignment.checkpoint.folder import checkpoints
-from alignment.checkpoint.fragments import check_fragments
 from alignment.checkpoint.manifest import MANIFEST, Manifest
 from alignment.checkpoint.run_folder import LOG, check_output_folder, holds_model, holds_run
 from alignment.config.errors import CheckpointError, OptionError, counted, did_you_mean, show
@@ -54,7 +53,7 @@ class Candidates:
 
 
 def find(output_dir: Path, asked: str | bool, method: str) -> Candidates:
-    """Find checkpoints that look usable by name, sizes and headers; an empty result starts a new run.
+    """Find checkpoints that look usable by name, manifest and sizes; an empty result starts a new run.
 
     Raises:
         CheckpointError: if there are checkpoints but none is usable, or the requested one is not.
@@ -129,14 +128,13 @@ def _run_of_log(output_dir: Path) -> str | None:
 
 
 def _usable(folder: Path, method: str) -> Manifest:
-    """Return the manifest of a checkpoint whose files have the recorded sizes and headers."""
+    """Return the manifest of a checkpoint whose files have the recorded sizes."""
     manifest = Manifest.read(folder)
     if manifest.method != method:
         raise CheckpointError(f"{folder}: was written by method {manifest.method}, but this run's method is {method}")
     if not manifest.resumable:
         raise CheckpointError(f"{folder}: contains only the model (save_only_model), so it cannot be resumed from")
     manifest.check_files(folder)
-    check_fragments(folder)
     return manifest
 
 
