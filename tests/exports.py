@@ -12,8 +12,6 @@ from torch import Tensor
 from alignment.cli.commands import main
 from alignment.engines.scoring import PolicyEngine
 
-FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-
 
 def command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str, str]:
     with pytest.raises(SystemExit) as leaving:

@@ -1,4 +1,4 @@
-"""Small tables about exports: what a card says about a run, how an adapter was quantized, how outputs compare."""
+"""Small tables about exports: the base of an adapter, tied embeddings, trust in a tokenizer's code."""
 
 from __future__ import annotations
 
@@ -10,74 +10,16 @@ from typing import Any
 import pytest
 import torch
 from helpers import make_model
-from peft import LoraConfig, get_peft_model
-from run_folders import start, write_log
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiny_adapters import lora, make_adapter
+from transformers import AutoTokenizer
 
-from alignment.checkpoint.exporting.adapter import _method
-from alignment.checkpoint.exporting.card import Run, _papers, _training, card_of
-from alignment.checkpoint.exporting.check import OutputChange
-from alignment.checkpoint.exporting.folder import load_tokenizer
-from alignment.checkpoint.exporting.report import ModelReport, _json
-from alignment.checkpoint.manifest import Manifest
+from alignment.checkpoint.export import _tokenizer
 from alignment.cli.commands import _without_local_rank
 from alignment.config.errors import ModelError
-from alignment.models.adapters.folder import read_adapter
+from alignment.models.adapters.folder import read_adapter, write_training_base
 from alignment.models.adapters.merging import _tie_or_tell
 from alignment.models.adapters.record import TRAINING_BASE
-from alignment.models.tasks import CAUSAL_LM
-
-
-@pytest.mark.parametrize("with_manifest", [False, True])
-def test_facts_of_a_run_are_those_of_the_checkpoint_or_else_of_the_log(with_manifest: bool, tmp_path: Path) -> None:
-    write_log(tmp_path, [start()])
-    manifest = Manifest("r", 3, "kto", 4, 2, 16, 50, True, {}, {}, {}, {}) if with_manifest else None
-    found = dict(_training(Run(tmp_path, manifest, given={"adapter_name_or_path": "a"})))
-    facts = {"planned steps": "50", "rows per step": "16", "processes": "4", "ZeRO stage": "2"}
-    logged = {"planned steps": "100", "rows per step": "8", "processes": "2"}
-    assert {name: text for name, text in found.items() if name in facts} == (facts if with_manifest else logged)
-    assert found["initial adapter"] == "a"
-
-
-@pytest.mark.parametrize(
-    ("is_classifier", "said"),
-    [(True, ("pipeline_tag: text-classification", "reward model")), (False, ("pipeline_tag: text-generation",))],
-)
-def test_a_card_names_its_kind_of_model(is_classifier: bool, said: tuple[str, ...], tmp_path: Path) -> None:
-    write_log(tmp_path, [start()])
-    text = card_of(Run(tmp_path), title="T", is_classifier=is_classifier, base="b", export=["e"]).text()
-    assert all(part in text for part in said) and ("reward model" in text) == is_classifier
-
-
-def test_papers_of_a_loss() -> None:
-    papers = {"": ("method", "m"), "ipo": ("loss", "l")}
-    assert [_papers(papers, loss) for loss in ("ipo", "kto", None, ["ipo"])] == [
-        [("method", "m"), ("loss", "l")], [("method", "m")], [("method", "m")], [("method", "m")],
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("in_config", "in_folder", "said"),
-    [
-        (None, None, None),
-        ({"load_in_4bit": True}, None, "4 bits, fp4"),
-        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, {"load_in_8bit": True}, "4 bits, nf4"),
-        (None, {"load_in_8bit": True}, "8 bits"),
-    ],
-)
-def test_the_quantization_that_an_adapter_was_trained_on(in_config: Any, in_folder: Any, said: str | None) -> None:
-    for given in (in_config, None if in_config is None else SimpleNamespace(to_dict=lambda: in_config)):
-        config: Any = SimpleNamespace(quantization_config=given)
-        folder: Any = SimpleNamespace(quantization=in_folder)
-        assert _method(folder, config) == said
-
-
-@pytest.mark.parametrize(
-    ("error", "effect", "share"),
-    [(0.0, None, None), (1.0, None, None), (0.0, 0.0, 0.0), (1.0, 0.0, float("inf")), (1.0, 4.0, 0.25), (0.0, 4.0, 0)],
-)  # fmt: skip
-def test_an_error_relative_to_the_effect_of_training(error: float, effect: float | None, share: float | None) -> None:
-    assert OutputChange("score", "rows", 2, error, error, effect).share == share
+from alignment.models.tasks import CAUSAL_LM, REWARD_MODEL
 
 
 @pytest.mark.parametrize(
@@ -91,9 +33,7 @@ def test_the_local_rank_before_a_command(given: list[str]) -> None:
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapter")
-    model = AutoModelForCausalLM.from_pretrained(make_model(folder / "base"))
-    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder / "adapter")
-    return folder / "adapter"
+    return make_adapter(folder / "adapter", make_model(folder / "base"), lora(r=2))
 
 
 @pytest.mark.parametrize(
@@ -124,6 +64,13 @@ def test_the_base_of_an_adapter(recorded: Any, base: str | None, found: Any, ada
     assert read_adapter(adapter, base, "asked").revision == "asked" and read.task is CAUSAL_LM
 
 
+def test_the_record_written_by_training(adapter: Path) -> None:
+    quantization = {"load_in_8bit": True}
+    write_training_base(adapter, base_model="a/b", revision="r", quantization=quantization, task=REWARD_MODEL)
+    seen = read_adapter(adapter)
+    assert (seen.base, seen.revision, seen.quantization, seen.task) == ("a/b", "r", quantization, REWARD_MODEL)
+
+
 @pytest.mark.parametrize(
     ("was_tied", "equal", "tied"), [(True, True, True), (True, False, False), (False, True, False), (True, None, True)]
 )
@@ -145,12 +92,5 @@ def test_ends_of_a_model_are_tied_again_if_they_are_equal(was_tied: bool, equal:
 def test_code_of_a_tokenizer_is_trusted_only_if_requested(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda where, **options: given.append((where, options)))
-    load_tokenizer("owner/name", "main", trusted, needed=True)
+    _tokenizer("owner/name", "main", trusted)
     assert given == [("owner/name", {"revision": "main", "trust_remote_code": trusted})]
-
-
-@pytest.mark.parametrize("base", ["/home/me/models/base", "owner/base", None])
-def test_a_published_report_names_the_base_model_without_its_folder(base: str | None) -> None:
-    report = ModelReport("checkpoint-4", base, "causal_lm", "bfloat16", "bfloat16", 0, None, None, None, None, None)
-    shown = None if base is None else base.removeprefix("/home/me/models/")
-    assert json.loads(_json(report))["base_model"] == shown
