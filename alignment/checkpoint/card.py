@@ -29,17 +29,16 @@ _LEFT_OUT = {
 }  # fmt: skip
 _BOOKKEEPING = ("step", "epoch", "num_tokens", "total_flos", "time")
 _FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".gz", ".zst")
-Facts = dict[str, Any]
+Facts = Mapping[str, Any]
 
 
 def card_of(
     folder: Path,
-    *,
     title: str,
     is_classifier: bool,
     base: str | None,
     export: Sequence[str],
-    options: Mapping[str, Any] | None = None,
+    options: Facts | None = None,
 ) -> ModelCard:
     """The card of a trained model.
 

@@ -115,7 +115,9 @@ def export(
     load = _merged if is_adapter(source) else _model
     with no_progress_bar():
         model, task, tokenizer, rows, before, report = load(source, masters, options, tell)
-        _check_finite(model, source)
+        broken = next((name for name, one in model.named_parameters() if not bool(torch.isfinite(one).all())), None)
+        if broken is not None:
+            raise ModelError(f"{source}: {broken} is not finite in {report.dtype}; use another dtype or source")
         with written_folder(out, tokenizer, key="out") as partial:
             tell(f"writing {out}")
             try:
@@ -130,13 +132,8 @@ def export(
                 mean = sum(errors) / len(errors)
                 report = replace(report, rows=len(rows), error_mean=mean, error_max=max(errors))
             (partial / REPORT).write_text(report.json(), encoding="utf-8")
-            card = card_of(
-                source,
-                title=out.absolute().name,
-                is_classifier=report.task == "classifier",
-                base=report.base_model,
-                export=[*report.lines()],
-            )
+            title, lines = out.absolute().name, [*report.lines()]
+            card = card_of(source, title, report.task == "classifier", report.base_model, lines)
             (partial / "README.md").write_text(card.text(), encoding="utf-8")
     return report
 
@@ -212,18 +209,9 @@ def _merged(source: Path, masters: Masters, options: ExportOptions, tell: Tell) 
     before = outputs(model, rows, adapter.task)
     rounding = Rounding(dtype, kept)
     merge(injected, rounding)
-    report = ExportReport(
-        source.absolute().name, adapter.base, task_name(adapter.task), _name(dtype), quantized, count
-    )
+    task = task_name(adapter.task)
+    report = ExportReport(source.absolute().name, adapter.base, task, _name(dtype), quantized, count)
     return Loaded(finish(injected, rounding), adapter.task, tokenizer, rows, before, report)
-
-
-def _check_finite(model: PreTrainedModel, source: Path) -> None:
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise ModelError(
-                f"{source}: {name} is not finite in {_name(parameter.dtype)}; use another dtype or source"
-            )
 
 
 def _tokenizer(where: str, revision: str | None, trust_remote_code: bool) -> Any:

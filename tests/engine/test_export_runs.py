@@ -76,12 +76,3 @@ def test_adapters_are_merged_from_their_master_weights(base: str, tmp_path: Path
         parameters[name].data.copy_(master)
     ours = logps(AutoModelForCausalLM.from_pretrained(tmp_path / "wide"))
     assert (ours - logps(model)).abs().max() < 1e-6
-
-
-@pytest.mark.ci
-def test_an_fp32_run_and_its_output_folder(base: str, tmp_path: Path) -> None:
-    source, exact = checkpoint("kto", base, tmp_path, bf16=False, deepspeed=STAGES["stage2"])
-    report = export(source, tmp_path / "whole", ExportOptions(samples=0))
-    assert report.masters == 0 and report.dtype == "float32"
-    state = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "whole").named_parameters())
-    assert all(torch.equal(state[name], exact[name]) for name in exact)
