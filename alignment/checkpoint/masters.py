@@ -56,11 +56,10 @@ def put_masters(model: nn.Module, masters: Masters, folder: Path) -> int:
         ModelError: a master weight has no parameter, has another shape, or does not round to the model files' value.
     """
     parameters, count = dict(model.named_parameters()), 0
-    # Tolerates any rounding to bf16, and any rounding and underflow in fp16.
-    tolerance = {"rtol": torch.finfo(torch.bfloat16).eps, "atol": 2.0**-24}
+    relative, absolute = torch.finfo(torch.bfloat16).eps, 2.0**-24  # rounding to bf16, underflow in fp16
     for name, master in masters:
         parameter = next((parameters[one] for one in _names_here(name) if one in parameters), torch.empty(0))
-        if parameter.shape != master.shape or not torch.allclose(parameter, master, **tolerance):
+        if parameter.shape != master.shape or not torch.allclose(parameter, master, relative, absolute):
             raise ModelError(
                 f"{folder}: the fp32 master weight of {name} does not match the model files, which are damaged or "
                 "from another step; export with --dtype auto to use the model files"

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
 
 def _run(source: str, out: str, **given: Any) -> None:
     options = ExportOptions(**given)
-    folders = [Path(convert(name, value, str)).expanduser() for name, value in (("source", source), ("out", out))]
+    source, out = (convert(name, value, str) for name, value in (("source", source), ("out", out)))
     hush_libraries()
     # Exporting a large model takes hours on a slow disk, and no other rank waits for this process: never time out.
     ACTIVITY.limits = Limits(least=math.inf, first=math.inf)
@@ -58,7 +58,7 @@ def _run(source: str, out: str, **given: Any) -> None:
     def tell(line: str) -> None:
         print(line, flush=True)
 
-    report = export(*folders, options, tell)
+    report = export(Path(source).expanduser(), Path(out).expanduser(), options, tell)
     tell("\n".join([*report.lines(), f"model, tokenizer, README.md and export_report.json: {out}"]))
 
 
