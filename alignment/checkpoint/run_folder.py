@@ -80,7 +80,7 @@ class RunFolder:
         if not self.args.dry_run:  # it writes nothing, and may start before the folder's current run ends
             self.lock.refuse_if_held()
         if self.args.merged_output_dir is not None:
-            from alignment.checkpoint.exporting.folder import REPORT  # imported only if needed
+            from alignment.checkpoint.export import REPORT  # imported only if needed
 
             merged = Path(self.args.merged_output_dir)  # that of an earlier attempt is moved aside
             check_output_folder(merged, resumes and (merged / REPORT).exists(), "merged_output_dir")
