@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from transformers import PreTrainedModel
 
+from alignment.checkpoint.fingerprints import code_fingerprint, model_fingerprint
 from alignment.config.dtypes import DtypePlan
 from alignment.config.errors import OptionError, setting
 from alignment.config.options_online import CLASSIFIER_OPTIONS, OnlineOptions
@@ -42,7 +43,6 @@ from alignment.rollout.backend import Sampling
 from alignment.rollout.engine import RolloutEngine
 from alignment.rollout.processors import check_generation_kwargs
 from alignment.run.retries import NEVER, Retries
-from alignment.training.checkpointing.fingerprints import code_fingerprint, model_fingerprint
 from alignment.training.checkpointing.output_folder import COMPLETIONS
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData

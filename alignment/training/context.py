@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedModel, TrainerState
 
+from alignment.checkpoint.run_state import RunState
 from alignment.config.options import AlignmentConfig
 from alignment.data.windows import WindowSampler
 from alignment.engines.phases import Phases
@@ -17,7 +18,6 @@ from alignment.run.retries import Retries
 from alignment.training.callbacks import Events
 from alignment.training.data import PreparedData
 from alignment.training.method import AnyMethod, Models
-from alignment.training.run_state import RunState
 from alignment.training.window import WindowPass
 
 

@@ -8,15 +8,17 @@ transformers' callbacks decide when to log, evaluate, save and stop: its Default
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from transformers.trainer_utils import TrainOutput
 
+from alignment.checkpoint.best import BestModel
 from alignment.checkpoint.folder import checkpoint_folder
+from alignment.checkpoint.writer import CheckpointWriter
 from alignment.config.errors import RewardError, TrainingError
 from alignment.config.fields import Strategy
 from alignment.data.batching import AnyBatch
@@ -29,9 +31,6 @@ from alignment.run.requests import REQUESTS, STOP_FILE
 from alignment.run.safe_points import agreed_reason
 from alignment.run.stop import Cut
 from alignment.training.callbacks import Decision
-from alignment.training.checkpointing.best import BestModel, load_best
-from alignment.training.checkpointing.rewind import Rewinder
-from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, total_steps
 from alignment.training.interruptions.faults import BadSteps
@@ -63,7 +62,6 @@ class TrainingLoop:
     Attributes:
         resumed: the record of the log about the checkpoint that the run resumes from; None for a new run.
         ignores_end: continue even if a callback had ended the run.
-        rewinder: returns to the last checkpoint.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class TrainingLoop:
         register("data", sampler)
         self.faults = register(
             "bad_steps",
-            BadSteps(self.args, sampler.steps_per_epoch, data.source_rows, self._say, context.log_file.write),
+            BadSteps(self.args, data.source_rows, self._say, context.log_file.write),
         )
         self.overflows = register("overflows", Overflows(self._say, context.log_file.write))
         self.decision = Decision()
@@ -95,7 +93,6 @@ class TrainingLoop:
         self._ends_with: str | None = None  # the error that ends the run after this step
         self.resumed: dict[str, Any] | None = None
         self.ignores_end = False
-        self.rewinder: Rewinder | None = None
 
     def run(
         self,
@@ -142,10 +139,10 @@ class TrainingLoop:
                     self.events("on_epoch_begin")
                 self.events("on_step_begin")
                 began = time.monotonic()
-                if self._step(plan, batches):
-                    self._step_seconds = time.monotonic() - began
-                    self.events("on_step_end")
-                    self._boundary()
+                self._step(plan, batches)
+                self._step_seconds = time.monotonic() - began
+                self.events("on_step_end")
+                self._boundary()
         except Cut:  # within a window, which is repeated after a resume, or before the first one
             self._leave()
         except (BadStep, RewardError) as error:  # raised on every rank, with valid weights
@@ -233,7 +230,7 @@ class TrainingLoop:
             ACTIVITY.status.update(
                 within=_STATUS_S,
                 state="running",
-                run=self.writer.identity.name,
+                run=self.writer.manifest.run,
                 step=self.state.global_step,
                 total_steps=self.total_steps,
             )
@@ -288,7 +285,7 @@ class TrainingLoop:
         if self.resumed is not None:
             self.context.log_file.write({"event": "resume", "step": state.global_step, **self.resumed})
             return
-        run, window = self.writer.identity.name, self.sampler.window
+        run, window = self.writer.manifest.run, self.sampler.window
         event = start_event(self.context, self.engines, self.data, run=run, window=window, steps=self.total_steps)
         self.context.log_file.write(event)
 
@@ -308,27 +305,18 @@ class TrainingLoop:
             for plan, batches in windows_of_epoch(self.context, self.data, sampler, last):
                 self.context.run_state.mark("data", "random")
                 sampler.advance()
-                place = sampler.epoch, sampler.step
                 yield plan, batches
-                # The position has changed: the rest of an epoch is skipped, or the run was rewound.
-                if sampler.step == 0 or self.boundary.ends or (sampler.epoch, sampler.step) != place:
+                if sampler.step == 0 or self.boundary.ends:  # a callback may end an epoch early
                     break
 
-    def _step(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> bool:
-        """Take one optimizer step; return False if the run was rewound instead."""
+    def _step(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> None:
+        """Take one optimizer step."""
         learning_rate = self.engines.policy.learning_rate
         step = OptimizerStep(self.context, self.engines, self.data, self.faults, self.overflows)
         try:
             items, counts, grad_norm = step(plan, batches)
         except BadStep as fault:
-            rewind = functools.partial(self._rewound, step, fault)
-            if self.faults.rewinds(fault, plan, self.state.global_step + 1, rewind):
-                assert self.rewinder is not None
-                self.rewinder.amend()
-                self._set_lengths()  # the checkpoint may be from an attempt with different options
-                self.progress.back_to(self.state.global_step)
-                self._go_on()
-                return False
+            self.faults.skip(fault, plan, self.state.global_step + 1)
             step.discard(fault)
             items, counts, grad_norm = step.left_out()
         state = self.state
@@ -345,7 +333,6 @@ class TrainingLoop:
         self.totals.last = {"grad_norm": grad_norm, "learning_rate": learning_rate, **self._faults()}
         self._check_reduced(counts, items)
         self.progress.advance(means(items), counts.sequence_tokens)
-        return True
 
     def _check_reduced(self, counts: WindowCounts, items: Items) -> None:
         """Report and count a window that was computed in a reduced form."""
@@ -357,12 +344,6 @@ class TrainingLoop:
             self._ends_with = method.check_reduced(totals.reduced_in_a_row, items)
         elif items:
             totals.reduced_in_a_row = 0
-
-    def _rewound(self, step: OptimizerStep, fault: BadStep) -> tuple[str, int] | None:
-        """Return to the last checkpoint, if any; return its name and the number of windows before it."""
-        step.discard(fault)
-        name = self.rewinder() if self.rewinder is not None else None
-        return None if name is None else (name, self.sampler.epoch * self.sampler.steps_per_epoch + self.sampler.step)
 
     def _faults(self) -> dict[str, float]:
         """Return counts of failures so far, for the log; empty in most runs."""
@@ -399,7 +380,9 @@ class TrainingLoop:
         if self.writer.newest == self.state.global_step:
             return True  # no progress since the checkpoint: this attempt counts as stalled
         start = time.monotonic()
-        if not self.writer.write(keep=self.best.folder):
+        with self.context.phases("save"):
+            written = self.writer.write(keep=self.best.folder)
+        if not written:
             self.best.lost()
             return False
         if ACTIVITY.status is not None:
@@ -425,7 +408,7 @@ class TrainingLoop:
     def _finish(self) -> TrainOutput:
         REQUESTS.done = True  # only the result remains to be written, so stopping now saves no time
         if self.args.load_best_model_at_end:
-            loaded = load_best(self.context, self.engines, self.best)
+            loaded = self.best.load(self._restore, self.context.tell)
             if loaded is not None:
                 self.progress.note(loaded)
         seconds, steps = self._seconds(), self.state.global_step
@@ -453,6 +436,10 @@ class TrainingLoop:
         self.events("on_train_end")
         self.writer.finish(lambda: self.writer.write_state(self.context.output_dir))
         return TrainOutput(steps, metrics["train_loss"], {**metrics, "epoch": self.state.epoch or 0.0})
+
+    def _restore(self, folder: Path) -> None:
+        with self.context.phases("load best"):
+            self.engines.restore(folder)
 
     def _rest(self) -> dict[str, float]:
         """Return the metrics of the steps since the last log for TRL's summary of a run, without the loss."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
+from alignment.checkpoint.best import check_best_metric
 from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_online import OnlineOptions
@@ -28,7 +29,6 @@ from alignment.training.arguments import (
     with_vocabulary,
     within_positions,
 )
-from alignment.training.checkpointing.best import check_best_metric
 from alignment.training.context import Resources
 from alignment.training.data import PreparedData, prepare_data, total_steps, window_sampler
 from alignment.training.method import AnyMethod

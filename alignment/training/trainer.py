@@ -6,12 +6,20 @@ The constructor follows TRL's, so that a TRL script runs after changing its impo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_utils import TrainOutput
 
+from alignment.checkpoint.best import BestModel
+from alignment.checkpoint.manifest import Manifest
+from alignment.checkpoint.merged import write_merged
+from alignment.checkpoint.restore import restore
+from alignment.checkpoint.resume import Checkpoint
+from alignment.checkpoint.run_state import Identity, RunState
+from alignment.checkpoint.writer import CheckpointWriter
 from alignment.config.errors import LastCheckpointError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.data.prepare import check_vocabulary
@@ -36,15 +44,8 @@ from alignment.training.arguments import (
     with_quantization,
 )
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping, check_reporting, log_in
-from alignment.training.checkpointing.best import BestModel
-from alignment.training.checkpointing.merged import write_merged
 from alignment.training.checkpointing.output_folder import LOG
-from alignment.training.checkpointing.present import Present, present_run
-from alignment.training.checkpointing.restore import restore
-from alignment.training.checkpointing.resume import Checkpoint
-from alignment.training.checkpointing.rewind import Rewinder
 from alignment.training.checkpointing.run_folder import RunFolder
-from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, total_steps
 from alignment.training.evaluation import evaluate, evaluation_windows
@@ -57,7 +58,7 @@ from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
 from alignment.training.preparation import TrainerPreparation
 from alignment.training.run_engines import RunEngines
-from alignment.training.run_state import Identity, RunState
+from alignment.training.run_manifest import run_manifest
 from alignment.training.surface.again import begin_again
 from alignment.training.surface.later import take_over
 from alignment.training.surface.overrides import check_attributes, check_overrides, check_saving
@@ -168,7 +169,7 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         handler.model = self.engines.model
         handler.train_dataloader = self.get_train_dataloader() if self.train_data is not None else None
         handler.eval_dataloader = self.get_eval_dataloader() if self.eval_data else None
-        self._at_first: Present | None = None  # set if engines were built before train()
+        self._at_first: Manifest | None = None  # set if engines were built before train()
         self._options = self.args.values()
         self.events("on_init_end")
 
@@ -260,11 +261,11 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         with ending_in_status(), listening(self.tell):
             return self._trained(checkpoint, present)
 
-    def _present(self) -> Present:
-        """Return the properties of the current run."""
+    def _present(self) -> Manifest:
+        """Return what checkpoints record of the current run."""
         reference = self.reference_source if self.method.needs_reference else None
         given = None if reference is self.policy_source else reference
-        return present_run(self.context, self.engine_plan, given, self.resources)
+        return run_manifest(self.context, self.engine_plan, given, self.resources)
 
     def build_engines(self) -> None:
         """Build the engines; properties of live models are recorded before an engine changes them."""
@@ -272,7 +273,7 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
             self._at_first = self._at_first or self._present()
         super().build_engines()
 
-    def _trained(self, checkpoint: Checkpoint | None, present: Present) -> TrainOutput:
+    def _trained(self, checkpoint: Checkpoint | None, present: Manifest) -> TrainOutput:
         """Train as in :meth:`train`, after the output folder has been locked."""
         try:
             with ACTIVITY("load"):
@@ -291,14 +292,14 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         if self.args.merged_output_dir is not None:
             with self.uploads.held():
                 self.save_model()
-            write_merged(self.context, self.engine_plan.source, Path(self.args.merged_output_dir))
+            write_merged(self.args, self.engine_plan.source, self.tell)
         if writer.failure is not None:
             raise LastCheckpointError(
                 f"output_dir: training has finished, but the last checkpoint could not be written: {writer.failure}"
             )
         return result
 
-    def _prepared(self, checkpoint: Checkpoint | None, present: Present) -> tuple[TrainingLoop, CheckpointWriter]:
+    def _prepared(self, checkpoint: Checkpoint | None, present: Manifest) -> tuple[TrainingLoop, CheckpointWriter]:
         """Return the loop, with engines restored from the checkpoint, and the writer of further checkpoints."""
         assert self.train_data is not None and self.sampler is not None
         loop = TrainingLoop(self.context, self.engines, self.train_data, self.sampler, lambda: self.evaluate())
@@ -306,20 +307,19 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         if checkpoint is not None:
             self._go_on(checkpoint, loop, present)
             self.folder.went_on(checkpoint)
-        writer = CheckpointWriter(
-            self.context, self.engines, self.identity, present, self.write_state, self.folder.lock.check
-        )
+        manifest = replace(present, run=self.identity.name)
+        run_state, state = self.context.run_state, self.state
+        writer = CheckpointWriter(self.args, self.engines, run_state, state, manifest, self.write_state, self.tell)
         if checkpoint is not None and checkpoint.folder.parent.resolve() == self.output_dir.resolve():
             writer.newest = checkpoint.step
-        loop.rewinder = Rewinder(self.context, self.engines, present, self.folder, writer)
         if self.args.save_strategy != "no":
             self.tell(writer.describe())
         on_first_rank(self._write_settings)
         return loop, writer
 
-    def _go_on(self, checkpoint: Checkpoint, loop: TrainingLoop, present: Present) -> None:
+    def _go_on(self, checkpoint: Checkpoint, loop: TrainingLoop, present: Manifest) -> None:
         """Restore a run into the engines, and prepare the loop to continue."""
-        restore(checkpoint, self.context, self.engines, present)
+        restore(checkpoint, self.engines, self.context.run_state, present, self.tell)
         if ACTIVITY.status is not None:  # only the status knows of attempts without a checkpoint
             self.identity.attempt = max(self.identity.attempt, ACTIVITY.status.status.attempt)
         self.tell(BestModel(self.args, self.state).moved_to(checkpoint.folder.parent))

@@ -26,7 +26,7 @@ from alignment.checkpoint.folder import checkpoints
 from alignment.checkpoint.manifest import MANIFEST, Manifest, files_in
 from alignment.config.errors import CheckpointError, LastCheckpointError
 from alignment.training.checkpointing import writer
-from alignment.training.checkpointing.resume import choose
+from alignment.checkpoint.resume import choose
 from alignment.training.trainer import AlignmentTrainer
 
 pytestmark = pytest.mark.usefixtures("own_process_group")

@@ -24,7 +24,7 @@ from alignment.run.activity import ACTIVITY
 from alignment.run.requests import REQUESTS
 from alignment.run.stop import RunStopped, StopReason
 from alignment.training import trainer as trainers
-from alignment.training.checkpointing.writer import CheckpointWriter
+from alignment.checkpoint.writer import CheckpointWriter
 from alignment.training.interruptions.faults import BadSteps, LossSpike
 from alignment.training.surface import records
 from alignment.training.trainer import AlignmentTrainer

@@ -10,7 +10,7 @@ from transformers import TrainerState
 
 from alignment import CPOConfig
 from alignment.checkpoint.folder import prune_checkpoints
-from alignment.training.checkpointing.best import BestModel
+from alignment.checkpoint.best import BestModel
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from alignment.models.scorer import CompletionScorer
 from alignment.models.source import ModelSource
 from alignment.planning import kernels
 from alignment.planning.kernels import check_kernels
-from alignment.training.checkpointing.fingerprints import compared_options
+from alignment.checkpoint.fingerprints import compared_options
 from tools.architectures.tiny import tiny_config as shrunk
 
 CPU = torch.device("cpu")

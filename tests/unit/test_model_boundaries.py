@@ -26,7 +26,7 @@ from alignment.models.source import check_weights, model_source
 from alignment.models.vocabulary import Vocabulary, rounded_up
 from alignment.planning import engines
 from alignment.training.checkpointing import best, fingerprints
-from alignment.training.checkpointing.best import BestModel
+from alignment.checkpoint.best import BestModel
 from alignment.training.checkpointing.output_folder import holds_model
 
 

@@ -25,7 +25,7 @@ from alignment.rewards.hub_judges import HfPairwiseJudge, PairRMJudge
 from alignment.rewards.judges import Judge
 from alignment.rewards.pairwise import AllTrueJudge, BaseBinaryJudge
 from alignment.rewards.questions import check_instruction, filled_in, read_verdict
-from alignment.training.checkpointing.fingerprints import code_fingerprint
+from alignment.checkpoint.fingerprints import code_fingerprint
 
 KEY = "sk-secret-0123456789"
 RESPONSES = re.compile(r'<response id="[01]">\n(.*?)\n</response>', re.DOTALL)

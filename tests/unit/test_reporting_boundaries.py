@@ -30,7 +30,7 @@ from alignment.reporting.report import RunReport, duration
 from alignment.reporting.status_file import STATUS
 from alignment.run.failures import describe
 from alignment.training.callbacks import Events
-from alignment.training.checkpointing.best import check_best_metric
+from alignment.checkpoint.best import check_best_metric
 
 # Status in text ------------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from alignment.training import callbacks, trainer
 from alignment.training.advice import about_learning_rate
 from alignment.training.callbacks import Decision, Events
 from alignment.training.checkpointing.present import Present
-from alignment.training.checkpointing.resume import Candidates, Checkpoint, _fitting, _only_this_run, check_same_run
+from alignment.checkpoint.resume import Candidates, Checkpoint, _fitting, _only_this_run, check_same_run
 
 # Resuming ------------------------------------------------------------------------------------------------------------
 

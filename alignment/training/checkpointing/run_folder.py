@@ -9,9 +9,11 @@ from pathlib import Path
 
 from alignment.checkpoint.folder import checkpoint_step, checkpoints, clear_leftovers
 from alignment.checkpoint.lock import OutputLock
+from alignment.checkpoint.manifest import Manifest
 from alignment.checkpoint.old_runs import set_aside
 from alignment.checkpoint.probe import PROBE, check_shared_folder
-from alignment.config.errors import OptionError, OutputError, setting
+from alignment.checkpoint.resume import Checkpoint, check_same_run, choose, find
+from alignment.config.errors import CheckpointError, OptionError, OutputError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import on_first_rank
 from alignment.engines.launch_env import rank
@@ -23,11 +25,10 @@ from alignment.training.checkpointing.output_folder import (
     LOG,
     check_inputs_stay,
     check_output_folder,
+    holds_model,
     holds_run,
     in_use,
 )
-from alignment.training.checkpointing.present import Present
-from alignment.training.checkpointing.resume import Checkpoint, check_same_run, choose, find
 
 
 class RunFolder:
@@ -64,7 +65,8 @@ class RunFolder:
             return
         args, asked = self.args, self.args.resume_from_checkpoint
         if asked:
-            find(self.path, asked, args.method)
+            found, _ = find(self.path, asked, args.method)
+            self._check_resumes(found[0].folder if found else None)
         else:  # a script may still resume by an argument of train()
             check_inputs_stay(self.path, inputs)
             check_output_folder(self.path, args.overwrite_output_dir, earlier_run=True, files=True)
@@ -92,12 +94,12 @@ class RunFolder:
                 "been trained; choose another folder, or set overwrite_output_dir: true"
             )
 
-    def enter(self, asked: str | bool | None, present: Present) -> Checkpoint | None:
+    def enter(self, asked: str | bool | None, present: Manifest) -> Checkpoint | None:
         """Lock the folder and prepare it for a new run or for a resume. Collective.
 
         Args:
             asked: ``latest`` or True, or a folder; None or False starts a new run.
-            present: properties of the current run.
+            present: the manifest of checkpoints of the current run.
 
         Returns:
             The checkpoint to resume from; None for a new run.
@@ -139,16 +141,29 @@ class RunFolder:
         self._made = [path for path in (self.path, *self.path.absolute().parents) if not path.exists()]
         self.lock.acquire()
 
-    def _chosen(self, asked: str | bool | None, present: Present) -> Checkpoint | None:
+    def _chosen(self, asked: str | bool | None, present: Manifest) -> Checkpoint | None:
         if not asked:
             return None
-        return choose(
+        checkpoint = choose(
             self.path,
             asked,
             present.method,
             lambda checkpoint: check_same_run(checkpoint, present, anyway=self.args.resume_anyway, tell=self.tell),
             self.tell,
         )
+        on_first_rank(lambda: self._check_resumes(None if checkpoint is None else checkpoint.folder))
+        return checkpoint
+
+    def _check_resumes(self, checkpoint: Path | None) -> None:
+        """Refuse a folder without the checkpoint to resume from that cannot be the start of a new run."""
+        if checkpoint is not None and checkpoint.resolve().parent == self.path.resolve():
+            return
+        check_output_folder(self.path, earlier_run=checkpoint is None)
+        if checkpoint is None and holds_model(self.path):
+            raise CheckpointError(
+                f"resume_from_checkpoint: {self.path} contains a model but no checkpoint to resume from, and starting "
+                "over would replace the model; choose another output_dir"
+            )
 
     def _prepare(self, checkpoint: Checkpoint | None, resumes: bool) -> None:
         """Remove what a killed process left and what could be mistaken for this run's files."""

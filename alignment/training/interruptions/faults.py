@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from alignment.config.errors import counted
 from alignment.config.options_faults import FaultOptions
 from alignment.data.windows import WindowPlan
 from alignment.training.window import BadStep
@@ -35,30 +34,27 @@ class NonFiniteGradient(BadStep):
 
 
 class BadSteps:
-    """The bad steps of a run and the windows omitted because of them; part of the run's state.
+    """The bad steps of a run and the windows that it omits; part of its state.
 
     Args:
         args: the run's options.
-        steps_per_epoch: windows per epoch.
         rows: returns a window's rows, numbered as in the user's data.
         tell: prints a line on the first rank.
         record: adds a line to the log.
 
     Attributes:
         count: number of bad steps that did not end the run.
-        omitted: windows without an update.
+        omitted: windows to omit, chosen by an earlier release that returned to a checkpoint.
     """
 
     def __init__(
         self,
         args: FaultOptions,
-        steps_per_epoch: int,
         rows: Callable[[WindowPlan], list[Any]],
         tell: Callable[[str], None],
         record: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.args, self.steps_per_epoch = args, steps_per_epoch
-        self._rows, self._tell, self._record = rows, tell, record
+        self.args, self._rows, self._tell, self._record = args, rows, tell, record
         self._losses: list[float] = []
         self.count, self.omitted = 0, list[WindowId]()
 
@@ -110,20 +106,13 @@ class BadSteps:
         """Record the loss of a completed step."""
         self._losses = [*self._losses, loss][-_MOST:]
 
-    def rewinds(
-        self, fault: BadStep, plan: WindowPlan, step: int, rewind: Callable[[], tuple[str, int] | None]
-    ) -> bool:
-        """Handle a bad step as the options say.
+    def skip(self, fault: BadStep, plan: WindowPlan, step: int) -> None:
+        """Handle a bad step as the options say; on return, it must be completed without an update.
 
         Args:
             fault: the error.
             plan: the window of the step.
             step: the number of the optimizer step.
-            rewind: returns to the last checkpoint; its result is the checkpoint's name and the number of windows
-                trained before it, or None if there is no checkpoint.
-
-        Returns:
-            Whether the run has returned to a checkpoint; else the step must be completed without an update.
 
         Raises:
             BadStep: if the run must end.
@@ -133,17 +122,8 @@ class BadSteps:
             raise fault
         if self.count >= most:
             raise type(fault)(f"{fault}; {self.count} bad steps occurred before (max_bad_steps={most})") from fault
-        count, omitted = self.count + 1, self.omitted
-        place, trained = (rewind() if self.args.on_bad_step == "rewind" else None) or (None, 0)
-        left_out = self._up_to(plan, trained) if place is not None else [(plan.epoch, plan.step)]
-        # The values restored from a checkpoint are from before the bad step.
-        self.count, self.omitted = count, sorted({*omitted, *left_out})
-        done = "its window was skipped"
-        if place is not None:
-            done = f"the run returned to {place} and skips {counted(len(left_out), 'window')}"
-        elif self.args.on_bad_step == "rewind":
-            done += ", since there is no checkpoint to return to yet"
-        self._tell(f"step {step}: {fault}; {done} (bad step {count} of at most {most})")
+        self.count += 1
+        self._tell(f"step {step}: {fault}; its window was skipped (bad step {self.count} of at most {most})")
         self._record(
             {
                 "event": "bad_step",
@@ -151,16 +131,8 @@ class BadSteps:
                 "window": [plan.epoch, plan.step],
                 "kind": fault.kind,
                 "message": str(fault),
-                "action": "skip" if place is None else "rewind",
-                **({} if place is None else {"checkpoint": place, "omitted": left_out}),
-                "bad_steps": count,
+                "action": "skip",
+                "bad_steps": self.count,
                 "rows": self._rows(plan),
             }
         )
-        return place is not None
-
-    def _up_to(self, plan: WindowPlan, trained: int) -> list[WindowId]:
-        """Return the windows that a rewind omits: this one and those before it, but none before the checkpoint."""
-        last = plan.epoch * self.steps_per_epoch + plan.step
-        first = max(trained, last + 1 - self.args.rewind_windows)
-        return [divmod(number, self.steps_per_epoch) for number in range(first, last + 1)]

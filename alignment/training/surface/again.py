@@ -7,11 +7,11 @@ import uuid
 
 from transformers import TrainerControl, TrainerState
 
+from alignment.checkpoint.run_state import Identity
 from alignment.config.errors import OptionError
 from alignment.engines.optimizers import build_scheduler
 from alignment.training.context import RunContext
 from alignment.training.run_engines import RunEngines
-from alignment.training.run_state import Identity
 
 
 def begin_again(context: RunContext, engines: RunEngines, identity: Identity, steps: int, resumes: bool) -> None:

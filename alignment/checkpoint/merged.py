@@ -1,0 +1,50 @@
+"""Merge trained adapters into a full model at the end of a run (``merged_output_dir``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from alignment.checkpoint.old_runs import set_folder_aside
+from alignment.config.errors import AlignmentError
+from alignment.config.options import AlignmentConfig
+from alignment.engines.collectives import barrier
+from alignment.engines.launch_env import rank
+from alignment.models.source import ModelSource
+from alignment.run.activity import ACTIVITY
+
+
+def write_merged(args: AlignmentConfig, source: ModelSource, tell: Callable[[str], None]) -> None:
+    """Merge the adapters in ``output_dir`` into their base model as stored on disk; collective.
+
+    A merged model of an earlier attempt is moved aside.
+
+    Args:
+        args: the run's options.
+        source: the base model.
+        tell: prints a line on the first rank.
+
+    Raises:
+        AlignmentError: if they cannot be merged; the adapters are not affected.
+    """
+    if rank() == 0:
+        from alignment.checkpoint.exporting.adapter import merge_adapter  # imports peft
+
+        adapters, folder = Path(args.output_dir or ""), Path(args.merged_output_dir or "")
+        aside = set_folder_aside(folder) if args.resume_from_checkpoint else None
+        if aside is not None:
+            tell(f"merged_output_dir: moved the merged model of an earlier attempt to {aside}")
+        revision = source.init_kwargs.get("revision")
+        try:
+            with ACTIVITY("merge"):
+                report = merge_adapter(
+                    adapters, folder, base=source.path, revision=revision, trust_remote_code=args.trust_remote_code
+                )
+        except AlignmentError as error:
+            raise type(error)(
+                f"merged_output_dir: {error}; the adapters are saved in {adapters}; merge them with "
+                "deepspeed-alignment export"
+            ) from error
+        for line in report.lines():
+            tell(line)
+    barrier()
