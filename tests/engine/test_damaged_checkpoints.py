@@ -22,11 +22,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import alignment
+from alignment.checkpoint import writer
 from alignment.checkpoint.folder import checkpoints
 from alignment.checkpoint.manifest import MANIFEST, Manifest, files_in
+from alignment.checkpoint.resume import choose, find
 from alignment.config.errors import CheckpointError, LastCheckpointError
-from alignment.training.checkpointing import writer
-from alignment.checkpoint.resume import choose
 from alignment.training.trainer import AlignmentTrainer
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
@@ -157,15 +157,21 @@ def test_no_run_starts_over_damaged_checkpoints(whole: Path, tmp_path: Path) -> 
     assert str(refused.value).count("run_state.json: has 3 bytes") == len(checkpoints(folder))
 
 
-def test_checkpoints_of_other_runs_are_ignored(whole: Path, tmp_path: Path, model: str) -> None:
-    other = make(model, tmp_path / "other", seed=7)
-    other.train()
-    other.close()
-    folder = tmp_path / "out"
-    shutil.copytree(whole, folder)
-    shutil.copytree(other.output_dir / f"checkpoint-{STEPS}", folder / "checkpoint-9")
-    step, told = taken(folder)
-    assert step == STEPS and told == [f"resume_from_checkpoint: {folder / 'checkpoint-9'}: belongs to another run"]
+def test_only_the_chosen_checkpoint_is_read(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once. Of the others, the manifests."""
+    opened: list[Path] = []
+    open_file = io.open
+
+    def recorded(path: Any, *more: Any, **named: Any) -> Any:
+        opened.append(Path(path))
+        return open_file(path, *more, **named)
+
+    monkeypatch.setattr("builtins.open", recorded)
+    find(whole, "latest", "kto")
+    assert not opened
+    assert taken(whole) == (STEPS, [])
+    newest = whole / f"checkpoint-{STEPS}"
+    assert sorted(opened) == sorted(newest / name for name in files_in(newest))
 
 
 def test_a_model_only_checkpoint_is_skipped(model: str, whole: Path, tmp_path: Path) -> None:
@@ -247,7 +253,7 @@ def test_space_is_checked_before_anything_is_written(
     trainer = make(model, tmp_path)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(LastCheckpointError, match=r"requires 1\.[0-9]* MB, but .* has only 1 kB of free space"):
+    with pytest.raises(LastCheckpointError, match=r"requires 1\.[0-9]*MB, but .* has only 1.00kB of free space"):
         trainer.train()
     trainer.close()
     assert checkpoints(trainer.output_dir) == []

@@ -19,9 +19,10 @@ from transformers.trainer_callback import ExportableState
 from whole_runs import completions, logged, make, make_models
 
 from alignment.checkpoint.folder import checkpoints
+from alignment.checkpoint.run_state import RunState
 from alignment.config.errors import TrainingError
 from alignment.training.loop import TrainingLoop
-from alignment.training.run_state import RunState, Totals
+from alignment.training.run_state import Totals
 from alignment.training.trainer import AlignmentTrainer
 from alignment.training.window import NonFiniteLoss
 
@@ -173,11 +174,11 @@ def test_a_run_resumes_from_a_rescued_checkpoint(
     broken = make("KTO", models, tmp_path / "broken", **rare)
     step = TrainingLoop._step
 
-    def failing(loop: TrainingLoop, *given: Any) -> bool:
+    def failing(loop: TrainingLoop, *given: Any) -> None:
         if loop.state.global_step == 4:
             torch.rand(3)
             raise NonFiniteLoss("the loss of this window is nan")
-        return step(loop, *given)
+        step(loop, *given)
 
     with monkeypatch.context() as patched:
         patched.setattr(TrainingLoop, "_step", failing)

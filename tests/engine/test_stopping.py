@@ -15,6 +15,7 @@ from transformers.trainer_callback import ExportableState
 from whole_runs import completions, logged, make, make_models
 
 from alignment.checkpoint.folder import checkpoints
+from alignment.checkpoint.writer import CheckpointWriter
 from alignment.cli import train_job
 from alignment.config.errors import TrainingError
 from alignment.reporting.status_file import RunStatus, read_status
@@ -24,7 +25,6 @@ from alignment.run.activity import ACTIVITY
 from alignment.run.requests import REQUESTS
 from alignment.run.stop import RunStopped, StopReason
 from alignment.training import trainer as trainers
-from alignment.checkpoint.writer import CheckpointWriter
 from alignment.training.interruptions.faults import BadSteps, LossSpike
 from alignment.training.surface import records
 from alignment.training.trainer import AlignmentTrainer
