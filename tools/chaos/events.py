@@ -125,7 +125,8 @@ class Events:
         from alignment.checkpoint.tensors import TensorFile
         from alignment.rollout.engine import RolloutEngine
         from alignment.training import trainer
-        from alignment.training.checkpointing import restore, run_folder, writer
+        from alignment.checkpoint import restore, writer
+        from alignment.training.checkpointing import run_folder
         from alignment.training.loop import TrainingLoop
 
         for owner, name, phase in (
