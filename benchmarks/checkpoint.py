@@ -29,8 +29,8 @@ from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from alignment.checkpoint.fragments import fragment_file  # noqa: E402
+from alignment.checkpoint.manifest import record_of  # noqa: E402
 from alignment.checkpoint.optimizer_state import read_fragments, write_fragments  # noqa: E402
-from alignment.checkpoint.records import record_of  # noqa: E402
 from alignment.data.batching import collate  # noqa: E402
 from alignment.engines.launch_env import init_distributed  # noqa: E402
 from alignment.engines.scoring import PolicyEngine  # noqa: E402

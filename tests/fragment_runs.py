@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from alignment import CPOConfig
-from alignment.checkpoint.fragment_reading import ExportedTensor
 from alignment.checkpoint.fragments import fragment_file
 from alignment.checkpoint.optimizer_state import (
+    ExportedTensor,
     fragment_ranks,
     group_settings,
     read_fragments,
@@ -263,28 +263,28 @@ def continued(case: Case, folder: Path, first: int, steps: int) -> list[str]:
     return found
 
 
-def begin(case: Case, folder: Path, first: int, steps: int) -> dict[str, Tensor]:
-    """Save after ``first`` steps, and return the changes of the master weights in the following ``steps`` steps."""
+def begin(case: Case, folder: Path) -> dict[str, Tensor]:
+    """Save after 5 steps, and return the changes of the master weights in the next 4."""
     folder.mkdir(exist_ok=True)
     policy = engine(case, folder)
-    train(policy, 0, first)
+    train(policy, 0, 5)
     beside = save(policy, folder)
-    before = masters(policy)
-    train(policy, first, steps)
-    found = {name: after - before[name] for name, after in masters(policy).items()}
-    policy.close()
     if torch.distributed.get_rank() == 0:
         (folder / "beside.json").write_text(json.dumps(beside), encoding="utf-8")
     torch.distributed.barrier()
-    return found
+    return _next_steps(policy)
 
 
-def proceed(case: Case, folder: Path, first: int, steps: int) -> dict[str, Tensor]:
-    """Return the changes of the master weights in ``steps`` steps after resuming, maybe with another partitioning."""
+def proceed(case: Case, folder: Path) -> dict[str, Tensor]:
+    """The same changes after resuming, maybe with another partitioning."""
     policy = engine(case, folder, seed=1)
     restore(policy, folder, json.loads((folder / "beside.json").read_text(encoding="utf-8")))
+    return _next_steps(policy)
+
+
+def _next_steps(policy: PolicyEngine) -> dict[str, Tensor]:
     before = masters(policy)
-    train(policy, first, steps)
+    train(policy, 5, 4)
     found = {name: after - before[name] for name, after in masters(policy).items()}
     policy.close()
     return found
@@ -298,11 +298,9 @@ def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
     """Return the names of tensors that are not bitwise equal."""
-    return [
-        *(set(found) ^ set(wanted)),
-        *(
-            name
-            for name in set(found) & set(wanted)
-            if found[name].dtype != wanted[name].dtype or not torch.equal(found[name], wanted[name])
-        ),
-    ]
+    equal = {
+        name
+        for name in found.keys() & wanted.keys()
+        if found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name])
+    }
+    return sorted((found.keys() | wanted.keys()) - equal)

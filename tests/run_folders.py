@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from alignment.checkpoint.lock import LOCK
-from alignment.checkpoint.manifest import Manifest, files_in
+from alignment.checkpoint.manifest import Manifest, files_in, record_of
 from alignment.checkpoint.owner import Owner, beat, process_start
-from alignment.checkpoint.records import record_of
 from alignment.reporting.status_file import STATUS, RunStatus
 
 ELSEWHERE = {"host": "node7", "boot": "of-another-kernel"}

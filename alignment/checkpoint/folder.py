@@ -68,10 +68,7 @@ def clear_leftovers(folder: Path) -> None:
 def prune_checkpoints(folder: Path, limit: int | None, keep: Path | None = None) -> None:
     """Remove the oldest checkpoints until ``limit`` are left. The newest one and ``keep`` are never removed."""
     found = checkpoints(folder)
-    if limit is None or not found:
-        return
     # The same folder may be spelled differently after a resume: relative or absolute, or through a link.
-    dear = [found[-1], *(path for path in found[:-1] if keep is not None and path.resolve() == keep.resolve())]
-    ordered = [*dear, *(path for path in reversed(found) if path not in dear)]
-    for old in ordered[max(limit, len(dear)) :]:
-        remove(old)
+    old = [path for path in found[:-1] if keep is None or path.resolve() != keep.resolve()]
+    for path in [] if limit is None else old[: max(len(found) - limit, 0)]:
+        remove(path)

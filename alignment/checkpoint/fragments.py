@@ -1,4 +1,4 @@
-"""Optimizer fragments as files, without a model or an engine: index, checks, and master weights.
+"""Optimizer fragments as files, without a model or an engine: their index, and which of them have which elements.
 
 Each rank writes one fragment file: safetensors with the tensors of its units (``unit-3.master``, ``unit-3.exp_avg``)
 and an index in the metadata that maps units to parameters. A unit is one tensor that the optimizer updates.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ FORMAT = 1
 MASTER = "master"
 ELEMENTS, SCALAR, WHOLE = "elements", "scalar", "whole"  # kinds of state; see SavedUnit
 _INDEX = "fragments"
-_NAME = re.compile(r"optimizer-(\d{5,})-of-(\d{5,})\.safetensors")
 
 
 class SavedPiece(NamedTuple):
@@ -56,11 +54,6 @@ class SavedUnit(NamedTuple):
     states: dict[str, str]
     values: dict[str, Any]
 
-    @property
-    def fits_only_itself(self) -> bool:
-        """Whether its states cannot be split."""
-        return WHOLE in self.states.values()
-
 
 class Index(NamedTuple):
     """The index of a file.
@@ -85,15 +78,32 @@ class Index(NamedTuple):
     shapes: dict[str, list[int]]
     units: list[SavedUnit]
 
-    @property
-    def split(self) -> str:
-        """Stage and ranks, as text."""
-        return describe_split(self.stage, self.world_size)
-
     def metadata(self) -> dict[str, str]:
         """Serialize the index as metadata of the file."""
         content = {"format": FORMAT, **self._asdict(), "units": [unit._asdict() for unit in self.units]}
         return {"format": "pt", _INDEX: json.dumps(content, separators=(",", ":"))}
+
+    @classmethod
+    def of(cls, file: TensorFile) -> Index:
+        """Read the index of a file.
+
+        Raises:
+            CheckpointError: the file is not a fragment file, or of a newer format.
+        """
+        if _INDEX not in file.metadata:
+            raise CheckpointError(f"{file.path}: not an optimizer fragment, because its metadata has no {_INDEX!r}")
+        content = json.loads(file.metadata[_INDEX])
+        version = content.pop("format")
+        if version > FORMAT:
+            raise CheckpointError(
+                f"{file.path}: format {version} is newer than {FORMAT}, the newest that this release can read; "
+                "upgrade deepspeed-alignment"
+            )
+        units = [
+            SavedUnit(**{**unit, "pieces": tuple(SavedPiece(*piece) for piece in unit["pieces"])})
+            for unit in content.pop("units")
+        ]
+        return cls(**content, units=units)
 
 
 def describe_split(stage: int, world_size: int) -> str:
@@ -106,235 +116,98 @@ def fragment_file(rank: int, ranks: int) -> str:
     return f"optimizer-{rank + 1:05}-of-{ranks:05}.safetensors"
 
 
-def fragment_files(folder: Path, ranks: int | None = None) -> list[str]:
-    """The names of all fragment files of a checkpoint.
-
-    Args:
-        folder: the checkpoint.
-        ranks: number of files; None: as given by the names in the folder.
-
-    Raises:
-        CheckpointError: a file is missing, or the folder has files of several splits.
-    """
-    found = {entry.name: _NAME.fullmatch(entry.name) for entry in folder.iterdir()} if folder.is_dir() else {}
-    counts = {int(match[2]) for match in found.values() if match} if ranks is None else {ranks}
-    if not counts:
-        raise CheckpointError(
-            f"{folder}: no optimizer state (optimizer-*.safetensors); use it as the model of a new run instead"
-        )
-    if len(counts) > 1:
-        raise CheckpointError(
-            f"{folder}: optimizer files of different numbers of ranks ({', '.join(map(str, sorted(counts)))}); "
-            "remove those that do not belong to this checkpoint"
-        )
-    count = counts.pop()
-    names = [fragment_file(rank, count) for rank in range(count)]
-    for name in names:
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name}: missing; restore the file, or use another checkpoint")
-    return names
-
-
-def state_key(unit: int, state: str) -> str:
-    """The name of a unit's tensor in the file."""
-    return f"unit-{unit}.{state}"
-
-
-class FragmentFile:
-    """A fragment file opened for reading, with its index checked against its tensors.
-
-    Args:
-        path: the file.
+class Interval(NamedTuple):
+    """Consecutive elements of a flattened tensor in a file, and where they belong.
 
     Attributes:
-        tensors: the tensors of the file.
-        index: its index.
-
-    Raises:
-        CheckpointError: the file is damaged, not a fragment file, or of a newer format.
+        file: the file.
+        key: the tensor's name in it; without the name of a state, such as ``unit-3``, the tensors of a unit.
+        start: first element in the tensor.
+        offset: first element in the target.
+        numel: number of elements.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.tensors = TensorFile(path)
-        try:
-            self.index = self._read_index()
-            self._check_units()
-        except BaseException:
-            self.tensors.close()
-            raise
+    file: TensorFile
+    key: str
+    start: int
+    offset: int
+    numel: int
 
-    def close(self) -> None:
-        """Close the file."""
-        self.tensors.close()
-
-    def _read_index(self) -> Index:
-        text = self.tensors.metadata.get(_INDEX)
-        if text is None:
-            raise CheckpointError(f"{self.path}: not an optimizer fragment, because its metadata has no {_INDEX!r}")
-        try:
-            content = json.loads(text)
-            version = content.pop("format")
-            if type(version) is int and version > FORMAT:
-                raise CheckpointError(
-                    f"{self.path}: format {version} is newer than {FORMAT}, the newest that this release can read; "
-                    "upgrade deepspeed-alignment"
-                )
-            units = [
-                SavedUnit(**{**unit, "pieces": tuple(SavedPiece(*piece) for piece in unit["pieces"])})
-                for unit in content.pop("units")
-            ]
-            return Index(**content, units=units)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{self.path}: the index cannot be read ({error}); restore the file") from error
-
-    def _check_units(self) -> None:
-        """Check that the file contains exactly the tensors of the index, with their sizes."""
-        wanted: set[str] = set()
-        for number, unit in enumerate(self.index.units):
-            kinds = unit.states | ({MASTER: ELEMENTS} if unit.master else {})
-            for state, kind in kinds.items():
-                key = state_key(number, state)
-                wanted.add(key)
-                if key not in self.tensors:
-                    raise CheckpointError(f"{self.path}: tensor {key} is missing; restore the file")
-                held = math.prod(self.tensors.shape(key))
-                if (kind == ELEMENTS and held != unit.numel) or (kind == SCALAR and held != 1):
-                    raise CheckpointError(
-                        f"{self.path}: tensor {key} has the wrong size ({held} elements); restore the file"
-                    )
-            for piece in unit.pieces:
-                size = math.prod(self.index.shapes.get(piece.name, [0]))
-                if piece.offset + piece.numel > unit.numel or piece.start + piece.numel > size:
-                    raise CheckpointError(
-                        f"{self.path}: the piece of {piece.name} does not fit its unit or parameter; restore the file"
-                    )
-        for key in self.tensors.keys():
-            if key not in wanted:
-                raise CheckpointError(f"{self.path}: tensor {key} is not in the index; restore the file")
+    def of(self, state: str) -> Interval:
+        """For the tensors of a unit: the same elements of its master weights, or of a state."""
+        return self._replace(key=f"{self.key}.{state}")
 
 
-class Held(NamedTuple):
-    """A piece and its location."""
+def fill(target: Tensor, intervals: Iterable[Interval]) -> None:
+    """Fill a tensor of any shape; elements in none of the intervals are not changed.
 
-    file: FragmentFile
-    number: int
-    unit: SavedUnit
-    piece: SavedPiece
+    Raises:
+        CheckpointError: a file cannot be read, or does not have these elements in the dtype of the tensor.
+    """
+    flat = target.detach().contiguous().view(-1)  # a copy only if the tensor is not contiguous
+    for file, key, start, offset, numel in intervals:
+        file.read_into(key, flat[offset : offset + numel], start)
+    if flat.data_ptr() != target.data_ptr():
+        target.detach().copy_(flat.view(target.shape))
 
 
 class Fragments:
-    """All fragment files of a checkpoint, opened together and checked for consistency; a context manager.
+    """All fragment files of a checkpoint, opened together.
 
     Args:
         folder: the checkpoint.
-        files: names of all files; None: as found in the folder.
+        opened: closes the files.
 
     Attributes:
-        files: the files, in the order of their ranks.
+        optimizer: library and class.
+        split: stage and ranks, as text.
         shapes: shapes of all parameters, by name.
+        units: all units and their tensors, by size and pieces.
 
     Raises:
-        CheckpointError: a file is missing, damaged, of a newer format or of another checkpoint, or the pieces of a
-            parameter do not cover it.
+        CheckpointError: a file is missing, damaged, of a newer format or of another checkpoint.
     """
 
-    def __init__(self, folder: Path, files: Sequence[str] | None = None) -> None:
+    def __init__(self, folder: Path, opened: ExitStack) -> None:
         self.folder = folder
-        self.files: list[FragmentFile] = []
-        self._held: dict[str, list[Held]] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        with ExitStack() as opened:
-            for name in fragment_files(folder) if files is None else files:
-                self.files.append(FragmentFile(folder / name))
-                opened.callback(self.files[-1].close)
-            self.files.sort(key=lambda file: file.index.rank)
-            self._check_ranks()
-            self._collect()
-            self._check_coverage()
-            self._opened = opened.pop_all()
+        paths = sorted(folder.glob("optimizer-*-of-*.safetensors"))
+        files = [opened.enter_context(TensorFile(path)) for path in paths]
+        indices = [Index.of(file) for file in files]
+        shared = {index[1:5] for index in indices}  # numbers of files and ranks, stage, and optimizer
+        if len(shared) != 1 or [index.rank for index in indices] != list(range(indices[0].ranks)):
+            raise CheckpointError(
+                f"{folder}: requires the optimizer's files of one checkpoint, but has "
+                f"{', '.join(path.name for path in paths) or 'none'}; restore its files, and remove all others"
+            )
+        self.optimizer = indices[0].optimizer
+        self.split = describe_split(indices[0].stage, indices[0].world_size)
+        self.shapes = {name: tuple(shape) for index in indices for name, shape in index.shapes.items()}
+        self.units = {
+            (unit.numel, unit.pieces): (unit, Interval(file, f"unit-{number}", 0, 0, unit.numel))
+            for file, index in zip(files, indices, strict=True)
+            for number, unit in enumerate(index.units)
+        }
+        pieces = [(piece, *found) for found in self.units.values() for piece in found[0].pieces]
+        self._pieces: dict[str, list[tuple[SavedPiece, SavedUnit, Interval]]] = {name: [] for name in self.shapes}
+        for piece, unit, tensors in sorted(pieces, key=lambda found: found[0].start):
+            self._pieces[piece.name].append((piece, unit, tensors))
 
-    def __enter__(self) -> Fragments:
-        return self
+    def find(self, piece: SavedPiece) -> list[tuple[SavedUnit, Interval]]:
+        """The units that have the elements of a piece, and where; offsets are those in the piece's own unit.
 
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
-
-    @property
-    def first(self) -> Index:
-        """The index of the first file, for properties that all files share."""
-        return self.files[0].index
-
-    def overlapping(self, name: str, start: int, numel: int) -> Iterator[tuple[Held, int, int]]:
-        """The pieces that contain ``numel`` elements of a flattened parameter from ``start``.
-
-        Yields:
-            A piece, its first requested element (in the parameter), and the number of requested elements.
+        Raises:
+            CheckpointError: the files do not have all of its elements.
         """
-        at, end = start, start + numel
-        for held in self._held[name]:
-            last = min(held.piece.start + held.piece.numel, end)
-            if held.piece.start <= at < last:
-                yield held, at, last - at
+        found, at, end = [], piece.start, piece.start + piece.numel
+        for saved, unit, tensors in self._pieces[piece.name]:
+            last = min(saved.start + saved.numel, end)
+            if saved.start <= at < last:
+                start, offset = saved.offset + at - saved.start, piece.offset + at - piece.start
+                found.append((unit, tensors._replace(start=start, offset=offset, numel=last - at)))
                 at = last
-
-    def pieces(self, name: str) -> list[Held]:
-        """All pieces of a parameter, in order."""
-        return self._held[name]
-
-    def _check_ranks(self) -> None:
-        first = self.first
-        for rank, file in enumerate(self.files):
-            index = file.index
-            if (index.rank, index.ranks) != (rank, len(self.files)):
-                raise CheckpointError(
-                    f"{file.path}: is file {index.rank + 1} of {index.ranks}, not {rank + 1} of {len(self.files)} as "
-                    "expected; restore the files of one checkpoint"
-                )
-            if (index.split, index.optimizer) != (first.split, first.optimizer):
-                raise CheckpointError(
-                    f"{file.path}: was saved by {index.optimizer} with {index.split}, but {self.files[0].path.name} "
-                    f"by {first.optimizer} with {first.split}; restore the files of one checkpoint"
-                )
-
-    def _collect(self) -> None:
-        for file in self.files:
-            for name, shape in file.index.shapes.items():
-                if self.shapes.setdefault(name, tuple(shape)) != tuple(shape):
-                    raise CheckpointError(
-                        f"{file.path}: {name} has shape {shape}, but {list(self.shapes[name])} in another file; "
-                        "restore the files of one checkpoint"
-                    )
-            for number, unit in enumerate(file.index.units):
-                for piece in unit.pieces:
-                    self._held.setdefault(piece.name, []).append(Held(file, number, unit, piece))
-        for pieces in self._held.values():
-            pieces.sort(key=lambda held: held.piece.start)
-
-    def _check_coverage(self) -> None:
-        for name, shape in self.shapes.items():
-            size = math.prod(shape)
-            found = sum(numel for _, _, numel in self.overlapping(name, 0, size)) if name in self._held else 0
-            if found != size:
-                raise CheckpointError(
-                    f"{self.folder}: contains only {found} of the {size} elements of {name}; restore its files"
-                )
-
-
-def check_fragments(folder: Path, ranks: int | None = None) -> None:
-    """Check names, headers and indices of all fragment files of a checkpoint without reading tensors.
-
-    Args:
-        folder: the checkpoint.
-        ranks: expected number of files; None: as given by their names.
-
-    Raises:
-        CheckpointError: a file is missing, truncated, of a newer format, or does not belong to the others.
-    """
-    with Fragments(folder, fragment_files(folder, ranks)):
-        pass
+        if at != end:
+            raise CheckpointError(f"{self.folder}: element {at} of {piece.name} is missing; restore its files")
+        return found
 
 
 def master_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -344,22 +217,14 @@ def master_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     skipped.
 
     Raises:
-        CheckpointError: as for :func:`check_fragments`.
+        CheckpointError: a file is missing or damaged.
     """
-    with Fragments(folder) as fragments:
-        for name in sorted(fragments.shapes):
-            pieces = fragments.pieces(name)
-            if not all(held.unit.master for held in pieces):
-                continue
-            dtype = pieces[0].file.tensors.dtype(state_key(pieces[0].number, MASTER))
-            whole = torch.empty(fragments.shapes[name], dtype=dtype, device="cpu")
-            flat = whole.view(-1)
-            for held, start, numel in fragments.overlapping(name, 0, flat.numel()):
-                read_piece(held, MASTER, flat[start : start + numel], start)
-            yield name, whole
-
-
-def read_piece(held: Held, state: str, target: Tensor, start: int) -> None:
-    """Fill ``target`` with elements of a state, beginning at element ``start`` of the flattened parameter."""
-    position = held.piece.offset + start - held.piece.start
-    held.file.tensors.read_into(state_key(held.number, state), target, position)
+    with ExitStack() as opened:
+        fragments = Fragments(folder, opened)
+        for name, shape in sorted(fragments.shapes.items()):
+            found = fragments.find(SavedPiece(name, 0, 0, math.prod(shape)))
+            if all(unit.master for unit, _ in found):
+                intervals = [tensors.of(MASTER) for _, tensors in found]
+                whole = torch.empty(shape, dtype=intervals[0].file.entry(intervals[0].key).dtype, device="cpu")
+                fill(whole, intervals)
+                yield name, whole

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from alignment.checkpoint.records import FileRecord
+from alignment.checkpoint.manifest import FileRecord
 from alignment.checkpoint.tensors import TensorFile, write_tensors
 from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.internals.torch import version_of
@@ -45,16 +45,13 @@ class FrozenTensors:
         """Restore what :func:`write_frozen` wrote: into the existing tensor, or as a new one if it does not match."""
         present = self._tensors()
         for key in file.keys():
-            value = torch.empty(file.shape(key), dtype=file.dtype(key))
-            file.read_into(key, value)
-            tensor = present.get(key)
-            if tensor is not None and tensor.shape == value.shape and tensor.dtype == value.dtype:
-                tensor.copy_(value)
-                continue
+            value = file.read(key)
             owner, _, name = key.rpartition(".")
-            module = self.model.get_submodule(owner)
+            tensor, module = present.get(key), self.model.get_submodule(owner)
             if tensor is None:
                 module.register_buffer(name, value, persistent=False)
+            elif (tensor.shape, tensor.dtype) == (value.shape, value.dtype):
+                tensor.copy_(value)
             else:  # assigned as the module does, so that its persistence does not change
                 setattr(module, name, value.to(tensor.device))
 
@@ -71,4 +68,4 @@ def write_frozen(frozen: FrozenTensors, path: Path) -> FileRecord:
 
 def frozen_bytes(frozen: FrozenTensors) -> int:
     """The size of the changed tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in frozen.changed.values())
+    return sum(tensor.nbytes for tensor in frozen.changed.values())

@@ -1,24 +1,55 @@
 """The manifest of a checkpoint: the size and checksum of every file, and the run that wrote them.
 
-It is written last. A checkpoint is complete if and only if its manifest exists and matches its files.
+It is written last. A checkpoint is complete if and only if its manifest exists and matches its files. Importable
+without torch.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
-from alignment.checkpoint.records import FileRecord, record_of
 from alignment.config.errors import CheckpointError
 from alignment.reporting.durable import replace_text
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+
+
+class FileRecord(NamedTuple):
+    """The manifest's record of a file.
+
+    Attributes:
+        size: size in bytes.
+        checksum: xxh3_128 of the content, 32 hexadecimal digits.
+    """
+
+    size: int
+    checksum: str
+
+
+def record_of(path: Path) -> FileRecord:
+    """Compute size and checksum of a file, which is read in chunks.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(4 * 2**20))
+    size = 0
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+                size += count
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}; restore the file") from error
+    return FileRecord(size, digest.hexdigest())
 
 
 @dataclass(frozen=True)
@@ -57,11 +88,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest into ``folder``, after all files that it lists."""
-        content = {each.name: getattr(self, each.name) for each in fields(self)}
-        content["files"] = {
-            name: {"size": record.size, "checksum": record.checksum} for name, record in sorted(self.files.items())
-        }
-        replace_text(folder / MANIFEST, _text(content))
+        files = {name: record._asdict() for name, record in self.files.items()}
+        replace_text(folder / MANIFEST, _text({**vars(self), "files": files}))
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -76,19 +104,19 @@ class Manifest:
         try:
             text = path.read_text(encoding="utf-8")
             content = json.loads(text)
-            found = content.pop("format")
-        except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+            version = content["format"]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
-        if isinstance(found, int) and found > FORMAT:
+        if isinstance(version, int) and version > FORMAT:
             raise CheckpointError(
-                f"{path}: format {found} is newer than {FORMAT}, the newest that this release can read; upgrade "
+                f"{path}: format {version} is newer than {FORMAT}, the newest that this release can read; upgrade "
                 "deepspeed-alignment"
             )
-        checksum = content.pop("checksum", None)
-        if checksum != _checksum({**content, "format": found}) or text != _text({**content, "format": found}):
+        content.pop("checksum", None)
+        if text != _text(content):
             raise CheckpointError(f"{path}: the content does not match its checksum; the checkpoint is damaged")
-        records = {name: FileRecord(**record) for name, record in content.pop("files").items()}
-        return cls(**content, files=records, format=found)
+        files = {name: FileRecord(**record) for name, record in content["files"].items()}
+        return cls(**{**content, "files": files})
 
     def check_files(self, folder: Path) -> None:
         """Check that every file exists and has the recorded size.
@@ -111,10 +139,7 @@ class Manifest:
             CheckpointError: the content of a file has changed.
         """
         for name in names:
-            try:
-                checksum = record_of(folder / name).checksum
-            except OSError as error:
-                raise CheckpointError(f"{folder / name}: cannot be read ({error.strerror or error})") from error
+            checksum = record_of(folder / name).checksum
             if checksum != self.files[name].checksum:
                 raise CheckpointError(
                     f"{folder / name}: the content has changed since it was written (checksum {checksum})"
@@ -132,11 +157,8 @@ class Manifest:
 
 
 def _text(content: Mapping[str, Any]) -> str:
-    return json.dumps({**content, "checksum": _checksum(content)}, indent=1, sort_keys=True) + "\n"
-
-
-def _checksum(content: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+    checksum = xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+    return json.dumps({**content, "checksum": checksum}, indent=1, sort_keys=True) + "\n"
 
 
 def _no_manifest(folder: Path) -> str:

@@ -8,15 +8,15 @@ are read from there. The format of a fragment file is described in :mod:`.fragme
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from alignment.checkpoint.fragment_reading import ExportedTensor, FragmentReader
+from alignment.checkpoint.fragment_reading import plan_unit, restore_unit
 from alignment.checkpoint.fragments import (
     ELEMENTS,
     MASTER,
@@ -26,11 +26,9 @@ from alignment.checkpoint.fragments import (
     Index,
     SavedPiece,
     SavedUnit,
-    describe_split,
-    state_key,
 )
-from alignment.checkpoint.records import FileRecord
-from alignment.checkpoint.tensors import file_bytes, write_tensors
+from alignment.checkpoint.manifest import FileRecord
+from alignment.checkpoint.tensors import TensorFile, write_tensors
 from alignment.config.errors import CheckpointError
 from alignment.engines.collectives import together
 from alignment.engines.memory.states import absent_units, first_state_bytes
@@ -46,6 +44,15 @@ from alignment.internals.deepspeed_state import (
     zero_stage,
 )
 
+_HEADER_BYTES = 90  # for a tensor in the header of a file, about
+
+
+class ExportedTensor(NamedTuple):
+    """Location of a parameter in fp32, with the same shape, in the model's own files: file name and key."""
+
+    file: str
+    key: str
+
 
 def trained_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """The names of the trained parameters, in the order of the model; a tied parameter has its first name."""
@@ -60,6 +67,12 @@ def fragment_ranks(policy: PolicyEngine) -> int:
 def writes_fragments(policy: PolicyEngine) -> bool:
     """Whether this rank writes a fragment file."""
     return torch.distributed.get_rank() < fragment_ranks(policy)
+
+
+def optimizer_name(policy: PolicyEngine) -> str:
+    """Library and class of the optimizer, such as ``torch.AdamW``."""
+    kind = type(inner_optimizer(policy.engine))
+    return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
 
 
 def group_settings(policy: PolicyEngine) -> list[dict[str, Any]]:
@@ -111,12 +124,7 @@ def write_fragments(
     return write_tensors(path, tensors, index.metadata())
 
 
-def read_fragments(
-    policy: PolicyEngine,
-    folder: Path,
-    files: Sequence[str] | None = None,
-    exported: Mapping[str, ExportedTensor] | None = None,
-) -> None:
+def read_fragments(policy: PolicyEngine, folder: Path, exported: Mapping[str, ExportedTensor] | None = None) -> None:
     """Restore this rank's master weights and states from the fragments of all ranks, then the weights. Collective.
 
     If any rank cannot read, every rank raises; if the checkpoint does not match the engine, nothing has been changed.
@@ -124,35 +132,33 @@ def read_fragments(
 
     Args:
         policy: an engine with the same model and optimizer; it may have made steps.
-        folder: the checkpoint.
-        files: names of all fragment files in it; None: as found in the folder.
+        folder: the checkpoint, whose files have been compared with its manifest.
         exported: as for :func:`write_fragments`.
 
     Raises:
         CheckpointError: files are missing or damaged, or do not match this model, optimizer or split.
     """
     optimizer, names = inner_optimizer(policy.engine), trained_names(policy.scorer.model)
-    shapes = {name: whole_shape(parameter) for parameter, name in names.items()}
-    split = describe_split(zero_stage(policy.engine), policy.world_size)
     with ExitStack() as opened:
-        plan: list[tuple[Unit, tuple[SavedPiece, ...]]] = []
         with together():
-            fragments = opened.enter_context(Fragments(folder, files))
-            reader = opened.enter_context(FragmentReader(fragments, exported or {}, optimizer, split))
-            _check_same(policy, fragments, shapes)
-            for unit in state_units(policy.engine):
-                plan.append((unit, saved_pieces(unit, names)))
-                reader.check(*plan[-1], shapes)
+            fragments = Fragments(folder, opened)
+            units = [(unit, _pieces(unit, names)) for unit in state_units(policy.engine)]
+            shapes = {name: whole_shape(parameter) for parameter, name in names.items()}
+            _check_same(policy, fragments, shapes, (piece.name for _, pieces in units for piece in pieces))
+            places = (exported or {}).items()
+            files = {file: opened.enter_context(TensorFile(folder / file)) for file in {at.file for _, at in places}}
+            weights = {name: (files[at.file], at.key) for name, at in places}
+            plans = [plan_unit(fragments, weights, unit, pieces) for unit, pieces in units]
         with together(), torch.no_grad():
-            for unit, pieces in plan:
-                reader.fill(unit, pieces)
+            for plan in plans:
+                restore_unit(optimizer, plan)
     steps = [int(state["step"]) for state in optimizer.state.values() if isinstance(state.get("step"), int)]
     replay_cpu_adam(optimizer, max(steps, default=0))
     refresh_weights(policy.engine)
 
 
 def fragment_bytes(policy: PolicyEngine, exported: Collection[str] = ()) -> int:
-    """The size of this rank's fragment file; 0 if it writes none.
+    """The size of this rank's fragment file, up to the lengths of names; 0 if it writes none.
 
     Before the first step there are no states: their size is extrapolated from the states that the optimizer creates
     for small tensors.
@@ -163,41 +169,26 @@ def fragment_bytes(policy: PolicyEngine, exported: Collection[str] = ()) -> int:
     """
     if not writes_fragments(policy):
         return 0
-    optimizer = inner_optimizer(policy.engine)
     index, tensors = _contents(policy, exported)
-    size = file_bytes(tensors.values(), index.metadata())
-    return size + first_state_bytes(optimizer, list(absent_units(policy.engine)))
-
-
-def _check_same(policy: PolicyEngine, fragments: Fragments, shapes: Collection[str]) -> None:
-    saved, own = fragments.first.optimizer, optimizer_name(policy)
-    if saved != own:
-        raise CheckpointError(
-            f"{fragments.folder}: contains the states of {saved}, but this run uses {own}; resume with the same "
-            "optimizer"
-        )
-    for name in fragments.shapes:
-        if name not in shapes:
-            raise CheckpointError(
-                f"{fragments.folder}: {name} was trained, but this run does not train it; resume with the same model "
-                "and the same trained parameters"
-            )
+    size = sum(tensor.nbytes + _HEADER_BYTES for tensor in tensors.values())
+    size += sum(map(len, index.metadata().values()))
+    return size + first_state_bytes(inner_optimizer(policy.engine), list(absent_units(policy.engine)))
 
 
 def _contents(policy: PolicyEngine, exported: Collection[str]) -> tuple[Index, dict[str, Tensor]]:
     """The index of this rank's file and its tensors, which are not copied."""
-    optimizer = inner_optimizer(policy.engine)
-    names, tensors = trained_names(policy.scorer.model), {}
+    optimizer, names = inner_optimizer(policy.engine), trained_names(policy.scorer.model)
+    tensors: dict[str, Tensor] = {}
     shapes: dict[str, list[int]] = {}
     units = []
     for number, unit in enumerate(state_units(policy.engine)):
-        pieces = saved_pieces(unit, names)
+        pieces = _pieces(unit, names)
         shapes |= {names[piece.parameter]: list(whole_shape(piece.parameter)) for piece in unit.pieces}
         kinds, values = {}, {}
         for name, value in optimizer.state.get(unit.master, {}).items():
             if isinstance(value, Tensor):
                 kinds[name] = _kind(name, value, unit.master)
-                tensors[state_key(number, name)] = value
+                tensors[f"unit-{number}.{name}"] = value
             elif _is_plain(value):
                 values[name] = value
             else:
@@ -207,7 +198,7 @@ def _contents(policy: PolicyEngine, exported: Collection[str]) -> tuple[Index, d
                 )
         in_model = unit.master.dtype == torch.float32 and all(piece.name in exported for piece in pieces)
         if not in_model:
-            tensors[state_key(number, MASTER)] = unit.master
+            tensors[f"unit-{number}.{MASTER}"] = unit.master
         units.append(SavedUnit(unit.group, unit.master.numel(), not in_model, pieces, kinds, values))
     ranks, rank = fragment_ranks(policy), torch.distributed.get_rank()
     stage, settings = zero_stage(policy.engine), group_settings(policy)
@@ -215,25 +206,24 @@ def _contents(policy: PolicyEngine, exported: Collection[str]) -> tuple[Index, d
     return index, tensors
 
 
-def optimizer_name(policy: PolicyEngine) -> str:
-    """Library and class of the optimizer, such as ``torch.AdamW``."""
-    kind = type(inner_optimizer(policy.engine))
-    return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
-
-
-def saved_pieces(unit: Unit, names: Mapping[nn.Parameter, str]) -> tuple[SavedPiece, ...]:
-    """The pieces of a unit by the names of their parameters.
-
-    Raises:
-        CheckpointError: the optimizer trains a parameter that the model does not have.
-    """
-    for piece in unit.pieces:
-        if piece.parameter not in names:
-            raise CheckpointError(
-                f"the optimizer trains a parameter of shape {list(whole_shape(piece.parameter))} that the model does "
-                "not have; pass it only parameters of the model"
-            )
+def _pieces(unit: Unit, names: Mapping[nn.Parameter, str]) -> tuple[SavedPiece, ...]:
+    """The pieces of a unit by the names of their parameters."""
+    if any(piece.parameter not in names for piece in unit.pieces):
+        raise CheckpointError("the optimizer has parameters that the model does not train; pass only those it does")
     return tuple(SavedPiece(names[piece.parameter], *piece[1:]) for piece in unit.pieces)
+
+
+def _check_same(policy: PolicyEngine, fragments: Fragments, shapes: Mapping[str, object], own: Iterable[str]) -> None:
+    """Refuse fragments of another optimizer, or of other parameters than those that this rank's optimizer trains."""
+    before: dict[str, object] = {"the optimizer": fragments.optimizer, **fragments.shapes}
+    now = {"the optimizer": optimizer_name(policy), **shapes}
+    for name in (*before, *own):
+        was, is_now = before.get(name, "not trained"), now.get(name, "not trained")
+        if was != is_now:
+            raise CheckpointError(
+                f"{fragments.folder}: {name} is {was} in the checkpoint, but {is_now} in this run; resume with the "
+                "same model, trained parameters and optimizer"
+            )
 
 
 def _kind(name: str, state: Tensor, master: Tensor) -> str:

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-from safetensors import SafetensorError, safe_open
+import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from alignment.checkpoint.tensors import TensorFile
 from alignment.config.errors import OutputError
 from alignment.engines.collectives import copied_from_first_rank
 from alignment.internals.deepspeed_zero3 import is_partitioned, whole_bytes
@@ -27,7 +29,7 @@ from alignment.models.source import ModelSource
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "adapter_model*")
 _BESIDE_WEIGHTS = ("config.json", "generation_config.json", "adapter_config.json", TRAINING_BASE)
-_OF_MODELS = ("dtype", "torch_dtype", "quantization_config", "device_map")  # keywords of from_pretrained
+_OF_MODELS = ("dtype", "torch_dtype", "quantization_config", "device_map")
 
 
 def gathered_state_dict(model: PreTrainedModel, keep: bool, only: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -42,8 +44,7 @@ def gathered_state_dict(model: PreTrainedModel, keep: bool, only: Collection[str
     for name, parameter in model.named_parameters():
         if only is not None and name not in only:
             continue
-        context = deepspeed.zero.GatheredParameters(parameter, enabled=is_partitioned(parameter))
-        with context:
+        with deepspeed.zero.GatheredParameters(parameter, enabled=is_partitioned(parameter)):
             if keep:
                 state[name] = parameter.detach().to("cpu", copy=True).contiguous()
     if keep:
@@ -90,7 +91,6 @@ def write_adapters(
 
     config = copy.deepcopy(adapters.config)
     config.inference_mode = True
-    quantized = None if source.quantization is None else source.quantization.config.to_dict()
 
     def save(partial: Path) -> None:
         tensors = {f"base_model.model.{saved}": state[name] for saved, name in names.items()}
@@ -100,7 +100,7 @@ def write_adapters(
             partial,
             base_model=source.name,
             revision=source.init_kwargs.get("revision"),
-            quantization=quantized,
+            quantization=None if source.quantization is None else source.quantization.config.to_dict(),
             task=source.task,
             merged=source.merged,
             dtype=str(next(iter(tensors.values())).dtype).removeprefix("torch."),
@@ -109,35 +109,13 @@ def write_adapters(
     _write(folder, tokenizer, save)
 
 
-def load_adapters(model: PreTrainedModel, adapters: Adapters, folder: Path, *, first_rank: bool) -> None:
-    """Load adapters written by :func:`write_adapters` into an engine's model; see :func:`load_weights`."""
-    state = adapter_weights(str(folder)) if first_rank else {}
-    parameters = dict(model.named_parameters())
-    for saved, name in _adapter_names(model, adapters).items():
-        if name in parameters:
-            _fill(parameters[name], state.get(f"base_model.model.{saved}"))
-
-
 def _adapter_names(model: PreTrainedModel, adapters: Adapters) -> dict[str, str]:
     """Map the saved names of an adapter's tensors to those of the model."""
-    own = [*(name for name, _ in model.named_parameters()), *(name for name, _ in model.named_buffers())]
-    names: dict[str, str] = adapter_tensors(
-        model, adapters.name, {name: name for name in own}, embeddings=adapters.embeddings
-    )
+    own = {name: name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    names: dict[str, str] = adapter_tensors(model, adapters.name, own, embeddings=adapters.embeddings)
     if adapters.head:
         names |= {name: name for name in HEAD_TENSORS if name in own}
     return names
-
-
-def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write the tokenizer without keywords of the model that it was loaded with, as in TRL's scripts.
-
-    It keeps them, and they are not JSON-serializable.
-    """
-    given = tokenizer_options(tokenizer)
-    for name in _OF_MODELS:
-        given.pop(name, None)
-    tokenizer.save_pretrained(folder)
 
 
 def _write(folder: Path, tokenizer: Any, save: Callable[[Path], None]) -> None:
@@ -149,7 +127,9 @@ def _write(folder: Path, tokenizer: Any, save: Callable[[Path], None]) -> None:
         with no_progress_bar():
             save(partial)
         if tokenizer is not None:
-            _save_tokenizer(tokenizer, partial)
+            for name in _OF_MODELS:  # keywords of the model that TRL's scripts load it with, not JSON-serializable
+                tokenizer_options(tokenizer).pop(name, None)
+            tokenizer.save_pretrained(partial)
         share_with_others(partial)
         move_into(partial, folder)
     except (OSError, SafetensorError) as error:
@@ -165,13 +145,11 @@ def exported_tensors(folder: Path, names: Mapping[str, str]) -> dict[str, tuple[
         folder: a folder written by :func:`write_model` or :func:`write_adapters`.
         names: the key of each parameter by its name; a model may be saved under other keys than its own.
     """
-    found = {}
+    found: dict[str, tuple[str, str]] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            keys = set(opened.keys())
-            for name, key in names.items():
-                if key in keys and opened.get_slice(key).get_dtype() == "F32":
-                    found[name] = (file.name, key)
+        with TensorFile(file) as opened:
+            fp32 = {key for key in opened.keys() if opened.entry(key).dtype == torch.float32}
+        found |= {name: (file.name, key) for name, key in names.items() if key in fp32}
     return found
 
 
@@ -187,13 +165,10 @@ def trained_keys(model: PreTrainedModel, adapters: Adapters | None) -> dict[str,
 def written_bytes(model: PreTrainedModel, adapters: Adapters | None) -> int:
     """The total size of the tensors that :func:`write_model` or :func:`write_adapters` writes."""
     wanted = model.state_dict().keys() if adapters is None else set(_adapter_names(model, adapters).values())
-    seen: set[int] = set()
-    total = 0
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in wanted and id(tensor) not in seen:
-            seen.add(id(tensor))
-            total += whole_bytes(tensor) if is_partitioned(tensor) else tensor.numel() * tensor.element_size()
-    return total
+    tensors = {
+        id(tensor): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in wanted
+    }
+    return sum(whole_bytes(tensor) if is_partitioned(tensor) else tensor.nbytes for tensor in tensors.values())
 
 
 def load_weights(model: PreTrainedModel, folder: Path, *, first_rank: bool) -> None:
@@ -206,18 +181,27 @@ def load_weights(model: PreTrainedModel, folder: Path, *, first_rank: bool) -> N
     if first_rank:
         with no_progress_bar():
             state = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
+    _fill(model, {name: name for name, _ in model.named_parameters()}, state)
+
+
+def load_adapters(model: PreTrainedModel, adapters: Adapters, folder: Path, *, first_rank: bool) -> None:
+    """Load adapters written by :func:`write_adapters` into an engine's model; see :func:`load_weights`."""
+    state = adapter_weights(str(folder)) if first_rank else {}
+    keys = {name: f"base_model.model.{saved}" for saved, name in _adapter_names(model, adapters).items()}
+    _fill(model, keys, state)
+
+
+def _fill(model: nn.Module, keys: Mapping[str, str], state: Mapping[str, Tensor]) -> None:
+    """Set the parameters with a key on every rank to the first rank's state. Collective."""
     for name, parameter in model.named_parameters():
-        _fill(parameter, state.get(name))
-
-
-def _fill(parameter: nn.Parameter, value: Tensor | None) -> None:
-    """Set a parameter on every rank to the first rank's value. Collective."""
-    partitioned = is_partitioned(parameter)
-    with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=partitioned):
-        if value is not None:
-            parameter.data.copy_(value)
-    if not partitioned:
-        copied_from_first_rank(parameter.data)
+        if name not in keys:
+            continue
+        partitioned = is_partitioned(parameter)
+        with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=partitioned):
+            if keys[name] in state:
+                parameter.data.copy_(state[keys[name]])
+        if not partitioned:
+            copied_from_first_rank(parameter.data)
 
 
 @contextlib.contextmanager
@@ -253,9 +237,9 @@ def move_into(source: Path, target: Path) -> None:
         if (target / name).is_dir():
             shutil.rmtree(target / name)  # a rename can replace a file, but not a folder with files
         os.replace(source / name, target / name)
-    outdated = [old for pattern in _WEIGHTS for old in target.glob(pattern) if old.name not in names]
+    outdated = {old.name for pattern in _WEIGHTS for old in target.glob(pattern)} - names
     if outdated:  # a configuration that is not replaced belongs to the previous model
-        outdated += [target / name for name in _BESIDE_WEIGHTS if name not in names]
-    for old in outdated:
-        old.unlink(missing_ok=True)
+        outdated |= set(_BESIDE_WEIGHTS) - names
+    for name in outdated:
+        (target / name).unlink(missing_ok=True)
     source.rmdir()

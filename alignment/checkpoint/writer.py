@@ -21,7 +21,7 @@ from transformers import TrainerState
 from alignment.checkpoint.folder import checkpoint_folder, partial_of, prune_checkpoints, publish
 from alignment.checkpoint.fragments import fragment_file
 from alignment.checkpoint.frozen import FrozenTensors, frozen_bytes, frozen_file, write_frozen
-from alignment.checkpoint.manifest import Manifest, files_in
+from alignment.checkpoint.manifest import FileRecord, Manifest, files_in, record_of
 from alignment.checkpoint.optimizer_state import (
     ExportedTensor,
     fragment_bytes,
@@ -29,7 +29,6 @@ from alignment.checkpoint.optimizer_state import (
     write_fragments,
     writes_fragments,
 )
-from alignment.checkpoint.records import FileRecord, record_of
 from alignment.checkpoint.run_state import RunState
 from alignment.checkpoint.saving import exported_tensors
 from alignment.config.errors import CheckpointError, OutputError, one_line

@@ -13,16 +13,14 @@ from fragment_runs import Case, begin, continued, distance, fp16_on_cpu, proceed
 from alignment.engines.collectives import gathered
 from alignment.engines.launch_env import init_distributed
 
-FIRST, STEPS = 5, 4
-
 
 def pairs(folder: Path, stages: list[str], sources: list[str]) -> dict[str, float]:
     """Start at each stage on these ranks, and continue at each stage from runs started elsewhere."""
     world = torch.distributed.get_world_size()
-    wanted = {stage: begin(Case(f"stage{stage}"), folder / f"{world}-{stage}", FIRST, STEPS) for stage in stages}
+    wanted = {stage: begin(Case(f"stage{stage}"), folder / f"{world}-{stage}") for stage in stages}
     begun = [*sources, *(f"{world}-{stage}" for stage in stages)]
     return {
-        f"{source} to {world}-{stage}": distance(proceed(Case(f"stage{stage}"), folder / source, FIRST, STEPS), update)
+        f"{source} to {world}-{stage}": distance(proceed(Case(f"stage{stage}"), folder / source), update)
         for stage, update in wanted.items()
         for source in begun
         if source != f"{world}-{stage}"

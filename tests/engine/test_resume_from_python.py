@@ -164,7 +164,7 @@ def test_a_failed_restore_leaves_the_folder_unchanged(model: str, tmp_path: Path
     first.train()
     first.close()
     second = make(model, tmp_path, optim="sgd", resume_anyway=True)
-    with pytest.raises(CheckpointError, match="contains the states of torch.AdamW"):
+    with pytest.raises(CheckpointError, match="torch.AdamW"):
         second.train(resume_from_checkpoint="checkpoint-2")
     assert [path.name for path in checkpoints(first.output_dir)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     assert not (first.output_dir / "previous-1").exists() and not (first.output_dir / ".lock").exists()

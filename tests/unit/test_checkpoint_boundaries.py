@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment.checkpoint import owner, probe
-from alignment.checkpoint.manifest import Manifest
+from alignment.checkpoint.manifest import FileRecord, Manifest
 from alignment.checkpoint.owner import Owner, Standing
-from alignment.checkpoint.records import FileRecord
 from alignment.config.errors import OutputError
 
 

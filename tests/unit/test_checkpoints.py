@@ -39,39 +39,14 @@ def test_an_explicit_direction_takes_precedence() -> None:
     assert [best.improved({"eval_loss": value}) for value in (1.0, 2.0, 0.5)] == [True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("steps", "limit", "keep", "left"),
-    [
-        ([1, 2, 3, 10], 2, None, [3, 10]),
-        ([1, 2, 3, 10], 2, 1, [1, 10]),
-        ([1, 2, 3, 10], 3, 1, [1, 3, 10]),
-        ([1, 2, 3, 10], 1, 1, [1, 10]),
-        ([1, 2, 3, 10], 1, 10, [10]),
-        ([1, 2, 3, 10], 1, 7, [10]),
-        ([1, 2], None, 1, [1, 2]),
-        ([], 1, None, []),
-    ],
-)
-def test_the_newest_and_the_best_checkpoint_are_kept(
-    tmp_path: Path, steps: list[int], limit: int | None, keep: int | None, left: list[int]
-) -> None:
-    for step in steps:
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    prune_checkpoints(tmp_path, limit, None if keep is None else tmp_path / f"checkpoint-{keep}")
-    assert sorted(int(path.name.removeprefix("checkpoint-")) for path in tmp_path.iterdir()) == left
-
-
-@pytest.mark.parametrize("spelling", ["absolute", "relative", "link"])
+@pytest.mark.parametrize("best", ["out", "link"])
 def test_the_best_checkpoint_is_kept_however_its_path_is_spelled(
-    tmp_path: Path, spelling: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, best: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resume may name the folder differently from the run that found the best."""
+    """A resume may name the folder differently from the run that found the best: relative, or through a link."""
     monkeypatch.chdir(tmp_path)
     for step in (1, 2, 3, 4):
         (tmp_path / "out" / f"checkpoint-{step}").mkdir(parents=True)
     (tmp_path / "link").symlink_to("out")
-    best = {"absolute": tmp_path / "out", "relative": Path("out"), "link": tmp_path / "link"}[
-        spelling
-    ] / "checkpoint-1"
-    prune_checkpoints(Path("out") if spelling == "absolute" else tmp_path / "out", 2, best)
+    prune_checkpoints(tmp_path / "out", 2, Path(best, "checkpoint-1"))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-1", "checkpoint-4"]

@@ -25,8 +25,7 @@ from alignment.checkpoint.exporting.export import export
 from alignment.checkpoint.exporting.folder import REPORT
 from alignment.checkpoint.exporting.model import export_model
 from alignment.checkpoint.exporting.source import check_manifest, is_adapter
-from alignment.checkpoint.manifest import Manifest, files_in
-from alignment.checkpoint.records import record_of
+from alignment.checkpoint.manifest import Manifest, files_in, record_of
 from alignment.config.errors import AlignmentError, CheckpointError, OptionError
 
 Named = dict[str, Tensor]

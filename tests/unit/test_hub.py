@@ -16,8 +16,7 @@ import yaml
 from fake_hub import BREAK, TOKEN, FakeHub
 from transformers import TrainerControl
 
-from alignment.checkpoint.manifest import Manifest, files_in
-from alignment.checkpoint.records import record_of
+from alignment.checkpoint.manifest import Manifest, files_in, record_of
 from alignment.config.errors import HubError, OptionError
 from alignment.methods.kto_options import KTOConfig
 from alignment.run.requests import REQUESTS

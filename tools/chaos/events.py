@@ -121,11 +121,11 @@ class Events:
         import torch
         from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+        from alignment.checkpoint import restore, writer
         from alignment.checkpoint.manifest import Manifest
         from alignment.checkpoint.tensors import TensorFile
         from alignment.rollout.engine import RolloutEngine
         from alignment.training import trainer
-        from alignment.checkpoint import restore, writer
         from alignment.training.checkpointing import run_folder
         from alignment.training.loop import TrainingLoop
 
