@@ -24,6 +24,7 @@ REQUIRED = [
     "peft>=0.18,<1",
     "bitsandbytes>=0.48,<1",
     "safetensors>=0.5,<1",
+    "filelock>=3.30,<5",
     "huggingface_hub>=1,<3",
     "pydantic>=2.5,<3",
     "pyyaml>=6.0,<7",

@@ -109,7 +109,7 @@ FOLDERS = [
     folder(
         "STOP a folder",
         folder_of("out/STOP"),
-        "@out/STOP: would stop the run and cannot be removed (Is a directory)",
+        "@out/STOP must be a file, but is a folder",
         **LATEST,
     ),
     folder("a checkpoint that is a file", file_of("out/checkpoint-4", ""), "@out is not empty", **LATEST),

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from alignment.checkpoint.lock import LOCK
 from alignment.checkpoint.manifest import Manifest, files_in, record_of
-from alignment.checkpoint.owner import Owner, beat, process_start
+from alignment.reporting.run_lock import LOCK
 from alignment.reporting.status_file import STATUS, RunStatus
 
-ELSEWHERE = {"host": "node7", "boot": "of-another-kernel"}
 BEGAN = 1_790_000_000.0  # 2026-09-21 13:33:20 UTC
 
 
@@ -57,11 +56,6 @@ def write_status(folder: Path, **values: Any) -> RunStatus:
     return status
 
 
-def write_lock(folder: Path, owner: Owner, count: int = 0) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / LOCK).write_bytes(owner.text()[: -len(beat(0))] + beat(count))
-
-
 def write_checkpoint(folder: Path, step: int, *, resumable: bool = True, total_steps: int = 100) -> Path:
     target = folder / f"checkpoint-{step}"
     target.mkdir(parents=True)
@@ -73,15 +67,14 @@ def write_checkpoint(folder: Path, step: int, *, resumable: bool = True, total_s
     return target
 
 
-def owner_of(pid: int, **changes: Any) -> Owner:
-    """Return the lock owner for a process."""
-    return replace(Owner.this_process(), pid=pid, start=process_start(pid) or "", **changes)
-
-
 @contextmanager
-def another_process() -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that lives until it is killed."""
-    process = subprocess.Popen(["sleep", "600"])
+def holding(folder: Path, job: str = "") -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that holds the lock of a folder until it is killed, and leaves its file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        process = subprocess.Popen(["sleep", "600"], pass_fds=[file.fileno()])  # it has the descriptor, and the lock
+        file.write(f"process {process.pid} on {socket.gethostname()}{job and f' (SLURM job {job})'}")
     try:
         yield process
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from alignment.checkpoint.old_runs import set_folder_aside
+from alignment.checkpoint.run_folder import set_aside
 from alignment.config.errors import AlignmentError
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import barrier
@@ -31,8 +31,8 @@ def write_merged(args: AlignmentConfig, source: ModelSource, tell: Callable[[str
         from alignment.checkpoint.exporting.adapter import merge_adapter  # imports peft
 
         adapters, folder = Path(args.output_dir or ""), Path(args.merged_output_dir or "")
-        aside = set_folder_aside(folder) if args.resume_from_checkpoint else None
-        if aside is not None:
+        stays = not args.resume_from_checkpoint or not folder.is_dir() or not any(folder.iterdir())
+        if (aside := set_aside(folder.absolute().parent, [] if stays else [folder])) is not None:
             tell(f"merged_output_dir: moved the merged model of an earlier attempt to {aside}")
         revision = source.init_kwargs.get("revision")
         try:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from alignment.checkpoint.fingerprints import without_path
 from alignment.checkpoint.folder import checkpoints
 from alignment.checkpoint.manifest import MANIFEST, Manifest
+from alignment.checkpoint.run_folder import check_output_folder, holds_model, holds_run
 from alignment.config.errors import CheckpointError, OptionError, counted, did_you_mean
 from alignment.engines.collectives import gathered, on_first_rank
 from alignment.engines.launch_env import rank, world_size
@@ -45,9 +46,13 @@ def find(output_dir: Path, asked: str | bool, method: str) -> tuple[list[Checkpo
 
     Raises:
         CheckpointError: if there are checkpoints but none is usable, or the requested one is not.
+        OutputError: if the output folder contains something else.
     """
     if not _is_latest(asked):
-        return [_usable(_named(output_dir, str(asked)), method)], []
+        checkpoint = _usable(_named(output_dir, str(asked)), method)
+        if checkpoint.folder.resolve().parent != output_dir.resolve():
+            check_output_folder(output_dir)
+        return [checkpoint], []
     found, problems = list[Checkpoint](), list[str]()
     for folder in reversed(checkpoints(output_dir)):
         try:
@@ -56,6 +61,13 @@ def find(output_dir: Path, asked: str | bool, method: str) -> tuple[list[Checkpo
             problems.append(str(error))
     if problems and not found:
         raise _none_usable(output_dir, problems)
+    if not found:
+        check_output_folder(output_dir, overwrite=holds_run(output_dir))
+        if holds_model(output_dir):
+            raise CheckpointError(
+                f"{_OPTION}: {output_dir} contains a model but no checkpoint to resume from, and starting over would "
+                "replace the model; choose another output_dir"
+            )
     return found, problems
 
 

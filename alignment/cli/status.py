@@ -22,7 +22,7 @@ from alignment.reporting.status_file import STATUS
 _ABOUT = """\
 Show the status of a run, read from its output folder: state, step, time left, speed, last metrics, checkpoints and
 whether they are complete, phase times, attempts. A run whose process has died is reported with "no heartbeat since".
-On the host of the run, this is known immediately; on another host, the heartbeat is watched for up to 20 seconds."""
+On a file system without locks, the files of the run are watched for up to 20 seconds to find this out."""
 _POLL_S, _INTERVAL_S = 0.5, 2.0
 _CLEAR_BELOW, _UP = "\x1b[J", "\x1b[{}F"
 

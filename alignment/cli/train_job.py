@@ -7,6 +7,7 @@ from pathlib import Path
 from datasets import disable_progress_bars
 from transformers.utils import logging as transformers_logging
 
+from alignment.checkpoint.run_folder import check_output_folder
 from alignment.cli.dry_run import dry_run_lines, print_dry_run
 from alignment.config.checks import check_command_line
 from alignment.config.dtypes import Machine
@@ -15,7 +16,6 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
 from alignment.engines.launch_env import rank
 from alignment.reporting.html.page import PAGE
-from alignment.training.checkpointing.output_folder import check_output_folder
 from alignment.training.data import evaluation_data, tokenized_folder, training_data
 from alignment.training.summary import REPORT
 from alignment.training.trainer import AlignmentTrainer

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 from pathlib import Path
+from typing import Any
+
+from alignment.config.errors import OutputError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the errors of a full disk and of a used-up quota
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
@@ -41,6 +45,19 @@ def replace_text(path: Path, text: str) -> None:
             partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write indented JSON, replacing the file; creates the folder.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps(content, indent=2, default=str) + "\n")
+    except OSError as error:
+        raise OutputError(f"output_dir: cannot write {path}: {error}") from error
 
 
 def sync(path: Path) -> None:

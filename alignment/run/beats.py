@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from alignment.checkpoint.owner import Owner
 from alignment.run.activity import ACTIVITY
+from alignment.run.processes import machine
 from alignment.run.requests import REQUESTS, StopRequests
 from alignment.run.stop import StopReason
 
@@ -77,8 +78,7 @@ class Pulse:
     """
 
     def __init__(self, rank: int = 0, requests: StopRequests = REQUESTS) -> None:
-        own = Owner.this_process()
-        self.host, self.machine = own.host, f"{own.host}/{own.boot}/{own.space}"
+        self.host, self.machine = socket.gethostname(), machine()
         self.count, self.finished = 0, False
         self._rank, self._requests = rank, requests
         self._heard: tuple[StopReason, int] | None = None  # a request on another rank, and that rank

@@ -6,11 +6,13 @@ import contextlib
 import os
 import select
 import signal
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
-from alignment.checkpoint.owner import process_start
+_HIDDEN = ""  # start time of a process that exists but is hidden
 
 
 @dataclass
@@ -71,3 +73,54 @@ class Watched:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
+
+
+def machine() -> str:
+    """A name shared by the processes that can see each other: those of one host, boot and PID namespace."""
+    return f"{socket.gethostname()}/{_boot()}/{_space()}"
+
+
+def process_start(pid: int) -> str | None:
+    """The start time of a process, for comparison only; None if there is no such process, "" if it is hidden.
+
+    The kernel counts from boot. The time of day, which psutil derives from that, changes when the clock is set.
+    """
+    try:
+        shown = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return _hidden_start(pid) if Path("/proc/self/stat").exists() else _start_without_proc(pid)
+    after_name = shown.rpartition(")")[2].split()
+    state, start = after_name[0], after_name[19]
+    return None if state in "ZX" else start  # dead, but not yet reaped by its parent
+
+
+def _hidden_start(pid: int) -> str | None:
+    """The start time of a process that /proc does not show: it may be mounted with hidepid."""
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return None if isinstance(error, ProcessLookupError) else _HIDDEN
+    return _HIDDEN
+
+
+def _start_without_proc(pid: int) -> str | None:
+    try:
+        return f"{psutil.Process(pid).create_time():.0f}"
+    except psutil.NoSuchProcess:
+        return None
+    except psutil.AccessDenied:
+        return _HIDDEN
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _space() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""

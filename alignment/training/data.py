@@ -17,7 +17,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from alignment.checkpoint.node_folders import check_filled, fills
+from alignment.checkpoint.run_folder import check_filled, fills
 from alignment.config.errors import DataError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import HasLengths, SequenceOptions, mixture_parts, tested_parts

@@ -17,7 +17,8 @@ from alignment.checkpoint.best import BestModel
 from alignment.checkpoint.manifest import Manifest
 from alignment.checkpoint.merged import write_merged
 from alignment.checkpoint.restore import restore
-from alignment.checkpoint.resume import Checkpoint
+from alignment.checkpoint.resume import Checkpoint, check_same_run, choose, find
+from alignment.checkpoint.run_folder import LOG, RunFolder
 from alignment.checkpoint.run_state import Identity, RunState
 from alignment.checkpoint.writer import CheckpointWriter
 from alignment.config.errors import LastCheckpointError, OptionError, setting
@@ -44,8 +45,6 @@ from alignment.training.arguments import (
     with_quantization,
 )
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping, check_reporting, log_in
-from alignment.training.checkpointing.output_folder import LOG
-from alignment.training.checkpointing.run_folder import RunFolder
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, total_steps
 from alignment.training.evaluation import evaluate, evaluation_windows
@@ -140,6 +139,8 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         self.folder = RunFolder(self.output_dir, self.args, self.tell)
         if train_dataset is not None:
             models = (("model", model), ("ref_model", ref_model), *self._models_read())
+            if self.args.resume_from_checkpoint and rank() == 0:
+                find(self.output_dir, self.args.resume_from_checkpoint, self.args.method)
             self.folder.check(inputs_of(self.args, models, (train_dataset, eval_dataset)))
         self._prepare_models(model, ref_model, optimizers, peft_config, adapted, (processing_class, tokenizer))
         repository = self._repository() if self.args.push_to_hub else None
@@ -254,12 +255,20 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         check_early_stopping(self.args, self.events.handler.callbacks)
         log_in(self.events.handler.callbacks)
         present, self._at_first = self._at_first or self._present(), None
-        checkpoint = self.folder.enter(asked, present)
+        checkpoint = self.folder.enter((lambda: self._chosen(asked, present)) if asked else None)
         if self.is_world_process_zero():
             name = None if checkpoint is None else checkpoint.folder.name
             begin_status(self.output_dir, self.args.method, name, bool(asked), self.tell)
         with ending_in_status(), listening(self.tell):
             return self._trained(checkpoint, present)
+
+    def _chosen(self, asked: str | bool, present: Manifest) -> Checkpoint | None:
+        """Return the checkpoint to resume from; None if there is none yet. Collective."""
+
+        def refuse(checkpoint: Checkpoint) -> None:
+            check_same_run(checkpoint, present, anyway=self.args.resume_anyway, tell=self.tell)
+
+        return choose(self.output_dir, asked, present.method, refuse, self.tell)
 
     def _present(self) -> Manifest:
         """Return what checkpoints record of the current run."""
@@ -306,7 +315,7 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         self.engines.build(loop.total_steps)
         if checkpoint is not None:
             self._go_on(checkpoint, loop, present)
-            self.folder.went_on(checkpoint)
+            self.folder.set_newer_aside(checkpoint.step)
         manifest = replace(present, run=self.identity.name)
         run_state, state = self.context.run_state, self.state
         writer = CheckpointWriter(self.args, self.engines, run_state, state, manifest, self.write_state, self.tell)

@@ -10,18 +10,17 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
-from alignment.checkpoint import probe
+from alignment.checkpoint import run_folder
 from alignment.config.errors import OutputError
 from alignment.engines.collectives import barrier
 from alignment.engines.launch_env import init_distributed, rank
+from alignment.reporting.run_lock import LOCK
 
 _LATE_S = 0.4
 
@@ -49,58 +48,36 @@ def waited() -> list[float]:
 def said(folder: Path) -> str:
     """This rank's error for its folder."""
     try:
-        probe.check_shared_folder(folder)
+        run_folder.check_shared_folder(folder)
     except OutputError as error:
         return str(error)
-    return "shared"
+    return ""
 
 
-@contextmanager
-def on_rank(number: int, *patches: Any) -> Iterator[None]:
-    """Patches on one of the ranks."""
-    with ExitStack() as stack:
-        for patch in patches if rank() == number else ():
-            stack.enter_context(patch)
-        yield
-
-
-def appears(link: Path, target: Path) -> None:
-    """Let a folder appear late, as with the caches of a network file system."""
-    threading.Timer(0.3, lambda: link.symlink_to(target)).start()
-
-
-def cases(folder: Path) -> Iterator[tuple[str, Callable[[], str]]]:
-    """The cases and their functions."""
-    own = folder / str(rank())
-    shared = folder / "0"
-    own.mkdir()
-    barrier()
-    broken = mock.patch.object(probe, "_write", return_value="Read-only file system")
-    yield "shared", lambda: said(shared)
-    yield "to be made", lambda: said(shared / "a" / "b")
-    yield "node-local", lambda: said(own / "out")
-    late = folder / "late" if rank() else shared
-    if rank():
-        appears(late, shared)
-    yield "late", lambda: said(late)
-    with on_rank(1, broken):
-        yield "read-only on rank 1", lambda: said(shared)
-    with on_rank(0, broken):
-        yield "read-only on rank 0", lambda: said(shared)
-    with on_rank(1, mock.patch.object(Path, "write_text", side_effect=OSError(errno.EDQUOT, "Disk quota exceeded"))):
-        yield "no quota on rank 1", lambda: said(shared)
+def said_if_read_only(folder: Path, on: int) -> str:
+    """This rank's error if a rank cannot write."""
+    error = OSError(errno.EROFS, "Read-only file system")
+    with mock.patch.object(run_folder.tempfile, "TemporaryFile", side_effect=error if rank() == on else None):
+        return said(folder)
 
 
 def main() -> None:
     """Run all cases."""
     init_distributed(use_cpu=True)
-    probe._PATIENCE_S = 0.6
+    run_folder._SHARED_S = 0.6
     folder = Path(sys.argv[1])
-    host = mock.patch.object(probe.socket, "gethostname", return_value=f"n{rank() + 1}")
+    shared, own, late = folder / "0", folder / str(rank()), folder / "late"
+    own.mkdir()
+    (own / LOCK).write_text(f"process 1 on n{rank() + 1}")  # that of rank 1 is of an earlier run on its own disk
     found: dict[str, Any] = {"waited": waited()}
-    with host:
-        for name, case in cases(folder):
-            found[name] = case()
+    with mock.patch.object(run_folder.socket, "gethostname", return_value=f"n{rank() + 1}"):
+        found["shared"] = said(shared)
+        found["node-local"] = said(own)
+        if rank():
+            threading.Timer(0.3, lambda: late.symlink_to(shared)).start()
+        found["late"] = said(late if rank() else shared)
+        for on in (0, 1):
+            found[f"read-only on {on}"] = said_if_read_only(shared, on)
     barrier()
     found["left"] = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
     print(json.dumps(found))

@@ -290,7 +290,7 @@ def test_a_merged_folder_after_training(base: str, tmp_path: Path) -> None:
         trainer.close()
         whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
         torch.testing.assert_close(logits(whole), found, rtol=0, atol=1e-5)
-    assert (tmp_path / "merged.previous-1" / "model.safetensors").exists()
+    assert (tmp_path / "previous-1" / "merged" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("disabled", [True, False])

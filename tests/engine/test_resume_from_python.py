@@ -180,7 +180,7 @@ def test_a_trainer_in_the_folder_of_a_finished_run_replaces_nothing(model: str, 
     second.evaluate()
     with pytest.raises(OutputError, match="contains an earlier run"):
         second.save_model()
-    with pytest.raises(OutputError, match=r"is not empty; .*, call train\(resume_from_checkpoint=True\) to"):
+    with pytest.raises(OutputError, match="is not empty; .*resume_from_checkpoint"):
         second.train()
     second.close()
     assert {path.name: path.read_bytes() for path in first.output_dir.iterdir() if path.is_file()} == before

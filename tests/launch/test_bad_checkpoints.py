@@ -172,7 +172,6 @@ def test_the_same_command_starts_and_resumes(models: Path, tmp_path: Path, capfd
         with pytest.raises(SystemExit) as leaving:
             main(argv)
         assert leaving.value.code == 0 and said in capfd.readouterr().out
-        (tmp_path / "out" / ".probe-left").touch()  # like a process that was killed while checking the folder
         (tmp_path / "out" / ".checkpoint-9.partial").mkdir()
     with pytest.raises(SystemExit):
         main(argv)
@@ -201,8 +200,9 @@ def test_the_status_of_a_finished_run(done: Path) -> None:
 _HOLDER = """
 import sys, time
 from pathlib import Path
-from alignment.checkpoint.lock import OutputLock
-OutputLock(Path(sys.argv[1])).acquire()
+from alignment.reporting.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+lock.acquire()
 print("held", flush=True)
 time.sleep(60)
 """

@@ -59,7 +59,6 @@ NAMED = [
             *at("before an old checkpoint is hidden", "after an old checkpoint is hidden"),
             *at("between two files of an old checkpoint", "after an old checkpoint is removed"),
             *at("in the middle of a log line", "before the log is cut back", "after the log is cut back"),
-            *at("before a stale lock is moved", "after a stale lock is moved"),
             Kill((0,), "after the checkpoint is renamed", occurrence=2),  # the last one: no save follows
             *at("while the final model is written", "after the final model is written"),
         ),

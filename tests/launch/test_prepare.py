@@ -12,7 +12,7 @@ import datasets
 import pytest
 from conftest import DRIVERS
 from helpers import POSITIONS, make_model, paired_rows, unpaired_rows
-from run_folders import another_process, owner_of, write_lock, write_status
+from run_folders import holding, write_status
 
 from alignment.cli.prepare import main
 from alignment.cli.train import main as train
@@ -107,8 +107,7 @@ def test_the_same_run_can_follow_in_the_same_folder(
 
 def test_preparation_does_not_wait_for_a_run_in_the_folder(prepare: Callable[..., Any], tmp_path: Path) -> None:
     """By the time the next run starts, it will have been requeued or have ended."""
-    with another_process() as process:
-        write_lock(tmp_path / "out", owner_of(process.pid))
+    with holding(tmp_path / "out") as process:
         write_status(tmp_path / "out", state="running", pid=process.pid)
         before = tree(tmp_path / "out")
         status, out, err = prepare("--resume_from_checkpoint", "latest")

@@ -163,7 +163,6 @@ def test_resumes_without_a_checkpoint_are_not_in_the_log() -> None:
         (".checkpoint-4.removed/model.safetensors", "old/model.safetensors"),
         (".checkpoint-4.partial/optimizer-00001-of-00002.safetensors", "new/optimizer.safetensors"),
         (".checkpoint-4.partial/run_state-00001.json", "new/run_state.json"),
-        (".lock.0f3a.old", ".lock.old"),
         ("log.jsonl", "log.jsonl"),
         ("../elsewhere", None),
     ],

@@ -12,8 +12,7 @@ import pytest
 from small_disk import full
 
 from alignment.config.errors import OutputError
-from alignment.reporting.durable import is_full, replace_text, sync, sync_folder
-from alignment.training.checkpointing.output_folder import write_json
+from alignment.reporting.durable import is_full, replace_text, sync, sync_folder, write_json
 
 
 def kind(descriptor: int) -> str:

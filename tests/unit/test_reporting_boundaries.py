@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import ELSEWHERE, at, entry, owner_of, start, write_checkpoint, write_lock, write_log, write_status
+from run_folders import at, entry, start, write_checkpoint, write_log, write_status
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from alignment import CPOConfig
 from alignment.checkpoint.best import check_best_metric
-from alignment.checkpoint.owner import Owner
 from alignment.cli.report import _write
 from alignment.cli.status_text import status_line, status_lines
 from alignment.config.deepspeed_keys import check_keys
 from alignment.config.errors import OptionError, OutputError, setting
 from alignment.engines.inspecting.checkpoints import CheckpointView
 from alignment.engines.inspecting.generated import completion_groups
-from alignment.engines.inspecting.life import Pulse, clocks
+from alignment.engines.inspecting.life import clocks
 from alignment.engines.inspecting.report import _time, read_content
 from alignment.engines.inspecting.run import RunReader
 from alignment.engines.inspecting.view import RunView
@@ -169,21 +168,6 @@ def test_clocks_that_differ_by_half_a_minute(
     os.utime(tmp_path / STATUS, (begin + stamp, begin + stamp))
     found = clocks(tmp_path, status, lambda: begin + now)
     assert found is None if not noted else found is not None and found.endswith(noted)
-
-
-def test_a_process_on_another_host_is_gone_after_20_seconds_of_silence(tmp_path: Path) -> None:
-    now, owner = [100.0], owner_of(4711, **ELSEWHERE)
-    pulse = Pulse(tmp_path, own=Owner.this_process(), clock=lambda: now[0])
-    write_lock(tmp_path, owner, 1)
-    assert pulse.look().alive is None
-    now[0] += 19.9
-    assert pulse.look().alive is None
-    write_lock(tmp_path, owner, 2)
-    assert pulse.look().alive is True
-    now[0] += 19.9
-    assert pulse.look().alive is True
-    now[0] += 0.1
-    assert pulse.look().alive is False
 
 
 @pytest.mark.parametrize("count", [1, 5, 6])

@@ -14,27 +14,25 @@ import pytest
 from conftest import ROOT
 from run_folders import (
     BEGAN,
-    ELSEWHERE,
-    another_process,
     at,
     end,
     entry,
-    owner_of,
+    holding,
     start,
     write_checkpoint,
-    write_lock,
     write_log,
     write_status,
 )
 
-from alignment.checkpoint.lock import LOCK
 from alignment.cli.status_text import status_line, status_lines
 from alignment.config.errors import OutputError
+from alignment.engines.inspecting import life
 from alignment.engines.inspecting import run as inspecting
 from alignment.engines.inspecting.life import SILENT_S, Pulse
 from alignment.engines.inspecting.run import RunReader
 from alignment.engines.inspecting.view import RunView
 from alignment.reporting.log_reading import LogReader, Rates
+from alignment.reporting.run_lock import LOCK
 from alignment.reporting.status_file import STATUS, now
 
 
@@ -150,8 +148,7 @@ def test_a_log_from_before_times_were_logged_has_no_rates(tmp_path: Path) -> Non
 
 
 def test_a_running_run(tmp_path: Path) -> None:
-    with another_process() as process:
-        write_lock(tmp_path, owner_of(process.pid, job="77"))
+    with holding(tmp_path, job="77") as process:
         values = {"phase": "train", "attempt": 3, "stalled": 2, "restarts": 1, "time": now()}
         write_status(tmp_path, state="running", pid=process.pid, **values)
         older, *sets = [
@@ -181,13 +178,11 @@ def test_a_running_run(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_process_was_killed(tmp_path: Path) -> None:
-    with another_process() as process:
-        write_lock(tmp_path, owner_of(process.pid))
+    with holding(tmp_path) as process:
         write_status(tmp_path, state="running", pid=process.pid, phase="save")
         reader = RunReader(tmp_path)
         assert reader.read().state == "running"
-    for name in (LOCK, STATUS):
-        os.utime(tmp_path / name, (BEGAN, BEGAN + 300))
+    os.utime(tmp_path / STATUS, (BEGAN, BEGAN + 300))
     found = reader.read()
     assert (found.state, found.alive, found.over, found.eta_seconds) == ("lost", False, True, None)
     assert found.last_heartbeat == "2026-09-21T14:18:20Z"
@@ -195,10 +190,11 @@ def test_a_run_whose_process_was_killed(tmp_path: Path) -> None:
     assert "is gone in phase save" in status_line(found)
 
 
-def test_a_run_on_another_host_is_watched(tmp_path: Path, clock: Clock) -> None:
-    """By the observer's clock alone: that of the run's host is two hours behind, and its heartbeat is what counts."""
-    owner = owner_of(1, **ELSEWHERE)
-    write_lock(tmp_path, owner)
+def test_a_run_on_a_file_system_without_locks_is_watched(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the observer's clock alone: that of the run's host is two hours behind."""
+    monkeypatch.setattr(life, "is_locked", lambda folder: None)
     write_status(tmp_path, state="running", pid=1, time="2026-01-01T00:00:00Z")
     reader = RunReader(tmp_path)
     found = reader.read()
@@ -206,42 +202,29 @@ def test_a_run_on_another_host_is_watched(tmp_path: Path, clock: Clock) -> None:
     assert "no heartbeat seen yet" in status_line(found)
     clock.now += SILENT_S - 1
     assert not reader.read().settled
-    write_lock(tmp_path, owner, count=1)
+    write_log(tmp_path, [start()])
     found = reader.read()
     assert (found.state, found.alive) == ("running", True)
     assert re.fullmatch(r"the clock of node7 is \d+ s behind that of the file system", found.notes[0])
     clock.now += SILENT_S - 1
-    assert reader.read().alive, "one beat lasts as long"
+    assert reader.read().alive, "one write lasts as long"
     clock.now += 1
     found = reader.read()
     assert (found.state, found.reason) == ("lost", "nothing was written for 20 s")
 
 
 def test_files_from_the_future_are_told(tmp_path: Path) -> None:
-    with another_process() as process:
-        write_lock(tmp_path, owner_of(process.pid))
+    with holding(tmp_path) as process:
         write_status(tmp_path, state="running", pid=process.pid, time="2100-01-01T00:00:00Z")
         os.utime(tmp_path / STATUS, (4102444800, 4102444800))
         found = view(tmp_path)
     assert found.alive and re.match(r"the clock of the file system is \d+ s ahead of this machine's", found.notes[0])
 
 
-def test_a_run_that_holds_no_lock_is_watched_too(tmp_path: Path, clock: Clock) -> None:
-    write_status(tmp_path, state="starting")
-    reader = RunReader(tmp_path)
-    assert not reader.read().settled
-    write_log(tmp_path, [start()])
-    assert reader.read().state == "starting" and reader.read().alive
-    clock.now += SILENT_S
-    assert reader.read().state == "lost"
-
-
 def test_the_end_is_not_taken_for_a_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that ends between two looks: it said running, and then had nothing that holds the folder any more."""
-    with another_process() as process:
-        gone = owner_of(process.pid)
-    write_status(tmp_path, state="running")
-    write_lock(tmp_path, gone)
+    with holding(tmp_path):
+        write_status(tmp_path, state="running")
     look = Pulse.look
 
     def end_first(pulse: Pulse) -> Any:
@@ -267,8 +250,7 @@ def test_ends(tmp_path: Path) -> None:
 
 
 def test_a_next_attempt_that_has_not_written_its_status_yet(tmp_path: Path) -> None:
-    with another_process() as process:
-        write_lock(tmp_path, owner_of(process.pid))
+    with holding(tmp_path) as process:
         write_status(tmp_path, state="preempted", signal="SIGTERM", pid=process.pid + 1)
         found = view(tmp_path)
         assert (found.state, found.over) == ("preempted", False)
@@ -299,8 +281,7 @@ def test_runs_of_a_version_without_a_status(tmp_path: Path) -> None:
     found = view(tmp_path)
     assert (found.state, found.step, found.method, found.name) == ("unknown", 40, "kto", "a run")
     assert "unknown: " in status_line(found)
-    with another_process() as process:
-        write_lock(tmp_path, owner_of(process.pid))
+    with holding(tmp_path):
         assert view(tmp_path).state == "running"
     assert view(tmp_path).state == "lost"
     write_log(tmp_path, [start(), entry(100, 40, 40), *end({"train": 1.0})])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -13,20 +14,21 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import ROOT
 
-from alignment.checkpoint import owner
 from alignment.engines.launch_env import NOTICE
 from alignment.reporting import status_file
 from alignment.reporting.status_file import RunStatus, StatusFile, fail_in_place_of, read_status
 from alignment.run import launchers as watch_launchers
+from alignment.run import processes
 from alignment.run.activity import Activity, Limits
 from alignment.run.beats import Beat, Heard, Pulse, hung_rank, in_collective
 from alignment.run.deadlines import bounded
 from alignment.run.ending import write_stacks
 from alignment.run.launchers import Launcher, launcher_name, stop_notice
-from alignment.run.processes import Watched
+from alignment.run.processes import Watched, process_start
 from alignment.run.requests import StopRequests
 from alignment.run.signals import SignalWatch
 from alignment.run.stop import RunStopped, StopReason
@@ -204,9 +206,27 @@ def test_ranks_forward_stop_requests() -> None:
     assert (first.reason, first.detail) == (StopReason.SIGINT, ""), "its own"
 
 
+def test_the_start_of_a_process_with_and_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that its parent has not reaped is gone; one that /proc does not show (hidepid) may be alive."""
+
+    def denied(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert process_start(child.pid)
+        monkeypatch.setattr(psutil.Process, "create_time", lambda self: 100.25 + self.pid)
+        assert processes._start_without_proc(child.pid) == f"{100 + child.pid}"
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert process_start(child.pid) is None
+    assert process_start(child.pid) is None and processes._start_without_proc(child.pid) is None
+    monkeypatch.setattr(os, "kill", denied)
+    assert process_start(child.pid) == ""
+
+
 def test_machines_without_proc_are_distinguished_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_boot", "_space"):
-        monkeypatch.setattr(owner, name, lambda: "")
+        monkeypatch.setattr(processes, name, lambda: "")
     machines = []
     for host in ("n1", "n2"):
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)

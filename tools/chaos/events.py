@@ -37,8 +37,6 @@ def kind(path: str, output_dir: str) -> str | None:
     if hidden and len(parts) == 1:
         return hidden[2]
     name = parts[-1]
-    if name.startswith(".lock."):
-        name = ".lock" + name[name.rindex(".") :]
     name = re.sub(r"\d+", "", name).replace("-of-", "").replace("-.", ".")
     if hidden:
         return f"{'new' if hidden[2] == 'partial' else 'old'}/{name}"
@@ -123,14 +121,15 @@ class Events:
 
         from alignment.checkpoint import restore, writer
         from alignment.checkpoint.manifest import Manifest
+        from alignment.checkpoint.run_folder import RunFolder
         from alignment.checkpoint.tensors import TensorFile
+        from alignment.reporting.run_lock import RunLock
         from alignment.rollout.engine import RolloutEngine
         from alignment.training import trainer
-        from alignment.training.checkpointing import run_folder
         from alignment.training.loop import TrainingLoop
 
         for owner, name, phase in (
-            (run_folder.RunFolder, "enter", "folder"),
+            (RunFolder, "enter", "folder"),
             (trainer.AlignmentTrainer, "_go_on", "load"),
             (TrainingLoop, "run", "train"),
             (RolloutEngine, "generate", "rollout"),
@@ -147,6 +146,7 @@ class Events:
             (restore, "read_fragments", "reading fragments"),
             (TensorFile, "read_into", "reading a tensor"),
             (Manifest, "check_contents", "comparing checksums"),
+            (RunLock, "acquire", "locking"),
             (torch.nn.Embedding, "forward", "forward"),
         )
         for part, name, what in parts:

@@ -1,7 +1,7 @@
 """Whether the process of a run is still alive.
 
-On the same host the process table tells. On another host only changes do: of the heartbeat in ``.lock`` and of the
-other files that a run writes. They are timed with the observer's clock, since the clocks of two hosts may differ.
+The lock of its output folder tells. On a file system without locks only changes do: of the files that a run writes.
+They are timed with the observer's clock, since the clocks of two hosts may differ.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from alignment.checkpoint.lock import LOCK
-from alignment.checkpoint.owner import Owner, Standing
 from alignment.reporting.log_reading import seconds_of
+from alignment.reporting.run_lock import holder, is_locked
 from alignment.reporting.status_file import STATUS, RunStatus
 
-SILENT_S = 20.0  # four heartbeats
+SILENT_S = 20.0  # longer than the interval of status.json
 _CLOCKS_DIFFER_S = 30.0
-_HEARTBEATS = (LOCK, STATUS, "log.jsonl")
+_HEARTBEATS = (STATUS, "log.jsonl")
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Life:
     """
 
     alive: bool | None
-    owner: Owner | None = None
+    owner: str = ""
     reason: str = ""
 
 
@@ -42,28 +41,23 @@ class Pulse:
 
     Args:
         folder: the output folder.
-        own: the observer. Defaults to the calling process.
         clock: the observer's, in seconds.
     """
 
-    def __init__(self, folder: Path, *, own: Owner | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.folder, self._own, self._clock = folder, own or Owner.this_process(), clock
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder, self._clock = folder, clock
         self._seen: tuple[object, ...] | None = None
         self._since = 0.0
         self._changed = False
 
     def look(self) -> Life:
         """What is known so far; each call may know more than the previous one."""
-        text = _content(self.folder / LOCK)
-        owner = None if text is None else Owner.parsed(text)
-        standing = Standing.UNKNOWN if owner is None else owner.standing(self._own)
-        if standing is Standing.LIVES:
-            return Life(True, owner)
-        if standing is Standing.GONE:
-            return Life(False, owner, f"{owner} is gone")
-        return self._watched(owner, (text, *(_stamp(self.folder / name) for name in _HEARTBEATS)))
+        locked, owner = is_locked(self.folder), holder(self.folder)
+        if locked is not None:
+            return Life(locked, owner, "" if locked else f"{owner or 'its process'} is gone")
+        return self._watched(owner, tuple(_stamp(self.folder / name) for name in _HEARTBEATS))
 
-    def _watched(self, owner: Owner | None, seen: tuple[object, ...]) -> Life:
+    def _watched(self, owner: str, seen: tuple[object, ...]) -> Life:
         now = self._clock()
         if seen != self._seen:
             self._changed = self._seen is not None
@@ -95,13 +89,6 @@ def clocks(folder: Path, status: RunStatus, now: Callable[[], float] = time.time
         if abs(ahead) >= _CLOCKS_DIFFER_S:
             return f"{whose} is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} {other}"
     return None
-
-
-def _content(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return None
 
 
 def _stamp(path: Path) -> tuple[float, int] | None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from alignment.checkpoint.folder import checkpoints
-from alignment.checkpoint.lock import LOCK
 from alignment.checkpoint.manifest import MANIFEST
 from alignment.config.errors import OutputError, counted, listing, one_line
 from alignment.engines.inspecting.checkpoints import CheckpointReader, CheckpointView
 from alignment.engines.inspecting.life import Life, Pulse, clocks, last_heartbeat
 from alignment.engines.inspecting.view import LOST, UNKNOWN, RunView
 from alignment.reporting.log_reading import LogReader, Record, metrics_of, number
+from alignment.reporting.run_lock import LOCK
 from alignment.reporting.status_file import ENDED, STATUS, RunStatus, read_status
 
 _LOG, _REPORTS = "log.jsonl", ("report.html", "report.md")
@@ -64,11 +64,11 @@ class RunReader:
             reason=reason,
             last_heartbeat=_text_of(last_heartbeat(self.folder)),
             alive=life.alive,
-            holder="" if life.owner is None or life.alive is False else str(life.owner),
+            holder="" if life.alive is False else life.owner,
             checkpoints=found,
             partial=self._checkpoints.being_written(),
             report=next((str(self.folder / name) for name in _REPORTS if (self.folder / name).is_file()), None),
-            notes=[said for said in [status and life.owner and clocks(self.folder, status)] if said],
+            notes=[said for said in [status and life.alive and clocks(self.folder, status)] if said],
             problems=problems,
             **self._identity(status, found),
             **self._progress(status, state, found),
@@ -99,9 +99,9 @@ class RunReader:
             # Not the process of status.json: the next attempt, which has not written its own status yet.
             if status is None:
                 return "running" if self.log.events else "starting", ""
-            another = life.owner is not None and life.owner.pid != status.pid
+            another = bool(life.owner) and not life.owner.startswith(f"process {status.pid} on ")
             return "starting" if another else status.state, ""
-        if status is None and (life.owner is None or self.log.ended is not None):
+        if status is None and (not life.owner or self.log.ended is not None):
             return "finished" if self.log.ended is not None else UNKNOWN, ""
         return LOST, life.reason
 

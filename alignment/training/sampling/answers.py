@@ -7,10 +7,10 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from alignment.checkpoint.run_folder import COMPLETIONS
 from alignment.config.options_data import SequenceOptions
 from alignment.references.precomputed import PrecomputedReference
 from alignment.reporting.completions import CompletionTable
-from alignment.training.checkpointing.output_folder import COMPLETIONS
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
 from alignment.training.method import Models

@@ -7,10 +7,10 @@ from typing import Any
 from transformers import GenerationConfig, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import IntervalStrategy
 
+from alignment.checkpoint.run_folder import COMPLETIONS
 from alignment.config.errors import OptionError, setting, show
 from alignment.reporting.completions import CompletionTable
 from alignment.run.stop import Cut
-from alignment.training.checkpointing.output_folder import COMPLETIONS
 from alignment.training.sampling.sampler import Sampler, Speaker, first_prompts, interleaved
 from alignment.training.sampling.settings import of_model, sampling_of
 

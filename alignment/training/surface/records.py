@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import TrainerState
 
+from alignment.checkpoint.run_folder import RunFolder
 from alignment.config.options import AlignmentConfig
 from alignment.data.windows import WindowSampler
 from alignment.engines.launch_env import rank
@@ -16,11 +17,10 @@ from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM
 from alignment.planning.engines import EnginePlan
 from alignment.references.engine import ReferencePlan
+from alignment.reporting.durable import write_json
 from alignment.reporting.log import JsonlLog, strict
 from alignment.run.retries import Retries
 from alignment.training.callbacks import Events
-from alignment.training.checkpointing.output_folder import write_json
-from alignment.training.checkpointing.run_folder import RunFolder
 from alignment.training.context import Resources, RunContext
 from alignment.training.hub.card import Subject
 from alignment.training.method import AnyMethod

@@ -22,8 +22,8 @@ from alignment.data.windows import WindowPlan, WindowSampler
 from alignment.engines.launch_env import local_rank, rank
 from alignment.models.source import ModelSource
 from alignment.references.engine import EngineReference
+from alignment.reporting.durable import write_json
 from alignment.training.callbacks import Events, check_callbacks
-from alignment.training.checkpointing.output_folder import write_json
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, total_steps
 from alignment.training.evaluation import evaluation_window

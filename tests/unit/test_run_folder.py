@@ -1,0 +1,107 @@
+"""What an earlier run left is moved out of the way, completely; a folder that another rank fills is waited for."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from alignment.checkpoint import run_folder
+from alignment.checkpoint.run_folder import check_filled, check_inputs_stay, left_by_earlier_run, set_aside
+from alignment.config.errors import DataError, OutputError
+from alignment.engines.launch_env import init_distributed
+
+MOVED = (
+    *(".checkpoint-12.partial/model.safetensors", "checkpoint-2/model.safetensors", "checkpoint-10/sub/file"),
+    *("log.jsonl", "completions.jsonl", "trainer_state.json", "options.json", "report.md", "deepspeed.json"),
+    *("model.safetensors", "config.json", "tokenizer_config.json", "chat_template.jinja", "README.md"),
+)
+KEPT = (".lock", "notes.txt", "reports/mine", "train.jsonl")
+
+
+def fill(folder: Path, run: int = 1, names: tuple[str, ...] = (*MOVED, *KEPT)) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{name} of run {run}")
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def content(names: tuple[str, ...], run: int = 1, inside: str = "") -> dict[str, str]:
+    return {f"{inside}{name}": f"{name} of run {run}" for name in names}
+
+
+def aside(folder: Path) -> Path | None:
+    return set_aside(folder, left_by_earlier_run(folder))
+
+
+def test_a_run_is_moved_and_other_files_stay(tmp_path: Path) -> None:
+    fill(tmp_path)
+    assert aside(tmp_path) == tmp_path / "previous-1"
+    assert files(tmp_path) == content(KEPT) | content(MOVED, inside="previous-1/")
+    assert aside(tmp_path) is None, "there is only one"
+    (tmp_path / "previous-7").mkdir()
+    (tmp_path / "previous-mine").mkdir()
+    fill(tmp_path, 2, MOVED[:2])
+    assert aside(tmp_path) == tmp_path / "previous-8"
+    moved = content(MOVED, inside="previous-1/") | content(MOVED[:2], 2, "previous-8/")
+    assert files(tmp_path) == content(KEPT) | moved
+    assert aside(tmp_path / "new") is None and not (tmp_path / "new").exists()
+
+
+def test_an_interrupted_move_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut off at any rename, it leaves the newest checkpoint or none for a resume; the next call moves the rest."""
+    rename, renames = os.rename, len(MOVED)
+    for allowed in range(renames):
+        folder, done = tmp_path / str(allowed), []
+        fill(folder)
+
+        def limited(source: Path, target: Path, allowed: int = allowed, done: list[Path] = done) -> None:
+            if len(done) == allowed:
+                raise OSError(errno.EBUSY, "Device or resource busy")
+            done.append(source)
+            rename(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", limited)
+            with pytest.raises(OutputError, match=f"^could not move {folder}/.*: Device or resource busy"):
+                aside(folder)
+        assert len(done) == allowed and [path.name for path in folder.glob("checkpoint-*")] in (
+            ["checkpoint-2", "checkpoint-10"],
+            ["checkpoint-10", "checkpoint-2"],
+            ["checkpoint-10"],
+            [],
+        )
+        assert aside(folder) == folder / "previous-2"
+        found = {name.partition("/")[2] if name.startswith("previous-") else name for name in files(folder)}
+        assert found == {*MOVED, *KEPT} and len(files(folder)) == len(found)
+
+
+def test_inputs_of_the_run_stay(tmp_path: Path) -> None:
+    """Each is refused if it is the output folder, or a file that would be moved; other files may stay."""
+    (tmp_path / "checkpoint-3").mkdir()
+    for name in ("log.jsonl", "train.jsonl"):
+        (tmp_path / name).touch()
+    check_inputs_stay(tmp_path, [("dataset_name", str(tmp_path / "train.jsonl")), ("model", "some/hub-name")])
+    for inside in ("checkpoint-3", "checkpoint-3/..", "log.jsonl", "."):
+        with pytest.raises(OutputError, match="dataset_name"):
+            check_inputs_stay(tmp_path, [("dataset_name", str(tmp_path / inside))])
+
+
+@pytest.mark.usefixtures("own_process_group")
+def test_the_cache_of_another_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared disk may show it late; if it never appears, its host is named."""
+    init_distributed(use_cpu=True)
+    cache = tmp_path / "cache"
+    late = threading.Timer(0.3, (cache / "rows").mkdir, kwargs={"parents": True})
+    late.start()
+    check_filled(cache, ["rows"], "train_dataset")
+    late.join()
+    monkeypatch.setattr(run_folder, "_CACHE_S", 0.0)
+    with pytest.raises(DataError, match="train_dataset: .* not in the cache of .*give every node the same"):
+        check_filled(cache, ["rows", "others"], "train_dataset")
