@@ -111,28 +111,24 @@ def _none_usable(output_dir: Path, problems: list[str]) -> CheckpointError:
 
 
 def choose(
-    output_dir: Path,
-    asked: str | bool,
-    method: str,
-    refuse: Callable[[Checkpoint], None],
-    tell: Callable[[str], None],
+    output_dir: Path, asked: str | bool, current: Manifest, *, anyway: bool, tell: Callable[[str], None]
 ) -> Checkpoint | None:
     """Return the newest intact checkpoint, after comparing its checksums; None starts a new run. Collective.
 
     Args:
         output_dir: the run's output folder.
         asked: ``latest`` or True, or a folder.
-        method: the run's method.
-        refuse: raises if the checkpoint does not fit the run; called on the first rank.
+        current: the manifest of checkpoints of the current run.
+        anyway: as for :func:`check_same_run`.
         tell: prints a line on the first rank.
 
     Raises:
         CheckpointError: as in :func:`find`, or if the requested checkpoint is damaged or all are.
-        OptionError: raised by ``refuse``.
+        OptionError: as in :func:`check_same_run`.
     """
-    found, problems = on_first_rank(lambda: find(output_dir, asked, method))
+    found, problems = on_first_rank(lambda: find(output_dir, asked, current.method))
     for checkpoint in found:
-        on_first_rank(lambda: refuse(checkpoint))  # noqa: B023 - called immediately
+        on_first_rank(lambda: check_same_run(checkpoint, current, anyway=anyway, tell=tell))  # noqa: B023 - called now
         damage = next((one for one in gathered(_damage(checkpoint)) if one is not None), None)
         if damage is None:
             for problem in problems:

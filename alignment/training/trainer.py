@@ -17,7 +17,7 @@ from alignment.checkpoint.best import BestModel
 from alignment.checkpoint.manifest import Manifest
 from alignment.checkpoint.merged import write_merged
 from alignment.checkpoint.restore import restore
-from alignment.checkpoint.resume import Checkpoint, check_same_run, choose, find
+from alignment.checkpoint.resume import Checkpoint, choose, find
 from alignment.checkpoint.run_folder import LOG, RunFolder
 from alignment.checkpoint.run_state import Identity, RunState
 from alignment.checkpoint.writer import CheckpointWriter
@@ -255,20 +255,16 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         check_early_stopping(self.args, self.events.handler.callbacks)
         log_in(self.events.handler.callbacks)
         present, self._at_first = self._at_first or self._present(), None
-        checkpoint = self.folder.enter((lambda: self._chosen(asked, present)) if asked else None)
+
+        def chosen() -> Checkpoint | None:
+            return choose(self.output_dir, asked, present, anyway=self.args.resume_anyway, tell=self.tell)
+
+        checkpoint = self.folder.enter(chosen if asked else None)
         if self.is_world_process_zero():
             name = None if checkpoint is None else checkpoint.folder.name
             begin_status(self.output_dir, self.args.method, name, bool(asked), self.tell)
         with ending_in_status(), listening(self.tell):
             return self._trained(checkpoint, present)
-
-    def _chosen(self, asked: str | bool, present: Manifest) -> Checkpoint | None:
-        """Return the checkpoint to resume from; None if there is none yet. Collective."""
-
-        def refuse(checkpoint: Checkpoint) -> None:
-            check_same_run(checkpoint, present, anyway=self.args.resume_anyway, tell=self.tell)
-
-        return choose(self.output_dir, asked, present.method, refuse, self.tell)
 
     def _present(self) -> Manifest:
         """Return what checkpoints record of the current run."""

@@ -19,7 +19,7 @@ from alignment import KTOConfig, KTOTrainer
 from alignment.checkpoint import manifest as manifest_module
 from alignment.checkpoint import writer
 from alignment.checkpoint.folder import checkpoints
-from alignment.checkpoint.manifest import MANIFEST, files_in, record_of
+from alignment.checkpoint.manifest import MANIFEST, Manifest, files_in, record_of
 from alignment.checkpoint.resume import choose
 from alignment.checkpoint.tensors import TensorFile
 from alignment.config.errors import CheckpointError, LastCheckpointError
@@ -57,7 +57,8 @@ def flip(path: Path, at: int) -> None:
 def taken(folder: Path) -> tuple[int, list[str]]:
     """Return the step of the checkpoint that a run would resume from, and the messages."""
     told: list[str] = []
-    chosen = choose(folder, "latest", "kto", lambda _: None, told.append)
+    current = Manifest.read(folder / "checkpoint-2")
+    chosen = choose(folder, "latest", current, anyway=False, tell=told.append)
     assert chosen is not None
     return chosen.step, told
 
