@@ -23,7 +23,10 @@ POSITIONS = 96
 
 
 def tiny_config(kind: str, layers: int = 2) -> PretrainedConfig:
-    """Return a configuration for the character tokenizer: ``tied``, ``untied``, ``capped``, ``scaled``, ``moe``."""
+    """Return a configuration for the character tokenizer.
+
+    Kinds: ``tied``, ``untied``, ``narrow``, ``capped``, ``scaled``, ``moe``.
+    """
     common: dict[str, Any] = {
         "vocab_size": len(char_tokenizer()),
         "hidden_size": 32,
@@ -36,6 +39,8 @@ def tiny_config(kind: str, layers: int = 2) -> PretrainedConfig:
         "eos_token_id": 1,
         "pad_token_id": None,
     }
+    if kind == "narrow":
+        return LlamaConfig(**common | {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12})
     if kind == "capped":
         return Gemma2Config(**common, head_dim=8, final_logit_softcapping=2.0, sliding_window=16)
     if kind == "scaled":

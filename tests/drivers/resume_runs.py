@@ -1,7 +1,8 @@
 """Train uninterrupted runs, and resume each from some of its checkpoints; for ``test_resume_grid.py``.
 
 Usage: resume_runs.py SPEC, a JSON list returned by ``resume_grid.runs_of``. Next to SPEC, ``NAME/whole`` and
-``NAME/after-STEP`` contain the output folder ``out``, the final weights ``final`` and ``history.json``.
+``NAME/after-STEP`` contain the output folder ``out``, the final weights ``final`` and ``history.json``. An
+uninterrupted run that is there already is not trained again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from transformers import (
 
 import alignment
 from alignment.engines.collectives import on_first_rank
-from alignment.engines.launch_env import rank
+from alignment.engines.launch_env import init_distributed, rank
 from alignment.run.guard import guarded
 
 TORN = '{"step": 99, "of a truncated line'
@@ -124,10 +125,12 @@ def main() -> None:
     mock.patch("alignment.training.run_page.draw_page").start()
     # The CPU accelerator reports fp16 as unsupported only because it is slower than bf16.
     mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True).start()
+    init_distributed(use_cpu=True)  # a run that is only resumed copies files first
     spec = Path(sys.argv[1])
     for run in json.loads(spec.read_text()):
         whole = spec.parent / run["name"] / "whole"
-        train(run, whole)
+        if not whole.exists():
+            train(run, whole)
         for point in run["points"]:
             folder = spec.parent / run["name"] / f"after-{point}"
             # The newest existing checkpoint, or an older one by name.
