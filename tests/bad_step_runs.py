@@ -9,31 +9,27 @@ from typing import Any
 from helpers import STAGES, paired_rows, unpaired_rows
 from resume_comparison import timeless
 
-Case = tuple[str, str, int, str, str, str]
+Case = tuple[str, str, int, str, str]
 STEPS, RESUMED = 8, 4
 FAULTS = (("gradient", [0, 2]), ("loss", [1, 0]), ("spike", [1, 2]))
 LEFT_OUT = [window for _, window in FAULTS]
-# Stage, dtype, ranks, method, trained weights, handling of bad steps.
-BOTH = ("skip", "rewind")
+# Stage, dtype, ranks, method, trained weights.
 CASES: tuple[Case, ...] = (
-    *(("stage0", "fp32", 1, "KTO", "full", action) for action in BOTH),
-    ("stage0", "bf16", 2, "CPO", "full", "skip"),
-    *(("stage2", "fp32", 2, "CPO", "full", action) for action in BOTH),
-    *(("stage2", "bf16", 1, "SFT", "full", action) for action in BOTH),
-    *(("stage3", "fp32", 2, "SFT", "full", action) for action in BOTH),
-    *(("stage3", "bf16", 1, "KTO", "lora", action) for action in BOTH),
-    ("stage2-offload", "fp32", 2, "CPO", "full", "skip"),
-    ("stage3-offload", "bf16", 2, "CPO", "full", "rewind"),
-    ("stage2", "fp32", 2, "OnlineDPO", "full", "rewind"),
+    ("stage0", "fp32", 1, "KTO", "full"),
+    ("stage0", "bf16", 2, "CPO", "full"),
+    ("stage2", "fp32", 2, "CPO", "full"),
+    ("stage2", "bf16", 1, "SFT", "full"),
+    ("stage3", "fp32", 2, "SFT", "full"),
+    ("stage3", "bf16", 1, "KTO", "lora"),
+    ("stage2-offload", "fp32", 2, "CPO", "full"),
+    ("stage2", "fp32", 2, "OnlineDPO", "full"),
 )
 # In `make test-slow`; the last one has an optimizer that must be compiled.
 MORE: tuple[Case, ...] = (
-    ("stage0", "bf16", 2, "CPO", "full", "rewind"),
-    ("stage2", "fp32", 2, "KTO", "lora", "skip"),
-    ("stage2-offload", "fp32", 1, "CPO", "full", "rewind"),
-    ("stage3-offload", "fp32", 1, "CPO", "lora", "skip"),
-    ("stage2", "fp32", 2, "OnlineDPO", "full", "skip"),
-    ("stage2-offload", "fp32", 1, "CPO", "deepspeed_cpu_adam", "rewind"),
+    ("stage2", "fp32", 2, "KTO", "lora"),
+    ("stage3-offload", "fp32", 1, "CPO", "lora"),
+    ("stage3-offload", "bf16", 2, "CPO", "full"),
+    ("stage2-offload", "fp32", 1, "CPO", "deepspeed_cpu_adam"),
 )
 
 
@@ -44,7 +40,7 @@ def name_of(case: Case) -> str:
 
 def run_of(case: Case, model: str, **more: Any) -> dict[str, Any]:
     """Return the undisturbed run of a case for ``drivers/bad_steps.py``."""
-    stage, dtype, ranks, method, trained, _ = case
+    stage, dtype, ranks, method, trained = case
     args = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 4 // 2 // ranks,
@@ -74,14 +70,9 @@ def run_of(case: Case, model: str, **more: Any) -> dict[str, Any]:
 
 def runs_of(case: Case, model: str) -> list[dict[str, Any]]:
     """Return a run with three bad steps, its resumption from a checkpoint, and a run that skips these windows."""
-    action, ranks = case[-1], case[2]
-    whole = run_of(case, model, on_bad_step=action, loss_spike_factor=4, lora_dropout=0.0)
-    if case[4] != "lora":
-        del whole["args"]["lora_dropout"]
-    plain = run_of(case, model, **({"lora_dropout": 0.0} if case[4] == "lora" else {}))
-    if action == "rewind":  # with the random streams of a run that did not sample for these windows
-        for run in (whole, plain):
-            run["args"]["disable_dropout"] = False
+    ranks, dropout = case[2], {"lora_dropout": 0.0} if case[4] == "lora" else {}
+    whole = run_of(case, model, on_bad_step="skip", loss_spike_factor=4, **dropout)
+    plain = run_of(case, model, **dropout)
     # A gradient that is NaN on one rank; losses are summed over ranks.
     spoilt = [
         {"kind": kind, "window": window, "rank": number % ranks} for number, (kind, window) in enumerate(FAULTS, 1)

@@ -169,7 +169,7 @@ def _check_ranges(options: Any) -> None:
         raise OptionError(f"{setting('seed', options.seed)}: must be at most {_LARGEST_SEED}")
     below_one(options, "adam_beta1", "adam_beta2")
     positive(options, "adam_epsilon")
-    at_least(options, 1, "max_bad_steps", "rewind_windows")
+    at_least(options, 1, "max_bad_steps")
     at_least(options, 0, "retries", "retry_pause")
     positive(options, "hang_timeout", "hang_timeout_first", "hang_factor", "peer_timeout")
     at_least(options, 5, "peer_timeout")  # heartbeats come twice a second, unless the GIL or the network delays them

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from alignment.config.errors import OptionError, setting
-from alignment.config.fields import SaveStrategy, option
+from alignment.config.fields import option
 
 
 @dataclass(kw_only=True)
@@ -20,19 +20,15 @@ class FaultOptions:
     on_bad_step: str = option(
         "stop",
         "What to do if the loss or the gradient is not finite, or the loss spikes (`loss_spike_factor`): `stop` "
-        "(save the weights of the last good step and end the run), `skip` (skip the update of this window) or "
-        "`rewind` (return to the last checkpoint, and skip the window when training reaches it again).",
-        choices=("stop", "skip", "rewind"),
+        "(save the weights of the last good step and end the run) or `skip` (skip the update of this window).",
+        choices=("stop", "skip"),
     )
     loss_spike_factor: float | None = option(
         None,
         "Treat a step as bad if its loss exceeds this multiple of the running median. If unset, loss spikes are not "
         "detected.",
     )
-    max_bad_steps: int = option(10, "Maximum number of bad steps to skip or rewind; one more ends the run.")
-    rewind_windows: int = option(
-        1, "Number of windows to skip after a rewind: that of the bad step and those before it."
-    )
+    max_bad_steps: int = option(10, "Maximum number of bad steps to skip; one more ends the run.")
     retries: int = option(
         3, "Number of retries after a temporary failure to read data or to call a reward function or judge."
     )
@@ -60,26 +56,17 @@ def check_faults(options: Any) -> None:
     """Check the options for bad steps, retries and hangs.
 
     Raises:
-        OptionError: a factor that most losses would exceed, an option without effect, or no checkpoints to rewind to.
+        OptionError: a factor that most losses would exceed, or an option without effect.
     """
     _check_timing(options)
     factor, action = options.loss_spike_factor, options.on_bad_step
     if factor is not None and not factor > 1:
         raise OptionError(f"{setting('loss_spike_factor', factor)}: must be greater than 1; set 3 or more")
-    for name, default, acts in (("max_bad_steps", 10, action != "stop"), ("rewind_windows", 1, action == "rewind")):
-        if getattr(options, name) != default and not acts:
-            raise OptionError(
-                f"{setting(name, getattr(options, name))}: has no effect with {setting('on_bad_step', action)}; "
-                "remove it, or change on_bad_step"
-            )
-    if action != "rewind":
-        return
-    for name, unusable in (("save_strategy", SaveStrategy.NO), ("save_only_model", True)):
-        if getattr(options, name) == unusable:
-            raise OptionError(
-                f"on_bad_step='rewind': there is no checkpoint to return to with {setting(name, unusable)}; change "
-                "one of them"
-            )
+    if options.max_bad_steps != FaultOptions.max_bad_steps and action == "stop":
+        raise OptionError(
+            f"{setting('max_bad_steps', options.max_bad_steps)}: has no effect with {setting('on_bad_step', action)}; "
+            "remove it, or set on_bad_step: skip"
+        )
 
 
 def _check_timing(options: Any) -> None:

@@ -98,6 +98,7 @@ REMOVED: dict[str, str] = {
     "reward_func": "set reward_funcs",
     "reward_fn": "set reward_funcs",
     "response_length": "set max_new_tokens",
+    "rewind_windows": "runs no longer return to a checkpoint; remove it, and set on_bad_step: skip",
 }
 _DEEPSPEED = "the engine is DeepSpeed; set deepspeed instead"
 _REMOVED_PREFIXES = {

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from transformers import PreTrainedModel
 
+from alignment.checkpoint.fingerprints import code_fingerprint, model_fingerprint
 from alignment.checkpoint.run_folder import COMPLETIONS
 from alignment.config.dtypes import DtypePlan
 from alignment.config.errors import OptionError, setting
@@ -43,7 +44,6 @@ from alignment.rollout.engine import RolloutEngine
 from alignment.rollout.processors import check_generation_kwargs
 from alignment.run.ranks import rank
 from alignment.run.retries import NEVER, Retries
-from alignment.training.checkpointing.fingerprints import code_fingerprint, model_fingerprint
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData
 from alignment.training.method import Models

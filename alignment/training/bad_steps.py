@@ -52,7 +52,7 @@ class NonFiniteGradient(BadStep):
 
 
 class BadSteps:
-    """The bad steps of a run and the windows omitted because of them; part of the run's state.
+    """The bad steps of a run and the windows that it omits; part of its state.
 
     Args:
         args: the run's options.

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedModel, TrainerState
 
+from alignment.checkpoint.run_state import Identity, RunState
 from alignment.config.options import AlignmentConfig
 from alignment.engines.phases import Phases
 from alignment.reporting.log import JsonlLog
@@ -16,7 +17,6 @@ from alignment.run.retries import Retries
 from alignment.training.callbacks import Events
 from alignment.training.data import PreparedData, RunData
 from alignment.training.method import AnyMethod, Models
-from alignment.training.run_state import Identity, RunState
 from alignment.training.window import WindowPass
 
 

@@ -12,11 +12,14 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from transformers.trainer_utils import TrainOutput
 
+from alignment.checkpoint.best import BestModel
 from alignment.checkpoint.folder import checkpoint_folder
+from alignment.checkpoint.writer import CheckpointWriter
 from alignment.config.errors import RewardError, TrainingError
 from alignment.config.fields import Strategy
 from alignment.data.batching import AnyBatch
@@ -31,8 +34,6 @@ from alignment.run.safe_points import agreed_reason
 from alignment.run.stop import Cut
 from alignment.training.bad_steps import BadStep, BadSteps, NonFiniteGradient
 from alignment.training.callbacks import Decision
-from alignment.training.checkpointing.best import BestModel, load_best
-from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, total_steps
 from alignment.training.method import Items
@@ -320,7 +321,7 @@ class TrainingLoop:
             ACTIVITY.status.update(
                 within=_STATUS_S,
                 state="running",
-                run=self.writer.identity.name,
+                run=self.writer.manifest.run,
                 step=self.state.global_step,
                 total_steps=self.total_steps,
             )
@@ -342,7 +343,7 @@ class TrainingLoop:
         if self.resumed is not None:
             self.context.log_file.write({"event": "resume", "step": state.global_step, **self.resumed})
             return
-        run, window = self.writer.identity.name, self.sampler.window
+        run, window = self.writer.manifest.run, self.sampler.window
         event = start_event(self.context, self.engines, self.data, run=run, window=window, steps=self.total_steps)
         self.context.log_file.write(event)
 
@@ -418,7 +419,9 @@ class TrainingLoop:
         if self.writer.newest == self.state.global_step:
             return True  # no progress since the checkpoint: this attempt counts as stalled
         self.totals.seconds = self._seconds()
-        if not self.writer.write(keep=self.best.folder):
+        with self.context.phases("save"):
+            written = self.writer.write(keep=self.best.folder)
+        if not written:
             self.best.lost()
             return False
         if ACTIVITY.status is not None:
@@ -442,7 +445,7 @@ class TrainingLoop:
     def _finish(self) -> TrainOutput:
         REQUESTS.done = True  # only the result remains to be written, so stopping now saves no time
         if self.args.load_best_model_at_end:
-            loaded = load_best(self.context, self.engines, self.best)
+            loaded = self.best.load(self._restore, self.context.tell)
             if loaded is not None:
                 self.progress.note(loaded)
         seconds, steps = self._seconds(), self.state.global_step
@@ -470,6 +473,10 @@ class TrainingLoop:
         self.events("on_train_end")
         self.writer.finish(lambda: self.writer.write_state(self.context.output_dir))
         return TrainOutput(steps, metrics["train_loss"], {**metrics, "epoch": self.state.epoch or 0.0})
+
+    def _restore(self, folder: Path) -> None:
+        with self.context.phases("load best"):
+            self.engines.restore(folder)
 
     def _rest(self) -> dict[str, float]:
         """Return the metrics of the steps since the last log for TRL's summary of a run, without the loss."""

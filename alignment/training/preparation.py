@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from alignment.checkpoint.best import check_best_metric
 from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import TokenizerOptions
@@ -30,7 +31,6 @@ from alignment.training.arguments import (
     with_vocabulary,
     within_positions,
 )
-from alignment.training.checkpointing.best import check_best_metric
 from alignment.training.data import PreparedData, RunData, prepare_data, total_steps, window_sampler
 from alignment.training.method import AnyMethod
 from alignment.training.tokenizers import with_options

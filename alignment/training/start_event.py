@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from alignment.run.ranks import world_size
-from alignment.training.checkpointing.writer import library_versions
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
 from alignment.training.data_facts import data_facts
 from alignment.training.run_engines import RunEngines
+from alignment.training.run_manifest import library_versions
 
 
 def start_event(

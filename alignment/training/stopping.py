@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from alignment.checkpoint.folder import checkpoint_folder
+from alignment.checkpoint.writer import CheckpointWriter
 from alignment.run.activity import ACTIVITY
 from alignment.run.requests import REQUESTS
 from alignment.run.signals import SignalWatch
 from alignment.run.stop import RunStopped, StopReason
-from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import RunContext
 from alignment.training.run_page import write_page
 

@@ -8,13 +8,20 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_utils import TrainOutput
 
+from alignment.checkpoint.best import BestModel
+from alignment.checkpoint.manifest import Manifest
+from alignment.checkpoint.merged import write_merged
+from alignment.checkpoint.restore import restore
+from alignment.checkpoint.resume import Checkpoint, choose, find
 from alignment.checkpoint.run_folder import LOG, RunFolder
+from alignment.checkpoint.writer import CheckpointWriter
 from alignment.config.errors import LastCheckpointError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import barrier, device, on_first_rank
@@ -42,12 +49,6 @@ from alignment.training.arguments import (
     with_quantization,
 )
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping, check_reporting, log_in
-from alignment.training.checkpointing.best import BestModel
-from alignment.training.checkpointing.merged import write_merged
-from alignment.training.checkpointing.present import Present, present_run
-from alignment.training.checkpointing.restore import restore
-from alignment.training.checkpointing.resume import Checkpoint, check_same_run, choose, find
-from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData, RunData, total_steps
 from alignment.training.evaluation import evaluate, evaluation_windows
@@ -61,6 +62,7 @@ from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
 from alignment.training.preparation import DataPreparation, GivenModels, check_evaluation, place_for, plan_models
 from alignment.training.run_engines import RunEngines
+from alignment.training.run_manifest import run_manifest
 from alignment.training.stopping import listening
 from alignment.training.summary import write_report
 from alignment.training.surface.again import begin_again
@@ -218,7 +220,7 @@ class AlignmentTrainer(TrainerSurface):
         handler.model = self.engines.model
         handler.train_dataloader = self.get_train_dataloader() if self.data.train is not None else None
         handler.eval_dataloader = self.get_eval_dataloader() if self.data.eval else None
-        self._at_first: Present | None = None  # set if engines were built before train()
+        self._at_first: Manifest | None = None  # set if engines were built before train()
         self._options = self.args.values()
         self.events("on_init_end")
 
@@ -278,7 +280,11 @@ class AlignmentTrainer(TrainerSurface):
         check_early_stopping(self.args, self.events.handler.callbacks)
         log_in(self.events.handler.callbacks)
         present, self._at_first = self._at_first or self._present(), None
-        checkpoint = self.folder.enter((lambda: self._chosen(asked, present)) if asked else None)
+
+        def chosen() -> Checkpoint | None:
+            return choose(self.output_dir, asked or "", present, anyway=self.args.resume_anyway, tell=self.tell)
+
+        checkpoint = self.folder.enter(chosen if asked else None)
         if self.is_world_process_zero():
             name = None if checkpoint is None else checkpoint.folder.name
             begin_status(self.output_dir, self.args.method, name, bool(asked), self.tell)
@@ -299,19 +305,11 @@ class AlignmentTrainer(TrainerSurface):
             self._finish(writer)
         return result
 
-    def _chosen(self, asked: str | bool, present: Present) -> Checkpoint | None:
-        """Return the checkpoint to resume from; None if there is none yet. Collective."""
-
-        def refuse(checkpoint: Checkpoint) -> None:
-            check_same_run(checkpoint, present, anyway=self.args.resume_anyway, tell=self.tell)
-
-        return choose(self.output_dir, asked, present.method, refuse, self.tell)
-
-    def _present(self) -> Present:
-        """Return the properties of the current run."""
+    def _present(self) -> Manifest:
+        """Return what checkpoints record of the current run."""
         reference = self.planned.reference if self.method.needs_reference else None
         given = None if reference is self.planned.policy else reference
-        return present_run(self.context, self.planned.engines, given, self.resources)
+        return run_manifest(self.context, self.planned.engines, given, self.resources)
 
     def build_engines(self) -> None:
         """Build the engines; properties of live models are recorded before an engine changes them."""
@@ -319,20 +317,20 @@ class AlignmentTrainer(TrainerSurface):
             self._at_first = self._at_first or self._present()
         super().build_engines()
 
-    def _writer(self, checkpoint: Checkpoint | None, present: Present) -> CheckpointWriter:
+    def _writer(self, checkpoint: Checkpoint | None, present: Manifest) -> CheckpointWriter:
         """Return the writer of further checkpoints."""
-        writer = CheckpointWriter(
-            self.context, self.engines, self.context.identity, present, self.write_state, self.folder.lock.check
-        )
+        manifest = replace(present, run=self.context.identity.name)
+        run_state, state = self.context.run_state, self.state
+        writer = CheckpointWriter(self.args, self.engines, run_state, state, manifest, self.write_state, self.tell)
         if checkpoint is not None and checkpoint.folder.parent.resolve() == self.output_dir.resolve():
             writer.newest = checkpoint.step
         if self.args.save_strategy != "no":
             self.tell(writer.describe())
         return writer
 
-    def _go_on(self, checkpoint: Checkpoint, loop: TrainingLoop, present: Present) -> None:
+    def _go_on(self, checkpoint: Checkpoint, loop: TrainingLoop, present: Manifest) -> None:
         """Restore a run into the engines, and prepare the loop to continue."""
-        restore(checkpoint, self.context, self.engines, present)
+        restore(checkpoint, self.engines, self.context.run_state, present, self.tell)
         identity = self.context.identity
         if ACTIVITY.status is not None:  # only the status knows of attempts without a checkpoint
             identity.attempt = max(identity.attempt, ACTIVITY.status.status.attempt)
@@ -354,7 +352,7 @@ class AlignmentTrainer(TrainerSurface):
         if self.args.merged_output_dir is not None:
             with self.uploads.held():
                 self.save_model()
-            write_merged(self.context, self.planned.engines.source, Path(self.args.merged_output_dir))
+            write_merged(self.args, self.planned.engines.source, self.tell)
         if writer.failure is not None:
             raise LastCheckpointError(
                 f"output_dir: training has finished, but the last checkpoint could not be written: {writer.failure}"

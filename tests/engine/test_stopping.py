@@ -15,6 +15,7 @@ from transformers.trainer_callback import ExportableState
 from whole_runs import completions, logged, make, make_models
 
 from alignment.checkpoint.folder import checkpoints
+from alignment.checkpoint.writer import CheckpointWriter
 from alignment.cli import train_job
 from alignment.config.errors import TrainingError
 from alignment.reporting.status_file import RunStatus, read_status
@@ -26,7 +27,6 @@ from alignment.run.stop import RunStopped, StopReason
 from alignment.training import trainer as trainer_module
 from alignment.training import trainer as trainers
 from alignment.training.bad_steps import BadSteps, LossSpike
-from alignment.training.checkpointing.writer import CheckpointWriter
 from alignment.training.trainer import AlignmentTrainer
 
 pytestmark = pytest.mark.usefixtures("own_process_group")

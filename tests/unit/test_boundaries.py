@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from transformers import TrainerState
 
 from alignment import CPOConfig
+from alignment.checkpoint.best import BestModel
 from alignment.checkpoint.folder import prune_checkpoints
 from alignment.reporting.metrics import MetricSums, add_rewards, add_sides, means
 from alignment.run.retries import Retries
-from alignment.training.checkpointing.best import BestModel
 
 VALUES = st.sampled_from([0.0, 0.25, 0.5, 1.0, -1.0, math.nan, math.inf])
 

@@ -9,8 +9,8 @@ import pytest
 from transformers import TrainerState
 
 from alignment import CPOConfig
+from alignment.checkpoint.best import BestModel
 from alignment.checkpoint.folder import prune_checkpoints
-from alignment.training.checkpointing.best import BestModel
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from torch import nn
 from transformers import GenerationConfig
 
 import alignment
+from alignment.checkpoint import best, fingerprints
+from alignment.checkpoint.best import BestModel
 from alignment.checkpoint.run_folder import holds_model
 from alignment.config.errors import CheckpointError, ModelError, OptionError
 from alignment.models.adapters import score
@@ -26,8 +28,6 @@ from alignment.models.quantization import plan_quantization
 from alignment.models.source import check_weights, model_source
 from alignment.models.vocabulary import Vocabulary, rounded_up
 from alignment.planning import engines
-from alignment.training.checkpointing import best, fingerprints
-from alignment.training.checkpointing.best import BestModel
 
 
 @given(size=st.one_of(st.integers(0, 140), st.integers(1000, 2000)))

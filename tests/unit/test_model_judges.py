@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from judge_server import Answer, sequence, serving
 
+from alignment.checkpoint.fingerprints import code_fingerprint
 from alignment.config.errors import OptionError, RewardError
 from alignment.config.registry import METHODS
 from alignment.online.arguments import given_judge
@@ -25,7 +26,6 @@ from alignment.rewards.hub_judges import HfPairwiseJudge, PairRMJudge
 from alignment.rewards.judges import Judge
 from alignment.rewards.pairwise import AllTrueJudge, BaseBinaryJudge
 from alignment.rewards.questions import check_instruction, filled_in, read_verdict
-from alignment.training.checkpointing.fingerprints import code_fingerprint
 
 KEY = "sk-secret-0123456789"
 RESPONSES = re.compile(r'<response id="[01]">\n(.*?)\n</response>', re.DOTALL)

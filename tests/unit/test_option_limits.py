@@ -19,7 +19,7 @@ BELOW_ZERO, ABOVE_ONE = -TINY, math.nextafter(1, 2)
 AT_LEAST_ONE = [
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("dataset_num_proc", "max_train_samples", "max_eval_samples", "max_steps", "lora_r"),
-    *("lora_alpha", "max_bad_steps", "rewind_windows"),
+    *("lora_alpha", "max_bad_steps"),
 ]
 AT_LEAST_ZERO = [
     *("learning_rate", "weight_decay", "max_grad_norm", "router_aux_loss_coef", "warmup_steps", "eval_delay"),
@@ -32,7 +32,6 @@ NEEDS: dict[str, dict[str, Any]] = {  # options with which another one has an ef
     "lora_alpha": {"use_peft": True},
     "lora_dropout": {"use_peft": True},
     "max_bad_steps": {"on_bad_step": "skip"},
-    "rewind_windows": {"on_bad_step": "rewind"},
 }
 ROWS: list[tuple[type, str, Any, Any]] = [
     *((KTOConfig, name, 1, 0) for name in AT_LEAST_ONE),
@@ -115,9 +114,7 @@ def test_options_of_rewards_with_a_judge(reward: dict[str, Any]) -> None:
     [({"hang_timeout": 60, "hang_timeout_first": 59}, "hang_timeout_first"),
      ({"retry_pause": 1, "retries": 0}, "retry_pause"),
      ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"warmup_type": "log"}}, "lr_scheduler_kwargs"),
-     ({"max_bad_steps": 9}, "max_bad_steps"), ({"rewind_windows": 2, "on_bad_step": "skip"}, "rewind_windows"),
-     ({"on_bad_step": "rewind", "save_strategy": "no"}, "on_bad_step"),
-     ({"on_bad_step": "rewind", "save_only_model": True}, "on_bad_step")],
+     ({"max_bad_steps": 9}, "max_bad_steps")],
 )  # fmt: skip
 def test_options_that_contradict_each_other(given: dict[str, Any], key: str) -> None:
     with pytest.raises(OptionError, match=f"^{key}="):

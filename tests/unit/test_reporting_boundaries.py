@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from alignment import CPOConfig
+from alignment.checkpoint.best import check_best_metric
 from alignment.cli.report import _write
 from alignment.cli.status_text import status_line, status_lines
 from alignment.config.deepspeed_keys import check_keys
@@ -29,7 +30,6 @@ from alignment.reporting.report import RunReport, duration
 from alignment.reporting.status_file import STATUS
 from alignment.run.failures import describe
 from alignment.training.callbacks import Events
-from alignment.training.checkpointing.best import check_best_metric
 
 # Status in text ------------------------------------------------------------------------------------------------------
 

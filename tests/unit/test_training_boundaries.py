@@ -15,6 +15,7 @@ from transformers import TrainerState
 
 from alignment import CPOConfig, KTOConfig
 from alignment.checkpoint.manifest import Manifest
+from alignment.checkpoint.resume import Checkpoint, check_same_run
 from alignment.config.errors import OptionError
 from alignment.reporting.html.page import _percent
 from alignment.reporting.log import _cut_torn_line
@@ -25,27 +26,12 @@ from alignment.run.stop import StopReason
 from alignment.training import callbacks, trainer
 from alignment.training.advice import about_learning_rate
 from alignment.training.callbacks import Decision, Events
-from alignment.training.checkpointing.present import Present
-from alignment.training.checkpointing.resume import Candidates, Checkpoint, _fitting, _only_this_run, check_same_run
 
 # Resuming ------------------------------------------------------------------------------------------------------------
 
 
-@given(window=st.integers(1, 48), micro=st.integers(1, 9), ranks=st.integers(1, 6))
-def test_suggested_settings_make_up_the_window(window: int, micro: int, ranks: int) -> None:
-    """With the largest micro-batch up to the current one."""
-    said = _fitting(window, micro, ranks)
-    if window % ranks:
-        assert said == f"a number of ranks that divides {window}"
-        return
-    values = {name: int(value) for name, _, value in (part.partition(": ") for part in said.split(" and "))}
-    size, steps = values.get("per_device_train_batch_size", micro), values["gradient_accumulation_steps"]
-    assert size * steps * ranks == window and ("per_device_train_batch_size" in values) == (size != micro)
-    assert not [other for other in range(size + 1, micro + 1) if window % (other * ranks) == 0]
-
-
-MANIFEST = Manifest("r", 4, "kto", 1, 0, 8, 50, True, {}, {"data": "a"}, {"beta": 0.1}, {})
-PRESENT = Present("kto", 8, 4, 50, {"data": "a"}, {"beta": 0.1})
+CURRENT = Manifest("", 0, "kto", 1, 0, 8, 50, True, {}, {"data": "a"}, {"beta": 0.1}, {})
+CHECKPOINT = Checkpoint(Path("checkpoint-4"), replace(CURRENT, run="r", step=4))
 
 
 @pytest.mark.parametrize(
@@ -57,39 +43,26 @@ PRESENT = Present("kto", 8, 4, 50, {"data": "a"}, {"beta": 0.1})
         ({"options": {"beta": 0.2}}, "beta was 0.1, is 0.2"),
         ({"options": {}}, "beta was 0.1, is missing"),
         ({"options": {"beta": 0.1, "x": "y"}}, "x was missing, is y"),
+        ({"options": {"beta": 0.1, "x": None}}, None),
         ({"fingerprints": {"data": "b"}}, "data was a, is b"),
+        ({"fingerprints": {"data": "a (elsewhere)"}}, None),
         ({"options": {"beta": 0.1, "metric_for_best_model": "loss"}}, None),
     ],
 )
 def test_differences_between_a_run_and_its_checkpoint(changes: dict[str, Any], said: str | None) -> None:
     told: list[str] = []
-    checkpoint, present = Checkpoint(Path("checkpoint-4"), MANIFEST), replace(PRESENT, **changes)
+    current = replace(CURRENT, **changes)
     if said is not None:
         with pytest.raises(OptionError, match="^resume_from_checkpoint: checkpoint-4 ") as caught:
-            check_same_run(checkpoint, present, anyway=False, tell=told.append)
+            check_same_run(CHECKPOINT, current, anyway=False, tell=told.append)
         assert said in str(caught.value)
-    check_same_run(checkpoint, present, anyway=True, tell=told.append)
+    check_same_run(CHECKPOINT, current, anyway=True, tell=told.append)
     assert told == ([] if said is None else [f"resume_anyway: {said}"])
 
 
 def test_another_window_is_never_accepted() -> None:
-    checkpoint = Checkpoint(Path("checkpoint-4"), MANIFEST)
-    with pytest.raises(
-        OptionError, match="a step has 9 rows on 1 rank, but had 8; set gradient_accumulation_steps: 2"
-    ):
-        check_same_run(checkpoint, replace(PRESENT, window=9), anyway=True, tell=print)
-
-
-@pytest.mark.parametrize(("log", "steps"), [("a", [5, 1]), ("b", [4]), (None, [5, 1]), ("of an earlier run", [5, 1])])
-def test_checkpoints_of_another_run_are_left_alone(log: str | None, steps: list[int]) -> None:
-    """The run is that of the log, otherwise that of the newest checkpoint."""
-    found = [
-        Checkpoint(Path(f"checkpoint-{step}"), replace(MANIFEST, run=run, step=step))
-        for step, run in ((5, "a"), (4, "b"), (1, "a"))
-    ]
-    candidates = Candidates(list(found))
-    _only_this_run(candidates, log)
-    assert [one.step for one in candidates.found] == steps and len(candidates.problems) == 3 - len(steps)
+    with pytest.raises(OptionError, match="a step has 9 rows .* had 8; set .*gradient_accumulation_steps"):
+        check_same_run(CHECKPOINT, replace(CURRENT, window=9), anyway=True, tell=print)
 
 
 def test_what_the_log_says_of_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,11 +71,12 @@ def test_what_the_log_says_of_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "BestModel", lambda *_: SimpleNamespace(moved_to=lambda folder: None))
     monkeypatch.setattr(trainer.ACTIVITY, "status", None)
     run: Any = SimpleNamespace(
-        context=None, engines=SimpleNamespace(stage=2), identity=SimpleNamespace(name="r", attempt=3), state=None,
+        context=SimpleNamespace(run_state=None), engines=SimpleNamespace(stage=2),
+        identity=SimpleNamespace(name="r", attempt=3), state=None,
         args=SimpleNamespace(resume_anyway=True), tell=lambda text: None,
     )  # fmt: skip
     loop: Any = SimpleNamespace(total_steps=9)
-    trainer.AlignmentTrainer._go_on(run, Checkpoint(Path("out/checkpoint-4"), MANIFEST), loop, PRESENT)
+    trainer.AlignmentTrainer._go_on(run, CHECKPOINT, loop, CURRENT)
     expected = {"run": "r", "attempt": 3, "checkpoint": "checkpoint-4", "world_size": 1, "stage": 2}
     assert loop.resumed == expected and loop.ignores_end is True
 

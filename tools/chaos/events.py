@@ -119,13 +119,13 @@ class Events:
         import torch
         from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+        from alignment.checkpoint import restore, writer
         from alignment.checkpoint.manifest import Manifest
         from alignment.checkpoint.run_folder import RunFolder
         from alignment.checkpoint.tensors import TensorFile
         from alignment.reporting.run_lock import RunLock
         from alignment.rollout.engine import RolloutEngine
         from alignment.training import trainer
-        from alignment.training.checkpointing import restore, writer
         from alignment.training.loop import TrainingLoop
 
         for owner, name, phase in (

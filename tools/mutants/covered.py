@@ -127,12 +127,16 @@ def _run(folder: Path) -> None:
 def _lines(folder: Path) -> dict[str, dict[int, list[str]]]:
     """Return tests by file and line. Lines covered in a fixture are assigned to all tests of its file."""
     from coverage import CoverageData
+    from coverage.exceptions import DataError
 
     data = CoverageData(str(folder / "data"))
     data.read()
     for part in folder.glob("data.*"):  # data of ranks that ended after pytest had combined the files
         other = CoverageData(str(part))
-        other.read()
+        try:
+            other.read()
+        except DataError:  # a rank that a test killed while it wrote
+            continue
         data.update(other)
     tests = {test for context in data.measured_contexts() if (test := _test_of(context)) is not None}
     by_file = defaultdict(set)

@@ -18,7 +18,7 @@ AT_TRAINING = frozenset(
         dataloader_num_workers disable_tqdm eval_delay eval_on_start eval_steps eval_strategy greater_is_better
         include_num_input_tokens_seen include_tokens_per_second load_best_model_at_end logging_first_step logging_steps
         logging_strategy loss_spike_factor max_bad_steps max_steps merged_output_dir metric_for_best_model
-        num_train_epochs on_bad_step resume_anyway resume_from_checkpoint rewind_windows run_name save_only_model
+        num_train_epochs on_bad_step resume_anyway resume_from_checkpoint run_name save_only_model
         save_steps save_strategy save_total_limit
         """
     )

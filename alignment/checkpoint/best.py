@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerState
 
 from alignment.checkpoint.manifest import Manifest
 from alignment.config.errors import CheckpointError, OptionError, did_you_mean, setting
 from alignment.config.fields import SaveStrategy
+from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import from_first_rank, on_first_rank
-
-if TYPE_CHECKING:
-    from transformers import TrainerState
-
-    from alignment.config.options import AlignmentConfig
-    from alignment.training.context import RunContext
-    from alignment.training.run_engines import RunEngines
 
 
 def check_best_metric(args: AlignmentConfig, measured: Iterable[str], eval_names: Iterable[str]) -> None:
@@ -51,7 +46,7 @@ class BestModel:
 
     def __init__(self, args: AlignmentConfig, state: TrainerState) -> None:
         self.args, self.state = args, state
-        self._before: tuple[Any, Any] | None = None
+        self._before: tuple[float | None, int | None] | None = None
         self._folder_before: str | None = None
 
     @property
@@ -59,12 +54,15 @@ class BestModel:
         """Whether each new best is saved, independently of ``save_strategy``."""
         return self.args.load_best_model_at_end or self.args.save_strategy == SaveStrategy.BEST
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the best checkpoint, or None."""
+        return None if self.state.best_model_checkpoint is None else Path(self.state.best_model_checkpoint)
+
     def improved(self, metrics: Mapping[str, float]) -> bool:
         """Record an evaluation; return whether it is the best so far. A value that is not finite never is."""
         wanted = self.args.metric_for_best_model
-        if wanted is None:
-            return False
-        value = metrics.get(f"eval_{wanted.removeprefix('eval_')}")
+        value = None if wanted is None else metrics.get(f"eval_{wanted.removeprefix('eval_')}")
         if value is None or not math.isfinite(value):
             return False
         best = self.state.best_metric
@@ -88,13 +86,8 @@ class BestModel:
         if self.saves and self._before is not None:
             self.state.best_metric, self.state.best_global_step = self._before
 
-    @property
-    def folder(self) -> Path | None:
-        """The folder of the best checkpoint, or None."""
-        return None if self.state.best_model_checkpoint is None else Path(self.state.best_model_checkpoint)
-
     def moved_to(self, output_dir: Path) -> str | None:
-        """Point to the checkpoints of the same names in this folder; a damaged best checkpoint is dropped.
+        """Point to the checkpoint of the same name in this folder; a damaged best checkpoint is dropped.
 
         Collective.
 
@@ -105,20 +98,35 @@ class BestModel:
             return None
         folder = output_dir / self.folder.name
         self.state.best_model_checkpoint = str(folder)
-        damage: str | None = on_first_rank(lambda: damage_of_model(folder, read=False))
+        damage: str | None = on_first_rank(lambda: _damage(folder, read=False))
         if damage is None or not self.saves:
             return None
         self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
         return f"the best checkpoint so far cannot be used ({damage}); only later evaluations count"
 
+    def load(self, restore: Callable[[Path], None], tell: Callable[[str], None]) -> str | None:
+        """Load the weights of the best evaluation; collective.
 
-def damage_of_model(folder: Path, *, read: bool) -> str | None:
-    """Return what is wrong with the model in a checkpoint, or None.
+        Args:
+            restore: loads the weights in a folder into the policy.
+            tell: prints a line on the first rank.
 
-    Args:
-        folder: the checkpoint.
-        read: also compare checksums, not only sizes.
-    """
+        Returns:
+            A message if weights were loaded, else None.
+        """
+        folder = from_first_rank(self.folder)
+        if folder is not None and self.state.best_global_step == self.state.global_step:
+            return None
+        damage = "no evaluation was finite" if folder is None else on_first_rank(lambda: _damage(folder, read=True))
+        if damage is not None:
+            tell(f"load_best_model_at_end: {damage}; keeping the weights of the last step")
+            return None
+        restore(folder)
+        return f"loaded the weights of {folder.name}: {self.args.metric_for_best_model} {self.state.best_metric:.6g}"
+
+
+def _damage(folder: Path, *, read: bool) -> str | None:
+    """Return what is wrong with the model in a checkpoint, or None; with ``read``, also compare checksums."""
     try:
         manifest = Manifest.read(folder)
         manifest.check_files(folder)
@@ -127,23 +135,3 @@ def damage_of_model(folder: Path, *, read: bool) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
-
-
-def load_best(context: RunContext, engines: RunEngines, best: BestModel) -> str | None:
-    """Load the weights of the best evaluation into the policy; collective.
-
-    Returns:
-        A message if weights were loaded, else None.
-    """
-    folder = from_first_rank(best.folder)
-    if folder is None:
-        context.tell("load_best_model_at_end: no evaluation was finite; keeping the weights of the last step")
-    if folder is None or context.state.best_global_step == context.state.global_step:
-        return None
-    damage = on_first_rank(lambda: damage_of_model(folder, read=True))
-    if damage is not None:
-        context.tell(f"load_best_model_at_end: {damage}; keeping the weights of the last step")
-        return None
-    with context.phases("load best"):
-        engines.restore(folder)
-    return f"loaded the weights of {folder.name}: {context.args.metric_for_best_model} {context.state.best_metric:.6g}"

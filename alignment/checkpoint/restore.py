@@ -1,0 +1,99 @@
+"""Restore a checkpoint into a run whose engines are in their initial state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+
+from alignment.checkpoint.fragments import describe_split
+from alignment.checkpoint.frozen import frozen_file
+from alignment.checkpoint.manifest import Manifest
+from alignment.checkpoint.optimizer_state import (
+    ExportedTensor,
+    group_settings,
+    read_fragments,
+    restore_group_settings,
+)
+from alignment.checkpoint.resume import Checkpoint
+from alignment.checkpoint.run_state import RunState
+from alignment.checkpoint.tensors import TensorFile
+from alignment.checkpoint.writer import STATE, TrainedEngines, own_state_file
+from alignment.config.errors import CheckpointError
+from alignment.engines.collectives import together
+from alignment.internals.torch import take_scheduled_rates
+from alignment.run.ranks import rank, world_size
+
+# Parts that replace those of the state: releases that could rewind recorded the omitted windows in it.
+_AMENDED = "run_state.amended.json"
+
+
+def restore(
+    checkpoint: Checkpoint, engines: TrainedEngines, state: RunState, current: Manifest, tell: Callable[[str], None]
+) -> None:
+    """Restore weights, optimizer and run state; collective.
+
+    Args:
+        checkpoint: complete, and of this run.
+        engines: built for training.
+        state: the run's state, with all parts registered.
+        current: the manifest of checkpoints of the current run.
+        tell: prints a line on the first rank.
+
+    Raises:
+        CheckpointError: if it has a state unknown to this run, or requires the original ranks and ZeRO stage.
+    """
+    folder, manifest = checkpoint
+    policy, ranks = engines.policy, manifest.world_size
+    own_groups, own_peaks = group_settings(policy), list(getattr(policy.scheduler, "base_lrs", ()))
+    same_ranks = ranks == world_size()
+    source = rank() if same_ranks else 0  # whose files are read; the states of all other ranks are read below
+    with together():
+        shared, own = _read(folder / STATE), _read(folder / own_state_file(source))
+        if (folder / _AMENDED).exists():
+            shared |= _read(folder / _AMENDED)
+        former = [] if same_ranks else [_read(folder / own_state_file(each)) for each in range(ranks)]
+        exported = {name: ExportedTensor(*place) for name, place in shared.pop("exported").items()}
+        unknown = state.unknown(shared, own)
+        if unknown:
+            raise CheckpointError(
+                f"{folder}: has a state of {', '.join(unknown)}, which is unknown to this run; resume with the "
+                "release and the options that wrote it"
+            )
+    read_fragments(policy, folder, exported=exported)
+    if not same_ranks or manifest.stage != current.stage:
+        tell(
+            f"resume_from_checkpoint: saved with {describe_split(manifest.stage, ranks)}, resuming with "
+            f"{describe_split(current.stage, world_size())}: equal up to rounding"
+            f"{'' if same_ranks else '; random streams are reseeded by seed, step and rank'}"
+        )
+        shared.pop("rollout", None)  # memory limits differ with the number of ranks
+    with together():
+        name = frozen_file(source, ranks)
+        if name in manifest.files:
+            with TensorFile(folder / name) as file:
+                engines.frozen.restore(file)
+        state.load(shared, own, former, rank())
+    # A schedule that is not a function of the step keeps its restored state.
+    scheduler = policy.scheduler
+    if (current.options, current.total_steps) != (manifest.options, manifest.total_steps):
+        if isinstance(scheduler, LambdaLR):
+            restore_group_settings(policy, own_groups)
+            scheduler.base_lrs = own_peaks
+            take_scheduled_rates(scheduler)
+        if current.total_steps != manifest.total_steps:
+            tell(
+                f"resume_from_checkpoint: total steps changed from {manifest.total_steps} to {current.total_steps}; "
+                f"the schedule covers all of them, so the learning rate is now {policy.learning_rate:.4g}"
+            )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    return content
