@@ -33,7 +33,7 @@ from alignment.checkpoint.records import FileRecord
 from alignment.checkpoint.tensors import file_bytes, write_tensors
 from alignment.config.errors import CheckpointError
 from alignment.engines.collectives import together
-from alignment.engines.memory.states import absent_units, first_state_bytes
+from alignment.engines.optimizers import bytes_to_come
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import (
     Unit,
@@ -154,8 +154,7 @@ def read_fragments(
 def fragment_bytes(policy: PolicyEngine, exported: Collection[str] = ()) -> int:
     """The size of this rank's fragment file; 0 if it writes none.
 
-    Before the first step there are no states: their size is extrapolated from the states that the optimizer creates
-    for small tensors.
+    Before the first step there are no states: their size is estimated from the kind of the optimizer.
 
     Args:
         policy: the engine, at any time.
@@ -163,10 +162,8 @@ def fragment_bytes(policy: PolicyEngine, exported: Collection[str] = ()) -> int:
     """
     if not writes_fragments(policy):
         return 0
-    optimizer = inner_optimizer(policy.engine)
     index, tensors = _contents(policy, exported)
-    size = file_bytes(tensors.values(), index.metadata())
-    return size + first_state_bytes(optimizer, list(absent_units(policy.engine)))
+    return file_bytes(tensors.values(), index.metadata()) + bytes_to_come(policy.engine)
 
 
 def _check_same(policy: PolicyEngine, fragments: Fragments, shapes: Collection[str]) -> None:

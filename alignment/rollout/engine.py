@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from alignment.config.errors import DataError, OptionError
 from alignment.engines.collectives import largest_over_ranks
-from alignment.engines.memory.states import bytes_to_come
+from alignment.engines.optimizers import bytes_to_come
 from alignment.engines.rng import seeded
 from alignment.engines.scoring import ScoringEngine
 from alignment.rollout.backend import (

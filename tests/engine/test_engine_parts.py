@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -174,18 +175,14 @@ def test_phases_of_an_older_state_get_their_new_names() -> None:
     assert phases.summary() == {"train": record, "step": record}
 
 
-def test_a_phase_has_its_own_peak_of_resident_memory() -> None:
-    """Even if it is over when the phase ends; a later phase does not inherit it."""
+def test_a_phase_on_a_cpu_has_the_peak_of_the_process() -> None:
+    """Even if it is over when the phase ends."""
     phases = Phases(torch.device("cpu"))
-    size = 200 * 2**20
+    before = psutil.Process().memory_info().rss
     with phases("large"):
-        block = torch.ones(size // 4)
-        time.sleep(0.1)
+        block = torch.ones(200 * 2**20 // 4)
         del block
-    with phases("small"):
-        time.sleep(0.02)
-    large, small = phases.records["large"].peak_bytes, phases.records["small"].peak_bytes
-    assert large - small > 0.9 * size
+    assert before + 180 * 2**20 < phases.records["large"].peak_bytes < 2**40
 
 
 def test_summaries_of_several_ranks() -> None:

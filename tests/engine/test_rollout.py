@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -303,7 +304,7 @@ def test_available_memory_is_measured(policy: PolicyEngine, model: str, monkeypa
 
 
 def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "free_host_bytes", lambda: 1000)
+    monkeypatch.setattr(devices.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     for ranks_here, share in ((None, 1000), ("1", 1000), ("4", 250)):
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
         if ranks_here is not None:
