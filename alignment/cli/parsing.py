@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from alignment.cli.output import print_and_leave
@@ -163,22 +163,6 @@ def _is_negative(token: str) -> bool:
         float(token)
         return token.startswith("-")
     return False
-
-
-def without_options(argv: Iterable[str], names: Collection[str]) -> list[str]:
-    """Remove some options and their values, at most one each, from the arguments."""
-    kept, of_these = [], False
-    for argument in argv:
-        if argument.startswith("--"):
-            name, separator, _ = argument[2:].partition("=")
-            of_these = name in names and not separator
-            if name in names:
-                continue
-        elif of_these:
-            of_these = False
-            continue
-        kept.append(argument)
-    return kept
 
 
 def _value(name: str, values: list[str], owners: Iterable[type]) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.cli.output import leave_with_help, surviving_closed_output
-from alignment.cli.parsing import Parser, outside_method, parse, read_arguments, without_options
+from alignment.cli.parsing import Parser, outside_method, parse, read_arguments
 from alignment.cli.slurm import Job, SlurmError, call, check, submit
 from alignment.config.dtypes import Machine, planning_for
 from alignment.config.errors import AlignmentError, OptionError, OutputError, counted, setting
@@ -167,7 +167,7 @@ def _check_values(given: Namespace) -> None:
 
 
 def _arguments(rest: list[str], job: Namespace) -> tuple[list[str], AlignmentConfig]:
-    """Return the arguments of ``train`` without the output folder, and the parsed options."""
+    """Return the arguments of ``train``, and the parsed options."""
     before = dict(os.environ)
     try:  # imports of third-party methods must not affect the job's environment
         _, given = read_arguments(rest, outside_method(rest).values())
@@ -191,11 +191,10 @@ def _arguments(rest: list[str], job: Namespace) -> tuple[list[str], AlignmentCon
             f"{setting('merged_output_dir', options.merged_output_dir)}: all runs of --seeds would write to this "
             "folder; remove it, and merge the best run with deepspeed-alignment export"
         )
-    kept = without_options(rest, ("output_dir", "resume_from_checkpoint"))
-    resume = options.resume_from_checkpoint  # a recipe may set it as well; the script itself passes `latest`
-    if resume is not None and resume is not True:
-        kept += ["--resume_from_checkpoint", resume or "false"]
-    return kept, options
+    resume = options.resume_from_checkpoint
+    if resume is None or resume is True:
+        return rest, options
+    return [*rest, "--resume_from_checkpoint", resume or "false"], options  # the script may not find it in the recipe
 
 
 def _preparation(given: Namespace, arguments: list[str], output_dir: Path) -> Job:

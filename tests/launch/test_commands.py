@@ -73,7 +73,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert exits(capsys, "--version") == (0, f"deepspeed-alignment {__version__}\n", "")
 
 
-@pytest.mark.parametrize("given", [["--local_rank=1"], ["--local-rank", "1"], ["--local_rank=0", "--local-rank=0"]])
+@pytest.mark.parametrize("given", [["--local_rank=1"], ["--local-rank", "1"]])
 def test_arguments_added_by_deepspeeds_launcher(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert exits(capsys, *given, "--version") == (0, f"deepspeed-alignment {__version__}\n", "")
 

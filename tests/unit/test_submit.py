@@ -97,7 +97,7 @@ def test_every_value_of_the_header(tmp_path: Path, capsys: pytest.CaptureFixture
     assert header(script) == own | passed_on
     assert not [line for line in script.splitlines() if line.startswith("#SBATCH") and "$" in line]
     first = next(number for number, line in enumerate(script.splitlines()) if line and not line.startswith("#"))
-    assert "#SBATCH" not in "".join(script.splitlines()[first:]), "sbatch would not see it"
+    assert not [line for line in script.splitlines()[first:] if line.startswith("#SBATCH")], "sbatch would not see it"
     plain = header(printed(capsys, "--gpus", "0"))
     assert plain["ntasks-per-node"] == "1" and plain["output"] == f"{tmp_path}/out/kto-%j.out"
     assert not {"gpus-per-node", "mem", "partition", "account", "qos", "array"} & set(plain)
@@ -123,24 +123,24 @@ def test_the_run_gets_its_interpreter_command_and_notice(capsys: pytest.CaptureF
     assert {"export ALIGNMENT_STOP_NOTICE=60", "unset ALIGNMENT_SETUP ALIGNMENT_CONTAINER ALIGNMENT_MOUNTS"} < set(
         lines
     )
-    assert "set -- kto --dataset_name rows.jsonl --beta 0.2 --output_dir out/kto" in lines
+    assert "set -- kto --dataset_name rows.jsonl --output_dir out/kto --beta 0.2 --output_dir out/kto" in lines
 
 
 def test_the_output_folder_and_the_checkpoint_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a checkpoint, the script decides; it does not parse recipes like Python."""
+    """They are passed last, as the script does not parse recipes like Python. Without a checkpoint, it decides."""
     text = "{method: kto, dataset_name: rows.jsonl, output_dir: ~/a, model_name_or_path: m}\n"
     (tmp_path / "own.yaml").write_text(text)
     (tmp_path / "old.yaml").write_text(text.replace("~/a", "b, resume_from_checkpoint: c"))
     for arguments, expected in {
-        "own.yaml --resume_from_checkpoint --beta 0.2": "own.yaml --beta 0.2 --output_dir HOME/a",
-        "own.yaml --output_dir=~/b": "own.yaml --output_dir HOME/b",
-        "own.yaml --output_dir b --resume_from_checkpoint=c": "own.yaml --resume_from_checkpoint c --output_dir b",
-        "old.yaml --resume_from_checkpoint False": "old.yaml --resume_from_checkpoint false --output_dir b",
-        "old.yaml": "old.yaml --resume_from_checkpoint c --output_dir b",
+        "own.yaml --resume_from_checkpoint --beta 0.2": "--output_dir HOME/a",
+        "own.yaml --output_dir=~/b": "--output_dir HOME/b",
+        "own.yaml --output_dir b --resume_from_checkpoint=c": "--resume_from_checkpoint c --output_dir b",
+        "old.yaml --resume_from_checkpoint False": "--resume_from_checkpoint false --output_dir b",
+        "old.yaml": "--resume_from_checkpoint c --output_dir b",
     }.items():
         code, out, err = run(capsys, *arguments.split(), "--print")
         assert (code, err) == (0, "")
-        assert f"\nset -- {expected.replace('HOME', str(Path.home()))}\n" in out
+        assert f"\nset -- {shlex.join(arguments.split())} {expected.replace('HOME', str(Path.home()))}\n" in out
 
 
 OUTSIDE = """
@@ -333,7 +333,7 @@ def test_seeds_are_prepared_in_the_folder_of_the_first(capsys: pytest.CaptureFix
     """Their common parent folder is not the output folder of a run, and could not be prepared a second time."""
     first, second = printed(capsys, "--prepare", "--seeds", "03-5,1%2").split("# The training job")
     assert " --seed 3 --output_dir out/kto/seed-3 --ranks 1\n" in first and "array" not in header(first)
-    assert "\nset -- kto --dataset_name rows.jsonl --output_dir out/kto\n" in second
+    assert "\nset -- kto --dataset_name rows.jsonl --output_dir out/kto --output_dir out/kto\n" in second
 
 
 @pytest.mark.parametrize("scancel", [0, 1])
