@@ -95,6 +95,10 @@ def test_every_value_of_the_header(tmp_path: Path, capsys: pytest.CaptureFixture
     }  # fmt: skip
     passed_on = {"exclusive": "", "constraint": "ib", "comment": "", "a 'b' #c": ""}
     assert header(script) == own | passed_on
+    assert {f"export ALIGNMENT_PYTHON={sys.executable}", "export ALIGNMENT_COMMAND=train"} < set(script.splitlines())
+    assert {"export ALIGNMENT_STOP_NOTICE=300", "unset ALIGNMENT_SETUP ALIGNMENT_CONTAINER ALIGNMENT_MOUNTS"} < set(
+        script.splitlines()
+    )
     assert not [line for line in script.splitlines() if line.startswith("#SBATCH") and "$" in line]
     first = next(number for number, line in enumerate(script.splitlines()) if line and not line.startswith("#"))
     assert not [line for line in script.splitlines()[first:] if line.startswith("#SBATCH")], "sbatch would not see it"
@@ -115,15 +119,6 @@ def test_arguments_and_variables_are_passed_unchanged(tmp_path: Path) -> None:
     assert lines[:5] == arguments and done.stderr == ""
     assert variables["ALIGNMENT_SETUP"] == setup and "ALIGNMENT_CONTAINER" not in variables
     assert variables["PYTHONPATH"] == f"{ROOT}:/own"
-
-
-def test_the_run_gets_its_interpreter_command_and_notice(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, "--signal", "USR1@60", "--beta", "0.2").splitlines()
-    assert {f"export ALIGNMENT_PYTHON={sys.executable}", "export ALIGNMENT_COMMAND=train"} < set(lines)
-    assert {"export ALIGNMENT_STOP_NOTICE=60", "unset ALIGNMENT_SETUP ALIGNMENT_CONTAINER ALIGNMENT_MOUNTS"} < set(
-        lines
-    )
-    assert "set -- kto --dataset_name rows.jsonl --output_dir out/kto --beta 0.2 --output_dir out/kto" in lines
 
 
 def test_the_output_folder_and_the_checkpoint_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,12 +231,6 @@ def test_a_step_is_counted_over_all_ranks_of_the_job(capsys: pytest.CaptureFixtu
     assert code == 1 and "at least two rows" in err
 
 
-def test_an_invalid_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "own.yaml").write_text("method: kto\nbeta: [\n")
-    code, out, err = run(capsys, "own.yaml", "--output_dir", "out")
-    assert (code, out, err.count("\n")) == (1, "", 1) and err.startswith("error: own.yaml, line 3: invalid")
-
-
 # What sbatch is asked ------------------------------------------------------------------------------------------------
 
 
@@ -272,6 +261,8 @@ def test_a_job_is_submitted_and_described(slurm: Path, tmp_path: Path, capsys: p
     ).replace("--constraint --a b", "--constraint a b")
     assert (slurm / "called").read_text() == f"--test-only {options}\n--parsable {options}\n"
     assert (tmp_path / "out").is_dir() and list((tmp_path / "out").iterdir()) == []
+    _, out, _ = run(capsys, *TRAIN, "--seeds", "1-3")
+    assert f"status {tmp_path}/out/kto/seed-N\n" in out and f"tail -F {tmp_path}/out/kto-41_N.out\n" in out
 
 
 def test_sbatch_judges_first(slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,12 +284,6 @@ def test_slurm_does_not_respond(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_module, "_TIMEOUT_S", 0.1)
     with pytest.raises(slurm_module.SlurmError, match=r"^sleep 5: no response within 0\.1 s"):
         slurm_module.call("sleep", "5")
-
-
-def test_seeds(slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, *TRAIN, "--seeds", "1-3")
-    assert f"follow   da status {tmp_path}/out/kto/seed-N\n" in out
-    assert f"log      tail -F {tmp_path}/out/kto-40_N.out\n" in out
 
 
 def test_prepare_comes_first(slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
