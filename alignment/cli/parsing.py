@@ -46,7 +46,8 @@ def glimpse(argv: list[str]) -> Glimpse:
     if loose:
         with contextlib.suppress(OptionError):
             recipe = read_recipe(loose[0])
-    method = (given.get("method") or [recipe.get("method")])[0]
+    named = given.get("method")
+    method = named[0] if named else recipe.get("method")
     flag = given.get("use_cpu", given.get("no_cuda"))
     use_cpu = str(recipe.get("use_cpu", False) if flag is None else (flag or ["true"])[0])
     return Glimpse(method if isinstance(method, str) else None, use_cpu.lower() in ("true", "1", "yes", "on"))

@@ -47,17 +47,18 @@ _ENVIRONMENT = (
     ("container", "IMAGE", "apptainer:IMAGE or pyxis:IMAGE; without a container, the job uses the current Python"),
     ("mounts", "FOLDER[:THERE],…", "folders to mount in the container in addition to the working directory"),
 )
-_TIME = (r"(\d+-)?\d+(:\d+){0,2}", "minutes, HH:MM:SS or D-HH:MM:SS, such as 90 or 1-00:00:00")
+_TIME = r"(\d+-)?\d+(:\d+){0,2}"
+_TIMES = "minutes, HH:MM:SS or D-HH:MM:SS, such as 90 or 1-00:00:00"
 _NUMBER = (r"[1-9]\d{0,5}", "an integer of at least 1")
 # What this command has to understand, or would only fail in the job: pattern and description of a value.
 _VALUES = {
     "nodes": _NUMBER,
     "gpus": (r"\d{1,4}|[^\s:]+:[1-9]\d{0,3}", "the GPUs per node as NUMBER or TYPE:NUMBER, such as 8 or a100:8"),
     "cpus_per_task": _NUMBER,
-    "time": _TIME,
-    "prepare_time": _TIME,
+    "time": (_TIME, _TIMES),
+    "prepare_time": (f"({_TIME})?", _TIMES),
     "signal": (r"USR1@[1-9]\d{0,4}", "USR1@SECONDS, such as USR1@120; a job requeues itself only after USR1"),
-    "container": (r"(apptainer|pyxis):\S+", "apptainer:IMAGE or pyxis:IMAGE"),
+    "container": (r"((apptainer|pyxis):\S+)?", "apptainer:IMAGE or pyxis:IMAGE"),
 }
 _NO_RESUME = "a requeued job resumes from its newest checkpoint, and there would be none to resume from; set"
 # Options of a run that a job cannot have: value and reason.
@@ -147,9 +148,8 @@ def _run(given: Namespace, rest: list[str], program: str) -> list[str]:
 def _check_values(given: Namespace) -> None:
     for name, value in vars(given).items():
         option = f"--{name.replace('_', '-')}={value!r}"
-        pattern, expected = _VALUES.get(name, ("", ""))
-        if value and pattern and not re.fullmatch(pattern, value):
-            raise OptionError(f"{option}: expected {expected}")
+        if name in _VALUES and not re.fullmatch(_VALUES[name][0], value):
+            raise OptionError(f"{option}: expected {_VALUES[name][1]}")
         if value and name.startswith("prepare_") and not given.prepare:
             raise OptionError(f"{option}: has no effect without --prepare; add --prepare or remove it")
     if given.mounts and not given.container:
