@@ -122,7 +122,12 @@ FOLDERS = [
     ),
     Case("folder: status of nothing", ("no such folder",), arguments=("@x",), command="alignment.cli.status"),
     Case("folder: status of a device", ("not a folder",), arguments=("/dev/null",), command="alignment.cli.status"),
-    Case("folder: ranks to prepare", ("--ranks='x'",), arguments=("--ranks", "x"), command="alignment.cli.prepare"),
+    Case(
+        "folder: ranks to prepare",
+        ("argument --ranks", "'x'"),
+        arguments=("--ranks", "x"),
+        command="alignment.cli.prepare",
+    ),
 ]
 
 MANIFESTS = [

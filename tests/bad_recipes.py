@@ -8,10 +8,6 @@ from bad_case import DEEP, Case, file_of, folder_of
 
 RECIPE = {"recipe": "@recipe.yaml"}
 NO_FILE = "no such file, neither as a path nor in launch/recipes"
-# Each alias contains nine of the previous one: 10^11 values in a file of 700 bytes.
-BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
-)
 
 
 def recipe(name: str, content: str | bytes, *says: str, **options: str | None) -> Case:
@@ -43,8 +39,6 @@ YAML = [
     recipe("null as a key", "~: 1\n", "the key None must be a string"),
     recipe("alias of nothing", "beta: *x\n", "line 1: invalid YAML: found undefined alias 'x'"),
     recipe("alias within itself", "model_init_kwargs: &a {b: *a}\n", "found unconstructable recursive node"),
-    recipe("aliases of aliases", BOMB, "the YAML aliases expand to 357449882119 values"),
-    recipe("aliases of aliases in an option", BOMB.replace("a11:", "model_init_kwargs:"), "the YAML aliases expand"),
     recipe("nested brackets", "beta: " + "[" * DEEP + "]" * DEEP, "@recipe.yaml: nested too deeply"),
     recipe("nested blocks", "".join(" " * i + "a:\n" for i in range(1000)), "nested too deeply"),
     recipe("section in a section", "a:\n  inner:\n    beta: 1\n", "inner={'beta': 1}: unknown option"),
@@ -76,8 +70,8 @@ YAML = [
 
 COMMAND_LINES = [
     Case("command line: nothing", ("no recipe and no --method",), arguments=()),
-    Case("command line: two dashes", ("'--' is not an option",), arguments=("--",)),
-    Case("command line: one dash", ("'-' is not an option",), arguments=("-",)),
+    Case("command line: two dashes", (f"'--': {NO_FILE}",), arguments=("--",)),
+    Case("command line: one dash", (f"'-': {NO_FILE}",), arguments=("-",)),
     Case(
         "command line: a dash of a text processor", ("'–beta' belongs to no option",), arguments=("kto", "–beta", "1")
     ),

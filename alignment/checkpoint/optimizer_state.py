@@ -31,7 +31,7 @@ from alignment.checkpoint.manifest import FileRecord
 from alignment.checkpoint.tensors import TensorFile, write_tensors
 from alignment.config.errors import CheckpointError
 from alignment.engines.collectives import together
-from alignment.engines.memory.states import absent_units, first_state_bytes
+from alignment.engines.optimizers import bytes_to_come
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import (
     Unit,
@@ -160,8 +160,7 @@ def read_fragments(policy: PolicyEngine, folder: Path, exported: Mapping[str, Ex
 def fragment_bytes(policy: PolicyEngine, exported: Collection[str] = ()) -> int:
     """The size of this rank's fragment file, up to the lengths of names; 0 if it writes none.
 
-    Before the first step there are no states: their size is extrapolated from the states that the optimizer creates
-    for small tensors.
+    Before the first step there are no states: their size is estimated from the kind of the optimizer.
 
     Args:
         policy: the engine, at any time.
@@ -171,8 +170,7 @@ def fragment_bytes(policy: PolicyEngine, exported: Collection[str] = ()) -> int:
         return 0
     index, tensors = _contents(policy, exported)
     size = sum(tensor.nbytes + _HEADER_BYTES for tensor in tensors.values())
-    size += sum(map(len, index.metadata().values()))
-    return size + first_state_bytes(inner_optimizer(policy.engine), list(absent_units(policy.engine)))
+    return size + sum(map(len, index.metadata().values())) + bytes_to_come(policy.engine)
 
 
 def _contents(policy: PolicyEngine, exported: Collection[str]) -> tuple[Index, dict[str, Tensor]]:

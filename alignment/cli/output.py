@@ -7,22 +7,16 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
 _CLOSED = (errno.EPIPE, errno.EIO, errno.ENXIO)  # EPIPE for a pipe, the others for a terminal
 
 
 def print_and_leave(text: str) -> NoReturn:
-    """Print ``text`` and exit with status 0, even if the pipe is closed; with 1 if stdout fails in another way."""
-    try:
-        print(_encodable(text, sys.stdout), flush=True)
-    except OSError as error:
-        _to_nowhere(sys.stdout)
-        if error.errno in _CLOSED:
-            sys.exit(0)
-        print(f"error: cannot write to standard output: {error.strerror or error}", file=sys.stderr)
-        sys.exit(1)
+    """Print ``text`` and exit with status 0, even if the pipe is closed."""
+    with surviving_closed_output():
+        print(text, flush=True)
     sys.exit(0)
 
 
@@ -36,15 +30,15 @@ def leave_with_help(parser: argparse.ArgumentParser, arguments: Sequence[str]) -
 def surviving_closed_output() -> Iterator[None]:
     """Discard output to a closed stdout or stderr within this context, instead of failing."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream and _Surviving(stream) for stream in before)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = (stream and _Stream(stream) for stream in before)  # type: ignore[assignment]
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
 
 
-class _Surviving:
-    """A text stream that is redirected to the null device once its pipe or terminal is closed."""
+class _Stream:
+    """A text stream that escapes what it cannot encode, and discards everything once it is closed at the other end."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -53,34 +47,19 @@ class _Surviving:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write to the stream; tolerate a closed pipe and escape characters that cannot be encoded."""
-        with self._discarding():
-            return self._stream.write(_encodable(text, self._stream))
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._call(self._stream.write, text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream; tolerate a closed pipe."""
-        with self._discarding():
-            self._stream.flush()
+        self._call(self._stream.flush)
 
-    @contextlib.contextmanager
-    def _discarding(self) -> Iterator[None]:
+    def _call(self, method: Callable[..., object], *arguments: str) -> None:
         try:
-            yield
+            method(*arguments)
         except OSError as error:
             if error.errno not in _CLOSED:
                 raise
-            _to_nowhere(self._stream)
-
-
-def _encodable(text: str, stream: TextIO) -> str:
-    """Escape the characters that the encoding of ``stream`` does not support."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text if text.isascii() else text.encode(encoding, "backslashreplace").decode(encoding)
-
-
-def _to_nowhere(stream: TextIO) -> None:
-    """Redirect the stream's file descriptor to the null device; this covers buffered text and C++ libraries too."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # for buffered text and the libraries in C++ as well
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)

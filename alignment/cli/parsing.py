@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from alignment.cli.output import print_and_leave
@@ -20,15 +20,12 @@ from alignment.config.compatibility.names import older_names, read_names
 from alignment.config.counterparts import without_counterparts
 from alignment.config.errors import OptionError, setting
 from alignment.config.fields import hints, members
-from alignment.config.lookup import packaged_names
 from alignment.config.options import AlignmentConfig
 from alignment.config.refusals import unknown_option
 from alignment.config.registry import METHODS, option_names
 
-_LAUNCHERS = "local_rank"  # torch's and DeepSpeed's launchers put this argument before the others
 
-
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """An argument parser that raises an OptionError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
@@ -44,36 +41,22 @@ class Glimpse(NamedTuple):
 
 def glimpse(argv: list[str]) -> Glimpse:
     """Read the method and ``use_cpu`` from the arguments or the recipe; errors are left to :func:`parse`."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--method", nargs="?")
-    parser.add_argument("--use_cpu", "--no_cuda", nargs="?", const="true")
-    try:
-        seen, rest = parser.parse_known_args(argv)
-    except OptionError:
-        return Glimpse(None, False)  # `parse` reports it
-    method, use_cpu = seen.method, seen.use_cpu
-    if method is None or use_cpu is None:
-        recipe = _readable_recipe(rest)
-        method = recipe.get("method") if method is None else method
-        use_cpu = recipe.get("use_cpu", False) if use_cpu is None else use_cpu
-    return Glimpse(method if isinstance(method, str) else None, str(use_cpu).lower() in ("true", "1", "yes", "on"))
+    loose, given = _split(argv)
+    recipe: dict[str, Any] = {}
+    if loose:
+        with contextlib.suppress(OptionError):
+            recipe = read_recipe(loose[0])
+    named = given.get("method")
+    method = named[0] if named else recipe.get("method")
+    flag = given.get("use_cpu", given.get("no_cuda"))
+    use_cpu = str(recipe.get("use_cpu", False) if flag is None else (flag or ["true"])[0])
+    return Glimpse(method if isinstance(method, str) else None, use_cpu.lower() in ("true", "1", "yes", "on"))
 
 
 def outside_method(argv: list[str]) -> dict[str, type[AlignmentConfig]]:
     """Return the requested method and its options class, which is imported, if it is a third-party method."""
     asked = glimpse(argv).method
     return {asked: METHODS[asked]} if asked is not None and METHODS.is_outside(asked) else {}
-
-
-def _readable_recipe(rest: list[str]) -> dict[str, Any]:
-    """Return the content of the recipe among these tokens, or an empty mapping if there is no readable one."""
-    names = packaged_names("recipes")
-    for token, before in zip(rest, ["", *rest]):
-        value = before.startswith("-") and "=" not in before and not before.startswith("--local")
-        if not value and (token.endswith((".yaml", ".yml")) or token in names):
-            with contextlib.suppress(OptionError):
-                return read_recipe(token)
-    return {}
 
 
 def parse(argv: list[str], program: str = "launch/train.py") -> AlignmentConfig:
@@ -133,25 +116,46 @@ def read_arguments(
     Raises:
         OptionError: an option that no method has, or a value that belongs to no option.
     """
-    owners: dict[str, list[type]] = {}
+    owners: dict[str, list[type]] = {"method": []}
     for cls in (*METHODS.values(), *outside):
         for name in (*option_names(cls), *older_names(cls)):
             owners.setdefault(name, []).append(cls)
-    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--local_rank", "--local-rank", nargs=1, action="append")
-    parser.add_argument("--method", nargs="*", action="append")
-    parser.add_argument("-h", "--help", action="store_const", const=[[]])
-    for name in owners.keys() - {_LAUNCHERS}:
-        parser.add_argument(f"--{name}", nargs="*", action="append")
-    # argparse takes -1e-6 for an option, but not if it starts with a space.
-    parsed, rest = parser.parse_known_args([f" {token}" if _is_negative(token) else token for token in argv])
-    recipe = _recipe_name([token.lstrip() if _is_negative(token.lstrip()) else token for token in rest])
+    loose, options = _split(argv)
     given: dict[str, Any] = {}
-    for name, occurrences in vars(parsed).items():
-        if name != _LAUNCHERS:  # also in the environment
-            values = [value.lstrip() if _is_negative(value.lstrip()) else value for value in occurrences[-1]]
-            given[name] = _value(name, values, owners.get(name, ()))
-    return recipe, given
+    for name, values in options.items():
+        if name in ("-h", "help"):
+            given["help"] = True
+        elif name not in owners:
+            raise unknown_option("", name, values[0] if values else True)
+        else:
+            given[name] = _value(name, values, owners[name])
+    if len(loose) > 1:
+        raise OptionError(
+            f"command line: {loose[1]!r} belongs to no option; write the recipe first, then options as --key value"
+        )
+    return loose[0] if loose else None, given
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the arguments that belong to no option, and the values of each option; the last of a name counts."""
+    loose: list[str] = []
+    given: dict[str, list[str]] = {}
+    values = loose
+    for token in without_local_rank(argv):
+        if not token.startswith("-") or not token.strip("-") or _is_negative(token):
+            values.append(token)
+        else:
+            name, has_value, value = token.removeprefix("--").partition("=")
+            given[name] = [value] if has_value else []
+            values = loose if has_value else given[name]
+    return loose, given
+
+
+def without_local_rank(argv: Sequence[str]) -> Sequence[str]:
+    """Drop the ``--local_rank`` that torch's and DeepSpeed's launchers put first; the environment has it as well."""
+    if argv and argv[0].startswith(("--local_rank", "--local-rank")):
+        return argv[1 if "=" in argv[0] else 2 :]
+    return argv
 
 
 def _is_negative(token: str) -> bool:
@@ -160,42 +164,6 @@ def _is_negative(token: str) -> bool:
         float(token)
         return token.startswith("-")
     return False
-
-
-def without_options(argv: Iterable[str], names: Collection[str]) -> list[str]:
-    """Remove some options and their values, at most one each, from the arguments."""
-    kept, of_these = [], False
-    for argument in argv:
-        if argument.startswith("--"):
-            name, separator, _ = argument[2:].partition("=")
-            of_these = name in names and not separator
-            if name in names:
-                continue
-        elif of_these:
-            of_these = False
-            continue
-        kept.append(argument)
-    return kept
-
-
-def _recipe_name(rest: list[str]) -> str | None:
-    """Return the recipe among the arguments that argparse did not recognize; anything else is an error."""
-    for index, token in enumerate(rest):
-        if token.startswith("-"):
-            name, _, value = token.lstrip("-").partition("=")
-            if not name:
-                raise OptionError(
-                    f"command line: {token!r} is not an option; write the recipe first, then options as --key value"
-                )
-            following = rest[index + 1 :]
-            if not value and following and not following[0].startswith("-"):
-                value = following[0]
-            raise unknown_option("", name, value or True)
-    if len(rest) > 1:
-        raise OptionError(
-            f"command line: {rest[1]!r} belongs to no option; write the recipe first, then options as --key value"
-        )
-    return rest[0] if rest else None
 
 
 def _value(name: str, values: list[str], owners: Iterable[type]) -> Any:

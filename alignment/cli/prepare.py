@@ -5,13 +5,14 @@ It needs no GPU and loads no weights, so that a job on a CPU node can run it bef
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 
 from alignment.cli.output import surviving_closed_output
-from alignment.cli.parsing import glimpse, parse
+from alignment.cli.parsing import Parser, glimpse, parse
 from alignment.config.dtypes import Machine, planning_for
 from alignment.config.errors import OptionError, setting
 from alignment.config.registry import METHODS
@@ -28,7 +29,6 @@ rows from the cache of the datasets library. Takes the options of `train` and:
   --ranks N   number of ranks to plan for [1]
 """
 _RANKS = "--ranks"
-_MOST = 1_000_000
 _DEVICE = "DS_ACCELERATOR"
 
 
@@ -54,13 +54,15 @@ def _run(arguments: list[str], program: str, started: Callable[[], None]) -> Non
             f"{program} must run in a single process, but WORLD_SIZE is {world_size()}; start it without a launcher "
             f"and pass {_RANKS} {world_size()}"
         )
-    arguments, ranks = _without_ranks(arguments)
+    given, arguments = _ranks_parser(program).parse_known_args(arguments)
+    if given.ranks < 1:
+        raise OptionError(f"{setting(_RANKS, given.ranks)}: expected the number of ranks, 1 or more")
     if any(argument in ("-h", "--help") for argument in arguments):
         print(_ABOUT, flush=True)
     before = glimpse(arguments)
     on_cpu = before.use_cpu or os.environ.get(_DEVICE, "").lower() == "cpu"
     os.environ[_DEVICE] = "cpu"  # do not use a GPU of this machine
-    machine = Machine(ranks, cuda=not on_cpu)
+    machine = Machine(given.ranks, cuda=not on_cpu)
     with planning_for(machine):
         if METHODS.is_outside(before.method):
             init_distributed(True)  # the method's module imports torch and DeepSpeed
@@ -76,28 +78,10 @@ def _run(arguments: list[str], program: str, started: Callable[[], None]) -> Non
             prepare(options, machine)
 
 
-def _without_ranks(arguments: list[str]) -> tuple[list[str], int]:
-    """Return the arguments of ``train`` and the number of ranks to plan for.
-
-    Raises:
-        OptionError: ``--ranks`` is repeated or not a positive number.
-    """
-    kept: list[str] = []
-    given: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        name, separator, value = argument.partition("=")
-        if name != _RANKS:
-            kept.append(argument)
-        else:
-            given.append(value if separator else next(rest, ""))
-    if not given:
-        return kept, 1
-    if len(given) > 1:
-        raise OptionError(f"{_RANKS} is set {len(given)} times; set it once")
-    if not given[0].isdecimal() or not 1 <= int(given[0][:20]) <= _MOST:
-        raise OptionError(f"{setting(_RANKS, given[0])}: expected the number of ranks, 1 or more")
-    return kept, int(given[0])
+def _ranks_parser(program: str) -> argparse.ArgumentParser:
+    parser = Parser(prog=program, add_help=False, allow_abbrev=False)
+    parser.add_argument(_RANKS, type=int, default=1)
+    return parser
 
 
 if __name__ == "__main__":

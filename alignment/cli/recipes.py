@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 
 _MOST_BYTES = 1_000_000
-_MOST_NESTED = 100
-_MOST_VALUES = 100_000
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 _USUAL_SECTIONS = frozenset(words("model reference data rollout rewards training memory logging evaluation saving"))
 
@@ -69,25 +67,20 @@ def read_recipe(name: str, outside: Iterable[type[AlignmentConfig]] = ()) -> dic
     """
     path = _path(name)
     try:
-        text = path.read_text(encoding="utf-8")
-        _check_nesting(text, path)
-        loader = _Loader(text)
-        loader.name = str(path)
-        node = loader.get_single_node()
-        _check_size(node, path)
-        content = None if node is None else loader.construct_document(node)
-    except OptionError:
-        raise
+        with path.open(encoding="utf-8") as file:
+            content = yaml.load(file, _Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
         advice = "indent with spaces" if "'\\t'" in problem else "correct that line"
         raise OptionError(f"{path}{line}: invalid YAML: {problem}; {advice}") from None
+    except OptionError:
+        raise
     except (OSError, ValueError) as error:  # a number or date that YAML accepts and Python rejects is a ValueError
         raise OptionError(f"{path}: cannot be read ({one_line(error)}); pass a YAML file") from None
     except RecursionError:
-        raise _nested_too_deeply(path) from None
+        raise OptionError(f"{path}: nested too deeply; write options as key: value, in sections or not") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -118,36 +111,6 @@ def _path(name: str) -> Path:
             f"{path}: {size / 1e6:.1f} MB is too large for a recipe; if it is a data file, pass it as --dataset_name"
         )
     return path
-
-
-def _check_nesting(text: str, path: Path) -> None:
-    """Reject deeply nested brackets, which PyYAML would parse for minutes before failing."""
-    depth = 0
-    for bracket in re.findall(r"[\[\]{}]", text):
-        depth = max(0, depth + (1 if bracket in "[{" else -1))
-        if depth > _MOST_NESTED:
-            raise _nested_too_deeply(path)
-
-
-def _nested_too_deeply(path: Path) -> OptionError:
-    return OptionError(f"{path}: nested too deeply; write options as key: value, grouped by at most one level")
-
-
-def _check_size(node: yaml.Node | None, path: Path) -> None:
-    """Reject a file whose YAML aliases, which may be nested, expand to more values than any recipe has."""
-    sizes: dict[int, int] = {}
-
-    def size(node: Any) -> int:
-        if isinstance(node, tuple):
-            return sum(map(size, node))
-        if id(node) not in sizes:
-            sizes[id(node)] = 1  # for a node that contains itself, which the constructor rejects
-            inner = node.value if isinstance(node, yaml.CollectionNode) else ()
-            sizes[id(node)] = 1 + sum(map(size, inner))
-        return sizes[id(node)]
-
-    if size(node) > _MOST_VALUES:
-        raise OptionError(f"{path}: the YAML aliases expand to {size(node)} values; write the values out")
 
 
 def _flattened(content: dict[Any, Any], where: str, options: set[str]) -> dict[str, Any]:

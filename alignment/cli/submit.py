@@ -1,42 +1,72 @@
-"""The ``submit`` command: check the options of ``train`` and of the job, and submit the batch script to SLURM."""
+"""The ``submit`` command: check the options of ``train``, let sbatch judge the job, and submit it."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
+import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 from alignment.cli.output import leave_with_help, surviving_closed_output
-from alignment.cli.parsing import outside_method, parse, read_arguments, without_options
-from alignment.cli.slurm.cluster import SlurmError, cancel, check_cluster, submit
-from alignment.cli.slurm.further import OWN_OF_PREPARATION, check_further, names_option
-from alignment.cli.slurm.request import Request, add_options, request, seconds
-from alignment.cli.slurm.script import log_pattern, render
+from alignment.cli.parsing import Parser, outside_method, parse, read_arguments
+from alignment.cli.slurm import Job, SlurmError, call, check, submit
 from alignment.config.dtypes import Machine, planning_for
 from alignment.config.errors import AlignmentError, OptionError, OutputError, counted, setting
 from alignment.config.fields import SaveStrategy
 from alignment.config.options import AlignmentConfig
 
 _ABOUT = """\
-Submit a training job to SLURM. Options that are not listed here are those of `train`. The recipe, the options and the
-job are checked before submission. Shortly before its time limit, the run writes a checkpoint and the job requeues
-itself to resume from it; after a node failure, SLURM requeues the job. To resume a run that ended early, run the same
-command again."""
-
-_INTERRUPTED = "interrupted while calling sbatch: check `squeue --me` for a submitted job"
+Submit a training job to SLURM. Options that are not listed here are those of `train`; options after `--` are passed
+to sbatch. The recipe, the options and the job are checked before submission. Shortly before its time limit, the run
+writes a checkpoint and the job requeues itself to resume from it; after a node failure, SLURM requeues the job. To
+resume a run that ended early, run the same command again."""
 _CTRL_C = 130
+_EARLY_S = 60  # SLURM may send the signal of --signal up to this much earlier
 
-
-class _Parser(argparse.ArgumentParser):
-    """An argument parser that raises an OptionError instead of exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise OptionError(f"command line: {message}; --help lists the options")
+# Option, default, metavar, help.
+_JOB = (
+    ("--nodes", "1", "N", "number of nodes (1)"),
+    ("--gpus", "1", "[TYPE:]N", "GPUs per node, one rank per GPU (1); 0 for one rank per node on the CPU"),
+    ("--cpus-per-task", "8", "N", "cores per rank (8)"),
+    ("--mem", "", "SIZE", "memory per node, such as 500G; 0 for all memory of the node"),
+    ("--time", "04:00:00", "D-HH:MM:SS", "time limit of an attempt (04:00:00)"),
+    ("--signal", "USR1@120", "USR1@SECONDS", "checkpoint and requeue this long before the time limit (USR1@120)"),
+    ("--partition", "", "NAME", "partition to submit to, or several as A,B"),
+    ("--account", "", "NAME", "account to charge"),
+    ("--qos", "", "NAME", "quality of service"),
+    ("--job-name", "alignment", "NAME", "name of the job (alignment)"),
+    ("--seeds --array", "", "1-5", "one run per seed, in OUTPUT_DIR/seed-N; 1-5%%2 for two at a time"),
+)
+_ENVIRONMENT = (
+    ("setup", "COMMANDS", "bash commands to run first, such as 'module load cuda/12.4'"),
+    ("container", "IMAGE", "apptainer:IMAGE or pyxis:IMAGE; without a container, the job uses the current Python"),
+    ("mounts", "FOLDER[:THERE],…", "folders to mount in the container in addition to the working directory"),
+)
+_TIME = r"(\d+-)?\d+(:\d+){0,2}"
+_TIMES = "minutes, HH:MM:SS or D-HH:MM:SS, such as 90 or 1-00:00:00"
+_NUMBER = (r"[1-9]\d{0,5}", "an integer of at least 1")
+# What this command has to understand, or would only fail in the job: pattern and description of a value.
+_VALUES = {
+    "nodes": _NUMBER,
+    "gpus": (r"\d{1,4}|[^\s:]+:[1-9]\d{0,3}", "the GPUs per node as NUMBER or TYPE:NUMBER, such as 8 or a100:8"),
+    "cpus_per_task": _NUMBER,
+    "time": (_TIME, _TIMES),
+    "prepare_time": (f"({_TIME})?", _TIMES),
+    "signal": (r"USR1@[1-9]\d{0,4}", "USR1@SECONDS, such as USR1@120; a job requeues itself only after USR1"),
+    "container": (r"((apptainer|pyxis):\S+)?", "apptainer:IMAGE or pyxis:IMAGE"),
+}
+_NO_RESUME = "a requeued job resumes from its newest checkpoint, and there would be none to resume from; set"
+# Options of a run that a job cannot have: value and reason.
+_UNUSABLE = {
+    "overwrite_output_dir": (True, "a requeued job resumes its own run, which this option would move away; remove it"),
+    "save_strategy": (SaveStrategy.NO, f"{_NO_RESUME} save_strategy: steps"),
+    "save_only_model": (True, f"{_NO_RESUME} save_only_model: false"),
+}
 
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment submit") -> None:
@@ -47,94 +77,99 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
         program: program name in usage lines.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    arguments, passed_on = arguments[:end], arguments[end + 1 :]
     parser = _parser(program)
     leave_with_help(parser, arguments)
     with surviving_closed_output():
         try:
-            lines = _run(*parser.parse_known_args(arguments), program)
+            given, rest = parser.parse_known_args(arguments)
+            given.sbatch = [*given.sbatch, *passed_on]
+            lines = _run(given, rest, program)
         except AlignmentError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)
         except KeyboardInterrupt:
-            print("interrupted: nothing was submitted", file=sys.stderr)
+            print("interrupted: check `squeue --me` for a submitted job", file=sys.stderr)
             sys.exit(_CTRL_C)
         print("\n".join(lines), flush=True)
     sys.exit(0)
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog=program,
-        usage=f"{program} RECIPE [--nodes N] [--gpus N] [--time D-HH:MM:SS] [--OPTION VALUE ...]",
+        usage=f"{program} RECIPE [--nodes N] [--gpus N] [--time D-HH:MM:SS] [--OPTION VALUE ...] [-- SBATCH ...]",
         description=_ABOUT,
         add_help=False,
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28, width=119),
     )
-    parser.add_argument(
-        "--print", action="store_true", help="print the script without submitting it; works without SLURM"
-    )
-    add_options(parser)
-    first = parser.add_argument_group("preparation job, which tokenizes the data and plans the run on a CPU node")
-    first.add_argument(
-        "--prepare", action="store_true", help="submit a preparation job; training starts if it succeeds"
-    )
-    first.add_argument("--prepare-partition", default="", metavar="NAME", help="its partition (that of --partition)")
-    first.add_argument("--prepare-time", default="", metavar="D-HH:MM:SS", help="its time limit (that of --time)")
-    first.add_argument(
-        "--prepare-sbatch",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="further sbatch option for it; --sbatch, --qos and --mem apply to the training job only",
-    )
+    more: dict[str, Any] = {"action": "extend", "type": shlex.split, "default": [], "metavar": "OPTION"}
+    add = parser.add_argument
+    add("--print", action="store_true", help="print the script without submitting it; works without SLURM")
+    add = parser.add_argument_group("job").add_argument
+    for names, default, metavar, text in _JOB:
+        add(*names.split(), default=default, metavar=metavar, help=text)
+    add("--sbatch", **more, help="further sbatch option, such as --sbatch=--constraint=ib; can be repeated")
+    add = parser.add_argument_group("environment (each defaults to its variable, ALIGNMENT_SETUP …)").add_argument
+    for name, metavar, text in _ENVIRONMENT:
+        add(f"--{name}", default=os.environ.get(f"ALIGNMENT_{name.upper()}", ""), metavar=metavar, help=text)
+    group = "preparation job, which tokenizes the data and plans the run on a CPU node"
+    add = parser.add_argument_group(group).add_argument
+    add("--prepare", action="store_true", help="submit a preparation job; training starts if it succeeds")
+    add("--prepare-partition", default="", metavar="NAME", help="its partition (that of --partition)")
+    add("--prepare-time", default="", metavar="D-HH:MM:SS", help="its time limit (that of --time)")
+    add("--prepare-sbatch", **more, help="further sbatch option for it; --sbatch, --qos and --mem do not apply to it")
     return parser
 
 
-def _run(given: argparse.Namespace, rest: list[str], program: str) -> list[str]:
+def _run(given: Namespace, rest: list[str], program: str) -> list[str]:
     """Submit the job and return the lines to print: how to follow and stop it, or the script with ``--print``."""
-    job = request(given)
-    preparing = _preparation(given, job)
-    arguments, options = _arguments(rest, job)
-    output_dir = Path(options.output_dir or "").absolute()
-    jobs = [one for one in (preparing, job) if one is not None]
-    scripts = [
-        render(one, [*arguments, *_folder(one, options)], log=log_pattern(one, output_dir), folder=Path.cwd())
-        for one in jobs
-    ]
+    _check_values(given)
+    arguments, options = _arguments(rest, given)
+    output_dir = Path(options.output_dir or "")
+    jobs = [_job(given, given, [*arguments, "--output_dir", str(output_dir)], output_dir.absolute())]
+    if given.prepare:
+        jobs.insert(0, _preparation(given, arguments, output_dir))
     if given.print:
-        return _printed(scripts)
-    for one in jobs:
-        check_cluster(one)
-    _make(output_dir.parent)
-    return _told(jobs, _submitted(scripts), output_dir, program)
+        after = "\n\n# The training job: sbatch --dependency=afterok:PREPARATION_JOB_ID --kill-on-invalid-dep=yes\n\n"
+        return [after.join(job.script().rstrip() for job in jobs)]
+    for job in jobs:
+        check(job)
+    folder = output_dir.absolute().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # of the log; SLURM would discard the output otherwise
+    except OSError as error:
+        raise OutputError(f"output_dir: {folder} cannot be created: {error.strerror}; choose another one") from None
+    return _told(given, _submit(jobs), output_dir.absolute(), program)
 
 
-def _preparation(given: argparse.Namespace, job: Request) -> Request | None:
-    if not given.prepare:
-        for name in ("prepare_partition", "prepare_time", "prepare_sbatch"):
-            if getattr(given, name):
-                option = f"--{name.replace('_', '-')}"
-                raise OptionError(
-                    f"{option}={getattr(given, name)!r}: has no effect without --prepare; add --prepare or remove it"
-                )
-        return None
-    for text in job.sbatch:
-        if names_option(text, "--dependency"):
-            raise OptionError(
-                f"--sbatch={text!r}: with --prepare, the job depends on the preparation job; set "
-                f"--prepare-sbatch={text} instead"
-            )
-    return job.preparation(
-        given.prepare_partition,
-        seconds("--prepare-time", given.prepare_time) if given.prepare_time else None,
-        tuple(check_further("--prepare-sbatch", text, OWN_OF_PREPARATION) for text in given.prepare_sbatch),
-    )
+def _check_values(given: Namespace) -> None:
+    for name, value in vars(given).items():
+        option = f"--{name.replace('_', '-')}={value!r}"
+        if name in _VALUES and not re.fullmatch(_VALUES[name][0], value):
+            raise OptionError(f"{option}: expected {_VALUES[name][1]}")
+        if value and name.startswith("prepare_") and not given.prepare:
+            raise OptionError(f"{option}: has no effect without --prepare; add --prepare or remove it")
+    if given.mounts and not given.container:
+        raise OptionError(f"--mounts={given.mounts!r}: has no effect without --container; set it or remove --mounts")
+    if seconds(given.time) <= int(given.signal.partition("@")[2]) + _EARLY_S:
+        raise OptionError(
+            f"--signal={given.signal}: leaves no time to train within --time={given.time}, because SLURM may send the "
+            f"signal {_EARLY_S} s early; set a longer --time or fewer seconds"
+        )
+    if given.prepare and any(word.startswith(("-d", "--dep")) for word in given.sbatch):
+        raise OptionError(
+            f"--sbatch={shlex.join(given.sbatch)!r}: with --prepare, the job depends on the preparation job; set "
+            "the dependency with --prepare-sbatch"
+        )
 
 
-def _arguments(rest: list[str], job: Request) -> tuple[list[str], AlignmentConfig]:
-    """Return the arguments of ``train`` without the output folder, and the parsed options."""
-    with _own_environment():
+def _arguments(rest: list[str], job: Namespace) -> tuple[list[str], AlignmentConfig]:
+    """Return the arguments of ``train``, and the parsed options."""
+    before = dict(os.environ)
+    try:  # imports of third-party methods must not affect the job's environment
         _, given = read_arguments(rest, outside_method(rest).values())
         if given.get("hub_token"):
             raise OptionError(
@@ -143,117 +178,117 @@ def _arguments(rest: list[str], job: Request) -> tuple[list[str], AlignmentConfi
             )
         if job.seeds and "seed" in given:
             raise OptionError(f"--seed={given['seed']}: --seeds sets the seed of each run; remove --seed")
-        with planning_for(Machine(job.nodes * job.tasks, cuda=bool(job.gpus.number))):
+        with planning_for(Machine(_ranks(job), cuda=_gpus(job) > 0)):
             options = parse(rest)
-    if options.overwrite_output_dir:
-        raise OptionError(
-            "overwrite_output_dir=true: a requeued job resumes its own run, which this option would move away; "
-            "remove it, and move the earlier run or choose another output_dir"
-        )
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    for name, (value, reason) in _UNUSABLE.items():
+        if getattr(options, name) == value:
+            raise OptionError(f"{setting(name, value)}: {reason}")
     if job.seeds and options.merged_output_dir is not None:
         raise OptionError(
             f"{setting('merged_output_dir', options.merged_output_dir)}: all runs of --seeds would write to this "
             "folder; remove it, and merge the best run with deepspeed-alignment export"
         )
-    _check_goes_on(options)
-    kept = without_options(rest, ("output_dir", "resume_from_checkpoint"))
-    resume = options.resume_from_checkpoint  # a recipe may set it as well; the script itself passes `latest`
+    resume = options.resume_from_checkpoint
     if resume is None or resume is True:
-        return kept, options
-    return [*kept, "--resume_from_checkpoint", resume or "false"], options
+        return rest, options
+    return [*rest, "--resume_from_checkpoint", resume or "false"], options  # the script may not find it in the recipe
 
 
-@contextlib.contextmanager
-def _own_environment() -> Iterator[None]:
-    """Undo changes of the environment within this context: imports of third-party methods must not affect the job."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+def _preparation(given: Namespace, arguments: list[str], output_dir: Path) -> Job:
+    """Return the job that prepares the run on a CPU node, without the options that may be meant for GPU nodes."""
+    own = {
+        "job_name": f"{given.job_name}-prepare", "nodes": "1", "gpus": "0", "sbatch": given.prepare_sbatch,
+        "partition": given.prepare_partition or given.partition, "time": given.prepare_time or given.time,
+        "mem": "", "qos": "", "seeds": "",
+    }  # fmt: skip
+    folder = output_dir
+    if given.seeds:  # that of the first run: the common parent folder could not be prepared a second time
+        seed = str(int(re.split(r"\D", given.seeds)[0] or 0))
+        arguments, folder = [*arguments, "--seed", seed], output_dir / f"seed-{seed}"
+    arguments = [*arguments, "--output_dir", str(folder), "--ranks", str(_ranks(given))]
+    return _job(Namespace(**{**vars(given), **own}), given, arguments, output_dir.absolute())
 
 
-def _check_goes_on(options: AlignmentConfig) -> None:
-    for name, unusable, usable in (("save_strategy", SaveStrategy.NO, "steps"), ("save_only_model", True, "false")):
-        if getattr(options, name) == unusable:
-            raise OptionError(
-                f"{setting(name, unusable)}: a requeued job resumes from its newest checkpoint, and there would be "
-                f"none to resume from; set {name}: {usable}"
-            )
+def _job(own: Namespace, run: Namespace, arguments: list[str], output_dir: Path) -> Job:
+    """Return the job with these options of its ``own``; it prepares the ``run`` with those, or they are the same."""
+    trains = own is run
+    # Next to the output folder, not in it, because it must be empty at first.
+    log = f"{str(output_dir).replace('%', '%%')}-{'%A_%a' if own.seeds else '%j' if trains else 'prepare-%j'}.out"
+    options = {
+        "job-name": own.job_name,
+        "nodes": own.nodes,
+        "ntasks-per-node": _ranks(own) // int(own.nodes),
+        "gpus-per-node": own.gpus if _gpus(own) else "",
+        "cpus-per-task": own.cpus_per_task,
+        "mem": own.mem,
+        "time": own.time,
+        "partition": own.partition,
+        "account": own.account,
+        "qos": own.qos,
+        "array": own.seeds,
+        "signal": own.signal if trains else "",
+        "chdir": Path.cwd(),
+        "output": log,
+    }
+    variables = {
+        "ALIGNMENT_SETUP": run.setup,
+        "ALIGNMENT_CONTAINER": run.container,
+        "ALIGNMENT_MOUNTS": run.mounts,
+        "ALIGNMENT_PYTHON": os.environ.get("ALIGNMENT_PYTHON") or ("" if run.container else sys.executable),
+        "ALIGNMENT_COMMAND": "train" if trains else "prepare",
+        "ALIGNMENT_STOP_NOTICE": run.signal.partition("@")[2] if trains else "",
+        **({} if _gpus(run) else {"DS_ACCELERATOR": "cpu"}),
+    }
+    given = [f"--{name}={value}" for name, value in options.items() if value != ""]
+    return Job([*given, "--requeue", "--open-mode=append"], own.sbatch, variables, arguments)
 
 
-def _folder(job: Request, options: AlignmentConfig) -> list[str]:
-    """Return the output folder argument of a job; if it prepares several seeds, that of the first one."""
-    folder = options.output_dir or ""
-    if job.run is not None and job.run.seeds:
-        first = job.run.first_seed
-        return ["--seed", first, "--output_dir", str(Path(folder) / f"seed-{first}")]
-    return ["--output_dir", folder]
+def seconds(text: str) -> int:
+    """Parse a time in SLURM's notation: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
+    days, dash, clock = text.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return 86400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units))
 
 
-def _submitted(scripts: list[str]) -> list[str]:
-    """Submit the jobs and return their ids. If one is rejected, cancel the jobs submitted before it."""
+def _gpus(given: Namespace) -> int:
+    return int(given.gpus.rpartition(":")[2])
+
+
+def _ranks(given: Namespace) -> int:
+    """Return the number of ranks: one per GPU, or per node if it has none."""
+    return int(given.nodes) * (_gpus(given) or 1)
+
+
+def _submit(jobs: list[Job]) -> list[str]:
+    """Submit the jobs, each after the one before, and return their IDs; if one is rejected, cancel the others."""
     numbers: list[str] = []
     try:
-        for script in scripts:
+        for job in jobs:
             after = [f"--dependency=afterok:{numbers[-1]}", "--kill-on-invalid-dep=yes"] if numbers else []
-            numbers.append(submit(script, *after))
-    except KeyboardInterrupt:
-        print("; ".join([_INTERRUPTED, *map(_cancelled, numbers)]), file=sys.stderr)
-        sys.exit(_CTRL_C)
-    except AlignmentError as error:
-        raise SlurmError("; ".join([str(error), *map(_cancelled, numbers)])) from None
+            numbers.append(submit(job, *after))
+    except (SlurmError, KeyboardInterrupt):
+        for number in numbers:
+            print(f"cancelling the preparation job: scancel {number}", file=sys.stderr)
+            call("scancel", number)
+        raise
     return numbers
 
 
-def _cancelled(number: str) -> str:
-    """Cancel the preparation job of a training job that was not submitted."""
-    try:
-        cancel(number)
-    except SlurmError as error:
-        return f"could not cancel its preparation job {number} ({error}); run scancel {number}"
-    return f"its preparation job {number} was cancelled"
-
-
-def _printed(scripts: list[str]) -> list[str]:
-    if len(scripts) == 1:
-        return [scripts[0].rstrip()]
-    first, second = (script.rstrip() for script in scripts)
-    return [
-        first,
-        "",
-        "# The training job: sbatch --dependency=afterok:PREPARATION_JOB_ID --kill-on-invalid-dep=yes",
-        "",
-        second,
-    ]
-
-
-def _make(folder: Path) -> None:
-    """Create the folder of the job's log; SLURM would discard the output otherwise."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(
-            f"output_dir: {folder} cannot be created: {error.strerror or error}; choose another one"
-        ) from None
-
-
-def _told(jobs: list[Request], numbers: list[str], output_dir: Path, program: str) -> list[str]:
+def _told(given: Namespace, numbers: list[str], output_dir: Path, program: str) -> list[str]:
     """Return how to follow, stop and resume the submitted job."""
-    job, number = jobs[-1], numbers[-1]
-    folder = shlex.quote(str(output_dir / "seed-N" if job.seeds else output_dir))
-    log = shlex.quote(str(log_pattern(job, output_dir)).replace("%A", number).replace("%a", "N").replace("%j", number))
+    number = numbers[-1]
+    folder = shlex.quote(str(output_dir / "seed-N" if given.seeds else output_dir))
+    log = shlex.quote(f"{output_dir}-{number}{'_N' if given.seeds else ''}.out")
     status = program.replace("submit", "status")
-    asked = counted(job.nodes, "node")
-    if job.gpus.number:
-        asked += f" with {counted(job.gpus.number, f'{job.gpus.kind} GPU'.strip())} each"
-    seeds = f", seeds {job.seeds}" if job.seeds else ""
-    lines = [f"submitted job {number}: {asked}{seeds}"]
-    if len(jobs) > 1:
-        lines.append(f"  after    preparation job {numbers[0]}")
+    gpus = f" with {counted(_gpus(given), 'GPU')} each" if _gpus(given) else ""
+    seeds = f", seeds {given.seeds}" if given.seeds else ""
     return [
-        *lines,
+        f"submitted job {number}: {counted(int(given.nodes), 'node')}{gpus}{seeds}",
+        *(f"  after    preparation job {first}" for first in numbers[:-1]),
         f"  follow   {'python ' if status.endswith('.py') else ''}{status} {folder}",
         f"  log      tail -F {log}",
         f"  stop     touch {folder}/STOP    (saves a checkpoint)",

@@ -6,10 +6,11 @@ import importlib
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -21,9 +22,9 @@ from alignment.config.errors import OptionError
 from alignment.config.fields import parse_optim_args
 from alignment.config.translated.sections import has_optimizer
 from alignment.engines.compile_lock import compiling
-from alignment.internals.bitsandbytes import counts_in_32_bits
+from alignment.internals.bitsandbytes import counts_in_32_bits, is_paged, stores_8_bits
 from alignment.internals.deepspeed import is_prebuilt
-from alignment.internals.deepspeed_state import Unit, whole_shape
+from alignment.internals.deepspeed_state import Unit, inner_optimizer, state_units, whole_shape
 from alignment.internals.torch import has_cuda_compiler
 from alignment.internals.transformers import parameter_names_outside
 
@@ -35,6 +36,7 @@ _TORCH = "adamw_torch"  # replaces a DeepSpeed optimizer that cannot be compiled
 _MOST_32_BITS = 2**31 - 1
 _SLOWEST = 0.9999  # decay of AdEMAMix's slow average, as in transformers
 _BLOCK = 256  # number of 8-bit values that share one 32-bit scale
+_SMALL = 4096  # tensors with fewer elements have 32-bit states in an 8-bit optimizer
 _PADDING = 2**20  # maximum number of elements by which ZeRO pads a group
 # The names that transformers' Trainer exempts from weight decay.
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -69,6 +71,10 @@ class OptimizerKind:
         module, name = self.home
         made: Callable[..., Optimizer] = getattr(importlib.import_module(module), name)
         return made
+
+    def values(self, given: Mapping[str, Any]) -> int:
+        """Number of values stored per parameter with these arguments."""
+        return self.states + sum(bool(given.get(name)) for name in self.further)
 
     def own(self, options: AlignmentConfig, further: dict[str, Any]) -> dict[str, Any]:
         """The arguments derived from the options; those of ``further`` that are merged into them are removed."""
@@ -138,10 +144,37 @@ KINDS: dict[str, OptimizerKind] = {
 def step_bytes(options: AlignmentConfig) -> float:
     """Bytes per trained parameter of the optimizer's states and temporary copies; 8 for AdamW."""
     kind, _ = optimizer_kind(options)
-    given = parse_optim_args(options.optim_args)
-    states = kind.states + sum(bool(given.get(name)) for name in kind.further)
     each = 1 + 4 / _BLOCK if kind.arguments.get("optim_bits") == 8 else 4
-    return states * each + 4 * kind.scratch
+    return kind.values(parse_optim_args(options.optim_args)) * each + 4 * kind.scratch
+
+
+def bytes_to_come(engine: Any, device: torch.device | None = None) -> int:
+    """Bytes of the states that this rank's optimizer will create at its first step; 0 after it.
+
+    An optimizer that is not in :data:`KINDS` is assumed to store two values per parameter, like AdamW.
+
+    Args:
+        engine: DeepSpeed engine, with or without an optimizer.
+        device: count only what will be on this device: the states of master weights in host memory are there, and
+            those of a paged optimizer leave a GPU when memory is needed. If None, count everything.
+    """
+    if engine.optimizer is None or not hasattr(engine.optimizer, "param_groups"):
+        return 0  # an inference engine
+    optimizer = inner_optimizer(engine)
+    if device is not None and device.type == "cuda" and is_paged(optimizer):
+        return 0
+    absent = [unit for unit in state_units(engine) if not optimizer.state.get(unit.master)]
+    here = [unit for unit in absent if device is None or unit.master.device.type == device.type]
+    return sum(_state_bytes(optimizer, unit) for unit in here)
+
+
+def _state_bytes(optimizer: Optimizer, unit: Unit) -> int:
+    library, name = type(optimizer).__module__.partition(".")[0], type(optimizer).__name__
+    known = (kind for kind in KINDS.values() if (kind.home[0].partition(".")[0], kind.home[1]) == (library, name))
+    values = next(known, _FUSED).values(optimizer.param_groups[unit.group])
+    numel = unit.master.numel()
+    in_8_bits = stores_8_bits(optimizer) and numel >= _SMALL
+    return int(values * numel * (1 + 4 / _BLOCK if in_8_bits else unit.master.element_size()))
 
 
 def missing_to_compile(builder: str, *, cuda: bool) -> str | None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 
+from alignment.reporting.progress import peak_resident_bytes
 from alignment.run.activity import ACTIVITY
 
-_EVERY_S = 0.01  # interval between two samples of the resident set size
 # Names of phases in the states of older runs.
 _NAMES = {"learn": "train"}
 
@@ -26,7 +24,7 @@ class PhaseRecord:
     Attributes:
         seconds: wall time.
         tokens: non-padding tokens processed.
-        peak_bytes: peak memory of the device's allocator or, on a CPU, peak resident set size.
+        peak_bytes: peak memory of the device's allocator; on a CPU, that of the process since its start.
         entries: number of times the phase was entered.
     """
 
@@ -79,7 +77,8 @@ class Phases:
         """Measure the body as part of phase ``name``, whether it returns or raises; the body adds its tokens."""
         name = name if name == "evaluate" else self._prefix + name
         record = self._records.setdefault(name, PhaseRecord())
-        self._reset_peak()
+        if self._cuda is not None:
+            torch.cuda.reset_peak_memory_stats(self._cuda)
         start = time.monotonic() if self._cuda is None else _now()
         try:
             with ACTIVITY(name):
@@ -99,16 +98,8 @@ class Phases:
             record, begin, end = self._running.pop(0)
             record.seconds += begin.elapsed_time(end) / 1e3
 
-    def _reset_peak(self) -> None:
-        if self._cuda is not None:
-            torch.cuda.reset_peak_memory_stats(self._cuda)
-        else:
-            _SAMPLER.start()
-
     def _peak(self) -> int:
-        if self._cuda is None:
-            return _SAMPLER.stop()
-        return int(torch.cuda.max_memory_allocated(self._cuda))
+        return peak_resident_bytes() if self._cuda is None else int(torch.cuda.max_memory_allocated(self._cuda))
 
     def summary(self) -> dict[str, dict[str, float]]:
         """The totals as plain values, for the log."""
@@ -146,43 +137,3 @@ def over_ranks(summaries: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[s
         name: {key: (sum if key == "tokens" else max)(part[key] for part in parts) for key in parts[0]}
         for name, parts in found.items()
     }
-
-
-class ResidentSampler:
-    """Peak resident set size of this process during an interval.
-
-    Linux tracks the peak over the whole life of a process, and resetting it would falsify other measurements. The size
-    is therefore sampled every 10 ms between :meth:`start` and :meth:`stop`, by a thread that otherwise sleeps; shorter
-    peaks may be missed.
-    """
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._active = threading.Event()
-        self._peak = 0
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Begin an interval."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="resident-set", daemon=True)
-            self._thread.start()
-        self._peak = self._resident()
-        self._active.set()
-
-    def stop(self) -> int:
-        """End the interval; return its peak in bytes."""
-        self._active.clear()
-        return max(self._peak, self._resident())
-
-    def _resident(self) -> int:
-        return int(self._process.memory_info().rss)
-
-    def _watch(self) -> None:
-        while True:
-            self._active.wait()
-            self._peak = max(self._peak, self._resident())
-            time.sleep(_EVERY_S)
-
-
-_SAMPLER = ResidentSampler()

@@ -69,6 +69,11 @@ def is_paged(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "is_paged", False))
 
 
+def stores_8_bits(optimizer: Any) -> bool:
+    """Whether an optimizer keeps 8-bit states. The attribute is not documented. Seen with bitsandbytes 0.50."""
+    return getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8
+
+
 def counts_in_32_bits(optimizer: Any) -> bool:
     """Whether an optimizer is one of bitsandbytes', whose kernels receive the size of a tensor in 32 bits.
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import shutil
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -14,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import Store
-    from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LambdaLR
 
 
@@ -174,32 +171,3 @@ def hush_deprecated_collectives() -> None:
     2.13 and DeepSpeed 0.19.8.
     """
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-
-
-def first_states(optimizer: Optimizer, group: int, example: Tensor) -> dict[str, Any]:
-    """The states that an optimizer creates for a tensor at its first step, without changing the optimizer.
-
-    There is no other way to find out: optimizers allocate while they step. Its attributes, including states and
-    groups, are saved meanwhile, and the step is taken from under torch's wrappers (hooks, profiler), so that none of
-    the user's hooks runs and no schedule counts the step. Seen with torch 2.13.
-
-    Args:
-        optimizer: any optimizer.
-        group: number of the parameter group whose settings apply.
-        example: the tensor to update, with a gradient of zero.
-    """
-    import torch
-
-    attributes = dict(vars(optimizer))
-    example.grad = torch.zeros_like(example)
-    optimizer.state, optimizer.param_groups = (
-        defaultdict(dict),
-        [{**optimizer.param_groups[group], "params": [example]}],
-    )
-    try:
-        with torch.no_grad():
-            inspect.unwrap(type(optimizer).step)(optimizer)
-        return dict(optimizer.state[example])
-    finally:
-        vars(optimizer).clear()
-        vars(optimizer).update(attributes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 from alignment.online.completions import Generated, samples_of
 from alignment.reporting.metrics import MetricSums
@@ -70,37 +70,8 @@ def first_answers(groups: Sequence[Generated], rankings: Sequence[Ranking]) -> l
     return [FirstAnswer(group.texts[0], score) for group, score in zip(groups, scores, strict=True)]
 
 
-class Ranker(Protocol):
-    """Ranks completions. All ranks must call it equally often, even with nothing to rank."""
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """The names of the metrics that :meth:`rank` adds."""
-        ...
-
-    def rank(
-        self, groups: Sequence[Generated], columns: Sequence[str], seed: int, sums: MetricSums | None
-    ) -> list[Ranking]:
-        """Return a ranking for each prompt, whose rows have these ``columns``, and add metrics to ``sums``."""
-        ...
-
-    def wins(
-        self,
-        groups: Sequence[Generated],
-        rankings: Sequence[Ranking],
-        others: Sequence[FirstAnswer],
-        seed: int,
-    ) -> list[float | None]:
-        """Return 1, 0.5 or 0 per prompt: its first completion is better than, as good as or worse than the other."""
-        ...
-
-    def close(self) -> None:
-        """Release resources."""
-        ...
-
-
 class RewardRanker:
-    """Ranks completions by their rewards."""
+    """Ranks completions by their rewards. All ranks must call it equally often, even with nothing to rank."""
 
     def __init__(self, rewards: Rewards) -> None:
         self.rewards = rewards
@@ -108,12 +79,14 @@ class RewardRanker:
 
     @property
     def metrics(self) -> tuple[str, ...]:
+        """The names of the metrics that :meth:`rank` adds."""
         own = (f"rewards/{name}/mean" for name in self.rewards.names)
         return ("objective/scores", "objective/scores_margin", *own, "rewards/ignored", "rewards/truncated")
 
     def rank(
         self, groups: Sequence[Generated], columns: Sequence[str], seed: int, sums: MetricSums | None
     ) -> list[Ranking]:
+        """Return a ranking for each prompt, whose rows have these ``columns``, and add metrics to ``sums``."""
         samples = samples_of(groups, columns)
         scores = self.rewards.score(samples)
         if sums is not None:
@@ -136,14 +109,16 @@ class RewardRanker:
         others: Sequence[FirstAnswer],
         seed: int,
     ) -> list[float | None]:
+        """Return 1, 0.5 or 0 per prompt: its first completion is better than, as good as or worse than the other."""
         return [_compared(ours, theirs) for ours, theirs in zip(rankings, others, strict=True)]
 
     def close(self) -> None:
+        """Release the reward models."""
         self.rewards.close()
 
 
 class JudgeRanker:
-    """Ranks two completions of a prompt by a judge."""
+    """Ranks two completions of a prompt by a judge, with the methods of :class:`RewardRanker`."""
 
     metrics: tuple[str, ...] = ()
 
@@ -190,6 +165,9 @@ class JudgeRanker:
 
     def close(self) -> None:
         """Do nothing: a judge holds no resources."""
+
+
+Ranker: TypeAlias = RewardRanker | JudgeRanker
 
 
 def _compared(ours: Ranking, theirs: FirstAnswer) -> float | None:

@@ -22,8 +22,12 @@ def memory_gib(device: torch.device) -> float:
     """
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    return peak_resident_bytes() / 2**30
+
+
+def peak_resident_bytes() -> int:
+    """The largest resident set size of this process since its start."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Progress:

@@ -52,14 +52,12 @@ class RolloutRequest:
         num_generations: completions per prompt.
         sampling: identical on every rank.
         seed: seed of all randomness; a function of the run's seed, the step and the rank.
-        logps: whether to return log-probs.
     """
 
     prompts: Sequence[Sequence[int]]
     num_generations: int
     sampling: Sampling
     seed: int
-    logps: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,19 +67,16 @@ class Completion:
     Attributes:
         ids: token ids, including the EOS if there is one.
         ended: whether it ended with an EOS.
-        logps: log-prob in nats of each token under the distribution that it was sampled from, after temperature,
-            penalties and truncation; None unless requested.
     """
 
     ids: tuple[int, ...]
     ended: bool
-    logps: tuple[float, ...] | None = None
 
     @classmethod
-    def cut(cls, ids: Sequence[int], sampling: Sampling, logps: Sequence[float] | None = None) -> Completion:
+    def cut(cls, ids: Sequence[int], sampling: Sampling) -> Completion:
         """Build a completion from generated tokens, dropping everything after the first EOS."""
         end = next((place for place, token in enumerate(ids, 1) if token in sampling.eos_token_ids), None)
-        return cls(tuple(ids[:end]), end is not None, None if logps is None else tuple(logps[:end]))
+        return cls(tuple(ids[:end]), end is not None)
 
 
 @dataclass(frozen=True)
@@ -129,7 +124,6 @@ class Generation:
         sampling: the sampling distribution.
         device: device of the model.
         by_layer: weights are gathered layer by layer: keep computing until every rank has finished.
-        logps: whether to return log-probs.
         tick: called for each unit of progress.
     """
 
@@ -137,7 +131,6 @@ class Generation:
     sampling: Sampling
     device: torch.device
     by_layer: bool = False
-    logps: bool = False
     tick: Callable[[], object] = lambda: None
 
 

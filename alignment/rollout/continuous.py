@@ -123,7 +123,7 @@ class ContinuousBackend(RolloutBackend):
             with self.session([chunk], generation):
                 return self.generate(chunk, generation)
         found: dict[str, Any] = {}
-        sampling, logps, manager = generation.sampling, generation.logps, self._kept
+        manager = self._kept
         with old_objects_spared():
             for place, work in enumerate(chunk):
                 # Copies are made one token before the end of the prompt; transformers fails if nothing precedes it.
@@ -147,7 +147,7 @@ class ContinuousBackend(RolloutBackend):
                     _check(generation_error(manager) or "its thread has exited")
             stop_keeping_graphs(manager)
         return [
-            [_completion(found[name], sampling, logps) for name in _names(place, work)]
+            [Completion.cut(found[name].generated_tokens, generation.sampling) for name in _names(place, work)]
             for place, work in enumerate(chunk)
         ]
 
@@ -155,10 +155,6 @@ class ContinuousBackend(RolloutBackend):
 def _names(place: int, work: Work) -> list[str]:
     """transformers' names of a request and its copies."""
     return request_names(str(place), work.count)
-
-
-def _completion(result: Any, sampling: Sampling, logps: bool) -> Completion:
-    return Completion.cut(result.generated_tokens, sampling, result.logprobs if logps else None)
 
 
 def _check(error: object) -> None:
@@ -207,7 +203,6 @@ def _sizes(parts: Sequence[Sequence[Work]], generation: Generation, page: int) -
         allow_block_sharing=False,
         # Drawn instead of the request's seed: each chunk has its own, and transformers seeds torch with the first one.
         seed=int(torch.randint(2**31, ())),
-        return_logprobs=generation.logps,
         # Generate with the attention that the model was loaded with.
         auto_switch_to_flash=False,
         disable_nccl_graph_mixing=False,

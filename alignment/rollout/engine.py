@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from alignment.config.errors import DataError, OptionError
 from alignment.engines.collectives import largest_over_ranks
-from alignment.engines.memory.states import bytes_to_come
+from alignment.engines.optimizers import bytes_to_come
 from alignment.engines.rng import seeded
 from alignment.engines.scoring import ScoringEngine
 from alignment.rollout.backend import (
@@ -190,7 +190,6 @@ class RolloutEngine:
                 gather=self._gather,
                 batch_size=self._batch_size,
                 generations=request.num_generations,
-                scores=request.sampling.max_new_tokens if request.logps else 0,
                 page=likely.page_tokens(self._model),
                 to_come=bytes_to_come(self.policy.engine, self.policy.device),
             )
@@ -223,7 +222,7 @@ class RolloutEngine:
             ACTIVITY.progress()
             bar.update()
 
-        return Generation(self._model, request.sampling, self.policy.device, by_layer, request.logps, tick)
+        return Generation(self._model, request.sampling, self.policy.device, by_layer, tick)
 
     def _run(
         self, part: Sequence[Work], generation: Generation, backend: RolloutBackend, bar: tqdm[None]

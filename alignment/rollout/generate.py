@@ -106,8 +106,8 @@ class GenerateBackend(RolloutBackend):
         return sampling.max_new_tokens
 
     def generate(self, chunk: Sequence[Work], generation: Generation) -> list[list[Completion]]:
-        """See :class:`RolloutBackend`; ``logps`` requires all scores, (rows, new tokens, vocabulary) in fp32."""
-        sampling, device, logps = generation.sampling, generation.device, generation.logps
+        """See :class:`RolloutBackend`."""
+        sampling, device = generation.sampling, generation.device
         rows = [work.ids for work in chunk for _ in range(work.count)]
         width = max(map(len, rows))
         padding = [width - len(row) for row in rows]
@@ -117,15 +117,11 @@ class GenerateBackend(RolloutBackend):
             output = generation.model.generate(
                 torch.tensor(padded, device=device),
                 attention_mask=torch.tensor(mask, device=device),
-                generation_config=generation_config(sampling, logps),
+                generation_config=generation_config(sampling),
                 stopping_criteria=StoppingCriteriaList([_Steps(generation.tick)]),
                 synced_gpus=generation.by_layer,
             )
-        generated = (output.sequences if logps else output)[:, width:]
-        likelihoods = _logps(output.scores, generated).tolist() if logps else [None] * len(rows)
-        done = iter(
-            [Completion.cut(row, sampling, likelihood) for row, likelihood in zip(generated.tolist(), likelihoods)]
-        )
+        done = iter([Completion.cut(row, sampling) for row in output[:, width:].tolist()])
         return [[next(done) for _ in range(work.count)] for work in chunk]
 
 
@@ -138,10 +134,3 @@ class _Steps(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         self.stepped()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-def _logps(scores: Sequence[Tensor], generated: Tensor) -> Tensor:
-    """(rows, T) log-probs of (rows, T) ids under T processed scores of (rows, V); one token at a time."""
-    return torch.stack(
-        [step.log_softmax(-1).gather(1, ids[:, None])[:, 0] for step, ids in zip(scores, generated.T)], dim=1
-    )

@@ -38,7 +38,6 @@ def measure_room(
     gather: bool | None,
     batch_size: int | None,
     generations: int,
-    scores: int = 0,
     page: int = 1,
     to_come: int = 0,
 ) -> Room:
@@ -56,7 +55,6 @@ def measure_room(
         gather: requested value; None: decide by memory.
         batch_size: requested value; None: decide by memory.
         generations: completions per prompt.
-        scores: additional fp32 vectors of the vocabulary's size per completion.
         page: tokens per page of the cache; 1: no pages.
         to_come: bytes of this rank's device that are free now but will be allocated permanently.
     """
@@ -64,7 +62,7 @@ def measure_room(
     least = -largest_over_ranks(torch.tensor([-free], dtype=torch.int64, device=device()))
     budget = _SHARE * float(least)
     weights = weight_bytes(model)
-    each = completion_bytes(model, context, scores, page)
+    each = completion_bytes(model, context, page)
     if gather is None:
         gather = weights + each * (batch_size or generations) <= budget
     if batch_size is None:
@@ -83,14 +81,14 @@ def pages(tokens: int, page: int) -> int:
     return math.ceil(tokens / page) + 1
 
 
-def completion_bytes(model: PreTrainedModel, context: int, scores: int = 0, page: int = 1) -> int:
+def completion_bytes(model: PreTrainedModel, context: int, page: int = 1) -> int:
     """Memory of one completion during generation; see :func:`measure_room`."""
     config = model.config.get_text_config()
     layers = layer_configs(config)
     kept = pages(context, page) * page if page > 1 else context
     cache = kept * sum(map(_cached, layers))
     activations = context * (6 * config.hidden_size + 3 * max(map(inner_width, layers)))
-    return (cache + activations) * model.dtype.itemsize + (_VOCABULARY_VECTORS + scores) * config.vocab_size * 4
+    return (cache + activations) * model.dtype.itemsize + _VOCABULARY_VECTORS * config.vocab_size * 4
 
 
 def _cached(config: PretrainedConfig) -> int:

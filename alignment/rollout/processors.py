@@ -69,7 +69,7 @@ def check_generation_kwargs(extra: Mapping[str, Any]) -> None:
             raise OptionError(f"{where}transformers ignores this value; see its GenerationConfig, or remove it")
 
 
-def generation_config(sampling: Sampling, logps: bool = False) -> GenerationConfig:
+def generation_config(sampling: Sampling) -> GenerationConfig:
     """The generation configuration of a rollout; everything that it does not set has transformers' neutral value.
 
     Use it inside :func:`neutral_defaults`: values that are None here would otherwise come from the checkpoint.
@@ -87,8 +87,6 @@ def generation_config(sampling: Sampling, logps: bool = False) -> GenerationConf
             "eos_token_id": list(sampling.eos_token_ids) or None,
             "pad_token_id": sampling.pad_token_id,
             "disable_compile": True,
-            "return_dict_in_generate": logps,
-            "output_scores": logps,
             **sampling.extra,
         }
     )

@@ -6,10 +6,11 @@ beside it. ``policy_engine`` and ``train`` serve tests of one process as well.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,6 +50,21 @@ STAGES_AND_WAYS = {
     "stage3-offload": ("generate", "continuous", "by layer"),
 }
 Between = Callable[[PolicyEngine, int], None]
+
+
+@contextlib.contextmanager
+def drawn() -> Iterator[list[tuple[int, float]]]:
+    """Record what is sampled within this context: each token with the log-prob that it was drawn with."""
+    found: list[tuple[int, float]] = []
+    multinomial = torch.multinomial
+
+    def recorded(probabilities: Tensor, **given: Any) -> Tensor:
+        tokens = multinomial(probabilities, **given)
+        found.extend(zip(tokens[:, 0].tolist(), probabilities.gather(1, tokens).log()[:, 0].tolist()))
+        return tokens
+
+    with mock.patch.object(torch, "multinomial", recorded):
+        yield found
 
 
 def policy_engine(

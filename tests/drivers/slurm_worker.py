@@ -2,8 +2,7 @@
 
 The batch script calls it in the place of Python: ``-m alignment COMMAND RECIPE --output_dir FOLDER …``. The variable
 ``WORKER`` says what to do: ``wait`` for a signal; ``save``, which takes 3 seconds after it; ``late``, which takes
-until the job is told to end; ``stall``, which asks for a requeue without a new checkpoint; ``requeue``, which does so
-once and then finishes; or ``stop``, which does so when a file STOP has come. ``prepare`` is the real command.
+until the job is told to end; or ``requeue``, which asks for it once and finishes. The command ``prepare`` is real.
 """
 
 from __future__ import annotations
@@ -44,9 +43,7 @@ def main() -> None:
     status = StatusFile(folder, RunStatus(job=os.environ["SLURM_JOB_ID"], restarts=restarts, stalled=stalled))
     status.update(state="running")
     todo = os.environ["WORKER"]
-    if todo == "stop":
-        (folder / "STOP").touch()
-    if todo in ("stall", "stop") or (todo == "requeue" and not restarts):
+    if todo == "requeue" and not restarts:
         end(status, StopReason.SIGUSR1)
     if todo == "wait" or (todo in ("save", "late") and not restarts):
         told = signal.sigwait(SIGNALS)

@@ -25,8 +25,7 @@ from alignment.data.batching import collate
 from alignment.engines import optimizers, scoring
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.memory import allocator, devices
-from alignment.engines.memory.states import bytes_to_come
-from alignment.engines.optimizers import KINDS, check_counts, parameter_groups
+from alignment.engines.optimizers import KINDS, bytes_to_come, check_counts, parameter_groups
 from alignment.engines.scoring import FrozenEngine, PolicyEngine
 from alignment.internals.deepspeed_groups import set_timeout_of_new_groups
 from alignment.internals.deepspeed_state import Unit, inner_optimizer

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -174,18 +174,14 @@ def test_phases_of_an_older_state_get_their_new_names() -> None:
     assert phases.summary() == {"train": record, "step": record}
 
 
-def test_a_phase_has_its_own_peak_of_resident_memory() -> None:
-    """Even if it is over when the phase ends; a later phase does not inherit it."""
+def test_a_phase_on_a_cpu_has_the_peak_of_the_process() -> None:
+    """Even if it is over when the phase ends."""
     phases = Phases(torch.device("cpu"))
-    size = 200 * 2**20
+    before = psutil.Process().memory_info().rss
     with phases("large"):
-        block = torch.ones(size // 4)
-        time.sleep(0.1)
+        block = torch.ones(200 * 2**20 // 4)
         del block
-    with phases("small"):
-        time.sleep(0.02)
-    large, small = phases.records["large"].peak_bytes, phases.records["small"].peak_bytes
-    assert large - small > 0.9 * size
+    assert before + 180 * 2**20 < phases.records["large"].peak_bytes < 2**40
 
 
 def test_summaries_of_several_ranks() -> None:
@@ -198,17 +194,3 @@ def test_summaries_of_several_ranks() -> None:
         "train": {"seconds": 2.0, "tokens": 11, "peak_bytes": 9, "entries": 1},
         "save": {"seconds": 3.0, "tokens": 0},
     }
-
-
-def test_a_short_peak_of_memory_is_measured() -> None:
-    """Sampled every 10 ms: 64 MiB that exist for a fifth of a second are counted."""
-    phases = Phases(torch.device("cpu"))
-    with phases("before"):
-        pass
-    with phases("peak"):
-        block = bytearray(b"\1" * 2**26)
-        time.sleep(0.2)
-        del block
-        time.sleep(0.05)
-    records = phases.records
-    assert records["peak"].peak_bytes - records["before"].peak_bytes > 2**25

@@ -16,7 +16,6 @@ from torch.utils import cpp_extension
 
 from alignment.engines.launch_env import init_distributed
 from alignment.internals.torch import (
-    first_states,
     has_cuda_compiler,
     hush_deprecated_collectives,
     is_dropout,
@@ -167,21 +166,3 @@ def test_deprecated_collectives_do_not_warn() -> None:
         gather()
         with pytest.raises(FutureWarning):
             warnings.warn("something else is deprecated", FutureWarning, stacklevel=1)
-
-
-def test_the_first_states_of_an_optimizer_that_does_not_change() -> None:
-    """No hook is called, and the schedule does not count a step."""
-    heard: list[str] = []
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([{"params": [weight], "amsgrad": True}], lr=0.1)
-    optimizer.register_step_pre_hook(lambda *_: heard.append("before"))
-    optimizer.register_step_post_hook(lambda *_: heard.append("after"))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    attributes, groups = dict(vars(optimizer)), optimizer.param_groups
-    states = first_states(optimizer, 0, torch.zeros(5, dtype=torch.bfloat16))
-    assert {name: (state.shape, state.dtype) for name, state in states.items() if state.ndim} == dict.fromkeys(
-        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), (torch.Size([5]), torch.bfloat16)
-    )
-    assert vars(optimizer) == attributes and optimizer.param_groups is groups and not optimizer.state
-    assert groups[0]["params"] == [weight] and torch.equal(weight.detach(), torch.ones(3)) and weight.grad is None
-    assert heard == [] and schedule.last_epoch == 0

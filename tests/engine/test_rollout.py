@@ -9,12 +9,13 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from drivers.rollout import EOS, PAD, PROMPTS, FailsAt, failing_rollout, policy_engine, sampling, train, whole
+from drivers.rollout import EOS, PAD, PROMPTS, FailsAt, drawn, failing_rollout, policy_engine, sampling, train, whole
 from helpers import make_model
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -47,9 +48,9 @@ def policy(model: str) -> Any:
 def rollout(policy: PolicyEngine, backend: str = "generate", seed: int = 5, **more: Any) -> Answers:
     """Two completions of each prompt; other arguments belong to the engine, the request, or the sampling."""
     engine = {key: more.pop(key) for key in ("gather", "batch_size", "progress") if key in more}
-    logps, prompts = more.pop("logps", False), more.pop("prompts", PROMPTS)
+    prompts = more.pop("prompts", PROMPTS)
     made = RolloutEngine(policy, backend, longest_context=64, **engine)
-    return made.generate(RolloutRequest(prompts, 2, sampling(**more), seed, logps))
+    return made.generate(RolloutRequest(prompts, 2, sampling(**more), seed))
 
 
 def rows(answers: Answers) -> list[tuple[list[int], list[int]]]:
@@ -60,36 +61,36 @@ def rows(answers: Answers) -> list[tuple[list[int], list[int]]]:
 
 
 @BOTH
-def test_logps_are_those_of_the_train_phase(policy: PolicyEngine, backend: str) -> None:
-    answers = rollout(policy, backend, max_new_tokens=24, logps=True)
-    with policy.inference():
-        expected = policy.sequence_scores(collate(rows(answers), 400))
-    for (_, ids), one, total in zip(rows(answers), (c for cs in answers for c in cs), expected.tolist(), strict=True):
-        assert one.logps is not None and len(one.logps) == len(ids)
-        assert sum(one.logps) == pytest.approx(total, abs=1e-5 * len(ids))
+@pytest.mark.parametrize("cut", [{}, {"temperature": 0.7, "top_k": 5, "min_p": 0.6}], ids=["plain", "processed"])
+def test_tokens_are_drawn_with_the_probabilities_of_the_train_phase(
+    policy: PolicyEngine, backend: str, cut: dict[str, Any]
+) -> None:
+    with drawn() as draws:
+        answers = rollout(policy, backend, max_new_tokens=24, **cut)
+    narrowed = 0
+    for prompt, completion in rows(answers):
+        with policy.inference():
+            scores = policy.scorer.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        if cut:
+            scores /= 0.7
+            kept = scores >= scores.topk(5).values[:, -1:]
+            kept &= scores.softmax(-1).mul(kept) >= 0.6 * scores.softmax(-1).max(-1, keepdim=True).values
+            narrowed += int((kept.sum(-1) < 5).sum())
+            scores = scores.masked_fill(~kept, -torch.inf)
+        expected = scores.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+        for token, logp in zip(completion, expected.tolist(), strict=True):
+            assert min(abs(logp - drawn_with) for other, drawn_with in draws if other == token) < 1e-5
+    assert narrowed or not cut, "min_p cuts nothing that top_k has left"
+
+
+@BOTH
+def test_completions_end_with_the_end(policy: PolicyEngine, backend: str) -> None:
+    answers = rollout(policy, backend, max_new_tokens=24)
     ended = [one.ended for completions in answers for one in completions]
     assert True in ended and False in ended  # otherwise the ends are not tested
     for _, ids in rows(answers):
         assert PAD not in ids[-1:] and EOS not in ids[:-1] and len(ids) <= 24
     assert ended == [ids[-1] == EOS for _, ids in rows(answers)]
-
-
-@BOTH
-def test_logps_are_those_of_the_processed_distribution(policy: PolicyEngine, backend: str) -> None:
-    answers, narrowed = rollout(policy, backend, temperature=0.7, top_k=5, min_p=0.6, logps=True), 0
-    for prompt, completion in rows(answers):
-        ids = torch.tensor([prompt + completion])
-        with policy.inference():
-            scores = policy.scorer.model(ids).logits[0, len(prompt) - 1 : -1] / 0.7
-        kept = scores >= scores.topk(5).values[:, -1:]
-        kept &= scores.softmax(-1).mul(kept) >= 0.6 * scores.softmax(-1).max(-1, keepdim=True).values
-        narrowed += int((kept.sum(-1) < 5).sum())
-        logps = scores.masked_fill(~kept, -torch.inf).log_softmax(-1)
-        expected = logps.gather(1, torch.tensor(completion)[:, None])[:, 0]
-        assert len(set(completion)) > 1 and torch.isfinite(expected).all()
-        found = next(c for cs in answers for c in cs if list(c.ids) == completion)
-        assert torch.tensor(found.logps) == pytest.approx(expected, abs=1e-5)
-    assert narrowed, "min_p cuts nothing that top_k has left"
 
 
 @BOTH
@@ -303,7 +304,7 @@ def test_available_memory_is_measured(policy: PolicyEngine, model: str, monkeypa
 
 
 def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "free_host_bytes", lambda: 1000)
+    monkeypatch.setattr(devices.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     for ranks_here, share in ((None, 1000), ("1", 1000), ("4", 250)):
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
         if ranks_here is not None:

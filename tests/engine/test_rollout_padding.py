@@ -49,15 +49,13 @@ def rollout(policy: PolicyEngine, batch_size: int, **more: Any) -> list[list[Com
     engine = RolloutEngine(policy, "generate", batch_size=batch_size, longest_context=64)
     prompts = more.pop("prompts", PROMPTS)
     given = sampling(**{"temperature": 1e-3, "pad_token_id": EOS, **more})
-    return engine.generate(RolloutRequest(prompts, 2, given, 5, True))
+    return engine.generate(RolloutRequest(prompts, 2, given, 5))
 
 
 @pytest.mark.parametrize("name", READ)
 def test_a_batch_gives_the_completions_of_its_single_prompts(policy: PolicyEngine, name: str) -> None:
     together, alone = rollout(policy, 8, **READ[name]), rollout(policy, 1, **READ[name])
     assert [[one.ids for one in both] for both in together] == [[one.ids for one in both] for both in alone]
-    for one, other in zip(sum(together, []), sum(alone, []), strict=True):
-        assert one.logps == pytest.approx(other.logps, abs=1e-4)
     assert together != rollout(policy, 8), "the processor should matter"
     assert "_get_logits_processor" not in vars(policy.scorer.model)
 

@@ -184,10 +184,8 @@ def test_a_request_is_split_by_completions_longest_prompts_first() -> None:
 
 def test_a_completion_ends_with_its_first_eos() -> None:
     several = sampling(eos_token_ids=(1, 9))
-    assert Completion.cut([5, 2, 9, 2, 1], several, [-1.0, -2.0, -3.0, -4.0, -5.0]) == Completion(
-        (5, 2, 9), True, (-1.0, -2.0, -3.0)
-    )
-    assert Completion.cut([5, 2], several) == Completion((5, 2), False, None)
+    assert Completion.cut([5, 2, 9, 2, 1], several) == Completion((5, 2, 9), True)
+    assert Completion.cut([5, 2], several) == Completion((5, 2), False)
     assert Completion.cut([5, 1], sampling(eos_token_ids=())).ended is False
 
 

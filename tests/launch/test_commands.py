@@ -66,14 +66,14 @@ def test_without_a_command_all_are_listed(argv: tuple[str, ...], capsys: pytest.
     code, out, err = exits(capsys, *argv)
     assert (code, err) == (0, "") and out.startswith("usage: da COMMAND")
     listed = [line.split(maxsplit=1) for line in out.splitlines() if line.startswith("  ")]
-    assert listed == [[name, command.help] for name, command in COMMANDS.items()]
+    assert listed == [[name, text] for name, text in COMMANDS.items()]
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert exits(capsys, "--version") == (0, f"deepspeed-alignment {__version__}\n", "")
 
 
-@pytest.mark.parametrize("given", [["--local_rank=1"], ["--local-rank", "1"], ["--local_rank=0", "--local-rank=0"]])
+@pytest.mark.parametrize("given", [["--local_rank=1"], ["--local-rank", "1"]])
 def test_arguments_added_by_deepspeeds_launcher(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert exits(capsys, *given, "--version") == (0, f"deepspeed-alignment {__version__}\n", "")
 
@@ -122,14 +122,6 @@ def test_printing_commands_exit_quietly_if_the_pipe_is_closed(arguments: list[st
     done = printed_to(writer, arguments)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]], ids=" ".join)
-def test_printing_commands_report_other_write_errors(arguments: list[str]) -> None:
-    with open("/dev/full", "w") as full:
-        done = printed_to(full.fileno(), arguments)
-    error = "error: cannot write to standard output: No space left on device\n"
-    assert (done.returncode, done.stderr) == (1, error)
 
 
 @pytest.mark.parametrize("buffering", [1, -1], ids=["by line", "in blocks"])

@@ -173,11 +173,9 @@ def test_planning_for_a_cpu_if_the_run_will_use_one(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--ranks", "0"), "--ranks='0': expected the number of ranks, 1 or more"),
-        (("--ranks", "many"), "--ranks='many'"),
-        (("--ranks", "9" * 5000), "--ranks='999"),
-        (("--ranks",), "--ranks=''"),
-        (("--ranks", "2", "--ranks=3"), "--ranks is set 2 times"),
+        (("--ranks", "0"), "--ranks=0"),
+        (("--ranks", "many"), "argument --ranks"),
+        (("--ranks",), "argument --ranks"),
         (("--per_device_train_batch_size", "1"), "gradient_accumulation_steps=1"),
         (("--rank", "2"), "rank"),
     ],

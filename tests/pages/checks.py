@@ -117,7 +117,7 @@ def check_command(block: Block, command: Command) -> None:
     if command.name in _TRAINING or command.name == "submit":
         _check_options(block, command)
     elif command.name in _PARSED:
-        parser = importlib.import_module(command_line.COMMANDS[command.name].module)._parser(command.name)
+        parser = importlib.import_module(f"alignment.cli.{command.name}")._parser(command.name)
         _parsed(block, parser, list(command.arguments))
 
 
@@ -126,11 +126,12 @@ def _check_options(block: Block, command: Command) -> None:
     if command.name == "submit":
         from alignment.cli.submit import _parser
 
-        arguments = _parser("submit").parse_known_args(arguments)[1]
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        arguments = _parser("submit").parse_known_args(arguments[:end])[1]
     if command.name == "prepare":
-        from alignment.cli.prepare import _without_ranks
+        from alignment.cli.prepare import _ranks_parser
 
-        arguments = _without_ranks(arguments)[0]
+        arguments = _ranks_parser("prepare").parse_known_args(arguments)[1]
     if "--method" in arguments and ":" in arguments[arguments.index("--method") + 1]:
         return  # its file is imported where the command runs
     recipe, given = read_arguments(arguments)

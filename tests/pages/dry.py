@@ -81,8 +81,8 @@ def dry_run(block: Block, command: Command, stand_ins: StandIns, folder: Path) -
     """
     arguments, ranks = list(command.arguments), command.ranks
     if command.name == "prepare":
-        arguments, given_ranks = prepare._without_ranks(arguments)
-        ranks = max(ranks, given_ranks)
+        given, arguments = prepare._ranks_parser("prepare").parse_known_args(arguments)
+        ranks = max(ranks, given.ranks)
     with contextlib.chdir(folder):
         options = _options(block, arguments)
         method = options["method"]

@@ -164,7 +164,6 @@ def test_command_line_method_wins(tmp_path: Path) -> None:
         (["--beta", "0.1", "0.2"], ["beta=['0.1', '0.2']", "expected a number"]),
         (["--beta"], ["beta=True", "a number"]),
         (["--beta", "x"], ["beta='x'", "a number"]),
-        (["--local_rank"], ["--local_rank", "expected 1 argument"]),
         (["--method", "ktoo"], ["method='ktoo'", "did you mean 'kto'"]),
         (["--method", "online_dpo"], ["reward_model_path=None", "reward_funcs", "judge"]),
         (["--method", "ppo"], ["method='ppo'", "unknown method"]),

@@ -20,6 +20,7 @@ from alignment.internals.bitsandbytes import (
     is_paged,
     keep_packing,
     state_buffer,
+    stores_8_bits,
 )
 
 # The warning comes from CPUs with AVX512-BF16 where the package `kernels` is missing or offline: neither is certain
@@ -113,6 +114,13 @@ def test_optimizers_whose_states_leave_the_gpu() -> None:
     weights = [torch.nn.Parameter(torch.ones(2))]
     assert is_paged(bitsandbytes.optim.PagedAdamW8bit(weights))
     assert not is_paged(bitsandbytes.optim.AdamW8bit(weights)) and not is_paged(torch.optim.AdamW(weights))
+
+
+def test_optimizers_whose_states_have_8_bits() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    assert stores_8_bits(bitsandbytes.optim.AdamW8bit(weights))
+    assert stores_8_bits(bitsandbytes.optim.Lion(weights, optim_bits=8))
+    assert not stores_8_bits(bitsandbytes.optim.AdamW(weights)) and not stores_8_bits(torch.optim.AdamW(weights))
 
 
 def test_the_size_of_a_tensor_is_counted_in_32_bits() -> None:

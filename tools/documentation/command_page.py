@@ -43,9 +43,9 @@ _OF_METHODS = {
 def command_page() -> str:
     """Return the page."""
     lines = [_HEAD, "| command | description |", "|---|---|"]
-    lines += [f"| [`{name}`](#{name}) | {_cell(command.help)} |" for name, command in COMMANDS.items()]
-    for name, command in COMMANDS.items():
-        lines += ["", f"## {name}", "", *_section(name, import_module(command.module), command.help)]
+    lines += [f"| [`{name}`](#{name}) | {_cell(text)} |" for name, text in COMMANDS.items()]
+    for name, text in COMMANDS.items():
+        lines += ["", f"## {name}", "", *_section(name, import_module(f"alignment.cli.{name}"), text)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 

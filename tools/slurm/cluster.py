@@ -2,21 +2,67 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from tools.ranks.process import die_with_parent
-from tools.slurm.settings import LOOPBACK, NODES, address, write_settings
 
+NODES = ("n1", "n2", "n3", "n4", "n5", "n6")
+# Jobs of the partition high preempt those in low, after a grace period.
+PARTITIONS = {
+    "gpu": "Nodes=n[1-4] Default=YES",
+    "cpu": "Nodes=n5",
+    "low": "Nodes=n6 PriorityTier=1 GraceTime=8",
+    "high": "Nodes=n6 PriorityTier=2",
+}
+# The times are short: a lost node is detected after 15 s (default: 6 minutes), a requeued job waits for 5 s (default:
+# 2 minutes). Processes are not bound to the cores and GPUs that a node reports.
+_CONF = """\
+ClusterName=private
+SlurmctldHost={host}({address})
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdSpoolDir={folder}/spool-%n
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmctldTimeout=30
+SlurmdTimeout=10
+MessageTimeout=5
+TCPTimeout=1
+KillWait=10
+CompleteWait=0
+ReturnToService=2
+MinJobAge=3600
+JobRequeue=1
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+JobCompType=jobcomp/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
+GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+"""
+_LOOPBACK = "127.0.0.1"
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
 _UNSHARE = ("unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -36,54 +82,41 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """A controller and the nodes of :data:`~tools.slurm.settings.NODES`, with all their files in one folder.
+    """A controller and the nodes of :data:`NODES`, with all their files in one existing folder.
 
-    Args:
-        folder: folder of the cluster; created if it does not exist.
-        bound: stop the daemons when the calling process exits.
+    The daemons end with this process.
     """
 
-    def __init__(self, folder: Path, *, bound: bool = True) -> None:
-        self.folder, self.bound = folder.resolve(), bound
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        address = _address()
+        self.variables = {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        if address == _LOOPBACK:  # the nodes can communicate over it, but a run must be told so
+            self.variables["GLOO_SOCKET_IFNAME"] = "lo"
+        self._write_settings(address)
 
-    @property
-    def variables(self) -> dict[str, str]:
-        """The environment variables that a process needs to use the cluster."""
-        found = {"SLURM_CONF": str(self.folder / "slurm.conf")}
-        # If the machine only has a loopback address, the nodes can communicate over it, but a run must be told so.
-        return found | {"GLOO_SOCKET_IFNAME": "lo"} if address() == LOOPBACK else found
-
-    def start(self) -> float:
-        """Start the daemons and wait until every node is ready.
-
-        Returns:
-            The duration in seconds.
-        """
-        begun = time.monotonic()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if self._pids():
-            raise RuntimeError(f"{self.folder}: a cluster is already running; stop it first")
-        (self.folder / "state").mkdir(exist_ok=True)
-        write_settings(self.folder)
+    def start(self) -> None:
+        """Start the daemons and wait until every node is ready."""
         munge = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log"}
         files = [f"--{option}={self.folder / name}" for option, name in {**munge, "seed-file": "munge.seed"}.items()]
-        self._daemon("munged", ["munged", "--foreground", "--force", "--num-threads=2", *files])
+        self._start("munged", "munged", "--foreground", "--force", "--num-threads=2", *files)
         _until(lambda: (self.folder / "munge.socket").exists(), 10, "munged did not start")
-        self._daemon("slurmctld", ["slurmctld", "-D"])
+        self._start("slurmctld", "slurmctld", "-D")
         for node in NODES:
-            self._daemon(node, [*_UNSHARE, "bash", "-c", _NODE, "node", node, str(self.folder / "hosts")])
-        _until(lambda: self.ready(*NODES), 30, f"the nodes did not start; see {self.folder}/*.log")
-        return time.monotonic() - begun
+            self._start(node, *_UNSHARE, "bash", "-c", _NODE, "node", node, str(self.folder / "hosts"))
+        _until(self._ready, 30, f"the nodes did not start; see {self.folder}/*.log")
 
     def stop(self) -> None:
         """Kill all nodes with their processes, then stop the other daemons."""
-        for name, process in self._pids().items():
+        for name, process in self._daemons.items():
             process.send_signal(signal.SIGKILL if name in NODES else signal.SIGTERM)
-        _, left = psutil.wait_procs(self._pids().values(), timeout=10)
-        for process in left:
-            process.kill()
-        psutil.wait_procs(left, timeout=10)
-        (self.folder / "pids.json").unlink(missing_ok=True)
+        for process in self._daemons.values():
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     def lose(self, node: str) -> None:
         """Kill everything on a node immediately, as in a power failure.
@@ -91,27 +124,24 @@ class Cluster:
         The node is not restarted. SLURM resends undelivered messages after a minute, which could then affect a
         requeued job with the same ID; with SLURM's default times, jobs are not restarted that early.
         """
-        process = self._pids()[node]
-        process.kill()
-        process.wait(10)
+        self._daemons[node].kill()
+        self._daemons[node].wait(10)
 
-    def ready(self, *nodes: str) -> bool:
-        """Return whether jobs can start on these nodes."""
-        shown = self.run("sinfo", "--noheader", "--Node", "--nodes", ",".join(nodes), "--format", "%N %T").stdout
-        states = dict(line.split() for line in shown.splitlines())
-        return len(states) == len(nodes) and set(states.values()) <= {"idle", "mixed", "allocated", "completing"}
-
-    def run(self, *command: str, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command outside of the nodes, like on a login node."""
-        env = {**os.environ, **self.variables, **variables}
+        env = {**os.environ, **self.variables}
         return subprocess.run(
-            command, env=env, text=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout, check=False
+            command, env=env, text=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=60, check=False
         )
 
-    def _daemon(self, name: str, command: list[str]) -> None:
+    def _ready(self) -> bool:
+        states = self.run("sinfo", "--noheader", "--Node", "--format", "%N %T").stdout.split("\n")
+        return {line.split()[0] for line in states if line.endswith(("idle", "mixed", "allocated"))} == set(NODES)
+
+    def _start(self, name: str, *command: str) -> None:
         parent = os.getpid()
         with (self.folder / f"{name}.out").open("ab") as output:
-            process = subprocess.Popen(
+            self._daemons[name] = subprocess.Popen(
                 command,
                 env={"PATH": _PATH, "LANG": "C.UTF-8", **self.variables},
                 cwd=self.folder,
@@ -119,22 +149,45 @@ class Cluster:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=(lambda: die_with_parent(parent, signal.SIGKILL)) if self.bound else None,
+                preexec_fn=lambda: die_with_parent(parent, signal.SIGKILL),
             )
-        known = {other: [found.pid, found.create_time()] for other, found in self._pids().items()}
-        known[name] = [process.pid, psutil.Process(process.pid).create_time()]
-        (self.folder / "pids.json").write_text(json.dumps(known))
 
-    def _pids(self) -> dict[str, psutil.Process]:
-        """Return the running daemons by name."""
-        found = {}
-        with contextlib.suppress(FileNotFoundError):
-            for name, (pid, created) in json.loads((self.folder / "pids.json").read_text()).items():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process = psutil.Process(pid)
-                    if process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE:
-                        found[name] = process
-        return found
+    def _write_settings(self, address: str) -> None:
+        folder, host = self.folder, socket.gethostname()
+        (folder / "state").mkdir()
+        controller, *ports = _free_ports(1 + len(NODES))
+        lines = [_CONF.format(host=host, address=address, port=controller, folder=folder)]
+        for name, port in zip(NODES, ports):
+            gres = " Gres=gpu:2" if name in ("n1", "n2", "n3", "n4") else ""
+            where = f"NodeHostname={name} NodeAddr={address} Port={port}"
+            lines.append(f"NodeName={name} {where} CPUs=8 RealMemory=1000{gres} State=UNKNOWN\n")
+        lines += [f"PartitionName={name} {rest} MaxTime=2-0 State=UP\n" for name, rest in PARTITIONS.items()]
+        (folder / "slurm.conf").write_text("".join(lines))
+        (folder / "gres.conf").write_text(f"NodeName=n[1-4] Name=gpu File={folder}/gpu[1-2]\n")
+        for name in ("gpu1", "gpu2", "cgroup.conf"):
+            (folder / name).touch()
+        known = "".join(f"{address} {name}\n" for name in (host, *NODES))
+        (folder / "hosts").write_text(f"{_LOOPBACK} localhost\n{known}")
+        (folder / "munge.key").write_bytes(os.urandom(128))
+        (folder / "munge.key").chmod(0o400)
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.create_server(("", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def _address() -> str:
+    """Return the machine's address, which its nodes use to communicate; loopback if it has no other."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))  # sends no packets; the kernel only selects a route
+            return str(probe.getsockname()[0])
+        except OSError:
+            return _LOOPBACK
 
 
 def _until(reached: Callable[[], bool], seconds: float, otherwise: str) -> None:

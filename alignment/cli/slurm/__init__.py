@@ -1,1 +1,0 @@
-"""SLURM jobs: the request, its check against the cluster, and the batch script."""
