@@ -47,7 +47,6 @@ from alignment.training.window_loader import windows_of_epoch
 
 # Where a run that is asked to stop may be interrupted, see Boundary.left.
 _DONE, _STEP, _EPOCH = "done", "step", "epoch"
-_STATUS_S = 2.0  # minimum interval between writes of an unchanged state
 
 
 class TrainingLoop:
@@ -231,7 +230,6 @@ class TrainingLoop:
         ACTIVITY.step = self.state.global_step
         if ACTIVITY.status is not None:
             ACTIVITY.status.update(
-                within=_STATUS_S,
                 state="running",
                 run=self.writer.identity.name,
                 step=self.state.global_step,

@@ -5,6 +5,7 @@ The constructor follows TRL's, so that a TRL script runs after changing its impo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from alignment.models.adapters.record import unwrapped
 from alignment.reporting.log import JsonlLog
 from alignment.run.activity import ACTIVITY
 from alignment.run.retries import Retries
+from alignment.run.status import begin_status, ending_in_status
 from alignment.training.arguments import (
     check_collator,
     check_data_source,
@@ -51,12 +53,12 @@ from alignment.training.evaluation import evaluate, evaluation_windows
 from alignment.training.hub.methods import HubMethods
 from alignment.training.hub.uploads import Uploads
 from alignment.training.interruptions.limits import limits_of
-from alignment.training.interruptions.status import begin_status, ending_in_status
 from alignment.training.interruptions.stopping import listening
 from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
 from alignment.training.preparation import TrainerPreparation
 from alignment.training.run_engines import RunEngines
+from alignment.training.run_page import write_page
 from alignment.training.run_state import Identity, RunState
 from alignment.training.surface.again import begin_again
 from alignment.training.surface.later import take_over
@@ -255,8 +257,10 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         present, self._at_first = self._at_first or self._present(), None
         checkpoint = self.folder.enter(asked, present)
         if self.is_world_process_zero():
-            name = None if checkpoint is None else checkpoint.folder.name
-            begin_status(self.output_dir, self.args.method, name, bool(asked), self.tell)
+            known = {"method": self.args.method, "world_size": world_size()}
+            known["resumed_from"] = "" if checkpoint is None else checkpoint.folder.name
+            begin_status(self.output_dir, bool(asked), self.tell, **known)
+            ACTIVITY.at_failure = functools.partial(write_page, self.output_dir, self.tell)
         with ending_in_status(), listening(self.tell):
             return self._trained(checkpoint, present)
 
