@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from alignment.checkpoint.lock import LOCK
 from alignment.checkpoint.manifest import Manifest, files_in
-from alignment.checkpoint.owner import Owner, beat, process_start
 from alignment.checkpoint.records import record_of
+from alignment.reporting.run_lock import LOCK
 from alignment.reporting.status_file import STATUS, RunStatus
 
-ELSEWHERE = {"host": "node7", "boot": "of-another-kernel"}
-BEGAN = 1_790_000_000.0  # 2026-09-21 13:33:20 UTC
+BEGAN = 1_790_000_000.0  # 2026-09-21 14:13:20 UTC
+HOLDER = "process 4711 on node7 (SLURM job 77)"
 
 
 def at(seconds: float) -> str:
     """Return a time in the format of the log, in seconds after the start of the run."""
-    from datetime import datetime, timezone
-
     time = datetime.fromtimestamp(BEGAN + seconds, timezone.utc)
     return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
@@ -58,33 +55,21 @@ def write_status(folder: Path, **values: Any) -> RunStatus:
     return status
 
 
-def write_lock(folder: Path, owner: Owner, count: int = 0) -> None:
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder, as a run does that is in progress."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / LOCK).write_bytes(owner.text()[: -len(beat(0))] + beat(count))
+    with (folder / LOCK).open("w") as file:
+        file.write(HOLDER)
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def write_checkpoint(folder: Path, step: int, *, resumable: bool = True, total_steps: int = 100) -> Path:
     target = folder / f"checkpoint-{step}"
     target.mkdir(parents=True)
     (target / "model.safetensors").write_bytes(os.urandom(3000))
-    phases = {"records": {"train": {"seconds": step / 10, "tokens": 1, "peak_bytes": 1, "entries": step}}}
-    (target / "run_state-00000.json").write_text(json.dumps({"phases": phases}))
     files = {name: record_of(target / name) for name in files_in(target)}
     Manifest("r", step, "kto", 1, 0, 8, total_steps, resumable, {}, {}, {}, files).write(target)
     return target
-
-
-def owner_of(pid: int, **changes: Any) -> Owner:
-    """Return the lock owner for a process."""
-    return replace(Owner.this_process(), pid=pid, start=process_start(pid) or "", **changes)
-
-
-@contextmanager
-def another_process() -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that lives until it is killed."""
-    process = subprocess.Popen(["sleep", "600"])
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
