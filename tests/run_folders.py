@@ -43,8 +43,8 @@ def entry(step: int, seconds: float, tokens: int, **more: Any) -> dict[str, Any]
 def end(phases: dict[str, float]) -> list[dict[str, Any]]:
     """Return the last two lines of a log."""
     records = {name: {"seconds": s, "tokens": 7, "peak_bytes": 1, "entries": 1} for name, s in phases.items()}
-    totals = {"train_runtime": 50.0, "train_steps_per_second": 2.0, "train_loss": 0.3, "step": 100, "time": at(60)}
-    return [totals, {"event": "end", "phases": records, "time": at(60)}]
+    totals = {"train_runtime": 50.0, "train_steps_per_second": 2.0, "train_loss": 0.3, "num_tokens": 1000}
+    return [{**totals, "step": 100, "time": at(60)}, {"event": "end", "phases": records, "time": at(60)}]
 
 
 def write_status(folder: Path, **values: Any) -> RunStatus:

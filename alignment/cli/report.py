@@ -62,7 +62,3 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--out", metavar="FILE", help=f"file to write [{PAGE} in the run's folder, or {_COMPARISON} for several runs]"
     )
     return parser
-
-
-if __name__ == "__main__":
-    main()

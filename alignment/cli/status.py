@@ -18,7 +18,7 @@ from alignment.cli.output import leave_with_help, surviving_closed_output
 from alignment.config.errors import AlignmentError, CheckpointError, counted
 from alignment.reporting.log_reading import Record, is_mean, number
 from alignment.reporting.report import duration
-from alignment.reporting.run_view import MANIFEST, CheckpointView, RunView, read_run, utc
+from alignment.reporting.run_view import IN_PROGRESS, MANIFEST, CheckpointView, RunView, read_run, utc
 from alignment.reporting.status_file import STATUS
 
 _ABOUT = """\
@@ -67,7 +67,7 @@ def _show(options: argparse.Namespace) -> int:
         elif text != shown:
             print(text, flush=True)
         shown = text
-        if not options.follow or not (view.in_progress or view.alive):
+        if not options.follow or not (view.status.state in IN_PROGRESS or view.alive):
             break
         time.sleep(options.interval or 2.0)
     unread = [problem for problem in view.problems if problem.startswith(STATUS)]
@@ -171,7 +171,3 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--interval", type=float, metavar="SECONDS", help="refresh interval of --follow [2]")
     add("--check", action="store_true", help="compare checkpoints with their checksums (reads all of them)")
     return parser
-
-
-if __name__ == "__main__":
-    main()

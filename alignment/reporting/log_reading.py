@@ -55,7 +55,7 @@ class Log:
     @functools.cached_property
     def last(self) -> Record:
         """The newest training entry."""
-        return next((record for record in reversed(self.records) if "num_tokens" in record), {})
+        return next((record for record in reversed(self.records) if _is_training(record)), {})
 
     @functools.cached_property
     def evaluation(self) -> Record:
@@ -88,12 +88,16 @@ class Log:
             return Rates(steps, tokens / seconds if tokens and seconds else None)
         begun = self.newest("start", "resume")
         since = next((place for place, record in enumerate(self.records) if record is begun), 0)
-        entries = [record for record in self.records[since:] if "num_tokens" in record][-_RECENT:]
+        entries = [record for record in self.records[since:] if _is_training(record)][-_RECENT:]
         if len(entries) == 1:  # the count of tokens at the step of a resume is unknown
             entries.insert(0, {"step": 0, **({"num_tokens": 0} if begun.get("event") == "start" else {}), **begun})
         if len(entries) < 2:
             return Rates(None, None)
         return Rates(*(_rate(entries[0], entries[-1], key) for key in ("step", "num_tokens")))
+
+
+def _is_training(record: Record) -> bool:
+    return "num_tokens" in record and "train_runtime" not in record
 
 
 def _rate(first: Record, last: Record, key: str) -> float | None:

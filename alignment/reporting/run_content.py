@@ -18,7 +18,7 @@ from alignment.reporting.html import content
 from alignment.reporting.log_reading import Log, Record, number, parsed, seconds_of
 from alignment.reporting.model_card import is_secret, without_secret_values
 from alignment.reporting.report import duration
-from alignment.reporting.run_view import RunView, read_run, utc
+from alignment.reporting.run_view import IN_PROGRESS, RunView, read_run, utc
 
 _LARGEST = 64 * 2**20  # bytes of a JSON file that is read
 _LONGEST_VALUE = 300  # characters of an option's value
@@ -48,12 +48,8 @@ def read_content(folder: Path, *, state: str | None = None) -> content.RunConten
         OutputError: it is not the output folder of a run.
     """
     view = read_run(folder)
-    log, state, start, options = (
-        view.log,
-        state or view.status.state,
-        view.log.newest("start"),
-        _read_object(folder / "options.json"),
-    )
+    log, state, start = view.log, state or view.status.state, view.log.newest("start")
+    options = _read_object(folder / "options.json")
     entries = [entry for entry in log.records if "event" not in entry]
     best = _best_step(folder, view, options)
     resumes = [(event["step"], "resumed") for event in view.resumes]
@@ -63,11 +59,7 @@ def read_content(folder: Path, *, state: str | None = None) -> content.RunConten
         folder=str(folder),
         method=str(METHODS[method].TITLE) if method in METHODS.entries else method,
         state=state,
-        sentence=""
-        if state == "finished"
-        else _IN_PROGRESS
-        if view.in_progress
-        else f"{view.sentence[0].upper()}{view.sentence[1:]}.",
+        sentence=_IN_PROGRESS if state in IN_PROGRESS else f"{view.sentence[0].upper()}{view.sentence[1:]}.",
         error=without_secret_values(error) if error and state == "failed" else None,
         facts=[(name, str(value)) for name, value in _facts(view, options, best) if value],
         history=[entry for entry in entries if "train_runtime" not in entry],
@@ -194,12 +186,10 @@ def _completion(row: Record, before: Record | None = None) -> content.Completion
     """The texts of a step, or of two side by side; what has not changed, such as the reference's, once."""
     earlier, shown = _texts(before or {}), dict[str, str]()
     for name, text in _texts(row).items():
-        same = before is None or earlier.get(name, text) == text
-        shown |= (
-            {name: text}
-            if same
-            else {f"{name}, step {before['step']}": earlier[name], f"{name}, step {row['step']}": text}
-        )
+        if before is None or earlier.get(name, text) == text:
+            shown[name] = text
+        else:
+            shown |= {f"{name}, step {before['step']}": earlier[name], f"{name}, step {row['step']}": text}
     scores = {name.replace("_", " "): value for name, each in row.items() if (value := number(each)) is not None}
     scores.pop("step", None)
     return content.Completion(_cut(row["prompt"], _LONGEST_TEXT), shown, scores)

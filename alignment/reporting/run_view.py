@@ -74,11 +74,6 @@ class RunView:
         return {"updated": status.pop("time"), **status, **own, "checkpoints": checkpoints}
 
     @property
-    def in_progress(self) -> bool:
-        """Whether the run has not ended, as far as its files show."""
-        return self.status.state in IN_PROGRESS
-
-    @property
     def sentence(self) -> str:
         """The state in words."""
         status = self.status
@@ -87,7 +82,7 @@ class RunView:
             return f"no heartbeat since {utc(status.time)}: process {status.pid} on {status.host} is gone{where}"
         if status.state == UNKNOWN:
             return "unknown: there is no readable status.json"
-        if self.in_progress:
+        if status.state in IN_PROGRESS:
             return f"{status.state}: {self.holder}{where}"
         by = f" by {status.signal} after step {status.step}" if status.signal else ""
         said = f"{status.state}{by}" + (f": {status.error}" if status.error else "")
@@ -165,11 +160,10 @@ def _read_checkpoint(path: Path, step: int) -> CheckpointView:
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         sizes = {name: record["size"] for name, record in manifest["files"].items()}
-        for name, size in sizes.items():
-            found = (path / name).stat().st_size
-            if found != size:
-                return CheckpointView(path.name, step, problem=f"{name}: has {found} bytes instead of {size}")
-        return CheckpointView(path.name, step, True, None, sum(sizes.values()), bool(manifest["resumable"]))
+        other = [name for name, size in sizes.items() if (path / name).stat().st_size != size]
+        if not other:
+            return CheckpointView(path.name, step, True, None, sum(sizes.values()), bool(manifest["resumable"]))
+        problem = f"{other[0]}: does not have {sizes[other[0]]} bytes"
     except OSError as error:
         problem = f"{Path(error.filename).relative_to(path)}: {error.strerror}"
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:

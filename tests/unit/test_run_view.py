@@ -141,7 +141,7 @@ def test_ends(tmp_path: Path, values: dict[str, Any], said: str) -> None:
     write_status(tmp_path, **values)
     write_log(tmp_path, [start(), entry(1, 1, 1), entry(40, 40, 40)])
     found = read_run(tmp_path)
-    assert (found.status.state, found.in_progress, found.eta_seconds) == (values["state"], False, None)
+    assert (found.status.state, found.eta_seconds) == (values["state"], None)
     assert status_line(found).split("; ")[0] == said
     with locked(tmp_path):  # by the next attempt, which has not written its status yet
         assert read_run(tmp_path).sentence == f"{said}; {HOLDER} holds the folder"
@@ -189,7 +189,7 @@ def test_folders_without_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda folder: os.truncate(folder / "model.safetensors", 100), "model.safetensors: has 100 bytes instead of"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 100), "model.safetensors: does not have 3000 bytes"),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors: No such file"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: No such file"),
         (lambda folder: os.truncate(folder / "manifest.json", 50), "manifest.json: cannot be read"),
