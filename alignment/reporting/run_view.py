@@ -53,7 +53,7 @@ class RunView:
     holder: str = ""  #: that process
     name: str = ""  #: ``run_name``
     eta_seconds: float | None = None  #: until the last step, at the current rate
-    steps_per_second: float | None = None  #: see :meth:`.Log.rates`
+    steps_per_second: float | None = None  #: over the newest entries of the log
     tokens_per_second: float | None = None
     tokens: int | None = None  #: trained on so far
     metrics: Record = field(default_factory=dict)  #: of the newest training entry of the log

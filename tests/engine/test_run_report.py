@@ -37,6 +37,7 @@ REPORT = """\
 | ----- | ----: | ------: | ----: | -------: | ---------: |
 | train |     4 |    1.50 |   75% |    2,000 |   1.50 GiB |
 | step  |     4 |    0.50 |   25% |          |            |
+| save  |     1 |    0.00 |    0% |          |            |
 
 ## Final metrics
 
@@ -59,6 +60,7 @@ def test_the_text() -> None:
         phases={
             "train": {"seconds": 1.5, "tokens": 3000, "peak_bytes": 1.5 * 2**30, "entries": 4},
             "step": {"seconds": 0.5, "tokens": 0, "peak_bytes": 0, "entries": 4},
+            "save": {"seconds": 0.0, "tokens": 3, "peak_bytes": 0, "entries": 1},
         },
         memory="GPU memory",
         train={"loss": 0.48312, "kl": 2.0, "count/chosen": 3.0, "logps/chosen_sum": -9.0},

@@ -89,25 +89,16 @@ def test_unknown_values_are_omitted(tmp_path: Path) -> None:
     assert "checkpoint-5 5 0.0 MB complete" in page.text
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
+def test_the_end_of_a_run(tmp_path: Path) -> None:
+    write_log(tmp_path, [start(), entry(40, 40, 40)])
+    for values, says in (
         ({"state": "failed", "error": "the GPU is out of memory"}, "failed {} Error. the GPU is out of memory"),
         ({"state": "preempted", "signal": "SIGUSR1"}, "preempted {} Preempted by SIGUSR1 after step 40."),
-        ({"state": "stopped", "signal": "STOP"}, "stopped {} Stopped by STOP after step 40."),
-        ({"state": "finished"}, "finished {} Steps"),
-    ],
-)
-def test_the_end_of_a_run(tmp_path: Path, values: dict[str, Any], says: str) -> None:
-    write_status(tmp_path, **values)
-    write_log(tmp_path, [start(), entry(40, 40, 40)])
-    assert says.format(tmp_path) in Page(render(read_content(tmp_path))).text
-
-
-def test_a_state_before_it_is_written(tmp_path: Path) -> None:
-    write_status(tmp_path, state="running")
-    write_log(tmp_path, [start(), entry(100, 40, 40)])
-    assert read_content(tmp_path, state="finished").state == "finished"
+        ({"state": "running"}, "lost {} No heartbeat since 2026-09-21 14:14:01 UTC: process 4711 on node7 is gone"),
+    ):
+        write_status(tmp_path, **values)
+        assert says.format(tmp_path) in Page(render(read_content(tmp_path))).text
+    assert read_content(tmp_path, state="finished").state == "finished", "which status.json does not say yet"
 
 
 def test_time_is_without_pauses(tmp_path: Path) -> None:

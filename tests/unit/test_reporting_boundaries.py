@@ -1,4 +1,4 @@
-"""Boundary rows of report.md, of values in messages, and of callbacks."""
+"""Boundary rows of values in messages, and of callbacks."""
 
 from __future__ import annotations
 
@@ -13,26 +13,9 @@ from alignment import CPOConfig
 from alignment.config.deepspeed_keys import check_keys
 from alignment.config.errors import OptionError, setting
 from alignment.reporting.metrics import REWARDS
-from alignment.reporting.report import RunReport
 from alignment.run.failures import describe
 from alignment.training.callbacks import Events
 from alignment.training.checkpointing.best import check_best_metric
-
-# The report ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_report_of_phases_without_time_or_tokens() -> None:
-    phases = {
-        "train": {"seconds": 3.0, "tokens": 600.0, "peak_bytes": 2.0**29, "entries": 2.0},
-        "save": {"seconds": 1.0, "tokens": 0.0, "peak_bytes": 0.0, "entries": 1.0},
-    }
-    text = RunReport("A run", [("steps", "2")], phases, "memory", {"loss": 0.5, "a_sum": 1.0}, {"loss": 0.25}).text()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    assert cells[2:4] == [["train", "2", "3.00", "75%", "200", "0.50 GiB"], ["save", "1", "1.00", "25%", "", ""]]
-    assert cells[4:5] + cells[6:] == [["metric", "training", "evaluation"], ["loss", "0.5", "0.25"]]
-    none = {"save": {"seconds": 0.0, "tokens": 3.0, "peak_bytes": 0.0, "entries": 1.0}}
-    assert "|    0.00 |    0% |          |" in RunReport("A run", [], none, "memory", {}, {}).text()
-
 
 # Messages ------------------------------------------------------------------------------------------------------------
 

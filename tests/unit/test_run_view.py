@@ -15,9 +15,8 @@ from run_folders import HOLDER, at, end, entry, locked, start, write_checkpoint,
 from alignment.cli.status import status_line, status_lines
 from alignment.config.errors import OutputError
 from alignment.reporting import run_view
-from alignment.reporting.log_reading import Log, Rates, number
-from alignment.reporting.report import duration
-from alignment.reporting.run_view import CheckpointView, RunView, read_run
+from alignment.reporting.log_reading import Log, Rates
+from alignment.reporting.run_view import RunView, read_run
 from alignment.reporting.status_file import STATUS, RunStatus
 
 RESUME = {"event": "resume", "attempt": 2, "step": 4, "checkpoint": "checkpoint-4", "world_size": 4, "time": at(1000)}
@@ -59,13 +58,6 @@ def test_lines_that_are_no_json_are_counted_and_passed_over(tmp_path: Path) -> N
     found = read_run(tmp_path)
     assert found.problems == ["log.jsonl: 4 lines cannot be read"]
     assert (found.metrics, found.status.step) == ({"loss": 1.0}, 1), "the newest that can be read"
-
-
-@pytest.mark.parametrize(
-    ("value", "known"), [(1, 1.0), (0, 0.0), (True, None), (float("inf"), None), (10**400, None), ("1", None)]
-)
-def test_numbers_in_a_log(value: Any, known: float | None) -> None:
-    assert number(value) == known
 
 
 # States -------------------------------------------------------------------------------------------------------------
@@ -211,11 +203,6 @@ def test_an_incomplete_checkpoint(tmp_path: Path, damage: Callable[[Path], None]
     assert "checkpoint-100  complete, 0.0 MB" in lines and "checkpoint-5    complete, weights only, 0.0 MB" in lines
 
 
-@pytest.mark.parametrize(("count", "shown"), [(2**30 // 100, "10.7 MB"), (2**30 // 100 + 1, "0.01 GiB")])
-def test_sizes_of_checkpoints(count: int, shown: str) -> None:
-    assert CheckpointView("checkpoint-4", 4, True, bytes=count).size == shown
-
-
 # Text and JSON ------------------------------------------------------------------------------------------------------
 
 
@@ -225,44 +212,27 @@ def row(name: str, status: RunStatus | None = None, **values: Any) -> str:
     return next((line[14:] for line in status_lines(view) if line[2:14].strip() == name), "")
 
 
+METRICS = {f"m{n}": n for n in range(9)} | {"count/chosen": 3, "a_sum": 3, "kl": 0.25, "loss": 1, "entropy": None}
+
+
 @pytest.mark.parametrize(
-    ("step", "total", "eta", "shown"),
-    [(0, 0, None, "0"), (0, 8, None, "0 of 8 (0%)"), (8, 8, 0, "8 of 8 (100%), about 0.0 s left"),
-     (1, 8, 3661, "1 of 8 (12%), about 1 h 01 min 01 s left")],
+    ("name", "values", "shown"),
+    [
+        ("step", {}, "0"),
+        ("step", {"status": RunStatus("running", total_steps=8)}, "0 of 8 (0%)"),
+        ("step", {"status": RunStatus(step=8, total_steps=8), "eta_seconds": 0}, "8 of 8 (100%), about 0.0 s left"),
+        ("speed", {}, ""),
+        ("speed", {"steps_per_second": 0.1}, "0.1 steps/s"),
+        ("speed", {"steps_per_second": 0.0999, "tokens_per_second": 1234.5}, "10 s per step, 1,234 tokens/s"),
+        ("metrics", {"metrics": {"count/chosen": 3}}, ""),
+        ("metrics", {"metrics": METRICS, "metrics_step": 7},
+         "step 7: loss 1, kl 0.25, m0 0, m1 1, m2 2, m3 3, m4 4, m5 5, m6 6, m7 7"),
+    ],
 )  # fmt: skip
-def test_steps_and_the_time_left(step: int, total: int, eta: float | None, shown: str) -> None:
-    assert row("step", RunStatus("running", step=step, total_steps=total), eta_seconds=eta) == shown
-
-
-@pytest.mark.parametrize(
-    ("steps", "tokens", "shown"),
-    [(None, None, ""), (0.1, None, "0.1 steps/s"), (0.0999, None, "10 s per step"),
-     (2, 1234, "2 steps/s, 1,234 tokens/s")],
-)  # fmt: skip
-def test_speeds(steps: float | None, tokens: float | None, shown: str) -> None:
-    assert row("speed", steps_per_second=steps, tokens_per_second=tokens) == shown
-
-
-def test_important_metrics_come_first_and_ten_are_shown() -> None:
-    metrics = {f"m{n}": n for n in range(9)} | {
-        "count/chosen": 3,
-        "a_sum": 3,
-        "kl": 0.25,
-        "nan": float("nan"),
-        "loss": 1,
-    }
-    assert row("metrics", metrics=metrics, metrics_step=7) == (
-        "step 7: loss 1, kl 0.25, m0 0, m1 1, m2 2, m3 3, m4 4, m5 5, m6 6, m7 7"
-    )
-    assert row("metrics", metrics={"count/chosen": 3}) == ""
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(0, "0.0 s"), (59.4, "59.4 s"), (59.6, "1 min 00 s"), (3599.4, "59 min 59 s"), (3600, "1 h 00 min 00 s")],
-)
-def test_durations(seconds: float, shown: str) -> None:
-    assert duration(seconds) == shown
+def test_rows_of_the_text(name: str, values: dict[str, Any], shown: str) -> None:
+    """Important metrics come first, and ten are shown."""
+    view = RunView("out", Log(Path("absent")), **{"status": RunStatus("running"), "alive": True, **values})
+    assert next((line[14:] for line in status_lines(view) if line[2:14].strip() == name), "") == shown
 
 
 def test_every_key_is_documented_and_its_value_is_json(tmp_path: Path) -> None:
