@@ -44,13 +44,14 @@ def test_no_step_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     synced, sync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.2), sync(descriptor), synced.append(1)))
     monkeypatch.setattr(status_file, "_EVERY_S", 0.05)
-    file, longest = StatusFile(tmp_path, RunStatus(), lambda: {"phase": "train"}), 0.0
+    file, spent = StatusFile(tmp_path, RunStatus(), lambda: {"phase": "train"}), 0.0
     for step in range(200):
         begin = time.perf_counter()
         file.update(state="running", step=step)
-        longest = max(longest, time.perf_counter() - begin)
+        spent += time.perf_counter() - begin
+        assert spent < 0.2, step
         time.sleep(0.005)
-    assert longest < 0.1 and len(synced) >= 2, (longest, synced)
+    assert len(synced) >= 2
     until(lambda: found(tmp_path).step == 199)
     assert (found(tmp_path).state, found(tmp_path).phase) == ("running", "train")
     file.close()
