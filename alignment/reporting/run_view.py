@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from alignment.reporting.status_file import ENDED, STATUS, RunStatus, read_statu
 LOG, MANIFEST = "log.jsonl", "manifest.json"
 LOST, UNKNOWN = "lost", "unknown"  # states in addition to those of status.json
 IN_PROGRESS = ("starting", "running")
+_ENDING_S = 60.0  # a process that has this number may be another one later
 _REPORTS = ("report.html", "report.md")
 _RESUME = ("time", "attempt", "step", "checkpoint", "world_size")
 
@@ -83,7 +86,7 @@ class RunView:
         if status.state == UNKNOWN:
             return "unknown: there is no readable status.json"
         if status.state in IN_PROGRESS:
-            return f"{status.state}: {self.holder}{where}"
+            return f"{status.state}: {self.holder or f'process {status.pid} on {status.host}'}{where}"
         by = f" by {status.signal} after step {status.step}" if status.signal else ""
         said = f"{status.state}{by}" + (f": {status.error}" if status.error else "")
         return f"{said}; {self.holder} holds the folder" if self.alive else said
@@ -119,7 +122,7 @@ def read_run(folder: Path) -> RunView:
     said = said or RunStatus(UNKNOWN, run=str(start.get("run") or ""), method=str(start.get("method") or ""))
     status = replace(
         said,
-        state=said.state if alive or said.state in (*ENDED, UNKNOWN) else LOST,
+        state=said.state if alive or said.state in (*ENDED, UNKNOWN) or _is_ending(said, folder) else LOST,
         step=max(said.step, whole(log.last.get("step")) or 0, *(one.step for one in checkpoints[:1])),
         total_steps=said.total_steps or whole(start.get("steps")) or 0,
     )
@@ -146,6 +149,12 @@ def read_run(folder: Path) -> RunView:
         report=next((str(folder / name) for name in _REPORTS if (folder / name).is_file()), None),
         problems=problems,
     )
+
+
+def _is_ending(said: RunStatus, folder: Path) -> bool:
+    """Whether the process of a run is still there that has just released its folder and not recorded its end yet."""
+    is_here = said.host == socket.gethostname() and Path(f"/proc/{said.pid}").exists()
+    return is_here and time.time() - (folder / STATUS).stat().st_mtime < _ENDING_S
 
 
 def read_checkpoints(folder: Path) -> list[CheckpointView]:
