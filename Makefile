@@ -136,8 +136,6 @@ style: $(READY)
 	@$(BIN)/ruff format $(SOURCES)
 
 tables: $(READY)
-	@$(BIN)/python -m alignment.cli.help docs/reference/options.md
-	@$(BIN)/python -m alignment.cli.coming_from_trl docs/reference/trl-options.md
 	@$(BIN)/python -m tools.documentation
 
 # Links to files of the repository lead to DOCS_REPOSITORY_URL, such as https://github.com/me/this/blob/main.

@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,12 @@ from alignment.checkpoint.manifest import Manifest, files_in, record_of
 from alignment.reporting.run_lock import LOCK
 from alignment.reporting.status_file import STATUS, RunStatus
 
-BEGAN = 1_790_000_000.0  # 2026-09-21 13:33:20 UTC
+BEGAN = 1_790_000_000.0  # 2026-09-21 14:13:20 UTC
+HOLDER = "process 4711 on node7 (SLURM job 77)"
 
 
 def at(seconds: float) -> str:
     """Return a time in the format of the log, in seconds after the start of the run."""
-    from datetime import datetime, timezone
-
     time = datetime.fromtimestamp(BEGAN + seconds, timezone.utc)
     return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
@@ -44,8 +44,8 @@ def entry(step: int, seconds: float, tokens: int, **more: Any) -> dict[str, Any]
 def end(phases: dict[str, float]) -> list[dict[str, Any]]:
     """Return the last two lines of a log."""
     records = {name: {"seconds": s, "tokens": 7, "peak_bytes": 1, "entries": 1} for name, s in phases.items()}
-    totals = {"train_runtime": 50.0, "train_steps_per_second": 2.0, "train_loss": 0.3, "step": 100, "time": at(60)}
-    return [totals, {"event": "end", "phases": records, "time": at(60)}]
+    totals = {"train_runtime": 50.0, "train_steps_per_second": 2.0, "train_loss": 0.3, "num_tokens": 1000}
+    return [{**totals, "step": 100, "time": at(60)}, {"event": "end", "phases": records, "time": at(60)}]
 
 
 def write_status(folder: Path, **values: Any) -> RunStatus:
@@ -56,12 +56,21 @@ def write_status(folder: Path, **values: Any) -> RunStatus:
     return status
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder, as a run does that is in progress."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        file.write(HOLDER)
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def write_checkpoint(folder: Path, step: int, *, resumable: bool = True, total_steps: int = 100) -> Path:
     target = folder / f"checkpoint-{step}"
     target.mkdir(parents=True)
     (target / "model.safetensors").write_bytes(os.urandom(3000))
-    phases = {"records": {"train": {"seconds": step / 10, "tokens": 1, "peak_bytes": 1, "entries": step}}}
-    (target / "run_state-00000.json").write_text(json.dumps({"phases": phases}))
     files = {name: record_of(target / name) for name in files_in(target)}
     Manifest("r", step, "kto", 1, 0, 8, total_steps, resumable, {}, {}, {}, files).write(target)
     return target

@@ -1,26 +1,19 @@
-"""The text of ``--help`` and the option tables of the documentation, both generated from the option classes.
-
-``python -m alignment.cli.help docs/reference/options.md`` regenerates the tables of a file.
-"""
+"""The text of ``--help``, generated from the option classes."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from alignment.config.compatibility.verdicts import verdict_of
-from alignment.config.errors import OutputError
 from alignment.config.fields import option_fields
 from alignment.config.lookup import packaged_names
 from alignment.config.options import AlignmentConfig
 from alignment.config.refusals import refused_fields
-from alignment.config.registry import METHODS
 
 _USAGE = """\
 usage: {program} [RECIPE] [--method METHOD] [--OPTION VALUE ...]
@@ -37,8 +30,6 @@ _LAUNCHED = {
 _LAUNCHED_MODULE = (
     "with a launcher: deepspeed --module alignment {name} …, torchrun --nproc_per_node N -m alignment {name} …"
 )
-BEGIN = "<!-- options: written by `make tables` from alignment/config/ -->"
-END = "<!-- end of options -->"
 
 
 def grouped_fields(cls: type) -> Iterator[tuple[type, list[dataclasses.Field[Any]]]]:
@@ -91,51 +82,3 @@ def _entry(field: dataclasses.Field[Any]) -> str:
     later = " (not supported yet)" if field.name in refused_fields() else ""
     text = f"{field.metadata['help'].replace('`', '')} [{default_text(field)}]{later}"
     return textwrap.fill(text, 100, initial_indent=f"  --{field.name}".ljust(33) + " ", subsequent_indent=" " * 34)
-
-
-def option_tables() -> str:
-    """Return a table for each group of options, and the list of options that are not supported yet."""
-    parts = [_table(title, fields) for title, fields in _groups()]
-    later = ", ".join(f"`{name}`" for name in sorted(refused_fields()))
-    return "\n\n".join([*parts, f"Not supported yet; the error names the closest alternative: {later}."])
-
-
-def _groups() -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]:
-    """Yield the title and the supported fields of each group once, shared groups first."""
-    seen: set[type] = set()
-    for cls in METHODS.values():
-        for group, fields in grouped_fields(cls):
-            working = [field for field in fields if field.name not in refused_fields()]
-            if group not in seen and working:
-                seen.add(group)
-                yield vars(group)["TITLE"], working
-
-
-def _table(title: str, fields: list[dataclasses.Field[Any]]) -> str:
-    rows = [f"| `{field.name}` | {default_text(field)} | {field.metadata['help']} |" for field in fields]
-    head = ["| option | default | description |", "|---|---|---|"]
-    return "\n".join([f"## {title}", "", *head, *rows])
-
-
-def with_tables(text: str) -> str:
-    """Return the text with the tables between its two markers regenerated.
-
-    Raises:
-        OutputError: the markers are missing.
-    """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise OutputError(f"the file has no markers for the tables; add these two lines: {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{option_tables()}\n\n{END}{after}"
-
-
-def main() -> None:
-    """Regenerate the tables of each file named on the command line."""
-    for name in sys.argv[1:]:
-        path = Path(name)
-        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -9,13 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from alignment.cli.output import leave_with_help, surviving_closed_output
-from alignment.cli.status import settled
 from alignment.config.errors import AlignmentError, OutputError
-from alignment.engines.inspecting.report import content_of
-from alignment.engines.inspecting.run import RunReader
 from alignment.reporting.durable import replace_text
-from alignment.reporting.html.content import RunContent
 from alignment.reporting.html.page import PAGE, render, render_comparison
+from alignment.reporting.run_content import read_content
 
 _COMPARISON = "comparison.html"
 _ABOUT = f"""\
@@ -37,36 +34,25 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
     options = parser.parse_args(arguments)
     code = 0
     with surviving_closed_output(), contextlib.suppress(KeyboardInterrupt):
-        code = _run([Path(run).expanduser() for run in options.runs], options.out)
+        try:
+            print(_write([Path(run).expanduser() for run in options.runs], options.out), flush=True)
+        except (AlignmentError, OSError) as error:
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            code = 1
     sys.exit(code)
 
 
-def _run(folders: Sequence[Path], out: str | None) -> int:
-    try:
-        readers = [RunReader(folder, history=True) for folder in folders]
-        contents = [_content(reader) for reader in readers]
-        several = len(contents) > 1
-        target = Path(out).expanduser() if out else Path(_COMPARISON) if several else folders[0] / PAGE
-        _write(target, render_comparison(contents) if several else render(contents[0]))
-    except (AlignmentError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    print(target, flush=True)
-    return 0
-
-
-def _content(reader: RunReader) -> RunContent:
-    return content_of(reader, settled(reader))
-
-
-def _write(target: Path, text: str) -> None:
+def _write(folders: Sequence[Path], out: str | None) -> Path:
+    contents = [read_content(folder) for folder in folders]
+    several = len(contents) > 1
+    target = Path(out).expanduser() if out else Path(_COMPARISON) if several else folders[0] / PAGE
+    text = render_comparison(contents) if several else render(contents[0])
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_text(target, text)
     except OSError as error:
-        raise OutputError(
-            f"{target}: cannot be written: {error.strerror or error}; set --out to another file"
-        ) from error
+        raise OutputError(f"{target}: cannot be written: {error.strerror}; set --out to another file") from error
+    return target
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -76,7 +62,3 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--out", metavar="FILE", help=f"file to write [{PAGE} in the run's folder, or {_COMPARISON} for several runs]"
     )
     return parser
-
-
-if __name__ == "__main__":
-    main()

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from alignment.checkpoint.manifest import Manifest
 from alignment.cli.output import leave_with_help, surviving_closed_output
-from alignment.cli.status_text import status_line, status_lines
-from alignment.config.errors import AlignmentError
-from alignment.engines.inspecting.life import SILENT_S
-from alignment.engines.inspecting.run import RunReader
-from alignment.engines.inspecting.view import RunView
+from alignment.config.errors import AlignmentError, CheckpointError, counted
+from alignment.reporting.log_reading import Record, is_mean, number
+from alignment.reporting.report import duration
+from alignment.reporting.run_view import IN_PROGRESS, MANIFEST, CheckpointView, RunView, read_run, utc
 from alignment.reporting.status_file import STATUS
 
 _ABOUT = """\
 Show the status of a run, read from its output folder: state, step, time left, speed, last metrics, checkpoints and
-whether they are complete, phase times, attempts. A run whose process has died is reported with "no heartbeat since".
-On a file system without locks, the files of the run are watched for up to 20 seconds to find this out."""
-_POLL_S, _INTERVAL_S = 0.5, 2.0
-_CLEAR_BELOW, _UP = "\x1b[J", "\x1b[{}F"
+whether they are complete, attempts, and phase times after its end. A run whose process has died is reported with "no
+heartbeat since"."""
+_FIRST = ("loss", "eval_loss", "rewards/margins", "eval_rewards/margins", "rewards/accuracies", "kl", "grad_norm")
+_MOST_METRICS = 10
 
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment status") -> None:
@@ -38,85 +40,126 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
     parser = _parser(program)
     leave_with_help(parser, arguments)
     options = parser.parse_args(arguments)
-    if options.interval is not None and not options.follow:
-        parser.error(
-            f"argument --interval: {options.interval:g} has no effect without --follow; add --follow or drop it"
-        )
+    if options.interval is not None and not (options.follow and 0.1 <= options.interval <= 86400):
+        parser.error(f"argument --interval: {options.interval:g}: expected 0.1 to 86400 seconds, with --follow")
     code = 0
     with surviving_closed_output(), contextlib.suppress(KeyboardInterrupt):
-        code = _run(options)
+        code = _show(options)
     sys.exit(code)
 
 
-def _run(options: argparse.Namespace) -> int:
-    try:
-        reader = RunReader(Path(options.run).expanduser(), read_all=options.check)
-        view = _follow(reader, options) if options.follow else settled(reader)
-    except (AlignmentError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    if not options.follow:
-        print(json.dumps(view.to_dict()) if options.json else "\n".join(status_lines(view)), flush=True)
+def _show(options: argparse.Namespace) -> int:
+    """Show the run once or, with ``--follow``, whenever it has changed until it ends; return the exit status."""
+    folder, shown, height = Path(options.run).expanduser(), "", 0
+    in_place = options.follow and sys.stdout.isatty() and not options.json
+    while True:
+        try:
+            view = read_run(folder)
+            if options.check:
+                view = replace(view, checkpoints=[_with_contents(folder, one) for one in view.checkpoints])
+        except (AlignmentError, OSError) as error:
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            return 1
+        text = status_line(view) if options.follow else "\n".join(status_lines(view))
+        text = json.dumps(view.to_dict()) if options.json else text
+        if in_place:
+            height = _overwrite(height, status_lines(view))
+        elif text != shown:
+            print(text, flush=True)
+        shown = text
+        if not options.follow or not (view.status.state in IN_PROGRESS or view.alive):
+            break
+        time.sleep(options.interval or 2.0)
     unread = [problem for problem in view.problems if problem.startswith(STATUS)]
     for problem in unread:
         print(f"error: {options.run}: {problem}", file=sys.stderr)
     return 1 if unread else 0
 
 
-def settled(reader: RunReader) -> RunView:
-    """The run, as soon as it is known whether its process is alive."""
-    view, told = reader.read(), False
-    while not view.settled:
-        if not told:
-            print(f"watching {view.folder} for a heartbeat, up to {SILENT_S:.0f} s", file=sys.stderr, flush=True)
-            told = True
-        time.sleep(_POLL_S)
-        view = reader.read()
-    return view
+def _overwrite(height: int, lines: Sequence[str]) -> int:
+    """Replace the last ``height`` lines on the terminal; return the number of lines that it has room for."""
+    size = shutil.get_terminal_size()
+    kept = [line[: max(1, size.columns - 1)] for line in lines[: max(1, size.lines - 1)]]
+    print((f"\x1b[{height}F" if height else "") + "\x1b[J" + "\n".join(kept), flush=True)
+    return len(kept)
 
 
-def _follow(reader: RunReader, options: argparse.Namespace) -> RunView:
-    """Show every change until the run ends: in place on a terminal, otherwise one line per change."""
-    screen = _Screen() if sys.stdout.isatty() and not options.json else None
-    said, shown = "", time.monotonic()
-    while True:
-        view = reader.read()
-        text = json.dumps(view.to_dict()) if options.json else status_line(view)
-        if screen is not None:
-            screen.show(status_lines(view))
-        elif text != said:
-            print(text, flush=True)
-            said = text
-        if view.over:
-            return view
-        now = time.monotonic()
-        shown = max(shown + (options.interval or _INTERVAL_S), now)  # do not make up for missed refreshes
-        time.sleep(shown - now)
+def _with_contents(folder: Path, one: CheckpointView) -> CheckpointView:
+    path = folder / one.name
+    problem = _changed_contents(path, (path / MANIFEST).stat().st_mtime_ns) if one.complete else None
+    return one if problem is None else replace(one, complete=False, problem=problem)
 
 
-class _Screen:
-    """Lines that overwrite the previous ones."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def show(self, lines: Sequence[str]) -> None:
-        """Replace the previous lines; cut to the size of the terminal."""
-        size = shutil.get_terminal_size()
-        kept = [line[: max(1, size.columns - 1)] for line in lines[: max(1, size.lines - 1)]]
-        above = _UP.format(self._count) if self._count else ""
-        print(f"{above}{_CLEAR_BELOW}" + "\n".join(kept), flush=True)
-        self._count = len(kept)
-
-
-def _seconds(text: str) -> float:
+@functools.cache
+def _changed_contents(path: Path, written: int) -> str | None:
+    """Compare the contents of a checkpoint with its checksums, once for each manifest."""
     try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.1 <= value <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, from 0.1 to 86400")
-    return value
+        manifest = Manifest.read(path)
+        manifest.check_contents(path, sorted(manifest.files))
+    except CheckpointError as error:
+        return str(error).removeprefix(f"{path}/")
+    return None
+
+
+def status_line(view: RunView) -> str:
+    """State, step, speed and metrics in one line."""
+    return "; ".join(text for _, text in _rows(view)[:4] if text)
+
+
+def status_lines(view: RunView) -> list[str]:
+    """Everything about a run, one line per item."""
+    title = ": ".join(part for part in (view.status.method, view.folder) if part)
+    return [title, *(f"  {name.ljust(12)}{text}" for name, text in _rows(view) if text)]
+
+
+def _rows(view: RunView) -> list[tuple[str, str]]:
+    """Name and text of each row. Unknown texts are empty, and so are the names of a table's further rows."""
+    status, rate = view.status, view.steps_per_second
+    total = status.total_steps
+    step = f"{status.step} of {total} ({100 * status.step / total:.0f}%)" if total else str(status.step)
+    eta = "" if view.eta_seconds is None else f", about {duration(view.eta_seconds)} left"
+    speed = [f"{rate:.3g} steps/s" if rate >= 0.1 else f"{1 / rate:.3g} s per step"] if rate else []
+    speed += [f"{view.tokens_per_second:,.0f} tokens/s"] if view.tokens_per_second else []
+    ordered = sorted(view.phases.items(), key=lambda item: -item[1]["seconds"])
+    seconds = sum(one["seconds"] for _, one in ordered) or 1.0
+    phases = [f"{name}: {duration(one['seconds'])} ({100 * one['seconds'] / seconds:.0f}%)" for name, one in ordered]
+    return [
+        ("state", view.sentence),
+        ("step", step + eta),
+        ("speed", ", ".join(speed)),
+        ("metrics", _metrics(view.metrics, view.metrics_step)),
+        ("evaluation", _metrics(view.evaluation, view.evaluation_step)),
+        ("attempt", _attempt(view)),
+        *((("checkpoints", "")[number > 0], text) for number, text in enumerate(_checkpoints(view))),
+        *((("phases", "")[number > 0], text) for number, text in enumerate(phases)),
+        ("report", view.report or ""),
+        ("started", utc(status.started)),
+        ("updated", utc(status.time)),
+        *(("problem", problem) for problem in view.problems),
+    ]
+
+
+def _metrics(metrics: Record, step: int | None) -> str:
+    known = {name: value for name, each in metrics.items() if is_mean(name) and (value := number(each)) is not None}
+    names = [*(name for name in _FIRST if name in known), *(name for name in known if name not in _FIRST)]
+    said = [f"{name} {known[name]:.4g}" for name in names[:_MOST_METRICS]]
+    return f"step {step}: {', '.join(said)}" if said else ""
+
+
+def _attempt(view: RunView) -> str:
+    status, steps = view.status, ", ".join(str(event["step"]) for event in view.resumes)
+    said = str(status.attempt)
+    said += f", {status.stalled} in a row without a newer checkpoint" if status.stalled > 1 else ""
+    said += f", requeued {counted(status.restarts, 'time')}" if status.restarts else ""
+    return said + (f"; resumed after step {steps}" if steps else "")
+
+
+def _checkpoints(view: RunView) -> Iterator[str]:
+    width = max((len(one.name) for one in view.checkpoints), default=0)
+    for one in view.checkpoints:
+        yield f"{one.name.ljust(width)}  {one.condition}" + (f", {one.size}" if one.complete else "")
+    for name in view.partial:
+        yield f"{name}  {'being written' if view.alive else 'incomplete: the run ended while writing it'}"
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -125,19 +168,6 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("run", metavar="RUN", help="output folder of the run")
     add("--json", action="store_true", help="print one JSON object; with --follow, one per line for each change")
     add("--follow", action="store_true", help="show changes until the run ends; Ctrl-C does not affect the run")
-    add(
-        "--interval",
-        type=_seconds,
-        metavar="SECONDS",
-        help=f"refresh interval of --follow [{_INTERVAL_S:g}]",
-    )
-    add(
-        "--check",
-        action="store_true",
-        help="compare checkpoints with their checksums (reads all of them)",
-    )
+    add("--interval", type=float, metavar="SECONDS", help="refresh interval of --follow [2]")
+    add("--check", action="store_true", help="compare checkpoints with their checksums (reads all of them)")
     return parser
-
-
-if __name__ == "__main__":
-    main()

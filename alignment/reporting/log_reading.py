@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections import deque
 from datetime import datetime
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
 _RECENT = 50  # entries used for rates
-_CHUNK = 1 << 20
-_ANCHOR = 64  # bytes before the read position, which identify the file
 _BOOKKEEPING = ("step", "epoch", "num_tokens", "num_input_tokens_seen", "tokens_per_second", "time")
 
 Record = dict[str, Any]
@@ -30,105 +27,48 @@ def is_mean(name: str) -> bool:
     return not (name.endswith("_sum") or name.startswith("count/"))
 
 
-class LogReader:
-    """Reads a log incrementally: each call reads the lines added since the previous one.
-
-    A log is truncated when its run is resumed; it is then read from the start. Its last line may be incomplete.
+class Log:
+    """The complete lines of a log.
 
     Args:
         path: the file; it may be missing.
-        history: keep all lines, parsed, in ``records``.
 
     Attributes:
-        events: the lines about the run itself: ``start``, ``resume``, ``end`` and others with ``event``.
-        records: all lines in order, events included, if they are kept.
-        unreadable: number of complete lines that are not JSON objects.
-        size: bytes read so far.
+        records: the lines that are JSON objects, in order.
+        unreadable: number of the others.
+
+    Raises:
+        OSError: the file exists and cannot be read.
     """
 
-    def __init__(self, path: Path, *, history: bool = False) -> None:
-        self.path, self._history = path, history
-        self._forget()
+    def __init__(self, path: Path) -> None:
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # the last line may be incomplete
+        known = [parsed(line) for line in lines if line.strip()]
+        self.records = [record for record in known if record]
+        self.unreadable = len(known) - len(self.records)
 
-    def _forget(self) -> None:
-        self.events: list[Record] = []
-        self.records: list[Record] = []
-        self.unreadable = self.size = 0
-        self._anchor, self._rest = b"", b""
-        self._recent: deque[bytes] = deque(maxlen=_RECENT)  # of the newest attempt
-        self._evaluations: deque[bytes] = deque(maxlen=_RECENT)  # since the last training entry
-        self._trained_since = False  # the newest evaluation
-        self._last = self._totals = b""
+    @functools.cached_property
+    def events(self) -> list[Record]:
+        """The lines about the run itself: ``start``, ``resume``, ``end`` and others with ``event``."""
+        return [record for record in self.records if "event" in record]
 
-    def read(self) -> None:
-        """Read the new lines.
-
-        Raises:
-            OSError: the file exists and cannot be read.
-        """
-        try:
-            file = self.path.open("rb")
-        except FileNotFoundError:
-            self._forget()
-            return
-        with file:
-            if not self._continues(file):
-                self._forget()
-                file.seek(0)
-            while chunk := file.read(_CHUNK):
-                *lines, self._rest = (self._rest + chunk).split(b"\n")
-                self.size += len(chunk)
-                self._anchor = (self._anchor + chunk)[-_ANCHOR:]
-                for line in lines:
-                    self._take(line.strip())
-
-    def _continues(self, file: BufferedReader) -> bool:
-        """Whether the file is unchanged up to the read position; the file is then positioned there."""
-        file.seek(self.size - len(self._anchor))
-        return file.read(len(self._anchor)) == self._anchor
-
-    def _take(self, line: bytes) -> None:
-        """Keep a complete line if it may be needed. Most are never parsed, since a log may be long."""
-        if not line:
-            return
-        if not (line.startswith(b"{") and line.endswith(b"}")):
-            self.unreadable += 1
-            return
-        if self._history and (record := _parsed(line)):
-            self.records.append(record)
-        if b'"event":' in line:
-            self._take_event(_parsed(line))
-        elif b'"train_runtime":' in line:
-            self._totals = line
-        elif b'"num_tokens":' in line:
-            self._recent.append(line)
-            self._trained_since = True
-        else:
-            if self._trained_since:
-                self._evaluations.clear()
-            self._evaluations.append(line)
-            self._trained_since = False
-
-    def _take_event(self, event: Record) -> None:
-        if event.get("event") in ("start", "resume"):
-            self._last = self._recent[-1] if self._recent else self._last
-            self._recent.clear()
-        self.events.append(event)
-
-    @property
+    @functools.cached_property
     def last(self) -> Record:
         """The newest training entry."""
-        return next((record for line in (*reversed(self._recent), self._last) if (record := _parsed(line))), {})
+        return next((record for record in reversed(self.records) if _is_training(record)), {})
 
-    @property
+    @functools.cached_property
     def evaluation(self) -> Record:
         """The newest evaluation, all evaluation sets combined (each set has its own line)."""
-        return {name: value for line in self._evaluations for name, value in _parsed(line).items()}
+        other = ("event", "num_tokens", "train_runtime")
+        found = [record for record in self.records if not any(key in record for key in other)]
+        newest = [record for record in found if record.get("step") == found[-1].get("step")]
+        return {name: value for record in newest for name, value in record.items()}
 
     @property
     def totals(self) -> Record:
         """The entry with the totals of the run, such as ``train_runtime``; empty before its end."""
-        return _parsed(self._totals)
+        return next((record for record in reversed(self.records) if "train_runtime" in record), {})
 
     @property
     def ended(self) -> Record | None:
@@ -138,22 +78,26 @@ class LogReader:
 
     def newest(self, *events: str) -> Record:
         """The newest event with one of these names; empty if there is none."""
-        return next((event for event in reversed(self.events) if event.get("event") in events), {})
+        return next((event for event in reversed(self.events) if event["event"] in events), {})
 
     def rates(self) -> Rates:
         """Rates over the newest entries of the newest attempt or, after the end, over the whole run."""
-        if self.ended is not None and (totals := self.totals):
-            seconds, tokens = number(totals.get("train_runtime")), number(self.last.get("num_tokens"))
-            steps = number(totals.get("train_steps_per_second"))
+        if self.ended is not None and self.totals:
+            seconds, tokens = number(self.totals.get("train_runtime")), number(self.last.get("num_tokens"))
+            steps = number(self.totals.get("train_steps_per_second"))
             return Rates(steps, tokens / seconds if tokens and seconds else None)
-        entries = [_parsed(line) for line in self._recent]
-        if len(entries) == 1:
-            entries.insert(0, {"step": 0, "num_tokens": 0} | self.newest("start", "resume"))
-            if entries[0].get("event") == "resume":
-                entries[0]["num_tokens"] = None  # the count at that step is not in the event
+        begun = self.newest("start", "resume")
+        since = next((place for place, record in enumerate(self.records) if record is begun), 0)
+        entries = [record for record in self.records[since:] if _is_training(record)][-_RECENT:]
+        if len(entries) == 1:  # the count of tokens at the step of a resume is unknown
+            entries.insert(0, {"step": 0, **({"num_tokens": 0} if begun.get("event") == "start" else {}), **begun})
         if len(entries) < 2:
             return Rates(None, None)
         return Rates(*(_rate(entries[0], entries[-1], key) for key in ("step", "num_tokens")))
+
+
+def _is_training(record: Record) -> bool:
+    return "num_tokens" in record and "train_runtime" not in record
 
 
 def _rate(first: Record, last: Record, key: str) -> float | None:
@@ -178,6 +122,11 @@ def number(value: Any) -> float | None:
         return None
 
 
+def whole(value: Any) -> int | None:
+    """``value`` if it is a plausible count, else None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53 else None
+
+
 def seconds_of(time: Any) -> float | None:
     """Parse a time of the log or of ``status.json`` into seconds since 1970; None for anything else."""
     if not isinstance(time, str) or not time.endswith("Z"):
@@ -188,7 +137,8 @@ def seconds_of(time: Any) -> float | None:
         return None
 
 
-def _parsed(line: bytes) -> Record:
+def parsed(line: bytes) -> Record:
+    """A line of JSON as an object; empty if it is not one."""
     try:
         found = json.loads(line) if line else {}
     except (ValueError, RecursionError):

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -22,7 +21,9 @@ from alignment.reporting.durable import replace_text
 STATUS = "status.json"
 STATES = ("starting", "running", "preempted", "stopped", "failed", "finished")
 ENDED = STATES[2:]
-_LAST_S = 5.0  # maximum time to wait for a write
+_EVERY_S = 5.0  # between two writes while a run is in progress
+_LAST_S = 5.0  # maximum time to wait for the last write
+_LARGEST = 2**53
 
 
 def now() -> str:
@@ -101,7 +102,7 @@ class RunStatus:
                 continue
             value, default = found[field.name], field.default
             kinds = (str, type(None)) if default is None else (type(default),)
-            if type(value) not in kinds:
+            if type(value) not in kinds or (isinstance(value, int) and value > _LARGEST):
                 raise ValueError(f"{field.name} is {value!r}")
             known[field.name] = value
         return cls(**known)
@@ -136,56 +137,69 @@ def fail_in_place_of(folder: Path, host: str, pid: int, error: str) -> None:
 
 
 class StatusFile:
-    """Keeps ``status.json`` up to date; written by one process, from several threads.
+    """Keeps ``status.json`` up to date; written by one process.
 
-    A separate thread writes the file and is waited for at most a few seconds: a full or unresponsive disk costs an
-    update, but delays neither a step nor the end of the process. The end of a run is not written over the status of
-    another attempt, which may have taken over the folder in the meantime.
+    A thread writes the file: when the state changes, on request, and every few seconds while the run is in progress.
+    :meth:`update` only sets values, so no step waits for a disk; the end of a run waits for a few seconds at most. A
+    full or unresponsive disk costs updates. The end is not written over the status of another attempt, which may have
+    taken over the folder in the meantime.
 
     Args:
         folder: the output folder.
         status: the initial status.
-        clock: in seconds.
+        doing: returns fields of :class:`RunStatus` to refresh before each write while the run is in progress.
     """
 
-    def __init__(self, folder: Path, status: RunStatus, clock: Callable[[], float] = time.monotonic) -> None:
-        self.path, self.status = folder / STATUS, status
-        self._clock, self._lock, self._written = clock, threading.Lock(), float("-inf")
-        self._closed = threading.Event()
-        self._keeper: threading.Thread | None = None
-        self._writer: threading.Thread | None = None
+    def __init__(self, folder: Path, status: RunStatus, doing: Callable[[], dict[str, Any]] = dict) -> None:
+        self.path, self.status, self._doing = folder / STATUS, status, doing
+        self._changed = threading.Condition()
+        self._wanted, self._written, self._due, self._closed = 1, 0, True, False
+        threading.Thread(target=self._keep, name="status", daemon=True).start()
 
-    def update(self, *, within: float = 0.0, **changes: Any) -> None:
-        """Change fields of the status and write it.
-
-        Args:
-            within: skip the write if the file is newer than this, in seconds, and the state is unchanged.
-            **changes: fields of :class:`RunStatus`.
-        """
-        with self._lock:
-            if self.status.state in ENDED:  # only the first end counts
+    def update(self, **changes: Any) -> None:
+        """Change fields of the status. Only the end of a run is waited for, and only its first end counts."""
+        with self._changed:
+            before = self.status
+            if before.state in ENDED:
                 return
-            before, self.status = self.status, dataclasses.replace(self.status, **changes, time=now())
-            if self.status.state == before.state and self._clock() - self._written < within:
-                return
-            busy = self._writer is not None and self._writer.is_alive()
-            if busy and self.status.state not in ENDED:
-                return  # the disk does not respond; a later update writes the change
-            self._written = self._clock()
-            before_it = self._writer if busy else None
-            writer = threading.Thread(target=self._write, args=(before_it,), name="status-write", daemon=True)
-            self._writer = writer
-            writer.start()
-        writer.join(_LAST_S)
+            self.status = dataclasses.replace(before, **changes)
+            self._wanted += 1
+            if self.status.state != before.state:
+                self._wake()
+        if self.status.state in ENDED:
+            self.flush()
 
-    def _write(self, after: threading.Thread | None) -> None:
-        """Write the current status, after the previous write has returned."""
-        if after is not None:
-            after.join()
-        status = self.status
-        with contextlib.suppress(OSError):
-            if status.state not in ENDED or self._is_ours(status):
-                replace_text(self.path, status.text())
+    def flush(self, seconds: float = _LAST_S) -> bool:
+        """Write the current status and wait for it; return whether the disk responded in time."""
+        with self._changed:
+            wanted = self._wanted
+            self._wake()
+            return self._changed.wait_for(lambda: self._written >= wanted, seconds)
+
+    def close(self) -> None:
+        """End the periodic writes: nothing is written any more except, later, the end of the run."""
+        if self.status.state not in ENDED:
+            self._closed = True
+            self.update()
+            self.flush()
+
+    def _wake(self) -> None:
+        self._due = True
+        self._changed.notify_all()
+
+    def _keep(self) -> None:
+        while self.status.state not in ENDED or self._written < self._wanted:
+            with self._changed:
+                self._changed.wait_for(lambda: self._due, None if self._closed else _EVERY_S)
+                self._due, wanted = False, self._wanted
+                doing = {} if self._closed or self.status.state in ENDED else self._doing()
+                status = self.status = dataclasses.replace(self.status, **doing, time=now())
+            with contextlib.suppress(OSError):
+                if status.state not in ENDED or self._is_ours(status):
+                    replace_text(self.path, status.text())
+            with self._changed:
+                self._written = wanted
+                self._changed.notify_all()
 
     def _is_ours(self, status: RunStatus) -> bool:
         try:
@@ -193,24 +207,3 @@ class StatusFile:
         except ValueError:
             return True  # damaged, so replace it
         return found is None or (found.host, found.pid, found.started) == (status.host, status.pid, status.started)
-
-    def keep(self, every: float, doing: Callable[[], dict[str, Any]]) -> None:
-        """Periodically write the fields returned by ``doing``, until the run has ended.
-
-        Args:
-            every: interval in seconds.
-            doing: returns fields of :class:`RunStatus`; called in a separate thread.
-        """
-
-        def run() -> None:
-            while self.status.state not in ENDED and not self._closed.wait(every):
-                self.update(within=every, **doing())
-
-        self._keeper = threading.Thread(target=run, name="status", daemon=True)
-        self._keeper.start()
-
-    def close(self) -> None:
-        """Stop the periodic updates; the end of the run can still be recorded."""
-        self._closed.set()
-        if self._keeper is not None:
-            self._keeper.join(_LAST_S)

@@ -45,7 +45,6 @@ from alignment.training.stopping import end_run
 from alignment.training.window import WindowResult
 from alignment.training.window_loader import windows_of_epoch
 
-_STATUS_S = 2.0  # minimum interval between writes of an unchanged state
 _NOTHING = WindowResult({}, WindowCounts(0, 0, 0, 0, 0))  # of a window that is skipped
 
 
@@ -319,7 +318,6 @@ class TrainingLoop:
         ACTIVITY.step = self.state.global_step
         if ACTIVITY.status is not None:
             ACTIVITY.status.update(
-                within=_STATUS_S,
                 state="running",
                 run=self.writer.manifest.run,
                 step=self.state.global_step,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from alignment.checkpoint.run_folder import LOG
-from alignment.engines.inspecting.report import read_content
 from alignment.reporting.durable import replace_text
 from alignment.reporting.html.page import PAGE, render
+from alignment.reporting.run_content import read_content
+from alignment.reporting.run_view import LOG
 
 
 def write_page(folder: Path, tell: Callable[[str], None], state: str | None = None) -> None:

@@ -58,6 +58,7 @@ def end_run(context: RunContext, writer: CheckpointWriter, finish: Callable[[], 
     REQUESTS.done = True
     step = context.state.global_step
     stop = {"event": "stop", "signal": reason.name, "step": step, "checkpoint": writer.newest}
+    stop["phases"] = context.phases.summary()
     for write in (lambda: context.log_file.write(stop), context.log_file.finish, finish):
         writer.finish(write)
     context.events("on_train_end")

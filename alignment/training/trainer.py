@@ -6,6 +6,7 @@ The constructor follows TRL's, so that a TRL script runs after changing its impo
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -36,6 +37,7 @@ from alignment.reporting.log import JsonlLog, strict
 from alignment.run.activity import ACTIVITY
 from alignment.run.ranks import local_rank, rank, world_size
 from alignment.run.retries import Retries
+from alignment.run.status import begin_status, ending_in_status
 from alignment.training.arguments import (
     check_collator,
     check_data_source,
@@ -57,12 +59,12 @@ from alignment.training.hub.publisher import Publisher
 from alignment.training.hub.repository import Repository, prepared_repository
 from alignment.training.hub.uploads import Uploads
 from alignment.training.interruptions.limits import limits_of
-from alignment.training.interruptions.status import begin_status, ending_in_status
 from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
 from alignment.training.preparation import DataPreparation, GivenModels, check_evaluation, place_for, plan_models
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_manifest import run_manifest
+from alignment.training.run_page import write_page
 from alignment.training.stopping import listening
 from alignment.training.summary import write_report
 from alignment.training.surface.again import begin_again
@@ -286,8 +288,10 @@ class AlignmentTrainer(TrainerSurface):
 
         checkpoint = self.folder.enter(chosen if asked else None)
         if self.is_world_process_zero():
-            name = None if checkpoint is None else checkpoint.folder.name
-            begin_status(self.output_dir, self.args.method, name, bool(asked), self.tell)
+            known = {"method": self.args.method, "world_size": world_size()}
+            known["resumed_from"] = "" if checkpoint is None else checkpoint.folder.name
+            begin_status(self.output_dir, bool(asked), self.tell, **known)
+            ACTIVITY.at_failure = functools.partial(write_page, self.output_dir, self.tell)
         with ending_in_status(), listening(self.tell):
             with ACTIVITY("load"), contextlib.ExitStack() as loading:
                 loading.callback(self.folder.release)

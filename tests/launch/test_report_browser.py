@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from report_folders import nasty_run, whole_run, write_completions
 
-from alignment.engines.inspecting.report import read_content
 from alignment.reporting.html.page import render, render_comparison
+from alignment.reporting.run_content import read_content
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")

@@ -13,7 +13,6 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from alignment import KTOConfig as PublicKTOConfig
 from alignment import ModelConfig, ScriptArguments
-from alignment.cli.coming_from_trl import page
 from alignment.config.compatibility.model_kwargs import loading_keywords
 from alignment.config.compatibility.names import older_names, value_here
 from alignment.config.compatibility.theirs import OF_TRL, TRAINING_ARGUMENTS
@@ -27,6 +26,7 @@ from alignment.methods.kto_options import KTOConfig
 from alignment.methods.online_dpo_options import OnlineDPOConfig
 from alignment.methods.sft_options import SFTConfig
 from alignment.training.arguments import model_and_options
+from tools.documentation.trl_options import trl_options_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = {
@@ -70,7 +70,7 @@ def refused(cls: type, **options: Any) -> str:
 
 def test_the_page_is_up_to_date() -> None:
     written = (ROOT / "docs" / "reference" / "trl-options.md").read_text(encoding="utf-8")
-    assert written == page(), "options changed; run `make tables`"
+    assert written == trl_options_page(), "options changed; run `make tables`"
 
 
 @pytest.mark.parametrize(

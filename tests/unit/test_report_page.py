@@ -12,15 +12,14 @@ from conftest import ROOT
 from report_folders import NASTY, nasty_run, whole_run, write_completions, write_options
 from run_folders import at, entry, start, write_checkpoint, write_log, write_status
 
-from alignment.engines.inspecting.generated import completion_groups
-from alignment.engines.inspecting.report import read_content
-from alignment.engines.inspecting.view import LOST
 from alignment.reporting.html import page
 from alignment.reporting.html.content import ChangedOption, RunContent
 from alignment.reporting.html.drawing import draw, tick
 from alignment.reporting.html.page import distinct, render, render_comparison
 from alignment.reporting.html.series import Chart, Series, charts, compared, points
 from alignment.reporting.html.theme import declarations
+from alignment.reporting.run_content import read_content
+from alignment.reporting.run_view import LOST
 from alignment.reporting.status_file import ENDED
 
 
@@ -90,32 +89,16 @@ def test_unknown_values_are_omitted(tmp_path: Path) -> None:
     assert "checkpoint-5 5 0.0 MB complete" in page.text
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
+def test_the_end_of_a_run(tmp_path: Path) -> None:
+    write_log(tmp_path, [start(), entry(40, 40, 40)])
+    for values, says in (
         ({"state": "failed", "error": "the GPU is out of memory"}, "failed {} Error. the GPU is out of memory"),
         ({"state": "preempted", "signal": "SIGUSR1"}, "preempted {} Preempted by SIGUSR1 after step 40."),
-        ({"state": "stopped", "signal": "STOP"}, "stopped {} Stopped by STOP after step 40."),
-        ({"state": "finished"}, "finished {} Steps"),
-    ],
-)
-def test_the_end_of_a_run(tmp_path: Path, values: dict[str, Any], says: str) -> None:
-    write_status(tmp_path, **values)
-    write_log(tmp_path, [start(), entry(40, 40, 40)])
-    assert says.format(tmp_path) in Page(render(read_content(tmp_path))).text
-
-
-def test_a_state_before_it_is_written(tmp_path: Path) -> None:
-    write_status(tmp_path, state="running")
-    write_log(tmp_path, [start(), entry(100, 40, 40)])
-    assert read_content(tmp_path, state="finished").state == "finished"
-
-
-def test_a_log_of_an_older_release(tmp_path: Path) -> None:
-    """Without data, versions or advice in its start event."""
-    write_log(tmp_path, [{**start(), "dropped": {"too long": 2}}, entry(40, 40, 40)])
-    text = Page(render(read_content(tmp_path))).text
-    assert "rows count kept 64 dropped: too long 2" in text
+        ({"state": "running"}, "lost {} No heartbeat since 2026-09-21 14:14:01 UTC: process 4711 on node7 is gone"),
+    ):
+        write_status(tmp_path, **values)
+        assert says.format(tmp_path) in Page(render(read_content(tmp_path))).text
+    assert read_content(tmp_path, state="finished").state == "finished", "which status.json does not say yet"
 
 
 def test_time_is_without_pauses(tmp_path: Path) -> None:
@@ -221,13 +204,15 @@ def test_options_without_defaults_and_secrets(tmp_path: Path) -> None:
     keywords = {"token": "hf_abcdefghijkl", "revision": "main"}
     write_options(
         tmp_path, beta=0.2, model_name_or_path="some/model", model_init_kwargs=keywords, hub_token="x" * 30,
-        reward_url="https://me:secret@host/v1", dry_run=True,
+        reward_url="https://me:secret@host/v1", dry_run=True, dataset_name="d" * 301, hub_model_id="h" * 300,
     )  # fmt: skip
     assert {one.name: (one.value, one.default) for one in read_content(tmp_path).options} == {
         "beta": ("0.2", "0.1"),
         "model_name_or_path": ("some/model", "unset"),
         "model_init_kwargs": ('{"revision": "main"}', "unset"),
         "reward_url": ("https://‹hidden›host/v1", ""),
+        "dataset_name": ("d" * 299 + "…", "unset"),
+        "hub_model_id": ("h" * 300, "unset"),
     }
 
 
@@ -307,51 +292,67 @@ def test_numbers_on_axes() -> None:
     ]  # fmt: skip
 
 
-# Completions ---------------------------------------------------------------------------------------------------------
+# Completions, warnings and the best checkpoint -----------------------------------------------------------------------
 
 
 def test_completions_before_and_after(tmp_path: Path) -> None:
+    """By evaluation set; the same prompt may be in two of them."""
     rows = [
-        {"step": step, "dataset": "eval", "prompt": prompt, "policy": f"{prompt} {step}", "reference": "r"}
+        {"step": step, "dataset": name, "prompt": prompt, "policy": f"{prompt} {step}", "reference": "r", "score": 0.5}
         for step in (0, 5, 10)
-        for prompt in ("a", "b")
-    ]
-    write_completions(tmp_path, rows)
-    (group,) = completion_groups(tmp_path / "completions.jsonl")
-    assert group.title == "Before and after: steps 0 and 10"
-    assert [(row.prompt, dict(row.texts)) for row in group.rows] == [
-        (name, {"reference": "r", "policy, step 0": f"{name} 0", "policy, step 10": f"{name} 10"}) for name in "ab"
-    ]
-
-
-def test_completions_of_different_prompts(tmp_path: Path) -> None:
-    rows = [
-        {
-            "step": step,
-            "prompt": f"{step} {n}",
-            "chosen": "c" * 2000,
-            "rejected": "",
-            "chosen_score": 1.5,
-            "dropped": None,
-        }
-        for step in (5, 10, 15)
-        for n in range(8)
+        for name in ("eval", "eval_x")
+        for prompt in "ab"
     ]
     write_completions(tmp_path, rows)
     with (tmp_path / "completions.jsonl").open("a") as file:
-        file.write('{"step": 20, "pro')  # being written
-    first, last = completion_groups(tmp_path / "completions.jsonl")
-    assert (first.title, last.title, len(last.rows), last.total) == ("Step 5", "Step 15", 6, 8)
-    assert last.rows[0].prompt == "15 0" and last.rows[0].scores == {"chosen score": 1.5}
-    assert len(last.rows[0].texts["chosen"]) < 1600 and last.rows[0].texts["rejected"] == ""
+        file.write('{"prompt": "p"}\n{"step": 20, "pro')  # being written
+    write_log(tmp_path, [start()])
+    groups = read_content(tmp_path).completions
+    title = "Before and after: steps 0 and 10"
+    assert [(group.title, group.total) for group in groups] == [(title, 2), (f"{title}, x", 2)]
+    for group in groups:
+        assert [(row.prompt, dict(row.texts), row.scores) for row in group.rows] == [
+            (name, {"policy, step 0": f"{name} 0", "policy, step 10": f"{name} 10", "reference": "r"}, {"score": 0.5})
+            for name in "ab"
+        ]
 
 
-def test_a_large_file_of_completions(tmp_path: Path) -> None:
-    """Its first and last megabyte are read."""
-    write_completions(tmp_path, [{"step": n, "prompt": "p", "policy": "x" * 1000} for n in range(3000)])
-    (group,) = completion_groups(tmp_path / "completions.jsonl")
-    assert group.title == "Before and after: steps 0 and 2999"
-    assert completion_groups(tmp_path / "none.jsonl") == []
+@pytest.mark.parametrize(("prompts", "length"), [(6, 1500), (7, 1501)])
+def test_six_completions_of_1500_characters_are_shown(prompts: int, length: int, tmp_path: Path) -> None:
+    values = {"chosen": "c" * length, "completion": "", "chosen_score": 1.5, "dropped": None}
+    write_completions(
+        tmp_path, [{"step": step, "prompt": f"{step} {n}", **values} for step in (5, 9, 15) for n in range(prompts)]
+    )
+    write_log(tmp_path, [start()])
+    first, last = read_content(tmp_path).completions
+    assert (first.title, last.title, len(last.rows), last.total) == ("Step 5", "Step 15", 6, prompts)
+    shown = "c" * 1500 if length == 1500 else "c" * 1499 + "…"
+    assert (last.rows[0].prompt, last.rows[0].scores) == ("15 0", {"chosen score": 1.5})
+    assert last.rows[0].texts == {"chosen": shown, "policy": ""}
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [([], ""), ([1, 1], " (step 1)"), (range(8), " (step 0, 1, 2, 3, 4, 5, 6, 7)"),
+     (range(9), " (step 0, 1, 2, 3, 4, 5, 6, 7 …)")],
+)  # fmt: skip
+def test_eight_steps_of_a_warning_are_named(steps: Any, said: str, tmp_path: Path) -> None:
+    events = [{"event": "retry", "step": step} for step in steps] or [{"event": "retry"}]
+    write_log(tmp_path, [start(), *events])
+    assert read_content(tmp_path).warnings == [
+        f"Retries of reads or reward calls: {len(events)}{said}. See log.jsonl."
+    ]
+
+
+def test_the_best_checkpoint_is_marked_if_a_metric_chose_it(tmp_path: Path) -> None:
+    write_log(tmp_path, [start(), entry(4, 2, 30)])
+    (write_checkpoint(tmp_path, 4) / "trainer_state.json").write_text('{"best_global_step": 4}')
+    for options, best in (({}, []), ({"metric_for_best_model": "loss"}, [(4, "best checkpoint")])):
+        write_options(tmp_path, **options)
+        content = read_content(tmp_path)
+        assert content.marks == best and [one.best for one in content.checkpoints] == [bool(best)]
+    (tmp_path / "trainer_state.json").write_text('{"best_global_step": 2}')
+    assert read_content(tmp_path).marks == [(2, "best checkpoint")], "that of the whole run"
 
 
 # Comparisons ---------------------------------------------------------------------------------------------------------

@@ -7,9 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tools.documentation.command_page import command_page
+from tools.documentation.option_tables import options_page
+from tools.documentation.trl_options import trl_options_page
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "docs" / "reference"
-PAGES: dict[str, Callable[[], str]] = {"cli.md": command_page}
+PAGES: dict[str, Callable[[], str]] = {
+    "cli.md": command_page,
+    "options.md": options_page,
+    "trl-options.md": trl_options_page,
+}
 
 
 def main(names: Sequence[str] = ()) -> None:

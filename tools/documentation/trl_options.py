@@ -1,14 +1,9 @@
-"""Generate the reference page on the options of TRL and transformers from the tables that the checks use.
-
-``python -m alignment.cli.coming_from_trl docs/reference/trl-options.md`` writes it.
-"""
+"""The page docs/reference/trl-options.md: options of TRL and transformers, from the tables that the checks use."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Collection, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from alignment.cli.help import default_text
@@ -47,7 +42,7 @@ float32 in any case. `device_map` is accepted if it places the model on the devi
 _FOOT = "<!-- written by `make tables` from alignment/config/compatibility/ -->\n"
 
 
-def page() -> str:
+def trl_options_page() -> str:
     """Return the page as Markdown."""
     shared = {field.name for field in option_fields(TransformersOptions)}
     parts = [
@@ -140,13 +135,3 @@ def _rows_of_names() -> Iterator[str]:
 
 def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
-
-
-def main() -> None:
-    """Write the page to each file named on the command line."""
-    for name in sys.argv[1:]:
-        Path(name).write_text(page(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,1 +1,0 @@
-"""Inspection of a run through its files alone. Importing this package imports neither torch nor DeepSpeed."""

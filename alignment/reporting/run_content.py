@@ -1,0 +1,219 @@
+"""Collect the content of a run's report from its output folder. What the folder does not contain is omitted."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from alignment.config.compatibility.verdicts import judged_names
+from alignment.config.fields import option_fields
+from alignment.config.options import AlignmentConfig
+from alignment.config.registry import METHODS
+from alignment.reporting.html import content
+from alignment.reporting.log_reading import Log, Record, number, parsed, seconds_of
+from alignment.reporting.model_card import is_secret, without_secret_values
+from alignment.reporting.report import duration
+from alignment.reporting.run_view import IN_PROGRESS, RunView, read_run, utc
+
+_LARGEST = 64 * 2**20  # bytes of a JSON file that is read
+_LONGEST_VALUE = 300  # characters of an option's value
+_LONGEST_TEXT = 1500  # characters of a prompt or completion
+_MOST_PROMPTS = 6  # in a group of completions
+_NOT_OPTIONS = ("method", "output_dir", "dry_run")
+_DATA_COUNTS = {
+    "desirable": "desirable", "undesirable": "undesirable", "prompts_cut": "truncated prompts",
+    "completions_cut": "truncated completions", "packs": "packs", "pack_left_out": "omitted sequences without targets",
+}  # fmt: skip
+_EVENTS = {
+    "bad_step": "Non-finite or outlying steps", "omitted_window": "Omitted windows", "overflow": "fp16 overflows",
+    "retry": "Retries of reads or reward calls",
+}  # fmt: skip
+_IN_PROGRESS = "This run is in progress; the report shows it as of the time below."
+_MEMORY = {"cuda": "peak GPU memory", "cpu": "peak resident memory"}
+
+
+def read_content(folder: Path, *, state: str | None = None) -> content.RunContent:
+    """Collect the content of the report of a run.
+
+    Args:
+        folder: the output folder.
+        state: state of the run if ``status.json`` does not contain it yet.
+
+    Raises:
+        OutputError: it is not the output folder of a run.
+    """
+    view = read_run(folder)
+    log, state, start = view.log, state or view.status.state, view.log.newest("start")
+    options = _read_object(folder / "options.json")
+    entries = [entry for entry in log.records if "event" not in entry]
+    best = _best_step(folder, view, options)
+    resumes = [(event["step"], "resumed") for event in view.resumes]
+    error, method = view.status.error, view.status.method or str(options.get("method") or "")
+    return content.RunContent(
+        name=view.name or folder.absolute().name,
+        folder=str(folder),
+        method=str(METHODS[method].TITLE) if method in METHODS.entries else method,
+        state=state,
+        sentence=_IN_PROGRESS if state in IN_PROGRESS else f"{view.sentence[0].upper()}{view.sentence[1:]}.",
+        error=without_secret_values(error) if error and state == "failed" else None,
+        facts=[(name, str(value)) for name, value in _facts(view, options, best) if value],
+        history=[entry for entry in entries if "train_runtime" not in entry],
+        marks=resumes + ([] if best is None else [(best, "best checkpoint")]),
+        train=view.metrics,
+        train_step=view.metrics_step,
+        evaluation={name.removeprefix("eval_"): value for name, value in view.evaluation.items()},
+        evaluation_step=view.evaluation_step,
+        data=[_data(one) for one in start.get("data", ())],
+        completions=_completions(folder / "completions.jsonl"),
+        options=_changed(options, method),
+        phases=[content.PhaseFacts(name, **one) for name, one in view.phases.items()],
+        phases_of="the whole run" if log.ended else f"up to step {view.status.step}",
+        memory=_MEMORY.get(str(start.get("device")), "peak memory"),
+        attempts=[_attempt(event) for event in (start, *view.resumes)] if view.resumes else [],
+        checkpoints=[
+            content.CheckpointFacts(one.name, one.step, one.size, one.condition, best=one.step == best)
+            for one in view.checkpoints
+        ],
+        warnings=[*_warnings(log.events), *view.problems],
+        advice=[text for event in (start, log.ended or {}) for text in event.get("advice", ())],
+        versions=start.get("versions", {}),
+        drawn=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def _facts(view: RunView, options: Record, best: int | None) -> Iterator[tuple[str, Any]]:
+    log, start, status = view.log, view.log.newest("start"), view.status
+    epoch, seconds = number(log.last.get("epoch")), _training_seconds(log)
+    yield "Model", start.get("model") or options.get("model_name_or_path")
+    yield "Steps", f"{status.step:,} of {status.total_steps:,}" if status.total_steps else f"{status.step:,}"
+    yield "Epochs", epoch is not None and f"{epoch:.3g}"
+    yield "Time", seconds and duration(seconds)
+    yield "Tokens", view.tokens and f"{view.tokens:,}"
+    yield "Throughput", view.tokens_per_second and f"{view.tokens_per_second:,.0f} tokens/s"
+    yield "Rows per step", start.get("window")
+    yield "Ranks", f"{status.world_size:,}"
+    yield "Started", utc(start.get("time"), 16)
+    yield "SLURM job", status.job and status.job + (f", requeued {status.restarts}×" if status.restarts else "")
+    yield "Best checkpoint", best is not None and f"checkpoint-{best}"
+    for text in str(start.get("models") or "").split("; "):
+        role, _, rest = text.partition(": ")
+        yield role.capitalize(), rest
+
+
+def _training_seconds(log: Log) -> float:
+    """The logged total or, before the end, the time spanned by the log without the pauses between attempts."""
+    times = [(seconds_of(record.get("time")), record.get("event")) for record in log.records]
+    known = [(time, event) for time, event in times if time is not None]
+    spans = [end - begin for (begin, _), (end, event) in itertools.pairwise(known) if event != "resume"]
+    return number(log.totals.get("train_runtime")) or sum(spans)
+
+
+def _best_step(folder: Path, view: RunView, options: Record) -> int | None:
+    """Step of the best checkpoint, if a metric chooses it."""
+    states = [folder, *(folder / one.name for one in view.checkpoints[:1])]
+    steps = [_read_object(place / "trainer_state.json").get("best_global_step") for place in states]
+    chosen = options.get("load_best_model_at_end") or options.get("metric_for_best_model")
+    return next((step for step in steps if step is not None), None) if chosen else None
+
+
+def _changed(options: Mapping[str, Any], method: str) -> list[content.ChangedOption]:
+    """The options that differ from their defaults, without secrets, and without importing external methods."""
+    declared = METHODS[method] if method in METHODS.entries else AlignmentConfig
+    defaults = {one.name: getattr(one.default, "value", one.default) for one in option_fields(declared)}
+    ignored = judged_names(declared) | {*_NOT_OPTIONS}
+    found = []
+    for name, value in options.items():
+        default = defaults.get(name)
+        if name not in ignored and value is not None and value != default:
+            shown = "" if name not in defaults else "unset" if default is None else _text(default)
+            found.append(content.ChangedOption(name, _text(value), shown))
+    return found
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return _cut(without_secret_values(text), _LONGEST_VALUE)
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def _data(one: Record) -> content.DataFacts:
+    counts = {text: one[key] for key, text in _DATA_COUNTS.items() if one.get(key)}
+    rows_in, rows_out, dropped = one.get("rows_in"), one.get("rows_out"), one.get("dropped", {})
+    return content.DataFacts(one["role"], one["where"], rows_in, rows_out, dropped, counts, one.get("lengths", {}))
+
+
+def _attempt(event: Record) -> content.Attempt:
+    begins = "scratch" if event.get("event") == "start" else f"{event.get('checkpoint')}, step {event.get('step')}"
+    return content.Attempt(
+        str(event.get("attempt") or 1), utc(event.get("time"), 16), begins, str(event.get("world_size", ""))
+    )
+
+
+def _completions(path: Path) -> list[content.CompletionGroup]:
+    """The completions of the first and the last step: before and after for common prompts, otherwise by step."""
+    first, last = list[Record](), list[Record]()
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for row in map(parsed, file):
+            if isinstance(row.get("step"), int) and isinstance(row.get("prompt"), str):
+                first += [row] if not first or row["step"] == first[0]["step"] else []
+                last = last if last and row["step"] == last[0]["step"] else []
+                last.append(row)
+    before = {_prompt_of(row): row for row in first} if first and first[0]["step"] < last[0]["step"] else {}
+    groups = dict[str, list[content.Completion]]()
+    for row in last:
+        if _prompt_of(row) in before:
+            name = _prompt_of(row)[0].removeprefix("eval").removeprefix("_")
+            title = f"Before and after: steps {first[0]['step']} and {row['step']}" + (f", {name}" if name else "")
+            groups.setdefault(title, []).append(_completion(row, before[_prompt_of(row)]))
+    if not groups:
+        groups = {f"Step {rows[0]['step']}": list(map(_completion, rows)) for rows in (first, last) if rows}
+    return [content.CompletionGroup(title, rows[:_MOST_PROMPTS], len(rows)) for title, rows in groups.items()]
+
+
+def _prompt_of(row: Record) -> tuple[str, str]:
+    return str(row.get("dataset") or ""), row["prompt"]
+
+
+def _completion(row: Record, before: Record | None = None) -> content.Completion:
+    """The texts of a step, or of two side by side; what has not changed, such as the reference's, once."""
+    earlier, shown = _texts(before or {}), dict[str, str]()
+    for name, text in _texts(row).items():
+        if before is None or earlier.get(name, text) == text:
+            shown[name] = text
+        else:
+            shown |= {f"{name}, step {before['step']}": earlier[name], f"{name}, step {row['step']}": text}
+    scores = {name.replace("_", " "): value for name, each in row.items() if (value := number(each)) is not None}
+    scores.pop("step", None)
+    return content.Completion(_cut(row["prompt"], _LONGEST_TEXT), shown, scores)
+
+
+def _texts(row: Record) -> dict[str, str]:
+    found = [(name, text) for name, text in row.items() if isinstance(text, str) and name not in ("prompt", "dataset")]
+    names = {"completion": "policy"}
+    return {names.get(name, name.replace("_", " ")): _cut(text, _LONGEST_TEXT) for name, text in found}
+
+
+def _warnings(events: Sequence[Record]) -> Iterator[str]:
+    for name, said in _EVENTS.items():
+        found = [event for event in events if event.get("event") == name]
+        steps = list(dict.fromkeys(str(event["step"]) for event in found if "step" in event))
+        at = f" (step {', '.join(steps[:8])}{' …' * (len(steps) > 8)})" if steps else ""
+        if found:
+            yield f"{said}: {len(found)}{at}. See log.jsonl."
+
+
+def _read_object(path: Path) -> Record:
+    """Read a JSON object, without the keys that name secrets at any depth; return an empty one if this fails."""
+    public = lambda found: {name: value for name, value in found.items() if not is_secret(name)}  # noqa: E731
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(path.read_bytes(), object_hook=public) if path.stat().st_size <= _LARGEST else {}
+        return found if isinstance(found, dict) else {}
+    return {}

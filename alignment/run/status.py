@@ -1,0 +1,70 @@
+"""``status.json`` of a run: the current attempt, and its end if no guard of a command records it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from alignment.config.errors import one_line
+from alignment.reporting.status_file import STATUS, RunStatus, StatusFile, now, read_status
+from alignment.run.activity import ACTIVITY
+from alignment.run.stop import RunStopped
+
+
+def begin_status(folder: Path, resumes: bool, tell: Callable[[str], None], **known: Any) -> None:
+    """Write the status of a new attempt on the first rank, which then keeps it up to date.
+
+    Args:
+        folder: the output folder.
+        resumes: whether a resume was requested; earlier attempts are then counted.
+        tell: prints a line.
+        **known: ``method``, ``world_size`` and ``resumed_from`` of :class:`.RunStatus`.
+    """
+    other = ACTIVITY.status  # of a run that this process completed in another folder
+    if other is not None and other.path.parent != folder and 0 < other.status.total_steps <= other.status.step:
+        other.update(state="finished")  # a guard records only the end of the last run
+    before = None
+    try:
+        before = read_status(folder) if resumes else None
+    except (ValueError, OSError) as error:
+        tell(f"{folder / STATUS}: cannot be read ({one_line(error)}); attempts are counted from 1")
+    before = before or RunStatus(attempt=0, stalled=0)
+    job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
+    # A newly submitted job has the full number of attempts without progress again.
+    stalls = before.job == job and before.resumed_from == known["resumed_from"]
+    ACTIVITY.step = 0
+    known |= {"attempt": before.attempt + 1, "stalled": 1 + (before.stalled if stalls else 0)}
+    known |= {"job": job, "restarts": int(restarts) if restarts.isdecimal() else 0, "started": now()}
+    known |= {"host": socket.gethostname(), "pid": os.getpid(), "checkpoint": known["resumed_from"]}
+    ACTIVITY.status = StatusFile(folder, RunStatus(**known), lambda: {"phase": ACTIVITY.phase, "step": ACTIVITY.step})
+    ACTIVITY.status.flush()
+
+
+@contextlib.contextmanager
+def ending_in_status() -> Iterator[None]:
+    """Record in the status how the body ends, and write the report of a failure, unless a guard does."""
+    if ACTIVITY.guarded:
+        yield
+        return
+    end = {"state": "finished"}
+    try:
+        yield
+    except BaseException as error:
+        end = {"state": "failed", "error": one_line(error)}
+        if isinstance(error, KeyboardInterrupt):
+            end = {"state": "stopped", "signal": "SIGINT"}
+        elif isinstance(error, RunStopped):
+            end = {"state": error.reason.state, "signal": error.reason.name}
+            ACTIVITY.at_failure = None  # the report is there already
+        raise
+    finally:
+        if ACTIVITY.status is not None:
+            ACTIVITY.status.update(**end)  # no effect if the end has been recorded
+            ACTIVITY.status.close()
+        if end["state"] != "finished" and ACTIVITY.at_failure is not None:
+            ACTIVITY.at_failure()
+        ACTIVITY.status = ACTIVITY.folder = ACTIVITY.at_failure = None

@@ -1,0 +1,250 @@
+"""What the files of a run say about it, while it runs, after its end, and after it was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from run_folders import HOLDER, at, end, entry, locked, start, write_checkpoint, write_log, write_status
+
+from alignment.cli.status import status_line, status_lines
+from alignment.config.errors import OutputError
+from alignment.reporting import run_view
+from alignment.reporting.log_reading import Log, Rates
+from alignment.reporting.run_view import RunView, read_run
+from alignment.reporting.status_file import STATUS, RunStatus
+
+RESUME = {"event": "resume", "attempt": 2, "step": 4, "checkpoint": "checkpoint-4", "world_size": 4, "time": at(1000)}
+
+
+# The log ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("records", "rates"),
+    [
+        ([entry(1, 2, 10), entry(3, 2, 30)], (None, None)),
+        ([entry(1, 2, 10), entry(1, 4, 10)], (None, None)),
+        ([entry(1, 10, 10), entry(2, 5, 20)], (None, None)),
+        ([entry(1, 2, 10), entry(3, 4, 10)], (1.0, None)),
+        ([entry(4, 2, 30)], (2.0, 15.0)),
+        ([entry(4, 8, 400), RESUME], (None, None)),
+        ([entry(4, 8, 400), RESUME, entry(6, 1004, 600)], (0.5, None)),
+        ([*(entry(s, 10 * s, 100 * s) for s in range(1, 11)), *(entry(s, 90 + s, 100 * s) for s in range(11, 61))],
+         (1.0, 100.0)),
+        ([entry(1, 2, 10), entry(100, 4, 1000), *end({})], (2.0, 20.0)),
+    ],
+)  # fmt: skip
+def test_rates_are_those_of_the_newest_50_entries(
+    records: list[dict[str, Any]], rates: tuple[float | None, float | None], tmp_path: Path
+) -> None:
+    """Of the newest attempt or, after the end, of the whole run."""
+    write_log(tmp_path, [start(), *records])
+    log = Log(tmp_path / "log.jsonl")
+    assert log.rates() == Rates(*rates)
+    assert log.last["step"] == max(record["step"] for record in records if "loss" in record)
+
+
+def test_lines_that_are_no_json_are_counted_and_passed_over(tmp_path: Path) -> None:
+    nested = b'{"num_tokens": ' + b"[" * 9000 + b"]" * 9000 + b"}"
+    write_log(tmp_path, [start(), entry(1, 1, 1)])
+    with (tmp_path / "log.jsonl").open("ab") as file:
+        file.write(b'\xff\xfe torn\n\n[1, 2]\n{"num_tokens": }\n' + nested + b'\n{"st')
+    found = read_run(tmp_path)
+    assert found.problems == ["log.jsonl: 4 lines cannot be read"]
+    assert (found.metrics, found.status.step) == ({"loss": 1.0}, 1), "the newest that can be read"
+
+
+# States -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_running_run(tmp_path: Path) -> None:
+    older, *sets = ({f"eval{name}_loss": 0.7, "step": step} for name, step in (("", 25), ("_a", 30), ("_b", 30)))
+    resume = {**RESUME, "step": 20, "time": at(19)}
+    entries = [entry(step, 2 * step, 50 * step) for step in range(21, 41)]
+    write_log(tmp_path, [start(), resume, *entries[:5], older, *entries[5:10], *sets, *entries[10:]])
+    write_status(tmp_path, state="running", phase="train", attempt=3, stalled=2, restarts=1, step=39)
+    (tmp_path / ".checkpoint-10.partial").mkdir()
+    with locked(tmp_path):
+        found = read_run(tmp_path)
+    assert (found.status.state, found.alive) == ("running", True)
+    assert (found.status.step, found.status.total_steps, found.eta_seconds) == (40, 100, pytest.approx(120))
+    assert (found.metrics, found.metrics_step) == ({"loss": 1 / 40}, 40)
+    assert (found.evaluation, found.evaluation_step) == ({"eval_a_loss": 0.7, "eval_b_loss": 0.7}, 30)
+    assert found.resumes == [{name: value for name, value in resume.items() if name != "event"}]
+    assert status_lines(found) == [
+        f"kto: {tmp_path}",
+        f"  state       running: {HOLDER}, phase train",
+        "  step        40 of 100 (40%), about 2 min 00 s left",
+        "  speed       0.5 steps/s, 25 tokens/s",
+        "  metrics     step 40: loss 0.025",
+        "  evaluation  step 30: eval_a_loss 0.7, eval_b_loss 0.7",
+        "  attempt     3, 2 in a row without a newer checkpoint, requeued 1 time; resumed after step 20",
+        "  checkpoints .checkpoint-10.partial  being written",
+        "  updated     2026-09-21 14:14:01 UTC",
+    ]
+    assert status_line(found).startswith(
+        f"running: {HOLDER}, phase train; 40 of 100 (40%), about 2 min 00 s left; 0.5"
+    )
+
+
+def test_a_run_whose_process_was_killed(tmp_path: Path) -> None:
+    write_status(tmp_path, state="running", phase="save")
+    write_log(tmp_path, [start(), entry(1, 1, 1), entry(40, 40, 40)])
+    with locked(tmp_path):
+        assert read_run(tmp_path).status.state == "running"
+    found = read_run(tmp_path)
+    assert (found.status.state, found.alive, found.eta_seconds, found.holder) == ("lost", False, None, "")
+    lost = "no heartbeat since 2026-09-21 14:14:01 UTC: process 4711 on node7 is gone, phase save"
+    assert status_line(found).startswith(lost)
+
+
+@pytest.mark.parametrize("locks", [[True, False], [False, True]])
+def test_a_run_that_ends_or_begins_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: list[bool]
+) -> None:
+    """It is not lost: its next status is its end, or the one that was read is its first."""
+    write_status(tmp_path, state="running")
+    monkeypatch.setattr(run_view, "is_locked", lambda folder: locks.pop(0) if locks else False)
+    assert read_run(tmp_path).status.state == "running"
+
+
+@pytest.mark.parametrize(("host", "old", "state"), [("", 0, "running"), ("", 61, "lost"), ("node7", 0, "lost")])
+def test_a_process_that_has_released_the_folder_and_is_about_to_end(
+    tmp_path: Path, host: str, old: float, state: str
+) -> None:
+    host = host or os.uname().nodename
+    write_status(tmp_path, state="running", host=host, pid=os.getpid())
+    os.utime(tmp_path / STATUS, (time.time() - old,) * 2)
+    assert read_run(tmp_path).status.state == state
+    assert read_run(tmp_path).sentence.startswith("running: process" if state == "running" else "no heartbeat since")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"state": "preempted", "signal": "SIGUSR1"}, "preempted by SIGUSR1 after step 40"),
+        ({"state": "stopped", "signal": "STOP"}, "stopped by STOP after step 40"),
+        ({"state": "failed", "error": "the GPU is out of memory"}, "failed: the GPU is out of memory"),
+        ({"state": "finished", "step": 100}, "finished"),
+    ],
+)
+def test_ends(tmp_path: Path, values: dict[str, Any], said: str) -> None:
+    write_status(tmp_path, **values)
+    write_log(tmp_path, [start(), entry(1, 1, 1), entry(40, 40, 40)])
+    found = read_run(tmp_path)
+    assert (found.status.state, found.eta_seconds) == (values["state"], None)
+    assert status_line(found).split("; ")[0] == said
+    with locked(tmp_path):  # by the next attempt, which has not written its status yet
+        assert read_run(tmp_path).sentence == f"{said}; {HOLDER} holds the folder"
+
+
+@pytest.mark.parametrize("last", [end({"save": 10.0, "train": 30.0}), [{**end({"train": 40.0})[1], "event": "stop"}]])
+def test_phases_after_the_end(tmp_path: Path, last: list[dict[str, Any]]) -> None:
+    """Of a run that finished or was stopped, and not those of an attempt that has been resumed."""
+    write_status(tmp_path, state="finished", step=100)
+    write_log(tmp_path, [start(), entry(99, 40, 900), *last])
+    (tmp_path / "report.md").touch()
+    found = read_run(tmp_path)
+    assert found.report == str(tmp_path / "report.md")
+    shown = [line for line in status_lines(found) if "%)" in line and "step " not in line]
+    expected = ["  phases      train: 30.0 s (75%)", "              save: 10.0 s (25%)"]
+    assert shown == (expected if len(last) == 2 else ["  phases      train: 40.0 s (100%)"])
+    write_log(tmp_path, [start(), entry(99, 40, 900), *last, RESUME])
+    assert read_run(tmp_path).phases == {}
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '{"state": "flying"}', "[" * 5000, '{"state": "running", "step": 4' + "0" * 400 + "}"],
+)
+def test_a_damaged_status(tmp_path: Path, content: str) -> None:
+    write_log(tmp_path, [start(), entry(40, 40, 40)])
+    (tmp_path / STATUS).write_text(content)
+    found = read_run(tmp_path)
+    assert (found.status.state, found.status.step, found.status.method) == ("unknown", 40, "kto")
+    assert [problem.partition(":")[0] for problem in found.problems] == [STATUS] and status_lines(found)
+
+
+def test_folders_without_a_run(tmp_path: Path) -> None:
+    for folder, says in ((tmp_path / "none", "no such folder"), (tmp_path, "not the output folder of a run")):
+        with pytest.raises(OutputError, match=f"{folder}: {says}"):
+            read_run(folder)
+    write_checkpoint(tmp_path, 30)
+    found = read_run(tmp_path)
+    assert (found.status.state, found.status.step) == ("unknown", 30), "of a checkpoint alone"
+
+
+# Checkpoints --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda folder: os.truncate(folder / "model.safetensors", 100), "model.safetensors: does not have 3000 bytes"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors: No such file"),
+        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: No such file"),
+        (lambda folder: os.truncate(folder / "manifest.json", 50), "manifest.json: cannot be read"),
+        (lambda folder: (folder / "manifest.json").write_text("[" * 9000), "manifest.json: cannot be read"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json: cannot be read"),
+    ],
+)
+def test_an_incomplete_checkpoint(tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
+    for step in (5, 10, 100):
+        write_checkpoint(tmp_path, step, resumable=step > 5)
+    (tmp_path / "checkpoint-7").touch()
+    damage(tmp_path / "checkpoint-10")
+    found = read_run(tmp_path)
+    assert [(one.step, one.complete, one.bytes) for one in found.checkpoints] == [
+        (100, True, 3000), (10, False, 0), (5, True, 3000)
+    ]  # fmt: skip
+    lines = "\n".join(status_lines(found))
+    assert f"checkpoint-10   incomplete: {says}" in lines
+    assert "checkpoint-100  complete, 0.0 MB" in lines and "checkpoint-5    complete, weights only, 0.0 MB" in lines
+
+
+# Text and JSON ------------------------------------------------------------------------------------------------------
+
+
+def row(name: str, status: RunStatus | None = None, **values: Any) -> str:
+    """The row of a run's status with this name, without its name; empty if there is none."""
+    view = RunView("out", Log(Path("absent")), status or RunStatus("running"), alive=True, **values)
+    return next((line[14:] for line in status_lines(view) if line[2:14].strip() == name), "")
+
+
+METRICS = {f"m{n}": n for n in range(9)} | {"count/chosen": 3, "a_sum": 3, "kl": 0.25, "loss": 1, "entropy": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "shown"),
+    [
+        ("step", {}, "0"),
+        ("step", {"status": RunStatus("running", total_steps=8)}, "0 of 8 (0%)"),
+        ("step", {"status": RunStatus(step=8, total_steps=8), "eta_seconds": 0}, "8 of 8 (100%), about 0.0 s left"),
+        ("speed", {}, ""),
+        ("speed", {"steps_per_second": 0.1}, "0.1 steps/s"),
+        ("speed", {"steps_per_second": 0.0999, "tokens_per_second": 1234.5}, "10 s per step, 1,234 tokens/s"),
+        ("metrics", {"metrics": {"count/chosen": 3}}, ""),
+        ("metrics", {"metrics": METRICS, "metrics_step": 7},
+         "step 7: loss 1, kl 0.25, m0 0, m1 1, m2 2, m3 3, m4 4, m5 5, m6 6, m7 7"),
+    ],
+)  # fmt: skip
+def test_rows_of_the_text(name: str, values: dict[str, Any], shown: str) -> None:
+    """Important metrics come first, and ten are shown."""
+    view = RunView("out", Log(Path("absent")), **{"status": RunStatus("running"), "alive": True, **values})
+    assert next((line[14:] for line in status_lines(view) if line[2:14].strip() == name), "") == shown
+
+
+def test_every_key_is_documented_and_its_value_is_json(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 5)
+    write_status(tmp_path, state="finished")
+    values = read_run(tmp_path).to_dict()
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
+    documented = (ROOT / "docs" / "guides" / "watching.md").read_text()
+    assert [key for key in (*values, *values["checkpoints"][0]) if f"`{key}`" not in documented] == []

@@ -1,0 +1,49 @@
+"""The tables in docs/reference/options.md: every option of every method, from the options classes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from alignment.cli.help import default_text, grouped_fields
+from alignment.config.refusals import refused_fields
+from alignment.config.registry import METHODS
+
+OPTIONS = Path(__file__).resolve().parent.parent.parent / "docs" / "reference" / "options.md"
+BEGIN = "<!-- options: written by `make tables` from alignment/config/ -->"
+END = "<!-- end of options -->"
+
+
+def options_page() -> str:
+    """Return the text of the page with the tables between its two markers regenerated."""
+    before, _, rest = OPTIONS.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{OPTIONS} has no markers for the tables; add these two lines: {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{option_tables()}\n\n{END}{after}"
+
+
+def option_tables() -> str:
+    """Return a table for each group of options, and the list of options that are not supported yet."""
+    parts = [_table(title, fields) for title, fields in _groups()]
+    later = ", ".join(f"`{name}`" for name in sorted(refused_fields()))
+    return "\n\n".join([*parts, f"Not supported yet; the error names the closest alternative: {later}."])
+
+
+def _groups() -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]:
+    """Yield the title and the supported fields of each group once, shared groups first."""
+    seen: set[type] = set()
+    for cls in METHODS.values():
+        for group, fields in grouped_fields(cls):
+            working = [field for field in fields if field.name not in refused_fields()]
+            if group not in seen and working:
+                seen.add(group)
+                yield vars(group)["TITLE"], working
+
+
+def _table(title: str, fields: list[dataclasses.Field[Any]]) -> str:
+    rows = [f"| `{field.name}` | {default_text(field)} | {field.metadata['help']} |" for field in fields]
+    head = ["| option | default | description |", "|---|---|---|"]
+    return "\n".join([f"## {title}", "", *head, *rows])
