@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from alignment.cli.guarded import guarded
 from alignment.cli.output import surviving_closed_output
 from alignment.cli.parsing import glimpse, parse
 from alignment.config.dtypes import Machine, planning_for
@@ -18,7 +19,6 @@ from alignment.config.registry import METHODS
 from alignment.engines.garbage import old_objects_spared, uncollected
 from alignment.engines.launch_env import hush_libraries, init_distributed, world_size
 from alignment.engines.start_up import import_libraries
-from alignment.run.guard import guarded
 
 _ABOUT = """\
 Tokenize the data of a run and print its plan, without a GPU and without loading weights. The run reads the tokenized

@@ -6,13 +6,13 @@ import contextlib
 import sys
 from collections.abc import Callable, Sequence
 
+from alignment.cli.guarded import guarded
 from alignment.cli.output import surviving_closed_output
 from alignment.cli.parsing import glimpse, parse
 from alignment.config.registry import METHODS
 from alignment.engines.garbage import old_objects_spared, uncollected
 from alignment.engines.launch_env import hush_libraries, init_distributed
 from alignment.engines.start_up import import_libraries
-from alignment.run.guard import guarded
 
 
 def main(

@@ -30,7 +30,7 @@ _SINGLE = "ALIGNMENT_SINGLE_PROCESS"
 # SLURM numbers the steps that `srun` did not create (batch, interactive, extern, pending) from the top of 32 bits.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _LAST_PORT = 65535
-NOTICE = "ALIGNMENT_STOP_NOTICE"  # checked here, because watch/launchers.py reads it too late for an error
+NOTICE = "ALIGNMENT_STOP_NOTICE"  # checked here: it is read too late for an error
 _MOST_DIGITS = 18
 
 

@@ -22,6 +22,7 @@ from alignment.engines.phases import Phases
 from alignment.models.adapters.record import unwrapped
 from alignment.reporting.log import JsonlLog
 from alignment.run.activity import ACTIVITY
+from alignment.run.protection import protected
 from alignment.run.retries import Retries
 from alignment.training.arguments import (
     check_collator,
@@ -52,7 +53,6 @@ from alignment.training.hub.methods import HubMethods
 from alignment.training.hub.uploads import Uploads
 from alignment.training.interruptions.limits import limits_of
 from alignment.training.interruptions.status import begin_status, ending_in_status
-from alignment.training.interruptions.stopping import listening
 from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
 from alignment.training.preparation import TrainerPreparation
@@ -257,7 +257,7 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         if self.is_world_process_zero():
             name = None if checkpoint is None else checkpoint.folder.name
             begin_status(self.output_dir, self.args.method, name, bool(asked), self.tell)
-        with ending_in_status(), listening(self.tell):
+        with ending_in_status(), protected(self.output_dir):
             return self._trained(checkpoint, present)
 
     def _present(self) -> Present:
@@ -371,7 +371,8 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
             self.engines.know(data.values())
         if not data:
             raise OptionError("eval_dataset: required for evaluation; pass it to the trainer or to evaluate()")
-        return self._evaluated(data, ignore_keys, metric_key_prefix)
+        with protected(self.output_dir):
+            return self._evaluated(data, ignore_keys, metric_key_prefix)
 
     def _evaluated(
         self, data: Mapping[str, PreparedData], ignore_keys: list[str] | None, prefix: str

@@ -17,7 +17,7 @@ if not __package__:
 
 from alignment.config.errors import AlignmentError  # noqa: E402
 from alignment.engines.launch_env import hush_libraries, init_distributed, world_size  # noqa: E402
-from alignment.run.guard import guarded  # noqa: E402
+from alignment.cli.guarded import guarded  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -16,7 +16,7 @@ from alignment import CPOConfig, CPOTrainer
 from alignment.checkpoint.saving import gathered_state_dict
 from alignment.engines.collectives import gathered
 from alignment.engines.launch_env import rank
-from alignment.run.guard import guarded
+from alignment.cli.guarded import guarded
 
 # Event, request and rank; always at step 2.
 ASKED = [

@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 import alignment
 from alignment import LogCompletionsCallback
 from alignment.engines.launch_env import rank
-from alignment.run.guard import guarded
+from alignment.cli.guarded import guarded
 
 PROMPTS = 5  # fewer on the second rank
 

@@ -12,7 +12,7 @@ import time
 
 from alignment.config.errors import DataError
 from alignment.engines.launch_env import rank, world_size
-from alignment.run.guard import guarded
+from alignment.cli.guarded import guarded
 
 
 def fail(kind: str) -> None:

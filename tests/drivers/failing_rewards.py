@@ -20,7 +20,7 @@ from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
 from alignment.rewards.samples import Samples
-from alignment.run.guard import guarded
+from alignment.cli.guarded import guarded
 from alignment.run.requests import StopRequests
 from alignment.run.stop import Cut, StopReason
 

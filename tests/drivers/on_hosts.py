@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from alignment.run.guard import guarded
+from alignment.cli.guarded import guarded
 from tools.hosts.network import NAMES, Host
 
 

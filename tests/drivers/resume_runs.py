@@ -36,7 +36,7 @@ from transformers import (
 import alignment
 from alignment.engines.collectives import on_first_rank
 from alignment.engines.launch_env import rank
-from alignment.run.guard import guarded
+from alignment.cli.guarded import guarded
 
 TORN = '{"step": 99, "of a truncated line'
 

@@ -20,7 +20,7 @@ from drivers.resume_runs import disturb, left_behind, train
 from resume_comparison import differences
 from resume_tampering import Piece, pieces, tamper
 
-from alignment.run.guard import guarded
+from alignment.cli.guarded import guarded
 
 
 def noticed(run: dict[str, Any], folder: Path, piece: Piece | None) -> list[str]:

@@ -20,7 +20,7 @@ from helpers import options, paired_rows
 from alignment import OnlineDPOConfig, OnlineDPOTrainer
 from alignment.engines.launch_env import local_rank, rank
 from alignment.rollout.engine import RolloutEngine
-from alignment.run.guard import guarded
+from alignment.cli.guarded import guarded
 
 ROWS = [{"prompt": row["prompt"]} for row in paired_rows(8, 3)]
 

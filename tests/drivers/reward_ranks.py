@@ -22,7 +22,7 @@ from alignment.config.errors import RewardError
 from alignment.engines.launch_env import rank, world_size
 from alignment.rewards.reward_model import ClassifierReward
 from alignment.rewards.samples import Samples
-from alignment.run.guard import guarded
+from alignment.cli.guarded import guarded
 
 PICKY = (
     "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('refused') }}{% endif %}"

@@ -31,7 +31,7 @@ from alignment.models.tasks import CAUSAL_LM
 from alignment.rollout import memory
 from alignment.rollout.backend import RolloutRequest, Sampling
 from alignment.rollout.engine import RolloutEngine
-from alignment.run.guard import guarded
+from alignment.cli.guarded import guarded
 
 EOS, PAD = 1, 2
 VOCABULARY = tiny_config("untied").vocab_size

@@ -20,7 +20,7 @@ import alignment
 from alignment.data import batching
 from alignment.rollout.backend import Completion, RolloutRequest
 from alignment.rollout.engine import RolloutEngine
-from alignment.run.guard import guarded
+from alignment.cli.guarded import guarded
 from alignment.training.trainer import AlignmentTrainer
 
 BLOCK_COST = batching._BLOCK_COST

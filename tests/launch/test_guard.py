@@ -13,7 +13,7 @@ from conftest import DRIVERS, ROOT
 from alignment.config.errors import AlignmentError, OptionError
 from alignment.engines.launch_env import VARIABLES
 from alignment.run.activity import ACTIVITY
-from alignment.run.guard import guarded
+from alignment.cli.guarded import guarded
 from tools.ranks import RankServer
 
 DRIVER = DRIVERS / "failing_rank.py"
@@ -92,7 +92,7 @@ def test_an_open_progress_bar_does_not_share_the_line(capsys: pytest.CaptureFixt
 def test_one_process_needs_no_torch() -> None:
     code = (
         "import sys; from alignment.cli.train import main\n"
-        "from alignment.run.guard import guarded\n"
+        "from alignment.cli.guarded import guarded\n"
         "assert guarded(lambda: None) == 0\n"
         "assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules)"
     )

@@ -15,7 +15,7 @@ from alignment.config.errors import OutputError, setting
 from alignment.reporting.durable import replace_text
 from alignment.reporting.status_file import STATUS
 from alignment.run.activity import ACTIVITY
-from alignment.run.ending import STACKS
+from alignment.run.stacks import STACKS
 from alignment.run.requests import STOP_FILE
 
 LOG, COMPLETIONS = "log.jsonl", "completions.jsonl"
