@@ -55,7 +55,7 @@ class Activity:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.step, self.limits, self.count = 0, Limits(), 0
         self._clock, self._lock = clock, threading.Lock()
-        self._phases = ["start"]
+        self._phases, self._failed = ["start"], ""
         self._longest: dict[str, float] = {}
         self._passed: set[str] = set()
         self._last = clock()
@@ -70,9 +70,13 @@ class Activity:
         """Set the phase to ``phase`` within this context."""
         self.progress()
         self._phases.append(phase)
+        self._failed = ""
         try:
             yield
             self._passed.add(phase)
+        except BaseException:
+            self._failed = self._failed or phase
+            raise
         finally:
             self.progress()
             self._phases.pop()
@@ -84,8 +88,8 @@ class Activity:
 
     @property
     def place(self) -> str:
-        """Phase and step, for messages."""
-        return f"phase {self.phase}, step {self.step}"
+        """Phase and step, for messages; after an exception, the innermost phase that it has left."""
+        return f"phase {self._failed or self.phase}, step {self.step}"
 
     def progress(self) -> None:
         """Record that the main thread has made progress."""

@@ -88,7 +88,9 @@ class Protection:
     def armed(self) -> Iterator[None]:
         """Within this context, the dead-man switch is armed."""
         exits = self._in_command or world_size() > 1
-        self.switch = switch = DeadManSwitch(rank(), exits=exits, folder=lambda: ACTIVITY.folder)
+        switch = DeadManSwitch(rank(), exits=exits, folder=lambda: ACTIVITY.folder)
+        switch.keep("armed", ACTIVITY.limit + _MARGIN_S)  # the interpreter lock may be held before the first tick
+        self.switch = switch
         try:
             yield
         finally:

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 import alignment
+from alignment.cli.guarded import guarded
 from alignment.config.errors import AlignmentError
 from alignment.data.windows import WindowCounts, WindowPlan, WindowSampler
 from alignment.engines.collectives import on_first_rank
 from alignment.engines.launch_env import rank, world_size
-from alignment.cli.guarded import guarded
 from alignment.training.interruptions import faults
 from alignment.training.trainer import AlignmentTrainer
 from alignment.training.window import WindowPass

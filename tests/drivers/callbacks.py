@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from alignment import CPOConfig, CPOTrainer
 from alignment.checkpoint.saving import gathered_state_dict
+from alignment.cli.guarded import guarded
 from alignment.engines.collectives import gathered
 from alignment.engines.launch_env import rank
-from alignment.cli.guarded import guarded
 
 # Event, request and rank; always at step 2.
 ASKED = [

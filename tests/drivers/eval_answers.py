@@ -19,8 +19,8 @@ from transformers import GenerationConfig
 
 import alignment
 from alignment import LogCompletionsCallback
-from alignment.engines.launch_env import rank
 from alignment.cli.guarded import guarded
+from alignment.engines.launch_env import rank
 
 PROMPTS = 5  # fewer on the second rank
 

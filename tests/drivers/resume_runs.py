@@ -34,9 +34,9 @@ from transformers import (
 )
 
 import alignment
+from alignment.cli.guarded import guarded
 from alignment.engines.collectives import on_first_rank
 from alignment.engines.launch_env import rank
-from alignment.cli.guarded import guarded
 
 TORN = '{"step": 99, "of a truncated line'
 

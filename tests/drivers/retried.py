@@ -18,9 +18,9 @@ from drivers.runs import canned
 from helpers import options, paired_rows
 
 from alignment import OnlineDPOConfig, OnlineDPOTrainer
+from alignment.cli.guarded import guarded
 from alignment.engines.launch_env import local_rank, rank
 from alignment.rollout.engine import RolloutEngine
-from alignment.cli.guarded import guarded
 
 ROWS = [{"prompt": row["prompt"]} for row in paired_rows(8, 3)]
 

@@ -17,12 +17,12 @@ from helpers import zero
 from runs import one_run
 
 from alignment import OnlineDPOConfig
+from alignment.cli.guarded import guarded
 from alignment.config.dtypes import plan_dtypes
 from alignment.config.errors import RewardError
 from alignment.engines.launch_env import rank, world_size
 from alignment.rewards.reward_model import ClassifierReward
 from alignment.rewards.samples import Samples
-from alignment.cli.guarded import guarded
 
 PICKY = (
     "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('refused') }}{% endif %}"

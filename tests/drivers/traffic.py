@@ -18,10 +18,10 @@ from fragment_runs import LAYERS, Case, engine, masters
 from helpers import zero
 from torch import Tensor
 
+from alignment.cli.guarded import guarded
 from alignment.data.batching import Batch, collate
 from alignment.engines.launch_env import init_distributed, rank, world_size
 from alignment.engines.scoring import PolicyEngine
-from alignment.cli.guarded import guarded
 
 # The last ones partition gradients in another order, and sum them in another format than they compute in.
 CASES = (

@@ -271,7 +271,7 @@ def test_a_hanging_command_ends_even_if_its_disk_hangs(tmp_path: Path) -> None:
     done = hang("command", tmp_path)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("error: no progress for 1 s") and "in phase work, step 0" in done.stderr
-    assert "in main" in next(tmp_path.glob("alignment-hang-0-*")).read_text()
+    assert any("in main" in path.read_text() for path in tmp_path.glob("alignment-hang-0-*"))
 
 
 def test_a_hanging_script_of_one_process_goes_on(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_held_interpreter_lock_ends_the_process(tmp_path: Path) -> None:
     """No Python code runs any more, so the stacks stay in the local file."""
     done = hang("lock", tmp_path)
     assert done.returncode == 1
-    assert "in main" in next(tmp_path.glob("alignment-hang-0-*")).read_text()
+    assert any("in main" in path.read_text() for path in tmp_path.glob("alignment-hang-0-*"))
 
 
 # Signals, in a separate process --------------------------------------------------------------------------------------

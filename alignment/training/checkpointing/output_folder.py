@@ -15,8 +15,8 @@ from alignment.config.errors import OutputError, setting
 from alignment.reporting.durable import replace_text
 from alignment.reporting.status_file import STATUS
 from alignment.run.activity import ACTIVITY
-from alignment.run.stacks import STACKS
 from alignment.run.requests import STOP_FILE
+from alignment.run.stacks import STACKS
 
 LOG, COMPLETIONS = "log.jsonl", "completions.jsonl"
 _OF_A_RUN = (LOG, "options.json", LOCK)
