@@ -68,12 +68,6 @@ class DeadManSwitch:
         self._at = float("-inf")
         self._lock = threading.Lock()  # a timer that is set after disarming would end the process
 
-    @property
-    def path(self) -> str:
-        """The local file for the stack traces; empty if there is none."""
-        file = self._file
-        return "" if file is None else file.name
-
     def keep(self, mark: Any, seconds: float) -> None:
         """Set the timer to ``seconds`` if ``mark``, which stands for the progress of all ranks, has changed."""
         now = time.monotonic()

@@ -105,7 +105,7 @@ def test_the_main_job_under_srun(arguments: list[str], tmp_path: Path) -> None:
 
 MESSAGES = {
     "data": "error: rank 1: rows.jsonl, row 3: the completion cannot be read; correct the row",
-    "loss": "the loss exploded",
+    "loss": "error: rank 1 in phase train, step 0: RuntimeError: the loss exploded",
     "disk": "could not be written because the disk is full; free some space",
 }
 OFTEN = {("deepspeed", "loss"), ("torchrun", "disk")}

@@ -102,6 +102,7 @@ def test_a_rank_is_stopped(signals: Signals, place: Path, where: str) -> None:
     assert [one.code for one in done.ranks] == [-signal.SIGKILL if one.rank == rank else 1 for one in done.ranks]
     line = last_line(done)
     assert f"rank {rank}" in line and f"(host {socket.gethostname()}" in line and "5 s" in line, line
+    assert (run.output_dir / f"hang-{1 - rank}.txt").exists() == (where != "loading"), "of the surviving rank"
     assert re.search(phase, line), line
     assert not look(run.output_dir).problems
 
@@ -119,8 +120,7 @@ def test_the_main_thread_of_a_rank_hangs(signals: Signals, place: Path, rank: in
     assert run.since_fault(rank) < 8 + 6
     assert [one.code for one in done.ranks] == [1, 1]
     line = last_line(done)
-    assert f"rank {rank} (host {socket.gethostname()}) has made no progress for" in line, line
-    assert f"hang-{rank}.txt" in line
+    assert "no progress for" in line and re.search(rf"rank {rank} \(host {HOST}\) in phase {phase}", line), line
     stacks = [(run.output_dir / f"hang-{each}.txt").read_text() for each in (0, 1)]
     assert "_fail" in stacks[rank] and "_fail" not in stacks[1 - rank]
     assert status(run.output_dir)["state"] == "failed"

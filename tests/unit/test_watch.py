@@ -217,7 +217,8 @@ def test_the_dead_man_switch_is_set_again_only_after_progress(monkeypatch: pytes
     monkeypatch.setattr(stacks, "_set", lambda seconds, **_: times.append(seconds))
     monkeypatch.setattr(stacks, "_EVERY_S", 0.0)
     switch = DeadManSwitch(0, exits=True, folder=Path)
-    path = Path(switch.path)
+    assert switch._file is not None
+    path = Path(switch._file.name)
     for mark, seconds in ((1, 10.0), (1, 11.0), (2, 12.0)):
         switch.keep(mark, seconds)
     assert times == [10, 12] and path.exists()
