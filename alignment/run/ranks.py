@@ -24,6 +24,6 @@ def world_size() -> int:
 def _of_group(function: str, variable: str, default: int) -> int:
     """Ask the process group, or the environment before the ranks have joined."""
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    if getattr(distributed, "is_initialized", bool)():  # missing while another thread is importing the module
         return int(getattr(distributed, function)())
     return int(os.environ.get(variable, default))

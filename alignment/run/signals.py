@@ -167,7 +167,14 @@ class SignalWatch:
 
 
 _listening: list[SignalWatch] = []  # fork hooks cannot be unregistered and must not keep finished objects
-os.register_at_fork(after_in_child=lambda: [watch.forget_in_child() for watch in _listening])
+
+
+def _after_fork() -> None:
+    for watch in _listening:
+        watch.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def ignore_stop_signals(worker: int = 0) -> None:

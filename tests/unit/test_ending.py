@@ -79,7 +79,11 @@ def test_the_report_of_a_failure_follows_its_status(
     activity, happened = Activity(), list[str]()
     activity.status = SimpleNamespace(update=lambda **values: happened.append(values["state"]))  # type: ignore[assignment]
 
-    activity.at_failure = lambda: (time.sleep(0.1), happened.append("report"))[1]  # it is waited for
+    def draw() -> None:
+        time.sleep(0.1)  # it is waited for
+        happened.append("report")
+
+    activity.at_failure = draw
     monkeypatch.setattr(ending, "ACTIVITY", activity)
     ending.record(made)
     assert happened == [made.state, *(["report"] if drawn else [])]

@@ -241,7 +241,8 @@ def test_progress_and_limit_are_those_of_all_ranks(world: World) -> None:
     assert second.limit == first.limit == 900
     before = second.progress
     world.beat(2, progress=6, limit=900.0, left="finished", count=1)
-    first._turn(), first._turn(), second._turn()
+    for rank in (first, first, second):
+        rank._turn()
     assert second.progress > before and first.limit == second.limit == LIMIT
     first._final["left"] = "finished"
     first._turn()
