@@ -21,10 +21,18 @@ _BROKEN = re.compile(
     r"remote ?process|ncclRemoteError|ncclSystemError|communicator was aborted|operation timeout|wait timeout after",
     re.IGNORECASE,
 )
-_STORE, _NCCL = {"torch.DistStoreError", "torch.DistNetworkError"}, "torch.DistBackendError"
 _GLOO = re.compile("gloo/transport/|Gloo connectFullMesh")
+_STORE, _NCCL = {"torch.DistStoreError", "torch.DistNetworkError"}, "torch.DistBackendError"
+_NOISE = re.compile(r"\[\S+gloo/transport/\S+\] |\[enforce fail at \S+\] |NCCL error in: \S+, ")
 _DISK_FULL = re.compile("No space left on device|PytorchStreamWriter failed|Disk quota exceeded")
 _PATH_NAMES = ("filename", "checkpoint_file", "path", "file", "f", "save_directory", "output_dir")
+_GPU_MEMORY = (
+    "the GPU is out of memory: use a smaller per_device_train_batch_size or max_length, set gradient_checkpointing to "
+    "true, or pass a DeepSpeed file that offloads"
+)
+_HOST_MEMORY = "the host is out of memory: offload less, use a smaller model or more ranks"
+_WANDB = "run `wandb login`, set WANDB_MODE=offline in the environment, or set report_to to none"
+_FREE = "could not be written because the disk is full; free some space, or set output_dir to a folder on another disk"
 
 
 class JoinError(AlignmentError):
@@ -35,24 +43,27 @@ class ReportedElsewhere(JoinError):
     """Another rank could not join and reports it; this rank exits without a message."""
 
 
+class OtherRankFailed(AlignmentError):
+    """The first rank has failed, and reports why."""
+
+
 def describe(error: BaseException) -> tuple[str, bool]:
     """Return one line for the user, and whether the error is a bug whose traceback is worth showing.
 
     The line is empty for a `SystemExit` with a number, whose message has already been written.
     """
-    line = _described(error)
-    if line is None:
-        text = _shorten(" ".join(str(error).split()))
-        return f"{type(error).__name__}: {text} (this is a bug; please report it with the traceback)", True
-    return line, False
-
-
-def _described(error: BaseException) -> str | None:
-    """The line of an error that is not a bug."""
-    kinds, text = _kinds(error), str(error)
+    text = str(error)
     if "Original Traceback" in text:  # torch's message of an error in a data loader worker; the last line is the error
         text = text.strip().splitlines()[-1]
     text = " ".join(text.split())
+    line = _described(error, _kinds(error), text)
+    if line is None:
+        return f"{type(error).__name__}: {_shorten(text)} (this is a bug; please report it with the traceback)", True
+    return line, False
+
+
+def _described(error: BaseException, kinds: set[str], text: str) -> str | None:
+    """The line of an error that is not a bug."""
     lost = _lost_peer_in(error)
     if lost is not None:
         return f"another rank exited without reporting an error, or the network to it is down ({reason_of(lost)})"
@@ -63,21 +74,18 @@ def _described(error: BaseException) -> str | None:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted by the user"
     if "torch.OutOfMemoryError" in kinds:
-        advice = "use a smaller per_device_train_batch_size or max_length, set gradient_checkpointing to true, or pass"
-        return f"the GPU is out of memory: {advice} a DeepSpeed file that offloads ({_shorten(text)})"
+        return f"{_GPU_MEMORY} ({_shorten(text)})"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
-        return f"the host is out of memory: offload less, use a smaller model or more ranks ({_shorten(text)})"
+        return f"{_HOST_MEMORY} ({_shorten(text)})"
     if any(kind.startswith("wandb.") for kind in kinds):
-        advice = "run `wandb login`, set WANDB_MODE=offline in the environment, or set report_to to none"
-        return f"report_to: wandb failed ({_shorten(text)}); {advice}"
+        return f"report_to: wandb failed ({_shorten(text)}); {_WANDB}"
     if _NCCL in kinds:
         return f"NCCL failed ({reason_of(error)}); set NCCL_DEBUG=INFO in the environment for details"
     if text.startswith("DataLoader worker"):  # killed by a signal, or exited unexpectedly
         return f"{_shorten(text)}; the host may have run out of memory: set dataloader_num_workers to 0"
     full = next((each for each in causes(error) if _is_disk_full(each)), None)
     if full is not None:
-        advice = "free some space, or set output_dir to a folder on another disk"
-        return f"{_path_of(full) or 'a file'} could not be written because the disk is full; {advice}"
+        return f"{_path_of(full) or 'a file'} {_FREE}"
     if isinstance(error, OSError):
         path = _path_of(error) if error.filename is not None or error.errno == errno.EIO else ""
         return f"{path}: {error.strerror}" if path else error.strerror or text or type(error).__name__
@@ -87,17 +95,16 @@ def _described(error: BaseException) -> str | None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a call failed because another rank, or the network connection to it, was lost.
+    """Whether a call failed because another rank has failed, or because the network connection to it was lost.
 
     The causes are inspected because code in between, such as model loading, may have wrapped the error.
     """
-    return _lost_peer_in(error) is not None
+    return isinstance(error, OtherRankFailed) or _lost_peer_in(error) is not None
 
 
 def reason_of(error: BaseException) -> str:
     """A library's message about a lost peer, without source locations and advice."""
-    text = " ".join(str(error).split())
-    text = re.sub(r"\[\S+gloo/transport/\S+\] |\[enforce fail at \S+\] |NCCL error in: \S+, ", "", text)
+    text = _NOISE.sub("", " ".join(str(error).split()))
     return _shorten(re.split(r"\. This is typically|Exception raised from", text)[0].strip())
 
 
@@ -143,9 +150,8 @@ def _is_disk_full(error: BaseException) -> bool:
 def _path_of(error: BaseException) -> str:
     """The path of a failed read or write: the error's own, or that of a variable in the innermost matching frame."""
     found = getattr(error, "filename", None) or ""
-    frames = [] if found else [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for variables in (frame.f_locals for frame in frames):
-        paths = [variables[name] for name in _PATH_NAMES if isinstance(variables.get(name), (str, os.PathLike))]
+    for frame, _ in traceback.walk_tb(None if found else error.__traceback__):
+        paths = [each for name in _PATH_NAMES if isinstance(each := frame.f_locals.get(name), (str, os.PathLike))]
         found = paths[0] if paths else found
     return str(found)
 

@@ -153,7 +153,8 @@ class Peers:
     def _follow(self) -> NoReturn:
         """Exit as another rank has announced, without a message."""
         found = bounded(lambda: Ending(**json.loads(self._store.get("end"))), _ASK_S)
-        end_with(found or Ending("another rank ended the job without reporting a reason"), speaks=False)
+        found = found or Ending("another rank ended the job without reporting a reason")
+        end_with(found, speaks=False, last=lambda: self._end_others(found))
 
     def _end_others(self, ending: Ending) -> None:
         """Kill suspended ranks of this machine, which notice nothing, and record the failure for a lost rank 0."""

@@ -1,6 +1,7 @@
 """A script that calls ``train()`` on two ranks, without a command: ``plain_script.py FAULT FOLDER MODEL``.
 
 In step 3, rank 1 is stopped or killed, hangs, holds the interpreter lock, or raises an error; or nothing happens.
+With ``data``, rank 0 cannot read the rows.
 """
 
 from __future__ import annotations
@@ -38,9 +39,24 @@ class Fault(TrainerCallback):
             FAULTS[sys.argv[1]]()
 
 
+def fail_with_data() -> None:
+    """Catch an error of the rows, which only rank 0 reads."""
+
+    def rows() -> list[dict[str, Any]]:
+        raise KeyError("label")
+
+    try:
+        CPOTrainer(sys.argv[3], args=CPOConfig(**options(Path(sys.argv[2]))), train_dataset=rows)
+    except (KeyError, ValueError) as error:
+        print(f"caught {type(error).__name__}")
+
+
 def main() -> None:
     """Train, and evaluate without a fault."""
     tempfile.tempdir = sys.argv[2]
+    if sys.argv[1] == "data":
+        fail_with_data()
+        return
     given = options(Path(sys.argv[2]), max_steps=4, peer_timeout=5, hang_timeout=8, hang_timeout_first=8)
     trainer = CPOTrainer(
         sys.argv[3], args=CPOConfig(**given), train_dataset=paired_rows(8, 3), eval_dataset=paired_rows(4, 3)

@@ -42,3 +42,12 @@ def test_a_script_without_a_fault_succeeds(tmp_path: Path, ranks: RankServer) ->
     model = make_model(tmp_path / "model", layers=1)
     done = ranks.run(DRIVERS / "plain_script.py", "none", tmp_path, model, timeout=60)
     assert "error" not in done.stderr and not list(tmp_path.glob("alignment-hang-*"))
+
+
+@pytest.mark.ci
+def test_any_error_of_rank_0_is_raised_on_all_ranks(tmp_path: Path, ranks: RankServer) -> None:
+    """Otherwise they would wait for hours, if the script catches it."""
+    done = ranks.run(
+        DRIVERS / "plain_script.py", "data", tmp_path, make_model(tmp_path / "model", layers=1), timeout=60
+    )
+    assert [one.stdout.splitlines()[-1] for one in done.ranks] == ["caught KeyError", "caught OtherRankFailed"]
