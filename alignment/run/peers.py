@@ -165,7 +165,8 @@ class Peers:
             lost = state in ("stopped", "gone") or self._clock() - self._heard[other] > ACTIVITY.limits.silence
             if other == 0 and lost and ACTIVITY.folder is not None:
                 fail_in_place_of(ACTIVITY.folder, beat["host"], beat["pid"], ending.line.removeprefix("error: "))
-        time.sleep(2 * _POLL_S if self._serves else 0.0)  # as above
+        if self._serves and any(self._state_of(beat) != "gone" for beat in self.beats.values()):
+            time.sleep(2 * _POLL_S)  # as above
 
     # The end of others -----------------------------------------------------------------------------------------------
 

@@ -193,13 +193,13 @@ def test_a_suspended_job_continues(signals: Signals, place: Path) -> None:
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.ci)])
 def test_a_rank_is_killed(signals: Signals, place: Path, rank: int) -> None:
-    """The other rank, which waits in a collective, reports it within 2 s."""
+    """The other rank, which waits in a collective, reports it and draws the run's page, within seconds."""
     plan = {"rank": rank, "event": "after forward in train", "occurrence": 40, "fault": "kill"}
     run = Run(signals, place, "kto", plan, {})
     done = run()
     killed, other = done.ranks[rank], done.ranks[1 - rank]
     assert (killed.code, other.code) == (-signal.SIGKILL, 1)
-    assert other.seconds - killed.seconds < 2.5
+    assert other.seconds - killed.seconds < 8
     line = last_line(done)
     assert re.search(
         rf"rank {rank} \(host {HOST}.* was killed .*in phase (kl|reference|train|step), step \d+", line
@@ -213,7 +213,7 @@ def test_a_rank_is_killed_after_the_other_has_finished(signals: Signals, place: 
     run = Run(signals, place, "kto", plan, {})
     done = run()
     assert [one.code for one in done.ranks] == [-signal.SIGKILL, 1], done.report()
-    assert done.ranks[1].seconds - done.ranks[0].seconds < 2.5
+    assert done.ranks[1].seconds - done.ranks[0].seconds < 8
     assert "rank 0 " in last_line(done) and "was killed" in last_line(done)
 
 
