@@ -90,22 +90,26 @@ def on_first_rank(compute: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
-    """Within this context, ranks work independently; an error of any rank is raised on every rank at the end.
+def together(kind: type[AlignmentError] = CheckpointError) -> Iterator[None]:
+    """Within this context, ranks work independently, without collectives; if one of them fails, all do at the end.
+
+    Args:
+        kind: the class of the error; with ``OtherRankFailed``, ranks that have failed raise their own error.
 
     Raises:
-        CheckpointError: with the message of the first rank that failed.
+        AlignmentError: of this class, with the message of the first rank that failed.
     """
     own: Exception | None = None
     try:
         yield
     except Exception as error:
         own = error
-    found = next((text for text in gathered(None if own is None else one_line(own)) if text is not None), None)
-    if own is not None and not isinstance(own, AlignmentError):
+    texts = gathered(None if own is None else one_line(own))
+    if own is not None and (kind is OtherRankFailed or not isinstance(own, AlignmentError)):
         raise own
-    if found is not None:
-        raise CheckpointError(found) from None
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise kind(f"rank {rank} failed: {text}" if kind is OtherRankFailed else text) from None
 
 
 def barrier() -> None:
