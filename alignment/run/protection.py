@@ -70,7 +70,9 @@ class Protection:
         # torch would retry a connection that a signal interrupts for up to 30 s, and ignore signals meanwhile.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, set(STOP_SIGNALS))
         try:
-            store = default_store().clone()  # a separate connection, so that polling never waits for the main thread
+            self._server = default_store()  # that of rank 0 may serve the others, and outlives the group
+            # A separate connection, so that polling never waits for the main thread; torch's stubs lack the method.
+            store = self._server.clone()  # type: ignore[attr-defined]
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         store.set_timeout(_FOR_EVER)

@@ -143,13 +143,7 @@ def test_a_process_of_this_machine_is_looked_up(number: int, seconds: float, say
 
 def test_what_a_rank_has_published_before_its_end_counts(world: World) -> None:
     """It has finished, or failed with a reason of its own."""
-    failure = {
-        "line": "error: rank 1: its own",
-        "code": 85,
-        "state": "preempted",
-        "signal": "SIGTERM",
-        "stacks": False,
-    }
+    failure: dict[str, Any] = {"line": "error: its own", "code": 85, "state": "preempted", "signal": "SIGTERM"}
     rank = world.rank(0, first_s=float("inf"))
     world.spend(5, rank, 1, 2, **here())
     gone = here(start="0")
@@ -162,7 +156,13 @@ def test_what_a_rank_has_published_before_its_end_counts(world: World) -> None:
 def test_a_rank_that_fails_alone_ends_the_others_later(world: World) -> None:
     """In a script, whose ranks usually fail together."""
     rank = world.rank(0)
-    failure = {"line": "error: rank 1: its own", "code": 1, "state": "failed", "signal": None, "stacks": False}
+    failure: dict[str, Any] = {
+        "line": "error: rank 1: its own",
+        "code": 1,
+        "state": "failed",
+        "signal": None,
+        "stacks": False,
+    }
     world.spend(5, rank, 1, 2)
     world.beat(1, left=failure)
     world.spend(SILENCE, rank, 2)
