@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -143,26 +144,20 @@ def test_a_process_of_this_machine_is_looked_up(number: int, seconds: float, say
 
 def test_what_a_rank_has_published_before_its_end_counts(world: World) -> None:
     """It has finished, or failed with a reason of its own."""
-    failure: dict[str, Any] = {"line": "error: its own", "code": 85, "state": "preempted", "signal": "SIGTERM"}
+    failure = Ending("error: its own", 85, "preempted", "SIGTERM")
     rank = world.rank(0, first_s=float("inf"))
     world.spend(5, rank, 1, 2, **here())
     gone = here(start="0")
     world.spend(100, rank, 2, **gone, left="finished")
     with pytest.raises(Ended) as ended:
-        world.spend(1, rank, 1, **gone, left=failure)
-    assert ended.value.ending == Ending(**failure)
+        world.spend(1, rank, 1, **gone, left=dataclasses.asdict(failure))
+    assert ended.value.ending == failure
 
 
 def test_a_rank_that_fails_alone_ends_the_others_later(world: World) -> None:
     """In a script, whose ranks usually fail together."""
     rank = world.rank(0)
-    failure: dict[str, Any] = {
-        "line": "error: rank 1: its own",
-        "code": 1,
-        "state": "failed",
-        "signal": None,
-        "stacks": False,
-    }
+    failure = {"line": "error: its own", "code": 1}
     world.spend(5, rank, 1, 2)
     world.beat(1, left=failure)
     world.spend(SILENCE, rank, 2)
