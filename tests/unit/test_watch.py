@@ -240,6 +240,24 @@ def test_the_dead_man_switch_is_set_again_only_after_progress(monkeypatch: pytes
     assert not times, "it is disarmed"
 
 
+def test_a_forked_child_exits_while_the_switch_is_armed(tmp_path: Path) -> None:
+    """faulthandler would wait in the child for a thread that only its parent has; the parent's switch stays armed."""
+    code = """
+import os, sys, time
+from pathlib import Path
+from alignment.run.stacks import DeadManSwitch
+DeadManSwitch(0, exits=True, folder=Path).keep(1, 3.0)
+child = os.fork()
+if not child:
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+time.sleep(60)
+"""
+    command, environment = [sys.executable, "-c", code], {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30, env=environment)
+    assert (done.returncode, done.stdout) == (1, "3\n"), done.stderr
+
+
 # A process whose phase "work" may take one second without progress.
 HANGS = """
 import re, sys, time
