@@ -7,12 +7,11 @@
 # make mutants    a random sample of small changes, each against the tests that run its line (MUTANTS="--seed 1")
 # make renames    rename what alignment/internals/ touches in copies of the libraries; its test has to fail (RENAMES="tqdm")
 # make test-newest  contract tests and numbers with the newest releases that setup.py allows, in .venv-newest
-# make chaos     kill training runs 1000 times and judge every restart (CHAOS_ARGS="--kills 50 --seed 3"); about an hour, an
-#                interrupted call is continued by the next one
+# make chaos     kill training runs 1000 times and judge every restart (CHAOS_ARGS="--kills 50 --seed 3"); about an hour
 # make slurm     install SLURM (Debian, as root; no service is started) and train under it, on nodes of this machine
 # make hosts     install pdsh and sshd (Debian, as root; no service is started) and train on two hosts of this machine
 # make signals   send every signal to every launcher and worker of real runs, judge what is left and resume; a table, half an
-#                hour; an interrupted call is continued by the next one (SIGNALS_ARGS="--only 'torchrun TERM'")
+#                hour (SIGNALS_ARGS="--only 'torchrun TERM'")
 # make demo      a small model from nothing, aligned with KTO (LoRA too), CPO and Online DPO, in minutes (DEMO_ARGS="--fresh --seed 1")
 # make quality   lint, types and the floors of alignment/
 # make tables    regenerate the pages of docs/reference/ that are made from the code

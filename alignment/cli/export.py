@@ -11,12 +11,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from alignment.cli.guarded import guarded
 from alignment.cli.output import leave_with_help, surviving_closed_output
 from alignment.config.fields import convert
 from alignment.config.options_export import ExportOptions
 from alignment.engines.launch_env import hush_libraries
 from alignment.run.activity import ACTIVITY, Limits
-from alignment.run.guard import guarded
 
 _ABOUT = """\
 Export a checkpoint, a trained model, or a PEFT adapter merged into its base model as a Hugging Face model folder:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from alignment.cli.guarded import guarded
 from alignment.cli.output import surviving_closed_output
 from alignment.cli.parsing import Parser, glimpse, parse
 from alignment.config.dtypes import Machine, planning_for
@@ -19,7 +20,6 @@ from alignment.config.registry import METHODS
 from alignment.engines.garbage import old_objects_spared, uncollected
 from alignment.engines.launch_env import hush_libraries, init_distributed
 from alignment.engines.start_up import import_libraries
-from alignment.run.guard import guarded
 from alignment.run.ranks import world_size
 
 _ABOUT = """\

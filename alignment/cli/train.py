@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Sequence
 
+from alignment.cli.guarded import guarded
 from alignment.cli.output import surviving_closed_output
 from alignment.cli.parsing import glimpse, parse
 from alignment.config.registry import METHODS
 from alignment.engines.garbage import old_objects_spared, uncollected
 from alignment.engines.launch_env import hush_libraries, init_distributed
 from alignment.engines.start_up import import_libraries
-from alignment.run.guard import guarded
 
 
 def main(
@@ -29,9 +30,8 @@ def main(
     hush_libraries()
     with surviving_closed_output(), contextlib.ExitStack() as starting:
         starting.enter_context(uncollected())
-        code = guarded(
-            lambda: _run(arguments, program, starting.close, precompute), use_cpu=lambda: glimpse(arguments).use_cpu
-        )
+        job = functools.partial(_run, arguments, program, starting.close, precompute)
+        code = guarded(job, use_cpu=lambda: glimpse(arguments).use_cpu)
     sys.exit(code)
 
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alignment.config.errors import AlignmentError, CheckpointError
+from alignment.config.errors import AlignmentError, CheckpointError, one_line
 from alignment.data.transfer import transferred
+from alignment.run.failures import OtherRankFailed
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -66,10 +67,11 @@ def from_first_rank(value: Any) -> Any:
 
 
 def on_first_rank(compute: Callable[[], Any]) -> Any:
-    """Run ``compute`` on the first rank and return its result, or raise its user error, on every rank.
+    """Run ``compute`` on the first rank and return its result, or raise its error, on every rank.
 
     Raises:
-        AlignmentError: the error of the first rank.
+        AlignmentError: the user error of the first rank.
+        OtherRankFailed: on the other ranks, if the first one raises any other exception.
     """
     result: Any = None
     failed: AlignmentError | None = None
@@ -78,6 +80,9 @@ def on_first_rank(compute: Callable[[], Any]) -> Any:
             result = compute()
         except AlignmentError as error:
             failed = error
+        except Exception as error:
+            from_first_rank((None, OtherRankFailed(f"rank 0 failed: {type(error).__name__}: {one_line(error)}")))
+            raise
     result, failed = from_first_rank((result, failed))
     if failed is not None:
         raise failed
@@ -85,20 +90,26 @@ def on_first_rank(compute: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
-    """Within this context, ranks work independently; a user error of any rank is raised on every rank at the end.
+def together(kind: type[AlignmentError] = CheckpointError) -> Iterator[None]:
+    """Within this context, ranks work independently, without collectives; if one of them fails, all do at the end.
+
+    Args:
+        kind: the class of the error; with ``OtherRankFailed``, ranks that have failed raise their own error.
 
     Raises:
-        CheckpointError: with the message of the first rank that failed.
+        AlignmentError: of this class, with the message of the first rank that failed.
     """
-    message = None
+    own: Exception | None = None
     try:
         yield
-    except AlignmentError as error:
-        message = str(error)
-    found = next((text for text in gathered(message) if text is not None), None)
-    if found is not None:
-        raise CheckpointError(found) from None
+    except Exception as error:
+        own = error
+    texts = gathered(None if own is None else one_line(own))
+    if own is not None and (kind is OtherRankFailed or not isinstance(own, AlignmentError)):
+        raise own
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise kind(f"rank {rank} failed: {text}" if kind is OtherRankFailed else text) from None
 
 
 def barrier() -> None:

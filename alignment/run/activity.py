@@ -12,7 +12,7 @@ from pathlib import Path
 
 from alignment.reporting.status_file import StatusFile
 
-_GAP_S = 3.0  # longer than the interval between two ticks of any watcher
+_GAP_S = 3.0  # longer than the interval between two ticks
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Activity:
     """The phase of the main thread, and its progress.
 
     Written by the main thread and read by others. Progress is anything that cannot happen while a rank hangs: entering
-    or leaving a phase, a micro-batch, a generated token, a tokenized batch of rows. Each watching thread calls
+    or leaving a phase, a micro-batch, a generated token, a tokenized batch of rows. One watching thread calls
     :meth:`tick` continuously; a long gap between two ticks means that the process itself was suspended.
 
     Args:
@@ -45,17 +45,17 @@ class Activity:
     Attributes:
         step: the last completed optimizer step.
         limits: how long a phase may go without progress.
-        moves: number of phases entered and left so far; the same on all ranks that do the same work.
+        count: how often the main thread has made progress.
         folder: the output folder, once known; set on every rank.
         status: ``status.json`` of the run; set on rank 0.
         at_failure: called on rank 0 after a failure of the run is in the status.
-        guarded: whether a process outside the run records its end in the status.
+        guarded: whether a command runs, which reports errors and records the end of the run in the status.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.step, self.limits, self.moves = 0, Limits(), 0
+        self.step, self.limits, self.count = 0, Limits(), 0
         self._clock, self._lock = clock, threading.Lock()
-        self._phases = ["start"]
+        self._phases, self._failed = ["start"], ""
         self._longest: dict[str, float] = {}
         self._passed: set[str] = set()
         self._last = clock()
@@ -70,19 +70,26 @@ class Activity:
         """Set the phase to ``phase`` within this context."""
         self.progress()
         self._phases.append(phase)
-        self.moves += 1
+        self._failed = ""
         try:
             yield
             self._passed.add(phase)
+        except BaseException:
+            self._failed = self._failed or phase
+            raise
         finally:
             self.progress()
             self._phases.pop()
-            self.moves += 1
 
     @property
     def phase(self) -> str:
         """The innermost phase; ``start`` before the first one."""
         return self._phases[-1]
+
+    @property
+    def place(self) -> str:
+        """Phase and step, for messages; after an exception, the innermost phase that it has left."""
+        return f"phase {self._failed or self.phase}, step {self.step}"
 
     def progress(self) -> None:
         """Record that the main thread has made progress."""
@@ -90,10 +97,15 @@ class Activity:
         with self._lock:
             phase = self.phase
             self._longest[phase] = max(self._longest.get(phase, 0.0), self._counted(now) - self._last)
-            self._last = now
+            self._last, self.count = now, self.count + 1
+
+    def begin_watch(self) -> None:
+        """Start to count: the time before, without a watching thread, is not time without progress."""
+        with self._lock:
+            self._last, self._tick = self._clock(), None
 
     def tick(self) -> float:
-        """Called several times a second by each watching thread.
+        """Called several times a second by the watching thread.
 
         Returns:
             Seconds for which the whole process was suspended (a stopped job, a sleeping machine), on the first call
@@ -109,7 +121,7 @@ class Activity:
             return gap
 
     def _counted(self, now: float) -> float:
-        """The time up to which to count: the main thread may resume before a watcher notices the suspension."""
+        """The time up to which to count: the main thread may resume before the watcher notices the suspension."""
         stood_still = self._tick is not None and now - self._tick > _GAP_S
         return max(self._tick, self._last) if stood_still and self._tick is not None else now
 

@@ -6,108 +6,125 @@ A hanging disk or terminal may be the cause of the failure, so nothing here wait
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import sys
 import threading
-from pathlib import Path
-from typing import NoReturn, TextIO
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+import psutil
 
 from alignment.internals.tqdm import open_bars
+from alignment.run.activity import ACTIVITY
 from alignment.run.deadlines import bounded
+from alignment.run.ranks import rank, world_size
+from alignment.run.stacks import write_stacks
 
-STACKS = "hang-"  # prefix of the files with stack traces
 WRITE_S = 2.0  # limit for a write to a terminal or a disk
-# Processes that build DeepSpeed's extensions and hold the lock that the next start would wait for.
-_COMPILERS = ("ninja", "nvcc", "cicc", "ptxas", "cudafe++", "c++", "g++", "gcc", "clang", "cc1plus", "hipcc", "ld")
+_REPORT_S = 10.0  # that the report of a failed run may take
+_LONGEST_S = 25.0  # limit for everything before the exit
+_LATER_S = 2.0  # a launcher that reports the first exit as the cause should pick the rank that writes the line
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a job ends, as its ranks tell each other.
+
+    Attributes:
+        line: message for the user.
+        code: exit status of every rank.
+        state, signal: values for ``status.json``.
+        stacks: whether every rank writes its stack traces.
+    """
+
+    line: str
+    code: int = 1
+    state: str = "failed"
+    signal: str | None = None
+    stacks: bool = False
+
+
+def end_with(
+    ending: Ending, *, speaks: bool = True, trace: str = "", last: Callable[[], None] = lambda: None
+) -> NoReturn:
+    """Report why the job ends, and exit with the status of the ending.
+
+    Args:
+        ending: why the job ends.
+        speaks: whether this rank writes the line; otherwise it exits later than one that does.
+        trace: traceback that precedes the line.
+        last: called before the exit; it may hang or fail.
+    """
+    end_within(_LONGEST_S, ending.code)
+    try:
+        if speaks and ending.line:
+            write(trace + ending.line)
+        with contextlib.suppress(OSError):
+            _mute()  # torch may still report broken connections of other threads
+        if ending.stacks:
+            write_stacks(ACTIVITY.folder, rank())
+        record(ending)
+        bounded(last, _REPORT_S)
+        time.sleep(0.0 if speaks else _LATER_S)
+    finally:
+        end_process(ending.code)
+
+
+def record(ending: Ending, seconds: float = WRITE_S) -> None:
+    """Record in ``status.json`` how the run ended, if this process writes that file and the disk responds."""
+    status = ACTIVITY.status
+    if status is not None:
+        failed = ending.state == "failed"
+        error = (ending.line.strip().removeprefix("error: ") or f"exit status {ending.code}") if failed else None
+        bounded(lambda: status.update(state=ending.state, signal=ending.signal, error=error), seconds)
+        if failed and not ending.stacks and ACTIVITY.at_failure is not None:
+            bounded(ACTIVITY.at_failure, _REPORT_S)
 
 
 def write(text: str) -> None:
-    """Write `text` to stderr in one call, after closing this process's progress bars.
+    """Write `text` to stderr, after closing this process's progress bars, which redraw themselves at the exit.
 
-    An open bar leaves the cursor in the middle of a line and redraws itself when the interpreter exits. Neither a bar
-    that another thread is drawing nor a closed terminal prevents the remaining writes.
+    Neither a bar that another thread is drawing nor a closed terminal prevents the remaining writes.
     """
-    bounded(_close_bars, WRITE_S)
-    bounded(lambda: _flush(sys.stdout), WRITE_S)
-    bounded(lambda: sys.stderr.write(text + "\n"), WRITE_S)
-    bounded(lambda: _flush(sys.stderr), WRITE_S)
-
-
-def _close_bars() -> None:
-    for bar in open_bars():
-        bar.close()
+    start = "\n" if world_size() > 1 else ""  # another rank's bar may have left the cursor in the middle of a line
+    bounded(lambda: [bar.close() for bar in open_bars()], WRITE_S)
+    bounded(lambda: sys.stdout.flush(), WRITE_S)
+    bounded(lambda: (sys.stderr.write(f"{start}{text}\n"), sys.stderr.flush()), WRITE_S)
 
 
 def write_beside_bars(text: str) -> None:
     """Write a line to stderr during a run; its progress bars are redrawn below it."""
-    bounded(lambda: _write_beside_bars(text), WRITE_S)
-
-
-def _write_beside_bars(text: str) -> None:
     tqdm = sys.modules.get("tqdm")
-    if tqdm is not None:
-        tqdm.tqdm.write(text, file=sys.stderr)
-    else:
-        sys.stderr.write(text + "\n")
-    _flush(sys.stderr)
+    put = sys.stderr.write if tqdm is None else lambda line: tqdm.tqdm.write(line, file=sys.stderr, end="")
+    bounded(lambda: (put(text + "\n"), sys.stderr.flush()), WRITE_S)
 
 
-def _flush(stream: TextIO) -> None:
-    # A closed pipe (`| head`) must not keep the error from stderr, nor the process from exiting.
-    with contextlib.suppress(OSError, ValueError):
-        stream.flush()
-
-
-def mute() -> None:
+def _mute() -> None:
     """Redirect stdout and stderr to /dev/null at the process level, which silences C++ libraries too."""
-    bounded(_flush_all, WRITE_S)
+    bounded(lambda: (sys.stdout.flush(), sys.stderr.flush()), WRITE_S)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(nowhere, descriptor)
 
 
-def _flush_all() -> None:
-    _flush(sys.stdout)
-    _flush(sys.stderr)
-
-
 def end_process(code: int) -> NoReturn:
     """Exit without waiting for blocked threads, and kill forked workers, which would otherwise wait forever."""
     try:
-        _end_children()
-        bounded(_flush_all, WRITE_S)
+        own = psutil.Process()
+        for child in own.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if child.exe() == own.exe():  # not a reporting service, which may still have data to send
+                    child.kill()  # data loader workers ignore the other signals
+        bounded(lambda: sys.stdout.flush(), WRITE_S)
     finally:
         os._exit(code)
 
 
-def _end_children() -> None:
-    import psutil
-
-    own = psutil.Process()
-    for child in own.children(recursive=True):
-        try:
-            # Python workers and compilers; a reporting service may still have data to send.
-            if child.exe() == own.exe() or child.name().startswith(_COMPILERS):
-                child.kill()  # data loader workers ignore the other signals
-        except psutil.Error:
-            continue
-
-
-def end_within(seconds: float, code: int) -> None:
-    """Exit with ``code`` after ``seconds``, unless the process has ended by then."""
-    thread = threading.Timer(seconds, end_process, [code])
-    thread.name, thread.daemon = "alignment-end", True
-    thread.start()
-
-
-def write_stacks(folder: Path | None, rank: int) -> Path | None:
-    """Write the stack traces of all threads to ``hang-RANK.txt``; return its path, or None if that failed."""
-    path = (folder or Path()) / f"{STACKS}{rank}.txt"
-
-    def dump() -> Path:
-        with path.open("w", encoding="utf-8") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-        return path
-
-    return bounded(dump, WRITE_S)
+def end_within(seconds: float, code: int) -> threading.Timer:
+    """Exit with ``code`` after ``seconds``, unless the process ends or the returned timer is cancelled."""
+    timer = threading.Timer(seconds, end_process, [code])
+    timer.daemon = True
+    timer.start()
+    return timer

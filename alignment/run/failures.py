@@ -1,6 +1,6 @@
 """Description of an error: one line for the user, whether it is a bug, and the exit status.
 
-Nothing here writes or exits; the guard does.
+Nothing here writes or exits.
 """
 
 from __future__ import annotations
@@ -8,30 +8,31 @@ from __future__ import annotations
 import errno
 import os
 import re
+import traceback
 from collections.abc import Iterator
 
 from alignment.config.errors import AlignmentError
 
-# Gloo's messages about a connection that broke, could not be made, or timed out. Other libraries use the same words
-# for their own connections, so the message must also contain a path of gloo's sources.
-_GLOO = ("/gloo/transport/", "Gloo connectFullMesh failed")
-_BROKEN = (
-    *("Connection closed", "Connection reset", "Connection refused", "Connection timed out", "Broken pipe"),
-    *("No route to host", "Network is unreachable", "Host is unreachable", "timed out connecting", "Connect timeout"),
-    *("Read timeout", "Write timeout", "Read error", "Socket closed", "Socket unexpectedly closed"),
-    *("Timed out waiting", "Application timeout caused pair closure", "Gloo connectFullMesh failed"),
+# Errors of a connection that broke, could not be made, or timed out. Other libraries use the same words for their own
+# connections, so the error must also come from the store, from NCCL or from gloo.
+_BROKEN = re.compile(
+    r"connection (closed|reset|refused|timed out)|connect timeout|connecting|connectFullMesh|broken pipe|no route|"
+    r"unreachable|(read|write) (timeout|error)|socket (closed|timeout|unexpectedly)|timed out waiting|pair closure|"
+    r"remote ?process|ncclRemoteError|ncclSystemError|communicator was aborted|operation timeout|wait timeout after",
+    re.IGNORECASE,
 )
-# torch.distributed's own classes: store errors count whatever their message, NCCL errors depending on it.
-_STORE = ("torch.DistStoreError", "torch.DistNetworkError")
-_NCCL = "torch.DistBackendError"
-_NCCL_BROKEN = (
-    *("ncclRemoteError", "remote process exited", "ncclSystemError", "communicator was aborted"),
-    *("collective operation timeout", "Connection closed", "Connection reset", "Connection refused", "Broken pipe"),
-    *("wait timeout after", "Socket Timeout"),
-)
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_DISK_FULL_TEXTS = ("No space left on device", "PytorchStreamWriter failed", "Disk quota exceeded")
+_GLOO = re.compile("gloo/transport/|Gloo connectFullMesh")
+_STORE, _NCCL = {"torch.DistStoreError", "torch.DistNetworkError"}, "torch.DistBackendError"
+_NOISE = re.compile(r"\[\S+gloo/transport/\S+\] |\[enforce fail at \S+\] |NCCL error in: \S+, ")
+_DISK_FULL = re.compile("No space left on device|PytorchStreamWriter failed|Disk quota exceeded")
 _PATH_NAMES = ("filename", "checkpoint_file", "path", "file", "f", "save_directory", "output_dir")
+_GPU_MEMORY = (
+    "the GPU is out of memory: use a smaller per_device_train_batch_size or max_length, set gradient_checkpointing to "
+    "true, or pass a DeepSpeed file that offloads"
+)
+_HOST_MEMORY = "the host is out of memory: offload less, use a smaller model or more ranks"
+_WANDB = "run `wandb login`, set WANDB_MODE=offline in the environment, or set report_to to none"
+_FREE = "could not be written because the disk is full; free some space, or set output_dir to a folder on another disk"
 
 
 class JoinError(AlignmentError):
@@ -42,66 +43,68 @@ class ReportedElsewhere(JoinError):
     """Another rank could not join and reports it; this rank exits without a message."""
 
 
+class OtherRankFailed(AlignmentError):
+    """The first rank has failed, and reports why."""
+
+
 def describe(error: BaseException) -> tuple[str, bool]:
     """Return one line for the user, and whether the error is a bug whose traceback is worth showing.
 
     The line is empty for a `SystemExit` with a number, whose message has already been written.
     """
-    kinds = _kinds(error)
     text = str(error)
     if "Original Traceback" in text:  # torch's message of an error in a data loader worker; the last line is the error
         text = text.strip().splitlines()[-1]
     text = " ".join(text.split())
+    line = _described(error, _kinds(error), text)
+    if line is None:
+        return f"{type(error).__name__}: {_shorten(text)} (this is a bug; please report it with the traceback)", True
+    return line, False
+
+
+def _described(error: BaseException, kinds: set[str], text: str) -> str | None:
+    """The line of an error that is not a bug."""
     lost = _lost_peer_in(error)
     if lost is not None:
-        return (
-            f"another rank exited without reporting an error, or the network to it is down ({reason_of(lost)})",
-            False,
-        )
-    if isinstance(error, ReportedElsewhere):
-        return "", False
+        return f"another rank exited without reporting an error, or the network to it is down ({reason_of(lost)})"
     if isinstance(error, AlignmentError):
-        return text, False
+        return "" if isinstance(error, ReportedElsewhere) else text
     if isinstance(error, SystemExit):
-        return (text if isinstance(error.code, str) else ""), False
+        return text if isinstance(error.code, str) else ""
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted by the user", False
+        return "interrupted by the user"
     if "torch.OutOfMemoryError" in kinds:
-        advice = "use a smaller per_device_train_batch_size or max_length, set gradient_checkpointing to true, or pass"
-        return f"the GPU is out of memory: {advice} a DeepSpeed file that offloads ({_shorten(text)})", False
+        return f"{_GPU_MEMORY} ({_shorten(text)})"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
-        return f"the host is out of memory: offload less, use a smaller model or more ranks ({_shorten(text)})", False
+        return f"{_HOST_MEMORY} ({_shorten(text)})"
     if any(kind.startswith("wandb.") for kind in kinds):
-        advice = "run `wandb login`, set WANDB_MODE=offline in the environment, or set report_to to none"
-        return f"report_to: wandb failed ({_shorten(text)}); {advice}", False
+        return f"report_to: wandb failed ({_shorten(text)}); {_WANDB}"
     if _NCCL in kinds:
-        return f"NCCL failed ({reason_of(error)}); set NCCL_DEBUG=INFO in the environment for details", False
+        return f"NCCL failed ({reason_of(error)}); set NCCL_DEBUG=INFO in the environment for details"
     if text.startswith("DataLoader worker"):  # killed by a signal, or exited unexpectedly
-        return f"{_shorten(text)}; the host may have run out of memory: set dataloader_num_workers to 0", False
-    full = _disk_full_in(error)
+        return f"{_shorten(text)}; the host may have run out of memory: set dataloader_num_workers to 0"
+    full = next((each for each in causes(error) if _is_disk_full(each)), None)
     if full is not None:
-        advice = "free some space, or set output_dir to a folder on another disk"
-        return f"{_path_of(full) or 'a file'} could not be written because the disk is full; {advice}", False
+        return f"{_path_of(full) or 'a file'} {_FREE}"
     if isinstance(error, OSError):
-        return _os_error(error, text), False
+        path = _path_of(error) if error.filename is not None or error.errno == errno.EIO else ""
+        return f"{path}: {error.strerror}" if path else error.strerror or text or type(error).__name__
     if any(kind.endswith(".SafetensorError") for kind in kinds):
-        return f"{_path_of(error) or 'a safetensors file'} cannot be read or written: {text}", False
-    return f"{type(error).__name__}: {_shorten(text)} (this is a bug; please report it with the traceback)", True
+        return f"{_path_of(error) or 'a safetensors file'} cannot be read or written: {text}"
+    return None
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a call failed because another rank, or the network connection to it, was lost.
+    """Whether a call failed because another rank has failed, or because the network connection to it was lost.
 
     The causes are inspected because code in between, such as model loading, may have wrapped the error.
     """
-    return _lost_peer_in(error) is not None
+    return isinstance(error, OtherRankFailed) or _lost_peer_in(error) is not None
 
 
 def reason_of(error: BaseException) -> str:
     """A library's message about a lost peer, without source locations and advice."""
-    text = " ".join(str(error).split())
-    for noise in (r"\[\S+gloo/transport/\S+\] ", r"\[enforce fail at \S+\] ", r"NCCL error in: \S+, "):
-        text = re.sub(noise, "", text)
+    text = _NOISE.sub("", " ".join(str(error).split()))
     return _shorten(re.split(r"\. This is typically|Exception raised from", text)[0].strip())
 
 
@@ -127,13 +130,9 @@ def _lost_peer_in(error: BaseException) -> BaseException | None:
         if isinstance(each, JoinError):
             return None
         kinds, text = _kinds(each), str(each)
-        if any(kind in kinds for kind in _STORE):
+        of_ranks = _NCCL in kinds or (isinstance(each, RuntimeError) and _GLOO.search(text))
+        if kinds & _STORE or (of_ranks and _BROKEN.search(text)):
             return each
-        if _NCCL in kinds and any(sign in text for sign in _NCCL_BROKEN):
-            return each
-        if isinstance(each, RuntimeError) and any(sign in text for sign in _GLOO):
-            if any(sign in text for sign in _BROKEN):
-                return each
     return None
 
 
@@ -142,38 +141,19 @@ def _kinds(error: BaseException) -> set[str]:
     return {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
 
 
-def _disk_full_in(error: BaseException) -> BaseException | None:
-    """The error of a full disk among the causes of an error, if any. Libraries wrap it in their own errors."""
-    for each in causes(error):
-        if isinstance(each, OSError) and each.errno in _DISK_FULL:
-            return each
-        if any(sign in str(each) for sign in _DISK_FULL_TEXTS):
-            return each
-    return None
-
-
-def _os_error(error: OSError, text: str) -> str:
-    if error.strerror is None:
-        return text or type(error).__name__
-    path = _path_of(error)
-    return f"{path}: {error.strerror}" if path else error.strerror
+def _is_disk_full(error: BaseException) -> bool:
+    """Whether this is the error of a full disk. Libraries wrap it in their own errors."""
+    number = error.errno if isinstance(error, OSError) else None
+    return number in (errno.ENOSPC, errno.EDQUOT) or _DISK_FULL.search(str(error)) is not None
 
 
 def _path_of(error: BaseException) -> str:
     """The path of a failed read or write: the error's own, or that of a variable in the innermost matching frame."""
-    own = getattr(error, "filename", None)
-    if own is not None:
-        return str(own)
-    if isinstance(error, OSError) and error.errno not in (*_DISK_FULL, errno.EIO):
-        return ""  # such as a socket error
-    found = ""
-    trace = error.__traceback__
-    while trace is not None:
-        variables = trace.tb_frame.f_locals
-        paths = [variables[name] for name in _PATH_NAMES if isinstance(variables.get(name), (str, os.PathLike))]
-        found = str(paths[0]) if paths else found
-        trace = trace.tb_next
-    return found
+    found = getattr(error, "filename", None) or ""
+    for frame, _ in traceback.walk_tb(None if found else error.__traceback__):
+        paths = [each for name in _PATH_NAMES if isinstance(each := frame.f_locals.get(name), (str, os.PathLike))]
+        found = paths[0] if paths else found
+    return str(found)
 
 
 def _shorten(text: str, limit: int = 300) -> str:

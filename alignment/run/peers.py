@@ -1,33 +1,42 @@
-"""This rank's view of the others: which are alive, have failed or have finished.
+"""This rank's view of the others: each rank publishes a heartbeat over the process group's store twice a second.
 
-Ranks exchange heartbeats over the process group's store twice a second. The rank that finds that the job cannot
-continue claims the right to report it. The others fall silent, let it write its line, and exit with its status.
+Rank 0 reads the heartbeats of all ranks and the others read that of rank 0, so the traffic grows linearly with the
+number of ranks. A rank that fails announces it, and all others exit with its status. If a rank falls silent instead,
+its process is looked up if it runs on this machine; of another machine only the time without a heartbeat is known.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 from alignment.reporting.status_file import fail_in_place_of
 from alignment.run.activity import ACTIVITY
-from alignment.run.beats import Heard, Pulse, hung_rank
 from alignment.run.deadlines import bounded
-from alignment.run.ending import write_beside_bars
-from alignment.run.exchange import Exchange
-from alignment.run.last_word import ASK_S, LastWord, Verdict
-from alignment.run.lines import hung_line, killed_line, lost_line, silent_line, silent_store_line
-from alignment.run.neighbors import Neighbors
+from alignment.run.ending import Ending, end_with
+from alignment.run.processes import Process, machine
+from alignment.run.requests import REQUESTS, StopRequests
+from alignment.run.stop import StopReason
 
 _POLL_S = 0.5  # between two heartbeats
-_START_S = 30.0  # grace period for the first heartbeat, in addition to peer_timeout
-_DEAD_S = 5.0  # of silence: when the job ends anyway, such a rank is taken for dead
-_LEAVE_S = 10.0  # how long rank 0 keeps the store for other finished ranks
-_LOST_S = 1.2  # to find the rank whose connection broke; more than two heartbeats
-_GRACE_S = 0.7  # after the end of a peer's process, for its last message
+_GAP_S = 3.0  # a longer one means that this process was suspended
+_ASK_S = 3.0  # limit for a call to the store
+_LOST_S = 3.0  # for the end of another rank to be noticed after a connection broke
+_DOWN = "the process, its host or its network is down, or it holds Python's interpreter lock (peer_timeout)"
+_CAUSES = {
+    "stopped": "the process is suspended (peer_timeout)",
+    "running": "the process holds Python's interpreter lock (hang_timeout)",
+}
+_MOST_NAMED = 8
+Beat = dict[str, Any]
 
 
 class Peers:
@@ -36,14 +45,13 @@ class Peers:
     Args:
         store: the store that the ranks share, over a connection that nothing else uses.
         rank, world_size: this rank and the number of ranks.
-        server: the store of the process group, which this object keeps alive: on rank 0 it may be the one that serves
-            the others.
-        lost_store: called when the store is lost, if a launcher serves it: ranks can finish their last step without
-            it. None if rank 0 serves it, without which the job cannot continue.
-        launcher_stopped: returns whether a launcher of this process is suspended.
-        clock: clock in seconds.
+        first_s: how long the first heartbeat of a rank may take, in addition to peer_timeout.
+        lost_launcher: called with the reason when the store is lost, if a launcher serves it: ranks can finish their
+            step without it. None if rank 0 serves it, without which the job cannot continue.
+        requests, clock: stop requests of this process, and a clock in seconds.
 
     Attributes:
+        beats: the newest heartbeats of the ranks that this one listens to; replaced and never modified.
         alone: the store is lost, and this rank continues without the others' heartbeats.
     """
 
@@ -53,238 +61,221 @@ class Peers:
         rank: int,
         world_size: int,
         *,
-        server: Any = None,
-        lost_store: Callable[[str], None] | None = None,
-        launcher_stopped: Callable[[], bool] = lambda: False,
+        first_s: float,
+        lost_launcher: Callable[[str], None] | None = None,
+        requests: StopRequests = REQUESTS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._store, self._server, self._lost_store, self._clock = store, server, lost_store, clock
-        self._launcher_stopped = launcher_stopped
-        self._others = [other for other in range(world_size) if other != rank]
-        self._pulse, self._neighbors = Pulse(rank), Neighbors()
-        self._heard = Heard(clock, self._others if rank == 0 else [0], _START_S)
-        self._exchange = Exchange(self._call, rank, world_size, self._pulse, self._heard, self._neighbors)
-        self._last_word = LastWord(store, rank, self._bury)
-        self._own_end = self.alone = False
-        self._answered = clock()
-        self._fallen: dict[int, float] = {}
-        self._absent: set[int] = set()
-        self._told: set[str] = set()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="alignment-guard", daemon=True)
+        self.rank, self.world_size, self.alone = rank, world_size, False
+        self._store, self._clock, self._requests, self._lost_launcher = store, clock, requests, lost_launcher
+        self._serves = rank == 0 and lost_launcher is None
+        self._host, self._machine, self._process = socket.gethostname(), machine(), Process.of(os.getpid())
+        self.beats: dict[int, Beat] = {}
+        self._heard = dict.fromkeys(range(1, world_size) if rank == 0 else [0], clock() + first_s)
+        self._answered = self._turned = clock()  # when the store has last responded, and the last turn
+        self._count, self._final = 0, Beat()
+        self._ends, self._over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="alignment-heartbeat", daemon=True)
+
+    def begin(self) -> None:
+        """Start the thread that exchanges heartbeats."""
         self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(_POLL_S):
+            with contextlib.suppress(OSError):  # such as too many open files, which may pass
+                self._turn()
+
+    @property
+    def progress(self) -> int:
+        """A number that changes when any rank makes progress."""
+        return ACTIVITY.count + sum(beat["progress"] for beat in self.beats.values())
+
+    @property
+    def limit(self) -> float:
+        """The longest time without progress that any rank is allowed now, as far as this one knows."""
+        own = [] if self._final else [ACTIVITY.limit]
+        return max([*own, *(beat["limit"] for beat in self.beats.values() if not beat["left"])], default=float("inf"))
+
+    @property
+    def places(self) -> str:
+        """Where the ranks are, as far as this one knows, for messages; the longest without progress is the first."""
+        beats = sorted((-beat["idle"], other, beat) for other, beat in self.beats.items() if not beat["left"])
+        others = [f"rank {other} (host {beat['host']}) in {_place(beat)}" for _, other, beat in beats[:_MOST_NAMED]]
+        return "; ".join([*others, f"rank {self.rank} (host {self._host}) in {ACTIVITY.place}"])
 
     # The end of this rank --------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait until every rank has finished. Rank 0, which may serve the store, leaves last."""
-        self._pulse.finished = True
-        count = self._count("finished", 1)
-        while count < self.world_size and not self.alone:
-            time.sleep(0.1)
-            count = self._count("finished", 0)
-        self._own_end = True
-        # A thread that is in the store's C++ code when the interpreter exits would crash the process.
-        self._over.set()
-        self._thread.join(ASK_S)
-        if self.rank != 0 and not self.alone:
-            bounded(lambda: self._store.set(f"left/{self.rank}", "1"), ASK_S)
-        elif not self.alone:
-            self._wait(self._all_left, _LEAVE_S)
-        self._neighbors.close()
+        """Wait until every rank has finished, and stop."""
+        bounded(lambda: self._publish(left="finished"), _ASK_S)
+        finished = bounded(lambda: self._store.add("finished", 1), _ASK_S) or 0
+        while finished < self.world_size and not self.alone:
+            time.sleep(0.05)
+            finished = bounded(lambda: self._store.add("finished", 0), _ASK_S) or 0
+        self._stop()
 
-    def _all_left(self) -> bool:
-        """Whether the store is no longer needed: every other rank has left or its process has ended."""
-        awaited = [f"left/{other}" for other in self._others if other not in self._neighbors.gone]
-        return not awaited or bool(bounded(lambda: self._store.check(awaited), ASK_S))
-
-    def fail(
-        self, line: str, verdict: Verdict, *, trace: str = "", lost: bool = False, at_once: bool = False
-    ) -> NoReturn:
-        """Report why the job ends if no other rank does, and exit.
+    def fail(self, ending: Ending, *, lost: bool) -> None:
+        """Stop because this rank has failed, while its program goes on. The others end unless they fail as well.
 
         Args:
-            line: message for the user.
-            verdict: verdict for the other ranks.
-            trace: traceback that precedes the line.
-            lost: whether a connection to another rank broke. Other ranks may know better which one it was, and why.
-            at_once: do not wait for the others to fall silent.
+            ending: why this rank has failed.
+            lost: whether a connection to another rank broke; if that rank has ended, this process ends here.
         """
-        if lost:
-            line, verdict = self._lost_peer(line, verdict)
-        verdict = replace(verdict, dead=tuple(sorted({*verdict.dead, *self._dead()} - {self.rank})))
-        self._own_end = True  # before the claim: the other thread must not mistake it for another rank's
-        self._last_word.speak(line, verdict, lambda: self._living(verdict.dead), trace=trace, at_once=at_once)
+        self._over.wait(_LOST_S if lost else 0.0)
+        bounded(lambda: self._publish(left=asdict(ending)), _ASK_S)
+        self._stop()
+
+    def _stop(self) -> None:
+        self._over.set()
+        self._thread.join(_ASK_S)  # a thread in the store's C++ code would crash the interpreter's exit
+        if self._serves:
+            time.sleep(_POLL_S)  # the store may end with this process, and the others have to read it
+
+    def end(self, ending: Ending, *, trace: str = "", lost: bool = False) -> NoReturn:
+        """Announce why the job ends, unless another rank has done so, and exit.
+
+        Args:
+            ending: why the job ends.
+            trace: traceback that precedes the line.
+            lost: whether a connection to another rank broke: the end of that rank may be noticed first.
+        """
+        if lost and not self.alone:
+            time.sleep(_LOST_S)
+        self._ends.acquire()  # never released: one thread ends the process
+        first = None if self.alone else bounded(lambda: self._store.add("ends", 1), _ASK_S)
+        if first is not None and first > 1:
+            self._follow()
+        if first is not None:
+            bounded(lambda: self._store.set("end", json.dumps(asdict(ending))), _ASK_S)
+        end_with(ending, trace=trace, last=lambda: self._end_others(ending))
+
+    def _follow(self) -> NoReturn:
+        """Exit as another rank has announced, without a message."""
+        found = bounded(lambda: Ending(**json.loads(self._store.get("end"))), _ASK_S)
+        found = found or Ending("another rank ended the job without reporting a reason")
+        end_with(found, speaks=False, last=lambda: self._end_others(found))
+
+    def _end_others(self, ending: Ending) -> None:
+        """Kill suspended ranks of this machine, which notice nothing, and record the failure for a lost rank 0."""
+        for other, beat in self.beats.items():
+            state = self._state_of(beat)
+            if state == "stopped":
+                os.kill(beat["pid"], signal.SIGKILL)
+            lost = state in ("stopped", "gone") or self._clock() - self._heard[other] > ACTIVITY.limits.silence
+            if other == 0 and lost and ACTIVITY.folder is not None:
+                fail_in_place_of(ACTIVITY.folder, beat["host"], beat["pid"], ending.line.removeprefix("error: "))
+        if self._serves and any(self._state_of(beat) != "gone" for beat in self.beats.values()):
+            time.sleep(2 * _POLL_S)  # as above
 
     # The end of others -----------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        """Send and read heartbeats, in a thread that the store may block for any length of time."""
-        while not self.alone and not self._own_end:
-            try:
-                self._turn()
-            except Exception as error:  # such as too many open files, which may pass
-                self._tell_once(error)
-            self._over.wait(_POLL_S)
+    def tick(self, suspended: float) -> None:
+        """End the job if the store, which blocks the other thread, does not respond; called often.
+
+        Args:
+            suspended: seconds for which this process was suspended just now.
+        """
+        self._answered = min(self._clock(), self._answered + suspended)
+        silence, first = ACTIVITY.limits.silence, self.beats.get(0)
+        if self.alone or self._over.is_set() or self._clock() - self._answered <= silence:
+            return
+        what = "the launcher" if self._lost_launcher is not None else "rank 0"
+        seen = f" (host {first['host']}, last seen in {_place(first)})" if first is not None else ""
+        who = f"rank {self.rank} (host {self._host}) in {ACTIVITY.place}"
+        line = f"error: {who}: {what}, which coordinates the ranks, has not responded for {silence:g} s{seen}: {_DOWN}"
+        self.end(Ending(line, stacks=True))
 
     def _turn(self) -> None:
-        self._pardon(ACTIVITY.tick())
-        if self._call("check", ["claim"]) and not self._own_end:
-            self._last_word.follow()
-        self._exchange.turn()
-        self._answered = self._clock()
-        if not self._own_end:
-            self._judge()
-
-    def _pardon(self, seconds: float) -> None:
-        """Extend all deadlines by the time that this process was suspended."""
-        if seconds:
-            self._answered = min(self._clock(), self._answered + seconds)
-            self._heard.pardon(seconds)
-
-    def _tell_once(self, error: Exception) -> None:
-        what = f"{type(error).__name__}: {error}"
-        if what not in self._told:
-            self._told.add(what)
-            write_beside_bars(f"rank {self.rank}: monitoring the other ranks raised {what}; monitoring continues")
-
-    def _judge(self) -> None:
-        """End the job if a rank that this one listens to is silent, or if one rank blocks all others."""
-        silence = ACTIVITY.limits.silence
-        silent = self._silent(silence)
-        if silent:
-            beat = self._heard.beats.get(silent[0])
-            self.fail(silent_line(silent[0], beat, silence), Verdict(dead=tuple(silent)))
-        if self.rank == 0 and len(self._heard.beats) == self.world_size:
-            hung = hung_rank(self._heard.beats)
-            if hung is not None:
-                self.fail(hung_line(hung, self._heard.beats[hung], self.world_size), Verdict(hung=True))
-
-    def _silent(self, seconds: float) -> list[int]:
-        return [other for other in self._heard.silent(seconds) if other != self.rank]
-
-    def _dead(self) -> list[int]:
-        """Silent ranks, as far as this one can tell: it must itself have been in contact with the store just now."""
-        in_touch = self._clock() - self._answered < 4 * _POLL_S
-        return self._silent(_DEAD_S) if in_touch else []
-
-    def tick(self) -> None:
-        """Detect what the other thread cannot while the store blocks it; called often by a thread that never blocks.
-
-        This covers the silence of the store itself and the end of processes on this machine.
-        """
-        self._pardon(ACTIVITY.tick())
-        now = self._clock()
-        if self._own_end or self.alone:
-            return
-        silence = ACTIVITY.limits.silence
-        if now - self._answered > silence:
-            self._store_is_silent(silence)
-        self._notice_ends(now)
-
-    def _notice_ends(self, now: float) -> None:
-        for other in self._neighbors.gone:
-            self._fallen.setdefault(other, now)
-        fallen = next((other for other, at in self._fallen.items() if now - at >= _GRACE_S), None)
-        if fallen is None or bounded(lambda: self._store.add("finished", 0), ASK_S) == self.world_size:
-            return
-        beats = bounded(lambda: self._exchange.read([fallen]), ASK_S)
-        if beats:  # otherwise the store is lost as well, which the other thread reports
-            self.fail(killed_line(fallen, beats[fallen]), Verdict(dead=(fallen,)))
-
-    def _store_is_silent(self, silence: float) -> None:
-        if self._lost_store is not None and self._launcher_stopped():
-            self._go_on_alone("the launcher, which coordinates the ranks, was suspended (SIGSTOP, Ctrl-Z)")
-            return
-        by_launcher = self._lost_store is not None
-        first, host = self._heard.beats.get(0), self._pulse.host
-        line = silent_store_line(self.rank, host, first, silence, by_launcher=by_launcher)
-        self._speak_for_machine(line, Verdict(dead=() if by_launcher else (0,)))
-
-    def _go_on_alone(self, why: str) -> None:
-        if not self.alone and self._lost_store is not None:
-            self.alone = True
-            self._lost_store(why)
-
-    def _lost_peer(self, line: str, verdict: Verdict) -> tuple[str, Verdict]:
-        """Find the missing rank after a connection broke; a rank that fails gets time to report it.
-
-        A process of this machine that has ended is the missing one; one that is alive is not. Among the ranks of other
-        machines, it is one that no longer sends heartbeats; it may just be slow and is not killed for that.
-        """
-        before = bounded(lambda: self._exchange.read(self._others), _LOST_S) if self._exchange.met else None
-        end = self._clock() + _LOST_S
-        while self._clock() < end:
-            if bounded(lambda: self._store.check(["claim"]), ASK_S):
-                self._last_word.follow()
-            time.sleep(0.1)
-        after = bounded(lambda: self._exchange.read(self._others), _LOST_S)
-        gone = self._neighbors.gone
-        if gone:
-            return killed_line(gone[0], (after or self._heard.beats).get(gone[0])), Verdict(dead=tuple(gone))
-        if not before or not after:
-            return line, verdict
-        still = [other for other in self._others if after[other].count == before[other].count]
-        missing = [other for other in still if other not in self._neighbors]
-        if not missing:
-            return line, verdict
-        self._absent = set(missing)
-        return lost_line(missing[0], after[missing[0]]), verdict
-
-    def _living(self, dead: Sequence[int]) -> list[int]:
-        silent = self._heard.silent(6 * _POLL_S)
-        gone = {*dead, *self._absent, *self._neighbors.gone, *silent, self.rank}
-        return [other for other in range(self.world_size) if other not in gone]
-
-    def _wait(self, reached: Callable[[], bool], seconds: float) -> None:
-        end = self._clock() + seconds
-        while not reached() and self._clock() < end:
-            time.sleep(0.1)
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        """Call the store; if the store is lost, the job cannot continue and this process exits.
-
-        Exceptions: a store of a launcher, without which ranks can finish their last step, and a rank that is exiting.
-        """
+        """Publish a heartbeat, read those of others, and end the job if one of them cannot continue."""
+        # Looked up first: whatever a process has published before its end is known when it is judged.
+        gone = [other for other, beat in self.beats.items() if self._state_of(beat) == "gone"]
         try:
-            # For each call to a lost store, torch would write pages of C++ frames.
-            return _NOTHING[method] if self._own_end else getattr(self._store, method)(*arguments)
+            if self._store.check(["end"]):
+                self._ends.acquire()
+                self._follow()
+            self._publish()
+            self._read()
         except RuntimeError:
-            if self._own_end:
-                return _NOTHING[method]
-            if self._lost_store is None:
-                self._speak_for_machine(killed_line(0, self._heard.beats.get(0)), Verdict(dead=(0,)))
-            self._go_on_alone("the launcher, which coordinates the ranks, has exited")
-            return _NOTHING[method]
+            self._lose_store()
+            return
+        for other, heard in self._heard.items():
+            self._judge(other, self.beats.get(other), self._clock() - heard, gone=other in gone)
 
-    def _count(self, name: str, more: int) -> int:
-        """Increase a counter of the store and return it; 0 once this rank is alone: a suspended store is mute."""
-        found: list[int] = []
-        thread = threading.Thread(target=lambda: found.append(self._call("add", name, more)), daemon=True)
-        thread.start()
-        while thread.is_alive() and not self.alone:
-            thread.join(0.1)
-        return found[0] if found else 0
+    def _publish(self, **final: Any) -> None:
+        """Write this rank's heartbeat; ``final`` are values of this one and of all further ones."""
+        self._final |= final
+        self._count += 1
+        beat = {
+            "count": self._count,
+            **{"host": self._host, "machine": self._machine, **self._process._asdict()},
+            **{"phase": ACTIVITY.phase, "step": ACTIVITY.step, "idle": ACTIVITY.idle},
+            # Those of rank 0 are of all ranks: the others listen to no one else.
+            "progress": self.progress if self.rank == 0 else ACTIVITY.count,
+            "limit": self.limit if self.rank == 0 else ACTIVITY.limit,
+            "asked": int(self._requests.reason or 0),
+            "detail": self._requests.detail or f"received by rank {self.rank}",
+            "left": None,  # "finished", or the ending of a rank that has failed
+            **self._final,
+        }
+        self._store.set(f"beat/{self.rank}", json.dumps(beat))
 
-    def _speak_for_machine(self, line: str, verdict: Verdict) -> NoReturn:
-        """Report without a store: the lowest living rank of each machine does, as the ranks can no longer agree."""
-        dead = {*verdict.dead, *self._neighbors.gone}
-        speaks = not any(other < self.rank and other not in dead for other in self._neighbors)
-        self._own_end = True
-        self._last_word.speak(line, verdict, at_once=True, speaks=speaks)
+    def _read(self) -> None:
+        """Read the heartbeats of the ranks that this one listens to, and stop requests with them."""
+        known = self.beats
+        come = [other for other in self._heard if other in known or self._store.check([f"beat/{other}"])]
+        texts = self._store.multi_get([f"beat/{other}" for other in come]) if come else []
+        beats = {other: json.loads(text) for other, text in zip(come, texts, strict=True)}
+        now = self._clock()
+        gap = now - self._turned if now - self._turned > _GAP_S else 0.0  # not the fault of the others
+        new = [other for other in beats if other not in known or known[other]["count"] != beats[other]["count"]]
+        self._heard = {other: max(at, min(now, at + gap)) for other, at in self._heard.items()}
+        self._heard |= dict.fromkeys(new, now)
+        self.beats, self._answered, self._turned = beats, now, now
+        for beat in beats.values():
+            if beat["asked"]:
+                self._requests.request(StopReason(beat["asked"]), beat["detail"])
 
-    def _bury(self, verdict: Verdict, line: str, speaks: bool) -> None:
-        """Kill dead ranks of this machine: a suspended process does not receive anything else.
+    def _state_of(self, beat: Beat) -> str:
+        """The state of a rank's process; ``unknown`` on another machine."""
+        return Process(beat["pid"], beat["start"]).state if beat["machine"] == self._machine else "unknown"
 
-        If the rank that writes ``status.json`` is one of them, the reporting rank records the failure there.
-        """
-        for other in verdict.dead:
-            self._neighbors.kill(other)
-        first = self._heard.beats.get(0)
-        if speaks and 0 in verdict.dead and first is not None and ACTIVITY.folder is not None:
-            fail_in_place_of(ACTIVITY.folder, first.host, first.pid, line.removeprefix("error: "))
+    def _judge(self, other: int, beat: Beat | None, silent: float, *, gone: bool) -> None:
+        """End the job if a rank has ended, or has been silent for too long."""
+        silence = ACTIVITY.limits.silence
+        if beat is None and silent > silence:
+            line = f"error: rank {other} has sent no heartbeat since the ranks joined: {_DOWN}"
+            self.end(Ending(line, stacks=True))
+        if beat is None or beat["left"] == "finished" or not (gone or silent > silence):
+            return
+        if beat["left"]:
+            self.end(Ending(**beat["left"]))
+        if gone:
+            self.end(Ending(_killed(other, beat)))
+        state = self._state_of(beat)
+        if state == "running" and silent + beat["idle"] <= beat["limit"]:
+            return
+        who, cause = f"rank {other} (host {beat['host']})", _CAUSES.get(state, _DOWN)
+        shown = max(silence, silent if state == "running" else 0.0)
+        line = f"error: {who} has sent no heartbeat for {shown:.3g} s, last seen in {_place(beat)}: {cause}"
+        self.end(Ending(line, stacks=True))
+
+    def _lose_store(self) -> None:
+        """Continue without a launcher that has ended; without rank 0, end."""
+        if self._over.is_set() or self._ends.locked():  # it is not needed any more
+            return
+        self.alone, first = True, self.beats.get(0)
+        if self._lost_launcher is not None:
+            self._over.set()
+            self._lost_launcher("the launcher, which coordinates the ranks, has exited")
+        elif first is None or not first["left"]:
+            self.end(Ending("error: rank 0 was killed or disconnected" if first is None else _killed(0, first)))
 
 
-# Results of calls to a store that is no longer needed.
-_NOTHING: dict[str, Any] = {"add": 0, "check": False, "set": None, "multi_get": [], "get": None}
+def _place(beat: Beat) -> str:
+    return f"phase {beat['phase']}, step {beat['step']}"
+
+
+def _killed(rank: int, beat: Beat) -> str:
+    who = f"rank {rank} (host {beat['host']}, process {beat['pid']})"
+    return f"error: {who} was killed or disconnected in {_place(beat)}; the host may have run out of memory"

@@ -7,8 +7,6 @@ nothing to lose, the main thread is interrupted as by Ctrl-C.
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,51 +20,34 @@ _FILE_POLL_S = 1.0
 class StopRequests:
     """The requests that this process has received. Any thread may make one.
 
-    Args:
-        clock: clock in seconds.
-
     Attributes:
-        deferring: whether the main thread checks for requests by itself and must not be interrupted.
+        reason: the reason to stop, as far as it is known without checking the disk.
         detail: explanation of a reason that is not a signal; otherwise empty.
+        deferring: whether the main thread checks for requests by itself and must not be interrupted.
         done: the request was carried out, or the work is finished: nothing is interrupted any more.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.deferring = self.done = False
-        self.detail = ""
-        self._clock, self._lock = clock, threading.RLock()  # a handler may run while it is held
-        self._reason: StopReason | None = None
+        self.reason: StopReason | None = None
+        self.detail, self.deferring, self.done = "", False, False
+        self._clock, self._looked = clock, float("-inf")
         self._file: Path | None = None
-        self._looked = float("-inf")
 
-    def request(self, reason: StopReason, detail: str = "") -> bool:
-        """Request a stop. The first request sets the reason, but a user's request overrides those of launchers.
+    def __str__(self) -> str:
+        return (self.reason.name if self.reason else "") + (f" ({self.detail})" if self.detail else "")
 
-        Returns:
-            Whether this request now sets the reason.
-        """
-        with self._lock:
-            if self._reason is None or (reason.by_user and reason > self._reason):
-                self._reason, self.detail = reason, detail
-                return True
-        return False
-
-    @property
-    def reason(self) -> StopReason | None:
-        """The reason to stop, as far as it is known without checking the disk."""
-        with self._lock:
-            return self._reason
+    def request(self, reason: StopReason, detail: str = "") -> None:
+        """Request a stop. The first request sets the reason, but a user's request overrides those of launchers."""
+        if self.reason is None or (reason.by_user and reason > self.reason):
+            self.reason, self.detail = reason, detail
 
     def asked(self, every: float = _FILE_POLL_S) -> StopReason | None:
-        """The reason to stop, including the file ``STOP``.
-
-        Args:
-            every: minimum interval between two checks for the file ``STOP``, in seconds.
-        """
-        if self._file is not None and self._clock() - self._looked >= every:
+        """The reason to stop; looks for the file ``STOP`` if the last time was ``every`` seconds ago."""
+        file = self._file
+        if file is not None and self._clock() - self._looked >= every:
             self._looked = self._clock()
             with contextlib.suppress(OSError):
-                if self._file.exists():
+                if file.exists():
                     self.request(StopReason.STOP)
         return self.reason
 
@@ -83,24 +64,9 @@ class StopRequests:
         finally:
             self._file, self.deferring = None, before
 
-    def look_until(self, over: threading.Event) -> None:
-        """Poll for the file ``STOP``: the main thread may be waiting for other ranks that need to learn of it.
-
-        Runs in a separate thread, which a hanging disk may block.
-        """
-        while not over.wait(_FILE_POLL_S):
-            if self.deferring:
-                self.asked()
-
-    def renew_lock(self) -> None:
-        """Replace the lock in a forked worker: another thread of the parent may have held it."""
-        self._lock = threading.RLock()
-
     def forget(self) -> None:
         """Reset to the state of a process that has received no request."""
-        with self._lock:
-            self._reason, self.detail, self.done = None, "", False
+        self.reason, self.detail, self.done = None, "", False
 
 
 REQUESTS = StopRequests()
-os.register_at_fork(after_in_child=REQUESTS.renew_lock)

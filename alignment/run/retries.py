@@ -52,12 +52,9 @@ def is_transient(error: BaseException) -> bool:
 
 def _status(error: BaseException) -> int | None:
     """The HTTP status of an error, under the attribute names that clients use."""
-    for holder in (getattr(error, "response", None), error):
-        for name in ("status_code", "status"):
-            value = getattr(holder, name, None)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-    return None
+    holders = (getattr(error, "response", None), error)
+    values = (getattr(holder, name, None) for holder in holders for name in ("status_code", "status"))
+    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
 
 
 class Retries:
@@ -79,12 +76,7 @@ class Retries:
         self._unwritten: list[dict[str, Any]] = []
 
     def __call__(self, what: str, call: Callable[[], Result]) -> Result:
-        """Return the result of ``call``, which is retried after transient failures.
-
-        Args:
-            what: name of the call in messages.
-            call: the function to call.
-        """
+        """Return the result of ``call``, named ``what`` in messages, which is retried after transient failures."""
         for number in itertools.count(1):
             try:
                 return call()
@@ -97,13 +89,12 @@ class Retries:
         """Wait before retry ``number`` of a call; return False if no retry is left."""
         if number > self.limit:
             return False
-        pause = min(self.pause * 2 ** (number - 1), max(_LONGEST, self.pause))
+        left = min(self.pause * 2 ** (number - 1), max(_LONGEST, self.pause))
         text = f"{type(error).__name__}: {one_line(error)}" if str(error) else type(error).__name__
         here = f"rank {rank()}: " if rank() else ""
-        print(f"{here}{what}: {text}; retry {number} of {self.limit} in {pause:g} s", flush=True)
+        print(f"{here}{what}: {text}; retry {number} of {self.limit} in {left:g} s", flush=True)
         self._own.append({"event": "retry", "rank": rank(), "of": what, "error": text, "retry": number})
         # Each slice counts as progress: a rank that waits here does not hang.
-        left = pause
         while left > 0 and REQUESTS.reason is None:  # after a request to stop there is little time left
             ACTIVITY.progress()
             self._sleep(min(left, _SLICE))

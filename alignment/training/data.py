@@ -30,8 +30,9 @@ from alignment.data.report import DataReport, joined
 from alignment.data.sources import dataset_from_python, from_stream, load_split, take
 from alignment.data.truncation import Limits
 from alignment.data.windows import Rows, RowTable, WindowPlan, WindowSampler, row_table, set_partners
-from alignment.engines.collectives import barrier, from_first_rank, gathered
+from alignment.engines.collectives import barrier, from_first_rank, gathered, together
 from alignment.internals.datasets import cache_folder
+from alignment.run.failures import OtherRankFailed
 from alignment.run.ranks import local_rank, world_size
 from alignment.run.retries import NEVER, Retries
 from alignment.training.method import AnyMethod
@@ -215,17 +216,18 @@ def prepare_data(
         DataError: naming file, row, key and value; or if a node has prepared different rows from the first one.
     """
     made = None
-    if local_rank() == 0:
-        check_cache(cache_folder())
-    if fills(cache_folder()):
-        given = retries(where, load)
-        parts = given if isinstance(given, tuple) else (Part(where, lambda: given),)
-        # Cutting each part first would change the sizes of unweighted parts, and miss rows if others are dropped.
-        first = limit if len(parts) == 1 else None
-        made = [
-            (part.where, _tokenized(part, first, method, tokenizer, options, retries, packing).name, part.weight)
-            for part in parts
-        ]
+    with together(OtherRankFailed):
+        if local_rank() == 0:
+            check_cache(cache_folder())
+        if fills(cache_folder()):
+            given = retries(where, load)
+            parts = given if isinstance(given, tuple) else (Part(where, lambda: given),)
+            # Cutting each part first would change the sizes of unweighted parts, and miss rows if others are dropped.
+            first = limit if len(parts) == 1 else None
+            made = [
+                (part.where, _tokenized(part, first, method, tokenizer, options, retries, packing).name, part.weight)
+                for part in parts
+            ]
     # A folder's name is a hash of its content, so the first rank's name is right on every node.
     made = from_first_rank(made)
     barrier()

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from transformers.trainer_utils import TrainOutput
 
@@ -41,11 +41,19 @@ from alignment.training.overflows import Overflows
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import AFTER_EPOCH, AFTER_STEP, Boundary, RandomAtStart, Totals
 from alignment.training.start_event import start_event
-from alignment.training.stopping import end_run
+from alignment.training.stopping import end_run, notice_too_short
 from alignment.training.window import WindowResult
 from alignment.training.window_loader import windows_of_epoch
 
 _NOTHING = WindowResult({}, WindowCounts(0, 0, 0, 0, 0))  # of a window that is skipped
+
+
+class Step(NamedTuple):
+    """An optimizer step: what its window gave, the norm of the gradient, and the learning rate it was applied with."""
+
+    window: WindowResult
+    grad_norm: float
+    learning_rate: float
 
 
 class TrainingLoop:
@@ -92,6 +100,8 @@ class TrainingLoop:
             "save": self._save_if_due,
             "announce save": self._announce_save,
         }
+        self._step_seconds = 0.0  # duration of the newest step
+        self._saves = 0  # number of saves in this process
         self._ends_with: str | None = None  # the error that ends the run after this step
         self.resumed: dict[str, Any] | None = None
         self.ignores_end = False
@@ -119,7 +129,10 @@ class TrainingLoop:
             try:
                 self._begin(evaluation)
                 for plan, batches in self._windows():
-                    self._step(plan, batches)
+                    began = time.monotonic()
+                    self._begin_step(plan)
+                    self._end_step(plan, self._update(plan, batches))
+                    self._step_seconds = time.monotonic() - began
                     self._between_steps()
             except Cut:  # within a window, which is repeated after a resume, or before the first one
                 self._leave()
@@ -140,30 +153,32 @@ class TrainingLoop:
                 if sampler.step == 0 or self.boundary.ends:  # a callback may end the epoch early
                     break
 
-    def _step(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> None:
-        """Take one optimizer step, and count it."""
+    def _begin_step(self, plan: WindowPlan) -> None:
+        """Notify the callbacks of a step; until its end, the state of the run is that from before it."""
         self.random.hold()
         if plan.step == 0:
             self.events("on_epoch_begin")
         self.events("on_step_begin")
-        learning_rate = self.engines.policy.learning_rate
-        (items, counts), grad_norm = self._update(plan, batches)
+
+    def _end_step(self, plan: WindowPlan, taken: Step) -> None:
+        """Count a step that was taken, and notify the callbacks."""
+        state, items, counts = self.state, taken.window.items, taken.window.counts
         self.sampler.advance()
-        state = self.state
         state.global_step += 1
         state.epoch = plan.epoch + (plan.step + 1) / self.sampler.steps_per_epoch
         self.totals.add(items, counts)
         if self.args.include_num_input_tokens_seen:
             state.num_input_tokens_seen = self.totals.tokens
         self.history.add(items)
-        self.totals.last = {"grad_norm": grad_norm, "learning_rate": learning_rate, **self._failures()}
+        norm, rate = taken.grad_norm, taken.learning_rate
+        self.totals.last = {"grad_norm": norm, "learning_rate": rate, **self._failures()}
         self._check_reduced(counts, items)
         self.progress.advance(means(items), counts.sequence_tokens)
         self.events("on_step_end")
         self.random.release()
 
-    def _update(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> tuple[WindowResult, float]:
-        """Compute the gradient of a window and apply it; return what the window gave, and the gradient norm.
+    def _update(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> Step:
+        """Take an optimizer step: compute the gradient of a window and apply it.
 
         A window that is skipped, because of a bad step or because it has nothing to train on, only advances the
         schedule.
@@ -173,6 +188,7 @@ class TrainingLoop:
             Cut: if the run was asked to stop; on every rank, before any weight has changed.
         """
         policy, step, result = self.engines.policy, self.state.global_step + 1, _NOTHING
+        learning_rate = policy.learning_rate
         try:
             if not self.bad_steps.omits(plan, step):
                 result = self.engines.window_pass(
@@ -183,7 +199,7 @@ class TrainingLoop:
                 self.bad_steps.check(loss)
                 grad_norm = self._apply_gradient()
                 self.bad_steps.good(loss)
-                return result, grad_norm
+                return Step(result, grad_norm, learning_rate)
         except BadStep as fault:
             self.bad_steps.skip(fault, plan, step)
             if not fault.discarded:
@@ -191,7 +207,7 @@ class TrainingLoop:
             result = _NOTHING
         with schedule_may_go_first():
             policy.scheduler.step()
-        return result, 0.0
+        return Step(result, 0.0, learning_rate)
 
     def _apply_gradient(self) -> float:
         """Update the weights with the accumulated gradient; return its norm.
@@ -417,6 +433,7 @@ class TrainingLoop:
         if self.writer.newest == self.state.global_step:
             return True  # no progress since the checkpoint: this attempt counts as stalled
         self.totals.seconds = self._seconds()
+        began = time.monotonic()
         with self.context.phases("save"):
             written = self.writer.write(keep=self.best.folder)
         if not written:
@@ -424,6 +441,9 @@ class TrainingLoop:
             return False
         if ACTIVITY.status is not None:
             ACTIVITY.status.update(checkpoint=folder.name, stalled=0)
+        if not self._saves and self.context.is_first:
+            self.context.tell(notice_too_short(time.monotonic() - began, self._step_seconds))
+        self._saves += 1
         return True
 
     def _rescue(self) -> str:

@@ -1,46 +1,22 @@
-"""End a run that was asked to stop, and listen for signals where no command's guard does."""
+"""End a run that was asked to stop."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
 from typing import NoReturn
 
 from alignment.checkpoint.folder import checkpoint_folder
 from alignment.checkpoint.writer import CheckpointWriter
 from alignment.run.activity import ACTIVITY
+from alignment.run.launchers import launchers
+from alignment.run.ranks import NOTICE
 from alignment.run.requests import REQUESTS
-from alignment.run.signals import SignalWatch
 from alignment.run.stop import RunStopped, StopReason
 from alignment.training.context import RunContext
 from alignment.training.run_page import write_page
 
-
-@contextlib.contextmanager
-def listening(tell: Callable[[str], None]) -> Iterator[None]:
-    """Within this context, SIGTERM, SIGHUP and SIGUSR1 request a stop, unless they have other handlers.
-
-    For scripts that call ``train()``; commands have a guard that always listens. Ctrl-C keeps Python's behavior.
-    Signals can only be handled in the main thread; elsewhere, the file ``STOP`` stops a run.
-
-    Args:
-        tell: prints a line on the first rank.
-    """
-    if ACTIVITY.guarded:
-        yield
-        return
-    ours = [
-        each for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(each) == signal.SIG_DFL
-    ]
-    watch = SignalWatch(REQUESTS, lambda reason: None, tell=tell)
-    in_main = threading.current_thread() is threading.main_thread()
-    try:
-        with watch.listening(ours) if in_main else contextlib.nullcontext():
-            yield
-    finally:
-        REQUESTS.forget()
+_NOTICE_S = 30.0
 
 
 def end_run(context: RunContext, writer: CheckpointWriter, finish: Callable[[], None], reason: StopReason) -> NoReturn:
@@ -89,3 +65,26 @@ def _kept(context: RunContext, writer: CheckpointWriter) -> str:
     if not ACTIVITY.guarded:
         again = "call train(resume_from_checkpoint=True)"
     return f"{name} is complete; {again} to resume"
+
+
+def notice_too_short(save_seconds: float, step_seconds: float) -> str | None:
+    """Return a warning if saving may take longer than the time between a request to stop and the kill.
+
+    That is the number of seconds in ``ALIGNMENT_STOP_NOTICE``, which `submit` sets to the notice of its jobs; without
+    it, 30 seconds, the default of SLURM's ``KillWait``, torchrun and DeepSpeed.
+
+    Args:
+        save_seconds: duration of a save.
+        step_seconds: duration of a step; the request may come at its start.
+    """
+    given, needed = os.environ.get(NOTICE), save_seconds + step_seconds
+    if given is None and not ("SLURM_JOB_ID" in os.environ or launchers()):
+        return None
+    notice = float(given or _NOTICE_S)
+    if needed <= notice:
+        return None
+    return (
+        f"warning: a step and a checkpoint took {needed:.0f} s, but a run that is asked to stop may be killed after "
+        f"{notice:.0f} s: it would lose the steps since its last checkpoint. Request a longer notice (#SBATCH "
+        f"--signal=USR1@N, torchrun --shutdown-timeout N) and set {NOTICE} to it, or lower save_steps"
+    )

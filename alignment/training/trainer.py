@@ -35,6 +35,7 @@ from alignment.references.engine import ReferencePlan
 from alignment.reporting.durable import write_json
 from alignment.reporting.log import JsonlLog, strict
 from alignment.run.activity import ACTIVITY
+from alignment.run.protection import protected
 from alignment.run.ranks import local_rank, rank, world_size
 from alignment.run.retries import Retries
 from alignment.run.status import begin_status, ending_in_status
@@ -65,7 +66,6 @@ from alignment.training.preparation import DataPreparation, GivenModels, check_e
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_manifest import run_manifest
 from alignment.training.run_page import write_page
-from alignment.training.stopping import listening
 from alignment.training.summary import write_report
 from alignment.training.surface.again import begin_again
 from alignment.training.surface.later import take_over
@@ -292,7 +292,7 @@ class AlignmentTrainer(TrainerSurface):
             known["resumed_from"] = "" if checkpoint is None else checkpoint.folder.name
             begin_status(self.output_dir, bool(asked), self.tell, **known)
             ACTIVITY.at_failure = functools.partial(write_page, self.output_dir, self.tell)
-        with ending_in_status(), listening(self.tell):
+        with ending_in_status(), protected(self.output_dir):
             with ACTIVITY("load"), contextlib.ExitStack() as loading:
                 loading.callback(self.folder.release)
                 loop = TrainingLoop(self.context, self.engines, data, sampler, self.evaluate)
@@ -402,7 +402,8 @@ class AlignmentTrainer(TrainerSurface):
             self.engines.know(data.values())
         if not data:
             raise OptionError("eval_dataset: required for evaluation; pass it to the trainer or to evaluate()")
-        return self._evaluated(data, ignore_keys, metric_key_prefix)
+        with protected(self.output_dir):
+            return self._evaluated(data, ignore_keys, metric_key_prefix)
 
     def _evaluated(
         self, data: Mapping[str, PreparedData], ignore_keys: list[str] | None, prefix: str

@@ -15,9 +15,9 @@ if not __package__:
     # As a script: the checkout must come before any other package called `alignment` or `examples`.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from alignment.cli.guarded import guarded  # noqa: E402
 from alignment.config.errors import AlignmentError  # noqa: E402
 from alignment.engines.launch_env import hush_libraries, init_distributed  # noqa: E402
-from alignment.run.guard import guarded  # noqa: E402
 from alignment.run.ranks import world_size  # noqa: E402
 
 

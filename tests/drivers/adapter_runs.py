@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from alignment.checkpoint.saving import gathered_state_dict, write_adapters
+from alignment.cli.guarded import guarded
 from alignment.rollout.engine import RolloutEngine
-from alignment.run.guard import guarded
 from alignment.training.trainer import AlignmentTrainer
 
 

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 import alignment
+from alignment.cli.guarded import guarded
 from alignment.config.errors import AlignmentError
 from alignment.data.windows import WindowCounts, WindowPlan, WindowSampler
 from alignment.engines.collectives import on_first_rank
-from alignment.run.guard import guarded
 from alignment.run.ranks import rank, world_size
 from alignment.training import bad_steps as faults
 from alignment.training.trainer import AlignmentTrainer

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from alignment import CPOConfig, CPOTrainer
 from alignment.checkpoint.saving import gathered_state_dict
+from alignment.cli.guarded import guarded
 from alignment.engines.collectives import gathered
-from alignment.run.guard import guarded
 from alignment.run.ranks import rank
 
 # Event, request and rank; always at step 2.

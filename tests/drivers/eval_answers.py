@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 import alignment
 from alignment import LogCompletionsCallback
-from alignment.run.guard import guarded
+from alignment.cli.guarded import guarded
 from alignment.run.ranks import rank
 
 PROMPTS = 5  # fewer on the second rank

@@ -5,13 +5,15 @@ Usage: failing_rank.py KIND WORK, after an optional --local_rank=N as the `deeps
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import sys
 import time
 
+from alignment.cli import guarded as guard
+from alignment.cli.guarded import guarded
 from alignment.config.errors import DataError
-from alignment.run.guard import guarded
 from alignment.run.ranks import rank, world_size
 
 
@@ -49,6 +51,9 @@ def main() -> None:
         for _ in range(600):
             time.sleep(0.1)
             print("still sleeping", file=sys.stderr, flush=True)
+    elif work == "exit_hook":  # of a tracker, which takes longer than leaving the process group may
+        guard._LEAVE_S = 0.5
+        atexit.register(lambda: (time.sleep(2.0), print(f"rank {rank()} has uploaded", flush=True)))
     elif work == "uneven":
         time.sleep(2.0 * rank())
         print(f"rank {rank()} finished", flush=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from alignment.cli.guarded import guarded
 from alignment.config.errors import RewardError
 from alignment.engines.collectives import gathered
 from alignment.rewards import callables
@@ -19,7 +20,6 @@ from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
 from alignment.rewards.samples import Samples
-from alignment.run.guard import guarded
 from alignment.run.ranks import rank
 from alignment.run.requests import StopRequests
 from alignment.run.stop import Cut, StopReason

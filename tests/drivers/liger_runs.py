@@ -7,8 +7,8 @@ import sys
 import interpreting  # noqa: F401 - first
 from drivers.runs import main
 
+from alignment.cli.guarded import guarded
 from alignment.planning import kernels
-from alignment.run.guard import guarded
 
 if __name__ == "__main__":
     kernels.has_gpu = lambda: True

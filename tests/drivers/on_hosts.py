@@ -9,8 +9,8 @@ import os
 import sys
 from pathlib import Path
 
+from alignment.cli.guarded import guarded
 from alignment.run import joining
-from alignment.run.guard import guarded
 from tools.hosts.network import NAMES, Host
 
 

@@ -35,9 +35,9 @@ from transformers import (
 )
 
 import alignment
+from alignment.cli.guarded import guarded
 from alignment.engines.collectives import on_first_rank
 from alignment.engines.launch_env import init_distributed
-from alignment.run.guard import guarded
 from alignment.run.ranks import rank
 
 TORN = '{"step": 99, "of a truncated line'

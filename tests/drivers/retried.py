@@ -18,8 +18,8 @@ from drivers.runs import canned
 from helpers import options, paired_rows
 
 from alignment import OnlineDPOConfig, OnlineDPOTrainer
+from alignment.cli.guarded import guarded
 from alignment.rollout.engine import RolloutEngine
-from alignment.run.guard import guarded
 from alignment.run.ranks import local_rank, rank
 
 ROWS = [{"prompt": row["prompt"]} for row in paired_rows(8, 3)]

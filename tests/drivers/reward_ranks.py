@@ -17,11 +17,11 @@ from helpers import zero
 from runs import one_run
 
 from alignment import OnlineDPOConfig
+from alignment.cli.guarded import guarded
 from alignment.config.dtypes import plan_dtypes
 from alignment.config.errors import RewardError
 from alignment.rewards.reward_model import ClassifierReward
 from alignment.rewards.samples import Samples
-from alignment.run.guard import guarded
 from alignment.run.ranks import rank, world_size
 
 PICKY = (

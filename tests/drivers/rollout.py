@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alignment.checkpoint.saving import gathered_state_dict
+from alignment.cli.guarded import guarded
 from alignment.data.batching import collate
 from alignment.engines.collectives import gathered
 from alignment.engines.launch_env import init_distributed
@@ -32,7 +33,6 @@ from alignment.models.tasks import CAUSAL_LM
 from alignment.rollout import memory
 from alignment.rollout.backend import RolloutRequest, Sampling
 from alignment.rollout.engine import RolloutEngine
-from alignment.run.guard import guarded
 from alignment.run.ranks import rank, world_size
 
 EOS, PAD = 1, 2

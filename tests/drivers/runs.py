@@ -17,10 +17,10 @@ from unittest import mock
 from drivers.canned import EOS, completion
 
 import alignment
+from alignment.cli.guarded import guarded
 from alignment.data import batching
 from alignment.rollout.backend import Completion, RolloutRequest
 from alignment.rollout.engine import RolloutEngine
-from alignment.run.guard import guarded
 from alignment.training.trainer import AlignmentTrainer
 
 BLOCK_COST = batching._BLOCK_COST

@@ -18,10 +18,10 @@ from fragment_runs import LAYERS, Case, engine, masters
 from helpers import zero
 from torch import Tensor
 
+from alignment.cli.guarded import guarded
 from alignment.data.batching import Batch, collate
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.scoring import PolicyEngine
-from alignment.run.guard import guarded
 from alignment.run.ranks import rank, world_size
 
 # The last ones partition gradients in another order, and sum them in another format than they compute in.

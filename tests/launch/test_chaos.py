@@ -5,23 +5,14 @@ The chains of named points are ``ci``, so that mutations can be tested with them
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
-import psutil
 import pytest
-from conftest import ROOT, launch_command
 
-from tools.chaos.judge import compare, look
 from tools.chaos.plan import POINTS, Chain, Kill, random_kill
 from tools.chaos.run import Attempted, Chaos
 from tools.ranks import RankServer
-from tools.ranks.client import environment
 from tools.trial import workspace
 
 
@@ -118,74 +109,3 @@ def test_random_moments(chaos: Chaos, method: str) -> None:
         told = chaos.run(chain)
         assert not failures(told), failures(told)
         kills += sum(one.killed for one in told)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize(
-    ("launcher", "method", "victim"),
-    [
-        pytest.param("deepspeed", "kto", 1, marks=pytest.mark.slow),
-        pytest.param("deepspeed", "online_dpo", 0, marks=pytest.mark.slow),
-        ("torchrun", "kto", 0),
-    ],
-)
-@pytest.mark.usefixtures("launch")  # to run it with the tests that start processes
-def test_under_a_launcher(chaos: Chaos, tmp_path: Path, launcher: str, method: str, victim: int) -> None:
-    """A worker is killed after the first checkpoint, the launcher stops the other one, and the command resumes."""
-    reference, output_dir = chaos.reference(method), tmp_path / "out"
-    started = start(chaos, method, output_dir, launcher)
-    try:
-        wait_for(lambda: (output_dir / "checkpoint-2").exists() or started.poll() is not None)
-        os.kill(worker(started.pid, victim), signal.SIGKILL)
-        started.communicate(timeout=60)
-    finally:
-        end_session(started)
-    found = look(output_dir)
-    assert found.steps and max(found.steps) < 12 and not found.problems
-    again = start(chaos, method, output_dir, launcher)
-    try:
-        out, _ = again.communicate(timeout=90)
-    finally:
-        end_session(again)
-    assert again.returncode == 0, out[-4000:]
-    assert compare(output_dir, reference.folder, [max(found.steps)]) == [], out[-4000:]
-
-
-def start(chaos: Chaos, method: str, output_dir: Path, launcher: str) -> subprocess.Popen[str]:
-    """Start the command in a separate session."""
-    command = launch_command(ROOT / "launch" / "train.py", 2, launcher)
-    return subprocess.Popen(
-        [*command, *chaos.world.arguments(method, output_dir)],
-        env=environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
-def worker(launcher: int, rank: int) -> int:
-    """Return the process of a rank below a launcher."""
-    for process in psutil.Process(launcher).children(recursive=True):
-        if any(part.endswith("launch/train.py") for part in process.cmdline()[:4]):
-            if process.environ().get("RANK") == str(rank):
-                return process.pid
-    raise AssertionError(f"rank {rank} does not run")
-
-
-def wait_for(reached: Callable[[], bool], seconds: float = 90.0) -> None:
-    """Poll until a condition is met."""
-    end = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < end, f"nothing within {seconds:g} s"
-        time.sleep(0.005)
-
-
-def end_session(process: subprocess.Popen[str]) -> None:
-    """Kill the remaining processes of a launcher and its workers."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()

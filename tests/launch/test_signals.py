@@ -9,7 +9,6 @@ import json
 import os
 import pty
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -44,6 +43,8 @@ def signals(ranks: RankServer) -> Iterator[Signals]:
         pytest.param("torchrun launcher TERM kto", marks=pytest.mark.faults),  # a scheduler's signal, forwarded
         pytest.param("deepspeed launcher KILL online_dpo", marks=pytest.mark.faults),  # workers without a launcher
         pytest.param("deepspeed group INT kto", marks=pytest.mark.slow),  # Ctrl-C
+        pytest.param("torchrun rank1 KILL kto", marks=pytest.mark.faults),  # out of memory
+        pytest.param("deepspeed rank0 KILL kto", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal(signals: Signals, name: str) -> None:
@@ -73,28 +74,6 @@ def test_a_second_start_does_not_interfere_with_the_first(signals: Signals, tmp_
     assert end.left == () and end.ranks == (85, 85)
     assert look(output_dir).steps == (SCHEDULED, SCHEDULED + 2)
     assert signals.go_on("kto", 2, output_dir) == []
-
-
-@pytest.mark.slow
-def test_a_stopped_launcher(signals: Signals, tmp_path: Path) -> None:
-    """Ctrl-Z under torchrun only stops the agent, which coordinates the ranks."""
-    output_dir = tmp_path / "out"
-    plan = Plan(str(tmp_path / "trails"), str(output_dir), slow_from=SCHEDULED + 2, slow=(0.5, 0.5))
-    options = {"peer_timeout": 5, "max_steps": 4 * SCHEDULED}
-    command = [*launch_command(WORKER, 2, "torchrun"), *signals.arguments("kto", output_dir, **options)]
-    run = Launched(command, plan, 2, tmp_path / "log")
-    try:
-        run.wait_for_step(SCHEDULED + 3)
-        run.process.send_signal(signal.SIGSTOP)
-        wait_for_end(tmp_path)
-        wait_for_end(tmp_path, rank=1)
-        run.process.send_signal(signal.SIGCONT)
-        end = run.wait()
-    finally:
-        run.end()
-    assert (end.code, end.ranks, end.left) == (1, (85, 85), ())
-    assert (status(output_dir)["state"], status(output_dir)["signal"]) == ("preempted", "SIGTERM")
-    assert SCHEDULED + 2 < max(look(output_dir).steps) < 4 * SCHEDULED
 
 
 @pytest.mark.faults

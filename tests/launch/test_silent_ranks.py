@@ -102,6 +102,7 @@ def test_a_rank_is_stopped(signals: Signals, place: Path, where: str) -> None:
     assert [one.code for one in done.ranks] == [-signal.SIGKILL if one.rank == rank else 1 for one in done.ranks]
     line = last_line(done)
     assert f"rank {rank}" in line and f"(host {socket.gethostname()}" in line and "5 s" in line, line
+    assert (run.output_dir / f"hang-{1 - rank}.txt").exists(), "of the surviving rank"
     assert re.search(phase, line), line
     assert not look(run.output_dir).problems
 
@@ -119,8 +120,7 @@ def test_the_main_thread_of_a_rank_hangs(signals: Signals, place: Path, rank: in
     assert run.since_fault(rank) < 8 + 6
     assert [one.code for one in done.ranks] == [1, 1]
     line = last_line(done)
-    assert f"rank {rank} (host {socket.gethostname()}) has made no progress for" in line, line
-    assert f"hang-{rank}.txt" in line
+    assert "no progress for" in line and re.search(rf"rank {rank} \(host {HOST}\) in phase {phase}", line), line
     stacks = [(run.output_dir / f"hang-{each}.txt").read_text() for each in (0, 1)]
     assert "_fail" in stacks[rank] and "_fail" not in stacks[1 - rank]
     assert status(run.output_dir)["state"] == "failed"
@@ -193,13 +193,13 @@ def test_a_suspended_job_continues(signals: Signals, place: Path) -> None:
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.ci)])
 def test_a_rank_is_killed(signals: Signals, place: Path, rank: int) -> None:
-    """The other rank, which waits in a collective, reports it within 2 s."""
+    """The other rank, which waits in a collective, reports it and draws the run's page, within seconds."""
     plan = {"rank": rank, "event": "after forward in train", "occurrence": 40, "fault": "kill"}
     run = Run(signals, place, "kto", plan, {})
     done = run()
     killed, other = done.ranks[rank], done.ranks[1 - rank]
     assert (killed.code, other.code) == (-signal.SIGKILL, 1)
-    assert other.seconds - killed.seconds < 2.5
+    assert other.seconds - killed.seconds < 8
     line = last_line(done)
     assert re.search(
         rf"rank {rank} \(host {HOST}.* was killed .*in phase (kl|reference|train|step), step \d+", line
@@ -213,7 +213,7 @@ def test_a_rank_is_killed_after_the_other_has_finished(signals: Signals, place: 
     run = Run(signals, place, "kto", plan, {})
     done = run()
     assert [one.code for one in done.ranks] == [-signal.SIGKILL, 1], done.report()
-    assert done.ranks[1].seconds - done.ranks[0].seconds < 2.5
+    assert done.ranks[1].seconds - done.ranks[0].seconds < 8
     assert "rank 0 " in last_line(done) and "was killed" in last_line(done)
 
 

@@ -1,301 +1,37 @@
-"""One rank's view of the others' heartbeats: a store in memory, and a clock that the tests advance."""
+"""One rank's view of the others: a store in memory, a clock that the tests advance, and heartbeats of absent ranks."""
 
 from __future__ import annotations
 
-import fcntl
-import functools
+import contextlib
+import dataclasses
+import json
 import os
-import resource
+import signal
 import subprocess
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_store import Store
 
-from alignment.run import beats, neighbors, peers
+from alignment.run import peers
 from alignment.run.activity import Activity, Limits
-from alignment.run.beats import Beat, Heard, Pulse, hung_rank
-from alignment.run.exchange import Exchange
-from alignment.run.last_word import Verdict
-from alignment.run.neighbors import Neighbors
+from alignment.run.ending import Ending
 from alignment.run.peers import Peers
-from alignment.run.processes import Watched
+from alignment.run.processes import Process
 from alignment.run.requests import StopRequests
 from alignment.run.stop import StopReason
 
-
-class Failed(SystemExit):
-    """Raised instead of exiting, with the rank's line and verdict, and whether it reports if there is no store."""
-
-    def __init__(self, line: str, verdict: Verdict, speaks: bool | None) -> None:
-        super().__init__(verdict.code)
-        self.line, self.verdict, self.speaks = line, verdict, speaks
+SILENCE, LIMIT = 25.0, 600.0
 
 
-class World:
-    """Some ranks of one job, without threads."""
+class Ended(Exception):
+    """Raised instead of exiting."""
 
-    def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.store, self.size = 100.0, Store(), size
-        self.activity = Activity(lambda: self.now)
-        monkeypatch.setattr(peers, "ACTIVITY", self.activity)
-        self.absent = {rank: Pulse(rank) for rank in range(size)}
-
-    def rank(self, number: int, **more: Any) -> Peers:
-        made = Peers(self.store, number, self.size, clock=lambda: self.now, **more)
-        made._last_word.speak = self._speak  # type: ignore[method-assign, assignment]
-        return made
-
-    def _speak(self, line: str, verdict: Verdict, *_: Any, speaks: bool | None = None, **__: Any) -> None:
-        raise Failed(line, verdict, speaks)
-
-    def beat(self, *ranks: int, machine: str = "elsewhere") -> None:
-        """The activity of other ranks in the meantime."""
-        for rank in ranks:
-            self.absent[rank].machine = machine
-            self.store.set(f"beat/{rank}", self.absent[rank].beat().text())
-
-    def spend(self, seconds: float, each: Callable[[], None]) -> None:
-        end = self.now + seconds
-        while self.now < end:
-            self.now += 0.5
-            each()
-
-
-@pytest.fixture
-def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Peers, "_watch", lambda self: None)
-
-
-def fallen(rank: Peers, *gone: int) -> None:
-    """Processes of this machine that a rank considers ended; all ranks below 4 run here."""
-    names = [other for other in range(min(4, rank.world_size)) if other != rank.rank]
-    watched = {other: SimpleNamespace(ended=other in gone, kill=lambda: None, close=lambda: None) for other in names}
-    rank._neighbors._watched = watched  # type: ignore[assignment]
-
-
-@pytest.mark.usefixtures("no_thread")
-def test_a_rank_without_a_first_heartbeat_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(3, monkeypatch)
-    first = world.rank(0)
-
-    def turn() -> None:
-        world.beat(1)
-        first._turn()
-
-    world.spend(50, turn)
-    with pytest.raises(Failed) as failed:
-        world.spend(10, turn)
-    assert failed.value.line.startswith("error: rank 2 has sent no heartbeat since the ranks joined: ")
-    assert failed.value.verdict.dead == (2,) and world.now < 157
-
-
-@pytest.mark.usefixtures("no_thread")
-def test_all_silent_ranks_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second was suspended some seconds after the first, and would remain."""
-    world = World(4, monkeypatch)
-    first = world.rank(0)
-    world.spend(5, lambda: (world.beat(1, 2, 3), first._turn()))  # type: ignore[func-returns-value]
-    world.spend(15, lambda: (world.beat(2, 3), first._turn()))  # type: ignore[func-returns-value]
-    with pytest.raises(Failed) as failed:
-        world.spend(15, lambda: (world.beat(3), first._turn()))  # type: ignore[func-returns-value]
-    assert "rank 1 (host " in failed.value.line and failed.value.verdict.dead == (1, 2)
-
-
-@pytest.mark.usefixtures("no_thread")
-def test_a_rank_that_is_cut_off_itself_kills_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(2, monkeypatch)
-    first = world.rank(0)
-    world.spend(5, lambda: (world.beat(1), first._turn()))  # type: ignore[func-returns-value]
-    world.now += 2.5
-    world.activity.tick()
-    world.now += 2.9
-    with pytest.raises(Failed) as failed:
-        first.fail("error: its own", Verdict())
-    assert failed.value.verdict.dead == ()
-
-
-@pytest.mark.usefixtures("no_thread")
-def test_a_suspended_job_gets_one_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever thread notices it first."""
-    for seen_by in ("_turn", "tick"):
-        world = World(2, monkeypatch)
-        first = world.rank(0)
-
-        def both(world: World = world, first: Peers = first) -> None:
-            world.beat(1)
-            first._turn()
-            first.tick()
-
-        world.spend(5, both)
-        world.now += 1000
-        getattr(first, seen_by)()
-        first.tick()
-        first._turn()
-        assert world.activity.idle <= 5.5
-        with pytest.raises(Failed):
-            world.spend(26, first._turn)  # silence is measured from now on
-        assert world.now < 1000 + 105 + 27
-
-
-@pytest.mark.usefixtures("no_thread")
-def test_the_lost_rank_is_blamed_for_a_broken_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one without a heartbeat for a second may be busy."""
-    monkeypatch.setattr(peers, "_LOST_S", 0.5)
-    world = World(6, monkeypatch)
-    rank = world.rank(2)
-    fallen(rank, 3)
-    world.beat(0, 1, 2, 3, 4, 5)
-    rank._exchange.met = True
-    monkeypatch.setattr(peers.time, "sleep", lambda seconds: setattr(world, "now", world.now + seconds))
-    with pytest.raises(Failed) as failed:
-        rank.fail("error: a connection broke", Verdict(), lost=True)
-    assert "rank 3 (host " in failed.value.line and "was killed in" in failed.value.line
-    assert failed.value.verdict.dead == (3,)
-
-
-@pytest.mark.usefixtures("no_thread")
-@pytest.mark.parametrize(("beats", "blamed"), [((0, 1, 3, 4), "rank 5"), ((0, 4, 5), ""), ((), "rank 4")])
-def test_no_rank_is_killed_for_being_slow_after_a_broken_connection(
-    beats: tuple[int, ...], blamed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = World(6, monkeypatch)
-    rank = world.rank(2)
-    fallen(rank)
-    world.beat(0, 1, 2, 3, 4, 5)
-    rank._exchange.met = True
-
-    def sleep(seconds: float) -> None:
-        world.now += seconds
-        world.beat(*beats)
-
-    monkeypatch.setattr(peers.time, "sleep", sleep)
-    with pytest.raises(Failed) as failed:
-        rank.fail("error: a connection broke", Verdict(), lost=True)
-    line = failed.value.line
-    assert failed.value.verdict.dead == ()
-    assert f"{blamed} (host" in line if blamed else line == "error: a connection broke"
-
-
-@pytest.mark.usefixtures("no_thread")
-def test_the_store_is_kept_as_long_as_a_rank_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that has left and ended does not count twice."""
-    world = World(4, monkeypatch)
-    first = world.rank(0)
-    for rank in (1, 2):
-        world.store.set(f"left/{rank}", "1")
-    fallen(first, 1, 2)
-    assert not first._all_left()
-    world.store.set("left/3", "1")
-    assert first._all_left()
-    del world.store.values["left/3"]
-    fallen(first, 3)
-    assert first._all_left()
-
-
-@pytest.mark.usefixtures("no_thread")
-def test_a_store_suspended_at_the_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(2, monkeypatch)
-    monkeypatch.setattr(peers, "ASK_S", 0.1)
-    ranks = [world.rank(0), world.rank(1)]
-    world.store.add("finished", 1)
-    stop = threading.Event()
-    monkeypatch.setattr(world.store, "set", lambda *_: stop.wait(10))
-    begun = time.monotonic()
-    ranks[1].finish()
-    assert time.monotonic() - begun < 5
-    stop.set()
-
-
-def test_the_watch_survives_unexpected_errors(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    turns: list[int] = []
-
-    def turn(self: Peers) -> None:
-        turns.append(1)
-        if len(turns) < 4:
-            raise OSError(24, "Too many open files")
-        self._own_end = True
-
-    monkeypatch.setattr(Peers, "_turn", turn)
-    monkeypatch.setattr(peers, "_POLL_S", 0.01)
-    rank = Peers(Store(), 1, 2)
-    rank._thread.join(10)
-    assert len(turns) == 4
-    assert capsys.readouterr().err == (
-        "rank 1: monitoring the other ranks raised OSError: [Errno 24] Too many open files; monitoring continues\n"
-    )
-
-
-def test_neighbors_are_set_in_one_assignment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread may be iterating over them."""
-    here, seen = Neighbors(), []
-
-    def begin(pid: int) -> Watched:
-        seen.append(len(list(here)))
-        return Watched(pid, None, None)
-
-    monkeypatch.setattr(neighbors.Watched, "begin", begin)
-    here.begin({1: 11, 2: 12})
-    assert seen == [0, 0] and list(here) == [1, 2] and here.gone == [1, 2]
-    here.close()
-    assert 1 not in here
-
-
-def test_a_process_is_watched_by_a_descriptor_of_any_number() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < 2000:
-        pytest.skip("too few descriptors")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
-    try:
-        with subprocess.Popen(["sleep", "60"]) as child:
-            watched = Watched.begin(child.pid)
-            if watched.descriptor is None:
-                pytest.skip("a kernel without descriptors of processes")
-            high = fcntl.fcntl(watched.descriptor, fcntl.F_DUPFD, 1500)
-            os.close(watched.descriptor)
-            watched.descriptor = high
-            assert not watched.ended
-            watched.kill()
-            child.wait(10)
-            assert watched.ended
-            watched.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_a_rank_makes_few_queries_until_all_have_joined() -> None:
-    """Every rank used to query the first heartbeats of all ranks, twice a second."""
-    store, size = Store(), 40
-    exchanges = []
-    for rank in range(size):
-        call = lambda method, *arguments: getattr(store, method)(*arguments)  # noqa: E731
-        exchanges.append(Exchange(call, rank, size, Pulse(rank), Heard(), Neighbors()))
-    for _ in range(3):
-        for exchange in exchanges[: size - 1]:
-            exchange.turn()
-    before = store.asked
-    exchanges[1].turn()
-    assert store.asked - before <= 3 and not exchanges[1].met
-    exchanges[-1].turn()
-    for exchange in exchanges:
-        exchange.turn()
-    assert all(exchange.met for exchange in exchanges)
-    assert list(exchanges[7]._heard.beats) == [0] and sorted(exchanges[0]._heard.beats) == list(range(size))
-    assert sorted(exchanges[7]._neighbors) == [rank for rank in range(size) if rank != 7]
-    for exchange in exchanges:
-        exchange._neighbors.close()
-
-
-def test_a_heartbeat_survives_a_round_trip() -> None:
-    beat = Pulse(3).beat()
-    assert Beat.parsed(beat.text()) == beat and beat.asker == 3
+    def __init__(self, ending: Ending) -> None:
+        super().__init__(ending.line)
+        self.ending = ending
 
 
 class Lost(Store):
@@ -305,161 +41,284 @@ class Lost(Store):
         raise RuntimeError("Connection reset by peer")
 
 
-@pytest.mark.usefixtures("no_thread")
-@pytest.mark.parametrize(("finished", "waited", "killed"), [(0, 0.25, False), (0, 0.5, True), (2, 9.0, False)])
-def test_the_end_of_a_process_of_this_machine(
-    finished: int, waited: float, killed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its last message may still arrive; once all ranks have finished, processes may end."""
-    monkeypatch.setattr(peers, "_GRACE_S", 0.5)
-    world = World(2, monkeypatch)
-    first = world.rank(0)
-    world.beat(0, 1)
-    world.store.add("finished", finished)
-    fallen(first, 1)
-    first.tick()
-    world.now += waited
-    first._answered = world.now
-    if not killed:
-        first.tick()
-        return
-    with pytest.raises(Failed) as failed:
-        first.tick()
-    assert failed.value.line.startswith("error: rank 1 (host ") and failed.value.verdict == Verdict(dead=(1,))
+class World:
+    """The ranks of one job, without threads: one under test, the others only as heartbeats."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 3) -> None:
+        self.now, self.store, self.size = 100.0, Store(), size
+        self.activity = Activity(lambda: self.now)
+        self.activity.limits = Limits(least=LIMIT, first=LIMIT, silence=SILENCE)
+        monkeypatch.setattr(peers, "ACTIVITY", self.activity)
+
+    def rank(self, number: int, first_s: float = 30.0, **more: Any) -> Peers:
+        made = Peers(self.store, number, self.size, first_s=first_s, clock=lambda: self.now, **more)
+        made.end = self._end  # type: ignore[method-assign, assignment]
+        return made
+
+    def _end(self, ending: Ending, **_: Any) -> None:
+        raise Ended(ending)
+
+    def beat(self, *ranks: int, **values: Any) -> None:
+        """Write heartbeats of other ranks."""
+        for rank in ranks:
+            beat = {"host": f"n{rank}", "machine": "elsewhere", "pid": 7, "start": "1", "phase": "train", "step": 3}
+            beat |= {
+                "count": self.now,
+                "idle": 0.0,
+                "progress": 1,
+                "limit": LIMIT,
+                "asked": 0,
+                "detail": "",
+                "left": None,
+            }
+            self.store.set(f"beat/{rank}", json.dumps(beat | values))
+
+    def spend(self, seconds: float, rank: Peers, *beating: int, **values: Any) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.5
+            self.beat(*beating, **values)
+            rank._turn()
 
 
-@pytest.mark.usefixtures("no_thread")
-@pytest.mark.parametrize(("neighbors", "speaks"), [((), True), ((0, 3), True), ((1,), False), ((0, 1, 3), False)])
-@pytest.mark.parametrize("way", ["silent", "lost"])
-def test_without_the_store_of_rank_0_the_lowest_rank_of_a_machine_reports(
-    way: str, neighbors: tuple[int, ...], speaks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = World(4, monkeypatch)
-    rank = world.rank(2)
-    alive = SimpleNamespace(ended=False, kill=lambda: None, close=lambda: None)
-    rank._neighbors._watched = dict.fromkeys(neighbors, alive)  # type: ignore[arg-type]
-    if way == "lost":
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def here(**more: Any) -> dict[str, Any]:
+    """Values of a heartbeat from a process of this machine, by default this one."""
+    return {"machine": peers.machine(), **Process.of(os.getpid())._asdict(), **more}
+
+
+def test_a_silent_rank_of_another_machine_ends_the_job(world: World) -> None:
+    rank = world.rank(0)
+    world.spend(5, rank, 1, 2)
+    world.spend(SILENCE, rank, 1)
+    with pytest.raises(Ended, match=r"rank 2 \(host n2\).* 25 s, last seen in phase train, step 3") as ended:
+        world.spend(1, rank, 1)
+    assert ended.value.ending.stacks and "interpreter lock" in str(ended.value), "both causes are named"
+
+
+def test_a_rank_listens_to_rank_0_only(world: World) -> None:
+    rank = world.rank(1)
+    world.spend(40, rank, 0)
+    with pytest.raises(Ended, match="rank 0"):
+        world.spend(SILENCE + 1, rank, 2)
+
+
+def test_a_first_heartbeat_may_take_longer(world: World) -> None:
+    rank = world.rank(0)
+    world.spend(50, rank, 1)
+    with pytest.raises(Ended, match="rank 2 has sent no heartbeat since"):
+        world.spend(10, rank, 1)
+    script = world.rank(0, first_s=float("inf"))
+    world.spend(1000, script, 1)
+
+
+def test_an_interpreter_lock_has_the_limit_of_a_hang(world: World) -> None:
+    """Its process runs on this machine, but none of its threads do."""
+    rank = world.rank(0)
+    world.spend(5, rank, 1, 2, **here())
+    world.spend(LIMIT - 1, rank, 1, **here())
+    with pytest.raises(Ended, match=r"rank 2 .*holds Python's interpreter lock"):
+        world.spend(3, rank, 1, **here())
+
+
+@pytest.mark.parametrize(("number", "seconds", "says"), [
+    (signal.SIGSTOP, SILENCE, "the process is suspended"), (signal.SIGKILL, 0, "was killed or disconnected in phase"),
+])  # fmt: skip
+def test_a_process_of_this_machine_is_looked_up(number: int, seconds: float, says: str, world: World) -> None:
+    rank = world.rank(0)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        place = here(**Process.of(child.pid)._asdict())
+        world.spend(5, rank, 1, **place)
+        world.beat(2)
+        os.kill(child.pid, number)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        world.spend(seconds, rank, 2)
+        with pytest.raises(Ended, match=f"rank 1 .*{says}"):
+            world.spend(1, rank, 2)
+        child.kill()
+
+
+def test_what_a_rank_has_published_before_its_end_counts(world: World) -> None:
+    """It has finished, or failed with a reason of its own."""
+    failure = Ending("error: its own", 85, "preempted", "SIGTERM")
+    rank = world.rank(0, first_s=float("inf"))
+    world.spend(5, rank, 1, 2, **here())
+    gone = here(start="0")
+    world.spend(100, rank, 2, **gone, left="finished")
+    with pytest.raises(Ended) as ended:
+        world.spend(1, rank, 1, **gone, left=dataclasses.asdict(failure))
+    assert ended.value.ending == failure
+
+
+def test_a_rank_that_fails_alone_ends_the_others_later(world: World) -> None:
+    """In a script, whose ranks usually fail together."""
+    rank = world.rank(0)
+    failure = {"line": "error: its own", "code": 1}
+    world.spend(5, rank, 1, 2)
+    world.beat(1, left=failure)
+    world.spend(SILENCE, rank, 2)
+    with pytest.raises(Ended, match="its own"):
+        world.spend(1, rank, 2)
+
+
+def test_a_suspended_observer_gives_everyone_an_extension(world: World) -> None:
+    rank = world.rank(0)
+    world.spend(5, rank, 1, 2)
+    world.now += 1000
+    rank.tick(1000)
+    rank._turn()
+    world.spend(SILENCE - 6, rank)
+    with pytest.raises(Ended):
+        world.spend(7, rank)
+
+
+@pytest.mark.parametrize(("number", "by_launcher"), [(0, False), (1, False), (1, True)])
+def test_a_silent_store_ends_the_rank(number: int, by_launcher: bool, world: World) -> None:
+    """The heartbeat thread is blocked; another one calls this."""
+    rank = world.rank(number, lost_launcher=print if by_launcher else None)
+    world.spend(2, rank, *({0, 1, 2} - {number}))
+    world.now += SILENCE
+    rank.tick(0.0)
+    world.now += 1
+    with pytest.raises(
+        Ended, match=f"rank {number} .* in phase start, step 0: {'the launcher' if by_launcher else 'rank 0'}"
+    ):
+        rank.tick(0.0)
+
+
+def test_a_lost_store_is_a_killed_rank_0_unless_it_has_left(world: World) -> None:
+    for left, says in ((None, "rank 0 .*was killed or disconnected in phase train, step 3"), ("finished", "")):
+        rank = world.rank(1)
+        world.spend(1, rank, 0, left=left)
         rank._store = Lost()
-        turn = rank._turn
-    else:
-        world.spend(25, rank.tick)
-        turn = functools.partial(world.spend, 0.5, rank.tick)
-    with pytest.raises(Failed) as failed:
-        turn()
-    assert failed.value.verdict == Verdict(dead=(0,)) and failed.value.speaks is speaks
+        with pytest.raises(Ended, match=says) if says else contextlib.nullcontext():
+            rank._turn()
+        assert rank.alone
 
 
-@pytest.mark.usefixtures("no_thread")
-def test_a_rank_that_exits_ignores_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = World(2, monkeypatch).rank(1)
-    rank._store, rank._own_end = Lost(), True
-    calls = {"add": ("n", 1), "check": (["n"],), "set": ("n", "1"), "multi_get": (["n"],), "get": ("n",)}
-    assert {name: rank._call(name, *values) for name, values in calls.items()} == {
-        "add": 0, "check": False, "set": None, "multi_get": [], "get": None,
-    }  # fmt: skip
+def test_a_lost_launcher_is_not_the_end(world: World) -> None:
+    lost: list[str] = []
+    rank = world.rank(1, lost_launcher=lost.append)
+    world.spend(1, rank, 0)
+    rank._store = Lost()
+    rank._turn()
+    assert rank.alone and rank._over.is_set() and "has exited" in lost[0]
+    world.now += 100
+    rank.tick(0.0)
 
 
-@pytest.mark.usefixtures("no_thread")
-@pytest.mark.parametrize("way", ["suspended", "exited", "silent"])
-def test_a_rank_continues_without_the_store_of_a_launcher(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the launcher is just unreachable."""
-    world, said = World(2, monkeypatch), list[str]()
-    rank = world.rank(1, lost_store=said.append, launcher_stopped=lambda: way == "suspended")
-    if way == "exited":
-        rank._store = Lost()
+def test_stop_requests_are_forwarded_with_their_origin(world: World) -> None:
+    asked = {number: StopRequests() for number in range(3)}
+    ranks = {number: world.rank(number, requests=asked[number]) for number in range(3)}
+    for _ in range(2):
+        for rank in ranks.values():
+            rank._turn()
+    asked[2].request(StopReason.SIGTERM)
+    for number in (2, 0, 0, 1):
+        ranks[number]._turn()
+    assert str(asked[0]) == str(asked[1]) == "SIGTERM (received by rank 2)" and str(asked[2]) == "SIGTERM"
+    asked[0].request(StopReason.SIGINT)
+    for number in (0, 1, 2):
+        ranks[number]._turn()
+    assert str(asked[1]) == str(asked[2]) == "SIGINT (received by rank 0)"
+
+
+def test_progress_and_limit_are_those_of_all_ranks(world: World) -> None:
+    """Rank 0 counts for the others, and leaves out who has finished."""
+    first, second = world.rank(0), world.rank(1)
+    world.beat(2, progress=5, limit=900.0)
+    for rank in (second, first, first, second):
         rank._turn()
-    else:
-        world.spend(25, rank.tick)
-        assert not said and not rank.alone
-        if way == "silent":
-            with pytest.raises(Failed) as failed:
-                world.spend(0.5, rank.tick)
-            assert failed.value.verdict.dead == ()
-            return
-        world.spend(0.5, rank.tick)
-    world.spend(60, rank.tick)
-    assert rank.alone and len(said) == 1 and way in said[0]
+    assert second.limit == first.limit == 900
+    before = second.progress
+    world.beat(2, progress=6, limit=900.0, left="finished", count=1)
+    for rank in (first, first, second):
+        rank._turn()
+    assert second.progress > before and first.limit == second.limit == LIMIT
+    first._final["left"] = "finished"
+    first._turn()
+    assert "rank 1 " in first.places and "rank 2" not in first.places
 
 
-@pytest.mark.usefixtures("no_thread")
-def test_the_report_of_another_rank_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a turn, and while looking for the rank that was lost."""
-    world, followed = World(2, monkeypatch), list[str]()
-    rank = world.rank(1)
-
-    def follow() -> None:
-        followed.append("followed")
-        raise Failed("", Verdict(), None)
-
-    monkeypatch.setattr(peers.time, "sleep", lambda seconds: setattr(world, "now", world.now + seconds))
-    rank._last_word.follow = follow  # type: ignore[method-assign, assignment]
-    rank._turn()
-    world.store.add("claim", 1)
-    for meet in (rank._turn, lambda: rank.fail("error: a connection broke", Verdict(), lost=True)):
-        with pytest.raises(Failed):
-            meet()
-    assert followed == ["followed"] * 2
+def test_a_rank_makes_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number does not grow with that of the ranks, except on rank 0."""
+    world = World(monkeypatch, size=40)
+    ranks = [world.rank(number) for number in range(40)]
+    for rank in ranks:
+        rank._turn()
+    before = world.store.asked
+    ranks[1]._turn()
+    assert world.store.asked - before <= 3 and list(ranks[1].beats) == [0]
+    ranks[0]._turn()
+    assert sorted(ranks[0].beats) == list(range(1, 40))
 
 
-@pytest.mark.usefixtures("no_thread")
-@pytest.mark.parametrize(("speaks", "dead", "recorded"), [(True, (0, 2), 1), (False, (0, 2), 0), (True, (2,), 0)])
-def test_the_dead_are_killed_and_the_failure_is_recorded_for_rank_0(
-    speaks: bool, dead: tuple[int, ...], recorded: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+# The end of this rank ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Ending, bool]]:
+    """The exits of ranks with their endings, and whether the rank reports it."""
+    made: list[tuple[Ending, bool]] = []
+
+    def end_with(ending: Ending, *, speaks: bool = True, trace: str = "", last: Any = None) -> None:
+        made.append((ending, speaks))
+        raise Ended(ending)
+
+    monkeypatch.setattr(peers, "end_with", end_with)
+    return made
+
+
+def test_the_first_rank_reports_and_the_others_follow(exits: list[tuple[Ending, bool]]) -> None:
+    store = Store()
+    ranks = [Peers(store, number, 3, first_s=30) for number in range(3)]
+    ending = Ending("error: rank 1: no", 130, "stopped", "SIGINT")
+    for call in (lambda: ranks[1].end(ending), lambda: ranks[0].end(Ending("late")), ranks[2]._turn):
+        with pytest.raises(Ended):
+            call()
+    assert exits == [(ending, True), (ending, False), (ending, False)]
+
+
+def test_without_a_store_each_rank_reports(exits: list[tuple[Ending, bool]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_ASK_S", 0.1)
+    store = Store()
+    monkeypatch.setattr(store, "add", lambda *_: time.sleep(5))
+    rank = Peers(store, 1, 2, first_s=30)
+    with pytest.raises(Ended):
+        rank.end(Ending("error: its own"))
+    assert exits == [(Ending("error: its own"), True)]
+
+
+def test_suspended_ranks_are_killed_and_rank_0_is_recorded(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    world, killed, written = World(3, monkeypatch), list[int](), list[tuple[Any, ...]]()
+    """They notice nothing, and nobody else writes the status."""
+    recorded: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(peers, "fail_in_place_of", lambda *place: recorded.append(place))
     world.activity.folder = tmp_path
-    monkeypatch.setattr(peers, "fail_in_place_of", lambda *place: written.append(place))
     rank = world.rank(1)
-    fallen(rank)
-    for other, watched in rank._neighbors._watched.items():
-        watched.kill = lambda other=other: killed.append(other)  # type: ignore[method-assign, misc]
-    rank._last_word._bury(Verdict(dead=dead), "error: it failed", speaks)
-    assert not written, "rank 0 is unknown"
-    world.beat(0)
-    rank._turn()
-    killed.clear()
-    rank._last_word._bury(Verdict(dead=dead), "error: it failed", speaks)
-    assert killed == [*dead] and written == [(tmp_path, os.uname().nodename, os.getpid(), "it failed")] * recorded
+    with subprocess.Popen(["sleep", "60"]) as child:
+        world.spend(1, rank, 0, **here(**Process.of(child.pid)._asdict()))
+        rank._end_others(Ending("error: it failed"))
+        assert child.poll() is None and not recorded
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        rank._end_others(Ending("error: it failed"))
+        assert child.wait(10) == -signal.SIGKILL and recorded == [(tmp_path, "n0", child.pid, "it failed")]
 
 
-def test_a_request_to_stop_names_the_rank_that_received_it() -> None:
-    mine, theirs = (StopRequests(), StopRequests())
-    here, there = Pulse(1, mine), Pulse(4, theirs)
-    assert (here.beat().asked, here.beat().count) == (0, 2)
-    theirs.request(StopReason.SIGTERM, "received")
-    here.heed(there.beat())
-    assert (here.beat().asked, here.beat().asker) == (int(StopReason.SIGTERM), 4)
-    alone = Pulse(2, mine)
-    assert (alone.beat().asked, alone.beat().asker) == (int(StopReason.SIGTERM), 2)
-
-
-def test_a_heartbeat_tells_how_long_nothing_happened(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [50.0]
-    activity = Activity(lambda: now[0])
-    activity.limits, activity.step = Limits(least=10, first=10), 7
-    monkeypatch.setattr(beats, "ACTIVITY", activity)
-    pulse = Pulse(3)
-    for idle, over in ((10.0, False), (10.5, True)):
-        now[0] = 50 + idle
-        beat = pulse.beat()
-        assert (beat.idle, beat.over, beat.phase, beat.step, beat.pid) == (idle, over, "start", 7, os.getpid())
-        assert not beat.finished and not beat.waiting
-
-
-@pytest.mark.parametrize(
-    ("ranks", "blamed"),
-    [
-        ([], None),
-        ([{}], 0),
-        ([{}, {"over": False}], None),
-        ([{}, {"over": False, "finished": True}], 0),
-        ([{"waiting": True, "moves": 1}, {"moves": 9}], 1),
-        ([{"moves": 9}, {"moves": 8}], 1),
-        ([{"idle": 5.0}, {"idle": 6.0}, {"idle": 6.0}], 1),
-        ([{"finished": True}, {"waiting": True}], 1),
-    ],
-)
-def test_the_rank_that_blocks_the_others(ranks: list[dict[str, Any]], blamed: int | None) -> None:
-    usual = {"moves": 5, "idle": 5.0, "over": True, "waiting": False, "finished": False}
-    beat = Pulse().beat()
-    assert hung_rank({number: replace(beat, **usual | each) for number, each in enumerate(ranks)}) == blamed
+def test_ranks_leave_when_all_have_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_POLL_S", 0.02)
+    store = Store()
+    ranks = [Peers(store, number, 2, first_s=30) for number in range(2)]
+    for rank in ranks:
+        rank.begin()
+    store.add("finished", 1)
+    ranks[1].finish()
+    assert json.loads(store.get("beat/1"))["left"] == "finished" and not ranks[1]._thread.is_alive()
+    ranks[0].fail(Ending("error: its own", 85), lost=False)
+    assert json.loads(store.get("beat/0"))["left"]["code"] == 85 and not ranks[0]._thread.is_alive()

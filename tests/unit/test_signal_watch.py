@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import signal
-import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -39,26 +35,6 @@ def hearing() -> Iterator[Hearing]:
     yield made
     for each, handler in before.items():
         signal.signal(each, handler)
-
-
-def test_a_main_thread_that_checks_in_the_meantime_is_not_killed(hearing: Hearing) -> None:
-    """It was about to enter the loop when the signal arrived."""
-    hearing.watch._hear(signal.SIGTERM)
-    hearing.now += 2.9
-    hearing.watch._insist()
-    with hearing.requests.deferred(None):
-        hearing.now += 1
-        hearing.watch._insist()
-    hearing.watch._insist()
-    assert hearing.ends == []
-
-
-def test_an_unresponsive_main_thread_is_killed(hearing: Hearing) -> None:
-    hearing.watch._hear(signal.SIGTERM)
-    hearing.now += 3
-    hearing.watch._insist()
-    hearing.watch._insist()
-    assert hearing.ends == [StopReason.SIGTERM]
 
 
 def test_a_swallowed_interrupt_is_enforced(hearing: Hearing) -> None:
@@ -95,29 +71,8 @@ def test_a_request_on_another_rank_is_announced_once(hearing: Hearing) -> None:
     with hearing.requests.deferred(None):
         hearing.requests.request(StopReason.SIGUSR1, "received by rank 3")
         for _ in range(3):
-            hearing.watch._tick()
+            hearing.watch._announce()
     assert hearing.told == ["SIGUSR1 (received by rank 3): saving a checkpoint at the next safe point, then stopping"]
-
-
-def test_the_thread_survives_a_closed_terminal() -> None:
-    ticks, requests = [], StopRequests()
-
-    def closed(text: str) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    def tick() -> None:
-        ticks.append(requests.reason)
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    watch = SignalWatch(requests, lambda reason: None, tell=closed, each_tick=tick)
-    before = signal.getsignal(signal.SIGUSR1)
-    with watch.listening([signal.SIGUSR1]), requests.deferred(None):
-        signal.raise_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + 10
-        while len(ticks) < 3 and time.monotonic() < deadline:
-            time.sleep(0.05)
-    assert ticks[-1] is StopReason.SIGUSR1 and len(ticks) >= 3
-    assert signal.getsignal(signal.SIGUSR1) == before
 
 
 @pytest.mark.parametrize(("after", "ends"), [(1.9, []), (2.0, [StopReason.SIGINT])])
@@ -127,7 +82,7 @@ def test_a_second_ctrl_c_counts_after_two_seconds(after: float, ends: list[StopR
     hearing.watch._hear(signal.SIGINT)
     hearing.now += after
     hearing.watch._hear(signal.SIGINT)
-    assert hearing.ends == ends and len(hearing.told) == 1
+    assert hearing.ends == ends
 
 
 @pytest.mark.parametrize(
@@ -158,24 +113,9 @@ def test_an_interrupt_is_that_of_this_rank_only(hearing: Hearing) -> None:
 def test_a_lost_launcher_is_a_request(deferring: bool, done: bool, told: int, hearing: Hearing) -> None:
     hearing.requests.deferring, hearing.requests.done = deferring, done
     hearing.watch.lost("the launcher has exited")
+    hearing.watch._announce()
     assert hearing.requests.reason is (None if done else StopReason.SIGTERM) and len(hearing.told) == told
     assert not told or "the launcher has exited" in hearing.told[0]
-
-
-def test_the_stop_file_is_found_while_the_main_thread_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alignment.run.requests._FILE_POLL_S", 0.02)
-    requests, over = StopRequests(lambda: time.monotonic() * 100), threading.Event()
-    thread = threading.Thread(target=requests.look_until, args=(over,))
-    thread.start()
-    with requests.deferred(tmp_path / "STOP"):
-        (tmp_path / "STOP").touch()
-        deadline = time.monotonic() + 10
-        while requests.reason is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert requests.reason is StopReason.STOP
-    over.set()
-    thread.join(5)
-    assert not thread.is_alive()
 
 
 # Safe points ---------------------------------------------------------------------------------------------------------
@@ -227,12 +167,11 @@ def test_ranks_check_about_every_two_seconds() -> None:
 
 def test_ranks_follow_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = Asking()
-    monkeypatch.setattr(safe_points, "world_size", lambda: 2)
 
     def slowest(values: list[float]) -> list[float]:
         return [values[0], max(values[1], 1.0)]  # the other rank takes a second per call
 
-    monkeypatch.setattr(safe_points, "largest_numbers", slowest)
+    monkeypatch.setattr(safe_points, "_largest", slowest)
     point = SafePoint(requests, lambda: requests.now)
     with requests.deferred(None):
         windows(point, requests, 1, 101, 0.001)

@@ -168,8 +168,3 @@ def _attempted(chain: Chain, number: int, kill: Kill | None, end: End, before: L
         problems=tuple(problems),
         report=end.report if problems else "",
     )
-
-
-def as_json(attempted: Attempted) -> dict[str, object]:
-    """For the record."""
-    return dataclasses.asdict(attempted)

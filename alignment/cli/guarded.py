@@ -1,0 +1,91 @@
+"""The main function of a command: one error message, and every rank exits.
+
+The first rank that fails reports why; the others fall silent and exit with its status. Under torchrun, torchrun's own
+report follows the message; `deepspeed` adds nothing to stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from alignment.engines.launch_env import init_distributed
+from alignment.run.ending import Ending, end_within, record, write
+from alignment.run.failures import is_lost_peer
+from alignment.run.protection import Protection, ending_of, protecting_command
+from alignment.run.ranks import prepare_environment, rank, world_size
+from alignment.run.requests import REQUESTS
+from alignment.run.signals import ignore_stop_signals
+from alignment.run.stop import RunStopped
+
+_LEAVE_S, _RECORD_S = 30.0, 20.0  # to leave the process group once all have finished; to write the last status
+
+
+def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False) -> int:
+    """Run `main` and return the exit status; errors are reported in one line on stderr.
+
+    The status is 0, 1 after an error, 85 if a launcher or a scheduler requested a stop, or 130 if the user did.
+
+    With one process, neither torch nor DeepSpeed is imported here. With several, the process group is joined first (on
+    the CPU with `use_cpu`, which is called only then), and `main` runs under supervision. After a failure on any rank,
+    every rank exits through `os._exit`, so this function does not return.
+    """
+    with protecting_command() as protection:
+        try:
+            prepare_environment()
+            if world_size() > 1:
+                # Below ERROR, torch's sockets write pages of C++ frames when a peer is lost.
+                os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+                init_distributed(use_cpu() if callable(use_cpu) else use_cpu)
+                protection.watch_ranks()
+            stopped = None
+            try:
+                main()
+            except RunStopped as error:
+                if not error.everywhere:
+                    raise
+                stopped = error
+            except SystemExit as leaving:  # `sys.exit(0)`, as for `--help`, is not a failure
+                if leaving.code not in (None, 0):
+                    raise
+            return _finish(protection, stopped)
+        except BaseException as error:
+            return _fail(protection, error)
+
+
+def _finish(protection: Protection, stopped: RunStopped | None) -> int:
+    """Wait for the other ranks, and leave the process group; nothing limits the exit hooks of other libraries."""
+    code = 0 if stopped is None else stopped.reason.code
+    with REQUESTS.deferred(None):
+        REQUESTS.done = True
+        leaving = None
+        if protection.peers is not None:
+            protection.peers.finish()
+            protection.peers = None
+            # A launcher ends all ranks as soon as one has exited, and this one is about to exit anyway.
+            ignore_stop_signals()
+            leaving = end_within(_LEAVE_S, code)
+        if stopped is None:
+            record(Ending("", code=0, state="finished"), _RECORD_S)
+        elif rank() == 0:
+            write(stopped.message)
+        deepspeed = sys.modules.get("deepspeed")
+        if deepspeed is not None and deepspeed.comm.is_initialized():
+            # Not torch's function: DeepSpeed's objects for this group would remain and break a later run here.
+            deepspeed.comm.destroy_process_group()
+        if leaving is not None:
+            leaving.cancel()
+    return code
+
+
+def _fail(protection: Protection, error: BaseException) -> int:
+    """Report the error and return the exit status; with other ranks, tell them and exit."""
+    REQUESTS.done = True  # a launcher that ends all ranks must not interrupt the report
+    ending, trace = ending_of(error)
+    if protection.peers is not None:
+        protection.end(ending, trace=trace, lost=is_lost_peer(error))
+    if ending.line:
+        write(trace + ending.line)
+    record(ending)
+    return ending.code
