@@ -25,11 +25,11 @@ ALL = list(range(8))
 @pytest.mark.parametrize(
     ("everyone", "threads", "said"),
     [
-        ([("a", ALL)], 8, "(8 cores, 1 rank)"),
-        ([("a", ALL)] * 3, 2, "(8 cores, 3 ranks)"),
+        ([("a", ALL)], 8, "(8 cores, 1 rank;"),
+        ([("a", ALL)] * 3, 2, "(8 cores, 3 ranks;"),
         ([("a", ALL)] * 20, 1, "20 ranks"),
-        ([("a", ALL), ("b", ALL)], 8, "1 rank)"),
-        ([("a", ALL), ("a", [1, 2])], 8, "1 rank)"),  # bound by the launcher to separate cores
+        ([("a", ALL), ("b", ALL)], 8, " 1 rank;"),
+        ([("a", ALL), ("a", [1, 2])], 8, " 1 rank;"),  # bound by the launcher to separate cores
     ],
 )
 def test_each_rank_takes_its_share(
