@@ -28,7 +28,8 @@ def share_cores() -> str:
     ranks, cores, given = gathered(own).count(own), len(own[1]), users_threads()
     if given is not None:
         return f"threads: {torch.get_num_threads()} per rank ({VARIABLE}={given})"
-    torch.set_num_threads(max(1, cores // ranks))
+    if os.environ["LOCAL_WORLD_SIZE"] != "1":  # torch's own number is right for a single rank
+        torch.set_num_threads(max(1, cores // ranks))
     shared = f"{counted(cores, 'core')}, {counted(ranks, 'rank')}; set {VARIABLE} to change it"
     return f"threads: {torch.get_num_threads()} per rank for work in host memory ({shared})"
 
