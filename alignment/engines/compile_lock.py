@@ -27,7 +27,6 @@ def compiling() -> Iterator[None]:
     if VARIABLE not in os.environ and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         os.environ[VARIABLE] = f"{get_default_build_root()}/{socket.gethostname()}-{sys.implementation.cache_tag}"
     timer = threading.Timer(_TELL_S, _report, [Path(os.environ.get(VARIABLE) or get_default_build_root())])
-    timer.daemon = True
     timer.start()
     try:
         yield

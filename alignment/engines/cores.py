@@ -24,16 +24,14 @@ def share_cores() -> str:
     """
     import torch
 
-    cores = sorted(os.sched_getaffinity(0))
-    ranks = gathered((socket.gethostname(), cores)).count((socket.gethostname(), cores))
-    given = users_threads()
+    own = socket.gethostname(), sorted(os.sched_getaffinity(0))
+    ranks, cores, given = gathered(own).count(own), len(own[1]), users_threads()
     if given is not None:
         return f"threads: {torch.get_num_threads()} per rank ({VARIABLE}={given})"
-    torch.set_num_threads(max(1, len(cores) // ranks))
-    shared = f"{counted(len(cores), 'core')}, {counted(ranks, 'rank')}"
-    return (
-        f"threads: {torch.get_num_threads()} per rank for work in host memory ({shared}); set {VARIABLE} to change it"
-    )
+    if os.environ["LOCAL_WORLD_SIZE"] != "1":  # torch's own number is right for a single rank
+        torch.set_num_threads(max(1, cores // ranks))
+    shared = f"{counted(cores, 'core')}, {counted(ranks, 'rank')}; set {VARIABLE} to change it"
+    return f"threads: {torch.get_num_threads()} per rank for work in host memory ({shared})"
 
 
 def users_threads() -> str | None:

@@ -57,7 +57,7 @@ def _connect(seconds: float) -> Any:
     """Connect to the store, which rank 0 serves unless torchrun's agent does, as soon as it is available."""
     from torch.distributed import DistError, PrefixStore, TCPStore
 
-    name, port, own = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), socket.gethostname()
+    name, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves, begun = rank() == 0 and not agent, time.monotonic()
     while True:
@@ -70,8 +70,8 @@ def _connect(seconds: float) -> Any:
             # The name of a host that has just started may appear a moment later.
             limit = _RESOLVE_S if isinstance(error, (socket.gaierror, UnicodeError)) else seconds
             if time.monotonic() - begun > limit:
-                where = f"MASTER_ADDR={name}, MASTER_PORT={port}"
-                raise JoinError(f"host {own} cannot reach rank 0 at {where} ({error}); {_CAUSES}") from error
+                what = f"cannot reach rank 0 at MASTER_ADDR={name}, MASTER_PORT={port} ({error}); {_CAUSES}"
+                raise JoinError(f"host {socket.gethostname()} {what}") from error
         time.sleep(_POLL_S)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:

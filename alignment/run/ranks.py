@@ -56,8 +56,8 @@ def prepare_environment() -> None:
     if os.environ.get(_SINGLE, str(os.getpid())) != str(os.getpid()) and os.environ.get("WORLD_SIZE") == "1":
         for name in (*_RANKS, "LOCAL_WORLD_SIZE", _SINGLE):
             os.environ.pop(name, None)
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_initialized():
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
         take_from_group()
     elif "RANK" not in os.environ and _in_slurm_step():
         _take_from_slurm()

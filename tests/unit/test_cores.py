@@ -25,15 +25,15 @@ ALL = list(range(8))
 @pytest.mark.parametrize(
     ("everyone", "threads", "said"),
     [
-        ([("a", ALL)], 8, "(8 cores, 1 rank)"),
-        ([("a", ALL)] * 3, 2, "(8 cores, 3 ranks)"),
+        ([("a", ALL)], None, "(8 cores, 1 rank;"),
+        ([("a", ALL)] * 3, 2, "(8 cores, 3 ranks;"),
         ([("a", ALL)] * 20, 1, "20 ranks"),
-        ([("a", ALL), ("b", ALL)], 8, "1 rank)"),
-        ([("a", ALL), ("a", [1, 2])], 8, "1 rank)"),  # bound by the launcher to separate cores
+        ([("a", ALL), ("b", ALL)], None, " 1 rank;"),
+        ([("a", ALL), ("a", [1, 2])], 8, " 1 rank;"),  # bound by the launcher to separate cores
     ],
 )
 def test_each_rank_takes_its_share(
-    everyone: list[Any], threads: int, said: str, monkeypatch: pytest.MonkeyPatch
+    everyone: list[Any], threads: int | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[int] = []
     monkeypatch.setattr(cores.socket, "gethostname", lambda: "a")
@@ -41,9 +41,11 @@ def test_each_rank_takes_its_share(
     monkeypatch.setattr(cores, "gathered", lambda own: everyone)
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert said in share_cores() and used == [threads]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str([host for host, _ in everyone].count("a")))
+    expected = [] if threads is None else [threads]
+    assert said in share_cores() and used == expected
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert "OMP_NUM_THREADS=5" in share_cores() and used == [threads]
+    assert "OMP_NUM_THREADS=5" in share_cores() and used == expected
 
 
 @pytest.mark.parametrize(
