@@ -135,10 +135,11 @@ class RunFolder:
                 path.rmdir()
 
     def _lock_for(self, resumes: bool) -> None:
-        if _has_checkpoints(self.path) and not resumes and not self.args.overwrite_output_dir:
-            raise _not_empty(self.path)
         self._made = [path for path in (self.path, *self.path.absolute().parents) if not path.exists()]
         self.lock.acquire()
+        if _has_checkpoints(self.path) and not resumes and not self.args.overwrite_output_dir:
+            self.release()
+            raise _not_empty(self.path)
 
     def _prepare(self, resumes: bool, found: bool) -> None:
         """Remove what a killed process left, and move aside what is not of this run."""
