@@ -135,10 +135,11 @@ class RunFolder:
                 path.rmdir()
 
     def _lock_for(self, resumes: bool) -> None:
-        if _has_checkpoints(self.path) and not resumes and not self.args.overwrite_output_dir:
-            raise _not_empty(self.path)
         self._made = [path for path in (self.path, *self.path.absolute().parents) if not path.exists()]
         self.lock.acquire()
+        if _has_checkpoints(self.path) and not resumes and not self.args.overwrite_output_dir:
+            self.release()
+            raise _not_empty(self.path)
 
     def _prepare(self, resumes: bool, found: bool) -> None:
         """Remove what a killed process left, and move aside what is not of this run."""
@@ -160,19 +161,19 @@ class RunFolder:
 
     def _clear_stop_file(self) -> None:
         """Remove a stop file of an earlier run, except in a job requeued by SLURM, which is still the same run."""
-        path, job, restarts = (
-            self.path / STOP_FILE,
-            os.environ.get("SLURM_JOB_ID"),
-            os.environ.get("SLURM_RESTART_COUNT"),
-        )
+        path = self.path / STOP_FILE
         if not path.exists():
             return
         with contextlib.suppress(ValueError, OSError):
-            status = read_status(self.path)
-            if job and (restarts or "0") != "0" and status is not None and status.job == job:
+            job, status = os.environ.get("SLURM_JOB_ID"), read_status(self.path)
+            requeued = job and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+            if requeued and status is not None and status.job == job:
                 self.tell(f"{path}: asks this run, which SLURM has requeued, to stop; remove it before the next start")
                 return
-        path.unlink()
+        try:
+            path.unlink()
+        except OSError as error:
+            raise OutputError(f"{path}: would stop the run and cannot be removed: {error.strerror}") from error
         self.tell(f"{path}: removed, since it is from an earlier run; create it again to stop this one")
 
 

@@ -8,11 +8,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from run_folders import holding
 
+from alignment import SFTConfig
 from alignment.checkpoint import run_folder
-from alignment.checkpoint.run_folder import check_filled, check_inputs_stay, left_by_earlier_run, set_aside
+from alignment.checkpoint.run_folder import RunFolder, check_filled, check_inputs_stay, left_by_earlier_run, set_aside
 from alignment.config.errors import DataError, OutputError
 from alignment.engines.launch_env import init_distributed
+from alignment.reporting.run_lock import is_locked
 
 MOVED = (
     *(".checkpoint-12.partial/model.safetensors", "checkpoint-2/model.safetensors", "checkpoint-10/sub/file"),
@@ -105,3 +108,23 @@ def test_the_cache_of_another_node(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run_folder, "_CACHE_S", 0.0)
     with pytest.raises(DataError, match="train_dataset: .* not in the cache of .*give every node the same"):
         check_filled(cache, ["rows", "others"], "train_dataset")
+
+
+@pytest.mark.usefixtures("own_process_group")
+def test_a_run_that_ended_while_its_lock_was_awaited(tmp_path: Path) -> None:
+    """Its checkpoints are seen, and not pruned by the next run."""
+    init_distributed(use_cpu=True)
+    folder = RunFolder(tmp_path / "out", SFTConfig(str(tmp_path / "out")), print)
+    folder.check()
+    with holding(tmp_path / "out") as process:
+
+        def end() -> None:
+            (tmp_path / "out" / "checkpoint-3").mkdir()
+            process.kill()
+
+        ends = threading.Timer(0.5, end)
+        ends.start()
+        with pytest.raises(OutputError, match="is not empty"):
+            folder.enter(None)
+        ends.join()
+    assert not is_locked(tmp_path / "out") and (tmp_path / "out" / "checkpoint-3").is_dir()
