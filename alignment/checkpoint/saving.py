@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +55,13 @@ def gathered_state_dict(model: PreTrainedModel, keep: bool, only: Collection[str
 def write_model(model: PreTrainedModel, tokenizer: Any, folder: Path, *, first_rank: bool) -> None:
     """Write model and tokenizer into ``folder`` with ``save_pretrained``. Collective.
 
-    The files are written to a hidden folder first and moved into place when they are complete. If ``folder`` exists,
-    the hidden folder is inside it because ``folder`` may be a mount point, and a move is a rename only within it.
-
     Raises:
         OutputError: the folder cannot be written, or the disk is full.
     """
     state = gathered_state_dict(model, keep=first_rank)
     if first_rank:
-        _write(folder, tokenizer, lambda partial: model.save_pretrained(partial, state_dict=state))
+        with written_folder(folder, tokenizer) as partial:
+            model.save_pretrained(partial, state_dict=state)
 
 
 def write_adapters(
@@ -92,7 +90,7 @@ def write_adapters(
     config.inference_mode = True
     quantized = None if source.quantization is None else source.quantization.config.to_dict()
 
-    def save(partial: Path) -> None:
+    with written_folder(folder, tokenizer) as partial:
         tensors = {f"base_model.model.{saved}": state[name] for saved, name in names.items()}
         save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
         config.save_pretrained(str(partial))
@@ -105,8 +103,6 @@ def write_adapters(
             merged=source.merged,
             dtype=str(next(iter(tensors.values())).dtype).removeprefix("torch."),
         )
-
-    _write(folder, tokenizer, save)
 
 
 def load_adapters(model: PreTrainedModel, adapters: Adapters, folder: Path, *, first_rank: bool) -> None:
@@ -140,20 +136,33 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _write(folder: Path, tokenizer: Any, save: Callable[[Path], None]) -> None:
-    """Call ``save`` on a hidden folder, add the tokenizer, and move everything into ``folder``."""
+@contextlib.contextmanager
+def written_folder(folder: Path, tokenizer: Any, key: str = "output_dir") -> Iterator[Path]:
+    """A hidden folder whose files, and those of the tokenizer, are moved into ``folder`` at the end of the context.
+
+    If ``folder`` exists, the hidden folder is inside it because ``folder`` may be a mount point, and a move is a
+    rename only within it.
+
+    Args:
+        folder: the destination.
+        tokenizer: None to write none.
+        key: name of the destination in messages.
+
+    Raises:
+        OutputError: the folder cannot be written, or the disk is full.
+    """
     partial = folder / ".partial" if folder.exists() else folder.parent / f".{folder.name}.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         with no_progress_bar():
-            save(partial)
+            yield partial
         if tokenizer is not None:
             _save_tokenizer(tokenizer, partial)
         share_with_others(partial)
         move_into(partial, folder)
     except (OSError, SafetensorError) as error:
-        raise OutputError(f"output_dir: could not write the model to {folder}: {error}") from error
+        raise OutputError(f"{key}: could not write the model to {folder}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
