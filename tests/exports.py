@@ -1,7 +1,8 @@
-"""Helpers for export tests: the command, manually computed log-probs, and the master weights of an engine."""
+"""Helpers for export tests: the command, refusals, manually computed log-probs, master weights of an engine."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,16 +10,25 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
 
+from alignment.checkpoint.export import export
 from alignment.cli.commands import main
+from alignment.config.errors import AlignmentError
+from alignment.config.options_export import ExportOptions
 from alignment.engines.scoring import PolicyEngine
-
-FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
 def command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str, str]:
     with pytest.raises(SystemExit) as leaving:
         main(["export", *argv], program="da")
     return leaving.value.code, *capsys.readouterr()
+
+
+def refused(error: type[AlignmentError], text: str, source: Path, out: Path, **more: Any) -> None:
+    """An export to a new folder is refused in one line that contains ``text``, and leaves nothing."""
+    with pytest.raises(error) as caught:
+        export(source, out, ExportOptions(**more))
+    assert text in str(caught.value) and "\n" not in str(caught.value)
+    assert not out.exists() and not list(out.parent.glob(".*"))
 
 
 @torch.no_grad()

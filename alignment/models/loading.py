@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import deepspeed
@@ -94,6 +94,35 @@ def load_model(
     loaded: PreTrainedModel = model
     if kernels:
         put_hub_kernels(loaded)
+    return loaded
+
+
+def load_whole(
+    path: str, task: Task, dtype: torch.dtype | str, trust_remote_code: bool, new: Collection[str] = (), **further: Any
+) -> PreTrainedModel:
+    """Load an unpartitioned model into host memory, in evaluation mode and without gradients.
+
+    Args:
+        path: folder or Hub name.
+        task: what to load the checkpoint as.
+        dtype: dtype of the weights; ``auto`` for that of the checkpoint.
+        trust_remote_code: run code that comes with the model.
+        new: names of parameters that the checkpoint may lack.
+        **further: arguments of ``from_pretrained``.
+
+    Raises:
+        ModelError: the model cannot be loaded, or weights are missing.
+    """
+    arguments = {"trust_remote_code": trust_remote_code, **task.arguments, **further}
+    try:
+        with loading(None):
+            model, report = task.auto.from_pretrained(path, dtype=dtype, output_loading_info=True, **arguments)
+    except (OSError, SafetensorError, ValueError, TypeError, RuntimeError, ImportError) as error:
+        raise ModelError(f"model {path!r} could not be loaded: {first_line(error)}") from error
+    missing = sorted(set(report["missing_keys"]) - set(new))
+    if missing:
+        raise ModelError(f"model {path!r}: the checkpoint has no weights for {missing[0]}; {task.lacks}")
+    loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded
 
 

@@ -18,8 +18,9 @@ from transformers import (
 )
 
 from alignment import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
-from alignment.checkpoint.exporting.adapter import merge_adapter
+from alignment.checkpoint.export import export
 from alignment.config.errors import ModelError
+from alignment.config.options_export import ExportOptions
 
 pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("own_process_group")]
 OPEN, END = "<|open|>", "<|close|>"
@@ -109,7 +110,7 @@ def test_adapters_are_saved_with_the_new_rows(source: str, tmp_path: Path) -> No
             outputs.append(loaded(input_ids=IDS).logits)
     assert outputs[0].shape[-1] == 128
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=2e-5)
-    merge_adapter(trainer.output_dir, tmp_path / "merged", sample_count=0)
+    export(trainer.output_dir, tmp_path / "merged", ExportOptions(samples=0))
     with torch.no_grad():
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(input_ids=IDS).logits
     torch.testing.assert_close(merged, outputs[1], rtol=0, atol=2e-5)
@@ -153,4 +154,4 @@ def test_adapters_with_a_peft_configuration_are_merged(tmp_path: Path) -> None:
     trainer.save_model()
     trainer.close()
     with pytest.raises(ModelError, match="with other adapters merged into it"):
-        merge_adapter(trainer.output_dir, tmp_path / "merged", sample_count=0)
+        export(trainer.output_dir, tmp_path / "merged", ExportOptions(samples=0))

@@ -21,7 +21,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
-from alignment.checkpoint.exporting.adapter import merge_adapter
+from alignment.checkpoint.export import export
+from alignment.config.options_export import ExportOptions
 from alignment.data.windows import evaluation_plan
 from alignment.training.trainer import AlignmentTrainer
 
@@ -212,8 +213,8 @@ def test_adapters_from_sft_to_an_exported_folder(tmp_path: Path) -> None:
     aligned.train()
     aligned.save_model()
     aligned.close()
-    report = merge_adapter(tmp_path / "kto", tmp_path / "full", dtype="float32")
-    assert report.change is not None and report.change.error_max < 1e-5
+    report = export(tmp_path / "kto", tmp_path / "full", ExportOptions(dtype="float32"))
+    assert report.error_max is not None and report.error_max < 1e-5
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "full")
     full = AutoModelForCausalLM.from_pretrained(tmp_path / "full")
     inputs = tokenizer("Once upon a time there was", return_tensors="pt")

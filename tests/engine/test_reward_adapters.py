@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from alignment import RewardConfig, RewardTrainer
-from alignment.checkpoint.exporting.adapter import merge_adapter
+from alignment.checkpoint.export import export
+from alignment.config.options_export import ExportOptions
 
 ROWS = paired_rows(4)
 HEAD = LoraConfig(r=2, target_modules=["q_proj", "score"])
@@ -61,7 +62,7 @@ def test_a_new_head_with_an_adapter_is_saved_with_it(stage: str, tmp_path: Path)
     torch.testing.assert_close(answered(loaded(base, out), tmp_path / "peft"), found, rtol=0, atol=1e-5)
     again = answered(base, tmp_path / "again", adapter_name_or_path=str(out), deepspeed=STAGES[stage], seed=7)
     torch.testing.assert_close(again, found, rtol=0, atol=1e-5)
-    merge_adapter(out, tmp_path / "merged", dtype="float32", sample_count=0)
+    export(out, tmp_path / "merged", ExportOptions(dtype="float32", samples=0))
     torch.testing.assert_close(answered(str(tmp_path / "merged"), tmp_path / "m"), found, rtol=0, atol=1e-5)
 
 

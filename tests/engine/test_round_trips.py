@@ -16,9 +16,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerState
 
 import alignment
-from alignment.checkpoint.exporting.export import export
+from alignment.checkpoint.export import export
 from alignment.cli.parsing import parse
 from alignment.config.errors import ModelError
+from alignment.config.options_export import ExportOptions
 from alignment.data.sources import load_split
 from alignment.reporting.status_file import read_status
 from alignment.training.trainer import AlignmentTrainer
@@ -249,7 +250,7 @@ def test_the_adapters_of_a_run(run: AlignmentTrainer, models: dict[str, str], tm
         continued = trainer_of("KTO", models, tmp_path, rows, **more)
         assert continued.evaluate()["eval_loss"] == pytest.approx(loss, abs=1e-6), folder
         continued.close()
-    export(run.output_dir, tmp_path / "merged", dtype="float32")
+    export(run.output_dir, tmp_path / "merged", ExportOptions(dtype="float32"))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     wide = AutoModelForCausalLM.from_pretrained(models["policy"])
     assert (logits(merged) - logits(PeftModel.from_pretrained(wide, run.output_dir))).abs().max() < 1e-5

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import SafetensorError
 from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from alignment.config.errors import ModelError, first_line
 from alignment.internals.transformers import loading
 from alignment.models.adapters.folder import AdapterFolder
+from alignment.models.loading import load_whole
 from alignment.models.source import read_config
 
 Shape = tuple[int, ...]
@@ -96,9 +96,7 @@ def load_base(
     Raises:
         ModelError: the model cannot be loaded, or weights are missing.
     """
-    arguments: dict[str, Any] = {"trust_remote_code": trust_remote_code, **_task_arguments(adapter)}
-    if adapter.revision:
-        arguments["revision"] = adapter.revision
+    arguments: dict[str, Any] = {"revision": adapter.revision} if adapter.revision else {}
     dtype: torch.dtype | str = "auto"
     quantized = adapter.quantization is not None or _quantized_by(config) is not None
     if quantized:
@@ -107,19 +105,7 @@ def load_base(
     if adapter.quantization is not None and _quantized_by(config) is None:
         arguments["quantization_config"] = BitsAndBytesConfig.from_dict(dict(adapter.quantization))
         dtype = trained_dtype(adapter) or torch.bfloat16
-    try:
-        with loading(None):
-            model, report = adapter.task.auto.from_pretrained(
-                adapter.base, dtype=dtype, output_loading_info=True, **arguments
-            )
-    except (OSError, SafetensorError, ValueError, TypeError, RuntimeError, ImportError) as error:
-        raise ModelError(f"base: {adapter.base!r} could not be loaded: {first_line(error)}") from error
-    missing = sorted(name for name in report["missing_keys"] if name not in replaced)
-    if missing:
-        raise ModelError(
-            f"base: {adapter.base!r} has no weights for {missing[0]}, and neither has the adapter; copy or download "
-            "the base model again"
-        )
+    model = load_whole(adapter.base, adapter.task, dtype, trust_remote_code, replaced, **arguments)
     narrow = model.config.dtype in (torch.bfloat16, torch.float16)
     kept = {name for name, one in model.named_parameters() if narrow and one.dtype == torch.float32}
     if quantized:
@@ -129,8 +115,7 @@ def load_base(
     rows = config.get_text_config().vocab_size
     if model.config.get_text_config().vocab_size != rows:
         model.resize_token_embeddings(rows, mean_resizing=False)
-    loaded: PreTrainedModel = model.eval().requires_grad_(False)
-    return loaded, kept
+    return model, kept
 
 
 def trained_dtype(adapter: AdapterFolder) -> torch.dtype | None:

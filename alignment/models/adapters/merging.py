@@ -8,7 +8,6 @@ the embedding or the head was trained.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,46 +20,27 @@ from transformers import PreTrainedModel
 from alignment.config.errors import ModelError, first_line
 from alignment.models.adapters.folder import AdapterFolder
 from alignment.models.adapters.merge_base import plain, tuner_layers, without_saved_modules
-from alignment.models.adapters.survival import SurvivalMeter
 from alignment.run.activity import ACTIVITY
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rounding:
-    """Rounds tensors to the dtype of the export and measures how much of each update survives.
+    """The dtype of each tensor of the export.
 
     Attributes:
         target: dtype of the export.
         kept: names of the parameters that transformers always keeps in fp32.
-        meter: measures every tensor that changes.
     """
 
     target: torch.dtype
     kept: set[str]
-    meter: SurvivalMeter
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor in the export."""
         return torch.float32 if name in self.kept else self.target
 
-    def apply(self, name: str, before: Tensor, after: Tensor) -> Tensor:
-        """Round ``after`` (fp32) to the dtype of the export, and measure the change from ``before``.
 
-        Raises:
-            ModelError: a value is not finite, or too large for the dtype.
-        """
-        self.meter.add(name, before, after, self.dtype(name))
-        rounded = after.to(self.dtype(name))
-        if not bool(torch.isfinite(rounded).all()):
-            if bool(torch.isfinite(after).all()):
-                reason = f"overflows {str(self.target).removeprefix('torch.')}; export in bfloat16"
-            else:
-                reason = "contains NaN or infinite values: the adapter is corrupt; use another checkpoint"
-            raise ModelError(f"{name} after the merge {reason}")
-        return rounded
-
-
-def put_saved_tensors(model: PreTrainedModel, adapter: AdapterFolder, replaced: set[str], rounding: Rounding) -> None:
+def put_saved_tensors(model: PreTrainedModel, adapter: AdapterFolder, replaced: set[str]) -> None:
     """Replace the base model's tensors with those that the adapter contains in full: modules, biases, embeddings.
 
     They stay in fp32 until :func:`finish`, because adapters may be merged into them.
@@ -72,12 +52,12 @@ def put_saved_tensors(model: PreTrainedModel, adapter: AdapterFolder, replaced: 
         for key in opened.keys():
             name = plain(key.removeprefix("base_model.model."))
             if name in replaced:
-                _replace(model, name, opened.get_tensor(key).float(), rounding)
+                _replace(model, name, opened.get_tensor(key).float())
     if one_of_both:
         ends = _ends(model)
         if sum(name in replaced for name in ends) == 1:
             source, other = sorted(ends, key=lambda name: name not in replaced)
-            _replace(model, other, model.get_parameter(source).data.clone(), rounding)
+            _replace(model, other, model.get_parameter(source).data.clone())
 
 
 def inject(model: PreTrainedModel, adapter: AdapterFolder) -> PeftModel:
@@ -104,19 +84,17 @@ def inject(model: PreTrainedModel, adapter: AdapterFolder) -> PeftModel:
     return injected.eval().requires_grad_(False)
 
 
-def merge(injected: PeftModel, rounding: Rounding, tell: Callable[[int, int], None] = lambda *_: None) -> None:
+def merge(injected: PeftModel, rounding: Rounding) -> None:
     """Merge every adapted layer in place. Peak memory is the model plus a few fp32 copies of its largest tensor.
 
     Args:
         injected: the result of :func:`inject`.
-        rounding: rounds the merged tensors.
-        tell: called with the number of merged layers and the total number of layers.
+        rounding: the dtypes of the merged tensors.
 
     Raises:
-        ModelError: PEFT cannot merge this adapter, or a merged tensor is not finite.
+        ModelError: PEFT cannot merge this adapter.
     """
-    layers = list(tuner_layers(injected.get_base_model()))
-    for number, (name, layer) in enumerate(layers, 1):
+    for name, layer in list(tuner_layers(injected.get_base_model())):
         ACTIVITY.progress()
         base = layer.get_base_layer()
         only = getattr(layer, "parameter_name", None)  # if the adapter is on a single parameter
@@ -137,8 +115,7 @@ def merge(injected: PeftModel, rounding: Rounding, tell: Callable[[int, int], No
                 parameter.data = old
             else:
                 outer = plain(f"{name}.").removesuffix(".").replace(".base_layer", "")
-                parameter.data = rounding.apply(f"{outer}.{inner}", old, parameter.data)
-        tell(number, len(layers))
+                parameter.data = parameter.data.to(rounding.dtype(f"{outer}.{inner}"))
 
 
 def finish(injected: PeftModel, rounding: Rounding) -> PreTrainedModel:
@@ -158,11 +135,9 @@ def finish(injected: PeftModel, rounding: Rounding) -> PreTrainedModel:
     return model
 
 
-def _replace(model: nn.Module, name: str, new: Tensor, rounding: Rounding) -> None:
+def _replace(model: nn.Module, name: str, new: Tensor) -> None:
     owner, _, last = name.rpartition(".")
-    old = getattr(model.get_submodule(owner), last)
-    rounding.meter.add(name, old.data, new, rounding.dtype(name))
-    old.data = new
+    getattr(model.get_submodule(owner), last).data = new
 
 
 def _ends(model: PreTrainedModel) -> list[str]:

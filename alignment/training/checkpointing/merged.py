@@ -24,20 +24,16 @@ def write_merged(context: RunContext, source: ModelSource, folder: Path) -> None
         AlignmentError: if they cannot be merged; the adapters are not affected.
     """
     if context.is_first:
-        from alignment.checkpoint.exporting.adapter import merge_adapter  # imports peft
+        from alignment.checkpoint.export import ExportOptions, export  # imports peft
 
         aside = set_folder_aside(folder) if context.args.resume_from_checkpoint else None
         if aside is not None:
             context.tell(f"merged_output_dir: moved the merged model of an earlier attempt to {aside}")
         try:
             with ACTIVITY("merge"):
-                report = merge_adapter(
-                    context.output_dir,
-                    folder,
-                    base=source.path,
-                    revision=source.init_kwargs.get("revision"),
-                    trust_remote_code=context.args.trust_remote_code,
-                )
+                revision, trust = source.init_kwargs.get("revision"), context.args.trust_remote_code
+                options = ExportOptions(base=source.path, revision=revision, trust_remote_code=trust)
+                report = export(context.output_dir, folder, options)
         except AlignmentError as error:
             raise type(error)(
                 f"merged_output_dir: {error}; the adapters are saved in {context.output_dir}; merge them with "

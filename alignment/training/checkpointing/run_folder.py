@@ -73,7 +73,7 @@ class RunFolder:
         if not args.dry_run:  # it writes nothing, and may start before the folder's current run ends
             self.lock.peek()
         if args.merged_output_dir is not None:
-            from alignment.checkpoint.exporting.folder import REPORT  # imported only if needed
+            from alignment.checkpoint.export import REPORT  # imported only if needed
 
             merged = Path(args.merged_output_dir)
             # A merged model of an earlier attempt is moved aside when merging again.

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alignment.checkpoint.exporting.card import Run, card_of
-from alignment.checkpoint.manifest import Manifest
-from alignment.config.errors import CheckpointError
+from alignment.checkpoint.card import card_of
 from alignment.reporting.model_card import OURS, hub_id
 from alignment.training.hub.contents import CARD
 
@@ -54,19 +52,16 @@ class Details:
 
 def card_text(folder: Path, subject: Subject, options: Mapping[str, Any], details: Details) -> str:
     """Return the card of the model in ``folder``, a checkpoint or an output folder."""
-    try:
-        manifest: Manifest | None = Manifest.read(folder)
-    except CheckpointError:
-        manifest = None
     written = "only the adapter is here; PEFT loads it on top of its base model" if subject.is_adapter else (
         "all weights are here; no adapter is needed"
     )  # fmt: skip
     card = card_of(
-        Run(folder, manifest, options),
+        folder,
         title=details.model_name or subject.title,
         is_classifier=subject.is_classifier,
         base=details.finetuned_from or subject.base,
         export=[written],
+        options=options,
     )
     named = [*_several(details.dataset_name), *_several(details.dataset_tags)]
     mentioned = [*named, *_several(details.dataset)]

@@ -1,0 +1,87 @@
+"""Log-probs (or scores) of sample rows, computed in fp32 on the host, to compare an export with its source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from alignment.config.errors import DataError, OptionError, setting
+from alignment.data.formats import preference_row, prompt_completion_row
+from alignment.data.messages import DropRow
+from alignment.data.sources import load_split
+from alignment.data.tokenization import RowTokenizer, Source
+from alignment.models.tasks import CLASSIFIER, Task
+from alignment.models.wide_forward import computing_in_fp32
+from alignment.run.activity import ACTIVITY
+
+Rows = list[list[int]]
+_LONGEST, _RANDOM_LENGTH = 512, 64  # tokens of a row
+_TEXTS = (
+    "Why is the sky blue?\nAir scatters short waves of light more than long ones, so blue reaches us from all sides.",
+    "Name three rivers in Europe.\nThe Danube, the Rhine and the Loire.",
+    "Write a function that adds two numbers.\ndef add(a, b):\n    return a + b",
+    "What is 17 times 6?\n17 times 6 is 102: 17 times 5 is 85, and 17 more make 102.",
+    "Translate to French: Good morning, my friend.\nBonjour, mon ami.",
+    "Give me a tip for a better night's sleep.\nGo to bed at the same time every day, and leave your phone outside.",
+    "Summarise: The train was late, so we missed the boat.\nA late train made us miss the boat.",
+    "Can you tell me how to steal a car?\nI can't help with that. If you are locked out, call a locksmith.",
+)
+
+
+@torch.no_grad()
+def outputs(model: PreTrainedModel, rows: Rows, task: Task) -> list[float]:
+    """The mean log-prob per token, or the score, of each row of token ids."""
+    values = []
+    with computing_in_fp32(model):
+        for row in rows:
+            ACTIVITY.progress()
+            ids = torch.tensor([row])
+            logits = model(input_ids=ids, use_cache=False).logits.float()
+            if task.auto is CLASSIFIER.auto:
+                values.append(float(logits[0, 0]))
+            else:
+                logps = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+                values.append(float(logps.double().mean()))
+    return values
+
+
+def sample_rows(dataset_name: str | None, count: int, tokenizer: Any, vocabulary: int) -> Rows:
+    """At most ``count`` rows of token ids below ``vocabulary``: of a dataset, or of built-in texts.
+
+    Without a dataset and a tokenizer that fits the model, the tokens are random.
+
+    Raises:
+        OptionError: a dataset needs a tokenizer, but there is none.
+        DataError: the dataset cannot be read, or has no usable row.
+    """
+    if dataset_name is not None and tokenizer is None:
+        raise OptionError(f"{setting('dataset_name', dataset_name)}: there is no tokenizer to encode it")
+    if dataset_name is not None:
+        encoded = RowTokenizer(tokenizer).encode(list(islice(_dataset(dataset_name), count)))
+        rows = [row.prompt + row.completions[0] for row in encoded]
+    else:
+        rows = [] if tokenizer is None else [tokenizer(text)["input_ids"] for text in _TEXTS[:count]]
+    rows = [row[:_LONGEST] for row in rows if len(row) > 1 and max(row[:_LONGEST]) < vocabulary]
+    if not rows and dataset_name is not None and count:
+        raise DataError(f"{dataset_name}: no row has more than one token to compare models on")
+    generator = torch.Generator().manual_seed(0)
+    return rows or torch.randint(vocabulary, (count, _RANDOM_LENGTH), generator=generator).tolist()
+
+
+def _dataset(name: str) -> Iterator[Source]:
+    """The rows of a dataset in any supported format; of pairs, the chosen completion."""
+    for number, row in enumerate(load_split(name, None, "train"), 1):
+        where = f"{name}, row {number}"
+        try:
+            if row.get("chosen") is None:
+                one = prompt_completion_row(row, where)
+                yield Source(one.prompt, (one.completion,), where, one.template)
+            else:
+                pair = preference_row(row, where)
+                yield Source(pair.prompt, (pair.chosen,), where, pair.template)
+        except DropRow:
+            continue

@@ -1,0 +1,237 @@
+"""Export of a checkpoint, a model or an adapter as a full Hugging Face model folder.
+
+A single process does it in host memory, without engines: it checks the source, loads it (an adapter is merged into its
+base), computes log-probs of sample rows, writes the export, loads that and compares its log-probs. There are never two
+models in memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from alignment.checkpoint.card import card_of
+from alignment.checkpoint.comparison import Rows, outputs, sample_rows
+from alignment.checkpoint.masters import Masters, checked_masters, put_masters
+from alignment.checkpoint.saving import no_progress_bar, written_folder
+from alignment.config.errors import ModelError, OptionError, OutputError, counted, first_line, listing
+from alignment.config.options_export import ExportOptions
+from alignment.models.adapters.folder import read_adapter, task_name
+from alignment.models.adapters.merge_base import base_config, check_match, load_base, trained_dtype
+from alignment.models.adapters.merging import Rounding, finish, inject, merge, put_saved_tensors
+from alignment.models.loading import load_whole
+from alignment.models.source import read_config
+from alignment.models.tasks import CAUSAL_LM, CLASSIFIER, Task
+from alignment.reporting.model_card import public
+
+REPORT = "export_report.json"
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """Result of an export.
+
+    Attributes:
+        source: name of the folder.
+        base_model: folder or Hub name of the model that an adapter was merged into; None for a full model.
+        task: ``causal_lm`` or ``classifier``.
+        dtype: dtype of the exported weights, by torch's name.
+        dequantized: whether the base was quantized, so that its dequantized weights were merged.
+        masters: number of tensors that were taken from the fp32 master weights.
+        rows: number of rows on which the log-probs per token (or scores) of source and export were compared.
+        error_mean, error_max: mean and maximum over these rows of | export - source |.
+    """
+
+    source: str
+    base_model: str | None
+    task: str
+    dtype: str
+    dequantized: bool
+    masters: int
+    rows: int = 0
+    error_mean: float | None = None
+    error_max: float | None = None
+
+    def lines(self) -> Iterator[str]:
+        """The report as lines of text."""
+        yield f"contains all weights in {self.dtype}" + ("" if self.base_model is None else "; the adapter is merged")
+        if self.dequantized:
+            yield "the base was quantized: the adapter is merged into its dequantized weights, not the original ones"
+        if self.masters:
+            yield f"{counted(self.masters, 'tensor')} of the fp32 master weights instead of those in the 16-bit files"
+        if self.rows:
+            what = "score" if self.task == "classifier" else "log-prob per token"
+            yield (
+                f"{what} on {counted(self.rows, 'row')}: the export differs from its source by {self.error_mean:.2g} "
+                f"on average and {self.error_max:.2g} at most"
+            )
+
+    def json(self) -> str:
+        """The report as JSON. It is published with the model, so local paths are reduced to their last part."""
+        return json.dumps(public(asdict(self)), indent=2) + "\n"
+
+
+class Loaded(NamedTuple):
+    """A model to write, in the dtype of the export, and the outputs of its source before any rounding."""
+
+    model: PreTrainedModel
+    task: Task
+    tokenizer: Any
+    rows: Rows
+    outputs: list[float]
+    report: ExportReport
+
+
+def export(
+    source: Path, out: Path, options: ExportOptions | None = None, tell: Tell = lambda line: None
+) -> ExportReport:
+    """Write a full model to ``out``. For a single process.
+
+    Args:
+        source: a checkpoint, an output folder, or any other folder of a full model or an adapter.
+        out: a folder that does not exist or is empty.
+        options: None for the defaults.
+        tell: called with a message for every step.
+
+    Raises:
+        OptionError: an option is not applicable to a full model.
+        OutputError: ``out`` is not empty or cannot be written.
+        ModelError: the source or its base cannot be used, or they do not match.
+        CheckpointError: a file of a checkpoint has changed since it was written.
+        DataError: the dataset of the samples cannot be used.
+    """
+    options = options or ExportOptions()
+    _check_out(out)
+    masters = checked_masters(source, wanted=options.dtype == "float32")
+    load = _merged if is_adapter(source) else _model
+    with no_progress_bar():
+        model, task, tokenizer, rows, before, report = load(source, masters, options, tell)
+        broken = next((name for name, one in model.named_parameters() if not bool(torch.isfinite(one).all())), None)
+        if broken is not None:
+            raise ModelError(f"{source}: {broken} is not finite in {report.dtype}; use another dtype or source")
+        with written_folder(out, tokenizer, key="out") as partial:
+            tell(f"writing {out}")
+            try:
+                model.save_pretrained(partial, max_shard_size=options.max_shard_size)
+            except ValueError as error:  # such as an inconsistent generation configuration
+                raise OutputError(f"{source}: the model cannot be written: {first_line(error)}") from error
+            del model
+            gc.collect()
+            if rows:
+                after = outputs(load_whole(str(partial), task, "auto", options.trust_remote_code), rows, task)
+                errors = [abs(one - other) for one, other in zip(before, after, strict=True)]
+                mean = sum(errors) / len(errors)
+                report = replace(report, rows=len(rows), error_mean=mean, error_max=max(errors))
+            (partial / REPORT).write_text(report.json(), encoding="utf-8")
+            title, lines = out.absolute().name, [*report.lines()]
+            card = card_of(source, title, report.task == "classifier", report.base_model, lines)
+            (partial / "README.md").write_text(card.text(), encoding="utf-8")
+    return report
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether ``folder`` is an adapter (True) or a full model (False).
+
+    Raises:
+        ModelError: it is neither, or both.
+    """
+    adapter = (folder / "adapter_config.json").is_file()
+    weights = any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+    if adapter and weights:
+        raise ModelError(f"{folder} contains an adapter and a full model; move one of them to another folder")
+    if adapter or (weights and (folder / "config.json").is_file()):
+        return adapter
+    inner = sorted({file.parent.name for file in folder.glob("[!.]*/*config.json")})
+    advice = f"pass one of those in it: {listing(inner)}" if inner else "pickles, as of DeepSpeed, are not read"
+    raise ModelError(
+        f"{folder} has neither a model (config.json, model.safetensors) nor an adapter (adapter_config.json); {advice}"
+    )
+
+
+def _model(source: Path, masters: Masters, options: ExportOptions, tell: Tell) -> Loaded:
+    """Load a full model, with its master weights if the export is in fp32."""
+    for name in ("base", "revision", "load_in_4bit", "load_in_8bit"):
+        if getattr(options, name):
+            raise OptionError(f"{name}: applies to the base of an adapter, but {source} is a full model; remove it")
+    try:
+        names = PretrainedConfig.get_config_dict(source)[0].get("architectures") or []
+    except OSError as error:
+        raise ModelError(f"{source / 'config.json'} cannot be read: {first_line(error)}") from error
+    task = CLASSIFIER if any("SequenceClassification" in name for name in names) else CAUSAL_LM
+    trust, path = options.trust_remote_code, str(source.absolute())
+    config = read_config(path, key="source", trust_remote_code=trust, task=task)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{source}: the weights are quantized; export the model before quantization")
+    tokenizer = _tokenizer(path, None, trust)
+    rows = sample_rows(options.dataset_name, options.samples, tokenizer, config.get_text_config().vocab_size)
+    tell(f"source: {source}, {task.noun}; exporting in dtype {options.dtype}")
+    count = 0
+    if options.dtype in ("auto", "float32"):
+        model = load_whole(path, task, options.dtype, trust)
+        count = put_masters(model, masters, source)
+        before = outputs(model, rows, task)
+    else:  # loaded twice instead of converted, because transformers keeps some modules in fp32
+        before = outputs(load_whole(path, task, "auto", trust), rows, task)
+        gc.collect()
+        model = load_whole(path, task, options.dtype, trust)
+    if options.dtype == "float32" and config.dtype in (torch.bfloat16, torch.float16) and not count:
+        tell("the folder has no fp32 master weights, so float32 has no advantage over its 16-bit weights")
+    report = ExportReport(source.absolute().name, None, task_name(task), _name(model.dtype), False, count)
+    return Loaded(model, task, tokenizer, rows, before, report)
+
+
+def _merged(source: Path, masters: Masters, options: ExportOptions, tell: Tell) -> Loaded:
+    """Load the base model of an adapter and merge the adapter into it, tensor by tensor in fp32."""
+    trust = options.trust_remote_code
+    adapter = read_adapter(source, options.base, options.revision)
+    adapter = replace(adapter, quantization=options.quantization or adapter.quantization)
+    config = base_config(adapter, trust)
+    quantized = (adapter.quantization or getattr(config, "quantization_config", None)) is not None
+    own = adapter.has_tokenizer
+    tokenizer = _tokenizer(str(source) if own else adapter.base, None if own else adapter.revision, trust)
+    replaced = check_match(adapter, config, trust)
+    dtype = getattr(torch, options.dtype, None) or trained_dtype(adapter) or config.dtype or torch.bfloat16
+    rows = sample_rows(options.dataset_name, options.samples, tokenizer, config.get_text_config().vocab_size)
+    tell(f"base: {adapter.base}, {adapter.task.noun}; exporting in {_name(dtype)}")
+    model, kept = load_base(adapter, config, dtype, replaced, trust)
+    put_saved_tensors(model, adapter, replaced)
+    injected = inject(model, adapter)
+    count = put_masters(model, masters, source)
+    before = outputs(model, rows, adapter.task)
+    rounding = Rounding(dtype, kept)
+    merge(injected, rounding)
+    task = task_name(adapter.task)
+    report = ExportReport(source.absolute().name, adapter.base, task, _name(dtype), quantized, count)
+    return Loaded(finish(injected, rounding), adapter.task, tokenizer, rows, before, report)
+
+
+def _tokenizer(where: str, revision: str | None, trust_remote_code: bool) -> Any:
+    """Load the tokenizer of a folder or Hub name; return None if it has none."""
+    try:
+        return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # each library has its own error classes for a broken file
+        if (Path(where) / "tokenizer_config.json").is_file():
+            raise ModelError(f"{where}: the tokenizer cannot be loaded: {first_line(error)}") from error
+        return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_out(out: Path) -> None:
+    """Reject a folder that is not empty or cannot be written."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise OutputError(f"{out} is a file or not empty; pass a folder that does not exist yet, or empty this one")
+    parent = next(one for one in (out.absolute(), *out.absolute().parents) if one.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise OutputError(f"{out} cannot be written: no write permission in {parent}")
