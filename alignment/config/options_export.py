@@ -34,7 +34,7 @@ class ExportOptions:
     load_in_8bit: bool = option(False, "the same for 8-bit base weights")
     bnb_4bit_quant_type: str = option("nf4", "quantization type of the 4-bit weights", choices=("nf4", "fp4"))
     use_bnb_nested_quant: bool = option(True, "whether nested quantization was used for the 4-bit weights")
-    dataset_name: str | None = option(None, "file, folder or Hub name of rows to compare on instead of built-in texts")
+    dataset_name: str | None = option(None, "file, folder or Hub name of rows to compare on [built-in texts]")
     samples: int = option(8, "number of rows to compare on; 0 to skip")
     max_shard_size: str = option("5GB", "maximum size of a weight file, such as 500MB")
     trust_remote_code: bool = option(False, "allow models and tokenizers to run their own Python code")

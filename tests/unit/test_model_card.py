@@ -125,7 +125,7 @@ def test_a_run(with_manifest: bool, tmp_path: Path) -> None:
         dataset_name="/secret/place/a.csv",
         output_dir="/secret/place",
         model_name_or_path="/secret/base",
-        hub_token="<HUB_TOKEN>",
+        judge_api_key="hidden",
         save_steps=7,
         model_init_kwargs={"token": "abc", "x": 1},
     )
@@ -140,7 +140,7 @@ def test_a_run(with_manifest: bool, tmp_path: Path) -> None:
              "torch: 1.2"] if with_manifest else ["planned steps: 6", "rows per step: 8", "x: 1"])]  # fmt: skip
     assert all(f"- {fact}\n" in text for fact in facts)
     assert "| beta " in text and "save_steps" not in text and "learning_rate  |     1e" not in text
-    assert not [word for word in ("HUB_TOKEN", "hub_token", "abc", "secret") if word in text]
+    assert not [word for word in ("judge_api_key", "hidden", "abc", "secret") if word in text]
 
 
 @pytest.mark.parametrize(("is_classifier", "tag"), [(True, "text-classification"), (False, "text-generation")])

@@ -15,7 +15,7 @@ from typing import Any
 from peft import PeftConfig, PeftType, TaskType
 from safetensors import SafetensorError, safe_open
 
-from alignment.config.errors import ModelError, first_line, listing
+from alignment.config.errors import ModelError, first_line
 from alignment.models.adapters.kinds import KINDS
 from alignment.models.adapters.record import TRAINING_BASE
 from alignment.models.tasks import CAUSAL_LM, REWARD_MODEL, Task
@@ -108,7 +108,6 @@ def read_adapter(path: Path, base: str | None = None, revision: str | None = Non
     Raises:
         ModelError: it is not an adapter folder, its weights are missing or truncated, or it cannot be merged.
     """
-    _check_is_adapter(path)
     try:
         config = PeftConfig.from_pretrained(str(path))
     except Exception as error:  # invalid JSON, or keys of a newer PEFT
@@ -141,19 +140,6 @@ def read_adapter(path: Path, base: str | None = None, revision: str | None = Non
 def task_name(task: Task) -> str:
     """``causal_lm`` or ``classifier``."""
     return next(name for name, one in _TASKS.items() if one.auto is task.auto)
-
-
-def _check_is_adapter(path: Path) -> None:
-    if not path.exists():
-        raise ModelError(f"folder {path} does not exist; pass the folder of a PEFT adapter")
-    if not path.is_dir():
-        raise ModelError(f"{path} is a file; pass the folder of a PEFT adapter, which contains {_CONFIG}")
-    if not (path / _CONFIG).is_file():
-        if (path / "config.json").is_file():
-            raise ModelError(f"{path} contains a full model (config.json, no {_CONFIG}), not an adapter")
-        inner = sorted(file.parent.name for file in path.glob(f"*/{_CONFIG}"))
-        hint = f"; it has adapters in: {listing(inner)}" if inner else ""
-        raise ModelError(f"{path} is not a PEFT adapter: it has no {_CONFIG}{hint}")
 
 
 def _check_type(path: Path, config: PeftConfig) -> None:
