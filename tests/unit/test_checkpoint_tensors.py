@@ -6,7 +6,6 @@ import json
 import os
 import resource
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -80,25 +79,10 @@ def test_missing_tensors_and_elements(key: str, numel: int, start: int, dtype: t
         file.read_into(key, torch.empty(numel, dtype=dtype), start)
 
 
-def entry(begin: int = 0, end: int = 8, **more: Any) -> dict[str, Any]:
-    return {"dtype": "F32", "shape": [2], "data_offsets": [begin, end]} | more
-
-
-@pytest.mark.parametrize(
-    ("header", "size"),
-    [
-        (b"{", 0),
-        ({"x": entry(dtype="F99")}, 8),
-        ({"x": entry(0, 12)}, 12),
-        ({"x": entry(4, 12)}, 12),
-        ({"x": entry(), "y": entry(4, 12)}, 12),
-        ({"x": entry(), "y": entry(12, 20)}, 20),
-        ({"x": entry()}, 7),
-        ({"x": entry()}, 9),
-    ],
-)
-def test_a_damaged_file_is_refused_when_it_is_opened(header: Any, size: int, tmp_path: Path) -> None:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+@pytest.mark.parametrize(("offsets", "size"), [((0, 8), 7), ((0, 8), 9), ((0, 12), 12), ((4, 12), 12)])
+def test_a_damaged_file_is_refused_when_it_is_opened(offsets: tuple[int, int], size: int, tmp_path: Path) -> None:
+    """Its header, or a file of another size."""
+    text = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": offsets}}).encode()
     (tmp_path / "a").write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
     with pytest.raises(CheckpointError, match=f"^{tmp_path / 'a'}: "):
         TensorFile(tmp_path / "a")

@@ -33,12 +33,6 @@ def test_only_a_better_finite_value_is_an_improvement(metric: str, values: list[
     assert state.best_global_step == steps[-1] and state.best_metric == values[steps[-1] - 1]
 
 
-def test_an_explicit_direction_takes_precedence() -> None:
-    state = TrainerState()
-    best = BestModel(CPOConfig(output_dir="out", metric_for_best_model="loss", greater_is_better=True), state)
-    assert [best.improved({"eval_loss": value}) for value in (1.0, 2.0, 0.5)] == [True, True, False]
-
-
 @pytest.mark.parametrize("best", ["out", "link"])
 def test_the_best_checkpoint_is_kept_however_its_path_is_spelled(
     tmp_path: Path, best: str, monkeypatch: pytest.MonkeyPatch
