@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -255,11 +256,11 @@ class AlignmentTrainer(TrainerPreparation, TrainerRecords, TrainerSurface, HubMe
         check_early_stopping(self.args, self.events.handler.callbacks)
         log_in(self.events.handler.callbacks)
         present, self._at_first = self._at_first or self._present(), None
-
-        def chosen() -> Checkpoint | None:
-            return choose(self.output_dir, asked, present, anyway=self.args.resume_anyway, tell=self.tell)
-
-        checkpoint = self.folder.enter(chosen if asked else None)
+        chosen = None
+        if asked:
+            anyway = self.args.resume_anyway
+            chosen = partial(choose, self.output_dir, asked, present, anyway=anyway, tell=self.tell)
+        checkpoint = self.folder.enter(chosen)
         if self.is_world_process_zero():
             name = None if checkpoint is None else checkpoint.folder.name
             begin_status(self.output_dir, self.args.method, name, bool(asked), self.tell)
