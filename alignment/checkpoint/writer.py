@@ -102,7 +102,8 @@ class CheckpointWriter:
             CheckpointError: if part of the run's state cannot be saved.
         """
         with _together():
-            self._state_texts() if self.manifest.resumable else None
+            if self.manifest.resumable:
+                self._state_texts()
         model, state = self._sizes()
         total, model, state = (tqdm.format_sizeof(size, "B") for size in (model + state, model, state))
         if not self.manifest.resumable:

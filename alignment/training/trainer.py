@@ -282,11 +282,11 @@ class AlignmentTrainer(TrainerSurface):
         check_early_stopping(self.args, self.events.handler.callbacks)
         log_in(self.events.handler.callbacks)
         present, self._at_first = self._at_first or self._present(), None
-
-        def chosen() -> Checkpoint | None:
-            return choose(self.output_dir, asked or "", present, anyway=self.args.resume_anyway, tell=self.tell)
-
-        checkpoint = self.folder.enter(chosen if asked else None)
+        chosen = None
+        if asked:
+            anyway = self.args.resume_anyway
+            chosen = functools.partial(choose, self.output_dir, asked, present, anyway=anyway, tell=self.tell)
+        checkpoint = self.folder.enter(chosen)
         if self.is_world_process_zero():
             known = {"method": self.args.method, "world_size": world_size()}
             known["resumed_from"] = "" if checkpoint is None else checkpoint.folder.name

@@ -206,13 +206,13 @@ def test_a_second_signal_does_not_interrupt_the_save(
 
 def saves_and_hears(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     """Send a signal during each save."""
-    written = CheckpointWriter._written
+    written = CheckpointWriter._write
 
     def interrupted(self: CheckpointWriter, target: Path) -> None:
         os.kill(os.getpid(), number)
         written(self, target)
 
-    monkeypatch.setattr(CheckpointWriter, "_written", interrupted)
+    monkeypatch.setattr(CheckpointWriter, "_write", interrupted)
 
 
 @pytest.mark.ci

@@ -15,7 +15,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM,
 from transformers.activations import ACT2FN
 
 from alignment import KTOConfig, KTOTrainer, OnlineDPOConfig
-from alignment.checkpoint.fingerprints import compared_options
 from alignment.config.errors import AlignmentError, ModelError, OptionError
 from alignment.engines.scoring import checked
 from alignment.internals.liger import kernels_by_type
@@ -26,6 +25,7 @@ from alignment.models.scorer import CompletionScorer
 from alignment.models.source import ModelSource
 from alignment.planning import kernels
 from alignment.planning.kernels import check_kernels
+from alignment.training.run_manifest import compared_options
 from tools.architectures.tiny import tiny_config as shrunk
 
 CPU = torch.device("cpu")
