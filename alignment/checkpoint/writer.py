@@ -33,7 +33,7 @@ from alignment.checkpoint.run_state import RunState
 from alignment.checkpoint.saving import exported_tensors
 from alignment.config.errors import CheckpointError, OutputError, one_line
 from alignment.config.options import AlignmentConfig
-from alignment.engines.collectives import from_first_rank, gathered, together
+from alignment.engines.collectives import from_first_rank, gathered, on_first_rank, together
 from alignment.engines.scoring import PolicyEngine
 from alignment.reporting.durable import replace_text, sync
 from alignment.run.ranks import rank, world_size
@@ -71,6 +71,7 @@ class CheckpointWriter:
         state: transformers' state, with the step.
         manifest: the manifest of its checkpoints, without step and files.
         write_state: writes transformers' state to a folder, on the first rank.
+        hold: checks, on the first rank, that this run still owns the output folder.
         tell: prints a line on the first rank.
 
     Attributes:
@@ -86,11 +87,12 @@ class CheckpointWriter:
         state: TrainerState,
         manifest: Manifest,
         write_state: Callable[[Path], None],
+        hold: Callable[[], None],
         tell: Callable[[str], None],
     ) -> None:
         self.args, self.engines, self.run_state, self.state = args, engines, run_state, state
         self.manifest = replace(manifest, resumable=not args.save_only_model)
-        self.write_state, self.tell = write_state, tell
+        self.write_state, self.hold, self.tell = write_state, hold, tell
         self.folder = Path(args.output_dir or "")
         self.failure: str | None = None
         self.newest: int | None = None
@@ -118,10 +120,14 @@ class CheckpointWriter:
 
         Returns:
             Whether it was written. The reason for a failure is printed, and stored in ``failure``.
+
+        Raises:
+            OutputError: if this run no longer owns the folder.
         """
         step = self.state.global_step
         if self.newest == step:
             return True
+        on_first_rank(self.hold)
         target, self.failure = checkpoint_folder(self.folder, step), None
         with self._kept_as_failure():
             self._write(target)

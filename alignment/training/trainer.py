@@ -34,7 +34,7 @@ from alignment.models.tasks import CAUSAL_LM
 from alignment.references.engine import ReferencePlan
 from alignment.reporting.durable import write_json
 from alignment.reporting.log import JsonlLog, strict
-from alignment.run.activity import ACTIVITY
+from alignment.run.activity import ACTIVITY, Limits
 from alignment.run.protection import protected
 from alignment.run.ranks import local_rank, rank, world_size
 from alignment.run.retries import Retries
@@ -59,7 +59,6 @@ from alignment.training.hub.card import Subject
 from alignment.training.hub.publisher import Publisher
 from alignment.training.hub.repository import Repository, prepared_repository
 from alignment.training.hub.uploads import Uploads
-from alignment.training.interruptions.limits import limits_of
 from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
 from alignment.training.preparation import DataPreparation, GivenModels, check_evaluation, place_for, plan_models
@@ -156,7 +155,13 @@ class AlignmentTrainer(TrainerSurface):
         init_distributed(self.args.use_cpu)
         self.given_data = datasets
         self.retries = Retries(self.args.retries, self.args.retry_pause)
-        ACTIVITY.limits = limits_of(self.args)
+        given = self.args
+        ACTIVITY.limits = Limits(
+            least=given.hang_timeout,
+            factor=given.hang_factor,
+            first=given.hang_timeout_first,
+            silence=given.peer_timeout,
+        )
         self.state = TrainerState(is_world_process_zero=rank() == 0, is_local_process_zero=local_rank() == 0)
         self.method = self.method_class(self.args)
         self.output_dir = Path(self.args.output_dir or "")
@@ -325,7 +330,10 @@ class AlignmentTrainer(TrainerSurface):
         """Return the writer of further checkpoints."""
         manifest = replace(present, run=self.context.identity.name)
         run_state, state = self.context.run_state, self.state
-        writer = CheckpointWriter(self.args, self.engines, run_state, state, manifest, self.write_state, self.tell)
+        hold = self.folder.lock.check
+        writer = CheckpointWriter(
+            self.args, self.engines, run_state, state, manifest, self.write_state, hold, self.tell
+        )
         if checkpoint is not None and checkpoint.folder.parent.resolve() == self.output_dir.resolve():
             writer.newest = checkpoint.step
         if self.args.save_strategy != "no":

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import alignment
 from alignment import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
-from alignment.checkpoint.saving import _write
+from alignment.checkpoint.saving import written_folder
 from alignment.config.errors import OptionError
 from alignment.online.arguments import is_of
 from alignment.training.arguments import with_quantization
@@ -270,7 +270,8 @@ def test_a_tokenizer_loaded_with_the_models_keywords_can_be_saved(tmp_path: Path
     word_tokenizer(WORDS).save_pretrained(tmp_path / "given")
     keywords = {"dtype": torch.float32, "quantization_config": alignment.get_quantization_config(ModelConfig())}
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "given", padding_side="left", **keywords)
-    _write(tmp_path / "written", tokenizer, lambda folder: None)
+    with written_folder(tmp_path / "written", tokenizer):
+        pass
     assert AutoTokenizer.from_pretrained(tmp_path / "written").padding_side == "left"
 
 

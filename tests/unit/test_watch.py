@@ -25,7 +25,7 @@ from alignment.run.processes import Process
 from alignment.run.requests import StopRequests
 from alignment.run.stacks import DeadManSwitch
 from alignment.run.stop import RunStopped, StopReason
-from alignment.training.interruptions import stopping
+from alignment.training import stopping
 
 
 class Clock:

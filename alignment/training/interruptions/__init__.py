@@ -1,1 +1,0 @@
-"""What ends a run or repeats a step: requests to stop, bad steps, overflows, hangs."""
