@@ -43,6 +43,9 @@ def kind(path: str, output_dir: str) -> str | None:
     return name.rstrip("-") if name == "checkpoint-" else name
 
 
+_VERBS = {"ab": "append", "wb": "write"}
+
+
 class Events:
     """Calls ``hear`` before and after every event.
 
@@ -92,9 +95,9 @@ class Events:
 
         def followed(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             file = opened(path, mode, *args, **kwargs)
-            if mode != "ab" or (what := self.kind(path)) is None:
+            if mode not in _VERBS or (what := self.kind(path)) is None:
                 return file
-            return _Appended(file, lambda half: self.hear(f"half append {what}", half))
+            return _Written(file, lambda half: self.hear(f"half {_VERBS[mode]} {what}", half))
 
         pathlib.Path.open = followed  # type: ignore[method-assign, assignment]
 
@@ -185,21 +188,24 @@ class Events:
             self.phase(self.phases[-1])
 
 
-class _Appended:
-    """A file opened for appending, whose writer can be killed in the middle of a line."""
+class _Written:
+    """A file opened for writing, whose writer can be killed in the middle of a part."""
 
     def __init__(self, file: Any, hear: Callable[[Half], None]) -> None:
         self._file, self._hear = file, hear
 
-    def __enter__(self) -> _Appended:
+    def __enter__(self) -> _Written:
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
     def __exit__(self, *error: Any) -> None:
         self._file.close()
 
     def write(self, data: Any) -> int:
         """Report the event, then write."""
-        self._hear(lambda: self._file.write(bytes(data)[: len(data) // 2]))
+        self._hear(lambda: (self._file.write(bytes(data)[: len(data) // 2]), self._file.flush()))
         written: int = self._file.write(data)
         return written
 
