@@ -121,7 +121,7 @@ FOLDERS = [
         command="alignment.cli.export",
     ),
     Case("folder: status of nothing", ("no such folder",), arguments=("@x",), command="alignment.cli.status"),
-    Case("folder: status of a device", ("not a folder",), arguments=("/dev/null",), command="alignment.cli.status"),
+    Case("folder: status of a device", ("Not a directory",), arguments=("/dev/null",), command="alignment.cli.status"),
     Case(
         "folder: ranks to prepare",
         ("argument --ranks", "'x'"),

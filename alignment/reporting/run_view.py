@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -89,7 +90,8 @@ class RunView:
             return f"{status.state}: {self.holder or f'process {status.pid} on {status.host}'}{where}"
         by = f" by {status.signal} after step {status.step}" if status.signal else ""
         said = f"{status.state}{by}" + (f": {status.error}" if status.error else "")
-        return f"{said}; {self.holder} holds the folder" if self.alive else said
+        ours = self.holder.startswith(f"process {os.getpid()} on ")  # which is about to release it
+        return f"{said}; {self.holder} holds the folder" if self.alive and not ours else said
 
 
 def utc(time: str | None, length: int = 19) -> str:

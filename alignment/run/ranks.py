@@ -23,23 +23,30 @@ _SINGLE = "ALIGNMENT_SINGLE_PROCESS"
 # SLURM numbers the steps that `srun` did not create (batch, interactive, extern, pending) from the top of 32 bits.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _LAST_PORT = 65535
+_ANY_PORT = "0"  # the system chooses a free one
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 def rank() -> int:
     """The rank of this process, 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
+    return _number_of("RANK", 0)
 
 
 def local_rank() -> int:
     """The rank of this process among those of its node."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return _number_of("LOCAL_RANK", 0)
 
 
 def world_size() -> int:
     """The number of processes of this run, or of the planned one."""
     machine = planned()
-    return int(os.environ.get("WORLD_SIZE", "1")) if machine is None else machine.ranks
+    return _number_of("WORLD_SIZE", 1) if machine is None else machine.ranks
+
+
+def _number_of(name: str, default: int) -> int:
+    """A variable of the environment; the default if it is none, which :func:`prepare_environment` refuses."""
+    text = os.environ.get(name, "")
+    return int(text) if _NUMBER.fullmatch(text) else default
 
 
 def prepare_environment() -> None:
@@ -54,7 +61,8 @@ def prepare_environment() -> None:
             launcher is `mpirun`.
     """
     if os.environ.get(_SINGLE, str(os.getpid())) != str(os.getpid()) and os.environ.get("WORLD_SIZE") == "1":
-        for name in (*_RANKS, "LOCAL_WORLD_SIZE", _SINGLE):
+        address = ("MASTER_ADDR", "MASTER_PORT") if os.environ.get("MASTER_PORT") == _ANY_PORT else ()
+        for name in (*_RANKS, "LOCAL_WORLD_SIZE", _SINGLE, *address):
             os.environ.pop(name, None)
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
@@ -72,6 +80,8 @@ def prepare_environment() -> None:
                     "start with `deepspeed`, `torchrun` or `srun`"
                 )
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        if "MASTER_PORT" not in os.environ:  # for libraries that create a group from it, as accelerate does
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=_ANY_PORT)
         os.environ[_SINGLE] = str(os.getpid())
     _check_numbers()
 

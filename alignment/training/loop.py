@@ -30,7 +30,6 @@ from alignment.reporting.progress import Progress
 from alignment.run.activity import ACTIVITY
 from alignment.run.ranks import rank, world_size
 from alignment.run.requests import REQUESTS, STOP_FILE
-from alignment.run.safe_points import agreed_reason
 from alignment.run.stop import Cut
 from alignment.training.bad_steps import BadStep, BadSteps, NonFiniteGradient
 from alignment.training.callbacks import Decision
@@ -40,6 +39,7 @@ from alignment.training.method import Items
 from alignment.training.overflows import Overflows
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import AFTER_EPOCH, AFTER_STEP, Boundary, RandomAtStart, Totals
+from alignment.training.safe_points import agreed_reason
 from alignment.training.start_event import start_event
 from alignment.training.stopping import end_run, notice_too_short
 from alignment.training.window import WindowResult

@@ -155,12 +155,11 @@ class AlignmentTrainer(TrainerSurface):
         init_distributed(self.args.use_cpu)
         self.given_data = datasets
         self.retries = Retries(self.args.retries, self.args.retry_pause)
-        given = self.args
         ACTIVITY.limits = Limits(
-            least=given.hang_timeout,
-            factor=given.hang_factor,
-            first=given.hang_timeout_first,
-            silence=given.peer_timeout,
+            least=self.args.hang_timeout,
+            factor=self.args.hang_factor,
+            first=self.args.hang_timeout_first,
+            silence=self.args.peer_timeout,
         )
         self.state = TrainerState(is_world_process_zero=rank() == 0, is_local_process_zero=local_rank() == 0)
         self.method = self.method_class(self.args)

@@ -20,10 +20,10 @@ from alignment.engines.scoring import PolicyEngine
 from alignment.reporting.metrics import MetricSums
 from alignment.reporting.progress import Progress, Watched
 from alignment.run.ranks import rank
-from alignment.run.safe_points import SafePoint
 from alignment.training.bad_steps import NonFiniteLoss
 from alignment.training.data import PreparedData
 from alignment.training.method import AnyMethod, Items, Models, Window
+from alignment.training.safe_points import SafePoint
 
 _Rows = tuple[tuple[int, ...], Tensor]  # the rows of a micro-batch, and the loss of each
 

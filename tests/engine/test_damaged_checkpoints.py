@@ -57,7 +57,7 @@ def flip(path: Path, at: int) -> None:
 def taken(folder: Path) -> tuple[int, list[str]]:
     """Return the step of the checkpoint that a run would resume from, and the messages."""
     told: list[str] = []
-    current = Manifest.read(folder / "checkpoint-2")
+    current = Manifest.read(next(path for path in checkpoints(folder) if (path / MANIFEST).exists()))
     chosen = choose(folder, "latest", current, anyway=False, tell=told.append)
     assert chosen is not None
     return chosen.step, told

@@ -278,7 +278,7 @@ def test_different_weights_have_different_stores(
     (folder / "model.safetensors").write_bytes(weights)
     assert key_of(trainer) == before, "a run keeps its initial reference"
     assert trainer.engines.stores is not None
-    new = trainer._prepare(paired_rows(2, seed=9), None, "new rows")
+    new = trainer._preparation().one(paired_rows(2, seed=9), None, "new rows")
     with pytest.raises(OptionError, match="new rows: .* have changed since the run began"):
         trainer.engines.stores.tables((new,))
     trainer = make("DPO", models["policy"], str(folder), tmp_path)

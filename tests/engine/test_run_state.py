@@ -206,6 +206,7 @@ def test_the_checkpoint_is_the_last_act_of_a_step(models: dict[str, str], tmp_pa
 _PAIR = ("", ".0", ".1", ".len")
 # Attributes that a step changes and that a resume does not need, each with the reason.
 EXCUSED = {
+    "loop._step_seconds": "duration of this process's newest step",
     "loop._started": "a clock of this process; earlier seconds are in totals",
     "loop._before": "seconds before this process started, which are in totals",
     "loop.decision.0": "decided between any two steps; set at the last step",

@@ -20,10 +20,10 @@ from alignment.cli import train_job
 from alignment.config.errors import TrainingError
 from alignment.reporting.status_file import RunStatus, read_status
 from alignment.rollout.generate import GenerateBackend
-from alignment.run import safe_points
 from alignment.run.activity import ACTIVITY
 from alignment.run.requests import REQUESTS
 from alignment.run.stop import RunStopped, StopReason
+from alignment.training import safe_points
 from alignment.training import trainer as trainer_module
 from alignment.training import trainer as trainers
 from alignment.training.bad_steps import BadSteps, LossSpike

@@ -122,7 +122,7 @@ def cases() -> Iterator[tuple[Case, Callable[[Path], None]]]:
         nothing,
     )  # fmt: skip
     yield Case("fewer steps", ("number of steps was 4, is 3",), {**LATEST, "max_steps": "3"}), nothing
-    yield Case("begun over", ("is not empty", "resume_from_checkpoint: latest"), GOOD), nothing
+    yield Case("begun over", ("is not empty", "resume_from_checkpoint"), GOOD), nothing
 
 
 CASES = list(cases())

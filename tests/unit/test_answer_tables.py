@@ -166,7 +166,7 @@ def test_an_interrupted_evaluation_writes_no_table_twice(run: Any) -> None:
 def test_the_callback(run: Any) -> None:
     trainer = SimpleNamespace(
         context=run.context,
-        eval_data={"": run.rows},
+        data=SimpleNamespace(eval={"": run.rows}),
         engines=SimpleNamespace(window_pass=SimpleNamespace(models=run.models("policy"))),
         processing_class=TOKENIZER,
         output_dir=run.context.output_dir,
@@ -185,7 +185,7 @@ def test_the_callback(run: Any) -> None:
     assert one._every(epochs, SimpleNamespace(max_steps=9, num_train_epochs=3)) == 3  # type: ignore[arg-type]
     assert LogCompletionsCallback(trainer, freq=5)._every(args, state) == 5
     with pytest.raises(OptionError, match="no evaluation data"):
-        LogCompletionsCallback(SimpleNamespace(eval_data={}, context=None))
+        LogCompletionsCallback(SimpleNamespace(data=SimpleNamespace(eval={}), context=None))
     with pytest.raises(OptionError, match="freq=0"):
         LogCompletionsCallback(trainer, freq=0)
     with pytest.raises(OptionError, match="num_beams=2"):

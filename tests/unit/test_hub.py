@@ -325,7 +325,8 @@ class Run:
         self.state = SimpleNamespace(global_step=0, max_steps=steps, epoch=0.0)
         self.calls, self.events = Calls(*answers), list[str]()
         context = SimpleNamespace(
-            args=self.args, state=self.state, output_dir=self.root, processing_class=None, is_first=True, sampler=1,
+            args=self.args, state=self.state, output_dir=self.root, processing_class=None, is_first=True,
+            data=SimpleNamespace(sampler=1),
             tell=self.said.append, log_file=SimpleNamespace(write=self.log.append), events=self.events.append,
         )  # fmt: skip
         subject = Subject("out", None, False, False)

@@ -227,7 +227,7 @@ def test_uses_of_private_apis(code: str, found: list[str]) -> None:
         "from torch import nn, Tensor\nimport torch.nn.functional as F\nfrom deepspeed import accelerator",
         "from transformers import AutoModel\nfrom transformers.utils import logging\nimport os\nos._exit(1)",
         "class A:\n    def __init__(self):\n        self._own = 1\n    def f(self, other):\n        return other._own",
-        "super()._prepare_models()",  # a method of the package
+        "super()._prepare_data()",  # a method of the package
         "kind.__name__, kind.__mro__, kind.__subclasses__(), torch.__version__, error.__traceback__",
         "getattr(options, 'learning_rate'), getattr(options, name), vars(options)['learning_rate'], vars(a)[name]",
         "import torch\nimport datasets\ntorch.cuda.is_available(), datasets.Dataset.from_dict, torch.optim.AdamW",

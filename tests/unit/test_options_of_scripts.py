@@ -104,7 +104,8 @@ def test_a_method_assigned_to_a_trainer_is_refused() -> None:
 def test_log_accepts_the_arguments_of_transformers() -> None:
     """Subclasses call ``super().log(logs, start_time)``."""
     trainer: Any = object.__new__(CPOTrainer)
-    trainer.state, trainer.args, trainer.data.sampler = TrainerState(), SimpleNamespace(disable_tqdm=False), None
+    trainer.state, trainer.args = TrainerState(), SimpleNamespace(disable_tqdm=False)
+    trainer.data = SimpleNamespace(sampler=None)
     trainer.events = lambda *_, **__: None
     trainer.log({"loss": 1.0}, 12.5)
     trainer.log(logs={"loss": 2.0}, start_time=None)

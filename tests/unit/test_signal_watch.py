@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from alignment.run import safe_points
 from alignment.run.requests import StopRequests
-from alignment.run.safe_points import SafePoint
 from alignment.run.signals import SignalWatch
 from alignment.run.stop import Cut, RunStopped, StopReason
+from alignment.training import safe_points
+from alignment.training.safe_points import SafePoint
 
 
 class Hearing:
@@ -171,7 +171,8 @@ def test_ranks_follow_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
     def slowest(values: list[float]) -> list[float]:
         return [values[0], max(values[1], 1.0)]  # the other rank takes a second per call
 
-    monkeypatch.setattr(safe_points, "_largest", slowest)
+    monkeypatch.setattr(safe_points, "world_size", lambda: 2)
+    monkeypatch.setattr(safe_points, "largest_numbers", slowest)
     point = SafePoint(requests, lambda: requests.now)
     with requests.deferred(None):
         windows(point, requests, 1, 101, 0.001)

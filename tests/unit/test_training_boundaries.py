@@ -71,8 +71,8 @@ def test_what_the_log_says_of_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "BestModel", lambda *_: SimpleNamespace(moved_to=lambda folder: None))
     monkeypatch.setattr(trainer.ACTIVITY, "status", None)
     run: Any = SimpleNamespace(
-        context=SimpleNamespace(run_state=None), engines=SimpleNamespace(stage=2),
-        identity=SimpleNamespace(name="r", attempt=3), state=None,
+        context=SimpleNamespace(run_state=None, identity=SimpleNamespace(name="r", attempt=3)),
+        engines=SimpleNamespace(stage=2), state=None, folder=SimpleNamespace(set_newer_aside=lambda step: None),
         args=SimpleNamespace(resume_anyway=True), tell=lambda text: None,
     )  # fmt: skip
     loop: Any = SimpleNamespace(total_steps=9)

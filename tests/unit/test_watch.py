@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
-from alignment.reporting import status_file
-from alignment.reporting.status_file import RunStatus, StatusFile, fail_in_place_of, read_status
 from alignment.run import stacks
 from alignment.run.activity import Activity, Limits
 from alignment.run.deadlines import bounded
@@ -403,116 +399,3 @@ def test_signals_ignored_at_the_start_stay_ignored() -> None:
     """As with `nohup`, or in the background of a script."""
     done = run("ignored", (signal.SIGHUP, signal.SIGINT))
     assert (done.returncode, done.stdout, done.stderr) == (0, "survived\n", "")
-
-
-# status.json ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_status_has_one_key_per_line(tmp_path: Path) -> None:
-    assert read_status(tmp_path) is None
-    file = StatusFile(tmp_path, RunStatus(job="17", restarts=2))
-    file.update(state="preempted", signal="SIGUSR1", checkpoint="checkpoint-4")
-    text = (tmp_path / "status.json").read_text()
-    for line in ('  "state": "preempted",', '  "signal": "SIGUSR1",', '  "job": "17",', '  "restarts": 2,'):
-        assert line in text.splitlines()
-    assert read_status(tmp_path) == file.status
-    file.update(state="failed", error="the first end counts")
-    assert file.status.state == "preempted" and file.status.error is None
-
-
-def test_a_status_is_written_when_something_has_changed_or_time_has_passed(tmp_path: Path) -> None:
-    clock = Clock()
-    file = StatusFile(tmp_path, RunStatus(), clock)
-
-    def step() -> int:
-        found = read_status(tmp_path)
-        assert found is not None
-        return found.step
-
-    file.update(within=5, state="running", step=1)
-    file.update(within=5, step=2)
-    assert step() == 1
-    clock.now += 6
-    file.update(within=5, step=3)
-    assert step() == 3
-    (tmp_path / "status.json").unlink()
-    tmp_path.chmod(0o500)
-    file.path = tmp_path / "absent" / "status.json"
-    file.update(step=4)  # an unwritable disk only loses the update
-    tmp_path.chmod(0o700)
-
-
-def test_a_closed_status_is_not_written_automatically(tmp_path: Path) -> None:
-    file = StatusFile(tmp_path, RunStatus())
-    file.keep(0.01, lambda: {"step": file.status.step + 1})
-    deadline = time.monotonic() + 10
-    while file.status.step < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    file.close()
-    last = file.status.step
-    assert last >= 3
-    time.sleep(0.1)
-    assert file.status.step == last
-    file.update(state="finished")
-    found = read_status(tmp_path)
-    assert found is not None and found.state == "finished"
-
-
-def test_an_unresponsive_disk_loses_only_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a step nor the end of a process waits for it; once it responds, the file matches the run."""
-    answers, write = threading.Event(), status_file.replace_text
-
-    def hangs(path: Path, text: str) -> None:
-        answers.wait(3)
-        write(path, text)
-
-    monkeypatch.setattr(status_file, "replace_text", hangs)
-    monkeypatch.setattr(status_file, "_LAST_S", 0.1)
-    file, start = StatusFile(tmp_path, RunStatus()), time.monotonic()
-    for step in range(4):
-        file.update(step=step)
-    file.update(state="preempted", signal="SIGTERM")
-    assert time.monotonic() - start < 2 and read_status(tmp_path) is None
-    answers.set()
-    deadline = time.monotonic() + 10
-    while (found := read_status(tmp_path)) is None or found.state != "preempted":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert (found.step, found.signal) == (3, "SIGTERM")
-
-
-def test_the_end_does_not_overwrite_a_later_attempt(tmp_path: Path) -> None:
-    file = StatusFile(tmp_path, RunStatus(host="n1", pid=17, started="then"))
-    file.update(state="running")
-    later = StatusFile(tmp_path, RunStatus(host="n1", pid=18, started="now"))
-    later.update()
-    file.update(state="finished")
-    assert read_status(tmp_path) == later.status
-
-
-def test_a_status_is_written_for_a_rank_that_was_killed(tmp_path: Path) -> None:
-    StatusFile(tmp_path, RunStatus(host="n1", pid=17)).update(state="running", step=4)
-    fail_in_place_of(tmp_path, "n1", 18, "rank 0 was killed")
-    fail_in_place_of(tmp_path, "n2", 17, "rank 0 was killed")
-    found = read_status(tmp_path)
-    assert found is not None and found.state == "running", "it belongs to a later attempt"
-    fail_in_place_of(tmp_path, "n1", 17, "rank 0 was killed")
-    found = read_status(tmp_path)
-    assert found is not None and (found.state, found.error, found.step) == ("failed", "rank 0 was killed", 4)
-    fail_in_place_of(tmp_path, "n1", 17, "once more")
-    assert read_status(tmp_path) == found
-    fail_in_place_of(tmp_path / "absent", "n1", 17, "nowhere")
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"state": "dancing"}', json.dumps({"state": "running", "step": "four"}), '{"step": 4}']
-)
-def test_a_torn_status_is_ignored(tmp_path: Path, text: str) -> None:
-    (tmp_path / "status.json").write_text(text)
-    with pytest.raises(ValueError):
-        read_status(tmp_path)
-
-
-def test_a_status_of_another_version_is_read(tmp_path: Path) -> None:
-    (tmp_path / "status.json").write_text('{"state": "running", "step": 4, "moods": ["good"]}')
-    assert read_status(tmp_path) == RunStatus(state="running", step=4)

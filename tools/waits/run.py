@@ -168,7 +168,7 @@ def waits_of(make: Callable[[int], AlignmentTrainer]) -> dict[int, list[Wait]]:
         with standing_in() as stand_in:
             trainer = make(number)
             trainer.phases._cuda = torch.device("cuda")
-            with mock.patch.object(TrainingLoop, "_step", _numbered(stand_in, TrainingLoop._step)):
+            with mock.patch.object(TrainingLoop, "_update", _numbered(stand_in, TrainingLoop._update)):
                 trainer.train()
             stand_in.counting = False
             trainer.close()
@@ -177,7 +177,7 @@ def waits_of(make: Callable[[int], AlignmentTrainer]) -> dict[int, list[Wait]]:
 
 
 def _numbered(stand_in: StandIn, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``TrainingLoop._step``, which starts a step, to count steps."""
+    """Wrap ``TrainingLoop._update``, which takes a step, to count steps."""
 
     @functools.wraps(step)
     def called(*args: Any, **kwargs: Any) -> Any:

@@ -41,7 +41,7 @@ class LogCompletionsCallback(TrainerCallback):
         num_prompts: int | None = None,
         freq: int | None = None,
     ) -> None:
-        if not hasattr(trainer, "eval_data") or not hasattr(trainer, "context"):
+        if not hasattr(trainer, "data") or not hasattr(trainer, "context"):
             raise OptionError(
                 f"trainer: {show(type(trainer).__name__)} is not a trainer of this package; pass one that is"
             )

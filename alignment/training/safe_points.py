@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from alignment.engines.collectives import largest_numbers
 from alignment.run.activity import ACTIVITY
 from alignment.run.ranks import world_size
 from alignment.run.requests import REQUESTS, StopRequests
@@ -16,22 +17,10 @@ _MOST = 1000
 
 def agreed_reason(own: StopReason | None) -> StopReason | None:
     """The most urgent stop reason of all ranks. Collective."""
-    worst = int(_largest([float(own or 0)])[0])
-    return StopReason(worst) if worst else None
-
-
-def _largest(values: list[float]) -> list[float]:
-    """The maximum of each number over all ranks. Collective."""
     if world_size() == 1:
-        return values
-    import torch
-    from torch import distributed
-
-    on_gpu = "nccl" in distributed.get_backend()
-    numbers = torch.tensor(values, dtype=torch.float64, device="cuda" if on_gpu else "cpu")
-    distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX)
-    found: list[float] = numbers.tolist()
-    return found
+        return own
+    worst = int(largest_numbers([float(own or 0)])[0])
+    return StopReason(worst) if worst else None
 
 
 class SafePoint:
@@ -66,7 +55,9 @@ class SafePoint:
         self._calls += 1
         if self._calls < self._every:
             return
-        asked, seconds = _largest([float(self._requests.asked() or 0), self._seconds])
+        asked, seconds = float(self._requests.asked() or 0), self._seconds
+        if world_size() > 1:
+            asked, seconds = largest_numbers([asked, seconds])
         now = self._clock()
         self._seconds = (now - self._since) / self._calls
         self._every = max(1, min(_MOST, 2 * self._every, int(_EVERY_S / max(seconds, 1e-6))))
