@@ -75,7 +75,11 @@ class Host:
         spaces = ("--net", "--mount", "--uts", "--ipc", "--pid", f"--wd={folder or os.getcwd()}")
         return subprocess.Popen(
             ["nsenter", f"--target={self.pid}", *spaces, "--", *arguments],
-            **{"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT, "env": env, "text": True},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=env,
+            text=True,
         )
 
     def run(self, *arguments: str) -> str:
