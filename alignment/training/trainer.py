@@ -61,7 +61,13 @@ from alignment.training.hub.repository import Repository, prepared_repository
 from alignment.training.hub.uploads import Uploads
 from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
-from alignment.training.preparation import DataPreparation, GivenModels, check_evaluation, place_for, plan_models
+from alignment.training.preparation import (
+    DataPreparation,
+    GivenModels,
+    check_evaluation,
+    place_for,
+    plan_models,
+)
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_manifest import run_manifest
 from alignment.training.run_page import write_page
@@ -127,31 +133,37 @@ class AlignmentTrainer(TrainerSurface):
         check_overrides(type(self), AlignmentTrainer)
         refuse_arguments(unsupported)
         check_collator(data_collator, self.method_class.kind)
-        check_data_source(args, train_dataset)
-        callbacks = check_callbacks(callbacks)
-        model, adapted = unwrapped(model)
-        model, args = model_and_options(type(self).__name__, self.config_class, model, args)
-        args = with_quantization(args, model, quantization_config)
-        self.args = with_adapter_names(args, model_adapter_name, ref_adapter_name)
-        check_reporting(self.args.report_to)
-        check_saving(type(self), AlignmentTrainer, saves=self.args.save_strategy != "no")
-        check_rows_given(self.args, train_dataset, eval_dataset)
-        self._join(model, ref_model, (train_dataset, eval_dataset))
-        given = GivenModels(model, ref_model, adapted, peft_config, optimizers, (processing_class, tokenizer))
+        callbacks, datasets = check_callbacks(callbacks), (train_dataset, eval_dataset)
+        given = GivenModels(model, ref_model, None, peft_config, optimizers, (processing_class, tokenizer))
+        adapter_names = (model_adapter_name, ref_adapter_name)
+        self.args, given = self._resolve(args, given, datasets, adapter_names, quantization_config)
+        self._join(given, datasets)
         self.planned = plan_models(self.args, self.method, given, self.tell)
-        self.resources = self._resources()
-        repository = None
-        if self.args.push_to_hub:
-            resumes = bool(self.args.resume_from_checkpoint)
-            repository = prepared_repository(self.args, self.retries, self.tell, resumes=resumes)
-        if self.planned.engines.works_in_host_memory(self.args):
-            self.tell(share_cores())
-        with ACTIVITY("data"):
-            self.data = self._prepare_data(train_dataset, eval_dataset, optimizers)
+        self.resources, repository = self._resources(), self._hub_repository()
+        self.data = self._prepare_data(*datasets, optimizers)
         self._create_run(callbacks, optimizers, repository)
+        self.events("on_init_end")
 
-    def _join(self, model: Any, ref_model: Any, datasets: tuple[Any, Any]) -> None:
-        """Join the other ranks, and take the output folder."""
+    def _resolve(
+        self,
+        args: AlignmentConfig | None,
+        given: GivenModels,
+        datasets: tuple[Any, Any],
+        adapter_names: tuple[str | None, str | None],
+        quantization_config: Any,
+    ) -> tuple[AlignmentConfig, GivenModels]:
+        """Return the options and the models that the arguments result in together."""
+        check_data_source(args, datasets[0])
+        model, adapted = unwrapped(given.model)
+        model, args = model_and_options(type(self).__name__, self.config_class, model, args)
+        args = with_adapter_names(with_quantization(args, model, quantization_config), *adapter_names)
+        check_reporting(args.report_to)
+        check_saving(type(self), AlignmentTrainer, saves=args.save_strategy != "no")
+        check_rows_given(args, *datasets)
+        return args, replace(given, model=model, adapted=adapted)
+
+    def _join(self, given: GivenModels, datasets: tuple[Any, Any]) -> None:
+        """Join the other ranks, and check the output folder."""
         init_distributed(self.args.use_cpu)
         self.given_data = datasets
         self.retries = Retries(self.args.retries, self.args.retry_pause)
@@ -166,10 +178,16 @@ class AlignmentTrainer(TrainerSurface):
         self.output_dir = Path(self.args.output_dir or "")
         self.folder = RunFolder(self.output_dir, self.args, self.tell)
         if datasets[0] is not None:
-            models = (("model", model), ("ref_model", ref_model), *self._models_read())
+            models = (("model", given.model), ("ref_model", given.ref_model), *self._models_read())
             if self.args.resume_from_checkpoint and rank() == 0:
                 find(self.output_dir, self.args.resume_from_checkpoint, self.args.method)
             self.folder.check(inputs_of(self.args, models, datasets))
+
+    def _hub_repository(self) -> Repository | None:
+        """Return the repository of uploads, checked and created before data are tokenized; None without uploads."""
+        if not self.args.push_to_hub:
+            return None
+        return prepared_repository(self.args, self.retries, self.tell, resumes=bool(self.args.resume_from_checkpoint))
 
     def _models_read(self) -> Iterable[tuple[str, Any]]:
         """Arguments that are further models of the run, and their values."""
@@ -185,7 +203,10 @@ class AlignmentTrainer(TrainerSurface):
 
     def _prepare_data(self, train_dataset: Any, eval_dataset: Any, optimizers: tuple[Any, Any]) -> RunData:
         """Tokenize and check the datasets; collective."""
-        data = self._preparation()(train_dataset, eval_dataset, own_optimizer=any(optimizers))
+        if self.planned.engines.works_in_host_memory(self.args):
+            self.tell(share_cores())
+        with ACTIVITY("data"):
+            data = self._preparation()(train_dataset, eval_dataset, own_optimizer=any(optimizers))
         for each in data.sets:
             self.resources.check_data(each)
         check_evaluation(self.args, self.metrics, data.eval)
@@ -228,7 +249,6 @@ class AlignmentTrainer(TrainerSurface):
         handler.eval_dataloader = self.get_eval_dataloader() if self.data.eval else None
         self._at_first: Manifest | None = None  # set if engines were built before train()
         self._options = self.args.values()
-        self.events("on_init_end")
 
     @property
     def metrics(self) -> tuple[str, ...]:
