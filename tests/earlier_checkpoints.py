@@ -1,6 +1,6 @@
-"""Checkpoints written by an earlier version, as zip files in ``tests/data/checkpoints``, and how their runs went on.
+"""Checkpoints written by an earlier version, as zip files in ``tests/data/checkpoints``, and how their runs continued.
 
-``PYTHONPATH=.:tests python tests/earlier_checkpoints.py`` writes them anew, which is only right where the format of
+``PYTHONPATH=.:tests python tests/earlier_checkpoints.py`` writes them again, which is only right where the format of
 checkpoints changes on purpose: they prove that a run started before an upgrade continues after it.
 """
 

@@ -78,7 +78,9 @@ class Peers:
         self._thread = threading.Thread(target=self._run, name="alignment-heartbeat", daemon=True)
 
     def begin(self) -> None:
-        """Start the thread that exchanges heartbeats."""
+        """Publish the first heartbeat, by which others know the process, and start the thread that exchanges them."""
+        with contextlib.suppress(OSError, RuntimeError):  # the thread tries again
+            self._publish()
         self._thread.start()
 
     def _run(self) -> None:
@@ -116,7 +118,7 @@ class Peers:
         self._stop()
 
     def fail(self, ending: Ending, *, lost: bool) -> None:
-        """Stop because this rank has failed, while its program goes on. The others end unless they fail as well.
+        """Stop because this rank has failed, while its program continues. The others end unless they fail as well.
 
         Args:
             ending: why this rank has failed.

@@ -92,7 +92,7 @@ class Script:
         return self.ran(self.start(*arguments, fake=fake, **variables))
 
     def signaled(self, fake: str, *signals: signal.Signals) -> Ran:
-        """Run it and send it these signals as soon as the run is ready, which then goes on."""
+        """Run it and send it these signals as soon as the run is ready, which then continues."""
         process = self.start(fake=fake)
         until((self.calls / "ready").exists)
         for number in signals:

@@ -268,7 +268,7 @@ def main():
         if sys.argv[1] == "lock":
             re.match("(a+)+b", "a" * 40)
         time.sleep(4)
-    print("went on", flush=True)
+    print("continued", flush=True)
 
 protection._MARGIN_S = 1.0
 main() if sys.argv[1] == "script" else sys.exit(guarded(main))
@@ -289,10 +289,10 @@ def test_a_hanging_command_ends_even_if_its_disk_hangs(tmp_path: Path) -> None:
     assert any("in main" in path.read_text() for path in tmp_path.glob("alignment-hang-0-*"))
 
 
-def test_a_hanging_script_of_one_process_goes_on(tmp_path: Path) -> None:
+def test_a_hanging_script_of_one_process_continues(tmp_path: Path) -> None:
     """It may be a notebook, or be stopped in a debugger."""
     done = hang("script", tmp_path)
-    assert (done.returncode, done.stdout) == (0, "went on\n")
+    assert (done.returncode, done.stdout) == (0, "continued\n")
     assert done.stderr.count("no progress for") == 1 and "in main" in (tmp_path / "hang-0.txt").read_text()
 
 
