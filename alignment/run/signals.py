@@ -82,7 +82,8 @@ class SignalWatch:
             _listening.remove(self)
             # Stop the thread first: it must not handle signals once the previous handlers are restored.
             over.set()
-            os.write(writer, _WAKE)
+            with contextlib.suppress(BrokenPipeError):  # it has ended already
+                os.write(writer, _WAKE)
             thread.join(2 * _TICK_S)
             for each in self._taken:
                 if signal.getsignal(each) == self._handle:
