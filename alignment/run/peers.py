@@ -167,7 +167,8 @@ class Peers:
             lost = state in ("stopped", "gone") or self._clock() - self._heard[other] > ACTIVITY.limits.silence
             if other == 0 and lost and ACTIVITY.folder is not None:
                 fail_in_place_of(ACTIVITY.folder, beat["host"], beat["pid"], ending.line.removeprefix("error: "))
-        if self._serves and any(self._state_of(beat) != "gone" for beat in self.beats.values()):
+        gone = sum(self._state_of(beat) == "gone" for beat in self.beats.values())
+        if self._serves and gone < self.world_size - 1:
             time.sleep(2 * _POLL_S)  # as above
 
     # The end of others -----------------------------------------------------------------------------------------------
