@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import DRIVERS
 from helpers import STAGES, make_model, options, paired_rows, unpaired_rows
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback, integrations
 from transformers.integrations import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 
@@ -170,6 +171,23 @@ class Decides(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
         metrics["eval_loss"] = next(self.values)
+
+
+@pytest.mark.parametrize("stage", ["stage2", "stage3"])
+def test_the_best_adapters_are_loaded_at_the_end(model: str, tmp_path: Path, stage: str) -> None:
+    saving = {"save_strategy": "no", "save_total_limit": 1, "load_best_model_at_end": True}
+    given = options(tmp_path, num_train_epochs=1, eval_strategy="steps", eval_steps=1, use_peft=True, **saving)
+    args = CPOConfig(**given | {"deepspeed": STAGES[stage], "learning_rate": 1e-2, "lora_r": 2})
+    rows = {"train_dataset": paired_rows(16), "eval_dataset": paired_rows(2)}
+    trainer = CPOTrainer(model=model, args=args, callbacks=[Decides([5.0, 2.0, 4.0, 3.0])], **rows)
+    trainer.train()
+    best = trainer.output_dir / "checkpoint-2"
+    assert trainer.state.best_model_checkpoint == str(best)
+    trainer.save_model(tmp_path / "saved")
+    trainer.close()
+    expected, found = (load_file(folder / "adapter_model.safetensors") for folder in (best, tmp_path / "saved"))
+    assert expected.keys() == found.keys() and any(bool(tensor.any()) for tensor in expected.values())
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("stage", ["stage0", "stage2", "stage3-offload"])
