@@ -48,7 +48,7 @@ class ExportReport:
         dequantized: whether the base was quantized, so that its dequantized weights were merged.
         masters: number of tensors that were taken from the fp32 master weights.
         rows: number of rows on which the log-probs per token (or scores) of source and export were compared.
-        error_mean, error_max: mean and maximum over these rows of | export - source |.
+        error_mean, error_max: mean and maximum over these rows of ``abs(export - source)``.
     """
 
     source: str
