@@ -47,11 +47,6 @@ class Progress:
             self._bar.set_postfix(shown, refresh=False)
         self._bar.update()
 
-    def back_to(self, done: int) -> None:
-        """Move the bar back to ``done`` steps."""
-        self._bar.reset()
-        self._bar.update(done)
-
     def watch(self, items: Sequence[Item], passes: int = 1) -> Sequence[Item]:
         """Wrap ``items`` so that each access advances the bar; expects ``passes`` passes over them."""
         self._bar.reset(total=len(items) * passes)
