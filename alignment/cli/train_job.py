@@ -15,6 +15,7 @@ from alignment.config.errors import LastCheckpointError
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
 from alignment.reporting.html.page import PAGE
+from alignment.run.console import tell
 from alignment.run.ranks import rank
 from alignment.training.data import evaluation_data, tokenized_folder, training_data
 from alignment.training.summary import REPORT
@@ -44,9 +45,9 @@ def prepare(options: AlignmentConfig, machine: Machine) -> None:
     _hide_bars(options)
     trainer = build_trainer(options)
     print("\n".join(dry_run_lines(trainer)), flush=True)
-    trainer.tell(f"\nPlanned for {machine}. Tokenized rows are in {tokenized_folder()}")
+    tell(f"\nPlanned for {machine}. Tokenized rows are in {tokenized_folder()}")
     if trainer.engines.stores is not None:
-        trainer.tell("The run computes the reference's log-probs, unless you run precompute on GPUs before")
+        tell("The run computes the reference's log-probs, unless you run precompute on GPUs before")
     trainer.close()
 
 
@@ -71,7 +72,7 @@ def run(options: AlignmentConfig, *, precompute: bool = False) -> None:
         return
     if precompute:
         trainer.precompute()
-        trainer.tell("to use the stored log-probs, train with ref_placement: precomputed")
+        tell("to use the stored log-probs, train with ref_placement: precomputed")
         return
     unsaved: LastCheckpointError | None = None
     try:
@@ -83,7 +84,7 @@ def run(options: AlignmentConfig, *, precompute: bool = False) -> None:
         trainer.evaluate()
         trainer.write_report(show=False)  # again, with that evaluation
     trainer.save_state()
-    trainer.tell(f"model, tokenizer, log.jsonl, {REPORT}, {PAGE} and more: {trainer.output_dir}")
+    tell(f"model, tokenizer, log.jsonl, {REPORT}, {PAGE} and more: {trainer.output_dir}")
     trainer.close()
     if unsaved is not None:
         raise unsaved

@@ -106,7 +106,7 @@ class _Formatting(DataPreparation):
     """Tokenizes the texts that a function returns for rows."""
 
     def __init__(self, trainer: SFTTrainer, function: Format | None) -> None:
-        super().__init__(trainer.args, trainer.method, trainer.planned, trainer.retries, trainer.tell)
+        super().__init__(trainer.args, trainer.method, trainer.planned, trainer.retries)
         self.function = function
 
     def one(self, source: Any, limit: int | None, where: str, *, trains: bool = False) -> PreparedData:

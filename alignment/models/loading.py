@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import deepspeed
@@ -21,6 +21,7 @@ from alignment.models.kernels import hub_kernels, put_hub_kernels
 from alignment.models.partitioning import partitions
 from alignment.models.quantization import Quantization, is_packed, prepare_quantized
 from alignment.models.tasks import CAUSAL_LM, Task
+from alignment.run.console import tell
 
 
 def load_model(
@@ -35,7 +36,6 @@ def load_model(
     seed: int = 0,
     quantization: Quantization | None = None,
     device: torch.device | None = None,
-    tell: Callable[[str], None] = lambda line: None,
 ) -> PreTrainedModel:
     """Load a model for a task with ``from_pretrained``. Under a stage-3 ``ds_config`` no rank holds the full model.
 
@@ -54,7 +54,6 @@ def load_model(
         seed: seed of newly initialized weights, which are the same on every rank and at every ZeRO stage.
         quantization: load base weights in 4 or 8 bits.
         device: the rank's device, on which to quantize them; None to load the model into host memory.
-        tell: called with a message if weights are newly initialized.
 
     Raises:
         ModelError: the folder or its weights cannot be read, or weights are missing.

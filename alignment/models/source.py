@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -179,14 +178,13 @@ class ModelSource:
         dtype: torch.dtype,
         ds_config: dict[str, Any],
         device: torch.device,
-        tell: Callable[[str], None] = lambda line: None,
     ) -> PreTrainedModel:
         """Return the live object, or load the model for an engine with ``ds_config``.
 
-        Liger kernels are applied if the options request them and Liger supports the model type. For ``device`` and
-        ``tell``, see :func:`load_model`.
+        Liger kernels are applied if the options request them and Liger supports the model type. For ``device``, see
+        :func:`load_model`.
         """
-        model = self._loaded(options, dtype, ds_config, device, tell)
+        model = self._loaded(options, dtype, ds_config, device)
         # Only a reward model can have a type without kernels; other models have been rejected before.
         if options.use_liger_kernel and liger_type(self.config) is not None:
             put_liger_kernels(model, options.liger_kernel_config)
@@ -198,7 +196,6 @@ class ModelSource:
         dtype: torch.dtype,
         ds_config: dict[str, Any],
         device: torch.device,
-        tell: Callable[[str], None],
     ) -> PreTrainedModel:
         if self.live is not None:
             if self.quantization is None:
@@ -217,7 +214,6 @@ class ModelSource:
             seed=options.seed,
             quantization=self.quantization,
             device=device,
-            tell=tell,
         )
         self.vocabulary.put_on(model)
         return model

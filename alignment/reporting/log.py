@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _print(text: str) -> None:
+def _tell(text: str) -> None:
     print(text, flush=True)
 
 
@@ -38,12 +38,11 @@ class JsonlLog:
 
     Args:
         path: the file; None writes nothing (ranks other than rank 0).
-        tell: prints a line for the user.
         timed: add ``time``, the time of writing (UTC), to each record.
     """
 
-    def __init__(self, path: Path | None, tell: Callable[[str], None] = _print, *, timed: bool = False) -> None:
-        self.path, self._tell, self._timed = path, tell, timed
+    def __init__(self, path: Path | None, *, timed: bool = False) -> None:
+        self.path, self._timed = path, timed
         self._pending: list[str] = []
         self._full = False
         self._failed_at: int | None = None  # offset of a failed write that is not truncated yet
@@ -73,16 +72,14 @@ class JsonlLog:
             if not is_full(error):
                 raise self._error(error) from error
             if not self._full:
-                self._tell(
+                _tell(
                     f"output_dir: no space left to write {self.path}; its lines are kept in memory and written when "
                     "space is available again"
                 )
             self._full = True
             return False
         if self._full:
-            self._tell(
-                f"output_dir: {self.path} is writable again; {counted(len(self._pending), 'pending line')} written"
-            )
+            _tell(f"output_dir: {self.path} is writable again; {counted(len(self._pending), 'pending line')} written")
         self._full, self._pending = False, []
         return True
 
@@ -129,13 +126,13 @@ class JsonlLog:
     def _cut_back(self, path: Path, size: int) -> None:
         if not path.exists():
             if size:
-                self._tell(f"output_dir: {path} is missing; its lines from before the checkpoint are lost")
+                _tell(f"output_dir: {path} is missing; its lines from before the checkpoint are lost")
             return
         if path.stat().st_size > size:
             os.truncate(path, size)
         left = _cut_torn_line(path)
         if left < size:
-            self._tell(
+            _tell(
                 f"output_dir: {path} has {left} bytes of complete lines, and had {size} at the checkpoint; some lines "
                 "from before the checkpoint are lost"
             )

@@ -43,7 +43,6 @@ class RunContext:
         log_file: ``log.jsonl``.
         retries: retry policy for reads of data and reward calls.
         log: adds a record to the log and the history, and notifies the callbacks.
-        tell: prints a line on the first rank.
         data: its data.
         answers: generates completions at each evaluation, if enabled.
         identity: identifies the run across its attempts.
@@ -60,7 +59,6 @@ class RunContext:
     log_file: JsonlLog
     retries: Retries
     log: Callable[[Mapping[str, float]], None]
-    tell: Callable[[str | None], None]
     data: RunData
     answers: Answers | None = None
     identity: Identity = field(default_factory=Identity)

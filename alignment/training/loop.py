@@ -28,6 +28,7 @@ from alignment.internals.torch import schedule_may_go_first
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
 from alignment.run.activity import ACTIVITY
+from alignment.run.console import tell
 from alignment.run.ranks import rank, world_size
 from alignment.run.requests import REQUESTS, STOP_FILE
 from alignment.run.stop import Cut
@@ -378,10 +379,10 @@ class TrainingLoop:
             self.writer.prune(self.best.folder)  # a run killed during its last save does not save again
         if self.boundary.ends:
             if self.ignores_end:
-                self.context.tell("resume_anyway: continuing although a callback had ended this run here")
+                tell("resume_anyway: continuing although a callback had ended this run here")
                 self.boundary.ends = False
             else:
-                self.context.tell(
+                tell(
                     f"a callback ended this run at step {self.state.global_step} of {self.total_steps}, so there is "
                     "nothing left to train; set resume_anyway: true to continue anyway"
                 )
@@ -404,7 +405,7 @@ class TrainingLoop:
         return {**self.bad_steps.metrics, **self.overflows.metrics, **self.context.retries.metrics}
 
     def _say(self, text: str) -> None:
-        (self.context.tell if self.args.disable_tqdm else self.progress.note)(text)
+        (tell if self.args.disable_tqdm else self.progress.note)(text)
 
     def _log(self, *, asked: bool) -> None:
         record = {
@@ -442,7 +443,7 @@ class TrainingLoop:
         if ACTIVITY.status is not None:
             ACTIVITY.status.update(checkpoint=folder.name, stalled=0)
         if not self._saves and self.context.is_first:
-            self.context.tell(notice_too_short(time.monotonic() - began, self._step_seconds))
+            tell(notice_too_short(time.monotonic() - began, self._step_seconds))
         self._saves += 1
         return True
 
@@ -463,7 +464,7 @@ class TrainingLoop:
     def _finish(self) -> TrainOutput:
         REQUESTS.done = True  # only the result remains to be written, so stopping now saves no time
         if self.args.load_best_model_at_end:
-            loaded = self.best.load(self._restore, self.context.tell)
+            loaded = self.best.load(self._restore, tell)
             if loaded is not None:
                 self.progress.note(loaded)
         seconds, steps = self._seconds(), self.state.global_step
@@ -482,7 +483,7 @@ class TrainingLoop:
             late = self.context.method.advice_at_end(self.totals.reduced_windows, steps, self.state.log_history)
             self.context.data.advice.extend(late)
             for sentence in late:
-                self.context.tell(f"advice: {sentence}")
+                tell(f"advice: {sentence}")
         self.context.log({**metrics, **self._rest()})
         said = {"advice": late} if late else {}
         self.context.log_file.write({"event": "end", "phases": self.context.phases.summary(), **said})

@@ -32,6 +32,7 @@ from alignment.references.precomputed import LogpTable, PrecomputedReference, pl
 from alignment.references.store import LogpStore
 from alignment.reporting.progress import Progress
 from alignment.reporting.report import duration
+from alignment.run.console import tell
 from alignment.run.ranks import rank, world_size
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, limits_of, order_seed
@@ -165,7 +166,7 @@ class ReferenceStores:
             if rank() == 0:
                 store = LogpStore(_folder(), self.key(data), partners, self._width)
                 for fault in store.read():
-                    self.context.tell(fault)
+                    tell(fault)
                 if prepare and store.missing and not self._changed:
                     store.prepare()
                 seen = store.folder, len(store.parts), store.missing
@@ -258,7 +259,7 @@ class ReferenceStores:
             if self.context.args.max_steps < 0 and epochs <= 1:
                 saved += f"; with num_train_epochs={epochs:g}, only later runs are faster"
         saved = saved if one.data is self.context.data.train else ""
-        self.context.tell(f"reference log-probs of {one.data.where}: {how} {place}{saved}")
+        tell(f"reference log-probs of {one.data.where}: {how} {place}{saved}")
 
 
 def _kernels(args: AlignmentConfig) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from alignment.models.adapters.merged import merge_live
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM
 from alignment.planning.engines import EnginePlan, check_alike, plan_engines, with_reference
+from alignment.run.console import tell
 from alignment.run.retries import Retries
 from alignment.training.advice import about_rows, about_steps
 from alignment.training.arguments import (
@@ -34,8 +35,6 @@ from alignment.training.arguments import (
 from alignment.training.data import PreparedData, RunData, prepare_data, total_steps, window_sampler
 from alignment.training.method import AnyMethod
 from alignment.training.tokenizers import with_options
-
-Tell = Callable[[str | None], None]
 
 
 @dataclass(frozen=True)
@@ -77,14 +76,13 @@ class PlannedModels:
     aux_coefficient: float | None
 
 
-def plan_models(args: AlignmentConfig, method: AnyMethod, given: GivenModels, tell: Tell) -> PlannedModels:
+def plan_models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) -> PlannedModels:
     """Plan models, tokenizer and engines; nothing is loaded.
 
     Args:
         args: the run's options.
         method: its method; learns whether adapters are trained.
         given: the constructor's models.
-        tell: prints a line on the first rank.
 
     Raises:
         AlignmentError: if a model, its tokenizer or its placement cannot be used.
@@ -134,13 +132,10 @@ class DataPreparation:
         method: its method.
         models: its models.
         retries: retry policy for reads.
-        tell: prints a line on the first rank.
     """
 
-    def __init__(
-        self, args: AlignmentConfig, method: AnyMethod, models: PlannedModels, retries: Retries, tell: Tell
-    ) -> None:
-        self.args, self.method, self.models, self.retries, self.tell = args, method, models, retries, tell
+    def __init__(self, args: AlignmentConfig, method: AnyMethod, models: PlannedModels, retries: Retries) -> None:
+        self.args, self.method, self.models, self.retries = args, method, models, retries
 
     def __call__(self, train_dataset: Any, eval_dataset: Any, own_optimizer: bool) -> RunData:
         """Return the data of a run, with advice about settings that are unlikely to work well.
@@ -158,10 +153,10 @@ class DataPreparation:
             rows = about_rows(report, len(self.method.completions))
             data.advice = [*rows, *self.method.advice(report, data.sampler.window)]
             if not own_optimizer:
-                self.tell(check_optimization(args, steps))
+                tell(check_optimization(args, steps))
                 data.advice += about_steps(args, steps, data.sampler.window)
             for sentence in () if args.dry_run else data.advice:
-                self.tell(f"advice: {sentence}")
+                tell(f"advice: {sentence}")
         for name, source in named_datasets(eval_dataset).items():
             data.eval[name] = self.one(source, args.max_eval_samples, f"eval_dataset {name}".rstrip())
         return data
@@ -180,7 +175,7 @@ class DataPreparation:
         packing = self.method.packing(trains)
         args = within_positions(self.args, (self.models.policy, self.models.reference))
         data = prepare_data(load, limit, self.method, self.models.processing_class, args, where, self.retries, packing)
-        self.tell(f"{data.where}: {data.report.summary()}")
+        tell(f"{data.where}: {data.report.summary()}")
         return data
 
 

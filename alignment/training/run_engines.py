@@ -47,6 +47,7 @@ from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.base import Reference
 from alignment.references.engine import ReferencePlan
 from alignment.references.precomputed import PrecomputedReference
+from alignment.run.console import tell
 from alignment.run.ranks import world_size
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData
@@ -235,8 +236,8 @@ class RunEngines:
         self._frozen = FrozenTensors(policy.scorer.model)
         self._pass = self.resources.window_pass(context, self.models, self.aux_coefficient)
         for line in (self.plan.describe(self._given), *self.plan.notes):
-            context.tell(line)
-        context.tell(None if self._gradients is None else self._gradients.describe())
+            tell(line)
+        tell(None if self._gradients is None else self._gradients.describe())
         self.resources.built(policy.scorer.model)
 
     def follow(self, schedule: LRScheduler) -> None:
@@ -268,7 +269,7 @@ class RunEngines:
         with contextlib.ExitStack() as built:
             built.callback(self.resources.close)
             for line in self.resources.build():
-                self.context.tell(line)
+                tell(line)
             others = bytes_in_use()
             if isinstance(plan.reference, ReferencePlan):
                 reference = plan.reference.build(args) if self.stores is None else self.stores.reference()
@@ -311,7 +312,7 @@ class RunEngines:
     def _scorer(self, ds_config: dict[str, Any]) -> tuple[Scorer, Given | None]:
         """Load the policy's model with head and adapters; return its scorer, and how to compute the initial policy."""
         args, plan = self.context.args, self.plan
-        model = plan.source.load(args, plan.compute, ds_config, device(), self.context.tell)
+        model = plan.source.load(args, plan.compute, ds_config, device())
         scorer = self.context.method.task.scorer(model, self.aux_coefficient is not None)
         given = None
         if plan.adapters is not None:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from alignment.reporting.durable import replace_text
 from alignment.reporting.html.page import PAGE, render
 from alignment.reporting.run_content import read_content
 from alignment.reporting.run_view import LOG
+from alignment.run.console import tell
 
 
-def write_page(folder: Path, tell: Callable[[str], None], state: str | None = None) -> None:
+def write_page(folder: Path, state: str | None = None) -> None:
     """Write the report of a run that has begun training.
 
     An error is printed and not raised: a report must not fail a run.
 
     Args:
         folder: the output folder.
-        tell: prints a line.
         state: state of the run if ``status.json`` does not contain it yet.
     """
     try:

@@ -9,6 +9,7 @@ from typing import NoReturn
 from alignment.checkpoint.folder import checkpoint_folder
 from alignment.checkpoint.writer import CheckpointWriter
 from alignment.run.activity import ACTIVITY
+from alignment.run.console import tell
 from alignment.run.launchers import launchers
 from alignment.run.ranks import NOTICE
 from alignment.run.requests import REQUESTS
@@ -41,11 +42,11 @@ def end_run(context: RunContext, writer: CheckpointWriter, finish: Callable[[], 
     if ACTIVITY.status is not None:
         ACTIVITY.status.update(state=reason.state, signal=reason.name, step=step)
     if context.is_first:
-        write_page(context.output_dir, context.tell)
+        write_page(context.output_dir)
     detail = f" ({REQUESTS.detail})" if REQUESTS.detail else ""
     message = f"{reason.state} by {reason.name}{detail} after step {step}: {_kept(context, writer)}"
     if not ACTIVITY.guarded:
-        context.tell(f"\n{message}")  # a progress bar may occupy the line; a guard prints the message itself
+        tell(f"\n{message}")  # a progress bar may occupy the line; a guard prints the message itself
     raise RunStopped(reason, message)
 
 

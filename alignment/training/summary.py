@@ -8,6 +8,7 @@ from alignment.engines.phases import over_ranks
 from alignment.reporting.durable import replace_text
 from alignment.reporting.progress import memory_gib
 from alignment.reporting.report import RunReport, duration
+from alignment.run.console import tell
 from alignment.run.ranks import world_size
 from alignment.training.context import RunContext
 from alignment.training.run_engines import RunEngines
@@ -29,8 +30,8 @@ def write_report(context: RunContext, engines: RunEngines, *, show: bool) -> Non
     try:
         _write(context, engines, over_ranks(summaries), largest, show)
     except Exception as error:
-        context.tell(f"could not write {REPORT}: {type(error).__name__}: {error}")
-    write_page(context.output_dir, context.tell, "finished")
+        tell(f"could not write {REPORT}: {type(error).__name__}: {error}")
+    write_page(context.output_dir, "finished")
 
 
 def _write(
@@ -49,7 +50,7 @@ def _write(
     )
     replace_text(context.output_dir / REPORT, report.text())
     if show:
-        context.tell(f"\n{report.text()}")
+        tell(f"\n{report.text()}")
 
 
 def _facts(context: RunContext, engines: RunEngines, tokens: int, largest_gib: float) -> list[tuple[str, str]]:

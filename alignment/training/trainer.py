@@ -35,6 +35,7 @@ from alignment.references.engine import ReferencePlan
 from alignment.reporting.durable import write_json
 from alignment.reporting.log import JsonlLog, strict
 from alignment.run.activity import ACTIVITY, Limits
+from alignment.run.console import tell
 from alignment.run.protection import protected
 from alignment.run.ranks import local_rank, rank, world_size
 from alignment.run.retries import Retries
@@ -138,7 +139,7 @@ class AlignmentTrainer(TrainerSurface):
         adapter_names = (model_adapter_name, ref_adapter_name)
         self.args, given = self._resolve(args, given, datasets, adapter_names, quantization_config)
         self._join(given, datasets)
-        self.planned = plan_models(self.args, self.method, given, self.tell)
+        self.planned = plan_models(self.args, self.method, given)
         self.resources, repository = self._resources(), self._hub_repository()
         self.data = self._prepare_data(*datasets, optimizers)
         self._create_run(callbacks, optimizers, repository)
@@ -176,7 +177,7 @@ class AlignmentTrainer(TrainerSurface):
         self.state = TrainerState(is_world_process_zero=rank() == 0, is_local_process_zero=local_rank() == 0)
         self.method = self.method_class(self.args)
         self.output_dir = Path(self.args.output_dir or "")
-        self.folder = RunFolder(self.output_dir, self.args, self.tell)
+        self.folder = RunFolder(self.output_dir, self.args, tell)
         if datasets[0] is not None:
             models = (("model", given.model), ("ref_model", given.ref_model), *self._models_read())
             if self.args.resume_from_checkpoint and rank() == 0:
@@ -187,7 +188,7 @@ class AlignmentTrainer(TrainerSurface):
         """Return the repository of uploads, checked and created before data are tokenized; None without uploads."""
         if not self.args.push_to_hub:
             return None
-        return prepared_repository(self.args, self.retries, self.tell, resumes=bool(self.args.resume_from_checkpoint))
+        return prepared_repository(self.args, self.retries, resumes=bool(self.args.resume_from_checkpoint))
 
     def _models_read(self) -> Iterable[tuple[str, Any]]:
         """Arguments that are further models of the run, and their values."""
@@ -199,12 +200,12 @@ class AlignmentTrainer(TrainerSurface):
 
     def _preparation(self) -> DataPreparation:
         """Return what tokenizes the datasets."""
-        return DataPreparation(self.args, self.method, self.planned, self.retries, self.tell)
+        return DataPreparation(self.args, self.method, self.planned, self.retries)
 
     def _prepare_data(self, train_dataset: Any, eval_dataset: Any, optimizers: tuple[Any, Any]) -> RunData:
         """Tokenize and check the datasets; collective."""
         if self.planned.engines.works_in_host_memory(self.args):
-            self.tell(share_cores())
+            tell(share_cores())
         with ACTIVITY("data"):
             data = self._preparation()(train_dataset, eval_dataset, own_optimizer=any(optimizers))
         for each in data.sets:
@@ -225,10 +226,9 @@ class AlignmentTrainer(TrainerSurface):
             state=self.state,
             events=self.events,
             phases=self.phases,
-            log_file=JsonlLog(self.output_dir / LOG if rank() == 0 else None, self.tell, timed=True),
+            log_file=JsonlLog(self.output_dir / LOG if rank() == 0 else None, timed=True),
             retries=self.retries,
             log=self.log,
-            tell=self.tell,
             data=self.data,
         )
         if getattr(self.args, "generate_during_eval", False):
@@ -309,13 +309,13 @@ class AlignmentTrainer(TrainerSurface):
         chosen = None
         if asked:
             anyway = self.args.resume_anyway
-            chosen = functools.partial(choose, self.output_dir, asked, present, anyway=anyway, tell=self.tell)
+            chosen = functools.partial(choose, self.output_dir, asked, present, anyway=anyway, tell=tell)
         checkpoint = self.folder.enter(chosen)
         if self.is_world_process_zero():
             known = {"method": self.args.method, "world_size": world_size()}
             known["resumed_from"] = "" if checkpoint is None else checkpoint.folder.name
-            begin_status(self.output_dir, bool(asked), self.tell, **known)
-            ACTIVITY.at_failure = functools.partial(write_page, self.output_dir, self.tell)
+            begin_status(self.output_dir, bool(asked), tell, **known)
+            ACTIVITY.at_failure = functools.partial(write_page, self.output_dir)
         with ending_in_status(), protected(self.output_dir):
             with ACTIVITY("load"), contextlib.ExitStack() as loading:
                 loading.callback(self.folder.release)
@@ -350,22 +350,20 @@ class AlignmentTrainer(TrainerSurface):
         manifest = replace(present, run=self.context.identity.name)
         run_state, state = self.context.run_state, self.state
         hold = self.folder.lock.check
-        writer = CheckpointWriter(
-            self.args, self.engines, run_state, state, manifest, self.write_state, hold, self.tell
-        )
+        writer = CheckpointWriter(self.args, self.engines, run_state, state, manifest, self.write_state, hold, tell)
         if checkpoint is not None and checkpoint.folder.parent.resolve() == self.output_dir.resolve():
             writer.newest = checkpoint.step
         if self.args.save_strategy != "no":
-            self.tell(writer.describe())
+            tell(writer.describe())
         return writer
 
     def _go_on(self, checkpoint: Checkpoint, loop: TrainingLoop, present: Manifest) -> None:
         """Restore a run into the engines, and prepare the loop to continue."""
-        restore(checkpoint, self.engines, self.context.run_state, present, self.tell)
+        restore(checkpoint, self.engines, self.context.run_state, present, tell)
         identity = self.context.identity
         if ACTIVITY.status is not None:  # only the status knows of attempts without a checkpoint
             identity.attempt = max(identity.attempt, ACTIVITY.status.status.attempt)
-        self.tell(BestModel(self.args, self.state).moved_to(checkpoint.folder.parent))
+        tell(BestModel(self.args, self.state).moved_to(checkpoint.folder.parent))
         loop.resumed = {
             "run": identity.name,
             "attempt": identity.attempt,
@@ -374,7 +372,7 @@ class AlignmentTrainer(TrainerSurface):
             "stage": self.engines.stage,
         }
         loop.ignores_end = self.args.resume_anyway
-        self.tell(f"resume_from_checkpoint: {checkpoint.folder}, after step {checkpoint.step} of {loop.total_steps}")
+        tell(f"resume_from_checkpoint: {checkpoint.folder}, after step {checkpoint.step} of {loop.total_steps}")
         self.folder.set_newer_aside(checkpoint.step)
 
     def _finish(self, writer: CheckpointWriter) -> None:
@@ -383,7 +381,7 @@ class AlignmentTrainer(TrainerSurface):
         if self.args.merged_output_dir is not None:
             with self.uploads.held():
                 self.save_model()
-            write_merged(self.args, self.planned.engines.source, self.tell)
+            write_merged(self.args, self.planned.engines.source, tell)
         if writer.failure is not None:
             raise LastCheckpointError(
                 f"output_dir: training has finished, but the last checkpoint could not be written: {writer.failure}"
@@ -468,11 +466,6 @@ class AlignmentTrainer(TrainerSurface):
             self.publisher.push_saved(folder)
 
     # Output ---------------------------------------------------------------------------------------------------------
-
-    def tell(self, text: str | None) -> None:
-        """Print a line on the first rank; does nothing for None."""
-        if text is not None and rank() == 0:
-            print(text, flush=True)
 
     def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
         """Add a record to ``state.log_history`` and to ``log.jsonl``, and notify the callbacks.

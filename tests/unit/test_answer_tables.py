@@ -96,7 +96,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         processing_class=TOKENIZER,
         phases=phases,
         args=SimpleNamespace(method="cpo", disable_tqdm=True),
-        tell=lambda text: print(text),
         run_state=SimpleNamespace(parts={}, register=lambda name, part: part),
     )
     options = SimpleNamespace(num_completions_to_log=2, max_new_tokens=9)

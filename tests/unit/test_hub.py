@@ -314,20 +314,28 @@ def test_pushes_run_in_order_and_are_retried(tmp_path: Path) -> None:
 
 # A run --------------------------------------------------------------------------------------------------------------
 
+SAID: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def _collected_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    SAID.clear()
+    monkeypatch.setattr(uploads, "tell", SAID.append)
+
 
 class Run:
     """A run that saves a checkpoint at each step, as seen by uploads, with their messages."""
 
     def __init__(self, root: Path, *answers: Answer, steps: int = 9, **options: Any) -> None:
         self.args = KTOConfig(str(root / "out"), push_to_hub=True, retry_pause=0.0, hub_token=TOKEN, **options)
-        self.root, self.said, self.log = root / "out", list[str](), list[dict[str, Any]]()
+        self.root, self.said, self.log = root / "out", SAID, list[dict[str, Any]]()
         self.root.mkdir()
         self.state = SimpleNamespace(global_step=0, max_steps=steps, epoch=0.0)
         self.calls, self.events = Calls(*answers), list[str]()
         context = SimpleNamespace(
             args=self.args, state=self.state, output_dir=self.root, processing_class=None, is_first=True,
             data=SimpleNamespace(sampler=1),
-            tell=self.said.append, log_file=SimpleNamespace(write=self.log.append), events=self.events.append,
+            log_file=SimpleNamespace(write=self.log.append), events=self.events.append,
         )  # fmt: skip
         subject = Subject("out", None, False, False)
         self.uploads = Uploads(context, lambda: subject, call=lambda: self.calls)  # type: ignore[arg-type]

@@ -72,15 +72,16 @@ def write(log: JsonlLog, *numbers: int) -> None:
         log.write({"n": number, "text": "x" * 30})
 
 
-def test_lines_wait_while_the_disk_is_full(tmp_path: Path, disk: type[LimitedPath]) -> None:
-    told: list[str] = []
-    log = JsonlLog(disk(tmp_path / "log.jsonl"), told.append)
+def test_lines_wait_while_the_disk_is_full(
+    tmp_path: Path, disk: type[LimitedPath], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = JsonlLog(disk(tmp_path / "log.jsonl"))
     write(log, 1, 2)
     size = (tmp_path / "log.jsonl").stat().st_size
     disk.space = size + 20  # half a line
     write(log, 3, 4)
     assert records(tmp_path / "log.jsonl") == [1, 2], "the half of line 3 that found space is cut off"
-    assert told == [
+    assert capsys.readouterr().out.splitlines() == [
         f"output_dir: no space left to write {tmp_path}/log.jsonl; its lines are kept in memory and written when "
         "space is available again"
     ]
@@ -92,22 +93,24 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path, disk: type[LimitedPat
     disk.space = 1 << 20
     write(log, 5)
     assert records(tmp_path / "log.jsonl") == [1, 2, 3, 4, 5]
-    resumed = JsonlLog(tmp_path / "log.jsonl", told.append)
+    resumed = JsonlLog(tmp_path / "log.jsonl")
     resumed.load_state_dict(json.loads(json.dumps(state)))
     assert records(tmp_path / "log.jsonl") == [1, 2]
     write(resumed, 5)
     assert records(tmp_path / "log.jsonl") == [1, 2, 3, 4, 5]
-    assert told[1:] == [f"output_dir: {tmp_path}/log.jsonl is writable again; 3 pending lines written"]
+    again = f"output_dir: {tmp_path}/log.jsonl is writable again; 3 pending lines written"
+    assert capsys.readouterr().out.splitlines() == [again]
     disk.space = 0
     write(log, 6)
     disk.space = 1 << 20
     log.finish()
-    assert records(tmp_path / "log.jsonl") == [1, 2, 3, 4, 5, 6] and len(told) == 4
+    assert records(tmp_path / "log.jsonl") == [1, 2, 3, 4, 5, 6]
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_a_disk_that_is_found_full_on_closing(tmp_path: Path, disk: type[LimitedPath]) -> None:
     """Network file systems report it there: what had been written may be on the disk, or not."""
-    log = JsonlLog(disk(tmp_path / "log.jsonl"), lambda text: None)
+    log = JsonlLog(disk(tmp_path / "log.jsonl"))
     write(log, 1)
     disk.fails_on_closing = True
     write(log, 2, 3)
@@ -120,7 +123,7 @@ def test_a_disk_that_is_found_full_on_closing(tmp_path: Path, disk: type[Limited
 def test_a_failed_write_that_cannot_be_cut_off_immediately(
     tmp_path: Path, disk: type[LimitedPath], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = JsonlLog(disk(tmp_path / "log.jsonl"), lambda text: None)
+    log = JsonlLog(disk(tmp_path / "log.jsonl"))
     write(log, 1)
     size = (tmp_path / "log.jsonl").stat().st_size
     disk.fails_on_closing = True
@@ -134,21 +137,21 @@ def test_a_failed_write_that_cannot_be_cut_off_immediately(
     assert records(tmp_path / "log.jsonl") == [1, 2, 3]
 
 
-def test_a_real_disk_that_fills(tmp_path: Path) -> None:
-    told: list[str] = []
+def test_a_real_disk_that_fills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with small_disk(tmp_path / "disk") as disk:
-        log = JsonlLog(disk / "log.jsonl", told.append)
+        log = JsonlLog(disk / "log.jsonl")
         write(log, *range(40))
         ballast = fill(disk)
         write(log, *range(40, 400))  # a page is there already, so some of these fit
         there = records(disk / "log.jsonl")
         assert there == list(range(len(there))) and 40 <= len(there) < 400
-        assert len(told) == 1
-        resumed = JsonlLog(disk / "log.jsonl", told.append)
+        assert len(capsys.readouterr().out.splitlines()) == 1
+        resumed = JsonlLog(disk / "log.jsonl")
         state = json.loads(json.dumps(log.state_dict()))
         ballast.unlink()
         write(log, 400)
-        assert records(disk / "log.jsonl") == list(range(401)) and len(told) == 2
+        assert records(disk / "log.jsonl") == list(range(401))
+        assert len(capsys.readouterr().out.splitlines()) == 1
         resumed.load_state_dict(state)
         write(resumed, 400)
         assert records(disk / "log.jsonl") == list(range(401))
@@ -176,8 +179,8 @@ def test_a_line_that_a_crash_has_torn_is_cut_off(tmp_path: Path) -> None:
     assert records(path) == [2]
 
 
-def test_a_resume_cuts_back_to_the_checkpoint(tmp_path: Path) -> None:
-    path, told = tmp_path / "log.jsonl", []
+def test_a_resume_cuts_back_to_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "log.jsonl"
     log = JsonlLog(path)
     write(log, 1, 2)
     state = log.state_dict()
@@ -185,15 +188,15 @@ def test_a_resume_cuts_back_to_the_checkpoint(tmp_path: Path) -> None:
     write(log, 3)
     with path.open("a") as file:
         file.write('{"n": 4')
-    resumed = JsonlLog(path, told.append)
+    resumed = JsonlLog(path)
     resumed.load_state_dict(state)
     assert records(path) == [1, 2]
     write(resumed, 3)
-    assert records(path) == [1, 2, 3] and not told
+    assert records(path) == [1, 2, 3] and not capsys.readouterr().out
 
 
 def test_a_resume_forgets_what_waited_for_space_after_the_checkpoint(tmp_path: Path, disk: type[LimitedPath]) -> None:
-    log = JsonlLog(disk(tmp_path / "log.jsonl"), lambda text: None)
+    log = JsonlLog(disk(tmp_path / "log.jsonl"))
     write(log, 1)
     state = log.state_dict()
     disk.space = 0
@@ -205,47 +208,41 @@ def test_a_resume_forgets_what_waited_for_space_after_the_checkpoint(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("damage", "left", "says"),
+    ("damage", "left"),
     [
-        (
-            lambda path: os.truncate(path, path.stat().st_size - 5),
-            [1, 2],
-            "some lines from before the checkpoint are lost",
-        ),
-        (lambda path: os.truncate(path, 0), [], "has 0 bytes of complete lines"),
-        (lambda path: path.unlink(), [], "is missing; its lines from before the checkpoint are lost"),
-        (
-            lambda path: path.write_text('{"n": 1}\n' + "{" + "x" * 500 + "\n"),
-            [1],
-            "some lines from before the checkpoint",
-        ),
+        (lambda path: os.truncate(path, path.stat().st_size - 5), [1, 2]),
+        (lambda path: os.truncate(path, 0), []),
+        (lambda path: path.unlink(), []),
+        (lambda path: path.write_text('{"n": 1}\n' + "{" + "x" * 500 + "\n"), [1]),
     ],
 )
-def test_a_file_that_lost_lines_is_continued(damage: Any, left: list[int], says: str, tmp_path: Path) -> None:
-    path, told = tmp_path / "log.jsonl", []
+def test_a_file_that_lost_lines_is_continued(
+    damage: Any, left: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log.jsonl"
     log = JsonlLog(path)
     write(log, 1, 2, 3)
     state = log.state_dict()
     damage(path)
-    resumed = JsonlLog(path, told.append)
+    resumed = JsonlLog(path)
     resumed.load_state_dict(state)
-    assert len(told) == 1 and str(path) in told[0] and says in told[0]
+    (told,) = capsys.readouterr().out.splitlines()
+    assert str(path) in told and "from before the checkpoint" in told
     write(resumed, 4)
     assert records(path) == [*left, 4]
 
 
-def test_nothing_is_said_of_a_file_that_was_not_there(tmp_path: Path) -> None:
-    told: list[str] = []
-    log = JsonlLog(tmp_path / "log.jsonl", told.append)
+def test_nothing_is_said_of_a_file_that_was_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = JsonlLog(tmp_path / "log.jsonl")
     log.load_state_dict(log.state_dict())
     log.finish()
-    assert not told and not list(tmp_path.iterdir())
-    silent = JsonlLog(None, told.append)
+    assert not list(tmp_path.iterdir())
+    silent = JsonlLog(None)
     silent.write({"n": 1})
     silent.finish()
     assert silent.state_dict() == {"bytes": 0, "pending": []}
     silent.load_state_dict({"bytes": 100, "pending": ["{}"]})
-    assert silent.flush() and not told
+    assert silent.flush() and not capsys.readouterr().out
 
 
 def test_the_state_is_on_the_disk_when_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def test_what_the_log_says_of_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     run: Any = SimpleNamespace(
         context=SimpleNamespace(run_state=None, identity=SimpleNamespace(name="r", attempt=3)),
         engines=SimpleNamespace(stage=2), state=None, folder=SimpleNamespace(set_newer_aside=lambda step: None),
-        args=SimpleNamespace(resume_anyway=True), tell=lambda text: None,
+        args=SimpleNamespace(resume_anyway=True),
     )  # fmt: skip
     loop: Any = SimpleNamespace(total_steps=9)
     trainer.AlignmentTrainer._go_on(run, CHECKPOINT, loop, CURRENT)

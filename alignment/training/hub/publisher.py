@@ -13,6 +13,7 @@ from huggingface_hub import CommitInfo
 
 from alignment.config.errors import HubError, OptionError, OutputError, did_you_mean
 from alignment.engines.collectives import from_first_rank, on_first_rank
+from alignment.run.console import tell
 from alignment.training.context import RunContext
 from alignment.training.hub.card import Details
 from alignment.training.hub.process import CUT_OFF, Answer
@@ -44,9 +45,7 @@ class Publisher:
     def use(self, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository if needed, and check that it is writable; collective."""
         context = self.context
-        self.uploads.use(
-            prepared_repository(context.args, context.retries, context.tell, token, private, resumes=False)
-        )
+        self.uploads.use(prepared_repository(context.args, context.retries, token, private, resumes=False))
 
     def create_model_card(self, **details: Any) -> None:
         """See the trainer's ``create_model_card``."""
@@ -100,7 +99,7 @@ class Publisher:
             self.context.events("on_push_begin")
             self._begun(folder, "Model save", None, None)
         except (HubError, OptionError, OutputError) as error:
-            self.context.tell(f"{error}; training is not affected")
+            tell(f"{error}; training is not affected")
             return
         self.uploads.wait()
 

@@ -12,6 +12,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from alignment.config.errors import OptionError, is_placeholder, setting
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import on_first_rank
+from alignment.run.console import tell
 from alignment.run.retries import Retries
 from alignment.training.hub.process import HubCall
 from alignment.training.hub.pushes import Call
@@ -125,7 +126,6 @@ def ready_repository(
 def prepared_repository(
     args: AlignmentConfig,
     retries: Retries,
-    tell: Callable[[str], None],
     token: str | None = None,
     private: bool | None = None,
     *,
@@ -136,7 +136,6 @@ def prepared_repository(
     Args:
         args: the run's options.
         retries: retry policy if the Hub cannot be reached.
-        tell: prints a line on the first rank.
         token: replaces ``hub_token``.
         private: replaces ``hub_private_repo``.
         resumes: whether the run resumes; then an unreachable Hub is only a warning.

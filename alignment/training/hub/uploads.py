@@ -24,6 +24,7 @@ from alignment.config.errors import one_line
 from alignment.engines.collectives import from_first_rank
 from alignment.reporting.durable import replace_text
 from alignment.run.activity import ACTIVITY
+from alignment.run.console import tell
 from alignment.run.requests import REQUESTS
 from alignment.training.context import RunContext
 from alignment.training.hub.card import Details, Subject, card_text, own_card
@@ -271,7 +272,7 @@ class Uploads(TrainerCallback):
             else:
                 record["error"] = answer.error
                 if push.last:
-                    self.context.tell(self._by_hand(push, answer.error))
+                    tell(self._by_hand(push, answer.error))
                 else:
                     self._unsent = max(push.step, self._unsent or 0)
                     self._tell_failure(push.label, answer.error)
@@ -284,22 +285,20 @@ class Uploads(TrainerCallback):
         if self.repository is not None and not self.repository.known:
             self.repository = dataclasses.replace(self.repository, name=answer.repo, known=True)
         if push.last:
-            self.context.tell(f"push_to_hub: uploaded {push.label} to {answer.commits[0]['url']}")
+            tell(f"push_to_hub: uploaded {push.label} to {answer.commits[0]['url']}")
 
     def _tell_failure(self, label: str, error: str) -> None:
         if error == CUT_OFF:
-            self.context.tell(f"push_to_hub: the upload of {label} was {error}")
+            tell(f"push_to_hub: the upload of {label} was {error}")
             return
         self._failures += 1
         if self._failures == 1:
-            self.context.tell(
+            tell(
                 f"warning: push_to_hub: could not upload {label} ({error}); training continues, and the next save "
                 "tries again"
             )
         elif self._failures == _FAILURES:
-            self.context.tell(
-                f"warning: push_to_hub: {_FAILURES} consecutive uploads failed ({error}); the next try is at the end"
-            )
+            tell(f"warning: push_to_hub: {_FAILURES} consecutive uploads failed ({error}); the next try is at the end")
 
     def _by_hand(self, push: Push, error: str) -> str:
         """Return commands for uploading manually after the last upload failed."""

@@ -11,6 +11,7 @@ from alignment.checkpoint.run_folder import COMPLETIONS
 from alignment.config.options_data import SequenceOptions
 from alignment.references.precomputed import PrecomputedReference
 from alignment.reporting.completions import CompletionTable
+from alignment.run.console import tell
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
 from alignment.training.method import Models
@@ -99,7 +100,7 @@ class EvaluationAnswers:
         """Print a message once per run."""
         if text not in self._told:
             self._told.add(text)
-            self.context.tell(f"generate_during_eval: {text}")
+            tell(f"generate_during_eval: {text}")
 
     def _show(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         lines = [f"step {step}: completions for {len(rows)} prompts of {name}"]
@@ -107,7 +108,7 @@ class EvaluationAnswers:
         for row in rows:
             lines += [f"  {column.ljust(width)}  {shortened(text)!r}" for column, text in row.items()]
         if self.context.args.disable_tqdm:
-            self.context.tell("\n".join(lines))
+            tell("\n".join(lines))
         else:
             tqdm.write("\n".join(lines))  # above any progress bars
 
@@ -137,5 +138,5 @@ def answers_of(context: RunContext, in_run: Callable[[], bool]) -> EvaluationAns
     options = context.args
     assert isinstance(options, SequenceOptions) and options.generate_during_eval
     if not context.data.eval:
-        context.tell("generate_during_eval: no evaluation data, so nothing is sampled")
+        tell("generate_during_eval: no evaluation data, so nothing is sampled")
     return context.run_state.register("answers", EvaluationAnswers(context, options, in_run))
