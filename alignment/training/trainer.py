@@ -25,6 +25,7 @@ from alignment.checkpoint.run_folder import LOG, RunFolder
 from alignment.checkpoint.writer import CheckpointWriter
 from alignment.config.errors import LastCheckpointError, OptionError, setting
 from alignment.config.options import AlignmentConfig
+from alignment.data.windows import WindowSampler
 from alignment.engines.collectives import barrier, device, on_first_rank
 from alignment.engines.cores import share_cores
 from alignment.engines.launch_env import init_distributed
@@ -292,46 +293,62 @@ class AlignmentTrainer(TrainerSurface):
             LastCheckpointError: if training has finished but the last checkpoint could not be written.
             RunStopped: if a signal or the file ``STOP`` asked the run to stop; its state has been saved.
         """
+        data, sampler = self._check_training()
+        asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        if self.engines.trained:
+            begin_again(self.context, self.engines, total_steps(self.args, sampler), resumes=bool(asked))
+        present, self._at_first = self._at_first or self._present(), None
+        checkpoint = self._enter_folder(asked, present)
+        with ending_in_status(), protected(self.output_dir):
+            loop, writer = self._load(data, sampler, checkpoint, present)
+            with self.uploads.ending():
+                result = loop.run(evaluation_windows(self.context), writer)
+                self.uploads.finish()
+            self._finish(writer)
+        return result
+
+    def _check_training(self) -> tuple[PreparedData, WindowSampler]:
+        """Check what may have been set since the trainer was created; return the training data and its windows."""
         check_attributes(self)
         self._options = take_over(self.args, self._options, built=self.engines.ready)
         check_saving(type(self), AlignmentTrainer, saves=self.args.save_strategy != "no")
         check_evaluation(self.args, self.metrics, self.data.eval)
-        data, sampler = self.data.train, self.data.sampler
-        if data is None or sampler is None:
+        if self.data.train is None or self.data.sampler is None:
             said = data_of_commands(self.args)
             raise OptionError(f"train_dataset: required for training{said or '; pass it to the trainer'}")
-        asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        if self.engines.trained:
-            begin_again(self.context, self.engines, total_steps(self.args, sampler), resumes=bool(asked))
         check_early_stopping(self.args, self.events.handler.callbacks)
         log_in(self.events.handler.callbacks)
-        present, self._at_first = self._at_first or self._present(), None
+        return self.data.train, self.data.sampler
+
+    def _enter_folder(self, asked: str | bool | None, present: Manifest) -> Checkpoint | None:
+        """Take possession of the output folder; return the checkpoint to resume from, or None for a new run."""
         chosen = None
         if asked:
             anyway = self.args.resume_anyway
             chosen = functools.partial(choose, self.output_dir, asked, present, anyway=anyway, tell=tell)
         checkpoint = self.folder.enter(chosen)
         if self.is_world_process_zero():
-            known = {"method": self.args.method, "world_size": world_size()}
-            known["resumed_from"] = "" if checkpoint is None else checkpoint.folder.name
+            resumed_from = "" if checkpoint is None else checkpoint.folder.name
+            known = {"method": self.args.method, "world_size": world_size(), "resumed_from": resumed_from}
             begin_status(self.output_dir, bool(asked), tell, **known)
             ACTIVITY.at_failure = functools.partial(write_page, self.output_dir)
-        with ending_in_status(), protected(self.output_dir):
-            with ACTIVITY("load"), contextlib.ExitStack() as loading:
-                loading.callback(self.folder.release)
-                loop = TrainingLoop(self.context, self.engines, data, sampler, self.evaluate)
-                self.engines.build(loop.total_steps)
-                if checkpoint is not None:
-                    self._go_on(checkpoint, loop, present)
-                writer = self._writer(checkpoint, present)
-                on_first_rank(self._write_settings)
-                loading.pop_all()
-            self.engines.trained = True
-            with self.uploads.ending():
-                result = loop.run(evaluation_windows(self.context), writer)
-                self.uploads.finish()
-            self._finish(writer)
-        return result
+        return checkpoint
+
+    def _load(
+        self, data: PreparedData, sampler: WindowSampler, checkpoint: Checkpoint | None, present: Manifest
+    ) -> tuple[TrainingLoop, CheckpointWriter]:
+        """Build the engines and restore the checkpoint; return the loop, ready to run, and the checkpoint writer."""
+        with ACTIVITY("load"), contextlib.ExitStack() as loading:
+            loading.callback(self.folder.release)
+            loop = TrainingLoop(self.context, self.engines, data, sampler, self.evaluate)
+            self.engines.build(loop.total_steps)
+            if checkpoint is not None:
+                self._restore(checkpoint, loop, present)
+            writer = self._writer(checkpoint, present)
+            on_first_rank(self._write_settings)
+            loading.pop_all()
+        self.engines.trained = True
+        return loop, writer
 
     def _present(self) -> Manifest:
         """Return what checkpoints record of the current run."""
@@ -357,7 +374,7 @@ class AlignmentTrainer(TrainerSurface):
             tell(writer.describe())
         return writer
 
-    def _go_on(self, checkpoint: Checkpoint, loop: TrainingLoop, present: Manifest) -> None:
+    def _restore(self, checkpoint: Checkpoint, loop: TrainingLoop, present: Manifest) -> None:
         """Restore a run into the engines, and prepare the loop to continue."""
         restore(checkpoint, self.engines, self.context.run_state, present, tell)
         identity = self.context.identity

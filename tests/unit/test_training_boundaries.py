@@ -76,7 +76,7 @@ def test_what_the_log_says_of_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
         args=SimpleNamespace(resume_anyway=True),
     )  # fmt: skip
     loop: Any = SimpleNamespace(total_steps=9)
-    trainer.AlignmentTrainer._go_on(run, CHECKPOINT, loop, CURRENT)
+    trainer.AlignmentTrainer._restore(run, CHECKPOINT, loop, CURRENT)
     expected = {"run": "r", "attempt": 3, "checkpoint": "checkpoint-4", "world_size": 1, "stage": 2}
     assert loop.resumed == expected and loop.ignores_end is True
 
