@@ -21,7 +21,7 @@ from alignment.training.context import Resources
 from alignment.training.data import RunData
 from alignment.training.method import Method, RowLosses, Window
 from alignment.training.surface.predicting import pair_scores
-from alignment.training.trainer import AlignmentTrainer
+from alignment.training.trainer import AlignmentTrainer, refuse_ignored_keys
 
 _ROWS_LOOKED_AT = 1000  # to find out which tokens sequences end with
 
@@ -100,8 +100,9 @@ class RewardTrainer(AlignmentTrainer):
             the order of the rows; rows that are too long to train on are omitted. ``label_ids``: (R,) zeros, the index
             of the better completion. ``metrics``: loss and metrics.
         """
+        refuse_ignored_keys(ignore_keys)
         data = self._preparation().one(test_dataset, None, "test_dataset")
-        metrics = self._evaluated({"": data}, ignore_keys, metric_key_prefix)
+        metrics = self._evaluate_sets({"": data}, metric_key_prefix)
         scores = pair_scores(self.context, self.engines.window_pass, data)
         return PredictionOutput(scores, np.zeros(len(scores), dtype=np.int64), metrics)
 

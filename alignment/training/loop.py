@@ -49,8 +49,8 @@ from alignment.training.window_loader import windows_of_epoch
 _NOTHING = WindowResult({}, WindowCounts(0, 0, 0, 0, 0))  # of a window that is skipped
 
 
-class Step(NamedTuple):
-    """An optimizer step: what its window gave, the norm of the gradient, and the learning rate it was applied with."""
+class StepResult(NamedTuple):
+    """What a step gave: its window, the norm of the gradient (0 if skipped), and the learning rate."""
 
     window: WindowResult
     grad_norm: float
@@ -67,9 +67,6 @@ class TrainingLoop:
         sampler: the windows of the training data.
         evaluate: evaluates, logs and notifies the callbacks; returns all metrics by name.
 
-    Attributes:
-        resumed: the record of the log about the checkpoint that the run resumes from; None for a new run.
-        ignores_end: continue even if a callback had ended the run.
     """
 
     def __init__(
@@ -103,23 +100,23 @@ class TrainingLoop:
         }
         self._step_seconds = 0.0  # duration of the newest step
         self._saves = 0  # number of saves in this process
-        self._ends_with: str | None = None  # the error that ends the run after this step
-        self.resumed: dict[str, Any] | None = None
-        self.ignores_end = False
+        self._fatal: str | None = None  # the error that ends the run after this step
 
     def run(
         self,
         evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]],
         writer: CheckpointWriter,
+        resumed: dict[str, Any] | None = None,
     ) -> TrainOutput:
         """Train to the last step; return transformers' ``TrainOutput``.
 
         Args:
             evaluation: the windows of the evaluation sets.
             writer: writes checkpoints.
+            resumed: the record of the log about the checkpoint that the run resumes from; None for a new run.
         """
-        self.writer = writer
-        self._start()
+        self.writer, self.resumed = writer, resumed
+        self._open_log()
         args, state = self.args, self.state
         stop_file = self.context.output_dir / STOP_FILE if self.context.is_first else None
         shown = self.context.is_first and not args.disable_tqdm
@@ -128,11 +125,11 @@ class TrainingLoop:
         # Includes the final save, which a launcher's second signal must not interrupt.
         with contextlib.closing(self.progress), REQUESTS.deferred(stop_file), ACTIVITY("training"):
             try:
-                self._begin(evaluation)
+                self._before_first_step(evaluation)
                 for plan, batches in self._windows():
                     began = time.monotonic()
-                    self._begin_step(plan)
-                    self._end_step(plan, self._update(plan, batches))
+                    self._before_step(plan)
+                    self._after_step(plan, self._update(plan, batches))
                     self._step_seconds = time.monotonic() - began
                     self._between_steps()
             except Cut:  # within a window, which is repeated after a resume, or before the first one
@@ -154,14 +151,14 @@ class TrainingLoop:
                 if sampler.step == 0 or self.boundary.ends:  # a callback may end the epoch early
                     break
 
-    def _begin_step(self, plan: WindowPlan) -> None:
+    def _before_step(self, plan: WindowPlan) -> None:
         """Notify the callbacks of a step; until its end, the state of the run is that from before it."""
         self.random.hold()
         if plan.step == 0:
             self.events("on_epoch_begin")
         self.events("on_step_begin")
 
-    def _end_step(self, plan: WindowPlan, taken: Step) -> None:
+    def _after_step(self, plan: WindowPlan, taken: StepResult) -> None:
         """Count a step that was taken, and notify the callbacks."""
         state, items, counts = self.state, taken.window.items, taken.window.counts
         self.sampler.advance()
@@ -172,13 +169,14 @@ class TrainingLoop:
             state.num_input_tokens_seen = self.totals.tokens
         self.history.add(items)
         norm, rate = taken.grad_norm, taken.learning_rate
-        self.totals.last = {"grad_norm": norm, "learning_rate": rate, **self._failures()}
+        self.totals.last = {"grad_norm": norm, "learning_rate": rate, **self._failures}
+        self.context.retries.write(self.context.log_file.write)
         self._check_reduced(counts, items)
         self.progress.advance(means(items), counts.sequence_tokens)
         self.events("on_step_end")
         self.random.release()
 
-    def _update(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> Step:
+    def _update(self, plan: WindowPlan, batches: Sequence[AnyBatch]) -> StepResult:
         """Take an optimizer step: compute the gradient of a window and apply it.
 
         A window that is skipped, because of a bad step or because it has nothing to train on, only advances the
@@ -200,7 +198,7 @@ class TrainingLoop:
                 self.bad_steps.check(loss)
                 grad_norm = self._apply_gradient()
                 self.bad_steps.good(loss)
-                return Step(result, grad_norm, learning_rate)
+                return StepResult(result, grad_norm, learning_rate)
         except BadStep as fault:
             self.bad_steps.skip(fault, plan, step)
             if not fault.discarded:
@@ -208,7 +206,7 @@ class TrainingLoop:
             result = _NOTHING
         with schedule_may_go_first():
             policy.scheduler.step()
-        return Step(result, 0.0, learning_rate)
+        return StepResult(result, 0.0, learning_rate)
 
     def _apply_gradient(self) -> float:
         """Update the weights with the accumulated gradient; return its norm.
@@ -234,25 +232,30 @@ class TrainingLoop:
 
     def _check_reduced(self, counts: WindowCounts, items: Items) -> None:
         """Report and count a window that was computed in a reduced form."""
-        method, totals, self._ends_with = self.context.method, self.totals, None
+        method, totals = self.context.method, self.totals
+        self._fatal = None
         reduced = method.check_window(counts, items) if items else None
         if reduced is not None:
             totals.reduced_windows, totals.reduced_in_a_row = totals.reduced_windows + 1, totals.reduced_in_a_row + 1
             self._say(f"step {self.state.global_step}: {reduced}")
-            self._ends_with = method.check_reduced(totals.reduced_in_a_row, items)
+            self._fatal = method.check_reduced(totals.reduced_in_a_row, items)
         elif items:
             totals.reduced_in_a_row = 0
 
     # Between two steps ----------------------------------------------------------------------------------------------
 
     def _between_steps(self) -> None:
-        """Do everything that happens between two steps; the state of the run is complete afterwards."""
+        """Log, evaluate, end the epoch (and log and evaluate again) and save, as far as each is due.
+
+        The state of the run is complete before and after each of these actions. A checkpoint contains those that are
+        still due, and a resume does them first.
+        """
         self._show_status()
-        self.decision = self.events.decide()
+        self._decide()
         self.boundary.due = list(AFTER_STEP)
         self._complete()
-        if self._ends_with is not None:  # on every rank, which have the same metrics
-            raise TrainingError(f"step {self.state.global_step}: {self._ends_with}{self._rescue()}")
+        if self._fatal is not None:  # on every rank, which have the same metrics
+            raise TrainingError(f"step {self.state.global_step}: {self._fatal}{self._rescue()}")
         if self.decision.leave is not None and self._goes_on():
             self._leave()
 
@@ -260,13 +263,18 @@ class TrainingLoop:
         """Do what is due, in order."""
         while self.boundary.due:
             self._actions[self.boundary.due.pop(0)]()
-        self.boundary.ends = self._ended_early()
+
+    def _decide(self) -> None:
+        """Combine the requests of all ranks' callbacks; collective."""
+        self.decision = self.events.decide()
+        # transformers' own callback also stops at the last step, which is not an early end.
+        self.boundary.ends = self.decision.stop and self.state.global_step < self.total_steps
 
     def _log_if_due(self) -> None:
         ends = self._stops() and self.args.logging_strategy == Strategy.STEPS
         if self.decision.log or (ends and self.history):
             self._log(asked=self.decision.log)
-            self.decision = self.events.decide()
+            self._decide()
 
     def _evaluate_if_due(self) -> None:
         if not self.decision.evaluate:
@@ -278,14 +286,14 @@ class TrainingLoop:
         except Cut:
             self.boundary.due.insert(0, "evaluate")
             self._leave()
-        self.decision = self.events.decide()
+        self._decide()
 
     def _end_epoch_if_due(self) -> None:
         """At the end of an epoch, notify the callbacks; if one of them ended it early, skip the rest."""
         if self.sampler.step and not self.decision.end_epoch and not self._stops():
             return
         self.events("on_epoch_end")
-        self.decision = self.events.decide()
+        self._decide()
         if self.decision.end_epoch and self.sampler.step and not self._stops():
             self.sampler.epoch, self.sampler.step = self.sampler.epoch + 1, 0
         self.boundary.due[:0] = AFTER_EPOCH
@@ -294,14 +302,13 @@ class TrainingLoop:
         if not self.decision.save:
             return
         self.events.control.should_save = False  # the saved state must not request another save
-        self.boundary.ends = self._ended_early()
-        self.boundary.due = ["announce save"]
+        self.boundary.due = ["announce save"]  # nothing else is due after it
         if not self._save():
             self.boundary.due = []
 
     def _announce_save(self) -> None:
         self.events("on_save")
-        self.decision = self.events.decide()
+        self._decide()
 
     def _goes_on(self) -> bool:
         """Whether there is a step left."""
@@ -311,21 +318,14 @@ class TrainingLoop:
         """Whether the run ends here: because of a callback, or because this was its last step."""
         return self.decision.stop or self.state.global_step >= self.total_steps
 
-    def _ended_early(self) -> bool:
-        """Whether a callback ends the run before its last step; transformers' own also stops at the last step."""
-        return self.decision.stop and self.state.global_step < self.total_steps
-
     def _leave(self) -> NoReturn:
-        """Save a checkpoint and end the run before its last step, as requested; collective.
-
-        A resume does first what is still due.
+        """Save a checkpoint, unless the run saves none or has completed no step, and end the run; collective.
 
         Raises:
             RunStopped: on every rank.
         """
         reason = agreed_reason(REQUESTS.asked())
         assert reason is not None
-        self.boundary.ends = self._ended_early()
         if self.args.save_strategy != "no" and self.state.global_step > 0:
             self._save()
         end_run(self.context, self.writer, self._finish_tables, reason)
@@ -347,7 +347,7 @@ class TrainingLoop:
         """Return the duration of the run, without the time between a stop and a restart."""
         return self._before + time.monotonic() - self._started
 
-    def _start(self) -> None:
+    def _open_log(self) -> None:
         """Set the position and the length of the run, and write the first line of the log."""
         state = self.state
         self._started, self._before = time.monotonic(), self.totals.seconds
@@ -362,7 +362,7 @@ class TrainingLoop:
         event = start_event(self.context, self.engines, self.data, run=run, window=window, steps=self.total_steps)
         self.context.log_file.write(event)
 
-    def _begin(self, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]) -> None:
+    def _before_first_step(self, evaluation: Iterable[tuple[WindowPlan, Sequence[AnyBatch], PreparedData]]) -> None:
         """Do what comes before the first step of this process."""
         self.events("on_train_begin")
         if self.resumed is not None:
@@ -378,7 +378,7 @@ class TrainingLoop:
         if self.args.save_strategy != "no":
             self.writer.prune(self.best.folder)  # a run killed during its last save does not save again
         if self.boundary.ends:
-            if self.ignores_end:
+            if self.args.resume_anyway:
                 tell("resume_anyway: continuing although a callback had ended this run here")
                 self.boundary.ends = False
             else:
@@ -388,7 +388,7 @@ class TrainingLoop:
                 )
         # transformers resets this when training starts, and without a remaining step no callback would set it again.
         self.events.control.should_training_stop = self.boundary.ends or self.state.global_step >= self.total_steps
-        self.decision = self.events.decide()
+        self._decide()
         self._complete()
 
     def _set_lengths(self) -> None:
@@ -399,9 +399,9 @@ class TrainingLoop:
         state.train_batch_size = self.args.per_device_train_batch_size
         state.compute_steps(self.args, self.total_steps)  # fractions of the run are rounded as in transformers
 
+    @property
     def _failures(self) -> dict[str, float]:
-        """Return counts of failures so far, for the log; empty in most runs."""
-        self.context.retries.write(self.context.log_file.write)
+        """Counts of failures so far, for the log; empty in most runs."""
         return {**self.bad_steps.metrics, **self.overflows.metrics, **self.context.retries.metrics}
 
     def _say(self, text: str) -> None:
@@ -449,7 +449,7 @@ class TrainingLoop:
 
     def _rescue(self) -> str:
         """Save the weights after the last good step, on every rank, unless the run saves nothing; return a message."""
-        self.boundary.due = ["announce save"]
+        self.boundary.due = ["announce save"]  # to the callbacks of a resume: those of this run are not called again
         if self.args.save_strategy == "no" or self.state.global_step == 0 or not self._save():
             return ""
         name = checkpoint_folder(self.context.output_dir, self.state.global_step).name
@@ -464,7 +464,7 @@ class TrainingLoop:
     def _finish(self) -> TrainOutput:
         REQUESTS.done = True  # only the result remains to be written, so stopping now saves no time
         if self.args.load_best_model_at_end:
-            loaded = self.best.load(self._restore, tell)
+            loaded = self.best.load(self._load_best, tell)
             if loaded is not None:
                 self.progress.note(loaded)
         seconds, steps = self._seconds(), self.state.global_step
@@ -476,7 +476,7 @@ class TrainingLoop:
         }
         if self.args.include_tokens_per_second:
             metrics["train_tokens_per_second"] = self.totals.tokens / seconds / world_size()
-        metrics |= self._failures()
+        metrics |= self._failures
         late: list[str] = []
         if self.totals.reduced_windows:
             metrics[self.context.method.reduced_windows] = self.totals.reduced_windows
@@ -484,20 +484,20 @@ class TrainingLoop:
             self.context.data.advice.extend(late)
             for sentence in late:
                 tell(f"advice: {sentence}")
-        self.context.log({**metrics, **self._rest()})
+        self.context.log({**metrics, **self._unlogged()})
         said = {"advice": late} if late else {}
         self.context.log_file.write({"event": "end", "phases": self.context.phases.summary(), **said})
-        for finish in (self.context.log_file.finish, self._finish_tables):
-            self.writer.finish(finish)
+        self.writer.finish(self.context.log_file.finish)
+        self.writer.finish(self._finish_tables)
         self.events("on_train_end")
         self.writer.finish(lambda: self.writer.write_state(self.context.output_dir))
         return TrainOutput(steps, metrics["train_loss"], {**metrics, "epoch": self.state.epoch or 0.0})
 
-    def _restore(self, folder: Path) -> None:
+    def _load_best(self, folder: Path) -> None:
         with self.context.phases("load best"):
             self.engines.restore(folder)
 
-    def _rest(self) -> dict[str, float]:
+    def _unlogged(self) -> dict[str, float]:
         """Return the metrics of the steps since the last log for TRL's summary of a run, without the loss."""
         rest = self.history.rest(self.context.method.logs_sums)
         rest.pop("loss", None)  # it is in train_loss; log entries with a loss belong to steps

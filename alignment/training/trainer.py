@@ -5,7 +5,6 @@ The constructor follows TRL's, so that a TRL script runs after changing its impo
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 from collections.abc import Iterable, Mapping
@@ -139,7 +138,8 @@ class AlignmentTrainer(TrainerSurface):
         given = GivenModels(model, ref_model, None, peft_config, optimizers, (processing_class, tokenizer))
         adapter_names = (model_adapter_name, ref_adapter_name)
         self.args, given = self._resolve(args, given, datasets, adapter_names, quantization_config)
-        self._join(given, datasets)
+        self._join()
+        self._check_folder(given, datasets)
         self.planned = plan_models(self.args, self.method, given)
         self.resources, repository = self._resources(), self._hub_repository()
         self.data = self._prepare_data(*datasets, optimizers)
@@ -164,10 +164,9 @@ class AlignmentTrainer(TrainerSurface):
         check_rows_given(args, *datasets)
         return args, replace(given, model=model, adapted=adapted)
 
-    def _join(self, given: GivenModels, datasets: tuple[Any, Any]) -> None:
-        """Join the other ranks, and check the output folder."""
+    def _join(self) -> None:
+        """Join the other ranks, and create what each of them needs before models are planned."""
         init_distributed(self.args.use_cpu)
-        self.given_data = datasets
         self.retries = Retries(self.args.retries, self.args.retry_pause)
         ACTIVITY.limits = Limits(
             least=self.args.hang_timeout,
@@ -177,6 +176,10 @@ class AlignmentTrainer(TrainerSurface):
         )
         self.state = TrainerState(is_world_process_zero=rank() == 0, is_local_process_zero=local_rank() == 0)
         self.method = self.method_class(self.args)
+
+    def _check_folder(self, given: GivenModels, datasets: tuple[Any, Any]) -> None:
+        """Check the output folder and the checkpoint to resume from; nothing is written yet."""
+        self.given_data = datasets
         self.output_dir = Path(self.args.output_dir or "")
         self.folder = RunFolder(self.output_dir, self.args, tell)
         if datasets[0] is not None:
@@ -248,7 +251,7 @@ class AlignmentTrainer(TrainerSurface):
         handler.model = self.engines.model
         handler.train_dataloader = self.get_train_dataloader() if self.data.train is not None else None
         handler.eval_dataloader = self.get_eval_dataloader() if self.data.eval else None
-        self._at_first: Manifest | None = None  # set if engines were built before train()
+        self._manifest_before_building: Manifest | None = None  # set if engines were built before train()
         self._options = self.args.values()
 
     @property
@@ -291,18 +294,18 @@ class AlignmentTrainer(TrainerSurface):
             CheckpointError: if the checkpoint cannot be resumed from.
             TrainingError: if the loss is not finite; no update was made with it.
             LastCheckpointError: if training has finished but the last checkpoint could not be written.
-            RunStopped: if a signal or the file ``STOP`` asked the run to stop; its state has been saved.
+            RunStopped: if a signal or the file ``STOP`` asked the run to stop; the message says what was saved.
         """
         data, sampler = self._check_training()
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         if self.engines.trained:
             begin_again(self.context, self.engines, total_steps(self.args, sampler), resumes=bool(asked))
-        present, self._at_first = self._at_first or self._present(), None
-        checkpoint = self._enter_folder(asked, present)
+        manifest, self._manifest_before_building = self._manifest_before_building or self._manifest(), None
+        checkpoint = self._enter_folder(asked, manifest)
         with ending_in_status(), protected(self.output_dir):
-            loop, writer = self._load(data, sampler, checkpoint, present)
+            loop, writer, resumed = self._load(data, sampler, checkpoint, manifest)
             with self.uploads.ending():
-                result = loop.run(evaluation_windows(self.context), writer)
+                result = loop.run(evaluation_windows(self.context), writer, resumed)
                 self.uploads.finish()
             self._finish(writer)
         return result
@@ -320,14 +323,14 @@ class AlignmentTrainer(TrainerSurface):
         log_in(self.events.handler.callbacks)
         return self.data.train, self.data.sampler
 
-    def _enter_folder(self, asked: str | bool | None, present: Manifest) -> Checkpoint | None:
+    def _enter_folder(self, asked: str | bool | None, manifest: Manifest) -> Checkpoint | None:
         """Take possession of the output folder; return the checkpoint to resume from, or None for a new run."""
         chosen = None
         if asked:
             anyway = self.args.resume_anyway
-            chosen = functools.partial(choose, self.output_dir, asked, present, anyway=anyway, tell=tell)
+            chosen = functools.partial(choose, self.output_dir, asked, manifest, anyway=anyway, tell=tell)
         checkpoint = self.folder.enter(chosen)
-        if self.is_world_process_zero():
+        if rank() == 0:
             resumed_from = "" if checkpoint is None else checkpoint.folder.name
             known = {"method": self.args.method, "world_size": world_size(), "resumed_from": resumed_from}
             begin_status(self.output_dir, bool(asked), tell, **known)
@@ -335,22 +338,27 @@ class AlignmentTrainer(TrainerSurface):
         return checkpoint
 
     def _load(
-        self, data: PreparedData, sampler: WindowSampler, checkpoint: Checkpoint | None, present: Manifest
-    ) -> tuple[TrainingLoop, CheckpointWriter]:
-        """Build the engines and restore the checkpoint; return the loop, ready to run, and the checkpoint writer."""
-        with ACTIVITY("load"), contextlib.ExitStack() as loading:
-            loading.callback(self.folder.release)
-            loop = TrainingLoop(self.context, self.engines, data, sampler, self.evaluate)
-            self.engines.build(loop.total_steps)
-            if checkpoint is not None:
-                self._restore(checkpoint, loop, present)
-            writer = self._writer(checkpoint, present)
-            on_first_rank(self._write_settings)
-            loading.pop_all()
-        self.engines.trained = True
-        return loop, writer
+        self, data: PreparedData, sampler: WindowSampler, checkpoint: Checkpoint | None, manifest: Manifest
+    ) -> tuple[TrainingLoop, CheckpointWriter, dict[str, Any] | None]:
+        """Build the engines and restore the checkpoint.
 
-    def _present(self) -> Manifest:
+        Returns:
+            The loop, the writer of further checkpoints, and the record of the log about a resume.
+        """
+        try:
+            with ACTIVITY("load"):
+                loop = TrainingLoop(self.context, self.engines, data, sampler, self.evaluate)
+                self.engines.build(loop.total_steps)
+                resumed = None if checkpoint is None else self._restore(checkpoint, loop.total_steps, manifest)
+                writer = self._writer(checkpoint, manifest)
+                on_first_rank(self._write_settings)
+        except BaseException:
+            self.folder.release()
+            raise
+        self.engines.trained = True
+        return loop, writer, resumed
+
+    def _manifest(self) -> Manifest:
         """Return what checkpoints record of the current run."""
         reference = self.planned.reference if self.method.needs_reference else None
         given = None if reference is self.planned.policy else reference
@@ -359,12 +367,12 @@ class AlignmentTrainer(TrainerSurface):
     def build_engines(self) -> None:
         """Build the engines; properties of live models are recorded before an engine changes them."""
         if self.data.sampler is not None and not self.engines.trained:
-            self._at_first = self._at_first or self._present()
+            self._manifest_before_building = self._manifest_before_building or self._manifest()
         super().build_engines()
 
-    def _writer(self, checkpoint: Checkpoint | None, present: Manifest) -> CheckpointWriter:
+    def _writer(self, checkpoint: Checkpoint | None, manifest: Manifest) -> CheckpointWriter:
         """Return the writer of further checkpoints."""
-        manifest = replace(present, run=self.context.identity.name)
+        manifest = replace(manifest, run=self.context.identity.name)
         run_state, state = self.context.run_state, self.state
         hold = self.folder.lock.check
         writer = CheckpointWriter(self.args, self.engines, run_state, state, manifest, self.write_state, hold, tell)
@@ -374,23 +382,22 @@ class AlignmentTrainer(TrainerSurface):
             tell(writer.describe())
         return writer
 
-    def _restore(self, checkpoint: Checkpoint, loop: TrainingLoop, present: Manifest) -> None:
-        """Restore a run into the engines, and prepare the loop to continue."""
-        restore(checkpoint, self.engines, self.context.run_state, present, tell)
+    def _restore(self, checkpoint: Checkpoint, total_steps: int, manifest: Manifest) -> dict[str, Any]:
+        """Restore a run into the engines and the context; return the record of the log about it."""
+        restore(checkpoint, self.engines, self.context.run_state, manifest, tell)
         identity = self.context.identity
         if ACTIVITY.status is not None:  # only the status knows of attempts without a checkpoint
             identity.attempt = max(identity.attempt, ACTIVITY.status.status.attempt)
         tell(BestModel(self.args, self.state).moved_to(checkpoint.folder.parent))
-        loop.resumed = {
+        tell(f"resume_from_checkpoint: {checkpoint.folder}, after step {checkpoint.step} of {total_steps}")
+        self.folder.set_newer_aside(checkpoint.step)
+        return {
             "run": identity.name,
             "attempt": identity.attempt,
             "checkpoint": checkpoint.folder.name,
             "world_size": world_size(),
             "stage": self.engines.stage,
         }
-        loop.ignores_end = self.args.resume_anyway
-        tell(f"resume_from_checkpoint: {checkpoint.folder}, after step {checkpoint.step} of {loop.total_steps}")
-        self.folder.set_newer_aside(checkpoint.step)
 
     def _finish(self, writer: CheckpointWriter) -> None:
         """Write what follows a completed run: its report, and the merged model if requested."""
@@ -430,40 +437,35 @@ class AlignmentTrainer(TrainerSurface):
             ignore_keys: not supported, since there are no model outputs; must be empty.
             metric_key_prefix: prefix of the names.
         """
+        refuse_ignored_keys(ignore_keys)
+        return self._evaluate_sets(self._evaluation_data(eval_dataset), metric_key_prefix)
+
+    def _evaluate_sets(self, sets: Mapping[str, PreparedData], prefix: str) -> dict[str, float]:
+        """Evaluate, log and notify the callbacks, set by set."""
+        metrics: dict[str, float] = {}
+        with protected(self.output_dir):
+            if not self.engines.ready:
+                self.build_engines()
+            for name, data in sets.items():
+                own = evaluate(self.context, self.engines.window_pass, data, f"{prefix}_{name}" if name else prefix)
+                self.log(own)
+                self.events("on_evaluate", metrics=own)
+                metrics |= own
+        return metrics
+
+    def _evaluation_data(self, given: Any) -> Mapping[str, PreparedData]:
+        """Return the sets to evaluate by name: the constructor's, one of them, or others, which are tokenized."""
         data = self.data.eval
-        if isinstance(eval_dataset, str):
-            if eval_dataset not in data:
-                raise OptionError(
-                    f"eval_dataset: no set named {eval_dataset!r} (available: {', '.join(data) or 'none'})"
-                )
-            data = {eval_dataset: data[eval_dataset]}
-        elif eval_dataset is not None:
-            data = {
-                n: self._preparation().one(d, None, "eval_dataset") for n, d in named_datasets(eval_dataset).items()
-            }
+        if isinstance(given, str):
+            if given not in data:
+                raise OptionError(f"eval_dataset: no set named {given!r} (available: {', '.join(data) or 'none'})")
+            data = {given: data[given]}
+        elif given is not None:
+            data = {n: self._preparation().one(d, None, "eval_dataset") for n, d in named_datasets(given).items()}
             self.engines.know(data.values())
         if not data:
             raise OptionError("eval_dataset: required for evaluation; pass it to the trainer or to evaluate()")
-        with protected(self.output_dir):
-            return self._evaluated(data, ignore_keys, metric_key_prefix)
-
-    def _evaluated(
-        self, data: Mapping[str, PreparedData], ignore_keys: list[str] | None, prefix: str
-    ) -> dict[str, float]:
-        """Evaluate, log and notify the callbacks, set by set."""
-        if ignore_keys:
-            raise OptionError(
-                f"ignore_keys={ignore_keys}: not supported, since evaluation returns no model outputs; remove it"
-            )
-        if not self.engines.ready:
-            self.build_engines()
-        metrics: dict[str, float] = {}
-        for name, part in data.items():
-            own = evaluate(self.context, self.engines.window_pass, part, f"{prefix}_{name}" if name else prefix)
-            self.log(own)
-            self.events("on_evaluate", metrics=own)
-            metrics |= own
-        return metrics
+        return data
 
     # For callers ----------------------------------------------------------------------------------------------------
 
@@ -495,8 +497,8 @@ class AlignmentTrainer(TrainerSurface):
         entry = strict({**logs, "step": self.state.global_step})
         if self.state.epoch is not None:
             entry.setdefault("epoch", self.state.epoch)
-        self.events("on_log", logs={name: value for name, value in entry.items() if name != "step"})
         self.state.log_history.append(entry)
+        self.events("on_log", logs={name: value for name, value in entry.items() if name != "step"})
         if self.args.disable_tqdm and rank() == 0:
             print(json.dumps(entry), flush=True)
         if self._writes_logs:
@@ -534,4 +536,16 @@ class AlignmentTrainer(TrainerSurface):
             is_classifier=self.method.task is not CAUSAL_LM,
             is_adapter=self.planned.engines.adapters is not None,
             tags=list(getattr(self.engines.model, "model_tags", None) or ()),
+        )
+
+
+def refuse_ignored_keys(ignore_keys: list[str] | None) -> None:
+    """Refuse keys of model outputs to leave out of an evaluation.
+
+    Raises:
+        OptionError: if there are any.
+    """
+    if ignore_keys:
+        raise OptionError(
+            f"ignore_keys={ignore_keys}: not supported, since evaluation returns no model outputs; remove it"
         )

@@ -45,6 +45,7 @@ class Recorder(TrainerCallback):
             self.models.add(type(kwargs["model"]).__name__)
             if name == "on_log":
                 self.logs.append(dict(kwargs["logs"]))
+                assert kwargs["logs"].items() <= state.log_history[-1].items(), "as in transformers"
             if name == "on_evaluate":
                 assert "eval_loss" in kwargs["metrics"]
 

@@ -72,13 +72,10 @@ def test_what_the_log_says_of_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.ACTIVITY, "status", None)
     run: Any = SimpleNamespace(
         context=SimpleNamespace(run_state=None, identity=SimpleNamespace(name="r", attempt=3)),
-        engines=SimpleNamespace(stage=2), state=None, folder=SimpleNamespace(set_newer_aside=lambda step: None),
-        args=SimpleNamespace(resume_anyway=True),
+        engines=SimpleNamespace(stage=2), args=None, state=None, folder=SimpleNamespace(set_newer_aside=lambda step: None),
     )  # fmt: skip
-    loop: Any = SimpleNamespace(total_steps=9)
-    trainer.AlignmentTrainer._restore(run, CHECKPOINT, loop, CURRENT)
     expected = {"run": "r", "attempt": 3, "checkpoint": "checkpoint-4", "world_size": 1, "stage": 2}
-    assert loop.resumed == expected and loop.ignores_end is True
+    assert trainer.AlignmentTrainer._restore(run, CHECKPOINT, 9, CURRENT) == expected
 
 
 # Callbacks and advice ------------------------------------------------------------------------------------------------
