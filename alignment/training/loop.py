@@ -463,9 +463,7 @@ class TrainingLoop:
     def _finish(self) -> TrainOutput:
         REQUESTS.done = True  # only the result remains to be written, so stopping now saves no time
         if self.args.load_best_model_at_end:
-            loaded = self.best.load(self._restore, self.context.tell)
-            if loaded is not None:
-                self.progress.note(loaded)
+            self.best.load(self._restore, self._say)
         seconds, steps = self._seconds(), self.state.global_step
         metrics = {
             "train_runtime": seconds,

@@ -356,7 +356,7 @@ class AlignmentTrainer(TrainerSurface):
         if checkpoint is not None and checkpoint.folder.parent.resolve() == self.output_dir.resolve():
             writer.newest = checkpoint.step
         if self.args.save_strategy != "no":
-            self.tell(writer.describe())
+            writer.check()
         return writer
 
     def _go_on(self, checkpoint: Checkpoint, loop: TrainingLoop, present: Manifest) -> None:
