@@ -18,10 +18,7 @@ from alignment.engines.collectives import from_first_rank, on_first_rank
 def check_best_metric(args: AlignmentConfig, measured: Iterable[str], eval_names: Iterable[str]) -> None:
     """Raise OptionError unless evaluation computes ``metric_for_best_model``.
 
-    Args:
-        args: the run's options.
-        measured: metrics of evaluation other than the loss.
-        eval_names: names of the evaluation sets; a single one is called ``""``.
+    Besides the loss, it computes the ``measured`` metrics, of each set in ``eval_names`` (``""`` for a single one).
     """
     metrics, wanted = {"loss", *measured}, args.metric_for_best_model
     if "rewards/chosen" in metrics:
@@ -75,11 +72,7 @@ class BestModel:
                 self.state.best_metric, self.state.best_global_step = metric, step
 
     def moved_to(self, output_dir: Path) -> str | None:
-        """Point to the checkpoint of the same name in this folder; collective.
-
-        Returns:
-            A message if it is damaged and was dropped, else None.
-        """
+        """Point to the checkpoint of the same name in this folder; return a message if it is damaged. Collective."""
         if self.folder is None:
             return None
         folder = output_dir / self.folder.name
@@ -91,12 +84,7 @@ class BestModel:
         return f"the best checkpoint so far cannot be used ({damage}); only later evaluations count"
 
     def load(self, restore: Callable[[Path], None], tell: Callable[[str], None]) -> None:
-        """Load the weights of the best evaluation, unless the model has them; collective.
-
-        Args:
-            restore: loads the weights in a folder into the policy.
-            tell: prints a line on the first rank.
-        """
+        """Load the weights of the best evaluation by ``restore``, unless the model has them; collective."""
         folder = from_first_rank(self.folder)
         if folder is not None and self.state.best_global_step == self.state.global_step:
             return

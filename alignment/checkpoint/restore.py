@@ -31,13 +31,6 @@ def restore(
 ) -> None:
     """Restore weights, optimizer and run state from a complete checkpoint of this run; collective.
 
-    Args:
-        checkpoint: the checkpoint.
-        engines: built for training.
-        state: the run's state, with all parts registered.
-        current: the manifest of checkpoints of the current run.
-        tell: prints a line on the first rank.
-
     Raises:
         CheckpointError: if it has a state unknown to this run, or requires the original ranks and ZeRO stage.
     """

@@ -1,8 +1,4 @@
-"""Choose the checkpoint to resume from, and check that it fits the run, before a model is loaded.
-
-A checkpoint is complete if its manifest matches the names and sizes of its files. Checksums are compared once, of the
-chosen checkpoint; if it is damaged, the next older one is chosen instead.
-"""
+"""Choose the checkpoint to resume from, and check that it is intact and fits the run, before a model is loaded."""
 
 from __future__ import annotations
 

@@ -32,11 +32,7 @@ EachPart = TypeVar("EachPart", bound=StatefulOnEachRank)
 
 
 class RunState:
-    """The parts of a run's state by name.
-
-    Most parts are equal on all ranks, and only the first rank's state is kept. Parts registered on each rank have
-    one state per rank.
-    """
+    """The parts of a run's state by name: most are equal on all ranks, the others have one state per rank."""
 
     def __init__(self) -> None:
         self.parts: dict[str, Stateful] = {}
@@ -77,12 +73,7 @@ class RunState:
 
 @dataclass
 class Identity:
-    """Identifies a run across its attempts.
-
-    Attributes:
-        name: random name, chosen when the run began.
-        attempt: number of starts, this one included.
-    """
+    """Identifies a run across its attempts: a random name, and the number of starts, this one included."""
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     attempt: int = 1

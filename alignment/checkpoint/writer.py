@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import TrainerState
 
@@ -95,10 +94,7 @@ class CheckpointWriter:
                 self._state_texts({})
 
     def write(self, keep: Path | None) -> bool:
-        """Write a checkpoint of the current step, then apply ``save_total_limit``; collective.
-
-        Args:
-            keep: a checkpoint that must not be removed.
+        """Write a checkpoint of the current step, then apply ``save_total_limit`` except to ``keep``; collective.
 
         Returns:
             Whether it was written. The reason for a failure is printed, and stored in ``failure``.
@@ -192,11 +188,11 @@ class CheckpointWriter:
 
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """Run a stage of writing: it succeeds on all ranks, or all raise :class:`CheckpointError`. Collective."""
+    """Run a stage of writing: it succeeds on all ranks, or all raise CheckpointError. Collective."""
     with together():
         try:
             yield
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise CheckpointError(one_line(error)) from error
 
 
