@@ -74,14 +74,9 @@ def one_rank() -> Iterator[None]:
 # The same split -----------------------------------------------------------------------------------------------------
 
 A_FEW = [
-    "stage0/fp32/adamw_torch",
-    "stage0/bf16/adamw_torch/frozen",
-    "stage0/fp16/sgd:momentum=0.9",
-    "stage2/fp32/adamw_8bit/exported",
-    "stage0/fp32/sgd/exported/partly",
-    "stage2/fp32/sgd/exported/partly",
-    "stage2-offload/fp16/adamw_torch:amsgrad=true",
-    "stage3-sub-groups/bf16/adamw_torch/frozen",
+    *("stage0/fp32/adamw_torch", "stage0/bf16/adamw_torch/frozen", "stage0/fp16/sgd:momentum=0.9"),
+    *("stage2/fp32/adamw_8bit/exported", "stage0/fp32/sgd/exported/partly", "stage2/fp32/sgd/exported/partly"),
+    *("stage2-offload/fp16/adamw_torch:amsgrad=true", "stage3-sub-groups/bf16/adamw_torch/frozen"),
 ]
 # The user's own, with scalars of their own (NAdam, ASGD), factors of a matrix (Adafactor), states from the start
 # (Adagrad; with ZeRO, DeepSpeed's own reconstruction of it allows only one group).

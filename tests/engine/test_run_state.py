@@ -178,18 +178,6 @@ def test_a_run_resumes_from_a_rescued_checkpoint(
     assert logged(again) == logged(whole)
 
 
-def test_the_checkpoint_is_the_last_act_of_a_step(models: dict[str, str], tmp_path: Path) -> None:
-    """The checkpoint of an epoch's last step includes the evaluation at the end of the epoch."""
-    epochs = {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 3}
-    whole = make("KTO", models, tmp_path / "whole", **epochs)
-    whole.train()
-    whole.close()
-    history = state_of(whole.output_dir / "checkpoint-3")["trainer"]["log_history"]
-    assert history[-1]["step"] == 3 and "eval_loss" in history[-1]
-    again = resumed("KTO", models, whole.output_dir, tmp_path / "again", 3, **epochs)
-    assert logged(again) == logged(whole)
-
-
 # Everything that changes is restored --------------------------------------------------------------------------------
 
 _BEFORE = ("", ".0", ".1", ".2", ".len")

@@ -1,6 +1,6 @@
 """Report what a rank does to its output folder as named events, without hooks in the package.
 
-Files are observed through the system calls that every checkpoint needs (rename, link, sync, write, truncate, unlink),
+Files are observed through the system calls that every checkpoint needs (rename, sync, write, truncate, unlink),
 so that events do not depend on the names of the package's functions. Phases are observed through its methods.
 """
 
@@ -68,26 +68,13 @@ class Events:
     # Calls of the operating system ----------------------------------------------------------------------------------
 
     def follow_files(self) -> None:
-        """Report renames, links, syncs, removals, writes and appended lines in the output folder."""
+        """Report renames, syncs, removals, writes and appended lines in the output folder."""
         self._around(os, "rename", lambda source, target, **_: ("rename", self.kind(target)))
         self._around(os, "replace", lambda source, target, **_: ("rename", self.kind(target)))
-        self._around(os, "link", lambda source, target, **_: ("link", self.kind(target)))
         self._around(os, "fsync", lambda descriptor: ("sync", self.kind(descriptor)))
         self._around(os, "truncate", lambda path, length: ("cut", self.kind(path)))
         for name in ("unlink", "remove", "rmdir"):
             self._around(os, name, lambda path, dir_fd=None: ("remove", self.kind(path, dir_fd)))
-        write = os.write
-
-        def written(descriptor: int, data: Any) -> int:
-            what = self.kind(descriptor)
-            if what is not None:
-                self.hear(f"half write {what}", lambda: write(descriptor, data[: len(data) // 2]))
-            return write(descriptor, data)
-
-        os.write = written
-        self._follow_appends()
-
-    def _follow_appends(self) -> None:
         opened = pathlib.Path.open
 
         def followed(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:

@@ -43,7 +43,9 @@ def look(output_dir: Path) -> Look:
     problems = [problem for folder in folders for problem in damage(folder)]
     problems += [f"{path.name}: moved aside by a restart" for path in output_dir.glob("previous-*")]
     if folders and not problems:
-        problems += _best_missing(folders)
+        best = json.loads((folders[-1] / _STATE).read_text())["best_model_checkpoint"]
+        if best is not None and Path(best).name not in [folder.name for folder in folders]:
+            problems.append(f"{folders[-1].name}: its best checkpoint, {Path(best).name}, is missing")
     return Look(tuple(map(step_of, folders)), (*problems, *_half_written(output_dir)))
 
 
@@ -66,13 +68,6 @@ def damage(folder: Path) -> Iterator[str]:
             yield f"{folder.name}: {name} has {len(content)} bytes, but {files[name]['size']} in the manifest"
         elif xxhash.xxh3_128_hexdigest(content) != files[name]["checksum"]:
             yield f"{folder.name}: the checksum of {name} does not match the manifest"
-
-
-def _best_missing(folders: Sequence[Path]) -> Iterator[str]:
-    """Return a problem if the best checkpoint named in the newest one is missing."""
-    best = json.loads((folders[-1] / _STATE).read_text())["best_model_checkpoint"]
-    if best is not None and Path(best).name not in [folder.name for folder in folders]:
-        yield f"{folders[-1].name}: its best checkpoint, {Path(best).name}, is missing"
 
 
 def _half_written(output_dir: Path) -> Iterator[str]:
@@ -162,16 +157,13 @@ def _compare_logs(path: Path, reference: Path, resumes: Sequence[int]) -> Iterat
     attempts = [record["attempt"] for record in told]
     if attempts != sorted({1, *attempts})[1:]:  # attempts without a new checkpoint are counted, but not in the log
         yield f"{_LOG}: attempts are numbered {attempts}"
-    step = 0
-    for number, record in enumerate(records, 1):
-        if record.get("step", step) < step or (record.get("event") == "resume" and record["step"] != step):
-            yield f"{_LOG}, line {number}: step {record['step']} after step {step}"
-        step = record.get("step", step)
+    steps = [record["step"] for record in records if "step" in record]
+    if steps != sorted(steps):
+        yield f"{_LOG}: the steps are {steps}"
     own, other = ([without_times(one) for one in part if one.get("event") != "resume"] for part in (records, expected))
     if own != other:
         number = next((n for n, (a, b) in enumerate(zip(own, other)) if a != b), min(len(own), len(other)))
-        found = own[number] if number < len(own) else "nothing"
-        yield f"{_LOG}: {len(own)} records, {len(other)} expected; number {number + 1} is {found}"
+        yield f"{_LOG}: {len(own)} records, {len(other)} expected; number {number + 1} is {own[number : number + 1]}"
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
