@@ -104,7 +104,29 @@ def write_fragments(policy: PolicyEngine, folder: Path, exported: Collection[str
     rank, ranks = torch.distributed.get_rank(), 1 if replicates_state(policy.engine) else policy.world_size
     if rank >= ranks:
         return {}
-    units, shapes, tensors = _contents(policy, exported)
+    optimizer, names = inner_optimizer(policy.engine), trained_names(policy.scorer.model)
+    tensors: dict[str, Tensor] = {}
+    shapes: dict[str, list[int]] = {}
+    units = []
+    for number, unit in enumerate(state_units(policy.engine)):
+        pieces = _pieces(unit, names)
+        shapes |= {names[piece.parameter]: list(whole_shape(piece.parameter)) for piece in unit.pieces}
+        kinds, values = {}, {}
+        for name, value in optimizer.state.get(unit.master, {}).items():
+            if isinstance(value, Tensor):
+                kinds[name] = _kind(name, value, unit.master)
+                tensors[f"unit-{number}.{name}"] = value
+            elif _is_plain(value):
+                values[name] = value
+            else:
+                raise CheckpointError(
+                    f"{optimizer_name(policy)}: state {name!r} of type {type(value).__name__} cannot be saved; use "
+                    "another optimizer"
+                )
+        in_model = unit.master.dtype == torch.float32 and all(piece.name in exported for piece in pieces)
+        if not in_model:
+            tensors[f"unit-{number}.{MASTER}"] = unit.master
+        units.append(SavedUnit(unit.group, unit.master.numel(), not in_model, pieces, kinds, values))
     stage, settings = zero_stage(policy.engine), group_settings(policy)
     index = Index(rank, ranks, policy.world_size, stage, optimizer_name(policy), settings, shapes, units)
     name = fragment_file(rank, ranks)
@@ -140,36 +162,6 @@ def read_fragments(policy: PolicyEngine, folder: Path, exported: Mapping[str, Ex
     steps = [int(state["step"]) for state in optimizer.state.values() if isinstance(state.get("step"), int)]
     replay_cpu_adam(optimizer, max(steps, default=0))
     refresh_weights(policy.engine)
-
-
-def _contents(
-    policy: PolicyEngine, exported: Collection[str]
-) -> tuple[list[SavedUnit], dict[str, list[int]], dict[str, Tensor]]:
-    """The units of this rank, the shapes of their parameters, and the tensors of its file, which are not copied."""
-    optimizer, names = inner_optimizer(policy.engine), trained_names(policy.scorer.model)
-    tensors: dict[str, Tensor] = {}
-    shapes: dict[str, list[int]] = {}
-    units = []
-    for number, unit in enumerate(state_units(policy.engine)):
-        pieces = _pieces(unit, names)
-        shapes |= {names[piece.parameter]: list(whole_shape(piece.parameter)) for piece in unit.pieces}
-        kinds, values = {}, {}
-        for name, value in optimizer.state.get(unit.master, {}).items():
-            if isinstance(value, Tensor):
-                kinds[name] = _kind(name, value, unit.master)
-                tensors[f"unit-{number}.{name}"] = value
-            elif _is_plain(value):
-                values[name] = value
-            else:
-                raise CheckpointError(
-                    f"{optimizer_name(policy)}: state {name!r} of type {type(value).__name__} cannot be saved; use "
-                    "another optimizer"
-                )
-        in_model = unit.master.dtype == torch.float32 and all(piece.name in exported for piece in pieces)
-        if not in_model:
-            tensors[f"unit-{number}.{MASTER}"] = unit.master
-        units.append(SavedUnit(unit.group, unit.master.numel(), not in_model, pieces, kinds, values))
-    return units, shapes, tensors
 
 
 def _pieces(unit: Unit, names: Mapping[nn.Parameter, str]) -> tuple[SavedPiece, ...]:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from tqdm import tqdm
 from transformers import TrainerState
 
 from alignment.checkpoint.folder import checkpoint_folder, partial_of, prune_checkpoints, publish
@@ -67,6 +66,7 @@ class CheckpointWriter:
     Attributes:
         failure: why the newest checkpoint could not be written, or None.
         newest: step of the newest checkpoint.
+        size: its bytes, on the first rank, once this process has written one.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class CheckpointWriter:
         self.folder = Path(args.output_dir or "")
         self.failure: str | None = None
         self.newest: int | None = None
+        self.size = 0
 
     def check(self) -> None:
         """Raise CheckpointError if part of the run's state cannot be saved; collective."""
@@ -163,9 +164,7 @@ class CheckpointWriter:
                         everyone[name] = record_of(partial / name)
                 replace(self.manifest, step=self.state.global_step, files=everyone).write(partial)
                 publish(partial, target)
-                if self.newest is None:
-                    size = sum(record.size for record in everyone.values())
-                    self.tell(f"checkpoints: {tqdm.format_sizeof(size, 'B')} each")
+                self.size = sum(record.size for record in everyone.values())
 
     def _state_texts(self, exported: Mapping[str, ExportedTensor]) -> tuple[str, str]:
         """Return the run state shared by all ranks, and this rank's own, as JSON."""

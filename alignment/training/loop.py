@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from tqdm import tqdm
 from transformers.trainer_utils import TrainOutput
 
 from alignment.checkpoint.best import BestModel
@@ -442,6 +443,7 @@ class TrainingLoop:
         if ACTIVITY.status is not None:
             ACTIVITY.status.update(checkpoint=folder.name, stalled=0)
         if not self._saves and self.context.is_first:
+            self._say(f"checkpoints: {tqdm.format_sizeof(self.writer.size, 'B')} each")
             self.context.tell(notice_too_short(time.monotonic() - began, self._step_seconds))
         self._saves += 1
         return True

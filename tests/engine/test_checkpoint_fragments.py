@@ -20,7 +20,6 @@ from fragment_runs import (
     engine,
     everything,
     fp16_on_cpu,
-    masters,
     proceed,
     restore,
     save,
@@ -29,7 +28,7 @@ from fragment_runs import (
 from pairwise import Combination, pairwise
 from torch import Tensor
 
-from alignment.checkpoint.fragments import fragment_file, master_weights
+from alignment.checkpoint.fragments import fragment_file
 from alignment.checkpoint.optimizer_state import (
     read_fragments,
     restore_group_settings,
@@ -186,20 +185,6 @@ def test_parameters_without_gradients_have_zero_states(tmp_path: Path) -> None:
         for piece in unit.pieces:
             part = moments[piece.offset : piece.offset + piece.numel]
             assert bool(part.any()) == (names[piece.parameter] != name)
-    policy.close()
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_masters_without_an_engine(dtype: str, tmp_path: Path) -> None:
-    policy = engine(Case("stage3-sub-groups", dtype), tmp_path)
-    train(policy, 0, 1)
-    save(policy, tmp_path)
-    wanted, found = masters(policy), dict(master_weights(tmp_path))
-    assert list(found) == sorted(wanted)
-    for name, tensor in found.items():
-        assert tensor.dtype == torch.float32 and torch.equal(tensor.view(-1), wanted[name]), name
-    save(policy, tmp_path, exported=True)
-    assert list(master_weights(tmp_path)) == [] or dtype == "bf16"
     policy.close()
 
 

@@ -180,15 +180,6 @@ def test_a_folder_without_checkpoints_is_accepted(model: str, tmp_path: Path) ->
     assert (first.output_dir / "rows.jsonl").read_text() == "{}" and (first.output_dir / "notes").is_dir()
 
 
-def test_two_trainers_created_for_the_same_empty_folder(model: str, tmp_path: Path) -> None:
-    first, second = make(model, tmp_path), make(model, tmp_path)
-    first.train()
-    first.close()
-    with pytest.raises(OutputError, match="is not empty"):
-        second.train()
-    second.close()
-
-
 def test_checkpoints_contain_no_secrets(model: str, tmp_path: Path) -> None:
     trainer = make(model, tmp_path, model_init_kwargs={"token": "hf_0123456789"})
     trainer.train()

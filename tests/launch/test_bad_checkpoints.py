@@ -147,12 +147,9 @@ def test_the_same_command_starts_and_resumes(models: Path, tmp_path: Path, capfd
 def test_the_status_of_a_finished_run(done: Path) -> None:
     """Its log, manifests and phases are read."""
     found = read_run(done)
-    status = found.status
-    assert (status.state, status.method, status.step, status.total_steps) == ("finished", "kto", 4, 4)
+    assert (found.status.state, found.status.method, found.status.step) == ("finished", "kto", 4)
     assert [(one.step, one.problem, one.resumable) for one in found.checkpoints] == [(4, None, True), (2, None, True)]
-    assert found.problems == [] and found.metrics_step == 4 and "loss" in found.metrics
-    assert (found.steps_per_second or 0) > 0 and (found.tokens_per_second or 0) > 0
-    assert found.phases["train"]["entries"] == 4
+    assert found.metrics_step == 4 and found.phases["train"]["entries"] == 4
     assert all('"time": "2' in line for line in (done / "log.jsonl").read_text().splitlines())
 
 
