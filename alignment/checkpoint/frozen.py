@@ -41,7 +41,7 @@ class FrozenTensors:
     def restore(self, file: TensorFile) -> None:
         """Restore what :func:`write_frozen` wrote: into the existing tensor, or as a new one if it does not match."""
         present = self._tensors()
-        for key in file.keys:
+        for key in sorted(file.keys):
             value = file.tensor(key).clone()
             owner, _, name = key.rpartition(".")
             tensor, module = present.get(key), self.model.get_submodule(owner)
