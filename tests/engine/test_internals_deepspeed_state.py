@@ -64,6 +64,22 @@ def test_units_are_the_tensors_that_the_optimizer_updates(text: str, tmp_path: P
     policy.close()
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("stage0/fp32", None),
+        ("stage0/bf16", "unfused"),
+        ("stage1-fp32-accumulation/bf16", "bf16"),
+        ("stage2/fp32", "zero12"),
+        ("stage3/bf16", "zero3"),
+    ],
+)
+def test_the_wrapper_is_known(text: str, found: str | None, tmp_path: Path) -> None:
+    policy = engine(kind(text), tmp_path)
+    assert internals.wrapper(policy.engine) == found
+    policy.close()
+
+
 @pytest.mark.parametrize("text", KINDS)
 def test_the_weights_follow_the_masters(text: str, tmp_path: Path) -> None:
     policy = engine(kind(text), tmp_path)
@@ -79,6 +95,14 @@ def test_the_weights_follow_the_masters(text: str, tmp_path: Path) -> None:
     for name, weight in flat_weights(policy).items():
         assert not torch.equal(weight, before[name]) and torch.equal(weight, wanted[name].to(weight.dtype)), name
     train(policy, 1, 1)
+    policy.close()
+
+
+@pytest.mark.parametrize(("stage", "replicated"), [(0, True), (1, False), (2, False), (3, False)])
+def test_the_stage_is_known(stage: int, replicated: bool, tmp_path: Path) -> None:
+    policy = engine(Case(f"stage{stage}"), tmp_path)
+    assert internals.zero_stage(policy.engine) == stage
+    assert internals.replicates_state(policy.engine) == replicated
     policy.close()
 
 
@@ -111,6 +135,20 @@ def overflow(policy: Any) -> None:
     policy.backward(policy.forward(collate([([2, 3, 4], [5, 6])], 20)).scores.sum() * float("inf"), last=True)
     policy.step()
     policy.engine.optimizer._update_scale(True)
+
+
+def test_the_engine_continues_counting(tmp_path: Path) -> None:
+    policy, other = engine(Case("stage2", "fp16"), tmp_path), engine(Case("stage2", "fp16"), tmp_path)
+    train(policy, 0, 3)
+    overflow(policy)
+    found = internals.counters(policy.engine)
+    assert found == {"global_steps": 4, "global_samples": 4 * 8, "micro_steps": 4, "skipped_steps": 1}
+    internals.set_counters(other.engine, found)
+    train(policy, 4, 1)
+    train(other, 4, 1)
+    assert internals.counters(policy.engine) == internals.counters(other.engine) != found
+    policy.close()
+    other.close()
 
 
 class Recorder:
