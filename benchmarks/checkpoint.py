@@ -28,7 +28,6 @@ from torch.optim import AdamW  # noqa: E402
 from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
-from alignment.checkpoint.fragments import fragment_file  # noqa: E402
 from alignment.checkpoint.manifest import record_of  # noqa: E402
 from alignment.checkpoint.optimizer_state import read_fragments, write_fragments  # noqa: E402
 from alignment.data.batching import collate  # noqa: E402
@@ -110,10 +109,10 @@ def save(job: dict[str, Any]) -> dict[str, float]:
     scores = policy.forward(collate([([2, 3, 4], [5, 6])], 20)).scores
     policy.backward(-scores.sum(), last=True)
     policy.step()
-    path = Path(job["folder"]) / fragment_file(0, 1)
     start = time.perf_counter()
     with PeakMemory() as memory:
-        record = write_fragments(policy, path)
+        ((name, record),) = write_fragments(policy, Path(job["folder"])).items()
+    path = Path(job["folder"]) / name
     seconds = time.perf_counter() - start
     start = time.perf_counter()
     if record_of(path) != record:

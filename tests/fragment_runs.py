@@ -12,22 +12,21 @@ from unittest import mock
 import torch
 from deepspeed.accelerator import get_accelerator
 from helpers import POSITIONS, zero
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from alignment import CPOConfig
-from alignment.checkpoint.fragments import fragment_file
+from alignment.checkpoint.fragments import ExportedTensor
 from alignment.checkpoint.optimizer_state import (
-    ExportedTensor,
-    fragment_ranks,
     group_settings,
     read_fragments,
     restore_group_settings,
     trained_names,
     write_fragments,
-    writes_fragments,
 )
+from alignment.checkpoint.saving import gathered_state_dict
 from alignment.config.deepspeed import policy_config
 from alignment.config.dtypes import plan_dtypes
 from alignment.data.batching import collate
@@ -37,6 +36,7 @@ from alignment.internals.deepspeed_state import (
     counters,
     inner_optimizer,
     loss_scale_state,
+    replicates_state,
     set_counters,
     set_loss_scale_state,
     state_units,
@@ -170,9 +170,7 @@ def save(policy: PolicyEngine, folder: Path, exported: bool = False, partly: boo
     places = export(policy, folder) if exported else {}
     if partly:
         places = {name: place for name, place in places.items() if "layers.1" not in name}
-    if writes_fragments(policy):
-        rank = torch.distributed.get_rank()
-        write_fragments(policy, folder / fragment_file(rank, fragment_ranks(policy)), places)
+    write_fragments(policy, folder, places)
     torch.distributed.barrier()
     return {
         "groups": group_settings(policy),
@@ -185,10 +183,6 @@ def save(policy: PolicyEngine, folder: Path, exported: bool = False, partly: boo
 
 def export(policy: PolicyEngine, folder: Path) -> dict[str, ExportedTensor]:
     """Write the model as used for computation; return the parameters that are in fp32."""
-    from safetensors.torch import save_file
-
-    from alignment.checkpoint.saving import gathered_state_dict
-
     state = gathered_state_dict(policy.scorer.model, keep=True)
     if torch.distributed.get_rank() == 0:
         save_file({f"saved.{name}": tensor for name, tensor in state.items()}, folder / "model.safetensors")
@@ -211,8 +205,6 @@ def everything(policy: PolicyEngine) -> dict[str, Tensor]:
 
     Padding is excluded: DeepSpeed does not initialize it at stage 3, and master weights in model files have none.
     """
-    from alignment.checkpoint.saving import gathered_state_dict
-
     found = {}
     optimizer = inner_optimizer(policy.engine)
     for number, unit in enumerate(state_units(policy.engine)):
@@ -238,7 +230,7 @@ def masters(policy: PolicyEngine) -> dict[str, Tensor]:
         for parameter, start, offset, numel in unit.pieces:
             part = unit.master.detach().reshape(-1)[offset : offset + numel]
             found[names[parameter]][start : start + numel] = part
-    if fragment_ranks(policy) > 1:
+    if not replicates_state(policy.engine):
         for whole in found.values():
             torch.distributed.all_reduce(whole)
     return found

@@ -16,20 +16,13 @@ from alignment.engines.collectives import from_first_rank, on_first_rank
 
 
 def check_best_metric(args: AlignmentConfig, measured: Iterable[str], eval_names: Iterable[str]) -> None:
-    """Check that evaluation computes ``metric_for_best_model``.
+    """Raise OptionError unless evaluation computes ``metric_for_best_model``.
 
-    Args:
-        args: the run's options.
-        measured: metrics of evaluation other than the loss.
-        eval_names: names of the evaluation sets; a single one is called ``""``.
-
-    Raises:
-        OptionError: if it does not; suggests the closest metric.
+    Besides the loss, it computes the ``measured`` metrics, of each set in ``eval_names`` (``""`` for a single one).
     """
-    metrics = {"loss", *measured}
+    metrics, wanted = {"loss", *measured}, args.metric_for_best_model
     if "rewards/chosen" in metrics:
         metrics.add("rewards/margins")
-    wanted = args.metric_for_best_model
     known = {f"{name}_{metric}" if name else metric for name in eval_names for metric in metrics}
     if wanted is not None and wanted.removeprefix("eval_") not in known:
         near = did_you_mean(wanted.removeprefix("eval_"), known) or f"; set one of {', '.join(sorted(known))}"
@@ -37,17 +30,11 @@ def check_best_metric(args: AlignmentConfig, measured: Iterable[str], eval_names
 
 
 class BestModel:
-    """Follows ``metric_for_best_model``.
-
-    Args:
-        args: ``metric_for_best_model`` and ``greater_is_better``.
-        state: holds ``best_metric``, ``best_global_step`` and ``best_model_checkpoint``.
-    """
+    """Follows ``metric_for_best_model``; the best evaluation and its checkpoint are in transformers' state."""
 
     def __init__(self, args: AlignmentConfig, state: TrainerState) -> None:
         self.args, self.state = args, state
-        self._before: tuple[float | None, int | None] | None = None
-        self._folder_before: str | None = None
+        self._before = state.best_metric, state.best_global_step, state.best_model_checkpoint
 
     @property
     def saves(self) -> bool:
@@ -68,32 +55,24 @@ class BestModel:
         best = self.state.best_metric
         if best is not None and not (value > best if self.args.greater_is_better else value < best):
             return False
-        self._before = best, self.state.best_global_step
+        self._before = best, self.state.best_global_step, self.state.best_model_checkpoint
         self.state.best_metric, self.state.best_global_step = value, self.state.global_step
         return True
 
     def saved(self, folder: Path) -> None:
         """Record that the current step has a checkpoint."""
-        self._folder_before = self.state.best_model_checkpoint
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder)
 
     def lost(self) -> None:
         """Record that this checkpoint could not be written: return to the previous best if its weights are needed."""
-        if self.state.best_global_step != self.state.global_step:
-            return
-        self.state.best_model_checkpoint = self._folder_before
-        if self.saves and self._before is not None:
-            self.state.best_metric, self.state.best_global_step = self._before
+        if self.state.best_global_step == self.state.global_step:
+            metric, step, self.state.best_model_checkpoint = self._before
+            if self.saves:
+                self.state.best_metric, self.state.best_global_step = metric, step
 
     def moved_to(self, output_dir: Path) -> str | None:
-        """Point to the checkpoint of the same name in this folder; a damaged best checkpoint is dropped.
-
-        Collective.
-
-        Returns:
-            A message if the best checkpoint was dropped, else None.
-        """
+        """Point to the checkpoint of the same name in this folder; return a message if it is damaged. Collective."""
         if self.folder is None:
             return None
         folder = output_dir / self.folder.name
@@ -104,25 +83,17 @@ class BestModel:
         self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
         return f"the best checkpoint so far cannot be used ({damage}); only later evaluations count"
 
-    def load(self, restore: Callable[[Path], None], tell: Callable[[str], None]) -> str | None:
-        """Load the weights of the best evaluation; collective.
-
-        Args:
-            restore: loads the weights in a folder into the policy.
-            tell: prints a line on the first rank.
-
-        Returns:
-            A message if weights were loaded, else None.
-        """
+    def load(self, restore: Callable[[Path], None], tell: Callable[[str], None]) -> None:
+        """Load the weights of the best evaluation by ``restore``, unless the model has them; collective."""
         folder = from_first_rank(self.folder)
         if folder is not None and self.state.best_global_step == self.state.global_step:
-            return None
+            return
         damage = "no evaluation was finite" if folder is None else on_first_rank(lambda: _damage(folder, read=True))
         if damage is not None:
             tell(f"load_best_model_at_end: {damage}; keeping the weights of the last step")
-            return None
+            return
         restore(folder)
-        return f"loaded the weights of {folder.name}: {self.args.metric_for_best_model} {self.state.best_metric:.6g}"
+        tell(f"loaded the weights of {folder.name}: {self.args.metric_for_best_model} {self.state.best_metric:.6g}")
 
 
 def _damage(folder: Path, *, read: bool) -> str | None:

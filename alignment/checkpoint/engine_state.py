@@ -16,17 +16,13 @@ _PAIRS, _COUNTS = "__pairs__", "__counts__"
 
 
 class EngineState:
-    """The part of the run state that belongs to the engine.
-
-    Args:
-        policy: the engine.
-    """
+    """The part of the run state that belongs to the engine: counters, loss scale and parameter groups."""
 
     def __init__(self, policy: PolicyEngine) -> None:
         self.policy = policy
 
     def state_dict(self) -> dict[str, Any]:
-        """State to save: counters, loss scale and parameter groups."""
+        """Return the state to save."""
         engine = self.policy.engine
         return {
             "counters": counters(engine),
@@ -35,11 +31,7 @@ class EngineState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`.
-
-        Raises:
-            CheckpointError: the optimizer has other parameter groups.
-        """
+        """Restore a state; raise CheckpointError if the optimizer has other parameter groups."""
         set_counters(self.policy.engine, state["counters"])
         set_loss_scale_state(self.policy.engine, state["loss_scale"])
         restore_group_settings(self.policy, state["groups"])
@@ -50,20 +42,17 @@ class ScheduleState:
 
     JSON supports only strings as keys, but torch's ``MultiStepLR`` has a ``Counter`` of steps, possibly inside another
     schedule; such a mapping is converted to a list of pairs.
-
-    Args:
-        scheduler: any scheduler with torch's interface.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self.scheduler = scheduler
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule's state in a form that JSON supports."""
+        """Return the state to save."""
         return {name: _encoded(value) for name, value in self.scheduler.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`."""
+        """Restore a state."""
         self.scheduler.load_state_dict({name: _decoded(value) for name, value in state.items()})
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from alignment.reporting.durable import sync_folder
 
 CHECKPOINT_PREFIX = "checkpoint-"
-_PARTIAL, _REMOVED = ".partial", ".removed"
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
@@ -36,7 +35,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def partial_of(target: Path) -> Path:
     """The hidden folder in which a checkpoint is written before it is published."""
-    return target.with_name(f".{target.name}{_PARTIAL}")
+    return target.with_name(f".{target.name}.partial")
 
 
 def publish(partial: Path, target: Path) -> None:
@@ -47,21 +46,10 @@ def publish(partial: Path, target: Path) -> None:
         sync_folder(target.parent)
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint: hide it immediately, then delete its files."""
-    hidden = path.with_name(f".{path.name}{_REMOVED}")
-    shutil.rmtree(hidden, ignore_errors=True)
-    os.rename(path, hidden)
-    if hidden.is_symlink():
-        hidden.unlink()  # the target of a link is not ours to remove
-    else:
-        shutil.rmtree(hidden)
-
-
 def clear_leftovers(folder: Path) -> None:
     """Remove checkpoints that were being written or removed when an earlier process ended."""
-    for ending in (_PARTIAL, _REMOVED):
-        for path in folder.glob(f".{CHECKPOINT_PREFIX}*{ending}"):
+    for ending in ("partial", "removed"):
+        for path in folder.glob(f".{CHECKPOINT_PREFIX}*.{ending}"):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -71,4 +59,7 @@ def prune_checkpoints(folder: Path, limit: int | None, keep: Path | None = None)
     # The same folder may be spelled differently after a resume: relative or absolute, or through a link.
     old = [path for path in found[:-1] if keep is None or path.resolve() != keep.resolve()]
     for path in [] if limit is None else old[: max(len(found) - limit, 0)]:
-        remove(path)
+        hidden = path.with_name(f".{path.name}.removed")  # it vanishes at once, then its files are deleted
+        shutil.rmtree(hidden, ignore_errors=True)
+        os.rename(path, hidden)
+        shutil.rmtree(hidden)

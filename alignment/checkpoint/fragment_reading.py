@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,8 +15,6 @@ from alignment.config.errors import CheckpointError
 from alignment.internals.bitsandbytes import state_buffer
 from alignment.internals.deepspeed_state import Unit
 
-_VALUE = "value"  # a state that is not a tensor
-
 
 class SavedState(NamedTuple):
     """A state of a unit to be read from one or several files; elements in none of the intervals are zero."""
@@ -28,13 +25,7 @@ class SavedState(NamedTuple):
 
 
 class UnitPlan(NamedTuple):
-    """Everything that a unit is restored from.
-
-    Attributes:
-        unit: the unit.
-        master: where its master weights are.
-        states: its states by name: tensors to be read, and scalars, which are tensors or plain values.
-    """
+    """What a unit is restored from: where its master weights are, and its states by name (scalars have been read)."""
 
     unit: Unit
     master: list[Interval]
@@ -47,7 +38,7 @@ def plan_unit(
     unit: Unit,
     pieces: tuple[SavedPiece, ...],
 ) -> UnitPlan:
-    """Find everything that a unit needs, without changing it; only scalars are read.
+    """Find everything that a unit needs, without changing it.
 
     Args:
         fragments: the opened fragments of the checkpoint.
@@ -65,36 +56,38 @@ def plan_unit(
     else:
         master = [_master(fragments, exported, *part) for part in found]
     for file, key, *_ in master:
-        if file.entry(key).dtype != unit.master.dtype:
+        if (dtype := file.tensor(key).dtype) != unit.master.dtype:
             raise CheckpointError(
-                f"{file.path}: {key} is {file.entry(key).dtype}, but this run's master weights are "
-                f"{unit.master.dtype}; resume with the same number formats"
+                f"{file.path}: {key} is {dtype}, but this run's master weights are {unit.master.dtype}; resume with "
+                "the same number formats"
             )
-    if same is not None:
-        return UnitPlan(unit, master, _states(fragments, [same], None))
-    return UnitPlan(unit, master, _states(fragments, [part[1:] for part in found], tuple(unit.master.shape)))
-
-
-def restore_unit(optimizer: Optimizer, plan: UnitPlan) -> None:
-    """Set the master weights and the states of a unit of the inner optimizer.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
-    fill(plan.unit.master, plan.master)
     states: dict[str, Any] = {}
-    for name, saved in plan.states.items():
-        if isinstance(saved, SavedState):
-            states[name] = _room(optimizer, plan.unit, name, saved.shape, saved.dtype, scalar=False).zero_()
-            fill(states[name], saved.intervals)
-        elif isinstance(saved, Tensor):
-            states[name] = _room(optimizer, plan.unit, name, (), saved.dtype, scalar=True).copy_(saved)
-        else:
-            states[name] = saved
-    if states:
-        optimizer.state[plan.unit.master] = states
-    else:
-        optimizer.state.pop(plan.unit.master, None)
+    for saved, tensors in [part[1:] for part in found] if same is None else [same]:
+        for name, kind in {**saved.states, **dict.fromkeys(saved.values, SCALAR)}.items():
+            here = tensors.of(name)
+            if kind == SCALAR:
+                value = saved.values[name] if name in saved.values else here.file.tensor(here.key)
+                if name == "step":
+                    value = max(value, states.get(name, value))  # parameters without gradients have made fewer steps
+                elif value != states.get(name, value):
+                    _refuse(fragments, f"different values of {name!r} in tensors to be merged")
+                states[name] = value
+                continue
+            whole = here.file.tensor(here.key)
+            if kind == WHOLE:
+                if same is None:
+                    _refuse(fragments, f"states that cannot be split differently ({name!r})")
+                here = here._replace(numel=whole.numel())
+            shape = tuple(unit.master.shape if same is None else whole.shape)
+            states.setdefault(name, SavedState(shape, whole.dtype, [])).intervals.append(here)
+    return UnitPlan(unit, master, states)
+
+
+def _refuse(fragments: Fragments, what: str) -> NoReturn:
+    raise CheckpointError(
+        f"{fragments.folder}: {fragments.optimizer} has {what}; resume with {fragments.split}, as saved, or start a "
+        "new run from the model"
+    )
 
 
 def _master(
@@ -113,62 +106,36 @@ def _master(
             "files; restore the model's files"
         )
     file, key = exported[piece.name]
-    if file.entry(key).shape != fragments.shapes[piece.name]:
+    if file.tensor(key).shape != fragments.shapes[piece.name]:
         raise CheckpointError(f"{file.path}: {key} does not have the shape of {piece.name}; restore the file")
     return tensors._replace(file=file, key=key, start=piece.start + tensors.offset - piece.offset)
 
 
-def _states(
-    fragments: Fragments, parts: Iterable[tuple[SavedUnit, Interval]], shape: tuple[int, ...] | None
-) -> dict[str, Any]:
-    """The states of a unit that consists of parts of saved units.
-
-    Args:
-        fragments: the opened fragments.
-        parts: the saved units and the parts.
-        shape: shape of the unit; None for a saved unit as it is, whose states have shapes of their own.
-
-    Raises:
-        CheckpointError: states cannot be divided or merged.
-    """
+def restore_unit(optimizer: Optimizer, plan: UnitPlan) -> None:
+    """Set the master weights and the states of a unit of the inner optimizer."""
+    fill(plan.unit.master, plan.master)
     states: dict[str, Any] = {}
-    where = f"{fragments.folder}: {fragments.optimizer}"
-    before = f"resume with {fragments.split}, as saved, or start a new run from the model"
-    for unit, tensors in parts:
-        for name, kind in {**unit.states, **dict.fromkeys(unit.values, _VALUE)}.items():
-            part = tensors.of(name)
-            if kind in (SCALAR, _VALUE):
-                value = part.file.read(part.key) if kind == SCALAR else unit.values[name]
-                if name == "step":
-                    value = max(value, states.get(name, value))  # parameters without gradients have made fewer steps
-                elif value != states.get(name, value):
-                    raise CheckpointError(
-                        f"{where} has different values of {name!r} in tensors to be merged; {before}"
-                    )
-                states[name] = value
-                continue
-            entry = part.file.entry(part.key)
-            if kind == WHOLE:
-                if shape is not None:
-                    raise CheckpointError(f"{where} has states that cannot be split differently ({name!r}); {before}")
-                part = part._replace(numel=math.prod(entry.shape))
-            state = states.setdefault(name, SavedState(entry.shape if shape is None else shape, entry.dtype, []))
-            state.intervals.append(part)
-    return states
+    for name, saved in plan.states.items():
+        if isinstance(saved, SavedState):
+            states[name] = _room(optimizer, plan.unit, name, saved.shape, saved.dtype).zero_()
+            fill(states[name], saved.intervals)
+        elif isinstance(saved, Tensor):
+            states[name] = _room(optimizer, plan.unit, name, (), saved.dtype).copy_(saved)
+        else:
+            states[name] = saved
+    if states:
+        optimizer.state[plan.unit.master] = states
+    else:
+        optimizer.state.pop(plan.unit.master, None)
 
 
-def _room(
-    optimizer: Optimizer, unit: Unit, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, scalar: bool
-) -> Tensor:
+def _room(optimizer: Optimizer, unit: Unit, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Memory for a state on the device that the optimizer would use: the existing tensor if it fits."""
-    master = unit.master
+    master, group = unit.master, optimizer.param_groups[unit.group]
     present = optimizer.state.get(master, {}).get(name)
     if isinstance(present, Tensor) and tuple(present.shape) == shape and present.dtype == dtype:
         return present
-    if scalar:
-        group = optimizer.param_groups[unit.group]
-        on_device = group.get("fused") or group.get("capturable")
-        return torch.empty(shape, dtype=dtype, device=master.device if on_device else "cpu")
-    if shape == tuple(master.shape):
+    if shape == tuple(master.shape) and name != "step":
         return state_buffer(optimizer, master, dtype)
-    return torch.empty(shape, dtype=dtype, device=master.device)
+    on_host = not shape and not (group.get("fused") or group.get("capturable"))  # as torch's optimizers do
+    return torch.empty(shape, dtype=dtype, device="cpu" if on_host else master.device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +18,16 @@ from torch import Tensor
 from alignment.checkpoint.tensors import TensorFile
 from alignment.config.errors import CheckpointError, counted
 
-FORMAT = 1
 MASTER = "master"
 ELEMENTS, SCALAR, WHOLE = "elements", "scalar", "whole"  # kinds of state; see SavedUnit
 _INDEX = "fragments"
+
+
+class ExportedTensor(NamedTuple):
+    """Location of a parameter in fp32, with the same shape, in the model's own files: file name and key."""
+
+    file: str
+    key: str
 
 
 class SavedPiece(NamedTuple):
@@ -59,10 +64,8 @@ class Index(NamedTuple):
     """The index of a file.
 
     Attributes:
-        rank: number of the file, from 0.
-        ranks: number of files.
-        world_size: number of ranks of the run.
-        stage: ZeRO stage.
+        rank, ranks: number of the file, from 0, and number of files.
+        world_size, stage: number of ranks and ZeRO stage of the run.
         optimizer: library and class.
         groups: settings of the parameter groups.
         shapes: shapes of the parameters with a piece in the file, by name.
@@ -80,30 +83,17 @@ class Index(NamedTuple):
 
     def metadata(self) -> dict[str, str]:
         """Serialize the index as metadata of the file."""
-        content = {"format": FORMAT, **self._asdict(), "units": [unit._asdict() for unit in self.units]}
+        content = {"format": 1, **self._asdict(), "units": [unit._asdict() for unit in self.units]}
         return {"format": "pt", _INDEX: json.dumps(content, separators=(",", ":"))}
 
     @classmethod
     def of(cls, file: TensorFile) -> Index:
-        """Read the index of a file.
-
-        Raises:
-            CheckpointError: the file is not a fragment file, or of a newer format.
-        """
-        if _INDEX not in file.metadata:
-            raise CheckpointError(f"{file.path}: not an optimizer fragment, because its metadata has no {_INDEX!r}")
+        """Read the index of a fragment file."""
         content = json.loads(file.metadata[_INDEX])
-        version = content.pop("format")
-        if version > FORMAT:
-            raise CheckpointError(
-                f"{file.path}: format {version} is newer than {FORMAT}, the newest that this release can read; "
-                "upgrade deepspeed-alignment"
-            )
-        units = [
-            SavedUnit(**{**unit, "pieces": tuple(SavedPiece(*piece) for piece in unit["pieces"])})
-            for unit in content.pop("units")
-        ]
-        return cls(**content, units=units)
+        del content["format"]  # that of the manifest has been compared
+        pieces = [tuple(SavedPiece(*piece) for piece in unit["pieces"]) for unit in content["units"]]
+        units = [SavedUnit(**{**unit, "pieces": of}) for unit, of in zip(content["units"], pieces, strict=True)]
+        return cls(**{**content, "units": units})
 
 
 def describe_split(stage: int, world_size: int) -> str:
@@ -142,7 +132,7 @@ def fill(target: Tensor, intervals: Iterable[Interval]) -> None:
     """Fill a tensor of any shape; elements in none of the intervals are not changed.
 
     Raises:
-        CheckpointError: a file cannot be read, or does not have these elements in the dtype of the tensor.
+        CheckpointError: a file does not have these elements in the dtype of the tensor.
     """
     flat = target.detach().contiguous().view(-1)  # a copy only if the tensor is not contiguous
     for file, key, start, offset, numel in intervals:
@@ -152,11 +142,7 @@ def fill(target: Tensor, intervals: Iterable[Interval]) -> None:
 
 
 class Fragments:
-    """All fragment files of a checkpoint, opened together.
-
-    Args:
-        folder: the checkpoint.
-        opened: closes the files.
+    """All fragment files of a checkpoint.
 
     Attributes:
         optimizer: library and class.
@@ -165,19 +151,18 @@ class Fragments:
         units: all units and their tensors, by size and pieces.
 
     Raises:
-        CheckpointError: a file is missing, damaged, of a newer format or of another checkpoint.
+        CheckpointError: a file is missing, damaged or of another checkpoint.
     """
 
-    def __init__(self, folder: Path, opened: ExitStack) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        paths = sorted(folder.glob("optimizer-*-of-*.safetensors"))
-        files = [opened.enter_context(TensorFile(path)) for path in paths]
+        files = [TensorFile(path) for path in sorted(folder.glob("optimizer-*-of-*.safetensors"))]
         indices = [Index.of(file) for file in files]
         shared = {index[1:5] for index in indices}  # numbers of files and ranks, stage, and optimizer
         if len(shared) != 1 or [index.rank for index in indices] != list(range(indices[0].ranks)):
             raise CheckpointError(
                 f"{folder}: requires the optimizer's files of one checkpoint, but has "
-                f"{', '.join(path.name for path in paths) or 'none'}; restore its files, and remove all others"
+                f"{', '.join(file.path.name for file in files) or 'none'}; restore its files, and remove all others"
             )
         self.optimizer = indices[0].optimizer
         self.split = describe_split(indices[0].stage, indices[0].world_size)
@@ -189,8 +174,8 @@ class Fragments:
         }
         pieces = [(piece, *found) for found in self.units.values() for piece in found[0].pieces]
         self._pieces: dict[str, list[tuple[SavedPiece, SavedUnit, Interval]]] = {name: [] for name in self.shapes}
-        for piece, unit, tensors in sorted(pieces, key=lambda found: found[0].start):
-            self._pieces[piece.name].append((piece, unit, tensors))
+        for found in sorted(pieces, key=lambda found: found[0].start):
+            self._pieces[found[0].name].append(found)
 
     def find(self, piece: SavedPiece) -> list[tuple[SavedUnit, Interval]]:
         """The units that have the elements of a piece, and where; offsets are those in the piece's own unit.
@@ -219,12 +204,11 @@ def master_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    with ExitStack() as opened:
-        fragments = Fragments(folder, opened)
-        for name, shape in sorted(fragments.shapes.items()):
-            found = fragments.find(SavedPiece(name, 0, 0, math.prod(shape)))
-            if all(unit.master for unit, _ in found):
-                intervals = [tensors.of(MASTER) for _, tensors in found]
-                whole = torch.empty(shape, dtype=intervals[0].file.entry(intervals[0].key).dtype, device="cpu")
-                fill(whole, intervals)
-                yield name, whole
+    fragments = Fragments(folder)
+    for name, shape in sorted(fragments.shapes.items()):
+        found = fragments.find(SavedPiece(name, 0, 0, math.prod(shape)))
+        if all(unit.master for unit, _ in found):
+            intervals = [tensors.of(MASTER) for _, tensors in found]
+            whole = torch.empty(shape, dtype=intervals[0].file.tensor(intervals[0].key).dtype, device="cpu")
+            fill(whole, intervals)
+            yield name, whole

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor, nn
 
-from alignment.checkpoint.manifest import FileRecord
-from alignment.checkpoint.tensors import TensorFile, write_tensors
+from alignment.checkpoint.tensors import TensorFile
 from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.internals.torch import version_of
 
@@ -44,8 +41,8 @@ class FrozenTensors:
     def restore(self, file: TensorFile) -> None:
         """Restore what :func:`write_frozen` wrote: into the existing tensor, or as a new one if it does not match."""
         present = self._tensors()
-        for key in file.keys():
-            value = file.read(key)
+        for key in sorted(file.keys):
+            value = file.tensor(key).clone()
             owner, _, name = key.rpartition(".")
             tensor, module = present.get(key), self.model.get_submodule(owner)
             if tensor is None:
@@ -59,13 +56,3 @@ class FrozenTensors:
 def frozen_file(rank: int, ranks: int) -> str:
     """The file name of a rank; the file exists only if something has changed."""
     return f"frozen-{rank + 1:05d}-of-{ranks:05d}.safetensors"
-
-
-def write_frozen(frozen: FrozenTensors, path: Path) -> FileRecord:
-    """Write the changed tensors."""
-    return write_tensors(path, frozen.changed, {"format": "pt"})
-
-
-def frozen_bytes(frozen: FrozenTensors) -> int:
-    """The size of the changed tensors."""
-    return sum(tensor.nbytes for tensor in frozen.changed.values())

@@ -22,12 +22,7 @@ FORMAT = 1
 
 
 class FileRecord(NamedTuple):
-    """The manifest's record of a file.
-
-    Attributes:
-        size: size in bytes.
-        checksum: xxh3_128 of the content, 32 hexadecimal digits.
-    """
+    """The manifest's record of a file: its size in bytes, and the xxh3_128 of its content in hexadecimal digits."""
 
     size: int
     checksum: str
@@ -39,14 +34,12 @@ def record_of(path: Path) -> FileRecord:
     Raises:
         CheckpointError: the file cannot be read.
     """
-    digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(4 * 2**20))
-    size = 0
+    digest, size = xxhash.xxh3_128(), 0
     try:
         with open(path, "rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                digest.update(buffer[:count])
-                size += count
+            while chunk := file.read(4 * 2**20):
+                digest.update(chunk)
+                size += len(chunk)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}; restore the file") from error
     return FileRecord(size, digest.hexdigest())
@@ -100,7 +93,13 @@ class Manifest:
         """
         path = folder / MANIFEST
         if not path.is_file():
-            raise CheckpointError(_no_manifest(folder))
+            model = any(folder.glob("*.safetensors"))
+            raise CheckpointError(
+                f"{folder}: contains a model but no {MANIFEST}, so no run can resume from it; start a new run with "
+                "model_name_or_path"
+                if model
+                else f"{folder}: not a checkpoint, because it has no {MANIFEST}"
+            )
         try:
             text = path.read_text(encoding="utf-8")
             content = json.loads(text)
@@ -119,11 +118,7 @@ class Manifest:
         return cls(**{**content, "files": files})
 
     def check_files(self, folder: Path) -> None:
-        """Check that every file exists and has the recorded size.
-
-        Raises:
-            CheckpointError: a file is missing or has another size.
-        """
+        """Raise CheckpointError if a file is missing or does not have the recorded size."""
         for name, record in self.files.items():
             try:
                 size = (folder / name).stat().st_size
@@ -133,11 +128,7 @@ class Manifest:
                 raise CheckpointError(f"{folder / name}: has {size} bytes instead of {record.size}")
 
     def check_contents(self, folder: Path, names: Iterable[str]) -> None:
-        """Read these files and compare their checksums.
-
-        Raises:
-            CheckpointError: the content of a file has changed.
-        """
+        """Read these files, and raise CheckpointError if the content of one has changed."""
         for name in names:
             checksum = record_of(folder / name).checksum
             if checksum != self.files[name].checksum:
@@ -145,31 +136,14 @@ class Manifest:
                     f"{folder / name}: the content has changed since it was written (checksum {checksum})"
                 )
 
-    def shares(self, ranks: int) -> list[list[str]]:
-        """Distribute the files among ``ranks`` readers, with about the same number of bytes each."""
-        shares: list[list[str]] = [[] for _ in range(ranks)]
-        loads = [0] * ranks
-        for name, record in sorted(self.files.items(), key=lambda entry: (-entry[1].size, entry[0])):
-            least = loads.index(min(loads))
-            shares[least].append(name)
-            loads[least] += record.size
-        return shares
+    def share(self, rank: int, ranks: int) -> list[str]:
+        """Return the files that one of ``ranks`` readers reads, with about the same number of bytes each."""
+        return sorted(self.files, key=lambda name: (-self.files[name].size, name))[rank::ranks]
 
 
 def _text(content: Mapping[str, Any]) -> str:
     checksum = xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
     return json.dumps({**content, "checksum": checksum}, indent=1, sort_keys=True) + "\n"
-
-
-def _no_manifest(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"{folder}: no such folder"
-    if any(folder.glob("*.safetensors")):
-        return (
-            f"{folder}: contains a model but no {MANIFEST}, so it was written by an older release or another program "
-            "and no run can resume from it; start a new run with model_name_or_path"
-        )
-    return f"{folder}: not a checkpoint, because it has no {MANIFEST}"
 
 
 def files_in(folder: Path) -> list[str]:

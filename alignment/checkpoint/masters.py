@@ -21,16 +21,10 @@ Masters = Iterator[tuple[str, Tensor]]
 
 
 def checked_masters(folder: Path, wanted: bool) -> Masters:
-    """Compare a checkpoint's files with its manifest, and return its master weights.
+    """Compare a checkpoint's files with its manifest, and return its fp32 master weights, by name and one at a time.
 
-    Sizes are checked for all files, checksums for those that are read. A folder that is no checkpoint is not checked.
-
-    Args:
-        folder: the folder to export.
-        wanted: read the optimizer's files, which are several times as large as the others.
-
-    Returns:
-        The fp32 master weights by parameter name, one at a time; empty if none are wanted, or there are none.
+    A folder that is no checkpoint is not checked, and has none. Unless they are ``wanted``, none are returned, and the
+    optimizer's files, which are several times as large as the others, are not read.
 
     Raises:
         CheckpointError: a file is missing or has changed since it was written, or the manifest is damaged.

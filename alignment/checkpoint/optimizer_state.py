@@ -9,9 +9,8 @@ are read from there. The format of a fragment file is described in :mod:`.fragme
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +21,17 @@ from alignment.checkpoint.fragments import (
     MASTER,
     SCALAR,
     WHOLE,
+    ExportedTensor,
     Fragments,
     Index,
     SavedPiece,
     SavedUnit,
+    fragment_file,
 )
 from alignment.checkpoint.manifest import FileRecord
 from alignment.checkpoint.tensors import TensorFile, write_tensors
 from alignment.config.errors import CheckpointError
 from alignment.engines.collectives import together
-from alignment.engines.optimizers import bytes_to_come
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import (
     Unit,
@@ -44,29 +44,10 @@ from alignment.internals.deepspeed_state import (
     zero_stage,
 )
 
-_HEADER_BYTES = 90  # for a tensor in the header of a file, about
-
-
-class ExportedTensor(NamedTuple):
-    """Location of a parameter in fp32, with the same shape, in the model's own files: file name and key."""
-
-    file: str
-    key: str
-
 
 def trained_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """The names of the trained parameters, in the order of the model; a tied parameter has its first name."""
     return {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def fragment_ranks(policy: PolicyEngine) -> int:
-    """The number of fragment files: one without ZeRO, where all ranks have the same state, otherwise one per rank."""
-    return 1 if replicates_state(policy.engine) else policy.world_size
-
-
-def writes_fragments(policy: PolicyEngine) -> bool:
-    """Whether this rank writes a fragment file."""
-    return torch.distributed.get_rank() < fragment_ranks(policy)
 
 
 def optimizer_name(policy: PolicyEngine) -> str:
@@ -105,76 +86,24 @@ def restore_group_settings(policy: PolicyEngine, settings: Sequence[Mapping[str,
                 group[name] = tuple(value) if isinstance(current, tuple) else value
 
 
-def write_fragments(
-    policy: PolicyEngine, path: Path, exported: Mapping[str, ExportedTensor] | None = None
-) -> FileRecord:
-    """Write this rank's fragment file; for ranks with :func:`writes_fragments`.
+def write_fragments(policy: PolicyEngine, folder: Path, exported: Collection[str] = ()) -> dict[str, FileRecord]:
+    """Write this rank's fragment file; return its record by its name.
+
+    Without ZeRO, all ranks have the same state, and only the first one writes a file.
 
     Args:
         policy: the engine, between two steps.
-        path: the file.
-        exported: parameters that the model's files in the same folder contain in fp32; a unit that consists only of
-            these is written without its master weights.
+        folder: the checkpoint.
+        exported: names of parameters that the model's files in the same folder contain in fp32; a unit that consists
+            only of these is written without its master weights.
 
     Raises:
         OSError: the file cannot be written.
         CheckpointError: the optimizer has a state that cannot be saved.
     """
-    index, tensors = _contents(policy, exported or {})
-    return write_tensors(path, tensors, index.metadata())
-
-
-def read_fragments(policy: PolicyEngine, folder: Path, exported: Mapping[str, ExportedTensor] | None = None) -> None:
-    """Restore this rank's master weights and states from the fragments of all ranks, then the weights. Collective.
-
-    If any rank cannot read, every rank raises; if the checkpoint does not match the engine, nothing has been changed.
-    Apart from the states, only buffers of at most 64 MiB are needed.
-
-    Args:
-        policy: an engine with the same model and optimizer; it may have made steps.
-        folder: the checkpoint, whose files have been compared with its manifest.
-        exported: as for :func:`write_fragments`.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or do not match this model, optimizer or split.
-    """
-    optimizer, names = inner_optimizer(policy.engine), trained_names(policy.scorer.model)
-    with ExitStack() as opened:
-        with together():
-            fragments = Fragments(folder, opened)
-            units = [(unit, _pieces(unit, names)) for unit in state_units(policy.engine)]
-            shapes = {name: whole_shape(parameter) for parameter, name in names.items()}
-            _check_same(policy, fragments, shapes, (piece.name for _, pieces in units for piece in pieces))
-            places = (exported or {}).items()
-            files = {file: opened.enter_context(TensorFile(folder / file)) for file in {at.file for _, at in places}}
-            weights = {name: (files[at.file], at.key) for name, at in places}
-            plans = [plan_unit(fragments, weights, unit, pieces) for unit, pieces in units]
-        with together(), torch.no_grad():
-            for plan in plans:
-                restore_unit(optimizer, plan)
-    steps = [int(state["step"]) for state in optimizer.state.values() if isinstance(state.get("step"), int)]
-    replay_cpu_adam(optimizer, max(steps, default=0))
-    refresh_weights(policy.engine)
-
-
-def fragment_bytes(policy: PolicyEngine, exported: Collection[str] = ()) -> int:
-    """The size of this rank's fragment file, up to the lengths of names; 0 if it writes none.
-
-    Before the first step there are no states: their size is estimated from the kind of the optimizer.
-
-    Args:
-        policy: the engine, at any time.
-        exported: names of the parameters that the model's files will contain in fp32.
-    """
-    if not writes_fragments(policy):
-        return 0
-    index, tensors = _contents(policy, exported)
-    size = sum(tensor.nbytes + _HEADER_BYTES for tensor in tensors.values())
-    return size + sum(map(len, index.metadata().values())) + bytes_to_come(policy.engine)
-
-
-def _contents(policy: PolicyEngine, exported: Collection[str]) -> tuple[Index, dict[str, Tensor]]:
-    """The index of this rank's file and its tensors, which are not copied."""
+    rank, ranks = torch.distributed.get_rank(), 1 if replicates_state(policy.engine) else policy.world_size
+    if rank >= ranks:
+        return {}
     optimizer, names = inner_optimizer(policy.engine), trained_names(policy.scorer.model)
     tensors: dict[str, Tensor] = {}
     shapes: dict[str, list[int]] = {}
@@ -198,10 +127,41 @@ def _contents(policy: PolicyEngine, exported: Collection[str]) -> tuple[Index, d
         if not in_model:
             tensors[f"unit-{number}.{MASTER}"] = unit.master
         units.append(SavedUnit(unit.group, unit.master.numel(), not in_model, pieces, kinds, values))
-    ranks, rank = fragment_ranks(policy), torch.distributed.get_rank()
     stage, settings = zero_stage(policy.engine), group_settings(policy)
     index = Index(rank, ranks, policy.world_size, stage, optimizer_name(policy), settings, shapes, units)
-    return index, tensors
+    name = fragment_file(rank, ranks)
+    return {name: write_tensors(folder / name, tensors, index.metadata())}
+
+
+def read_fragments(policy: PolicyEngine, folder: Path, exported: Mapping[str, ExportedTensor] | None = None) -> None:
+    """Restore this rank's master weights and states from the fragments of all ranks, then the weights. Collective.
+
+    If any rank cannot read, every rank raises; if the checkpoint does not match the engine, nothing has been changed.
+
+    Args:
+        policy: an engine with the same model and optimizer; it may have made steps.
+        folder: the checkpoint, whose files have been compared with its manifest.
+        exported: parameters that the model's files contain in fp32.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or do not match this model, optimizer or split.
+    """
+    optimizer, names = inner_optimizer(policy.engine), trained_names(policy.scorer.model)
+    with together():
+        fragments = Fragments(folder)
+        units = [(unit, _pieces(unit, names)) for unit in state_units(policy.engine)]
+        shapes = {name: whole_shape(parameter) for parameter, name in names.items()}
+        _check_same(policy, fragments, shapes, (piece.name for _, pieces in units for piece in pieces))
+        places = (exported or {}).items()
+        files = {file: TensorFile(folder / file) for file in {at.file for _, at in places}}
+        weights = {name: (files[at.file], at.key) for name, at in places}
+        plans = [plan_unit(fragments, weights, unit, pieces) for unit, pieces in units]
+    with together(), torch.no_grad():
+        for plan in plans:
+            restore_unit(optimizer, plan)
+    steps = [int(state["step"]) for state in optimizer.state.values() if isinstance(state.get("step"), int)]
+    replay_cpu_adam(optimizer, max(steps, default=0))
+    refresh_weights(policy.engine)
 
 
 def _pieces(unit: Unit, names: Mapping[nn.Parameter, str]) -> tuple[SavedPiece, ...]:

@@ -9,15 +9,10 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from alignment.checkpoint.fragments import describe_split
+from alignment.checkpoint.fragments import ExportedTensor, describe_split
 from alignment.checkpoint.frozen import frozen_file
 from alignment.checkpoint.manifest import Manifest
-from alignment.checkpoint.optimizer_state import (
-    ExportedTensor,
-    group_settings,
-    read_fragments,
-    restore_group_settings,
-)
+from alignment.checkpoint.optimizer_state import group_settings, read_fragments, restore_group_settings
 from alignment.checkpoint.resume import Checkpoint
 from alignment.checkpoint.run_state import RunState
 from alignment.checkpoint.tensors import TensorFile
@@ -34,14 +29,7 @@ _AMENDED = "run_state.amended.json"
 def restore(
     checkpoint: Checkpoint, engines: TrainedEngines, state: RunState, current: Manifest, tell: Callable[[str], None]
 ) -> None:
-    """Restore weights, optimizer and run state; collective.
-
-    Args:
-        checkpoint: complete, and of this run.
-        engines: built for training.
-        state: the run's state, with all parts registered.
-        current: the manifest of checkpoints of the current run.
-        tell: prints a line on the first rank.
+    """Restore weights, optimizer and run state from a complete checkpoint of this run; collective.
 
     Raises:
         CheckpointError: if it has a state unknown to this run, or requires the original ranks and ZeRO stage.
@@ -50,15 +38,13 @@ def restore(
     policy, ranks = engines.policy, manifest.world_size
     own_groups, own_peaks = group_settings(policy), list(getattr(policy.scheduler, "base_lrs", ()))
     same_ranks = ranks == world_size()
-    source = rank() if same_ranks else 0  # whose files are read; the states of all other ranks are read below
+    sources = [rank()] if same_ranks else range(ranks)  # whose files are read
     with together():
-        shared, own = _read(folder / STATE), _read(folder / own_state_file(source))
+        shared, former = _read(folder / STATE), [_read(folder / own_state_file(each)) for each in sources]
         if (folder / _AMENDED).exists():
             shared |= _read(folder / _AMENDED)
-        former = [] if same_ranks else [_read(folder / own_state_file(each)) for each in range(ranks)]
         exported = {name: ExportedTensor(*place) for name, place in shared.pop("exported").items()}
-        unknown = state.unknown(shared, own)
-        if unknown:
+        if unknown := state.unknown(shared, former[0]):
             raise CheckpointError(
                 f"{folder}: has a state of {', '.join(unknown)}, which is unknown to this run; resume with the "
                 "release and the options that wrote it"
@@ -72,11 +58,10 @@ def restore(
         )
         shared.pop("rollout", None)  # memory limits differ with the number of ranks
     with together():
-        name = frozen_file(source, ranks)
+        name = frozen_file(sources[0], ranks)
         if name in manifest.files:
-            with TensorFile(folder / name) as file:
-                engines.frozen.restore(file)
-        state.load(shared, own, former, rank())
+            engines.frozen.restore(TensorFile(folder / name))
+        state.load(shared, former[0] if same_ranks else state.redistributed(former, rank()))
     # A schedule that is not a function of the step keeps its restored state.
     scheduler = policy.scheduler
     if (current.options, current.total_steps) != (manifest.options, manifest.total_steps):
@@ -92,8 +77,5 @@ def restore(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))  # its checksum has been compared
     return content

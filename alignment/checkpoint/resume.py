@@ -1,22 +1,18 @@
-"""Choose the checkpoint to resume from, and check that it fits the run, before a model is loaded.
-
-A checkpoint is complete if its manifest matches the names and sizes of its files. Checksums are compared once, of the
-chosen checkpoint; if it is damaged, the next older one is chosen instead.
-"""
+"""Choose the checkpoint to resume from, and check that it is intact and fits the run, before a model is loaded."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from alignment.checkpoint.fingerprints import without_path
 from alignment.checkpoint.folder import checkpoints
-from alignment.checkpoint.manifest import MANIFEST, Manifest
+from alignment.checkpoint.manifest import Manifest
 from alignment.checkpoint.run_folder import check_output_folder, holds_model, holds_run
 from alignment.config.errors import CheckpointError, OptionError, counted, did_you_mean
-from alignment.engines.collectives import gathered, on_first_rank
+from alignment.engines.collectives import on_first_rank, together
 from alignment.run.ranks import rank, world_size
 
 LATEST = "latest"
@@ -37,18 +33,15 @@ class Checkpoint(NamedTuple):
 
 
 def find(output_dir: Path, asked: str | bool, method: str) -> tuple[list[Checkpoint], list[str]]:
-    """Return the complete checkpoints, newest first, and what is wrong with the others; reads only manifests.
+    """Return the complete checkpoints of a method, newest first, and what is wrong with the others.
 
-    Args:
-        output_dir: the run's output folder.
-        asked: ``latest`` or True, or a folder.
-        method: the run's method.
+    Reads only manifests. ``asked`` is ``latest`` or True, or a folder.
 
     Raises:
         CheckpointError: if there are checkpoints but none is usable, or the requested one is not.
         OutputError: if the output folder contains something else.
     """
-    if not _is_latest(asked):
+    if asked not in (True, LATEST):
         checkpoint = _usable(_named(output_dir, str(asked)), method)
         if checkpoint.folder.resolve().parent != output_dir.resolve():
             check_output_folder(output_dir)
@@ -71,10 +64,6 @@ def find(output_dir: Path, asked: str | bool, method: str) -> tuple[list[Checkpo
     return found, problems
 
 
-def _is_latest(asked: str | bool) -> bool:
-    return asked is True or asked == LATEST
-
-
 def _named(output_dir: Path, asked: str) -> Path:
     """Return the requested folder, by its path or by its name in the output folder."""
     given = Path(asked).expanduser()
@@ -83,12 +72,6 @@ def _named(output_dir: Path, asked: str) -> Path:
         near = did_you_mean(given.name, [LATEST, *(path.name for path in checkpoints(output_dir))])
         raise CheckpointError(
             f"{_OPTION}={asked!r}: no such folder{near or f'; set {LATEST} or the path of a checkpoint'}"
-        )
-    inside = [path.name for path in checkpoints(folder)]
-    if inside and not (folder / MANIFEST).exists():
-        raise CheckpointError(
-            f"{_OPTION}={asked!r}: contains checkpoints but is not one; set {_OPTION}: {LATEST} with output_dir: "
-            f"{asked}, or set one of {', '.join(inside)}"
         )
     return folder
 
@@ -117,61 +100,53 @@ def choose(
 
     Args:
         output_dir: the run's output folder.
-        asked: ``latest`` or True, or a folder.
+        asked: as for :func:`find`.
         current: the manifest of checkpoints of the current run.
-        anyway: as for :func:`check_same_run`.
+        anyway: accept different settings, which are only listed.
         tell: prints a line on the first rank.
 
     Raises:
         CheckpointError: as in :func:`find`, or if the requested checkpoint is damaged or all are.
-        OptionError: as in :func:`check_same_run`.
+        OptionError: if the checkpoint is of a run with different settings.
     """
     found, problems = on_first_rank(lambda: find(output_dir, asked, current.method))
     for checkpoint in found:
         on_first_rank(lambda: check_same_run(checkpoint, current, anyway=anyway, tell=tell))  # noqa: B023 - called now
-        damage = next((one for one in gathered(_damage(checkpoint)) if one is not None), None)
-        if damage is None:
-            for problem in problems:
-                tell(f"{_OPTION}: {problem}")
-            return checkpoint
-        if not _is_latest(asked):
-            raise CheckpointError(f"{_OPTION}: {damage}")
-        problems.append(damage)
+        try:
+            with together():
+                share = checkpoint.manifest.share(rank(), world_size())
+                checkpoint.manifest.check_contents(checkpoint.folder, share)
+        except CheckpointError as damage:
+            if asked not in (True, LATEST):
+                raise
+            problems.append(str(damage))
+            continue
+        for problem in problems:
+            tell(f"{_OPTION}: {problem}")
+        return checkpoint
     if problems:
         raise _none_usable(output_dir, problems)
     return None
 
 
-def _damage(checkpoint: Checkpoint) -> str | None:
-    """Return what is wrong with this rank's share of the files, or None."""
-    manifest = checkpoint.manifest
-    try:
-        manifest.check_contents(checkpoint.folder, manifest.shares(world_size())[rank()])
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
 def check_same_run(checkpoint: Checkpoint, current: Manifest, *, anyway: bool, tell: Callable[[str], None]) -> None:
-    """Refuse a checkpoint of a run with different settings, listing each difference with both values.
+    """Raise OptionError if a checkpoint is of a run with different settings, listing each with both values.
 
-    Args:
-        checkpoint: the checkpoint to resume from.
-        current: the manifest of checkpoints of the current run.
-        anyway: only list the differences.
-        tell: prints a line.
-
-    Raises:
-        OptionError: if the window differs, or anything else without ``anyway``.
+    With ``anyway``, the settings are only listed, unless the window differs.
     """
-    manifest = checkpoint.manifest
-    if manifest.window != current.window:
+    before = checkpoint.manifest
+    if before.window != current.window:
         raise OptionError(
             f"{_OPTION}: a step has {current.window} rows on {counted(world_size(), 'rank')}, but had "
-            f"{manifest.window}; set per_device_train_batch_size, gradient_accumulation_steps and the number of ranks "
-            f"so that their product is {manifest.window}"
+            f"{before.window}; set per_device_train_batch_size, gradient_accumulation_steps and the number of ranks "
+            f"so that their product is {before.window}"
         )
-    differences = list(_differences(manifest, current))
+    differences = [
+        *_differences(before.options, current.options, lambda value: value),
+        *_differences(before.fingerprints, current.fingerprints, without_path),
+    ]
+    if current.total_steps < before.total_steps:
+        differences.append(f"the number of steps was {before.total_steps}, is {current.total_steps}")
     if differences and not anyway:
         raise OptionError(
             f"{_OPTION}: {checkpoint.folder.name} was written with different settings: {'; '.join(differences)}. "
@@ -181,17 +156,11 @@ def check_same_run(checkpoint: Checkpoint, current: Manifest, *, anyway: bool, t
         tell(f"resume_anyway: {difference}")
 
 
-def _differences(before: Manifest, current: Manifest) -> Iterator[str]:
-    for was, now, compared in (
-        (before.options, current.options, lambda value: value),
-        (before.fingerprints, current.fingerprints, without_path),
-    ):
-        for name in sorted(was.keys() | now.keys()):
-            # These only matter to a run that sets both of them.
-            unset = name in _OF_THE_BEST and None in (was.get(name), now.get(name))
-            if compared(was.get(name)) != compared(now.get(name)) and not unset:
-                pair = [values.get(name, "missing") for values in (was, now)]
-                old, new = (value if isinstance(value, str) else json.dumps(value) for value in pair)
-                yield f"{name} was {old}, is {new}"
-    if current.total_steps < before.total_steps:
-        yield f"the number of steps was {before.total_steps}, is {current.total_steps}"
+def _differences(was: Mapping[str, Any], now: Mapping[str, Any], compared: Callable[[Any], Any]) -> Iterator[str]:
+    for name in sorted(was.keys() | now.keys()):
+        # These only matter to a run that sets both of them.
+        unset = name in _OF_THE_BEST and None in (was.get(name), now.get(name))
+        if compared(was.get(name)) != compared(now.get(name)) and not unset:
+            old, new = (values.get(name, "missing") for values in (was, now))
+            old, new = (value if isinstance(value, str) else json.dumps(value) for value in (old, new))
+            yield f"{name} was {old}, is {new}"

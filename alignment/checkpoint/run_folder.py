@@ -43,12 +43,7 @@ _SHARED_S, _CACHE_S, _POLL_S = 10.0, 2.0, 0.1  # on NFS, files appear when the c
 
 
 class RunFolder:
-    """The output folder of a run.
-
-    Args:
-        path: the folder, which need not exist.
-        args: the run's options.
-        tell: prints a line on the first rank.
+    """The output folder of a run, which need not exist.
 
     Attributes:
         lock: held by the first rank while the run uses the folder.

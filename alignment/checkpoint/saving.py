@@ -14,14 +14,15 @@ import deepspeed
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from alignment.checkpoint.fragments import ExportedTensor
 from alignment.checkpoint.tensors import TensorFile
 from alignment.config.errors import OutputError
 from alignment.engines.collectives import copied_from_first_rank
-from alignment.internals.deepspeed_zero3 import is_partitioned, whole_bytes
+from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.internals.transformers import tokenizer_options
 from alignment.models.adapters.record import TRAINING_BASE, Adapters, adapter_tensors, adapter_weights
 from alignment.models.classifier import HEAD_TENSORS
@@ -68,15 +69,7 @@ def write_model(model: PreTrainedModel, tokenizer: Any, folder: Path, *, first_r
 def write_adapters(
     model: PreTrainedModel, adapters: Adapters, source: ModelSource, tokenizer: Any, folder: Path, *, first_rank: bool
 ) -> None:
-    """Write adapters, and fully trained modules, in PEFT's format. Collective.
-
-    Args:
-        model: the model inside an engine.
-        adapters: the adapters to write.
-        source: the model that they were trained on; a record of it is written to the same folder.
-        tokenizer: written to the same folder.
-        folder: as for :func:`write_model`.
-        first_rank: whether this rank writes.
+    """Write adapters, fully trained modules and a record of their base model in PEFT's format. Collective.
 
     Raises:
         OutputError: the folder cannot be written, or the disk is full.
@@ -91,7 +84,7 @@ def write_adapters(
     config.inference_mode = True
 
     with written_folder(folder, tokenizer) as partial:
-        tensors = {f"base_model.model.{saved}": state[name] for saved, name in names.items()}
+        tensors = {key: state[name] for key, name in names.items()}
         save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
         config.save_pretrained(str(partial))
         write_training_base(
@@ -106,29 +99,29 @@ def write_adapters(
 
 
 def _adapter_names(model: PreTrainedModel, adapters: Adapters) -> dict[str, str]:
-    """Map the saved names of an adapter's tensors to those of the model."""
+    """Map the keys of an adapter's tensors in saved files to the names of the model."""
     own = {name: name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     names: dict[str, str] = adapter_tensors(model, adapters.name, own, embeddings=adapters.embeddings)
     if adapters.head:
         names |= {name: name for name in HEAD_TENSORS if name in own}
-    return names
+    return {f"base_model.model.{saved}": name for saved, name in names.items()}
+
+
+def _saved_keys(model: PreTrainedModel, adapters: Adapters | None) -> dict[str, str]:
+    """The keys of parameters in saved files by name, as long as no conversion renames them."""
+    if adapters is None:
+        return {name: name for name, _ in model.named_parameters()}
+    return {name: key for key, name in _adapter_names(model, adapters).items()}
 
 
 @contextlib.contextmanager
 def written_folder(folder: Path, tokenizer: Any, key: str = "output_dir") -> Iterator[Path]:
-    """A hidden folder whose files, and those of the tokenizer, are moved into ``folder`` at the end of the context.
-
-    If ``folder`` exists, the hidden folder is inside it because ``folder`` may be a mount point, and a move is a
-    rename only within it.
-
-    Args:
-        folder: the destination.
-        tokenizer: None to write none.
-        key: name of the destination in messages.
+    """A hidden folder whose files, and those of the tokenizer if any, are moved into ``folder`` at the end.
 
     Raises:
-        OutputError: the folder cannot be written, or the disk is full.
+        OutputError: the folder, named as ``key``, cannot be written, or the disk is full.
     """
+    # Inside an existing folder, which may be a mount point: a move is a rename only within it.
     partial = folder / ".partial" if folder.exists() else folder.parent / f".{folder.name}.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -139,7 +132,9 @@ def written_folder(folder: Path, tokenizer: Any, key: str = "output_dir") -> Ite
             for name in _OF_MODELS:  # keywords of the model that TRL's scripts load it with, not JSON-serializable
                 tokenizer_options(tokenizer).pop(name, None)
             tokenizer.save_pretrained(partial)
-        share_with_others(partial)
+        mode = next(partial.glob("*.json")).stat().st_mode  # safetensors makes files readable by their owner only
+        for file in partial.glob("*.safetensors"):
+            file.chmod(mode)
         move_into(partial, folder)
     except (OSError, SafetensorError) as error:
         raise OutputError(f"{key}: could not write the model to {folder}: {error}") from error
@@ -147,61 +142,33 @@ def written_folder(folder: Path, tokenizer: Any, key: str = "output_dir") -> Ite
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def exported_tensors(folder: Path, names: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """The parameters that a folder's model files contain in unmodified fp32: their file and key by name.
-
-    Args:
-        folder: a folder written by :func:`write_model` or :func:`write_adapters`.
-        names: the key of each parameter by its name; a model may be saved under other keys than its own.
-    """
-    found: dict[str, tuple[str, str]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with TensorFile(file) as opened:
-            fp32 = {key for key in opened.keys() if opened.entry(key).dtype == torch.float32}
-        found |= {name: (file.name, key) for name, key in names.items() if key in fp32}
-    return found
+def exported_tensors(folder: Path, keys: Mapping[str, str]) -> dict[str, ExportedTensor]:
+    """The parameters that a folder's model files contain in fp32, of those with these keys by name."""
+    files = [TensorFile(path) for path in sorted(folder.glob("*.safetensors"))]
+    fp32 = {key: file.path.name for file in files for key in file.keys if file.tensor(key).dtype == torch.float32}
+    return {name: ExportedTensor(fp32[key], key) for name, key in keys.items() if key in fp32}
 
 
 def trained_keys(model: PreTrainedModel, adapters: Adapters | None) -> dict[str, str]:
-    """The keys under which trainable parameters are saved, by name, as long as no conversion renames them."""
-    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if adapters is None:
-        return {name: name for name in trainable}
-    keys = {name: f"base_model.model.{saved}" for saved, name in _adapter_names(model, adapters).items()}
-    return {name: keys[name] for name in trainable if name in keys}
+    """The keys under which parameters that are trained in fp32 are saved, by name."""
+    keys, fp32 = _saved_keys(model, adapters), torch.float32
+    trained = [name for name, one in model.named_parameters() if one.requires_grad and one.dtype == fp32]
+    return {name: keys[name] for name in trained if name in keys}
 
 
-def written_bytes(model: PreTrainedModel, adapters: Adapters | None) -> int:
-    """The total size of the tensors that :func:`write_model` or :func:`write_adapters` writes."""
-    wanted = model.state_dict().keys() if adapters is None else set(_adapter_names(model, adapters).values())
-    tensors = {
-        id(tensor): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in wanted
-    }
-    return sum(whole_bytes(tensor) if is_partitioned(tensor) else tensor.nbytes for tensor in tensors.values())
+def load_weights(model: PreTrainedModel, adapters: Adapters | None, folder: Path, *, first_rank: bool) -> None:
+    """Load what :func:`write_model` or :func:`write_adapters` wrote into a model inside an engine. Collective.
 
-
-def load_weights(model: PreTrainedModel, folder: Path, *, first_rank: bool) -> None:
-    """Load weights written by :func:`write_model` into a model inside an engine. Collective.
-
-    The first rank reads the entire model into host memory; under ZeRO-3, one parameter at a time is gathered and
+    The first rank reads everything into host memory; under ZeRO-3, one parameter at a time is gathered and
     partitioned again. The optimizer's copy of the weights is not updated, so use this only at the end of a run.
     """
     state: dict[str, Tensor] = {}
-    if first_rank:
+    if first_rank and adapters is not None:
+        state = adapter_weights(str(folder))
+    elif first_rank:
         with no_progress_bar():
             state = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
-    _fill(model, {name: name for name, _ in model.named_parameters()}, state)
-
-
-def load_adapters(model: PreTrainedModel, adapters: Adapters, folder: Path, *, first_rank: bool) -> None:
-    """Load adapters written by :func:`write_adapters` into an engine's model; see :func:`load_weights`."""
-    state = adapter_weights(str(folder)) if first_rank else {}
-    keys = {name: f"base_model.model.{saved}" for saved, name in _adapter_names(model, adapters).items()}
-    _fill(model, keys, state)
-
-
-def _fill(model: nn.Module, keys: Mapping[str, str], state: Mapping[str, Tensor]) -> None:
-    """Set the parameters with a key on every rank to the first rank's state. Collective."""
+    keys = _saved_keys(model, adapters)
     for name, parameter in model.named_parameters():
         if name not in keys:
             continue
@@ -223,13 +190,6 @@ def no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
-
-
-def share_with_others(folder: Path) -> None:
-    """Give weight files the mode of the other files: safetensors makes them readable by their owner only."""
-    mode = next(folder.glob("*.json")).stat().st_mode
-    for file in folder.glob("*.safetensors"):
-        file.chmod(mode)
 
 
 def move_into(source: Path, target: Path) -> None:

@@ -14,24 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError
-from tqdm import tqdm
 from transformers import TrainerState
 
 from alignment.checkpoint.folder import checkpoint_folder, partial_of, prune_checkpoints, publish
-from alignment.checkpoint.fragments import fragment_file
-from alignment.checkpoint.frozen import FrozenTensors, frozen_bytes, frozen_file, write_frozen
+from alignment.checkpoint.fragments import ExportedTensor
+from alignment.checkpoint.frozen import FrozenTensors, frozen_file
 from alignment.checkpoint.manifest import FileRecord, Manifest, files_in, record_of
-from alignment.checkpoint.optimizer_state import (
-    ExportedTensor,
-    fragment_bytes,
-    fragment_ranks,
-    write_fragments,
-    writes_fragments,
-)
+from alignment.checkpoint.optimizer_state import write_fragments
 from alignment.checkpoint.run_state import RunState
 from alignment.checkpoint.saving import exported_tensors
-from alignment.config.errors import CheckpointError, OutputError, one_line
+from alignment.checkpoint.tensors import write_tensors
+from alignment.config.errors import CheckpointError, one_line
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import from_first_rank, gathered, on_first_rank, together
 from alignment.engines.scoring import PolicyEngine
@@ -39,7 +32,6 @@ from alignment.reporting.durable import replace_text, sync
 from alignment.run.ranks import rank, world_size
 
 STATE = "run_state.json"
-_SPARE = 1 << 20  # bytes for the tokenizer, configurations and states
 
 
 def own_state_file(rank: int) -> str:
@@ -54,9 +46,6 @@ class TrainedEngines(Protocol):
     def policy(self) -> PolicyEngine: ...
     @property
     def frozen(self) -> FrozenTensors: ...
-    @property
-    def trains_fp32(self) -> bool: ...
-    def trained_bytes(self) -> int: ...
     def exported_names(self) -> dict[str, str]: ...
     def write(self, folder: Path) -> None: ...
 
@@ -77,6 +66,7 @@ class CheckpointWriter:
     Attributes:
         failure: why the newest checkpoint could not be written, or None.
         newest: step of the newest checkpoint.
+        size: its bytes, on the first rank, once this process has written one.
     """
 
     def __init__(
@@ -96,27 +86,16 @@ class CheckpointWriter:
         self.folder = Path(args.output_dir or "")
         self.failure: str | None = None
         self.newest: int | None = None
+        self.size = 0
 
-    def describe(self) -> str:
-        """Return the total size of a checkpoint over all ranks; collective.
-
-        Raises:
-            CheckpointError: if part of the run's state cannot be saved.
-        """
+    def check(self) -> None:
+        """Raise CheckpointError if part of the run's state cannot be saved; collective."""
         with _together():
             if self.manifest.resumable:
-                self._state_texts()
-        model, state = self._sizes()
-        total, model, state = (tqdm.format_sizeof(size, "B") for size in (model + state, model, state))
-        if not self.manifest.resumable:
-            return f"checkpoints: {total} each, model only (save_only_model): they cannot be resumed from"
-        return f"checkpoints: {total} each: model {model}, state {state}"
+                self._state_texts({})
 
     def write(self, keep: Path | None) -> bool:
-        """Write a checkpoint of the current step, then apply ``save_total_limit``; collective.
-
-        Args:
-            keep: a checkpoint that must not be removed.
+        """Write a checkpoint of the current step, then apply ``save_total_limit`` except to ``keep``; collective.
 
         Returns:
             Whether it was written. The reason for a failure is printed, and stored in ``failure``.
@@ -129,9 +108,10 @@ class CheckpointWriter:
             return True
         on_first_rank(self.hold)
         target, self.failure = checkpoint_folder(self.folder, step), None
-        with self._kept_as_failure():
+        try:
             self._write(target)
-        if self.failure is not None:
+        except CheckpointError as error:
+            self.failure = str(error)
             if rank() == 0:
                 shutil.rmtree(partial_of(target), ignore_errors=True)
             self.tell(
@@ -149,128 +129,78 @@ class CheckpointWriter:
             if rank() == 0:
                 prune_checkpoints(self.folder, self.args.save_total_limit, keep)
         except OSError as error:
-            self.tell(f"save_total_limit: could not remove an old checkpoint: {_reason(error)}")
+            self.tell(f"save_total_limit: could not remove an old checkpoint: {error}")
 
     def finish(self, write: Callable[[], None]) -> None:
         """Write the final files of a run on the first rank; an error is stored in ``failure``. Collective."""
-        with self._kept_as_failure(), _together():
-            if rank() == 0:
-                write()
-
-    @contextlib.contextmanager
-    def _kept_as_failure(self) -> Iterator[None]:
         try:
-            yield
+            with _together():
+                if rank() == 0:
+                    write()
         except CheckpointError as error:
             self.failure = str(error)
 
     def _write(self, target: Path) -> None:
-        """Write all files in stages.
-
-        Raises:
-            CheckpointError: on every rank, if one of them fails.
-        """
+        """Write all files in stages; raise CheckpointError on every rank if one of them fails."""
         partial, first, exported = partial_of(target), rank() == 0, dict[str, ExportedTensor]()
-        size = sum(self._sizes())
         with _together():
             if first:
-                _make(partial, size + _SPARE)
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
         with _together():
             self.engines.write(partial)
             if first and self.manifest.resumable:  # the fragments need not repeat weights that are there in fp32
-                places = exported_tensors(partial, self.engines.exported_names())
-                exported = {name: ExportedTensor(*place) for name, place in places.items()}
+                exported = exported_tensors(partial, self.engines.exported_names())
         exported = from_first_rank(exported)
         with _together():
             records = self._write_own(partial, exported) if self.manifest.resumable else {}
         everyone = {name: one for part in gathered(records) for name, one in part.items()}
         with _together():
             if first:
-                self._complete(partial, everyone)
+                self.write_state(partial)
+                for name in files_in(partial):
+                    if name not in everyone:
+                        sync(partial / name)
+                        everyone[name] = record_of(partial / name)
+                replace(self.manifest, step=self.state.global_step, files=everyone).write(partial)
                 publish(partial, target)
+                self.size = sum(record.size for record in everyone.values())
 
-    def _sizes(self) -> tuple[int, int]:
-        """Return the bytes of the model, and of everything else on all ranks; collective."""
-        own, engines = 0, self.engines
-        with _together():
-            if self.manifest.resumable:
-                # fp32 weights are stored in the model's files; renaming them takes slightly more.
-                exported = engines.exported_names() if engines.trains_fp32 else ()
-                own = fragment_bytes(engines.policy, exported) + frozen_bytes(engines.frozen)
-        return engines.trained_bytes(), sum(gathered(own))
-
-    def _state_texts(self) -> tuple[str, str]:
+    def _state_texts(self, exported: Mapping[str, ExportedTensor]) -> tuple[str, str]:
         """Return the run state shared by all ranks, and this rank's own, as JSON."""
-        state = self.run_state.state_dict()
-        return _json(state["shared"]), _json(state["own"])
+        shared, own = self.run_state.state()
+        return _json({**shared, "exported": exported}), _json(own)
 
     def _write_own(self, partial: Path, exported: Mapping[str, ExportedTensor]) -> dict[str, FileRecord]:
         """Write this rank's files; return their sizes and checksums by name."""
-        records, policy, frozen = {}, self.engines.policy, self.engines.frozen
-        if writes_fragments(policy):
-            name = fragment_file(rank(), fragment_ranks(policy))
-            records[name] = write_fragments(policy, partial / name, exported)
-        if frozen.changed:
+        records = write_fragments(self.engines.policy, partial, exported)
+        if changed := self.engines.frozen.changed:
             name = frozen_file(rank(), world_size())
-            records[name] = write_frozen(frozen, partial / name)
-        shared, own = self._state_texts()
-        texts = {own_state_file(rank()): own}
-        if rank() == 0:
-            texts[STATE] = f"{shared[:-1]}, {json.dumps({'exported': exported})[1:]}"
+            records[name] = write_tensors(partial / name, changed, {"format": "pt"})
+        shared, own = self._state_texts(exported)
+        texts = {own_state_file(rank()): own} | ({STATE: shared} if rank() == 0 else {})
         for name, text in texts.items():
             replace_text(partial / name, text)
             records[name] = record_of(partial / name)
         return records
 
-    def _complete(self, partial: Path, records: dict[str, FileRecord]) -> None:
-        """Add transformers' state, record the files without a record, and write the manifest."""
-        self.write_state(partial)
-        for name in files_in(partial):
-            if name not in records:
-                sync(partial / name)
-                records[name] = record_of(partial / name)
-        replace(self.manifest, step=self.state.global_step, files=records).write(partial)
-
 
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """Run a stage of writing: it succeeds on all ranks, or all raise :class:`CheckpointError`. Collective."""
+    """Run a stage of writing: it succeeds on all ranks, or all raise CheckpointError. Collective."""
     with together():
         try:
             yield
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(_reason(error)) from error
+        except OSError as error:
+            raise CheckpointError(one_line(error)) from error
 
 
-def _make(partial: Path, needed: int) -> None:
-    """Create the folder in which a checkpoint is written, if its disk has room for it."""
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    free = shutil.disk_usage(partial).free
-    if free < needed:
-        sizes = [tqdm.format_sizeof(size, "B") for size in (needed, free)]
-        raise OutputError(f"requires {sizes[0]}, but {partial.parent} has only {sizes[1]} of free space")
-
-
-def _json(parts: Mapping[str, Any]) -> str:
-    """Serialize parts of the run state as JSON, NumPy scalars as numbers.
-
-    Raises:
-        CheckpointError: if a part holds anything else; names the part.
-    """
-    texts = []
-    for name, state in parts.items():
-        try:
-            texts.append(f"{json.dumps(name)}: {json.dumps(state, default=lambda value: value.item())}")
-        except (TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                f"the state of {name!r} (of callbacks: 'trainer') cannot be saved: {one_line(error)}; use only "
-                "numbers, strings, lists and dicts in it, or set save_only_model: true"
-            ) from error
-    return f"{{{', '.join(texts)}}}"
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, OSError):
-        return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
-    return one_line(error)
+def _json(state: Mapping[str, Any]) -> str:
+    """Serialize the run state as JSON, NumPy scalars as numbers; raise CheckpointError if it holds anything else."""
+    try:
+        return json.dumps(state, default=lambda value: value.item())
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"the state of the run, which includes that of callbacks, cannot be saved: {one_line(error)}; use only "
+            "numbers, strings, lists and dicts in it, or set save_only_model: true"
+        ) from error

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from tqdm import tqdm
 from transformers.trainer_utils import TrainOutput
 
 from alignment.checkpoint.best import BestModel
@@ -443,6 +444,7 @@ class TrainingLoop:
         if ACTIVITY.status is not None:
             ACTIVITY.status.update(checkpoint=folder.name, stalled=0)
         if not self._saves and self.context.is_first:
+            self._say(f"checkpoints: {tqdm.format_sizeof(self.writer.size, 'B')} each")
             tell(notice_too_short(time.monotonic() - began, self._step_seconds))
         self._saves += 1
         return True
@@ -464,9 +466,7 @@ class TrainingLoop:
     def _finish(self) -> TrainOutput:
         REQUESTS.done = True  # only the result remains to be written, so stopping now saves no time
         if self.args.load_best_model_at_end:
-            loaded = self.best.load(self._load_best, tell)
-            if loaded is not None:
-                self.progress.note(loaded)
+            self.best.load(self._load_best, self._say)
         seconds, steps = self._seconds(), self.state.global_step
         metrics = {
             "train_runtime": seconds,

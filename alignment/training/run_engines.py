@@ -15,12 +15,10 @@ from transformers import enable_full_determinism, set_seed
 from alignment.checkpoint.engine_state import EngineState, ScheduleState
 from alignment.checkpoint.frozen import FrozenTensors
 from alignment.checkpoint.saving import (
-    load_adapters,
     load_weights,
     trained_keys,
     write_adapters,
     write_model,
-    written_bytes,
 )
 from alignment.config.dtypes import SHORT
 from alignment.config.errors import OptionError
@@ -190,18 +188,8 @@ class RunEngines:
         """The policy's ZeRO stage."""
         return int(self.plan.policy["zero_optimization"]["stage"])
 
-    @property
-    def trains_fp32(self) -> bool:
-        """Whether trained weights are kept in fp32 and need no master weights."""
-        trained = (p for p in self.policy.scorer.model.parameters() if p.requires_grad)
-        return all(parameter.dtype == torch.float32 for parameter in trained)
-
-    def trained_bytes(self) -> int:
-        """The size of the output of :meth:`write` in bytes."""
-        return written_bytes(self.policy.scorer.model, self.plan.adapters)
-
     def exported_names(self) -> dict[str, str]:
-        """The keys of trainable parameters in the output of :meth:`write`, by parameter name."""
+        """The keys of the parameters that are trained in fp32 in the output of :meth:`write`, by parameter name."""
         return trained_keys(self.policy.scorer.model, self.plan.adapters)
 
     def build(self, training_steps: int | None) -> None:
@@ -341,11 +329,7 @@ class RunEngines:
 
     def restore(self, folder: Path) -> None:
         """Load weights written by :meth:`write` into the policy, at the end of a run; collective."""
-        adapters, model = self.plan.adapters, self.policy.scorer.model
-        if adapters is None:
-            load_weights(model, folder, first_rank=self.context.is_first)
-        else:
-            load_adapters(model, adapters, folder, first_rank=self.context.is_first)
+        load_weights(self.policy.scorer.model, self.plan.adapters, folder, first_rank=self.context.is_first)
 
     def close(self) -> None:
         """Release the engines. Trained weights are released too, so save before; the trainer cannot train again.

@@ -379,7 +379,7 @@ class AlignmentTrainer(TrainerSurface):
         if checkpoint is not None and checkpoint.folder.parent.resolve() == self.output_dir.resolve():
             writer.newest = checkpoint.step
         if self.args.save_strategy != "no":
-            tell(writer.describe())
+            writer.check()
         return writer
 
     def _restore(self, checkpoint: Checkpoint, total_steps: int, manifest: Manifest) -> dict[str, Any]:

@@ -17,11 +17,9 @@ from helpers import make_model, options, unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.checkpoint import manifest as manifest_module
-from alignment.checkpoint import writer
 from alignment.checkpoint.folder import checkpoints
 from alignment.checkpoint.manifest import MANIFEST, Manifest, files_in, record_of
 from alignment.checkpoint.resume import choose
-from alignment.checkpoint.tensors import TensorFile
 from alignment.config.errors import CheckpointError, LastCheckpointError
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
@@ -89,7 +87,6 @@ def test_the_files_of_one_checkpoint_are_read(whole: Path, monkeypatch: pytest.M
     """Of the others, only the manifests and the sizes of files."""
     read: list[Path] = []
     monkeypatch.setattr(manifest_module, "record_of", lambda path, of=record_of: read.append(path) or of(path))
-    monkeypatch.setattr(TensorFile, "__init__", lambda self, path: read.append(path))
     assert taken(whole)[0] == STEPS and len(read) == len(set(read))
     assert {path.parent.name for path in read} == {f"checkpoint-{STEPS}"}
 
@@ -128,17 +125,7 @@ def test_a_model_only_checkpoint_is_skipped(model: str, whole: Path, tmp_path: P
 # Full disks ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("part", "step"),
-    [
-        ("model", 2),
-        ("optimizer-", 2),
-        ("run_state.json", 2),
-        ("run_state-00000", 2),
-        ("manifest.json", 2),
-        ("manifest.json", STEPS),
-    ],
-)
+@pytest.mark.parametrize(("part", "step"), [("model", 2), ("optimizer-", 2), ("run_state", 2), ("manifest", STEPS)])
 def test_a_full_disk_costs_one_checkpoint(
     part: str, step: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,15 +150,3 @@ def test_a_full_disk_costs_one_checkpoint(
     trainer.save_model()
     trainer.close()
     assert (trainer.output_dir / "model.safetensors").is_file() and taken(trainer.output_dir)[0] == left[-1]
-
-
-def test_space_is_checked_before_anything_is_written(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = make(model, tmp_path)
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(LastCheckpointError, match=r"requires 1\.[0-9]*MB, .* 1\.00kB"):
-        trainer.train()
-    trainer.close()
-    assert checkpoints(trainer.output_dir) == []

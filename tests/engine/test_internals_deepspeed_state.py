@@ -13,20 +13,19 @@ from deepspeed.ops.op_builder import CPUAdamBuilder
 from fragment_runs import Case, engine, fp16_on_cpu, masters, train
 
 from alignment.checkpoint.saving import gathered_state_dict
+from alignment.data.batching import collate
 from alignment.engines.launch_env import init_distributed
 from alignment.internals import deepspeed_state as internals
 
 KINDS = [
-    "stage0/fp32",
-    "stage0/bf16",
-    "stage1-fp32-accumulation/bf16",
-    "stage2/fp32",
-    "stage2-bf16-masters/bf16",
-    "stage2-offload/bf16",
-    "stage2-round-robin/fp32",
-    "stage3/fp32",
-    "stage3-sub-groups/bf16",
-    "stage3-offload/bf16",
+    *("stage0/fp32", "stage0/bf16", "stage1-fp32-accumulation/bf16", "stage2/fp32", "stage2-bf16-masters/bf16"),
+    *(
+        "stage2-offload/bf16",
+        "stage2-round-robin/fp32",
+        "stage3/fp32",
+        "stage3-sub-groups/bf16",
+        "stage3-offload/bf16",
+    ),
 ]
 
 
@@ -108,7 +107,7 @@ def test_the_stage_is_known(stage: int, replicated: bool, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("layout", ["stage0", "stage2", "stage3"])
+@pytest.mark.parametrize("layout", ["stage0", "stage2"])
 def test_a_loss_scale_continues(layout: str, again: bool, tmp_path: Path) -> None:
     """It falls at an overflow, with ZeRO at the second one, and rises after three good steps; a fresh engine does so
     at the same steps."""
@@ -133,23 +132,9 @@ def test_a_loss_scale_continues(layout: str, again: bool, tmp_path: Path) -> Non
 
 def overflow(policy: Any) -> None:
     """A step that overflows, with DeepSpeed's update of its loss scale."""
-    policy.backward(policy.forward(batch()).scores.sum() * float("inf"), last=True)
+    policy.backward(policy.forward(collate([([2, 3, 4], [5, 6])], 20)).scores.sum() * float("inf"), last=True)
     policy.step()
     policy.engine.optimizer._update_scale(True)
-
-
-def batch() -> Any:
-    from alignment.data.batching import collate
-
-    return collate([([2, 3, 4], [5, 6])], 20)
-
-
-def test_no_loss_scale_without_scaling(tmp_path: Path) -> None:
-    policy = engine(Case("stage2", "bf16"), tmp_path)
-    assert internals.loss_scale_state(policy.engine) == {}
-    internals.set_loss_scale_state(policy.engine, {"cur_scale": 8.0})
-    assert policy.engine.optimizer.loss_scale == 1.0
-    policy.close()
 
 
 def test_the_engine_continues_counting(tmp_path: Path) -> None:
@@ -194,34 +179,3 @@ def test_a_replayed_step_is_called_like_a_real_one(monkeypatch: pytest.MonkeyPat
     recorder.calls.clear()
     internals.replay_cpu_adam(optimizer, 3)
     assert recorder.calls == real and len(real) == 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 2, 40])
-def test_a_fresh_cpu_adam_can_be_brought_to_any_step(steps: int) -> None:
-    def made() -> tuple[Any, torch.nn.Parameter]:
-        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 4096))
-        return deepspeed.ops.adam.DeepSpeedCPUAdam([parameter], lr=1e-2, betas=(0.9, 0.97)), parameter
-
-    def step(optimizer: Any, parameter: torch.nn.Parameter, number: int) -> None:
-        parameter.grad = torch.linspace(1, 2 + number, 4096).sin()
-        optimizer.step()
-
-    (first, old), (second, new) = made(), made()
-    for number in range(steps):
-        step(first, old, number)
-    state = first.state[old]
-    new.data.copy_(old)
-    second.state[new] = {name: value.clone() if name != "step" else value for name, value in state.items()}
-    internals.replay_cpu_adam(second, steps)
-    for number in range(steps, steps + 3):
-        step(first, old, number)
-        step(second, new, number)
-        assert torch.equal(old, new), number
-
-
-def test_other_optimizers_are_not_replayed() -> None:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([parameter])
-    internals.replay_cpu_adam(optimizer, 5)
-    assert not optimizer.state and torch.equal(parameter.detach(), torch.ones(2))

@@ -1,4 +1,4 @@
-"""Which evaluation is the best, and which checkpoints are kept."""
+"""Which evaluation is the best, which checkpoints are kept, and which rank reads which of their files."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import math
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import TrainerState
 
 from alignment import CPOConfig
 from alignment.checkpoint.best import BestModel
 from alignment.checkpoint.folder import prune_checkpoints
+from alignment.checkpoint.manifest import FileRecord, Manifest
 
 
 @pytest.mark.parametrize(
@@ -44,3 +47,13 @@ def test_the_best_checkpoint_is_kept_however_its_path_is_spelled(
     (tmp_path / "link").symlink_to("out")
     prune_checkpoints(tmp_path / "out", 2, Path(best, "checkpoint-1"))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-1", "checkpoint-4"]
+
+
+@given(sizes=st.lists(st.integers(0, 20), max_size=9), ranks=st.integers(1, 4))
+def test_every_file_is_read_by_one_rank_and_the_loads_are_balanced(sizes: list[int], ranks: int) -> None:
+    files = {f"file-{number}": FileRecord(size, "") for number, size in enumerate(sizes)}
+    manifest = Manifest("r", 1, "kto", 1, 0, 8, 9, True, {}, {}, {}, files)
+    shares = [manifest.share(rank, ranks) for rank in range(ranks)]
+    assert sorted(name for share in shares for name in share) == sorted(files)
+    loads = [sum(files[name].size for name in share) for share in shares]
+    assert max(loads) - min(loads) <= max(sizes, default=0)

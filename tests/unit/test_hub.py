@@ -451,7 +451,7 @@ def test_a_failure_to_stage_does_not_end_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path, hub_strategy="checkpoint")
     run.state.global_step = 3
     run.uploads.on_save(run.args, run.state, TrainerControl())  # a checkpoint that does not exist
-    assert "checkpoint-3: no such folder" in run.said[0] and run.calls.requests == []
+    assert "checkpoint-3: not a checkpoint" in run.said[0] and run.calls.requests == []
     assert not list((run.root / STAGING).glob("*"))
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from conftest import DRIVERS, ROOT
 from run_folders import holding
-from small_disk import fill, small_disk
 
 from alignment.config.errors import OutputError
 from alignment.reporting import run_lock
@@ -66,22 +65,6 @@ def test_a_living_process_is_not_disturbed(stopped: bool, other: subprocess.Pope
             attempt()
     lock.release()
     assert is_locked(tmp_path) and holder(tmp_path).startswith(f"process {other.pid} ")
-
-
-def test_a_killed_process_is_succeeded_immediately(other: subprocess.Popen[str], tmp_path: Path) -> None:
-    other.kill()
-    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-    assert not is_locked(tmp_path) and holder(tmp_path).startswith(f"process {other.pid} ")
-    lock = RunLock(tmp_path)
-    lock.refuse_if_held()
-    lock.acquire()
-    assert holder(tmp_path).startswith(f"process {os.getpid()} ")
-    lock.release()
-
-
-def test_a_process_that_exits_removes_its_file(other: subprocess.Popen[str], tmp_path: Path) -> None:
-    other.communicate(timeout=20)
-    assert other.returncode == 0 and not (tmp_path / LOCK).exists()
 
 
 def test_forked_workers_neither_hold_nor_release_the_lock(tmp_path: Path) -> None:
@@ -186,19 +169,3 @@ def test_a_run_that_lost_its_lock_notices(tmp_path: Path) -> None:
         lock.check()
     lock.release()
     assert holder(tmp_path) == "process 7 on n2"
-
-
-def test_folders_that_cannot_be_locked(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "folder" / LOCK).mkdir(parents=True)
-    for folder, reason in ((tmp_path / "file" / "run", "Not a directory"), (tmp_path / "folder", "Is a directory")):
-        lock = RunLock(folder)
-        lock.refuse_if_held()
-        with pytest.raises(OutputError, match=f"^output_dir: {folder} cannot be locked: {reason}"):
-            lock.acquire()
-    with small_disk(tmp_path / "disk") as disk:
-        fill(disk)
-        for _ in range(2):
-            with pytest.raises(OutputError, match="cannot be locked: No space left on device"):
-                RunLock(disk).acquire()
-            assert not (disk / LOCK).exists()

@@ -1,17 +1,15 @@
 """Report what a rank does to its output folder as named events, without hooks in the package.
 
-Files are observed through the system calls that every checkpoint needs (rename, link, sync, write, truncate, unlink),
+Files are observed through the system calls that every checkpoint needs (rename, sync, write, truncate, unlink),
 so that events do not depend on the names of the package's functions. Phases are observed through its methods.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +51,10 @@ class Events:
         output_dir: output folder of the run.
         hear: called with ``before WHAT``, ``after WHAT`` or ``half WHAT``; the last with a function that does half of
             it.
-        phase: called with the name of each phase at its start.
     """
 
-    def __init__(self, output_dir: Path, hear: Hear, phase: Callable[[str], None]) -> None:
-        self.output_dir, self.hear, self.phase = str(output_dir.absolute()), hear, phase
+    def __init__(self, output_dir: Path, hear: Hear) -> None:
+        self.output_dir, self.hear = str(output_dir.absolute()), hear
         self.phases = ["start"]
 
     def kind(self, path: Any, dir_fd: int | None = None) -> str | None:
@@ -71,26 +68,13 @@ class Events:
     # Calls of the operating system ----------------------------------------------------------------------------------
 
     def follow_files(self) -> None:
-        """Report renames, links, syncs, removals, writes and appended lines in the output folder."""
+        """Report renames, syncs, removals, writes and appended lines in the output folder."""
         self._around(os, "rename", lambda source, target, **_: ("rename", self.kind(target)))
         self._around(os, "replace", lambda source, target, **_: ("rename", self.kind(target)))
-        self._around(os, "link", lambda source, target, **_: ("link", self.kind(target)))
         self._around(os, "fsync", lambda descriptor: ("sync", self.kind(descriptor)))
         self._around(os, "truncate", lambda path, length: ("cut", self.kind(path)))
         for name in ("unlink", "remove", "rmdir"):
             self._around(os, name, lambda path, dir_fd=None: ("remove", self.kind(path, dir_fd)))
-        write = os.write
-
-        def written(descriptor: int, data: Any) -> int:
-            what = self.kind(descriptor)
-            if what is not None:
-                self.hear(f"half write {what}", lambda: write(descriptor, data[: len(data) // 2]))
-            return write(descriptor, data)
-
-        os.write = written
-        self._follow_appends()
-
-    def _follow_appends(self) -> None:
         opened = pathlib.Path.open
 
         def followed(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
@@ -170,22 +154,15 @@ class Events:
         call = getattr(owner, name)
 
         def followed(*args: Any, **kwargs: Any) -> Any:
-            with self._phase(phase):
+            self.phases.append(phase)
+            try:
                 return call(*args, **kwargs)
+            finally:
+                self.phases.pop()
+                if len(self.phases) == 1:
+                    self.phases[0] = _AFTER.get(phase, self.phases[0])
 
         setattr(owner, name, followed)
-
-    @contextlib.contextmanager
-    def _phase(self, phase: str) -> Iterator[None]:
-        self.phases.append(phase)
-        self.phase(phase)
-        try:
-            yield
-        finally:
-            self.phases.pop()
-            if len(self.phases) == 1:
-                self.phases[0] = _AFTER.get(phase, self.phases[0])
-            self.phase(self.phases[-1])
 
 
 class _Written:
@@ -208,21 +185,3 @@ class _Written:
         self._hear(lambda: (self._file.write(bytes(data)[: len(data) // 2]), self._file.flush()))
         written: int = self._file.write(data)
         return written
-
-
-class Trail:
-    """The phases of a rank with their times, in a file that is read after it was killed."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self("start")
-
-    def __call__(self, phase: str) -> None:
-        """Record the start of a phase."""
-        os.write(self._descriptor, f"{time.monotonic()} {phase}\n".encode())
-
-    @staticmethod
-    def read(path: Path) -> list[tuple[float, str]]:
-        """Read times and phases."""
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [(float(line.split()[0]), line.split()[1]) for line in lines if " " in line]

@@ -1,4 +1,4 @@
-"""Plan who is killed, where and when, from a seed and a number, so that every run can be replayed."""
+"""Plan which rank is killed and where, from a seed and a number, so that every run can be replayed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from tools.chaos.world import METHODS
 
+RANKS = 2
 _LONGEST = 8  # kills per run
-_NAMED = 0.5  # fraction of kills at a named point; the others are at random moments
+_NAMED = 0.5  # fraction of kills at a named point; the others are at random events
 _ENDS_ITSELF = 0.06  # fraction of kills that the other rank must detect, which takes up to 10 s
 
 
@@ -35,19 +36,14 @@ _BOTH = (0, 1)
 POINTS = {
     "before the model is written": Point("before model in save"),
     "after the model is written": Point("after model in save"),
-    "before the tokenizer is written": Point("before tokenizer in save"),
     "after the tokenizer is written": Point("after tokenizer in save"),
     "between two of the model's files": Point("before rename new/model.safetensors"),
     "before the fragments are written": Point("before fragments in save", _BOTH),
     "in the middle of the fragments": Point("half write new/optimizer.safetensors", _BOTH),
-    "after the fragments are written": Point("after fragments in save", _BOTH),
     "before a rank's state is written": Point("before rename new/run_state.json", _BOTH),
     "after a rank's state is written": Point("after rename new/run_state.json", _BOTH),
-    "before the trainer's state is written": Point("before rename new/trainer_state.json"),
-    "after the trainer's state is written": Point("after rename new/trainer_state.json"),
     "before the manifest is written": Point("before rename new/manifest.json"),
     "after the manifest is written": Point("after rename new/manifest.json"),
-    "before the checkpoint is renamed": Point("before rename checkpoint"),
     "after the checkpoint is renamed": Point("after rename checkpoint"),
     "before an old checkpoint is hidden": Point("before rename removed", occurrences=1),
     "after an old checkpoint is hidden": Point("after rename removed", occurrences=1),
@@ -62,7 +58,6 @@ POINTS = {
     "within a rollout": Point("after forward in rollout", _BOTH, method="online_dpo", occurrences=20),
     "within an evaluation": Point("after forward in evaluate", _BOTH),
     "while checksums are compared": Point("after comparing checksums in folder", _BOTH, resumed=True, occurrences=1),
-    "before fragments are read": Point("before reading fragments in load", _BOTH, resumed=True, occurrences=1),
     "between two tensors that are read": Point("after reading a tensor in load", _BOTH, resumed=True, occurrences=2),
     "after fragments are read": Point("after reading fragments in load", _BOTH, resumed=True, occurrences=1),
     "while the final model is written": Point("before rename model.safetensors", occurrences=1),
@@ -75,34 +70,27 @@ class Kill:
     """One kill.
 
     Attributes:
-        ranks: the ranks that are killed.
-        point: name of a point; None for a random moment.
+        rank: the rank that is killed.
+        point: name of a point; None for a random event.
         occurrence: which occurrence of the point, counted from 1.
-        moment: fraction of the attempt's expected duration.
-        node_lost: whether the other rank is killed a moment later; otherwise it must notice and exit by itself.
+        moment: fraction of the attempt's expected number of events.
+        node_lost: whether the other rank is killed too; otherwise it must notice and exit by itself.
     """
 
-    ranks: tuple[int, ...]
+    rank: int
     point: str | None = None
     occurrence: int = 1
     moment: float = 0.0
     node_lost: bool = True
 
     def __str__(self) -> str:
-        where = f"at {self.moment:.0%} of its time" if self.point is None else f"{self.point} ({self.occurrence})"
-        other = "" if len(self.ranks) > 1 or self.node_lost else ", the other exits by itself"
-        return f"rank {' and '.join(map(str, self.ranks))} {where}{other}"
+        where = f"at {self.moment:.0%} of its events" if self.point is None else f"{self.point} ({self.occurrence})"
+        return f"rank {self.rank} {where}{'' if self.node_lost else ', the other exits by itself'}"
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A run that is killed several times and then allowed to finish.
-
-    Attributes:
-        name: name in the record.
-        method: alignment method.
-        kills: one kill for each attempt but the last.
-    """
+    """A run of a method that is killed in each attempt but the last, which is allowed to finish."""
 
     name: str
     method: str
@@ -123,11 +111,10 @@ def _drawn_kill(rng: random.Random, method: str, first: bool) -> Kill:
     names = [name for name, point in POINTS.items() if point.method in ("", method) and not (first and point.resumed)]
     name = rng.choice(names)
     point = POINTS[name]
-    node_lost = rng.random() >= _ENDS_ITSELF
-    return Kill((rng.choice(point.ranks),), name, rng.randint(1, point.occurrences), node_lost=node_lost)
+    occurrence = rng.randint(1, point.occurrences)
+    return Kill(rng.choice(point.ranks), name, occurrence, node_lost=rng.random() >= _ENDS_ITSELF)
 
 
 def random_kill(rng: random.Random) -> Kill:
-    """Kill a random rank, or both, at a random moment."""
-    ranks = rng.choice(((0,), (1,), (0, 1)))
-    return Kill(ranks, moment=rng.random(), node_lost=len(ranks) == 1 and rng.random() >= _ENDS_ITSELF)
+    """Kill a random rank at a random event."""
+    return Kill(rng.randrange(RANKS), moment=rng.random(), node_lost=rng.random() >= _ENDS_ITSELF)

@@ -1,14 +1,16 @@
 """A rank of the run under test: ``rank.py arguments of launch/train.py…``, with the planned kill in the environment.
 
-:data:`VARIABLE` contains ``{"folder", "output_dir", "ranks", "event", "occurrence"}`` as JSON: the folder for the
-process ID and the trail, and the event at which this process kills itself if it is one of the ranks.
+:data:`VARIABLE` contains ``{"folder", "output_dir", "rank", "event", "occurrence", "node_lost"}`` as JSON: the folder
+for process IDs and counts of events, and the event at which ``rank`` kills itself, or all ranks; "" for any event.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,51 +21,50 @@ VARIABLE = "ALIGNMENT_CHAOS"
 
 
 class Death:
-    """Kills this process with SIGKILL at a given occurrence of an event.
+    """Counts events, and kills this process with SIGKILL at one of them.
 
     Args:
-        event: name of the event.
-        occurrence: which occurrence, counted from 1.
+        plan: the plan.
+        dies: whether this process does.
     """
 
-    def __init__(self, event: str, occurrence: int) -> None:
-        self.event, self.left = event, occurrence
+    def __init__(self, plan: dict[str, Any], dies: bool) -> None:
+        self.plan, self.dies = plan, dies
+        self.count, self.left = 0, plan["occurrence"]
 
     def __call__(self, event: str, half: Callable[[], Any] | None) -> None:
         """Handle an event."""
-        if event != self.event:
+        self.count += 1
+        if not self.dies or self.plan["event"] not in ("", event):
             return
         self.left -= 1
         if self.left == 0:
             if half is not None:
                 half()
-            os.kill(os.getpid(), signal.SIGKILL)
+            others = Path(self.plan["folder"]).glob("pid-*") if self.plan["node_lost"] else ()
+            for pid in (*(int(path.read_text()) for path in others), os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(60)  # wait for the signal
-
-
-def _survive(event: str, half: Callable[[], Any] | None) -> None:
-    """Do nothing instead of killing the process."""
 
 
 def main(plan: dict[str, Any]) -> None:
     """Observe events and run the command."""
-    from tools.chaos.events import Events, Trail
+    from alignment.cli.train import main as train
+    from tools.chaos.events import Events
 
-    own, folder = int(os.environ["RANK"]), Path(plan["folder"])
-    trail = Trail(folder / f"trail-{own}")
-    pid = folder / f".pid-{own}"
-    pid.write_text(str(os.getpid()))
-    pid.rename(folder / f"pid-{own}")
-    dies = own in plan["ranks"] and plan["event"] is not None
-    events = Events(Path(plan["output_dir"]), Death(plan["event"], plan["occurrence"]) if dies else _survive, trail)
+    own, folder = os.environ["RANK"], Path(plan["folder"])
+    (folder / f"pid-{own}").write_text(str(os.getpid()))
+    death = Death(plan, int(own) == plan["rank"])
+    events = Events(Path(plan["output_dir"]), death)
     events.follow_run()
     events.follow_files()
-
-    from alignment.cli.train import main as train
-
     with mock.patch("alignment.training.run_page.draw_page"):  # takes 0.5 s
-        train(program="launch/train.py")
+        try:
+            train(program="launch/train.py")
+        finally:
+            (folder / f"events-{own}").write_text(str(death.count))
 
 
 if __name__ == "__main__":
-    main(json.loads(os.environ[VARIABLE]))
+    sys.exit(main(json.loads(os.environ[VARIABLE])))

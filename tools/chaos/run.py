@@ -2,77 +2,47 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import shutil
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from tools.chaos.attempt import Attempt, End
 from tools.chaos.judge import Lineage, Look, compare, look, lost
-from tools.chaos.plan import Chain, Kill
+from tools.chaos.plan import POINTS, RANKS, Chain, Kill
+from tools.chaos.rank import VARIABLE
 from tools.chaos.world import SAVE_TOTAL_LIMIT, STEPS, World
-from tools.ranks import RankServer
+from tools.ranks import Outcome, RankServer, RanksFailed
 
-Note = Callable[["Attempted"], None]
+_TIMEOUT_S, _GRACE_S = 90.0, 25.0
 
 
 @dataclass(frozen=True)
-class Attempted:
+class Attempt:
     """One attempt of a chain and its result.
 
     Attributes:
-        chain, method: name of the chain and its method.
-        number: number of the attempt, from 1.
-        kill: description of the planned kill; "" for the last attempt.
-        point: name of the point; "random" for a random moment, "" for no kill.
-        place: phase of the killed rank.
+        chain, number: the chain, and the number of the attempt, from 1.
+        kill: the planned kill; None for the last attempt.
         killed: whether the kill happened; otherwise the run had already finished.
         resumed_from: step of the newest checkpoint at the start; 0 for none.
-        seconds: duration.
         problems: problems found.
         report: output of the ranks if there are problems.
     """
 
-    chain: str
-    method: str
+    chain: Chain
     number: int
-    kill: str
-    point: str
-    place: str
+    kill: Kill | None
     killed: bool
     resumed_from: int
-    seconds: float
     problems: tuple[str, ...]
-    report: str = ""
+    report: str
 
-
-@dataclass(frozen=True)
-class Reference:
-    """The run of a method that is never killed: its folder, the time to its first step and its total time."""
-
-    folder: Path
-    start_s: float
-    seconds: float
-
-    def expected(self, step: int) -> float:
-        """Return the expected seconds from the checkpoint of a step to the end of the run."""
-        return self.start_s + (self.seconds - self.start_s) * (1 - step / STEPS)
-
-    def corrected(self, step: int, end: End) -> Reference:
-        """Return times averaged with those of a recent undisturbed attempt, because the machine's load changes."""
-        ratio = (1 + end.seconds / self.expected(step)) / 2
-        return dataclasses.replace(self, start_s=self.start_s * ratio, seconds=self.seconds * ratio)
-
-
-@dataclass
-class _State:
-    """The state of a chain between two attempts: its folder, the last check, and its resumes."""
-
-    output_dir: Path
-    found: Look = field(default_factory=Look)
-    lineage: Lineage = field(default_factory=Lineage)
+    def __str__(self) -> str:
+        """Return a line, and one for each problem, followed by the output of the ranks."""
+        start = f"{self.chain.name}.{self.number} {self.chain.method} from step {self.resumed_from}"
+        lines = [f"{start}: {self.kill or 'left alone'}: {'killed' if self.killed else 'finished'}"]
+        return "\n".join([*lines, *(f"  FAILED: {problem}" for problem in self.problems), self.report]).rstrip()
 
 
 class Chaos:
@@ -87,84 +57,62 @@ class Chaos:
     def __init__(self, server: RankServer, folder: Path, failed: Path | None = None) -> None:
         self.server, self.folder, self.failed = server, folder, failed
         self.world = World.made(folder / "world")
-        self._references: dict[str, Reference] = {}
-        self._making = threading.Lock()
+        self._events: dict[str, list[int]] = {}
 
-    def reference(self, method: str) -> Reference:
-        """Return the run that is never killed, which is made on first use.
+    def reference(self, method: str) -> Path:
+        """Return the folder of the run that is never killed, which is made on first use.
 
         Raises:
             RuntimeError: the run failed.
         """
-        with self._making:
-            if method not in self._references:
-                assert self.server.address  # start the server first, so that only the run is timed
-                output_dir = self.folder / f"{method}-reference"
-                end = self._start(f"{method}-reference", method, output_dir, None, 0.0)
-                if end.code:
-                    raise RuntimeError(f"the {method} run that is never killed failed: {end.report}")
-                self._references[method] = Reference(output_dir, end.trained_from, end.seconds)
-            return self._references[method]
+        output_dir = self.folder / f"{method}-reference"
+        if method not in self._events:
+            outcome = self._start(method, output_dir, None)
+            if outcome.returncode:
+                raise RuntimeError(f"the {method} run that is never killed failed: {outcome.report()}")
+            counts = [self.folder / "ranks" / f"events-{rank}" for rank in range(RANKS)]
+            self._events[method] = [int(path.read_text()) for path in counts]
+        return output_dir
 
-    def _start(self, name: str, method: str, output_dir: Path, kill: Kill | None, expected: float) -> End:
-        arguments = self.world.arguments(method, output_dir)
-        return Attempt(self.server, self.folder / f"{name}-ranks").run(arguments, output_dir, kill, expected)
+    def _start(self, method: str, output_dir: Path, kill: Kill | None, left: float = 1.0) -> Outcome:
+        """Start the ranks of an attempt, of which this fraction of the run is left, and wait for their ends."""
+        folder = self.folder / "ranks"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        plan = {"folder": str(folder), "output_dir": str(output_dir), "rank": None, "event": "", "occurrence": 1}
+        if kill is not None:
+            plan |= {"rank": kill.rank, "node_lost": kill.node_lost, "occurrence": kill.occurrence}
+            if kill.point is None:
+                plan["occurrence"] = 1 + int(kill.moment * self._events[method][kill.rank] * left)
+            else:
+                plan["event"] = POINTS[kill.point].event
+        arguments, env = self.world.arguments(method, output_dir), {VARIABLE: json.dumps(plan)}
+        script, times = Path(__file__).with_name("rank.py"), {"timeout": _TIMEOUT_S, "grace": _GRACE_S}
+        try:
+            return self.server.run(script, *arguments, nproc=RANKS, env=env, check=False, **times)
+        except RanksFailed as error:
+            return error.outcome
 
-    def run(self, chain: Chain, note: Note = lambda attempted: None) -> list[Attempted]:
-        """Run a chain to its end, or to the first problem; ``note`` is called with each attempt."""
-        told: list[Attempted] = []
-        state = _State(self.folder / f"chain-{chain.name}")
+    def run(self, chain: Chain) -> Iterator[Attempt]:
+        """Run a chain to its end, or to the first problem; yield each attempt."""
+        output_dir, reference = self.folder / f"chain-{chain.name}", self.reference(chain.method)
+        found, lineage = Look(), Lineage()
         for number, kill in enumerate([*chain.kills, None], 1):
-            end = self._attempt(chain, number, kill, state, told)
-            note(told[-1])
-            if end.code == 0 or told[-1].problems:
+            before, newest = found, max(found.steps, default=0)
+            outcome = self._start(chain.method, output_dir, kill, 1 - newest / STEPS)
+            killed = any(rank.code == -9 and not rank.ended for rank in outcome.ranks)
+            found = look(output_dir)
+            resumes = lineage.attempt(before, found)
+            problems = [f"rank {rank} did not exit by itself" for rank in outcome.hung]
+            if outcome.returncode and not killed:
+                problems.append(f"exit status {outcome.returncode} without a kill")
+            problems += [*found.problems, *lost(before, found, SAVE_TOTAL_LIMIT)]
+            if outcome.returncode == 0:
+                problems += compare(output_dir, reference, resumes)
+            report = outcome.report() if problems else ""
+            yield Attempt(chain, number, kill, killed, newest, tuple(problems), report)
+            if problems and self.failed is not None:
+                shutil.copytree(output_dir, self.failed / chain.name, dirs_exist_ok=True)
+            if problems or outcome.returncode == 0:
                 break
-        self._put_away(chain, state.output_dir, bool(told[-1].problems))
-        return told
-
-    def _attempt(self, chain: Chain, number: int, kill: Kill | None, state: _State, told: list[Attempted]) -> End:
-        """Make and check one attempt."""
-        reference, before = self.reference(chain.method), state.found
-        newest = max(before.steps, default=0)
-        end = self._start(
-            f"chain-{chain.name}", chain.method, state.output_dir, kill, expected=reference.expected(newest)
-        )
-        state.found = look(state.output_dir)
-        resumes = state.lineage.attempt(before, state.found)
-        problems = [*_problems(end, kill), *state.found.problems, *lost(before, state.found, SAVE_TOTAL_LIMIT)]
-        if end.code == 0:
-            problems += compare(state.output_dir, reference.folder, resumes)
-            self._references[chain.method] = reference.corrected(newest, end)
-        told.append(_attempted(chain, number, kill, end, before, problems))
-        return end
-
-    def _put_away(self, chain: Chain, output_dir: Path, failed: bool) -> None:
-        if failed and self.failed is not None:
-            shutil.rmtree(self.failed / chain.name, ignore_errors=True)
-            shutil.copytree(output_dir, self.failed / chain.name)
-        shutil.rmtree(output_dir, ignore_errors=True)
-
-
-def _problems(end: End, kill: Kill | None) -> list[str]:
-    """Return the problems with the ends of the ranks."""
-    problems = [f"rank {rank} did not exit by itself" for rank in end.hung]
-    if end.code and not end.killed:
-        problems.append(f"exit status {end.code} without a kill")
-    return problems
-
-
-def _attempted(chain: Chain, number: int, kill: Kill | None, end: End, before: Look, problems: list[str]) -> Attempted:
-    point = "" if kill is None else kill.point or "random"
-    return Attempted(
-        chain=chain.name,
-        method=chain.method,
-        number=number,
-        kill="" if kill is None else str(kill),
-        point=point,
-        place=end.place if end.killed else "",
-        killed=end.killed,
-        resumed_from=max(before.steps, default=0),
-        seconds=round(end.seconds, 2),
-        problems=tuple(problems),
-        report=end.report if problems else "",
-    )
+        shutil.rmtree(output_dir)

@@ -199,7 +199,7 @@ def _follow(plan: Plan, trail: Trail) -> None:
     if plan.event == LOADING:
         _follow_loading(hear)
         return
-    events = Events(Path(plan.output_dir), hear, lambda phase: None)
+    events = Events(Path(plan.output_dir), hear)
     events.follow_run()
     events.follow_files()
 
