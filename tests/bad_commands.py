@@ -23,10 +23,7 @@ OPTIONS = [
     Case("unknown option", ("learning_rte='1e-4'", "did you mean 'learning_rate'"), {"learning_rte": "1e-4"}),
     Case("wrong type", ("learning_rate='fast'", "a number"), {"learning_rate": "fast"}),
     Case("unknown loss", ("loss_type='ktoo'", "kto, apo_zero_unpaired"), {"loss_type": "ktoo"}),
-    Case("other method's loss", ("loss_type='simpo'", "kto, apo_zero_unpaired"), {"loss_type": "simpo"}),
     Case("beta of zero", ("beta=0.0", "greater than 0"), {"beta": "0"}),
-    Case("negative beta", ("beta=-0.5", "greater than 0"), {"beta": "-0.5"}, method="cpo"),
-    Case("empty batch", ("per_device_train_batch_size=0", "at least 1"), {"per_device_train_batch_size": "0"}),
     Case("other method's option", ("simpo_gamma='1'", "of method cpo"), {"simpo_gamma": "1"}),
     Case("unknown method", ("method='ppo'", "unknown method"), {"method": "ppo"}),
     Case("option to come", ("activation_offloading=True", "not supported yet"), {"activation_offloading": "true"}),
@@ -47,12 +44,6 @@ OPTIONS = [
         ("ref_placement='precomputed': CPO does not use a reference model",),
         {"ref_placement": "precomputed"},
         method="cpo",
-    ),
-    Case(
-        "precomputed completions",
-        ("ref_placement='precomputed': Online DPO scores completions that are generated",),
-        {"ref_placement": "precomputed"},
-        method="online_dpo",
     ),
     Case(
         "two placements",
@@ -125,16 +116,6 @@ DATA = [
         data=[*unpaired_rows(4), {"prompt": "ab", "completion": "cd", "label": "yes"}],
     ),
     Case(
-        "labels are numbers",
-        ("@data.jsonl, row 1: label is 1 (an integer)", "true or false"),
-        data=[{"prompt": "ab", "completion": "cd", "label": 1}] * 4,
-    ),
-    Case(
-        "content is a number",
-        ("@data.jsonl, line 2: prompt[0].content is 7 (an integer)", "string"),
-        data=[CHAT, {**CHAT, "prompt": [{"role": "user", "content": 7}]}],
-    ),
-    Case(
         "nothing left",
         ("@data.jsonl: all 3 rows were dropped (3 × ", "identical"),
         data=[IDENTICAL] * 3,
@@ -154,11 +135,6 @@ DATA = [
         "mixture beside a dataset",
         ("dataset_name='@data.jsonl'", "dataset_mixture is set as well"),
         {"dataset_mixture": '{"a.jsonl": 1}'},
-    ),
-    Case(
-        "mixture with a missing part",
-        ("@b.jsonl: file or folder does not exist",),
-        {"dataset_name": None, "dataset_mixture": '{"@data.jsonl": 1, "@b.jsonl": 2}'},
     ),
     Case(
         "fault in a part of a mixture",
@@ -195,33 +171,20 @@ MODEL = [
     Case(
         "missing model", ("model_name_or_path: folder '@nowhere' does not exist",), {"model_name_or_path": "@nowhere"}
     ),
+    Case("torn weights", ("model_name_or_path: ", "model.safetensors is truncated or corrupt"), model="torn"),
     Case(
         "missing reference",
         ("ref_model_name_or_path: folder '@nowhere' does not exist",),
         {"ref_model_name_or_path": "@nowhere"},
     ),
-    Case("torn weights", ("model_name_or_path: ", "model.safetensors is truncated or corrupt"), model="torn"),
-    Case(
-        "torn older weights", ("model_name_or_path: ", "pytorch_model.bin is truncated or corrupt"), model="torn-older"
-    ),
-    Case(
-        "torn index",
-        ("model_name_or_path: ", "model.safetensors.index.json is truncated or corrupt"),
-        model="torn-index",
-    ),
+    Case("torn older weights", ("model_name_or_path: ", "pytorch_model.bin is truncated"), model="torn-older"),
     Case("missing shard", ("model_name_or_path: ", "2.safetensors is listed in", "missing"), model="missing-shard"),
     Case("no weights", ("model_name_or_path: ", "contains no weights"), model="no-weights"),
     Case("torn configuration", ("model_name_or_path: ", "the configuration of "), model="torn-config"),
-    Case("wrong configuration", ("model_name_or_path: ", "'hidden_size' expected int"), model="wrong-config"),
     Case("torn tokenizer", ("processing_class: ", "no tokenizer could be loaded"), model="torn-tokenizer"),
     Case("encoder-decoder", ("model_name_or_path: ", "encoder-decoder", "decoder-only"), model="encoder-decoder"),
     Case("no tokenizer", ("processing_class: ", "no tokenizer could be loaded"), model="no-tokenizer"),
     Case("small embedding", (f"{TOKENS} tokens", f"vocab_size is {TOKENS - 5}", "resize"), model="small-embedding"),
-    Case(
-        "small embedding of the reference",
-        (f"{TOKENS} tokens", f"small-embedding's vocab_size is {TOKENS - 5}"),
-        {"ref_model_name_or_path": "%small-embedding"},
-    ),
     Case(
         "longer than the model",
         (f"max_length: {POSITIONS + 1}", f"set max_length: {POSITIONS}"),
@@ -300,7 +263,6 @@ def write_models(folder: Path) -> Path:
     torch.save({"weight": torch.zeros(500)}, older)
     older.write_bytes(older.read_bytes()[:-100])
     index = "model.safetensors.index.json"
-    (copy("torn-index") / index).write_text('{"weight_map": {"a": ')
     (copy("missing-shard") / index).write_text(json.dumps({"weight_map": {"a": "2.safetensors"}}))
     copy("no-weights", "*.safetensors")
     (copy("torn-config") / "config.json").write_text('{"model_type": ')

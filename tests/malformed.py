@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from bad_case import Case
-from bad_commands import DATA, DEEPSPEED, MODEL, OPTIONS, OUTPUT
 from bad_environment import ENVIRONMENT, FOLDERS, MANIFESTS
 from bad_json import JSON
 from bad_models import MODELS, TOKENIZERS
-from bad_online_commands import ONLINE
 from bad_recipes import COMMAND_LINES, YAML
 from bad_rows import ROWS
 
-# Run by ``test_bad_input``.
-EARLIER = {
-    "options": [*OPTIONS, *ONLINE],
-    "JSON": DEEPSPEED,
-    "rows": DATA,
-    "models": MODEL,
-    "folders": OUTPUT,
-}
 # Run by ``test_malformed``.
 TABLE: dict[str, list[Case]] = {
     "options": COMMAND_LINES,

@@ -22,14 +22,6 @@ usage: {program} [RECIPE] [--method METHOD] [--OPTION VALUE ...]
 RECIPE is a YAML file or the name of a packaged recipe ({recipes}).
 Options on the command line override the recipe.
 A boolean option without VALUE is set to true. Pass mappings as JSON."""
-# How to start one process per GPU, by the name of the program.
-_LAUNCHED = {
-    script: f"with a launcher: deepspeed {script} …, torchrun --nproc_per_node N {script} …"
-    for script in ("launch/train.py", "launch/precompute.py")
-}
-_LAUNCHED_MODULE = (
-    "with a launcher: deepspeed --module alignment {name} …, torchrun --nproc_per_node N -m alignment {name} …"
-)
 
 
 def grouped_fields(cls: type) -> Iterator[tuple[type, list[dataclasses.Field[Any]]]]:
@@ -45,9 +37,8 @@ def default_text(field: dataclasses.Field[Any]) -> str:
     """Return the default of an option as a user would write it."""
     if field.default is None:
         return "unset"
-    if isinstance(field.default, bool):
-        return str(field.default).lower()
-    return str(field.default.value if isinstance(field.default, Enum) else field.default)
+    text = str(field.default.value if isinstance(field.default, Enum) else field.default)
+    return text.lower() if isinstance(field.default, bool) else text
 
 
 def help_text(methods: Mapping[str, type[AlignmentConfig]], program: str = "launch/train.py") -> str:
@@ -73,9 +64,12 @@ def help_text(methods: Mapping[str, type[AlignmentConfig]], program: str = "laun
 
 def usage(program: str) -> str:
     """Return the lines above the options, for a command called ``program``."""
-    recipes = ", ".join(packaged_names("recipes"))
-    launchers = _LAUNCHED.get(program) or _LAUNCHED_MODULE.format(name=program.split()[-1])
-    return _USAGE.format(program=program, launchers=launchers, recipes=recipes)
+    name = program.split()[-1]
+    deepspeed, torchrun = (
+        (name, name) if name.endswith(".py") else (f"--module alignment {name}", f"-m alignment {name}")
+    )
+    launchers = f"with a launcher: deepspeed {deepspeed} …, torchrun --nproc_per_node N {torchrun} …"
+    return _USAGE.format(program=program, launchers=launchers, recipes=", ".join(packaged_names("recipes")))
 
 
 def _entry(field: dataclasses.Field[Any]) -> str:

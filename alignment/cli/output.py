@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import os
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TextIO
+
+from alignment.config.errors import AlignmentError, one_line
 
 _CLOSED = (errno.EPIPE, errno.EIO, errno.ENXIO)  # EPIPE for a pipe, the others for a terminal
 
@@ -20,10 +22,21 @@ def print_and_leave(text: str) -> NoReturn:
     sys.exit(0)
 
 
-def leave_with_help(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """If ``arguments`` contain ``-h`` or ``--help``, print the help of ``parser`` and exit with status 0."""
-    if any(argument in ("-h", "--help") for argument in arguments):
-        print_and_leave(parser.format_help().rstrip())
+def run_reader(run: Callable[[Namespace], None], parser: ArgumentParser, argv: Sequence[str] | None) -> NoReturn:
+    """Parse the arguments of a command that only reads and prints, run it, and exit.
+
+    The status is 0, also after Ctrl-C, 1 after an error, which is printed in one line, or 2 after a usage error.
+    """
+    code = 0
+    with surviving_closed_output():
+        try:
+            run(parser.parse_args(argv))
+        except KeyboardInterrupt:
+            pass
+        except (AlignmentError, OSError) as error:
+            print(f"error: {one_line(error)}", file=sys.stderr)
+            code = 1
+    sys.exit(code)
 
 
 @contextlib.contextmanager
@@ -34,6 +47,8 @@ def surviving_closed_output() -> Iterator[None]:
     try:
         yield
     finally:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
         sys.stdout, sys.stderr = before
 
 

@@ -22,8 +22,7 @@ import pytest
 import torch
 from bad_case import Case
 from bad_commands import command, in_folder, write_models
-from malformed import EARLIER, TABLE
-from test_bad_checkpoints import CASES as CHECKPOINTS
+from malformed import TABLE
 from test_bad_input import the_error, tree
 
 from alignment.cli.train import main
@@ -139,14 +138,3 @@ def test_rows_that_the_terminal_cannot_show(
         main(command(Case("odd letters", (), options), tmp_path, models))
     shown = out.buffer.getvalue().decode("latin-1")  # type: ignore[attr-defined]
     assert leaving.value.code == 0 and "r\\u2026ws.jsonl: 1 of 1 rows kept" in shown
-
-
-def test_the_table_has_many_cases_of_every_kind() -> None:
-    """Including ``test_bad_input`` and ``test_bad_checkpoints``."""
-    counts = {kind: len(cases) + len(EARLIER.get(kind, [])) for kind, cases in TABLE.items()}
-    counts["checkpoints"] += len(CHECKPOINTS)
-    kinds = {"options", "YAML", "JSON", "rows", "models", "tokenizers", "checkpoints", "environment", "folders"}
-    assert set(counts) == kinds and min(counts.values()) >= 20, counts
-    everyone = [case for table in (TABLE, EARLIER) for cases in table.values() for case in cases]
-    assert len({(case.name, case.says) for case in everyone}) == len(everyone) >= 300
-    assert sum(1 for kind in TABLE for number in range(len(TABLE[kind])) if number % _EVERY.get(kind, 1) == 0) >= 100
