@@ -25,8 +25,7 @@ _LONGEST = 600  # characters shown of a text, half of them from each end
 
 def print_dry_run(trainer: AlignmentTrainer) -> None:
     """Print the dry run on rank 0. Collective."""
-    stores = trainer.engines.stores
-    stored = [] if stores is None else stores.lines()
+    stored = [] if trainer.engines.stores is None else trainer.engines.stores.lines()
     if trainer.is_world_process_zero():
         print("\n".join(dry_run_lines(trainer, [*stored, *trainer.resources.looked_at()])), flush=True)
 
@@ -42,7 +41,9 @@ def dry_run_lines(trainer: AlignmentTrainer, stored: Sequence[str] = ()) -> Iter
     yield from ("", plan.describe(), *stored)
     for data in (train, *trainer.data.eval.values()):
         if data is not None:
-            yield from ("", f"Data: {data.where}", *_counts(data), "", *_lengths(data, trainer), "")
+            lengths = token_lengths(data, trainer.method.completions)
+            rows = [(name, list(values.values())) for name, values in lengths.items()]
+            yield from ("", f"Data: {data.where}", *_counts(data), "", *_table("tokens", list(PERCENTILES), rows), "")
             yield from _examples(data, trainer)
     if sampler is not None and train is not None:
         yield from ("", f"Steps per epoch: {sampler.steps_per_epoch}, rows per step: {sampler.window}")
@@ -59,9 +60,8 @@ def _options(options: AlignmentConfig) -> Iterator[str]:
     yield from (f"  {name.ljust(width)}  {json.dumps(value, default=str)}" for name, value in changed.items())
     unchanged = (f"{name}={json.dumps(value, default=str)}" for name, value in values.items() if name not in changed)
     yield "Options with their default values:"
-    yield from textwrap.wrap(
-        ", ".join(unchanged), _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
-    )
+    lines = textwrap.wrap(", ".join(unchanged), _WIDTH - 2, break_on_hyphens=False)
+    yield from (f"  {line}" for line in lines)
 
 
 def _counts(data: PreparedData) -> Iterator[str]:
@@ -77,11 +77,6 @@ def _counts(data: PreparedData) -> Iterator[str]:
     yield from _table("", ["read", "kept", "dropped", *labels, "prompts truncated", "completions truncated"], rows)
     for reason, count in sorted(data.report.dropped.items(), key=lambda item: (-item[1], item[0])):
         yield f"  dropped {count:>8}  {reason}"
-
-
-def _lengths(data: PreparedData, trainer: AlignmentTrainer) -> Iterator[str]:
-    lengths = token_lengths(data, trainer.method.completions)
-    yield from _table("tokens", list(PERCENTILES), [(name, list(values.values())) for name, values in lengths.items()])
 
 
 def _examples(data: PreparedData, trainer: AlignmentTrainer) -> Iterator[str]:

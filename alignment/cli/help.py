@@ -42,33 +42,23 @@ def default_text(field: dataclasses.Field[Any]) -> str:
 
 
 def help_text(methods: Mapping[str, type[AlignmentConfig]], program: str = "launch/train.py") -> str:
-    """Return the text of ``--help``: the shared option groups once, then the groups of each method.
-
-    Args:
-        methods: options classes by method name.
-        program: program name in usage lines.
-    """
-    lines = [usage(program)]
-    seen: set[type] = set()
+    """Return the text of ``--help`` of ``program``: the shared option groups once, then those of each method."""
+    lines, groups = [usage(program)], dict[type, list[dataclasses.Field[Any]]]()
     for cls in methods.values():
         for group, fields in grouped_fields(cls):
-            if group in seen:
-                continue
-            seen.add(group)
-            owners = " | ".join(name for name, other in methods.items() if issubclass(other, group))
-            whose = "" if issubclass(AlignmentConfig, group) else f" (--method {owners})"
-            lines.append(f"\n{vars(group)['TITLE']}{whose}:")
-            lines += [_entry(field) for field in fields]
+            groups.setdefault(group, fields)
+    for group, fields in groups.items():
+        owners = " | ".join(name for name, cls in methods.items() if issubclass(cls, group))
+        whose = "" if issubclass(AlignmentConfig, group) else f" (--method {owners})"
+        lines += [f"\n{vars(group)['TITLE']}{whose}:", *map(_entry, fields)]
     return "\n".join(lines)
 
 
 def usage(program: str) -> str:
     """Return the lines above the options, for a command called ``program``."""
     name = program.split()[-1]
-    deepspeed, torchrun = (
-        (name, name) if name.endswith(".py") else (f"--module alignment {name}", f"-m alignment {name}")
-    )
-    launchers = f"with a launcher: deepspeed {deepspeed} …, torchrun --nproc_per_node N {torchrun} …"
+    module = ("", "") if name.endswith(".py") else ("--module alignment ", "-m alignment ")
+    launchers = f"with a launcher: deepspeed {module[0]}{name} …, torchrun --nproc_per_node N {module[1]}{name} …"
     return _USAGE.format(program=program, launchers=launchers, recipes=", ".join(packaged_names("recipes")))
 
 

@@ -47,8 +47,8 @@ def surviving_closed_output() -> Iterator[None]:
     try:
         yield
     finally:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         sys.stdout, sys.stderr = before
 
 

@@ -49,11 +49,7 @@ def glimpse(argv: list[str]) -> Glimpse:
 
 
 def parse(argv: list[str], program: str = "launch/train.py") -> AlignmentConfig:
-    """Parse the options of the method that the recipe or ``--method`` names.
-
-    Args:
-        argv: arguments without the program name.
-        program: program name in usage lines.
+    """Parse the options of the method that the recipe or ``--method`` names; ``program`` is named in usage lines.
 
     Raises:
         OptionError: an argument, recipe or option is invalid.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import shutil
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -39,7 +38,7 @@ def _show(parser: ArgumentParser, options: Namespace) -> None:
     """Show the run once or, with ``--follow``, whenever it has changed until it ends."""
     if options.interval is not None and not (options.follow and 0.1 <= options.interval <= 86400):
         parser.error(f"argument --interval: {options.interval:g}: expected 0.1 to 86400 seconds, with --follow")
-    folder, shown, height = Path(options.run).expanduser(), "", 0
+    folder, shown = Path(options.run).expanduser(), ""
     in_place = options.follow and sys.stdout.isatty() and not options.json
     while True:
         view = read_run(folder)
@@ -48,7 +47,7 @@ def _show(parser: ArgumentParser, options: Namespace) -> None:
         text = status_line(view) if options.follow else "\n".join(status_lines(view))
         text = json.dumps(view.to_dict()) if options.json else text
         if in_place:
-            height = _overwrite(height, status_lines(view))
+            print("\x1b[H\x1b[J" + "\n".join(status_lines(view)), flush=True)  # clears the terminal
         elif text != shown:
             print(text, flush=True)
         shown = text
@@ -58,14 +57,6 @@ def _show(parser: ArgumentParser, options: Namespace) -> None:
     for problem in view.problems:
         if problem.startswith(STATUS):
             raise OutputError(f"{options.run}: {problem}")
-
-
-def _overwrite(height: int, lines: Sequence[str]) -> int:
-    """Replace the last ``height`` lines on the terminal; return the number of lines that it has room for."""
-    size = shutil.get_terminal_size()
-    kept = [line[: max(1, size.columns - 1)] for line in lines[: max(1, size.lines - 1)]]
-    print((f"\x1b[{height}F" if height else "") + "\x1b[J" + "\n".join(kept), flush=True)
-    return len(kept)
 
 
 @functools.cache

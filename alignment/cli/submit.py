@@ -25,7 +25,6 @@ Submit a training job to SLURM. Options that are not listed here are those of `t
 to sbatch. The recipe, the options and the job are checked before submission. Shortly before its time limit, the run
 writes a checkpoint and the job requeues itself to resume from it; after a node failure, SLURM requeues the job. To
 resume a run that ended early, run the same command again."""
-_EARLY_S = 60  # SLURM may send the signal of --signal up to this much earlier
 
 # Option, default, metavar, help.
 _JOB = (
@@ -50,7 +49,6 @@ _ENVIRONMENT = (
 _VALUES = {
     "nodes": (r"[1-9]\d{0,5}", "an integer of at least 1"),
     "gpus": (r"\d{1,4}|[^\s:]+:[1-9]\d{0,3}", "the GPUs per node as NUMBER or TYPE:NUMBER, such as 8 or a100:8"),
-    "time": (r"(\d+-)?\d+(:\d+){0,2}", "minutes, HH:MM:SS or D-HH:MM:SS, such as 90 or 1-00:00:00"),
     "signal": (r"USR1@[1-9]\d{0,4}", "USR1@SECONDS, such as USR1@120; a job requeues itself only after USR1"),
     "container": (r"((apptainer|pyxis):\S+)?", "apptainer:IMAGE or pyxis:IMAGE"),
 }
@@ -144,11 +142,6 @@ def _check_values(given: Namespace) -> None:
             raise OptionError(f"{option}: has no effect without --prepare; add --prepare or remove it")
     if given.mounts and not given.container:
         raise OptionError(f"--mounts={given.mounts!r}: has no effect without --container; set it or remove --mounts")
-    if seconds(given.time) <= int(given.signal.partition("@")[2]) + _EARLY_S:
-        raise OptionError(
-            f"--signal={given.signal}: leaves no time to train within --time={given.time}, because SLURM may send the "
-            f"signal {_EARLY_S} s early; set a longer --time or fewer seconds"
-        )
     if given.prepare and any(word.startswith(("-d", "--dep")) for word in given.sbatch):
         raise OptionError(
             f"--sbatch={shlex.join(given.sbatch)!r}: with --prepare, the job depends on the preparation job; set "
@@ -232,14 +225,6 @@ def _job(own: Namespace, run: Namespace, arguments: list[str], output_dir: Path)
     }
     given = [f"--{name}={value}" for name, value in options.items() if value != ""]
     return Job([*given, "--requeue", "--open-mode=append"], own.sbatch, variables, arguments)
-
-
-def seconds(text: str) -> int:
-    """Parse a time in SLURM's notation: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
-    days, dash, clock = text.rpartition("-")
-    parts = [int(part) for part in clock.split(":")]
-    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    return 86400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units))
 
 
 def _gpus(given: Namespace) -> int:

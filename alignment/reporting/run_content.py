@@ -49,10 +49,11 @@ def read_content(folder: Path, *, state: str | None = None) -> content.RunConten
     best = _best_step(folder, view, options)
     resumes = [(event["step"], "resumed") for event in view.resumes]
     error, method = view.status.error, view.status.method or str(options.get("method") or "")
+    named = METHODS[method] if method in METHODS.entries else None  # external methods are not imported
     return content.RunContent(
         name=view.name or folder.absolute().name,
         folder=str(folder),
-        method=str(METHODS[method].TITLE) if method in METHODS.entries else method,
+        method=method if named is None else str(named.TITLE),
         state=state,
         sentence=_IN_PROGRESS if state in IN_PROGRESS else f"{view.sentence[0].upper()}{view.sentence[1:]}.",
         error=without_secret_values(error) if error and state == "failed" else None,
@@ -67,9 +68,7 @@ def read_content(folder: Path, *, state: str | None = None) -> content.RunConten
         completions=_completions(folder / "completions.jsonl"),
         options=[
             content.ChangedOption(name, _text(value), "unset" if default is None else _text(default))
-            for name, value, default in changed_options(
-                options, METHODS[method] if method in METHODS.entries else AlignmentConfig
-            )
+            for name, value, default in changed_options(options, named or AlignmentConfig)
             if name not in _NOT_OPTIONS
         ],
         phases=[content.PhaseFacts(name, **one) for name, one in view.phases.items()],

@@ -13,7 +13,7 @@ from conftest import ROOT
 
 from alignment.cli import slurm as slurm_module
 from alignment.cli import submit as submit_command
-from alignment.cli.submit import _parser, main, seconds
+from alignment.cli.submit import _parser, main
 from alignment.config.registry import METHODS, option_names
 
 TRAIN = ["kto", "--dataset_name", "rows.jsonl", "--output_dir", "out/kto"]
@@ -70,11 +70,6 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 # The job and its script ----------------------------------------------------------------------------------------------
-
-
-def test_times_in_slurms_notation() -> None:
-    texts = ("90", "5:30", "36:00:00", "1-0", "1-12:30", "2-03:04:05")
-    assert list(map(seconds, texts)) == [5400, 330, 129600, 86400, 131400, 183845]
 
 
 def test_every_value_of_the_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +169,6 @@ def test_options_of_jobs_and_methods_do_not_overlap() -> None:
         ("--nodes 0", "--nodes='0'"),
         ("--gpus a100", "--gpus='a100'"),
         ("--signal TERM@60", "--signal='TERM@60'"),
-        ("--time 3:00", "--signal=USR1@120"),
         ("--container image.sif", "--container='image.sif'"),
         ("--mounts /data", "--mounts='/data'"),
         ("--job-name a\\b", "'--job-name=a\\\\b'"),
