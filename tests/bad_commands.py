@@ -245,7 +245,7 @@ OUTPUT = [
     Case("output not empty", ("output_dir: @out is not empty", "overwrite_output_dir"), files={"out/old": "text"}),
 ]
 
-CASES = [*OPTIONS, *DATA, *MODEL, *DEEPSPEED, *OUTPUT, *ONLINE]
+COMMANDS = [*OPTIONS, *DATA, *MODEL, *DEEPSPEED, *OUTPUT, *ONLINE]
 
 
 def write_models(folder: Path) -> Path:

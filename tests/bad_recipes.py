@@ -28,9 +28,7 @@ YAML = [
     recipe("one word", "kto\n", "expected a mapping, found str"),
     recipe("code", "beta: !!python/object/apply:os.system ['true']\n", "could not determine a constructor"),
     recipe("list as a key", "? [a, b]\n: 1\n", "@recipe.yaml, line 1: the key ['a', 'b'] must be a string"),
-    recipe(
-        "mapping as a key", "? {a: b}\n: 1\n", "@recipe.yaml, line 1: the key {'a': 'b'} must be a string"
-    ),
+    recipe("mapping as a key", "? {a: b}\n: 1\n", "@recipe.yaml, line 1: the key {'a': 'b'} must be a string"),
     recipe("number as a key", "3: 1\n", "the key 3 must be a string"),
     recipe("alias within itself", "model_init_kwargs: &a {b: *a}\n", "found unconstructable recursive node"),
     recipe("nested blocks", "".join(" " * i + "a:\n" for i in range(1000)), "nested too deeply"),

@@ -112,15 +112,11 @@ def test_a_run_that_ends_or_begins_meanwhile(
     assert read_run(tmp_path).status.state == "running"
 
 
-@pytest.mark.parametrize(("host", "old", "state"), [("", 0, "running"), ("", 61, "lost"), ("node7", 0, "lost")])
-def test_a_process_that_has_released_the_folder_and_is_about_to_end(
-    tmp_path: Path, host: str, old: float, state: str
-) -> None:
-    host = host or os.uname().nodename
-    write_status(tmp_path, state="running", host=host, pid=os.getpid())
-    os.utime(tmp_path / STATUS, (time.time() - old,) * 2)
-    assert read_run(tmp_path).status.state == state
-    assert read_run(tmp_path).sentence.startswith("running: process" if state == "running" else "no heartbeat since")
+def test_a_process_that_has_released_the_folder_and_is_about_to_end(tmp_path: Path) -> None:
+    write_status(tmp_path, state="running", host=os.uname().nodename, pid=os.getpid())
+    assert read_run(tmp_path).sentence.startswith("running: process")
+    os.utime(tmp_path / STATUS, (time.time() - 61,) * 2)  # another process may have its number
+    assert read_run(tmp_path).status.state == "lost"
 
 
 @pytest.mark.parametrize(
