@@ -85,13 +85,12 @@ def test_only_the_first_rank_prints_the_options(
     assert leaving.value.code == 0 and capsys.readouterr().out.startswith("usage: ") == printed
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"), [("trian", "did you mean 'train'?"), ("kto.yaml", "did you mean da train kto.yaml?")]
-)
-def test_an_unknown_command(name: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = exits(capsys, name, "--beta", "1")
-    assert (code, out) == (2, "")
-    assert err == f"error: unknown command {name!r}; {hint} Commands: {', '.join(COMMANDS)}\n"
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, hint in (("trian", "did you mean 'train'?"), ("kto.yaml", "did you mean da train kto.yaml?")):
+        code, out, err = exits(capsys, name, "--beta", "1")
+        assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith(
+            f"error: unknown command {name!r}; {hint}"
+        )
 
 
 # Closed pipes -------------------------------------------------------------------------------------------------------

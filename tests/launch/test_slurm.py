@@ -206,7 +206,7 @@ def test_a_run_on_two_nodes_with_every_disturbance(here: Here, undisturbed: Path
     checkpoints, ends = [0], []
 
     def trained(attempt: int) -> None:
-        """Return whether this attempt has written a checkpoint."""
+        """Wait until this attempt has written a checkpoint."""
 
         def further() -> bool:
             status = job.status()
@@ -217,7 +217,7 @@ def test_a_run_on_two_nodes_with_every_disturbance(here: Here, undisturbed: Path
         until(further, 180, job.report)
 
     def requeued() -> None:
-        """Return whether the job has left its nodes and waits for a restart."""
+        """Wait until the job has left its nodes and waits for a restart."""
         until(
             lambda: job.state().items() >= {"Restarts": str(len(ends) + 1), "JobState": "PENDING"}.items(),
             120,

@@ -119,12 +119,12 @@ def test_following_on_a_terminal_until_ctrl_c(tmp_path: Path) -> None:
         seen = ""
         while "41 of 100" not in seen:
             seen += os.read(ours, 10000).decode()
-            if seen.count("\x1b[J") == 1:
+            if "40 of 100" in seen:
                 write_status(tmp_path, state="running", step=41)
         follow.send_signal(signal.SIGINT)
         assert follow.wait(timeout=20) == 0
     screens = seen.split("\x1b[H\x1b[J")[1:]
-    assert all(screen.startswith("kto: ") for screen in screens)
+    assert len(screens) > 1 and all(screen.startswith("kto: ") for screen in screens)
     with pytest.raises(OSError):
         while left := os.read(ours, 10000):
             assert b"Traceback" not in left and b"Interrupt" not in left

@@ -87,7 +87,6 @@ ENDS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "saved_head": ("tied", {"modules_to_save": ["lm_head"]}, False),
     "saved_and_kept_tied": ("tied", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
     "adapted_embedding": ("tied", {"target_modules": [*LAYERS, "embed_tokens"]}, False),
-    "adapted_and_kept_tied": ("tied", {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, True),
     "some_tokens": ("tied", {"trainable_token_indices": [3, 5]}, True),
 }
 

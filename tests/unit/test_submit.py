@@ -179,7 +179,6 @@ def test_options_of_jobs_and_methods_do_not_overlap() -> None:
         ("--seeds 1-2 --use_peft --merged_output_dir m", "merged_output_dir='m'"),
         ("--overwrite_output_dir true", "overwrite_output_dir=True"),
         ("--save_strategy no", "save_strategy='no'"),
-        ("--save_only_model", "save_only_model=True"),
         ("--push_to_hub --hub_token hf_mine", "--hub_token=<hidden>"),
         ("--beta -1", "beta=-1.0"),
         ("--bata 1", "bata='1'"),
