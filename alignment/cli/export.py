@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.cli.guarded import guarded
-from alignment.cli.output import surviving_closed_output
+from alignment.cli.output import parse_arguments, surviving_closed_output
 from alignment.config.fields import convert
 from alignment.config.options_export import ExportOptions
 from alignment.engines.launch_env import hush_libraries
@@ -31,11 +31,11 @@ to export_report.json in OUT."""
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment export") -> None:
     """Export, then exit with status 0, 1 after an error, 2 after a usage error, or 130 after Ctrl-C."""
     parser = _parser(program)
+    options = parse_arguments(parser, argv)
+    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        reason = f"must run in a single process, but WORLD_SIZE is {ranks[:40]}; start it without a launcher"
+        parser.exit(1, f"error: {program} {reason}\n")
     with surviving_closed_output():
-        options = parser.parse_args(argv)
-        if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
-            reason = f"must run in a single process, but WORLD_SIZE is {ranks[:40]}; start it without a launcher"
-            parser.exit(1, f"error: {program} {reason}\n")
         code = guarded(lambda: _run(**vars(options)))
     sys.exit(code)
 

@@ -22,15 +22,24 @@ def print_and_leave(text: str) -> NoReturn:
     sys.exit(0)
 
 
+def parse_arguments(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
+    """Parse the arguments of a command, whose help may go to a closed pipe."""
+    with surviving_closed_output():
+        try:
+            return parser.parse_args(argv)
+        finally:
+            print(end="", flush=True)
+
+
 def run_reader(run: Callable[[Namespace], None], parser: ArgumentParser, argv: Sequence[str] | None) -> NoReturn:
     """Parse the arguments of a command that only reads and prints, run it, and exit.
 
     The status is 0, also after Ctrl-C, 1 after an error, which is printed in one line, or 2 after a usage error.
     """
-    code = 0
+    code, options = 0, parse_arguments(parser, argv)
     with surviving_closed_output():
         try:
-            run(parser.parse_args(argv))
+            run(options)
         except KeyboardInterrupt:
             pass
         except (AlignmentError, OSError) as error:
@@ -47,8 +56,6 @@ def surviving_closed_output() -> Iterator[None]:
     try:
         yield
     finally:
-        if sys.stdout is not None:
-            sys.stdout.flush()
         sys.stdout, sys.stderr = before
 
 
