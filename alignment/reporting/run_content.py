@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def read_content(folder: Path, *, state: str | None = None) -> content.RunConten
     """
     view = read_run(folder)
     log, state, start = view.log, state or view.status.state, view.log.newest("start")
-    options = read_object(folder / "options.json")
+    options = read_object(folder / "options.json", _without_secrets)
     entries = [entry for entry in log.records if "event" not in entry]
     best = _best_step(folder, view, options)
     resumes = [(event["step"], "resumed") for event in view.resumes]
@@ -202,10 +202,13 @@ def _warnings(events: Sequence[Record]) -> Iterator[str]:
             yield f"{said}: {len(found)}{at}. See log.jsonl."
 
 
-def read_object(path: Path) -> Record:
-    """Read a JSON object, without the keys that name secrets at any depth; return an empty one if this fails."""
-    public = lambda found: {name: value for name, value in found.items() if not is_secret(name)}  # noqa: E731
+def read_object(path: Path, hook: Callable[[Record], Record] | None = None) -> Record:
+    """Read a JSON object, with ``hook`` applied to all objects in it; return an empty one if this fails."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_bytes(), object_hook=public)
+        found = json.loads(path.read_bytes(), object_hook=hook)
         return found if isinstance(found, dict) else {}
     return {}
+
+
+def _without_secrets(found: Record) -> Record:
+    return {name: value for name, value in found.items() if not is_secret(name)}
