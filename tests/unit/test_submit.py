@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
@@ -304,28 +303,6 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     code, out, err = run(capsys, *TRAIN, "--prepare")
     assert (code, out, called[-1]) == (130, "", ("scancel", "40"))
     assert err.splitlines()[-1] == "interrupted: check `squeue --me` for a submitted job"
-
-
-# The documentation ---------------------------------------------------------------------------------------------------
-
-GUIDE = (ROOT / "docs" / "guides" / "slurm.md").read_text()
-
-
-def test_the_documented_commands_render_a_script(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"```bash\n(.*?)```", GUIDE, re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    commands = [line for line in lines if line.startswith("deepspeed-alignment submit ")]
-    assert len(commands) == 4
-    for command in commands:
-        code, out, err = run(capsys, "--print", *shlex.split(command, comments=True)[2:])
-        assert (code, err) == (0, "") and out.count("#!/bin/bash") == 1 + ("--prepare" in command)
-
-
-def test_every_variable_of_the_script_is_documented_at_its_head() -> None:
-    text = (ROOT / "launch" / "slurm" / "train.sbatch").read_text()
-    used = set(re.findall(r"ALIGNMENT_[A-Z_]+", text))
-    assert used == set(re.findall(r"^# (ALIGNMENT_[A-Z_]+) ", text[: text.index("\nsay()")], re.MULTILINE))
-    assert set(re.findall(r"ALIGNMENT_[A-Z_]+", GUIDE)) <= used
 
 
 def test_submit_does_not_import_torch() -> None:
