@@ -56,7 +56,7 @@ def card_of(
     named = METHODS[method] if method in METHODS.entries else None
     base = base or options.get("model_name_or_path")
     datasets, loss_type = _datasets(options), str(options.get("loss_type"))
-    steps = run.get("total_steps") or run.get("steps")
+    steps, changed = run.get("total_steps") or run.get("steps"), changed_options(options, named or AlignmentConfig)
     training = {
         "steps": step or steps,
         "planned steps": steps,
@@ -79,11 +79,7 @@ def card_of(
         datasets=[name for name in datasets if _on_hub(name, absolute)],
         export=export,
         training=_known(training),
-        options={
-            name: value
-            for name, value, _ in changed_options(options, named or AlignmentConfig)
-            if name not in _LEFT_OUT
-        },
+        options={name: value for name, value, _ in changed if name not in _LEFT_OUT},
         data=[*(("dataset", name) for name in datasets), *_known({"rows": run.get("rows"), **dropped})],
         results_of="" if step is None else f"step {step}",
         train=_metrics(state, step, "loss"),

@@ -107,16 +107,15 @@ def _facts(view: RunView, options: Record, best: int | None) -> Iterator[tuple[s
 
 def _training_seconds(log: Log) -> float:
     """The logged total or, before the end, the time spanned by the log without the pauses between attempts."""
-    times = [(seconds_of(record.get("time")), record.get("event")) for record in log.records]
-    known = [(time, event) for time, event in times if time is not None]
-    spans = [end - begin for (begin, _), (end, event) in itertools.pairwise(known) if event != "resume"]
+    times = [(time, record.get("event")) for record in log.records if (time := seconds_of(record.get("time")))]
+    spans = [end - begin for (begin, _), (end, event) in itertools.pairwise(times) if event != "resume"]
     return number(log.totals.get("train_runtime")) or sum(spans)
 
 
 def _best_step(folder: Path, view: RunView, options: Record) -> int | None:
     """Step of the best checkpoint, if a metric chooses it."""
-    states = [folder, *(folder / one.name for one in view.checkpoints[:1])]
-    steps = [read_object(place / "trainer_state.json").get("best_global_step") for place in states]
+    places = [folder, *(folder / one.name for one in view.checkpoints[:1])]
+    steps = [read_object(place / "trainer_state.json").get("best_global_step") for place in places]
     chosen = options.get("load_best_model_at_end") or options.get("metric_for_best_model")
     return next((step for step in steps if step is not None), None) if chosen else None
 
