@@ -219,17 +219,6 @@ def test_an_adapter_in_fp32_uses_its_master_weights(base: str, giving: Giving, t
 
 def test_damage(made: tuple[Path, Named], tmp_path: Path) -> None:
     source, out = copied(made[0], tmp_path / "checkpoint-4"), tmp_path / "out"
-    names = [file.name for file in source.iterdir() if file.name not in ("manifest.json", OPTIMIZER)]
-    assert len(names) > 4
-    for name in names:
-        whole = (source / name).read_bytes()
-        flipped = bytearray(whole)
-        flipped[len(whole) - 3] ^= 4
-        for content in (flipped, whole[:-1], None):
-            (source / name).unlink() if content is None else (source / name).write_bytes(content)
-            with pytest.raises(CheckpointError, match=name):
-                checked_masters(source, wanted=False)
-        (source / name).write_bytes(whole)
     optimizer = source / OPTIMIZER
     whole = optimizer.read_bytes()
     optimizer.write_bytes(whole[:-1])
