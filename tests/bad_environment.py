@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from bad_case import Case, file_of, folder_of
@@ -51,33 +50,21 @@ def manifest(name: str, content: str | bytes, *says: str) -> Case:
 
 ENVIRONMENT = [
     torchrun("RANK='first' in the environment: expected an integer", RANK="first"),
-    torchrun("RANK='-1' in the environment", RANK="-1"),
     torchrun("RANK='1' in the environment: expected an integer from 0 to 0", RANK="1"),
-    torchrun("WORLD_SIZE='two' in the environment", WORLD_SIZE="two"),
     torchrun("WORLD_SIZE='0' in the environment: expected an integer of 1", WORLD_SIZE="0"),
-    torchrun("WORLD_SIZE='1.0' in the environment", WORLD_SIZE="1.0"),
     torchrun("WORLD_SIZE='١' in the environment", WORLD_SIZE="١"),
     torchrun("WORLD_SIZE='999", WORLD_SIZE="9" * 5000),
     torchrun("LOCAL_RANK is not set", LOCAL_RANK=""),
-    torchrun("LOCAL_WORLD_SIZE='0' in the environment", LOCAL_WORLD_SIZE="0"),
-    torchrun("MASTER_PORT='http' in the environment", WORLD_SIZE="2", MASTER_PORT="http"),
     torchrun(
         "MASTER_PORT='99999' in the environment: expected an integer from 1 to 65535",
         WORLD_SIZE="2",
         MASTER_PORT="99999",
     ),
-    torchrun("MASTER_PORT='0' in the environment", WORLD_SIZE="2", MASTER_PORT="0"),
     torchrun("MASTER_ADDR is not set", WORLD_SIZE="2", MASTER_ADDR=""),
-    torchrun("MASTER_ADDR is not set", WORLD_SIZE="2", MASTER_ADDR=None),
     torchrun("ALIGNMENT_STOP_NOTICE='soon' in the environment: expected a", ALIGNMENT_STOP_NOTICE="soon"),
-    torchrun("DEEPSPEED_TIMEOUT='soon' in the environment", DEEPSPEED_TIMEOUT="soon"),
     torchrun("DEEPSPEED_TIMEOUT='0' in the environment: expected an integer of 1", DEEPSPEED_TIMEOUT="0"),
     torchrun("DS_ACCELERATOR=gpu, but", DS_ACCELERATOR="gpu"),
-    torchrun("DS_ACCELERATOR=CPU, but", DS_ACCELERATOR="CPU"),
-    torchrun("DS_ACCELERATOR=, but", DS_ACCELERATOR=""),
     srun("RANK='first' in the environment", SLURM_PROCID="first"),
-    srun("RANK='4' in the environment", SLURM_PROCID="4"),
-    srun("WORLD_SIZE='many' in the environment", SLURM_STEP_NUM_TASKS="many"),
     srun("SLURM_LOCALID is not set", SLURM_LOCALID=None),
     srun("SLURM_JOB_ID='mine' in the environment", SLURM_JOB_ID="mine"),
     Case("environment: mpirun", ("mpirun is not supported",), environment={"OMPI_COMM_WORLD_SIZE": "4"}),
@@ -92,8 +79,6 @@ ENVIRONMENT = [
 
 FOLDERS = [
     folder("a link to itself", lambda at, models: (at / "out").symlink_to("out"), "@out is not a folder"),
-    folder("a link to nothing", lambda at, models: (at / "out").symlink_to("gone"), "@out is not a folder"),
-    folder("a pipe", lambda at, models: os.mkfifo(at / "out"), "@out is not a folder"),
     folder("a device", None, "/dev/null is not a folder", output_dir="/dev/null"),
     folder("a name too long", None, "File name too long", output_dir="@" + "a" * 300),
     folder("its lock a folder", folder_of("out/.lock"), "cannot be locked: Is a directory", **LATEST),
@@ -113,7 +98,6 @@ FOLDERS = [
     folder("a checkpoint that is a file", file_of("out/checkpoint-4", ""), "@out is not empty", **LATEST),
     folder("an empty checkpoint", folder_of("out/checkpoint-4"), "it has no manifest.json", **LATEST),
     folder("no such checkpoint", None, "no such folder", resume_from_checkpoint="5"),
-    folder("a checkpoint's name too long", None, "File name too long", resume_from_checkpoint="a" * 300),
     Case(
         "folder: export to NUL",
         ("out='", "contains a NUL character"),
@@ -132,14 +116,10 @@ FOLDERS = [
 
 MANIFESTS = [
     manifest("null", "null", "cannot be read"),
-    manifest("list", "[]", "cannot be read"),
-    manifest("empty", "", "cannot be read"),
     manifest("binary", bytes(range(256)), "cannot be read"),
     manifest("nested", "[" * 9000, "cannot be read"),
     manifest("without a format", "{}", "cannot be read"),
-    manifest("NaN", '{"format": NaN}', "the content does not match its checksum"),
     manifest("format a word", '{"format": "1"}', "the content does not match its checksum"),
-    manifest("of 5000 digits", '{"format": %s}' % ("9" * 5000), "cannot be read"),
     Case(
         "manifest: a folder",
         ("not a checkpoint, because it has no manifest.json",),

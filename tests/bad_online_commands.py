@@ -10,11 +10,7 @@ from data_tokenizers import PLAIN, char_tokenizer
 from helpers import POSITIONS, tiny_config
 from transformers import AutoModelForSequenceClassification
 
-REWARDS = """
-def letters(completions, **columns): return [float(len(text)) for text in completions]
-def graded(completions, answer): return [0.0] * len(completions)
-number = 3
-"""
+REWARDS = "def letters(completions, **columns): return [float(len(text)) for text in completions]\n"
 FUNCTION = {"reward_funcs": "@rewards.py:letters"}
 FILES = {"rewards.py": REWARDS}
 
@@ -49,26 +45,8 @@ ONLINE = [
     ),
     online("no prompt", "@data.jsonl: missing column prompt", "Online DPO", "text", data=[{"text": "a"}] * 2),
     online("no such file", "reward_funcs='@none.py:f'", "cannot read", reward_funcs="@none.py:f"),
-    online(
-        "no such function", "does not define 'letter'", "did you mean 'letters'", reward_funcs="@rewards.py:letter"
-    ),
-    online("no function", "number is 3", "expected a function or class", reward_funcs="@rewards.py:number"),
-    online(
-        "missing column",
-        "'graded' requires argument 'answer'",
-        "no such column (available: ",
-        reward_funcs="@rewards.py:graded",
-    ),
     online("too many weights", "reward_weights: 2 weights for 1 reward sources (letters)", reward_weights="[1, 2]"),
-    online("penalty for a judge", "judge=", "missing_eos_penalty=1.0", judge="@j.py:J", missing_eos_penalty="1"),
     online("batch of no reward model", "reward_batch_size", "without a reward model", reward_batch_size="4"),
-    online("unknown sampling key", "generation_kwargs", "beam_size", generation_kwargs='{"beam_size": 2}'),
-    online(
-        "sampling option in the wrong place",
-        "generation_kwargs",
-        "set top_k outside generation_kwargs",
-        generation_kwargs='{"top_k": 2}',
-    ),
     online("no reward model", "reward_model_path: folder '@none' does not exist", reward_model_path="@none"),
     online("language model as reward model", "reward_model_path", "score", "reward", reward_model_path="%good"),
     online("three labels", "reward_model_path", "num_labels=3", reward_model_path="%three-labels"),
@@ -79,7 +57,6 @@ ONLINE = [
         data=[{"prompt": CHAT["prompt"]}] * 2,
         reward_model_path="%classifier-no-template",
     ),
-    online("no column of the map", "column_map maps prompt to column 'question'", column_map='{"prompt": "question"}'),
     deepspeed_case(
         "stage 2 reward model",
         {"zero_optimization": {"stage": 2}},

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from alignment.config.errors import DataError, OptionError, setting
+from alignment.config.options_export import ExportOptions
 from alignment.data.formats import preference_row, prompt_completion_row
 from alignment.data.messages import DropRow
 from alignment.data.sources import load_split
@@ -49,8 +51,8 @@ def outputs(model: PreTrainedModel, rows: Rows, task: Task) -> list[float]:
     return values
 
 
-def sample_rows(dataset_name: str | None, count: int, tokenizer: Any, vocabulary: int) -> Rows:
-    """At most ``count`` rows of token ids below ``vocabulary``: of a dataset, or of built-in texts.
+def sample_rows(options: ExportOptions, tokenizer: Any, config: PretrainedConfig) -> Rows:
+    """The rows of token ids to compare on: of ``options.dataset_name``, or of built-in texts.
 
     Without a dataset and a tokenizer that fits the model, the tokens are random.
 
@@ -58,16 +60,17 @@ def sample_rows(dataset_name: str | None, count: int, tokenizer: Any, vocabulary
         OptionError: a dataset needs a tokenizer, but there is none.
         DataError: the dataset cannot be read, or has no usable row.
     """
-    if dataset_name is not None and tokenizer is None:
-        raise OptionError(f"{setting('dataset_name', dataset_name)}: there is no tokenizer to encode it")
-    if dataset_name is not None:
-        encoded = RowTokenizer(tokenizer).encode(list(islice(_dataset(dataset_name), count)))
+    name, count, vocabulary = options.dataset_name, options.samples, config.get_text_config().vocab_size
+    if name is not None and tokenizer is None:
+        raise OptionError(f"{setting('dataset_name', name)}: there is no tokenizer to encode it")
+    if name is not None:
+        encoded = RowTokenizer(tokenizer).encode(list(islice(_dataset(name), count)))
         rows = [row.prompt + row.completions[0] for row in encoded]
     else:
         rows = [] if tokenizer is None else [tokenizer(text)["input_ids"] for text in _TEXTS[:count]]
     rows = [row[:_LONGEST] for row in rows if len(row) > 1 and max(row[:_LONGEST]) < vocabulary]
-    if not rows and dataset_name is not None and count:
-        raise DataError(f"{dataset_name}: no row has more than one token to compare models on")
+    if not rows and name is not None and count:
+        raise DataError(f"{name}: no row has more than one token to compare models on")
     generator = torch.Generator().manual_seed(0)
     return rows or torch.randint(vocabulary, (count, _RANDOM_LENGTH), generator=generator).tolist()
 
@@ -76,12 +79,10 @@ def _dataset(name: str) -> Iterator[Source]:
     """The rows of a dataset in any supported format; of pairs, the chosen completion."""
     for number, row in enumerate(load_split(name, None, "train"), 1):
         where = f"{name}, row {number}"
-        try:
+        with contextlib.suppress(DropRow):
             if row.get("chosen") is None:
                 one = prompt_completion_row(row, where)
                 yield Source(one.prompt, (one.completion,), where, one.template)
             else:
                 pair = preference_row(row, where)
                 yield Source(pair.prompt, (pair.chosen,), where, pair.template)
-        except DropRow:
-            continue

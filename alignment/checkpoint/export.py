@@ -13,10 +13,10 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from alignment.checkpoint.card import card_of
 from alignment.checkpoint.comparison import Rows, outputs, sample_rows
@@ -31,6 +31,7 @@ from alignment.models.loading import load_whole
 from alignment.models.source import read_config
 from alignment.models.tasks import CAUSAL_LM, CLASSIFIER, Task
 from alignment.reporting.model_card import public
+from alignment.reporting.run_content import read_object
 
 REPORT = "export_report.json"
 Tell = Callable[[str], None]
@@ -75,20 +76,9 @@ class ExportReport:
                 f"on average and {self.error_max:.2g} at most"
             )
 
-    def json(self) -> str:
-        """The report as JSON. It is published with the model, so local paths are reduced to their last part."""
-        return json.dumps(public(asdict(self)), indent=2) + "\n"
 
-
-class Loaded(NamedTuple):
-    """A model to write, in the dtype of the export, and the outputs of its source before any rounding."""
-
-    model: PreTrainedModel
-    task: Task
-    tokenizer: Any
-    rows: Rows
-    outputs: list[float]
-    report: ExportReport
+# A model in the dtype of the export, its task and tokenizer, rows, the outputs of its source for them, and the report.
+Loaded = tuple[PreTrainedModel, Task, Any, Rows, list[float], ExportReport]
 
 
 def export(
@@ -103,16 +93,12 @@ def export(
         tell: called with a message for every step.
 
     Raises:
-        OptionError: an option is not applicable to a full model.
-        OutputError: ``out`` is not empty or cannot be written.
-        ModelError: the source or its base cannot be used, or they do not match.
-        CheckpointError: a file of a checkpoint has changed since it was written.
-        DataError: the dataset of the samples cannot be used.
+        AlignmentError: an option, the source or its base cannot be used, or ``out`` is not empty or cannot be written.
     """
     options = options or ExportOptions()
     _check_out(out)
     masters = checked_masters(source, wanted=options.dtype == "float32")
-    load = _merged if is_adapter(source) else _model
+    load = _merged if _is_adapter(source) else _model
     with no_progress_bar():
         model, task, tokenizer, rows, before, report = load(source, masters, options, tell)
         broken = next((name for name, one in model.named_parameters() if not bool(torch.isfinite(one).all())), None)
@@ -131,19 +117,16 @@ def export(
                 errors = [abs(one - other) for one, other in zip(before, after, strict=True)]
                 mean = sum(errors) / len(errors)
                 report = replace(report, rows=len(rows), error_mean=mean, error_max=max(errors))
-            (partial / REPORT).write_text(report.json(), encoding="utf-8")
+            published = json.dumps(public(asdict(report)), indent=2)  # without local folders
+            (partial / REPORT).write_text(f"{published}\n", encoding="utf-8")
             title, lines = out.absolute().name, [*report.lines()]
             card = card_of(source, title, report.task == "classifier", report.base_model, lines)
             (partial / "README.md").write_text(card.text(), encoding="utf-8")
     return report
 
 
-def is_adapter(folder: Path) -> bool:
-    """Whether ``folder`` is an adapter (True) or a full model (False).
-
-    Raises:
-        ModelError: it is neither, or both.
-    """
+def _is_adapter(folder: Path) -> bool:
+    """Whether ``folder`` is an adapter (True) or a full model (False)."""
     adapter = (folder / "adapter_config.json").is_file()
     weights = any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
     if adapter and weights:
@@ -162,17 +145,14 @@ def _model(source: Path, masters: Masters, options: ExportOptions, tell: Tell) -
     for name in ("base", "revision", "load_in_4bit", "load_in_8bit"):
         if getattr(options, name):
             raise OptionError(f"{name}: applies to the base of an adapter, but {source} is a full model; remove it")
-    try:
-        names = PretrainedConfig.get_config_dict(source)[0].get("architectures") or []
-    except OSError as error:
-        raise ModelError(f"{source / 'config.json'} cannot be read: {first_line(error)}") from error
+    names = read_object(source / "config.json").get("architectures") or []
     task = CLASSIFIER if any("SequenceClassification" in name for name in names) else CAUSAL_LM
     trust, path = options.trust_remote_code, str(source.absolute())
     config = read_config(path, key="source", trust_remote_code=trust, task=task)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{source}: the weights are quantized; export the model before quantization")
     tokenizer = _tokenizer(path, None, trust)
-    rows = sample_rows(options.dataset_name, options.samples, tokenizer, config.get_text_config().vocab_size)
+    rows = sample_rows(options, tokenizer, config)
     tell(f"source: {source}, {task.noun}; exporting in dtype {options.dtype}")
     count = 0
     if options.dtype in ("auto", "float32"):
@@ -185,8 +165,8 @@ def _model(source: Path, masters: Masters, options: ExportOptions, tell: Tell) -
         model = load_whole(path, task, options.dtype, trust)
     if options.dtype == "float32" and config.dtype in (torch.bfloat16, torch.float16) and not count:
         tell("the folder has no fp32 master weights, so float32 has no advantage over its 16-bit weights")
-    report = ExportReport(source.absolute().name, None, task_name(task), _name(model.dtype), False, count)
-    return Loaded(model, task, tokenizer, rows, before, report)
+    name, precision = source.absolute().name, str(model.dtype).removeprefix("torch.")
+    return model, task, tokenizer, rows, before, ExportReport(name, None, task_name(task), precision, False, count)
 
 
 def _merged(source: Path, masters: Masters, options: ExportOptions, tell: Tell) -> Loaded:
@@ -196,12 +176,13 @@ def _merged(source: Path, masters: Masters, options: ExportOptions, tell: Tell) 
     adapter = replace(adapter, quantization=options.quantization or adapter.quantization)
     config = base_config(adapter, trust)
     quantized = (adapter.quantization or getattr(config, "quantization_config", None)) is not None
-    own = adapter.has_tokenizer
-    tokenizer = _tokenizer(str(source) if own else adapter.base, None if own else adapter.revision, trust)
+    where, revision = (str(source), None) if adapter.has_tokenizer else (adapter.base, adapter.revision)
+    tokenizer = _tokenizer(where, revision, trust)
     replaced = check_match(adapter, config, trust)
     dtype = getattr(torch, options.dtype, None) or trained_dtype(adapter) or config.dtype or torch.bfloat16
-    rows = sample_rows(options.dataset_name, options.samples, tokenizer, config.get_text_config().vocab_size)
-    tell(f"base: {adapter.base}, {adapter.task.noun}; exporting in {_name(dtype)}")
+    rows = sample_rows(options, tokenizer, config)
+    precision = str(dtype).removeprefix("torch.")
+    tell(f"base: {adapter.base}, {adapter.task.noun}; exporting in {precision}")
     model, kept = load_base(adapter, config, dtype, replaced, trust)
     put_saved_tensors(model, adapter, replaced)
     injected = inject(model, adapter)
@@ -209,9 +190,9 @@ def _merged(source: Path, masters: Masters, options: ExportOptions, tell: Tell) 
     before = outputs(model, rows, adapter.task)
     rounding = Rounding(dtype, kept)
     merge(injected, rounding)
-    task = task_name(adapter.task)
-    report = ExportReport(source.absolute().name, adapter.base, task, _name(dtype), quantized, count)
-    return Loaded(finish(injected, rounding), adapter.task, tokenizer, rows, before, report)
+    name, task = source.absolute().name, task_name(adapter.task)
+    report = ExportReport(name, adapter.base, task, precision, quantized, count)
+    return finish(injected, rounding), adapter.task, tokenizer, rows, before, report
 
 
 def _tokenizer(where: str, revision: str | None, trust_remote_code: bool) -> Any:
@@ -224,12 +205,7 @@ def _tokenizer(where: str, revision: str | None, trust_remote_code: bool) -> Any
         return None
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _check_out(out: Path) -> None:
-    """Reject a folder that is not empty or cannot be written."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutputError(f"{out} is a file or not empty; pass a folder that does not exist yet, or empty this one")
     parent = next(one for one in (out.absolute(), *out.absolute().parents) if one.exists())

@@ -15,14 +15,9 @@ from alignment.run.ranks import rank
 
 
 def write_merged(args: AlignmentConfig, source: ModelSource, tell: Callable[[str], None]) -> None:
-    """Merge the adapters in ``output_dir`` into their base model as stored on disk; collective.
+    """Merge the adapters in ``output_dir`` into their base model ``source`` as stored on disk; collective.
 
     A merged model of an earlier attempt is moved aside.
-
-    Args:
-        args: the run's options.
-        source: the base model.
-        tell: prints a line on the first rank.
 
     Raises:
         AlignmentError: if they cannot be merged; the adapters are not affected.
@@ -40,10 +35,8 @@ def write_merged(args: AlignmentConfig, source: ModelSource, tell: Callable[[str
             with ACTIVITY("merge"):
                 report = export(adapters, folder, options)
         except AlignmentError as error:
-            raise type(error)(
-                f"merged_output_dir: {error}; the adapters are saved in {adapters}; merge them with "
-                "deepspeed-alignment export"
-            ) from error
+            advice = f"the adapters are saved in {adapters}; merge them with deepspeed-alignment export"
+            raise type(error)(f"merged_output_dir: {error}; {advice}") from error
         for line in report.lines():
             tell(line)
     barrier()

@@ -27,12 +27,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment") -> None:
-    """Run the command named by the first argument and exit with its status, or with 2 if it is unknown.
-
-    Args:
-        argv: arguments without the program name. Defaults to those of this process.
-        program: program name in usage lines.
-    """
+    """Run the command named by the first argument and exit with its status, or with 2 if it is unknown."""
     arguments = list(without_local_rank(sys.argv[1:] if argv is None else argv))
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in COMMANDS:

@@ -13,16 +13,11 @@ from alignment.training.data_facts import PERCENTILES, shown_name, token_lengths
 
 if TYPE_CHECKING:
     from alignment.config.options import AlignmentConfig
-    from alignment.data.report import DataReport
     from alignment.training.data import PreparedData
     from alignment.training.trainer import AlignmentTrainer
 
 
-_ENGINES = {
-    "deepspeed.json": "policy",
-    "ref_deepspeed.json": "reference",
-    "reward_deepspeed.json": "reward model",
-}
+_ENGINES = {"deepspeed.json": "policy", "ref_deepspeed.json": "reference", "reward_deepspeed.json": "reward model"}
 _WIDTH = 120  # of the default options
 _EXAMPLES = 3
 _LONGEST = 600  # characters shown of a text, half of them from each end
@@ -30,19 +25,13 @@ _LONGEST = 600  # characters shown of a text, half of them from each end
 
 def print_dry_run(trainer: AlignmentTrainer) -> None:
     """Print the dry run on rank 0. Collective."""
-    stores = trainer.engines.stores
-    stored = [] if stores is None else stores.lines()
+    stored = [] if trainer.engines.stores is None else trainer.engines.stores.lines()
     if trainer.is_world_process_zero():
         print("\n".join(dry_run_lines(trainer, [*stored, *trainer.resources.looked_at()])), flush=True)
 
 
 def dry_run_lines(trainer: AlignmentTrainer, stored: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the lines of the dry run.
-
-    Args:
-        trainer: the trainer that would run.
-        stored: lines about log-prob stores and external resources, printed after the plan.
-    """
+    """Yield the lines of the dry run; those about log-prob stores and external resources follow the plan."""
     plan, sampler, train = trainer.planned.engines, trainer.data.sampler, trainer.data.train
     yield from _options(trainer.args)
     settings = trainer.settings()
@@ -52,7 +41,9 @@ def dry_run_lines(trainer: AlignmentTrainer, stored: Sequence[str] = ()) -> Iter
     yield from ("", plan.describe(), *stored)
     for data in (train, *trainer.data.eval.values()):
         if data is not None:
-            yield from ("", f"Data: {data.where}", *_counts(data), "", *_lengths(data, trainer), "")
+            lengths = token_lengths(data, trainer.method.completions)
+            rows = [(name, list(values.values())) for name, values in lengths.items()]
+            yield from ("", f"Data: {data.where}", *_counts(data), "", *_table("tokens", list(PERCENTILES), rows), "")
             yield from _examples(data, trainer)
     if sampler is not None and train is not None:
         yield from ("", f"Steps per epoch: {sampler.steps_per_epoch}, rows per step: {sampler.window}")
@@ -69,32 +60,23 @@ def _options(options: AlignmentConfig) -> Iterator[str]:
     yield from (f"  {name.ljust(width)}  {json.dumps(value, default=str)}" for name, value in changed.items())
     unchanged = (f"{name}={json.dumps(value, default=str)}" for name, value in values.items() if name not in changed)
     yield "Options with their default values:"
-    yield from textwrap.wrap(
-        ", ".join(unchanged), _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
-    )
+    lines = textwrap.wrap(", ".join(unchanged), _WIDTH - 2, break_on_hyphens=False)
+    yield from (f"  {line}" for line in lines)
 
 
 def _counts(data: PreparedData) -> Iterator[str]:
-    reports: list[tuple[str, DataReport]] = [("rows", data.report)]
+    reports = [("rows", data.report)]
     if len(data.parts) > 1:
         reports += [(part.where, part.report) for part in data.parts]
-    labeled = bool(data.report.desirable + data.report.undesirable)
-    columns = ["read", "kept", "dropped", *(["desirable", "undesirable"] if labeled else [])]
-    columns += ["prompts truncated", "completions truncated"]
+    labels = ["desirable", "undesirable"] if data.report.desirable + data.report.undesirable else []
     rows = []
     for name, report in reports:
         counts = [report.rows_in, report.rows_out, sum(report.dropped.values())]
-        counts += [report.desirable, report.undesirable] if labeled else []
+        counts += [getattr(report, label) for label in labels]
         rows.append((name, [*counts, report.prompts_cut, report.completions_cut]))
-    yield from _table("", columns, rows)
+    yield from _table("", ["read", "kept", "dropped", *labels, "prompts truncated", "completions truncated"], rows)
     for reason, count in sorted(data.report.dropped.items(), key=lambda item: (-item[1], item[0])):
         yield f"  dropped {count:>8}  {reason}"
-
-
-def _lengths(data: PreparedData, trainer: AlignmentTrainer) -> Iterator[str]:
-    lengths = token_lengths(data, trainer.method.completions)
-    rows = [(name, list(values.values())) for name, values in lengths.items()]
-    yield from _table("tokens", list(PERCENTILES), rows)
 
 
 def _examples(data: PreparedData, trainer: AlignmentTrainer) -> Iterator[str]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
+import functools
 import math
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from alignment.cli.guarded import guarded
-from alignment.cli.output import leave_with_help, surviving_closed_output
+from alignment.cli.output import parse_arguments, surviving_closed_output
 from alignment.config.fields import convert
 from alignment.config.options_export import ExportOptions
 from alignment.engines.launch_env import hush_libraries
@@ -28,22 +29,14 @@ to export_report.json in OUT."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment export") -> None:
-    """Export, then exit with status 0, 1 after an error, 2 after a usage error, or 130 after Ctrl-C.
-
-    Args:
-        argv: arguments without the program name. Defaults to those of this process.
-        program: program name in usage lines.
-    """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Export, then exit with status 0, 1 after an error, 2 after a usage error, or 130 after Ctrl-C."""
     parser = _parser(program)
-    leave_with_help(parser, arguments)
-    options = vars(parser.parse_args(arguments))
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if ranks != "1":
+    options = parse_arguments(parser, argv)
+    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
         reason = f"must run in a single process, but WORLD_SIZE is {ranks[:40]}; start it without a launcher"
         parser.exit(1, f"error: {program} {reason}\n")
     with surviving_closed_output():
-        code = guarded(lambda: _run(**options))
+        code = guarded(lambda: _run(**vars(options)))
     sys.exit(code)
 
 
@@ -55,15 +48,13 @@ def _run(source: str, out: str, **given: Any) -> None:
     ACTIVITY.limits = Limits(least=math.inf, first=math.inf)
     from alignment.checkpoint.export import export
 
-    def tell(line: str) -> None:
-        print(line, flush=True)
-
+    tell = functools.partial(print, flush=True)
     report = export(Path(source).expanduser(), Path(out).expanduser(), options, tell)
     tell("\n".join([*report.lines(), f"model, tokenizer, README.md and export_report.json: {out}"]))
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
+def _parser(program: str) -> ArgumentParser:
+    parser = ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
     parser.add_argument(
         "source", metavar="SOURCE",
         help="checkpoint-N, an output folder, or any folder with a full model (config.json, model.safetensors) or an "
@@ -74,7 +65,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     for field in fields(ExportOptions):
         name, default, text = f"--{field.name}", field.default, field.metadata["help"]
         if default is False:
-            group = bits if field.name in ("load_in_4bit", "load_in_8bit") else parser
+            group = bits if field.name.startswith("load_in_") else parser
             group.add_argument(name, action="store_true", help=text)
             continue
         choices = ("true", "false") if default is True else field.metadata.get("choices")
@@ -82,7 +73,3 @@ def _parser(program: str) -> argparse.ArgumentParser:
         kind = int if type(default) is int else str
         parser.add_argument(name, type=kind, default=default, choices=choices, help=text + shown)
     return parser
-
-
-if __name__ == "__main__":
-    main()

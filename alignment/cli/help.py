@@ -22,14 +22,6 @@ usage: {program} [RECIPE] [--method METHOD] [--OPTION VALUE ...]
 RECIPE is a YAML file or the name of a packaged recipe ({recipes}).
 Options on the command line override the recipe.
 A boolean option without VALUE is set to true. Pass mappings as JSON."""
-# How to start one process per GPU, by the name of the program.
-_LAUNCHED = {
-    script: f"with a launcher: deepspeed {script} …, torchrun --nproc_per_node N {script} …"
-    for script in ("launch/train.py", "launch/precompute.py")
-}
-_LAUNCHED_MODULE = (
-    "with a launcher: deepspeed --module alignment {name} …, torchrun --nproc_per_node N -m alignment {name} …"
-)
 
 
 def grouped_fields(cls: type) -> Iterator[tuple[type, list[dataclasses.Field[Any]]]]:
@@ -45,37 +37,29 @@ def default_text(field: dataclasses.Field[Any]) -> str:
     """Return the default of an option as a user would write it."""
     if field.default is None:
         return "unset"
-    if isinstance(field.default, bool):
-        return str(field.default).lower()
-    return str(field.default.value if isinstance(field.default, Enum) else field.default)
+    text = str(field.default.value if isinstance(field.default, Enum) else field.default)
+    return text.lower() if isinstance(field.default, bool) else text
 
 
 def help_text(methods: Mapping[str, type[AlignmentConfig]], program: str = "launch/train.py") -> str:
-    """Return the text of ``--help``: the shared option groups once, then the groups of each method.
-
-    Args:
-        methods: options classes by method name.
-        program: program name in usage lines.
-    """
-    lines = [usage(program)]
-    seen: set[type] = set()
+    """Return the text of ``--help`` of ``program``: the shared option groups once, then those of each method."""
+    lines, groups = [usage(program)], dict[type, list[dataclasses.Field[Any]]]()
     for cls in methods.values():
         for group, fields in grouped_fields(cls):
-            if group in seen:
-                continue
-            seen.add(group)
-            owners = " | ".join(name for name, other in methods.items() if issubclass(other, group))
-            whose = "" if issubclass(AlignmentConfig, group) else f" (--method {owners})"
-            lines.append(f"\n{vars(group)['TITLE']}{whose}:")
-            lines += [_entry(field) for field in fields]
+            groups.setdefault(group, fields)
+    for group, fields in groups.items():
+        owners = " | ".join(name for name, cls in methods.items() if issubclass(cls, group))
+        whose = "" if issubclass(AlignmentConfig, group) else f" (--method {owners})"
+        lines += [f"\n{vars(group)['TITLE']}{whose}:", *map(_entry, fields)]
     return "\n".join(lines)
 
 
 def usage(program: str) -> str:
     """Return the lines above the options, for a command called ``program``."""
-    recipes = ", ".join(packaged_names("recipes"))
-    launchers = _LAUNCHED.get(program) or _LAUNCHED_MODULE.format(name=program.split()[-1])
-    return _USAGE.format(program=program, launchers=launchers, recipes=recipes)
+    name = program.split()[-1]
+    module = ("", "") if name.endswith(".py") else ("--module alignment ", "-m alignment ")
+    launchers = f"with a launcher: deepspeed {module[0]}{name} …, torchrun --nproc_per_node N {module[1]}{name} …"
+    return _USAGE.format(program=program, launchers=launchers, recipes=", ".join(packaged_names("recipes")))
 
 
 def _entry(field: dataclasses.Field[Any]) -> str:

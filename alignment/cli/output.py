@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import os
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TextIO
+
+from alignment.config.errors import AlignmentError, one_line
 
 _CLOSED = (errno.EPIPE, errno.EIO, errno.ENXIO)  # EPIPE for a pipe, the others for a terminal
 
@@ -20,10 +22,30 @@ def print_and_leave(text: str) -> NoReturn:
     sys.exit(0)
 
 
-def leave_with_help(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """If ``arguments`` contain ``-h`` or ``--help``, print the help of ``parser`` and exit with status 0."""
-    if any(argument in ("-h", "--help") for argument in arguments):
-        print_and_leave(parser.format_help().rstrip())
+def parse_arguments(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
+    """Parse the arguments of a command, whose help may go to a closed pipe."""
+    with surviving_closed_output():
+        try:
+            return parser.parse_args(argv)
+        finally:
+            print(end="", flush=True)
+
+
+def run_reader(run: Callable[[Namespace], None], parser: ArgumentParser, argv: Sequence[str] | None) -> NoReturn:
+    """Parse the arguments of a command that only reads and prints, run it, and exit.
+
+    The status is 0, also after Ctrl-C, 1 after an error, which is printed in one line, or 2 after a usage error.
+    """
+    code, options = 0, parse_arguments(parser, argv)
+    with surviving_closed_output():
+        try:
+            run(options)
+        except KeyboardInterrupt:
+            pass
+        except (AlignmentError, OSError) as error:
+            print(f"error: {one_line(error)}", file=sys.stderr)
+            code = 1
+    sys.exit(code)
 
 
 @contextlib.contextmanager

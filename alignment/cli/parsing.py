@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from alignment.cli.output import print_and_leave
@@ -18,8 +17,7 @@ from alignment.cli.recipes import read_recipe
 from alignment.config import checks
 from alignment.config.compatibility.names import older_names, read_names
 from alignment.config.counterparts import without_counterparts
-from alignment.config.errors import OptionError, setting
-from alignment.config.fields import hints, members
+from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
 from alignment.config.refusals import unknown_option
 from alignment.config.registry import METHODS, option_names
@@ -41,98 +39,72 @@ class Glimpse(NamedTuple):
 
 def glimpse(argv: list[str]) -> Glimpse:
     """Read the method and ``use_cpu`` from the arguments or the recipe; errors are left to :func:`parse`."""
-    loose, given = _split(argv)
-    recipe: dict[str, Any] = {}
-    if loose:
-        with contextlib.suppress(OptionError):
-            recipe = read_recipe(loose[0])
-    named = given.get("method")
-    method = named[0] if named else recipe.get("method")
-    flag = given.get("use_cpu", given.get("no_cuda"))
-    use_cpu = str(recipe.get("use_cpu", False) if flag is None else (flag or ["true"])[0])
-    return Glimpse(method if isinstance(method, str) else None, use_cpu.lower() in ("true", "1", "yes", "on"))
-
-
-def outside_method(argv: list[str]) -> dict[str, type[AlignmentConfig]]:
-    """Return the requested method and its options class, which is imported, if it is a third-party method."""
-    asked = glimpse(argv).method
-    return {asked: METHODS[asked]} if asked is not None and METHODS.is_outside(asked) else {}
+    options: dict[str, Any] = {}
+    with contextlib.suppress(OptionError):
+        recipe, given = read_arguments(argv)
+        options |= given
+        options = {**(read_recipe(recipe) if recipe is not None else {}), **given}
+    method, use_cpu = options.get("method"), options.get("use_cpu", options.get("no_cuda", False))
+    return Glimpse(method if isinstance(method, str) else None, str(use_cpu).lower() in ("true", "1", "yes", "on"))
 
 
 def parse(argv: list[str], program: str = "launch/train.py") -> AlignmentConfig:
-    """Parse the options of the method that the recipe or ``--method`` names.
-
-    Args:
-        argv: arguments without the program name.
-        program: program name in usage lines.
+    """Parse the options of the method that the recipe or ``--method`` names; ``program`` is named in usage lines.
 
     Raises:
         OptionError: an argument, recipe or option is invalid.
         SystemExit: with status 0, after ``--help``.
     """
-    outside = outside_method(argv)
-    recipe_name, given = read_arguments(argv, outside.values())
+    asked = glimpse(argv).method
+    outside = {asked: METHODS[asked]} if asked is not None and METHODS.is_outside(asked) else {}
+    recipe_name, given = read_arguments(argv)
     if "help" in given:
         from alignment.cli.help import help_text
 
-        several, first = os.environ.get("WORLD_SIZE", "1") != "1", os.environ.get("RANK", "0") == "0"
-        if several and not first:
+        if os.environ.get("RANK", "0") != "0":
             raise SystemExit(0)
         print_and_leave(help_text({**METHODS, **outside}, program))
-    recipe = read_recipe(recipe_name, outside.values()) if recipe_name is not None else {}
-    method = _method(given.pop("method", None), recipe.pop("method", None), recipe_name)
-    cls = METHODS[method]
-    names = option_names(cls) | set(older_names(cls))
-    for name, value in recipe.items():
-        if name not in names:
-            raise OptionError(f"{recipe_name}: {unknown_option(cls.method, name, value, names)}")
-    for name, value in given.items():
-        if name not in names:
-            raise unknown_option(cls.method, name, value, names)
+    recipe = {} if recipe_name is None else read_recipe(recipe_name, outside.values())
+    method = given.get("method", recipe.get("method"))
+    if method is None:
+        where = f"{recipe_name}: method is missing" if recipe_name else "method=None: no recipe and no --method"
+        raise OptionError(f"{where}; set method to one of {', '.join(METHODS)}")
     try:
+        METHODS.check(str(method))
+        cls = METHODS[str(method)]
+        recipe.pop("method", None), given.pop("method", None)
+        names = option_names(cls) | set(older_names(cls))
+        for name, value in (recipe | given).items():
+            if name not in names:
+                raise unknown_option(cls.method, name, value, names)
         recipe, given = read_names(cls, recipe), read_names(cls, given)
-        recipe = without_counterparts(cls, recipe, given)
-        options = METHODS.named(cls(**{**recipe, **given}), method)
+        options = METHODS.named(cls(**(without_counterparts(cls, recipe, given) | given)), str(method))
         checks.check_command_line(options)
     except OptionError as error:
-        at_fault = re.match(r"(\w+)=", str(error))
-        if at_fault and at_fault[1] in recipe and at_fault[1] not in given:
+        at_fault = str(error).partition("=")[0]
+        if at_fault in recipe and at_fault not in given:
             raise OptionError(f"{recipe_name}: {error}") from None
         raise
     return options
 
 
-def read_arguments(
-    argv: list[str], outside: Iterable[type[AlignmentConfig]] = ()
-) -> tuple[str | None, dict[str, Any]]:
-    """Return the recipe's name, if any, and the options as strings (lists of strings for list options).
+def read_arguments(argv: list[str]) -> tuple[str | None, dict[str, Any]]:
+    """Return the recipe's name, if any, and the options: as strings, lists of strings, or true without a value.
 
     If an option is repeated, the last value is used.
 
-    Args:
-        argv: arguments without the program name.
-        outside: options classes of third-party methods.
-
     Raises:
-        OptionError: an option that no method has, or a value that belongs to no option.
+        OptionError: a value that belongs to no option.
     """
-    owners: dict[str, list[type]] = {"method": []}
-    for cls in (*METHODS.values(), *outside):
-        for name in (*option_names(cls), *older_names(cls)):
-            owners.setdefault(name, []).append(cls)
     loose, options = _split(argv)
-    given: dict[str, Any] = {}
-    for name, values in options.items():
-        if name in ("-h", "help"):
-            given["help"] = True
-        elif name not in owners:
-            raise unknown_option("", name, values[0] if values else True)
-        else:
-            given[name] = _value(name, values, owners[name])
     if len(loose) > 1:
         raise OptionError(
             f"command line: {loose[1]!r} belongs to no option; write the recipe first, then options as --key value"
         )
+    given = {
+        "help" if name == "-h" else name: values if len(values) > 1 else values[0] if values else True
+        for name, values in options.items()
+    }
     return loose[0] if loose else None, given
 
 
@@ -164,28 +136,3 @@ def _is_negative(token: str) -> bool:
         float(token)
         return token.startswith("-")
     return False
-
-
-def _value(name: str, values: list[str], owners: Iterable[type]) -> Any:
-    """Return an option's value: true for a flag without value, a list of values for list options only."""
-    if not values:
-        return True
-    if len(values) == 1:
-        return values[0]
-    if any(list in members(hints(cls)[older_names(cls).get(name, name)]) for cls in owners):
-        return values
-    raise OptionError(f"--{name} {' '.join(values)}: expected one value; {values[1]!r} belongs to no option")
-
-
-def _method(given: Any, in_recipe: Any, recipe_name: str | None) -> str:
-    method = given if given is not None else in_recipe
-    if isinstance(method, (list, dict)):
-        raise OptionError(f"{recipe_name}: {setting('method', method)}: expected one of {', '.join(METHODS)}")
-    if method is None:
-        where = f"{recipe_name}: method is missing" if recipe_name else "method=None: no recipe and no --method"
-        raise OptionError(f"{where}; set method to one of {', '.join(METHODS)}")
-    try:
-        METHODS.check(str(method))
-    except OptionError as error:
-        raise OptionError(f"{recipe_name}: {error}" if given is None else str(error)) from None
-    return str(method)

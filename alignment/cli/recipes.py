@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from alignment.config.compatibility.names import older_names
-from alignment.config.errors import OptionError, one_line, setting, show
+from alignment.config.errors import OptionError, one_line, setting
 from alignment.config.fields import words
 from alignment.config.lookup import packaged
 from alignment.config.registry import METHODS, option_names
@@ -29,16 +29,14 @@ class _Loader(yaml.SafeLoader):
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    seen: set[Any] = set()
+    seen: set[str] = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node, deep=True)
-        line = key_node.start_mark.line + 1
-        if isinstance(key, (list, dict, set)):
-            raise OptionError(
-                f"{loader.name}, line {line}: the key {show(key)} must be a string, the name of an option"
-            )
+        where = f"{loader.name}, line {key_node.start_mark.line + 1}"
+        if not isinstance(key, str):
+            raise OptionError(f"{where}: the key {key!r} must be a string, the name of an option")
         if key in seen:
-            raise OptionError(f"{loader.name}, line {line}: duplicate key {key!r}; remove one of them")
+            raise OptionError(f"{where}: duplicate key {key!r}; remove one of them")
         seen.add(key)
     return loader.construct_mapping(node, deep=True)
 
@@ -63,76 +61,43 @@ def read_recipe(name: str, outside: Iterable[type[AlignmentConfig]] = ()) -> dic
         outside: options classes of third-party methods.
 
     Raises:
-        OptionError: the file does not exist, is not valid YAML, or has a duplicate key.
+        OptionError: the file does not exist, is not valid YAML, or has a duplicate or invalid key.
     """
-    path = _path(name)
+    path = Path(name).expanduser()
+    if not path.is_file():
+        path = packaged("recipes", name)
     try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise OptionError(f"{path}: too large for a recipe; if it is a data file, pass it as --dataset_name")
         with path.open(encoding="utf-8") as file:
             content = yaml.load(file, _Loader)
+    except OptionError:
+        raise
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
         advice = "indent with spaces" if "'\\t'" in problem else "correct that line"
         raise OptionError(f"{path}{line}: invalid YAML: {problem}; {advice}") from None
-    except OptionError:
-        raise
     except (OSError, ValueError) as error:  # a number or date that YAML accepts and Python rejects is a ValueError
         raise OptionError(f"{path}: cannot be read ({one_line(error)}); pass a YAML file") from None
     except RecursionError:
         raise OptionError(f"{path}: nested too deeply; write options as key: value, in sections or not") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
+    if not isinstance(content, (dict, type(None))):
         raise OptionError(f"{path}: expected a mapping, found {type(content).__name__}; write options as key: value")
     classes = (*METHODS.values(), *outside)
     known = {"method"}.union(*map(option_names, classes), *map(older_names, classes))
-    return _flattened(content, str(path), known)
+    return _flattened(content or {}, str(path), known)
 
 
-def _path(name: str) -> Path:
-    """Return the path of a recipe.
-
-    Raises:
-        OptionError: the file does not exist, is not a regular file, or is too large for a recipe.
-    """
-    path = Path(name).expanduser()
-    if not path.is_file():
-        try:
-            return packaged("recipes", name)
-        except OptionError:
-            if not name or not path.exists():
-                raise
-            kind = "is a folder" if path.is_dir() else "not a regular file"
-            raise OptionError(f"{path}: {kind}; pass a recipe, a YAML file") from None
-    size = path.stat().st_size
-    if size > _MOST_BYTES:
-        raise OptionError(
-            f"{path}: {size / 1e6:.1f} MB is too large for a recipe; if it is a data file, pass it as --dataset_name"
-        )
-    return path
-
-
-def _flattened(content: dict[Any, Any], where: str, options: set[str]) -> dict[str, Any]:
-    """Flatten the sections of a recipe; a section is a mapping whose key is not the name of an option."""
+def _flattened(content: dict[str, Any], where: str, options: set[str]) -> dict[str, Any]:
+    """Flatten the sections: mappings, or nothing under a usual name, whose keys are not the names of options."""
     flat: dict[str, Any] = {}
     for key, value in content.items():
-        if key in options or not _is_section(key, value):
-            _add(flat, key, value, where)
-            continue
-        for inner, inner_value in (value or {}).items():
-            _add(flat, inner, inner_value, f"{where}, section {key}")
+        is_section = isinstance(value, dict) or (value is None and key in _USUAL_SECTIONS)
+        section = (value or {}) if is_section and key not in options else {key: value}
+        for name, inner in section.items():
+            if name in flat:
+                raise OptionError(f"{where}: {setting(name, inner)}: duplicate option; remove one of them")
+            flat[name] = inner
     return flat
-
-
-def _is_section(key: Any, value: Any) -> bool:
-    """Whether the value is a mapping, or the key a common section name whose lines are all commented out."""
-    return isinstance(value, dict) or (value is None and key in _USUAL_SECTIONS)
-
-
-def _add(flat: dict[str, Any], key: Any, value: Any, where: str) -> None:
-    if not isinstance(key, str):
-        raise OptionError(f"{where}: the key {key!r} must be a string, the name of an option")
-    if key in flat:
-        raise OptionError(f"{where}: {setting(key, value)}: duplicate option; remove one of them")
-    flat[key] = value

@@ -89,13 +89,10 @@ def call(*command: str, given: str = "") -> str:
     try:
         done = subprocess.run(command, input=given, text=True, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except OSError as error:
-        raise SlurmError(
-            f"{command[0]}: {error.strerror}; submit from a login node of the cluster, or show the script with --print"
-        ) from None
+        advice = "submit from a login node of the cluster, or show the script with --print"
+        raise SlurmError(f"{command[0]}: {error.strerror}; {advice}") from None
     except subprocess.TimeoutExpired:
-        raise SlurmError(
-            f"{called}: no response within {_TIMEOUT_S:g} s; check that SLURM's controller is up"
-        ) from None
+        raise SlurmError(f"{called}: no response within {_TIMEOUT_S:g} s; check SLURM's controller") from None
     if done.returncode:
         said = "; ".join(filter(None, map(str.strip, done.stderr.splitlines()))) or f"exit status {done.returncode}"
         raise SlurmError(f"{called}: {said}")

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import functools
 import json
-import shutil
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 
 from alignment.checkpoint.manifest import Manifest
-from alignment.cli.output import leave_with_help, surviving_closed_output
-from alignment.config.errors import AlignmentError, CheckpointError, counted
+from alignment.cli.output import run_reader
+from alignment.config.errors import CheckpointError, OutputError, counted
 from alignment.reporting.log_reading import Record, is_mean, number
 from alignment.reporting.report import duration
-from alignment.reporting.run_view import IN_PROGRESS, MANIFEST, CheckpointView, RunView, read_run, utc
+from alignment.reporting.run_view import IN_PROGRESS, CheckpointView, RunView, read_run, utc
 from alignment.reporting.status_file import STATUS
 
 _ABOUT = """\
@@ -30,75 +29,46 @@ _MOST_METRICS = 10
 
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment status") -> None:
-    """Show the status and exit: 0 on success, 1 if it cannot be read, 2 after a usage error.
-
-    Args:
-        argv: arguments without the program's name. Defaults to those of this process.
-        program: the command's name in usage lines.
-    """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Show the status and exit: 0 on success, 1 if it cannot be read, 2 after a usage error."""
     parser = _parser(program)
-    leave_with_help(parser, arguments)
-    options = parser.parse_args(arguments)
+    run_reader(functools.partial(_show, parser), parser, argv)
+
+
+def _show(parser: ArgumentParser, options: Namespace) -> None:
+    """Show the run once or, with ``--follow``, whenever it has changed until it ends."""
     if options.interval is not None and not (options.follow and 0.1 <= options.interval <= 86400):
         parser.error(f"argument --interval: {options.interval:g}: expected 0.1 to 86400 seconds, with --follow")
-    code = 0
-    with surviving_closed_output(), contextlib.suppress(KeyboardInterrupt):
-        code = _show(options)
-    sys.exit(code)
-
-
-def _show(options: argparse.Namespace) -> int:
-    """Show the run once or, with ``--follow``, whenever it has changed until it ends; return the exit status."""
-    folder, shown, height = Path(options.run).expanduser(), "", 0
+    folder, shown = Path(options.run).expanduser(), ""
     in_place = options.follow and sys.stdout.isatty() and not options.json
     while True:
-        try:
-            view = read_run(folder)
-            if options.check:
-                view = replace(view, checkpoints=[_with_contents(folder, one) for one in view.checkpoints])
-        except (AlignmentError, OSError) as error:
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-            return 1
+        view = read_run(folder)
+        if options.check:
+            view = replace(view, checkpoints=[_compared(folder, one) for one in view.checkpoints])
         text = status_line(view) if options.follow else "\n".join(status_lines(view))
         text = json.dumps(view.to_dict()) if options.json else text
         if in_place:
-            height = _overwrite(height, status_lines(view))
+            print("\x1b[H\x1b[J" + "\n".join(status_lines(view)), flush=True)  # clears the terminal
         elif text != shown:
             print(text, flush=True)
         shown = text
         if not options.follow or not (view.status.state in IN_PROGRESS or view.alive):
             break
         time.sleep(options.interval or 2.0)
-    unread = [problem for problem in view.problems if problem.startswith(STATUS)]
-    for problem in unread:
-        print(f"error: {options.run}: {problem}", file=sys.stderr)
-    return 1 if unread else 0
-
-
-def _overwrite(height: int, lines: Sequence[str]) -> int:
-    """Replace the last ``height`` lines on the terminal; return the number of lines that it has room for."""
-    size = shutil.get_terminal_size()
-    kept = [line[: max(1, size.columns - 1)] for line in lines[: max(1, size.lines - 1)]]
-    print((f"\x1b[{height}F" if height else "") + "\x1b[J" + "\n".join(kept), flush=True)
-    return len(kept)
-
-
-def _with_contents(folder: Path, one: CheckpointView) -> CheckpointView:
-    path = folder / one.name
-    problem = _changed_contents(path, (path / MANIFEST).stat().st_mtime_ns) if one.complete else None
-    return one if problem is None else replace(one, complete=False, problem=problem)
+    for problem in view.problems:
+        if problem.startswith(STATUS):
+            raise OutputError(f"{options.run}: {problem}")
 
 
 @functools.cache
-def _changed_contents(path: Path, written: int) -> str | None:
-    """Compare the contents of a checkpoint with its checksums, once for each manifest."""
+def _compared(folder: Path, one: CheckpointView) -> CheckpointView:
+    """Compare the contents of a checkpoint with its checksums, once."""
+    path = folder / one.name
     try:
         manifest = Manifest.read(path)
         manifest.check_contents(path, sorted(manifest.files))
     except CheckpointError as error:
-        return str(error).removeprefix(f"{path}/")
-    return None
+        return replace(one, complete=False, problem=one.problem or str(error).removeprefix(f"{path}/"))
+    return one
 
 
 def status_line(view: RunView) -> str:
@@ -130,8 +100,8 @@ def _rows(view: RunView) -> list[tuple[str, str]]:
         ("metrics", _metrics(view.metrics, view.metrics_step)),
         ("evaluation", _metrics(view.evaluation, view.evaluation_step)),
         ("attempt", _attempt(view)),
-        *((("checkpoints", "")[number > 0], text) for number, text in enumerate(_checkpoints(view))),
-        *((("phases", "")[number > 0], text) for number, text in enumerate(phases)),
+        *zip(chain(["checkpoints"], repeat("")), _checkpoints(view)),
+        *zip(chain(["phases"], repeat("")), phases),
         ("report", view.report or ""),
         ("started", utc(status.started)),
         ("updated", utc(status.time)),
@@ -162,8 +132,8 @@ def _checkpoints(view: RunView) -> Iterator[str]:
         yield f"{name}  {'being written' if view.alive else 'incomplete: the run ended while writing it'}"
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
+def _parser(program: str) -> ArgumentParser:
+    parser = ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
     add = parser.add_argument
     add("run", metavar="RUN", help="output folder of the run")
     add("--json", action="store_true", help="print one JSON object; with --follow, one per line for each change")

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from alignment.cli.output import leave_with_help, surviving_closed_output
-from alignment.cli.parsing import Parser, outside_method, parse, read_arguments
+from alignment.cli.output import print_and_leave, surviving_closed_output
+from alignment.cli.parsing import Parser, parse, read_arguments
 from alignment.cli.slurm import Job, SlurmError, call, check, submit
 from alignment.config.dtypes import Machine, planning_for
 from alignment.config.errors import AlignmentError, OptionError, OutputError, counted, setting
@@ -25,8 +25,6 @@ Submit a training job to SLURM. Options that are not listed here are those of `t
 to sbatch. The recipe, the options and the job are checked before submission. Shortly before its time limit, the run
 writes a checkpoint and the job requeues itself to resume from it; after a node failure, SLURM requeues the job. To
 resume a run that ended early, run the same command again."""
-_CTRL_C = 130
-_EARLY_S = 60  # SLURM may send the signal of --signal up to this much earlier
 
 # Option, default, metavar, help.
 _JOB = (
@@ -47,16 +45,10 @@ _ENVIRONMENT = (
     ("container", "IMAGE", "apptainer:IMAGE or pyxis:IMAGE; without a container, the job uses the current Python"),
     ("mounts", "FOLDER[:THERE],…", "folders to mount in the container in addition to the working directory"),
 )
-_TIME = r"(\d+-)?\d+(:\d+){0,2}"
-_TIMES = "minutes, HH:MM:SS or D-HH:MM:SS, such as 90 or 1-00:00:00"
-_NUMBER = (r"[1-9]\d{0,5}", "an integer of at least 1")
-# What this command has to understand, or would only fail in the job: pattern and description of a value.
+# What this command has to understand: pattern and description of a value. sbatch checks everything else.
 _VALUES = {
-    "nodes": _NUMBER,
+    "nodes": (r"[1-9]\d{0,5}", "an integer of at least 1"),
     "gpus": (r"\d{1,4}|[^\s:]+:[1-9]\d{0,3}", "the GPUs per node as NUMBER or TYPE:NUMBER, such as 8 or a100:8"),
-    "cpus_per_task": _NUMBER,
-    "time": (_TIME, _TIMES),
-    "prepare_time": (f"({_TIME})?", _TIMES),
     "signal": (r"USR1@[1-9]\d{0,4}", "USR1@SECONDS, such as USR1@120; a job requeues itself only after USR1"),
     "container": (r"((apptainer|pyxis):\S+)?", "apptainer:IMAGE or pyxis:IMAGE"),
 }
@@ -70,30 +62,25 @@ _UNUSABLE = {
 
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment submit") -> None:
-    """Submit a job, then exit with status 0, 1 after an error, or 130 after Ctrl-C.
-
-    Args:
-        argv: arguments without the program name. Defaults to those of this process.
-        program: program name in usage lines.
-    """
+    """Submit a job, then exit with status 0, 1 after an error, or 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    arguments, passed_on = arguments[:end], arguments[end + 1 :]
     parser = _parser(program)
-    leave_with_help(parser, arguments)
+    if not {"-h", "--help"}.isdisjoint(arguments[:end]):
+        print_and_leave(parser.format_help().rstrip())
+    code = 0
     with surviving_closed_output():
         try:
-            given, rest = parser.parse_known_args(arguments)
-            given.sbatch = [*given.sbatch, *passed_on]
-            lines = _run(given, rest, program)
+            given, rest = parser.parse_known_args(arguments[:end])
+            given.sbatch = [*given.sbatch, *arguments[end + 1 :]]
+            print("\n".join(_run(given, rest, program)), flush=True)
         except AlignmentError as error:
             print(f"error: {error}", file=sys.stderr)
-            sys.exit(1)
+            code = 1
         except KeyboardInterrupt:
             print("interrupted: check `squeue --me` for a submitted job", file=sys.stderr)
-            sys.exit(_CTRL_C)
-        print("\n".join(lines), flush=True)
-    sys.exit(0)
+            code = 130
+    sys.exit(code)
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -146,19 +133,15 @@ def _run(given: Namespace, rest: list[str], program: str) -> list[str]:
 
 
 def _check_values(given: Namespace) -> None:
+    for name, (pattern, expected) in _VALUES.items():
+        if not re.fullmatch(pattern, value := getattr(given, name)):
+            raise OptionError(f"--{name}={value!r}: expected {expected}")
     for name, value in vars(given).items():
-        option = f"--{name.replace('_', '-')}={value!r}"
-        if name in _VALUES and not re.fullmatch(_VALUES[name][0], value):
-            raise OptionError(f"{option}: expected {_VALUES[name][1]}")
         if value and name.startswith("prepare_") and not given.prepare:
+            option = f"--{name.replace('_', '-')}={value!r}"
             raise OptionError(f"{option}: has no effect without --prepare; add --prepare or remove it")
     if given.mounts and not given.container:
         raise OptionError(f"--mounts={given.mounts!r}: has no effect without --container; set it or remove --mounts")
-    if seconds(given.time) <= int(given.signal.partition("@")[2]) + _EARLY_S:
-        raise OptionError(
-            f"--signal={given.signal}: leaves no time to train within --time={given.time}, because SLURM may send the "
-            f"signal {_EARLY_S} s early; set a longer --time or fewer seconds"
-        )
     if given.prepare and any(word.startswith(("-d", "--dep")) for word in given.sbatch):
         raise OptionError(
             f"--sbatch={shlex.join(given.sbatch)!r}: with --prepare, the job depends on the preparation job; set "
@@ -168,21 +151,19 @@ def _check_values(given: Namespace) -> None:
 
 def _arguments(rest: list[str], job: Namespace) -> tuple[list[str], AlignmentConfig]:
     """Return the arguments of ``train``, and the parsed options."""
+    _, given = read_arguments(rest)
+    if given.get("hub_token"):
+        raise OptionError(
+            "--hub_token=<hidden>: SLURM stores the job's script, where other users may read it; remove it and run "
+            "`hf auth login` or set HF_TOKEN"
+        )
+    if job.seeds and "seed" in given:
+        raise OptionError(f"--seed={given['seed']}: --seeds sets the seed of each run; remove --seed")
     before = dict(os.environ)
-    try:  # imports of third-party methods must not affect the job's environment
-        _, given = read_arguments(rest, outside_method(rest).values())
-        if given.get("hub_token"):
-            raise OptionError(
-                "--hub_token=<hidden>: SLURM stores the job's script, where other users may read it; remove it and "
-                "run `hf auth login` or set HF_TOKEN"
-            )
-        if job.seeds and "seed" in given:
-            raise OptionError(f"--seed={given['seed']}: --seeds sets the seed of each run; remove --seed")
-        with planning_for(Machine(_ranks(job), cuda=_gpus(job) > 0)):
-            options = parse(rest)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    with planning_for(Machine(_ranks(job), cuda=_gpus(job) > 0)):
+        options = parse(rest)
+    for name in {*os.environ} - {*before}:  # the job's environment, to which importing an outside method may add
+        del os.environ[name]
     for name, (value, reason) in _UNUSABLE.items():
         if getattr(options, name) == value:
             raise OptionError(f"{setting(name, value)}: {reason}")
@@ -246,14 +227,6 @@ def _job(own: Namespace, run: Namespace, arguments: list[str], output_dir: Path)
     return Job([*given, "--requeue", "--open-mode=append"], own.sbatch, variables, arguments)
 
 
-def seconds(text: str) -> int:
-    """Parse a time in SLURM's notation: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
-    days, dash, clock = text.rpartition("-")
-    parts = [int(part) for part in clock.split(":")]
-    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    return 86400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units))
-
-
 def _gpus(given: Namespace) -> int:
     return int(given.gpus.rpartition(":")[2])
 
@@ -280,7 +253,7 @@ def _submit(jobs: list[Job]) -> list[str]:
 
 def _told(given: Namespace, numbers: list[str], output_dir: Path, program: str) -> list[str]:
     """Return how to follow, stop and resume the submitted job."""
-    number = numbers[-1]
+    *before, number = numbers
     folder = shlex.quote(str(output_dir / "seed-N" if given.seeds else output_dir))
     log = shlex.quote(f"{output_dir}-{number}{'_N' if given.seeds else ''}.out")
     status = program.replace("submit", "status")
@@ -288,7 +261,7 @@ def _told(given: Namespace, numbers: list[str], output_dir: Path, program: str) 
     seeds = f", seeds {given.seeds}" if given.seeds else ""
     return [
         f"submitted job {number}: {counted(int(given.nodes), 'node')}{gpus}{seeds}",
-        *(f"  after    preparation job {first}" for first in numbers[:-1]),
+        *(f"  after    preparation job {first}" for first in before),
         f"  follow   {'python ' if status.endswith('.py') else ''}{status} {folder}",
         f"  log      tail -F {log}",
         f"  stop     touch {folder}/STOP    (saves a checkpoint)",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from alignment.cli.guarded import guarded
 from alignment.cli.output import surviving_closed_output
 from alignment.cli.parsing import glimpse, parse
+from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
 from alignment.engines.garbage import old_objects_spared, uncollected
 from alignment.engines.launch_env import hush_libraries, init_distributed
@@ -21,32 +21,39 @@ def main(
 ) -> None:
     """Train from a recipe and options, then exit with status 0, 1 after an error, or 130 after Ctrl-C.
 
-    Args:
-        argv: arguments without the program name. Defaults to those of this process.
-        program: program name in usage lines.
-        precompute: only compute and store the log-probs of the reference.
+    With ``precompute``, only compute and store the log-probs of the reference.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+
+    def job() -> None:
+        with uncollected():
+            options = read_options(arguments, program)
+            from alignment.cli.train_job import run
+        with old_objects_spared():
+            run(options, precompute=precompute)
+
+    run_guarded(job, lambda: glimpse(arguments).use_cpu)
+
+
+def run_guarded(job: Callable[[], None], use_cpu: Callable[[], bool]) -> NoReturn:
+    """Run a command that may train, with one process or as one of several ranks, and exit with its status."""
     hush_libraries()
-    with surviving_closed_output(), contextlib.ExitStack() as starting:
-        starting.enter_context(uncollected())
-        job = functools.partial(_run, arguments, program, starting.close, precompute)
-        code = guarded(job, use_cpu=lambda: glimpse(arguments).use_cpu)
+    with surviving_closed_output():
+        code = guarded(job, use_cpu)
     sys.exit(code)
 
 
-def _run(arguments: list[str], program: str, started: Callable[[], None], precompute: bool) -> None:
+def read_options(arguments: list[str], program: str, use_cpu: bool | None = None) -> AlignmentConfig:
+    """Parse the options, join the process group and import the large libraries.
+
+    These are imported last, so that a misspelled option fails immediately, except by the module of an outside method.
+    The device is set before, because DeepSpeed chooses one when it is imported.
+    """
     before = glimpse(arguments)
     if METHODS.is_outside(before.method):
-        init_distributed(before.use_cpu)  # the method's module imports torch and DeepSpeed
+        init_distributed(before.use_cpu if use_cpu is None else use_cpu)
         import_libraries()
     options = parse(arguments, program)
-    # Import torch and DeepSpeed only now, so that a misspelled option fails immediately. Set the device before:
-    # DeepSpeed chooses one when it is imported, after which `use_cpu` would have no effect.
-    init_distributed(options.use_cpu)
+    init_distributed(options.use_cpu if use_cpu is None else use_cpu)
     import_libraries()
-    from alignment.cli.train_job import run
-
-    started()
-    with old_objects_spared():
-        run(options, precompute=precompute)
+    return options

@@ -24,6 +24,9 @@ from alignment.training.trainer import AlignmentTrainer
 
 def build_trainer(options: AlignmentConfig) -> AlignmentTrainer:
     """Return the trainer of ``options.method`` with the datasets of the options. No weights are loaded."""
+    if options.disable_tqdm or options.process_index:  # bars of libraries, on the first rank only
+        disable_progress_bars()
+        transformers_logging.disable_progress_bar()
     check_command_line(options)
     if not options.resume_from_checkpoint and rank() == 0:  # checked here, as a script may still resume in train()
         check_output_folder(Path(options.output_dir or ""), options.overwrite_output_dir)
@@ -34,15 +37,10 @@ def build_trainer(options: AlignmentConfig) -> AlignmentTrainer:
 
 
 def prepare(options: AlignmentConfig, machine: Machine) -> None:
-    """Tokenize the data of a run, unless cached, and print the plan of the run.
+    """Tokenize the data of a run with ``dry_run`` set, unless cached, and print the plan for ``machine``.
 
     Nothing is written to ``output_dir``, and other runs are neither waited for nor disturbed.
-
-    Args:
-        options: options of the run, with ``dry_run`` set.
-        machine: the machine to plan for.
     """
-    _hide_bars(options)
     trainer = build_trainer(options)
     print("\n".join(dry_run_lines(trainer)), flush=True)
     tell(f"\nPlanned for {machine}. Tokenized rows are in {tokenized_folder()}")
@@ -51,21 +49,11 @@ def prepare(options: AlignmentConfig, machine: Machine) -> None:
     trainer.close()
 
 
-def _hide_bars(options: AlignmentConfig) -> None:
-    """Disable the progress bars of libraries if requested, and on all ranks but the first."""
-    if options.disable_tqdm or options.process_index:
-        disable_progress_bars()
-        transformers_logging.disable_progress_bar()
-
-
 def run(options: AlignmentConfig, *, precompute: bool = False) -> None:
     """Train, and write the model, the tokenizer, the state and the log to ``output_dir``.
 
-    Args:
-        options: options of the run.
-        precompute: only compute and store the reference's log-probs; nothing is written to ``output_dir``.
+    With ``precompute``, only compute and store the reference's log-probs; nothing is written to ``output_dir``.
     """
-    _hide_bars(options)
     trainer = build_trainer(options)
     if options.dry_run:
         print_dry_run(trainer)

@@ -7,6 +7,7 @@ import re
 import sys
 
 from alignment.config.errors import AlignmentError, OptionError, counted
+from alignment.engines.garbage import uncollected
 from alignment.engines.memory.allocator import grow_segments
 from alignment.internals.bitsandbytes import hush_missing_kernel
 from alignment.internals.deepspeed import measure_free_memory, skip_shared_memory_op
@@ -15,6 +16,7 @@ from alignment.run.joining import join
 from alignment.run.ranks import local_rank, prepare_environment
 
 
+@uncollected()
 def init_distributed(use_cpu: bool) -> None:
     """Select CPU or CUDA, set this rank's device, and join the process group (gloo or NCCL) through DeepSpeed.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from alignment.reporting.model_card import is_secret, without_secret_values
 from alignment.reporting.report import duration
 from alignment.reporting.run_view import IN_PROGRESS, RunView, read_run, utc
 
-_LARGEST = 64 * 2**20  # bytes of a JSON file that is read
 _LONGEST_VALUE = 300  # characters of an option's value
 _LONGEST_TEXT = 1500  # characters of a prompt or completion
 _MOST_PROMPTS = 6  # in a group of completions
@@ -38,26 +37,23 @@ _MEMORY = {"cuda": "peak GPU memory", "cpu": "peak resident memory"}
 
 
 def read_content(folder: Path, *, state: str | None = None) -> content.RunContent:
-    """Collect the content of the report of a run.
-
-    Args:
-        folder: the output folder.
-        state: state of the run if ``status.json`` does not contain it yet.
+    """Collect the content of the report of a run; ``state`` is its state if ``status.json`` does not have it yet.
 
     Raises:
-        OutputError: it is not the output folder of a run.
+        OutputError: ``folder`` is not the output folder of a run.
     """
     view = read_run(folder)
     log, state, start = view.log, state or view.status.state, view.log.newest("start")
-    options = _read_object(folder / "options.json")
+    options = read_object(folder / "options.json", _without_secrets)
     entries = [entry for entry in log.records if "event" not in entry]
     best = _best_step(folder, view, options)
     resumes = [(event["step"], "resumed") for event in view.resumes]
     error, method = view.status.error, view.status.method or str(options.get("method") or "")
+    named = METHODS[method] if method in METHODS.entries else None  # external methods are not imported
     return content.RunContent(
         name=view.name or folder.absolute().name,
         folder=str(folder),
-        method=str(METHODS[method].TITLE) if method in METHODS.entries else method,
+        method=method if named is None else str(named.TITLE),
         state=state,
         sentence=_IN_PROGRESS if state in IN_PROGRESS else f"{view.sentence[0].upper()}{view.sentence[1:]}.",
         error=without_secret_values(error) if error and state == "failed" else None,
@@ -70,7 +66,11 @@ def read_content(folder: Path, *, state: str | None = None) -> content.RunConten
         evaluation_step=view.evaluation_step,
         data=[_data(one) for one in start.get("data", ())],
         completions=_completions(folder / "completions.jsonl"),
-        options=_changed(options, method),
+        options=[
+            content.ChangedOption(name, _text(value), "unset" if default is None else _text(default))
+            for name, value, default in changed_options(options, named or AlignmentConfig)
+            if name not in _NOT_OPTIONS
+        ],
         phases=[content.PhaseFacts(name, **one) for name, one in view.phases.items()],
         phases_of="the whole run" if log.ended else f"up to step {view.status.step}",
         memory=_MEMORY.get(str(start.get("device")), "peak memory"),
@@ -107,32 +107,26 @@ def _facts(view: RunView, options: Record, best: int | None) -> Iterator[tuple[s
 
 def _training_seconds(log: Log) -> float:
     """The logged total or, before the end, the time spanned by the log without the pauses between attempts."""
-    times = [(seconds_of(record.get("time")), record.get("event")) for record in log.records]
-    known = [(time, event) for time, event in times if time is not None]
-    spans = [end - begin for (begin, _), (end, event) in itertools.pairwise(known) if event != "resume"]
+    times = [(time, record.get("event")) for record in log.records if (time := seconds_of(record.get("time")))]
+    spans = [end - begin for (begin, _), (end, event) in itertools.pairwise(times) if event != "resume"]
     return number(log.totals.get("train_runtime")) or sum(spans)
 
 
 def _best_step(folder: Path, view: RunView, options: Record) -> int | None:
     """Step of the best checkpoint, if a metric chooses it."""
-    states = [folder, *(folder / one.name for one in view.checkpoints[:1])]
-    steps = [_read_object(place / "trainer_state.json").get("best_global_step") for place in states]
+    places = [folder, *(folder / one.name for one in view.checkpoints[:1])]
+    steps = [read_object(place / "trainer_state.json").get("best_global_step") for place in places]
     chosen = options.get("load_best_model_at_end") or options.get("metric_for_best_model")
     return next((step for step in steps if step is not None), None) if chosen else None
 
 
-def _changed(options: Mapping[str, Any], method: str) -> list[content.ChangedOption]:
-    """The options that differ from their defaults, without secrets, and without importing external methods."""
-    declared = METHODS[method] if method in METHODS.entries else AlignmentConfig
+def changed_options(options: Mapping[str, Any], declared: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name, value and default ("" if unknown) of the options that differ from those of the class."""
     defaults = {one.name: getattr(one.default, "value", one.default) for one in option_fields(declared)}
-    ignored = judged_names(declared) | {*_NOT_OPTIONS}
-    found = []
+    ignored = judged_names(declared)
     for name, value in options.items():
-        default = defaults.get(name)
-        if name not in ignored and value is not None and value != default:
-            shown = "" if name not in defaults else "unset" if default is None else _text(default)
-            found.append(content.ChangedOption(name, _text(value), shown))
-    return found
+        if value is not None and value != defaults.get(name) and name not in ignored:
+            yield name, value, defaults.get(name, "")
 
 
 def _text(value: Any) -> str:
@@ -158,35 +152,32 @@ def _attempt(event: Record) -> content.Attempt:
 
 
 def _completions(path: Path) -> list[content.CompletionGroup]:
-    """The completions of the first and the last step: before and after for common prompts, otherwise by step."""
-    first, last = list[Record](), list[Record]()
+    """The completions of the last step, beside those of the first step for the same prompts, by evaluation set."""
+    first, last = dict[tuple[str, str], Record](), dict[tuple[str, str], Record]()
     with contextlib.suppress(OSError), path.open("rb") as file:
         for row in map(parsed, file):
             if isinstance(row.get("step"), int) and isinstance(row.get("prompt"), str):
-                first += [row] if not first or row["step"] == first[0]["step"] else []
-                last = last if last and row["step"] == last[0]["step"] else []
-                last.append(row)
-    before = {_prompt_of(row): row for row in first} if first and first[0]["step"] < last[0]["step"] else {}
+                prompt = str(row.get("dataset") or ""), row["prompt"]
+                if row["step"] == next(iter(first.values()), row)["step"]:
+                    first[prompt] = row
+                if row["step"] != next(iter(last.values()), row)["step"]:
+                    last.clear()
+                last[prompt] = row
     groups = dict[str, list[content.Completion]]()
-    for row in last:
-        if _prompt_of(row) in before:
-            name = _prompt_of(row)[0].removeprefix("eval").removeprefix("_")
-            title = f"Before and after: steps {first[0]['step']} and {row['step']}" + (f", {name}" if name else "")
-            groups.setdefault(title, []).append(_completion(row, before[_prompt_of(row)]))
-    if not groups:
-        groups = {f"Step {rows[0]['step']}": list(map(_completion, rows)) for rows in (first, last) if rows}
+    for prompt, row in last.items():
+        before, name = first.get(prompt, row), prompt[0].removeprefix("eval").removeprefix("_")
+        title = (
+            f"Step {row['step']}" if before is row else f"Before and after: steps {before['step']} and {row['step']}"
+        )
+        groups.setdefault(title + (f", {name}" if name else ""), []).append(_completion(row, before))
     return [content.CompletionGroup(title, rows[:_MOST_PROMPTS], len(rows)) for title, rows in groups.items()]
 
 
-def _prompt_of(row: Record) -> tuple[str, str]:
-    return str(row.get("dataset") or ""), row["prompt"]
-
-
-def _completion(row: Record, before: Record | None = None) -> content.Completion:
-    """The texts of a step, or of two side by side; what has not changed, such as the reference's, once."""
-    earlier, shown = _texts(before or {}), dict[str, str]()
+def _completion(row: Record, before: Record) -> content.Completion:
+    """The texts of two steps side by side; what has not changed, such as the reference's, once."""
+    earlier, shown = _texts(before), dict[str, str]()
     for name, text in _texts(row).items():
-        if before is None or earlier.get(name, text) == text:
+        if earlier.get(name, text) == text:
             shown[name] = text
         else:
             shown |= {f"{name}, step {before['step']}": earlier[name], f"{name}, step {row['step']}": text}
@@ -196,24 +187,27 @@ def _completion(row: Record, before: Record | None = None) -> content.Completion
 
 
 def _texts(row: Record) -> dict[str, str]:
-    found = [(name, text) for name, text in row.items() if isinstance(text, str) and name not in ("prompt", "dataset")]
+    found = {name: text for name, text in row.items() if isinstance(text, str) and name not in ("prompt", "dataset")}
     names = {"completion": "policy"}
-    return {names.get(name, name.replace("_", " ")): _cut(text, _LONGEST_TEXT) for name, text in found}
+    return {names.get(name, name.replace("_", " ")): _cut(text, _LONGEST_TEXT) for name, text in found.items()}
 
 
 def _warnings(events: Sequence[Record]) -> Iterator[str]:
     for name, said in _EVENTS.items():
         found = [event for event in events if event.get("event") == name]
-        steps = list(dict.fromkeys(str(event["step"]) for event in found if "step" in event))
-        at = f" (step {', '.join(steps[:8])}{' …' * (len(steps) > 8)})" if steps else ""
+        steps = [event["step"] for event in found if "step" in event]
+        at = f", the first in step {steps[0]}" if steps else ""
         if found:
             yield f"{said}: {len(found)}{at}. See log.jsonl."
 
 
-def _read_object(path: Path) -> Record:
-    """Read a JSON object, without the keys that name secrets at any depth; return an empty one if this fails."""
-    public = lambda found: {name: value for name, value in found.items() if not is_secret(name)}  # noqa: E731
+def read_object(path: Path, hook: Callable[[Record], Record] | None = None) -> Record:
+    """Read a JSON object, with ``hook`` applied to all objects in it; return an empty one if this fails."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_bytes(), object_hook=public) if path.stat().st_size <= _LARGEST else {}
+        found = json.loads(path.read_bytes(), object_hook=hook)
         return found if isinstance(found, dict) else {}
     return {}
+
+
+def _without_secrets(found: Record) -> Record:
+    return {name: value for name, value in found.items() if not is_secret(name)}

@@ -100,10 +100,7 @@ def utc(time: str | None, length: int = 19) -> str:
 
 
 def read_run(folder: Path) -> RunView:
-    """Read the files of a run.
-
-    Args:
-        folder: the output folder.
+    """Read the files of a run in its output folder.
 
     Raises:
         OutputError: it is not the output folder of a run.
@@ -118,7 +115,7 @@ def read_run(folder: Path) -> RunView:
     alive = alive or is_locked(folder) is not False  # a run may have begun in between
     log = Log(folder / LOG)
     problems += [f"{LOG}: {counted(log.unreadable, 'line')} cannot be read"] if log.unreadable else []
-    checkpoints, rates, start = read_checkpoints(folder), log.rates(), log.newest("start")
+    checkpoints, rates, start = _read_checkpoints(folder), log.rates(), log.newest("start")
     if not (said or problems or log.events or checkpoints or alive):
         what = "not the output folder of a run: it has no status.json, no log.jsonl and no checkpoint"
         raise OutputError(f"{folder}: {what if folder.exists() else 'no such folder'}")
@@ -160,7 +157,7 @@ def _is_ending(said: RunStatus, folder: Path) -> bool:
     return is_here and time.time() - (folder / STATUS).stat().st_mtime < _ENDING_S
 
 
-def read_checkpoints(folder: Path) -> list[CheckpointView]:
+def _read_checkpoints(folder: Path) -> list[CheckpointView]:
     """The checkpoints in an output folder, the newest first, compared with their manifests by size."""
     steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
     found = sorted(((int(step), path) for path, step in steps.items() if step.isdecimal()), reverse=True)
@@ -172,10 +169,10 @@ def _read_checkpoint(path: Path, step: int) -> CheckpointView:
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         sizes = {name: record["size"] for name, record in manifest["files"].items()}
-        other = [name for name, size in sizes.items() if (path / name).stat().st_size != size]
-        if not other:
+        other = next((name for name, size in sizes.items() if (path / name).stat().st_size != size), None)
+        if other is None:
             return CheckpointView(path.name, step, True, None, sum(sizes.values()), bool(manifest["resumable"]))
-        problem = f"{other[0]}: does not have {sizes[other[0]]} bytes"
+        problem = f"{other}: does not have {sizes[other]} bytes"
     except OSError as error:
         problem = f"{Path(error.filename).relative_to(path)}: {error.strerror}"
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:

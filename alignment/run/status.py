@@ -27,12 +27,11 @@ def begin_status(folder: Path, resumes: bool, tell: Callable[[str], None], **kno
     other = ACTIVITY.status  # of a run that this process completed in another folder
     if other is not None and other.path.parent != folder and 0 < other.status.total_steps <= other.status.step:
         other.update(state="finished")  # a guard records only the end of the last run
-    before = None
+    before = RunStatus(attempt=0, stalled=0)
     try:
-        before = read_status(folder) if resumes else None
+        before = (read_status(folder) if resumes else None) or before
     except (ValueError, OSError) as error:
         tell(f"{folder / STATUS}: cannot be read ({one_line(error)}); attempts are counted from 1")
-    before = before or RunStatus(attempt=0, stalled=0)
     job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
     # A newly submitted job has the full number of attempts without progress again.
     stalls = before.job == job and before.resumed_from == known["resumed_from"]

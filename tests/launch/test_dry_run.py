@@ -111,14 +111,14 @@ def test_cpo(dry_run: Callable[..., str]) -> None:
     assert "\n  - the run has a single step" in out
 
 
-def test_long_texts_are_shortened_in_the_middle() -> None:
-    assert _shortened("a" * 600) == "a" * 600
-    assert _shortened("a" * 601) == f"{'a' * 300} … 1 character omitted … {'a' * 300}"
-    assert _shortened("a" * 400 + "b" * 500) == f"{'a' * 300} … 300 characters omitted … {'b' * 300}"
-
-
 def test_the_command_on_two_ranks_prints_once(folder: Path, tmp_path: Path, ranks: RankServer) -> None:
     done = ranks.run(ROOT / "launch" / "train.py", *arguments("kto", folder, tmp_path))
     assert done.stdout.count("Options:") == done.stdout.count("Advice:") == 1
     assert "rows per step: 16" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_long_texts_are_shortened_in_the_middle() -> None:
+    assert _shortened("a" * 600) == "a" * 600
+    assert _shortened("a" * 601) == f"{'a' * 300} … 1 character omitted … {'a' * 300}"
+    assert _shortened("a" * 400 + "b" * 500) == f"{'a' * 300} … 300 characters omitted … {'b' * 300}"

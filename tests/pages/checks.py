@@ -129,9 +129,9 @@ def _check_options(block: Block, command: Command) -> None:
         end = arguments.index("--") if "--" in arguments else len(arguments)
         arguments = _parser("submit").parse_known_args(arguments[:end])[1]
     if command.name == "prepare":
-        from alignment.cli.prepare import _ranks_parser
+        from alignment.cli.prepare import ranks_parser
 
-        arguments = _ranks_parser("prepare").parse_known_args(arguments)[1]
+        arguments = ranks_parser("prepare").parse_known_args(arguments)[1]
     if "--method" in arguments and ":" in arguments[arguments.index("--method") + 1]:
         return  # its file is imported where the command runs
     recipe, given = read_arguments(arguments)

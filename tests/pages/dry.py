@@ -81,7 +81,7 @@ def dry_run(block: Block, command: Command, stand_ins: StandIns, folder: Path) -
     """
     arguments, ranks = list(command.arguments), command.ranks
     if command.name == "prepare":
-        given, arguments = prepare._ranks_parser("prepare").parse_known_args(arguments)
+        given, arguments = prepare.ranks_parser("prepare").parse_known_args(arguments)
         ranks = max(ranks, given.ranks)
     with contextlib.chdir(folder):
         options = _options(block, arguments)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import alignment
-from alignment.cli.parsing import glimpse, parse, without_local_rank
+from alignment.cli.parsing import parse, without_local_rank
 from alignment.cli.recipes import read_recipe
 from alignment.config.compatibility.model_kwargs import loading_keywords
 from alignment.config.compatibility.verdicts import judged_names
@@ -60,25 +60,12 @@ def test_a_mapping_under_an_option_is_not_a_section(tmp_path: Path) -> None:
 
 WRITTEN: dict[str, list[dict[str, Any]]] = {
     "kto": [
-        {
-            "learning_rate": 1e-6,
-            "max_length": None,
-            "logging_steps": 0.5,
-            "max_steps": 7,
-            "report_to": ["tensorboard"],
-        },
-        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-7}},
-        {
-            "optim_args": {"eps": 1e-12, "betas": [0.9, 0.95]},
-            "gradient_checkpointing_kwargs": {"use_reentrant": False},
-        },
+        {"learning_rate": 1e-6, "max_length": None, "logging_steps": 0.5, "report_to": ["tensorboard"]},
+        {"optim_args": {"eps": 1e-12, "betas": [0.9, 0.95]}, "lr_scheduler_kwargs": {"min_lr": 1e-7}},
         {"deepspeed": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e16}, "gradient_clipping": 1e-5}},
         {"dataset_name": None, "dataset_mixture": [{"dataset_name": "ü 🚀.jsonl", "weight": 1e-7}]},
         {"column_map": {"prompt": "no", "completion": "1e-6", "label": "🚀"}, "save_strategy": "no"},
-        *(
-            {"run_name": name}
-            for name in ("no", "1e-6", "on", "null", "~", "{a}", "[1]", "é 🚀", "a: b # c", "\t\x7f")
-        ),
+        *({"run_name": name} for name in ("no", "1e-6", "null", "{a}", "é 🚀", "a: b # c")),
         {"use_peft": True, "lora_target_modules": ["q_proj"], "output_dir": "~/a b/é 🚀"},
     ],
     "online_dpo": [{"beta": [0.1, 1e-7], "reward_funcs": ["rewards.py:ü"], "reward_weights": [1e-7]}],
@@ -102,21 +89,10 @@ def test_a_masked_token_in_the_options_of_a_run_is_not_a_token(tmp_path: Path) -
     assert loading_keywords(again.model_init_kwargs) == {"revision": "b"}
 
 
-@pytest.mark.parametrize(
-    "given",
-    [["--local_rank=1"], ["--local_rank", "1"], ["--local-rank=1"], ["--local-rank", "0"], []],
-)
-def test_the_local_rank_before_a_command(given: list[str]) -> None:
+@pytest.mark.parametrize("given", [["--local_rank=1"], ["--local-rank", "0"], []])
+def test_the_local_rank_before_a_command_and_a_recipe(given: list[str]) -> None:
     assert without_local_rank([*given, "train", "x", "--local_rank=2"]) == ["train", "x", "--local_rank=2"]
-
-
-@pytest.mark.parametrize(
-    "launcher",
-    [["--local_rank=1"], ["--local_rank", "1"], ["--local-rank=1"], []],
-)
-def test_local_rank_before_the_recipe(tmp_path: Path, launcher: list[str]) -> None:
-    recipe = write(tmp_path, "method: kto\n")
-    assert parse([*launcher, recipe, *NEEDED, "--beta=0.3"]).beta == 0.3
+    assert parse([*given, "kto", *NEEDED, "--beta=0.3", "--max_seq_length", "9"]).max_length == 9
 
 
 def test_command_line_forms(tmp_path: Path) -> None:
@@ -136,17 +112,6 @@ def test_the_last_of_repeated_options_is_used(tmp_path: Path) -> None:
     assert parse(online).reward_funcs == "c.py:c"
 
 
-def test_older_names_on_the_command_line() -> None:
-    options = parse(["--method", "kto", *NEEDED, "--no_cuda", "--max_seq_length", "9"])
-    assert options.use_cpu is True and options.max_length == 9
-    assert glimpse(["--method", "kto", "--no_cuda"]).use_cpu is True
-
-
-def test_method_without_recipe() -> None:
-    options = parse(["--method", "cpo", *NEEDED, "--loss_type", "simpo"])
-    assert isinstance(options, CPOConfig) and options.loss_type == "simpo"
-
-
 def test_command_line_method_wins(tmp_path: Path) -> None:
     assert isinstance(parse([write(tmp_path, "method: kto\n"), "--method", "cpo", *NEEDED]), CPOConfig)
 
@@ -155,18 +120,10 @@ def test_command_line_method_wins(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--betta", "0.1"], ["betta='0.1'", "did you mean 'beta'"]),
-        (["--betta=0.1"], ["betta='0.1'", "did you mean 'beta'"]),
-        (["--learn", "1"], ["learn='1'", "unknown option"]),
         (["--evaluation_strategy", "steps"], ["eval_strategy='steps'", "set dataset_test_split"]),
         (["--max_seq_length", "8", "--max_length", "9"], ["max_seq_length='8' and max_length='9'", "alias"]),
-        (["--cpo_alpha", "1"], ["cpo_alpha='1'", "an option of method cpo, not of kto"]),
         (["--beta", "0.1", "0.2"], ["beta=['0.1', '0.2']", "expected a number"]),
-        (["--beta"], ["beta=True", "a number"]),
-        (["--beta", "x"], ["beta='x'", "a number"]),
         (["--method", "ktoo"], ["method='ktoo'", "did you mean 'kto'"]),
-        (["--method", "online_dpo"], ["reward_model_path=None", "reward_funcs", "judge"]),
-        (["--method", "ppo"], ["method='ppo'", "unknown method"]),
-        (["--eval_strategy", "steps"], ["eval_strategy='steps'", "set dataset_test_split"]),
         (["--eval_on_start"], ["eval_on_start=True", "set dataset_test_split"]),
         (["--model_init_kwargs", "{a: 1"], ["model_init_kwargs='{a: 1'", "JSON"]),
     ],
@@ -177,35 +134,15 @@ def test_bad_command_lines(tmp_path: Path, arguments: list[str], said: list[str]
         assert part in message
 
 
-@pytest.mark.parametrize("left_out", ["--dataset_name", "--model_name_or_path"])
-def test_options_required_on_the_command_line(left_out: str) -> None:
-    at = NEEDED.index(left_out)
-    message = refused(["--method", "kto", *NEEDED[:at], *NEEDED[at + 2 :]])
-    assert message.startswith(f"{left_out[2:]} is required; set it to ")
+def test_options_required_on_the_command_line() -> None:
+    assert refused(["--method", "kto", *NEEDED[:2], *NEEDED[4:]]).startswith("dataset_name is required; set it to ")
+    assert refused(["--method", "kto", *NEEDED[:4]]).startswith("model_name_or_path is required; set it to ")
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("method: kto\nbeta: [1\n", ["line 3", "invalid YAML"]),
-        ("method: kto\nbeta: 1\nbeta: 2\n", ["line 3", "beta", "duplicate"]),
-        ("method: kto\nbeta: 1\ntraining:\n  beta: 2\n", ["section training", "beta=2", "duplicate"]),
-        ("beta: 1\n", ["method is missing", "kto, cpo"]),
-        ("method: ppo\n", ["method='ppo'", "kto, cpo"]),
-        ("method: kto\nbeta: x\n", ["beta='x'", "a number"]),
-        ("method: kto\ntraining:\n  betta: 1\n", ["betta=1", "did you mean 'beta'"]),
-        ("method: kto\nbetta:\n", ["betta=None", "did you mean 'beta'"]),
-        ("method: kto\ntraining:\n  inner:\n    beta: 1\n", ["inner={'beta': 1}", "unknown option"]),
-        ("method: cpo\ndesirable_weight: 1.0\n", ["desirable_weight=1.0", "an option of method kto"]),
-        ("- method: kto\n", ["expected a mapping", "list"]),
-        ("method: kto\n1: 2\n", ["the key 1 must be a string"]),
-    ],
-)
-def test_bad_recipes(tmp_path: Path, text: str, said: list[str]) -> None:
-    message = refused([write(tmp_path, text), *NEEDED])
-    assert "recipe.yaml" in message
-    for part in said:
-        assert part in message
+def test_bad_recipes(tmp_path: Path) -> None:
+    """The others are in tests/bad_recipes.py."""
+    for text, said in (("beta: 1\n", "method is missing"), ("method: kto\ntraining:\n  betta: 1\n", "betta=1")):
+        assert f"recipe.yaml: {said}" in refused([write(tmp_path, text), *NEEDED])
 
 
 def test_errors_of_overriding_values_do_not_name_the_recipe(tmp_path: Path) -> None:
@@ -215,69 +152,22 @@ def test_errors_of_overriding_values_do_not_name_the_recipe(tmp_path: Path) -> N
 
 def test_missing_and_unreadable_recipes(tmp_path: Path) -> None:
     assert "ktoo.yaml" in refused(["ktoo.yaml", *NEEDED]) and "kto" in refused(["ktoo.yaml", *NEEDED])
-    assert "is a folder; pass a recipe" in refused([str(tmp_path), *NEEDED])
+    assert "no such file" in refused([str(tmp_path), *NEEDED])
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "binary.yaml" in refused([str(tmp_path / "binary.yaml"), *NEEDED])
-    assert "no recipe" in refused(NEEDED)
+    assert "no recipe" in refused(NEEDED) and "'stray'" in refused(["kto", "stray", *NEEDED])
 
 
-def test_a_value_without_option(tmp_path: Path) -> None:
-    assert "'stray'" in refused([write(tmp_path, "method: kto\n"), "stray", *NEEDED])
-
-
-RECIPES = {
-    "kto": ("kto", "kto"),
-    "apo_zero": ("kto", "apo_zero_unpaired"),
-    "cpo": ("cpo", "sigmoid"),
-    "simpo": ("cpo", "simpo"),
-    "cpo_simpo": ("cpo", "simpo"),
-    "alphapo": ("cpo", "alphapo"),
-    "ipo": ("cpo", "ipo"),
-    "dpo": ("dpo", "sigmoid"),
-    "online_dpo": ("online_dpo", "sigmoid"),
-    "reward": ("reward", None),
-    "sft": ("sft", "nll"),
-    "kto_lora_8b": ("kto", "kto"),
-    "kto_qlora_8b": ("kto", "kto"),
-    "kto_qlora_14b": ("kto", "kto"),
-    "cpo_lora_8b": ("cpo", "sigmoid"),
-    "cpo_qlora_8b": ("cpo", "sigmoid"),
-    "cpo_qlora_14b": ("cpo", "sigmoid"),
-    "online_dpo_qlora_8b": ("online_dpo", "sigmoid"),
-    "sft_lora": ("sft", "nll"),
-    "kto_after_sft": ("kto", "kto"),
-}
-RATES = {"online_dpo": 5e-7, "reward": 1e-5, "sft": 2e-5}
-# With adapters: the model, and the learning rate.
-ADAPTED = {
-    "kto_lora_8b": ("meta-llama/Llama-3.1-8B-Instruct", 2e-5),
-    "kto_qlora_8b": ("meta-llama/Llama-3.1-8B-Instruct", 2e-5),
-    "kto_qlora_14b": ("Qwen/Qwen2.5-14B-Instruct", 1e-5),
-    "cpo_lora_8b": ("meta-llama/Llama-3.1-8B-Instruct", 1e-5),
-    "cpo_qlora_8b": ("meta-llama/Llama-3.1-8B-Instruct", 1e-5),
-    "cpo_qlora_14b": ("Qwen/Qwen2.5-14B-Instruct", 1e-5),
-    "online_dpo_qlora_8b": ("meta-llama/Llama-3.1-8B-Instruct", 5e-6),
-    "sft_lora": ("Qwen/Qwen2.5-7B", 2e-4),
-    "kto_after_sft": ("Qwen/Qwen2.5-7B", 1e-5),
-}
-
-
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", packaged_names("recipes"))
 def test_packaged_recipes(name: str) -> None:
-    method, loss = RECIPES[name]
     scorer = ["--judge", "judges.py:Judge"] if name == "online_dpo" else []
     options = parse([f"{name}.yaml", "--output_dir", "out", "--dataset_name", "rows.jsonl", *scorer])
-    assert (options.method, getattr(options, "loss_type", None)) == (method, loss)
-    assert options.window_size == 32
+    assert options.window_size == 32 and options.load_in_4bit == ("qlora" in name)
     assert (options.dtype, options.bf16, options.fp16) == (None, None, None), "decided by the GPUs: fp16 on Turing"
-    assert bool(options.use_peft or options.adapter_name_or_path) == (name in ADAPTED)
-    assert options.load_in_4bit == ("qlora" in name)
-    if name in ADAPTED:
-        assert (options.model_name_or_path, options.learning_rate) == ADAPTED[name]
+    if options.use_peft or options.adapter_name_or_path:
         assert options.gradient_checkpointing and options.per_device_train_batch_size == 1
     else:
         assert str(options.model_name_or_path).startswith("Qwen/Qwen2.5-0.5B")
-        assert options.learning_rate == RATES.get(method, 1e-6)
     lines = packaged("recipes", name).read_text(encoding="utf-8").splitlines()
     assert f"deepspeed launch/train.py {name} " in lines[2] and max(map(len, lines)) <= 119
     for value in ("per_device_train_batch_size", "max_length", "gradient_checkpointing", "deepspeed", "save_strategy"):
@@ -301,16 +191,6 @@ def test_values_of_recipes_in_the_guides(name: str, expected: dict[str, Any]) ->
     assert {key: getattr(options, key) for key in expected} == expected
 
 
-def test_every_recipe_is_known() -> None:
-    assert set(packaged_names("recipes")) == set(RECIPES)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_requires_a_dataset(name: str) -> None:
-    scorer = ["--judge", "judges.py:Judge"] if name == "online_dpo" else []
-    assert "dataset_name is required" in refused([name, "--output_dir", "out", *scorer])
-
-
 def test_a_folder_does_not_hide_a_recipe_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kto").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -330,29 +210,21 @@ def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_public_name_is_there() -> None:
-    assert len(set(alignment.__all__)) == len(alignment.__all__)
-    for name in alignment.__all__:
-        assert getattr(alignment, name) is not None and name in dir(alignment)
+    assert all(getattr(alignment, name) is not None for name in alignment.__all__)
 
 
 @pytest.mark.parametrize(
     ("recipe", "given", "expected"),
     [
         ("cpo\nloss_type: simpo\nsimpo_gamma: 1.0", "--gamma_beta_ratio 0.5 --beta 3", {"simpo_gamma": 1.5}),
-        ("cpo\nloss_type: simpo\ngamma: 1.0", "--gamma_beta_ratio 0.5 --beta 3", {"simpo_gamma": 1.5}),
         ("cpo\nloss_type: simpo\ngamma_beta_ratio: 0.2", "--simpo_gamma 0.5", {"gamma_beta_ratio": None}),
         ("cpo\nloss_type: simpo\ngamma_beta_ratio: 0.2", "--simpo_gamma null --beta 3", {"simpo_gamma": 0.2 * 3.0}),
         ("cpo\nloss_type: simpo\nsimpo_gamma: 1.0", "--simpo_gamma null", {"simpo_gamma": 0.5}),
-        ("cpo\nloss_type: simpo\nsimpo_gamma: 1.0", "--gamma 0.4", {"simpo_gamma": 0.4}),
         ("kto\nwarmup_ratio: 0.1", "--warmup_steps 10", {"warmup_steps": 10, "warmup_ratio": 0.0}),
-        ("kto\nwarmup_ratio: 0.1", "--warmup_steps 0", {"warmup_steps": 0, "warmup_ratio": 0.0}),
-        ("kto\nwarmup_steps: 10", "--warmup_ratio 0.1", {"warmup_steps": 0, "warmup_ratio": 0.1}),
         ("kto\nmax_steps: 10", "--num_train_epochs 3", {"max_steps": -1, "num_train_epochs": 3.0}),
         ("kto\nnum_train_epochs: 2", "--max_steps -1", {"max_steps": -1, "num_train_epochs": 2.0}),
         ("kto\nbf16: true", "--dtype float32", {"bf16": None, "dtype": "float32"}),
-        ("kto\nfp16: true", "--bf16 false", {"bf16": False, "fp16": True}),
         ("kto\ntrain_sampling_strategy: sequential", "--stratify_labels", {"train_sampling_strategy": "random"}),
-        ("kto\nstratify_labels: true", "--train_sampling_strategy random", {"stratify_labels": True}),
         ("kto\nprecompute_ref_log_probs: true", "--ref_placement offload", {"precompute_ref_log_probs": False}),
         ("kto\ndataset_mixture: [a, b]", "--dataset_config c", {"dataset_mixture": None}),
         ("kto\noverwrite_output_dir: true", "--resume_from_checkpoint auto", {"overwrite_output_dir": False}),
@@ -382,7 +254,7 @@ def test_counterparts_from_the_same_source_are_refused(tmp_path: Path) -> None:
     assert f"{twice}: gamma=1.0 and simpo_gamma=0.3 contradict" in refused([twice, *NEEDED])
 
 
-@pytest.mark.parametrize("value", ["-1e-6", "-1.5E+2", "-inf", "-3", "-.5"])
+@pytest.mark.parametrize("value", ["-1e-6", "-inf", "-.5"])
 def test_a_negative_number_is_a_value(value: str) -> None:
     number = float(value)
     for form in (["--learning_rate", value], [f"--learning_rate={value}"]):

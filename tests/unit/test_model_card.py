@@ -56,14 +56,11 @@ def test_metadata_is_yaml_whatever_is_in_it() -> None:
     ("value", "expected"),
     [
         ("/home/me/data/rows.jsonl", "rows.jsonl"),
-        ("/home/my name/rows.jsonl", "rows.jsonl"),
         ("~/models/tiny/", "tiny"),
-        ("C:\\Users\\me\\tiny", "tiny"),
         ("file:///home/me/x", "x"),
         ("/home/me/rewards.py:length", "rewards.py:length"),
         ("on 8 rows (/home/me/x.jsonl): 0.1", "on 8 rows (x.jsonl): 0.1"),
         ("trl-lib/kto", "trl-lib/kto"),
-        ("and/or 1/2", "and/or 1/2"),
         ({"path": "/a/b", "token": "x", "pad_token": "p"}, {"path": "b", "pad_token": "p"}),
         ([{"hub_token": "x", "n": 3}], [{"n": 3}]),
         ("key hf_abcdefghijkl", "key ‹hidden›"),
@@ -89,7 +86,7 @@ def run_folder(root: Path, **options: Any) -> Path:
     checkpoint = root / "checkpoint-4"
     checkpoint.mkdir(parents=True)
     history = [
-        {"loss": 0.5, "step": 4, "epoch": 2.0, "learning_rate": 1e-3},
+        {"loss": 0.5, "step": 4, "epoch": 2.0, "learning_rate": 1e-3, "val/contain_eos_token": 1.0},
         {"eval_a_loss": 0.4, "step": 4},
         {"eval_loss": 0.3, "step": 4},
         {"loss": 9.0, "step": 6},
@@ -134,19 +131,13 @@ def test_a_run(with_manifest: bool, tmp_path: Path) -> None:
     text = card_of(source)
     assert "2305.18290" in text and "2310.12036" in text and "trained from base" in text and "- dpo\n" in text
     assert "- dataset: a.csv\n- rows: 30\n- dropped &#40;empty &#60;b&#62;&#41;: 2\n" in text
-    assert "| loss          |      0.5 |        0.3 |" in text and "9" not in text.partition("## Results")[2]
-    assert "| a&#95;loss" in text or "| a_loss " in text
+    assert f"| {'loss':21} |      0.5 |        0.3 |" in text and "9" not in text.partition("## Results")[2]
+    assert "| a_loss " in text and "| val/contain_eos_token |        1 |" in text, "it is not a secret"
     facts = ["steps: 4", "epochs: 2", *(["planned steps: 50", "rows per step: 16", "processes: 2", "ZeRO stage: 0",
              "torch: 1.2"] if with_manifest else ["planned steps: 6", "rows per step: 8", "x: 1"])]  # fmt: skip
     assert all(f"- {fact}\n" in text for fact in facts)
     assert "| beta " in text and "save_steps" not in text and "learning_rate  |     1e" not in text
     assert not [word for word in ("judge_api_key", "hidden", "abc", "secret") if word in text]
-
-
-@pytest.mark.parametrize(("is_classifier", "tag"), [(True, "text-classification"), (False, "text-generation")])
-def test_a_card_names_its_kind_of_model(is_classifier: bool, tag: str, tmp_path: Path) -> None:
-    text = card_of(tmp_path, is_classifier)
-    assert f"pipeline_tag: {tag}" in text and ("reward model" in text) == is_classifier
 
 
 def test_code_from_outside_is_not_imported(tmp_path: Path) -> None:

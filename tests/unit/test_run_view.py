@@ -30,11 +30,8 @@ RESUME = {"event": "resume", "attempt": 2, "step": 4, "checkpoint": "checkpoint-
     ("records", "rates"),
     [
         ([entry(1, 2, 10), entry(3, 2, 30)], (None, None)),
-        ([entry(1, 2, 10), entry(1, 4, 10)], (None, None)),
-        ([entry(1, 10, 10), entry(2, 5, 20)], (None, None)),
         ([entry(1, 2, 10), entry(3, 4, 10)], (1.0, None)),
         ([entry(4, 2, 30)], (2.0, 15.0)),
-        ([entry(4, 8, 400), RESUME], (None, None)),
         ([entry(4, 8, 400), RESUME, entry(6, 1004, 600)], (0.5, None)),
         ([*(entry(s, 10 * s, 100 * s) for s in range(1, 11)), *(entry(s, 90 + s, 100 * s) for s in range(11, 61))],
          (1.0, 100.0)),
@@ -115,15 +112,11 @@ def test_a_run_that_ends_or_begins_meanwhile(
     assert read_run(tmp_path).status.state == "running"
 
 
-@pytest.mark.parametrize(("host", "old", "state"), [("", 0, "running"), ("", 61, "lost"), ("node7", 0, "lost")])
-def test_a_process_that_has_released_the_folder_and_is_about_to_end(
-    tmp_path: Path, host: str, old: float, state: str
-) -> None:
-    host = host or os.uname().nodename
-    write_status(tmp_path, state="running", host=host, pid=os.getpid())
-    os.utime(tmp_path / STATUS, (time.time() - old,) * 2)
-    assert read_run(tmp_path).status.state == state
-    assert read_run(tmp_path).sentence.startswith("running: process" if state == "running" else "no heartbeat since")
+def test_a_process_that_has_released_the_folder_and_is_about_to_end(tmp_path: Path) -> None:
+    write_status(tmp_path, state="running", host=os.uname().nodename, pid=os.getpid())
+    assert read_run(tmp_path).sentence.startswith("running: process")
+    os.utime(tmp_path / STATUS, (time.time() - 61,) * 2)  # another process may have its number
+    assert read_run(tmp_path).status.state == "lost"
 
 
 @pytest.mark.parametrize(
@@ -145,24 +138,23 @@ def test_ends(tmp_path: Path, values: dict[str, Any], said: str) -> None:
         assert read_run(tmp_path).sentence == f"{said}; {HOLDER} holds the folder"
 
 
-@pytest.mark.parametrize("last", [end({"save": 10.0, "train": 30.0}), [{**end({"train": 40.0})[1], "event": "stop"}]])
-def test_phases_after_the_end(tmp_path: Path, last: list[dict[str, Any]]) -> None:
-    """Of a run that finished or was stopped, and not those of an attempt that has been resumed."""
+def test_phases_after_the_end(tmp_path: Path) -> None:
+    """Not those of an attempt that has been resumed."""
     write_status(tmp_path, state="finished", step=100)
+    last = end({"save": 10.0, "train": 30.0})
     write_log(tmp_path, [start(), entry(99, 40, 900), *last])
     (tmp_path / "report.md").touch()
     found = read_run(tmp_path)
     assert found.report == str(tmp_path / "report.md")
     shown = [line for line in status_lines(found) if "%)" in line and "step " not in line]
-    expected = ["  phases      train: 30.0 s (75%)", "              save: 10.0 s (25%)"]
-    assert shown == (expected if len(last) == 2 else ["  phases      train: 40.0 s (100%)"])
+    assert shown == ["  phases      train: 30.0 s (75%)", "              save: 10.0 s (25%)"]
     write_log(tmp_path, [start(), entry(99, 40, 900), *last, RESUME])
     assert read_run(tmp_path).phases == {}
 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", '{"state": "flying"}', "[" * 5000, '{"state": "running", "step": 4' + "0" * 400 + "}"],
+    ["{", '{"state": "flying"}', "[" * 5000, '{"state": "running", "step": 4' + "0" * 400 + "}"],
 )
 def test_a_damaged_status(tmp_path: Path, content: str) -> None:
     write_log(tmp_path, [start(), entry(40, 40, 40)])
@@ -190,9 +182,7 @@ def test_folders_without_a_run(tmp_path: Path) -> None:
         (lambda folder: os.truncate(folder / "model.safetensors", 100), "model.safetensors: does not have 3000 bytes"),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors: No such file"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: No such file"),
-        (lambda folder: os.truncate(folder / "manifest.json", 50), "manifest.json: cannot be read"),
         (lambda folder: (folder / "manifest.json").write_text("[" * 9000), "manifest.json: cannot be read"),
-        (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json: cannot be read"),
     ],
 )
 def test_an_incomplete_checkpoint(tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
@@ -212,33 +202,18 @@ def test_an_incomplete_checkpoint(tmp_path: Path, damage: Callable[[Path], None]
 # Text and JSON ------------------------------------------------------------------------------------------------------
 
 
-def row(name: str, status: RunStatus | None = None, **values: Any) -> str:
-    """The row of a run's status with this name, without its name; empty if there is none."""
-    view = RunView("out", Log(Path("absent")), status or RunStatus("running"), alive=True, **values)
-    return next((line[14:] for line in status_lines(view) if line[2:14].strip() == name), "")
-
-
-METRICS = {f"m{n}": n for n in range(9)} | {"count/chosen": 3, "a_sum": 3, "kl": 0.25, "loss": 1, "entropy": None}
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "shown"),
-    [
-        ("step", {}, "0"),
-        ("step", {"status": RunStatus("running", total_steps=8)}, "0 of 8 (0%)"),
-        ("step", {"status": RunStatus(step=8, total_steps=8), "eta_seconds": 0}, "8 of 8 (100%), about 0.0 s left"),
-        ("speed", {}, ""),
-        ("speed", {"steps_per_second": 0.1}, "0.1 steps/s"),
-        ("speed", {"steps_per_second": 0.0999, "tokens_per_second": 1234.5}, "10 s per step, 1,234 tokens/s"),
-        ("metrics", {"metrics": {"count/chosen": 3}}, ""),
-        ("metrics", {"metrics": METRICS, "metrics_step": 7},
-         "step 7: loss 1, kl 0.25, m0 0, m1 1, m2 2, m3 3, m4 4, m5 5, m6 6, m7 7"),
-    ],
-)  # fmt: skip
-def test_rows_of_the_text(name: str, values: dict[str, Any], shown: str) -> None:
+def test_rows_of_the_text() -> None:
     """Important metrics come first, and ten are shown."""
-    view = RunView("out", Log(Path("absent")), **{"status": RunStatus("running"), "alive": True, **values})
-    assert next((line[14:] for line in status_lines(view) if line[2:14].strip() == name), "") == shown
+    metrics = {f"m{n}": n for n in range(9)} | {"count/chosen": 3, "a_sum": 3, "kl": 0.25, "loss": 1, "entropy": None}
+    view = RunView(
+        "out", Log(Path("absent")), RunStatus("running", step=8, total_steps=8), eta_seconds=0,
+        steps_per_second=0.0999, tokens_per_second=1234.5, metrics=metrics, metrics_step=7,
+    )  # fmt: skip
+    assert [line[14:] for line in status_lines(view)[2:5]] == [
+        "8 of 8 (100%), about 0.0 s left",
+        "10 s per step, 1,234 tokens/s",
+        "step 7: loss 1, kl 0.25, m0 0, m1 1, m2 2, m3 3, m4 4, m5 5, m6 6, m7 7",
+    ]
 
 
 def test_every_key_is_documented_and_its_value_is_json(tmp_path: Path) -> None:
