@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from alignment.checkpoint.run_folder import set_aside
@@ -11,10 +10,11 @@ from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import barrier
 from alignment.models.source import ModelSource
 from alignment.run.activity import ACTIVITY
+from alignment.run.console import tell
 from alignment.run.ranks import rank
 
 
-def write_merged(args: AlignmentConfig, source: ModelSource, tell: Callable[[str], None]) -> None:
+def write_merged(args: AlignmentConfig, source: ModelSource) -> None:
     """Merge the adapters in ``output_dir`` into their base model ``source`` as stored on disk; collective.
 
     A merged model of an earlier attempt is moved aside.

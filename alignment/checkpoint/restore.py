@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,14 @@ from alignment.checkpoint.writer import STATE, TrainedEngines, own_state_file
 from alignment.config.errors import CheckpointError
 from alignment.engines.collectives import together
 from alignment.internals.torch import take_scheduled_rates
+from alignment.run.console import tell
 from alignment.run.ranks import rank, world_size
 
 # Parts that replace those of the state: releases that could rewind recorded the omitted windows in it.
 _AMENDED = "run_state.amended.json"
 
 
-def restore(
-    checkpoint: Checkpoint, engines: TrainedEngines, state: RunState, current: Manifest, tell: Callable[[str], None]
-) -> None:
+def restore(checkpoint: Checkpoint, engines: TrainedEngines, state: RunState, current: Manifest) -> None:
     """Restore weights, optimizer and run state from a complete checkpoint of this run; collective.
 
     Raises:

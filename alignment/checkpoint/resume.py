@@ -13,6 +13,7 @@ from alignment.checkpoint.manifest import Manifest
 from alignment.checkpoint.run_folder import check_output_folder, holds_model, holds_run
 from alignment.config.errors import CheckpointError, OptionError, counted, did_you_mean
 from alignment.engines.collectives import on_first_rank, together
+from alignment.run.console import tell
 from alignment.run.ranks import rank, world_size
 
 LATEST = "latest"
@@ -93,9 +94,7 @@ def _none_usable(output_dir: Path, problems: list[str]) -> CheckpointError:
     )
 
 
-def choose(
-    output_dir: Path, asked: str | bool, current: Manifest, *, anyway: bool, tell: Callable[[str], None]
-) -> Checkpoint | None:
+def choose(output_dir: Path, asked: str | bool, current: Manifest, *, anyway: bool) -> Checkpoint | None:
     """Return the newest intact checkpoint, after comparing its checksums; None starts a new run. Collective.
 
     Args:
@@ -103,7 +102,6 @@ def choose(
         asked: as for :func:`find`.
         current: the manifest of checkpoints of the current run.
         anyway: accept different settings, which are only listed.
-        tell: prints a line on the first rank.
 
     Raises:
         CheckpointError: as in :func:`find`, or if the requested checkpoint is damaged or all are.
@@ -111,7 +109,7 @@ def choose(
     """
     found, problems = on_first_rank(lambda: find(output_dir, asked, current.method))
     for checkpoint in found:
-        on_first_rank(lambda: check_same_run(checkpoint, current, anyway=anyway, tell=tell))  # noqa: B023 - called now
+        on_first_rank(lambda: check_same_run(checkpoint, current, anyway=anyway))  # noqa: B023 - called now
         try:
             with together():
                 share = checkpoint.manifest.share(rank(), world_size())
@@ -129,7 +127,7 @@ def choose(
     return None
 
 
-def check_same_run(checkpoint: Checkpoint, current: Manifest, *, anyway: bool, tell: Callable[[str], None]) -> None:
+def check_same_run(checkpoint: Checkpoint, current: Manifest, *, anyway: bool) -> None:
     """Raise OptionError if a checkpoint is of a run with different settings, listing each with both values.
 
     With ``anyway``, the settings are only listed, unless the window differs.

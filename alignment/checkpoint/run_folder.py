@@ -23,6 +23,7 @@ from alignment.reporting.durable import sync_folder
 from alignment.reporting.run_lock import LOCK, RunLock, holder
 from alignment.reporting.status_file import STATUS, read_status
 from alignment.run.activity import ACTIVITY
+from alignment.run.console import tell
 from alignment.run.ranks import local_rank, rank
 from alignment.run.requests import STOP_FILE
 from alignment.run.stacks import STACKS
@@ -50,8 +51,8 @@ class RunFolder:
         held_by_earlier_run: on the first rank, whether the folder still has the results of another run.
     """
 
-    def __init__(self, path: Path, args: AlignmentConfig, tell: Callable[[str], None]) -> None:
-        self.path, self.args, self.tell = path, args, tell
+    def __init__(self, path: Path, args: AlignmentConfig) -> None:
+        self.path, self.args = path, args
         self.lock = RunLock(path)
         self.held_by_earlier_run = self._entered = False
         self._made: list[Path] = []
@@ -119,7 +120,7 @@ class RunFolder:
         place = on_first_rank(lambda: set_aside(self.path, newer))
         if place is not None:
             names = ", ".join(path.name for path in newer)
-            self.tell(f"resume_from_checkpoint: moved {names} of later steps to {place}")
+            tell(f"resume_from_checkpoint: moved {names} of later steps to {place}")
 
     def release(self) -> None:
         """Release the lock; a folder created for this run is removed if it is empty."""
@@ -147,9 +148,9 @@ class RunFolder:
         if not found and (overwrites or self._entered or (self.held_by_earlier_run and not resumes)):
             if (place := set_aside(self.path, left_by_earlier_run(self.path))) is not None:
                 option = "overwrite_output_dir" if overwrites else "train" if self._entered else "output_dir"
-                self.tell(f"{option}: moved the files of the earlier run to {place}")
+                tell(f"{option}: moved the files of the earlier run to {place}")
         elif not found and resumes:
-            self.tell(f"resume_from_checkpoint: no checkpoint in {self.path}; starting a new run")
+            tell(f"resume_from_checkpoint: no checkpoint in {self.path}; starting a new run")
             for path in (self.path / LOG, self.path / COMPLETIONS):  # of an attempt that saved no checkpoint
                 if path.exists():
                     os.truncate(path, 0)
@@ -163,13 +164,13 @@ class RunFolder:
             job, status = os.environ.get("SLURM_JOB_ID"), read_status(self.path)
             requeued = job and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
             if requeued and status is not None and status.job == job:
-                self.tell(f"{path}: asks this run, which SLURM has requeued, to stop; remove it before the next start")
+                tell(f"{path}: asks this run, which SLURM has requeued, to stop; remove it before the next start")
                 return
         try:
             path.unlink()
         except OSError as error:
             raise OutputError(f"{path}: would stop the run and cannot be removed: {error.strerror}") from error
-        self.tell(f"{path}: removed, since it is from an earlier run; create it again to stop this one")
+        tell(f"{path}: removed, since it is from an earlier run; create it again to stop this one")
 
 
 def check_output_folder(folder: Path, overwrite: bool = False, option: str = "output_dir") -> None:

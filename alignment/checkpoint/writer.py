@@ -29,6 +29,7 @@ from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import from_first_rank, gathered, on_first_rank, together
 from alignment.engines.scoring import PolicyEngine
 from alignment.reporting.durable import replace_text, sync
+from alignment.run.console import tell
 from alignment.run.ranks import rank, world_size
 
 STATE = "run_state.json"
@@ -61,7 +62,6 @@ class CheckpointWriter:
         manifest: the manifest of its checkpoints, without step and files.
         write_state: writes transformers' state to a folder, on the first rank.
         hold: checks, on the first rank, that this run still owns the output folder.
-        tell: prints a line on the first rank.
 
     Attributes:
         failure: why the newest checkpoint could not be written, or None.
@@ -78,11 +78,10 @@ class CheckpointWriter:
         manifest: Manifest,
         write_state: Callable[[Path], None],
         hold: Callable[[], None],
-        tell: Callable[[str], None],
     ) -> None:
         self.args, self.engines, self.run_state, self.state = args, engines, run_state, state
         self.manifest = replace(manifest, resumable=not args.save_only_model)
-        self.write_state, self.hold, self.tell = write_state, hold, tell
+        self.write_state, self.hold = write_state, hold
         self.folder = Path(args.output_dir or "")
         self.failure: str | None = None
         self.newest: int | None = None
@@ -114,7 +113,7 @@ class CheckpointWriter:
             self.failure = str(error)
             if rank() == 0:
                 shutil.rmtree(partial_of(target), ignore_errors=True)
-            self.tell(
+            tell(
                 f"checkpoint-{step}: could not be written: {self.failure}; earlier checkpoints are kept, and the run "
                 "continues and tries again at the next save"
             )
@@ -129,7 +128,7 @@ class CheckpointWriter:
             if rank() == 0:
                 prune_checkpoints(self.folder, self.args.save_total_limit, keep)
         except OSError as error:
-            self.tell(f"save_total_limit: could not remove an old checkpoint: {error}")
+            tell(f"save_total_limit: could not remove an old checkpoint: {error}")
 
     def finish(self, write: Callable[[], None]) -> None:
         """Write the final files of a run on the first rank; an error is stored in ``failure``. Collective."""

@@ -5,23 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from alignment.config.errors import one_line
 from alignment.reporting.status_file import STATUS, RunStatus, StatusFile, now, read_status
 from alignment.run.activity import ACTIVITY
+from alignment.run.console import tell
 from alignment.run.stop import RunStopped
 
 
-def begin_status(folder: Path, resumes: bool, tell: Callable[[str], None], **known: Any) -> None:
+def begin_status(folder: Path, resumes: bool, **known: Any) -> None:
     """Write the status of a new attempt on the first rank, which then keeps it up to date.
 
     Args:
         folder: the output folder.
         resumes: whether a resume was requested; earlier attempts are then counted.
-        tell: prints a line.
         **known: ``method``, ``world_size`` and ``resumed_from`` of :class:`.RunStatus`.
     """
     other = ACTIVITY.status  # of a run that this process completed in another folder

@@ -181,7 +181,7 @@ class AlignmentTrainer(TrainerSurface):
         """Check the output folder and the checkpoint to resume from; nothing is written yet."""
         self.given_data = datasets
         self.output_dir = Path(self.args.output_dir or "")
-        self.folder = RunFolder(self.output_dir, self.args, tell)
+        self.folder = RunFolder(self.output_dir, self.args)
         if datasets[0] is not None:
             models = (("model", given.model), ("ref_model", given.ref_model), *self._models_read())
             if self.args.resume_from_checkpoint and rank() == 0:
@@ -328,12 +328,12 @@ class AlignmentTrainer(TrainerSurface):
         chosen = None
         if asked:
             anyway = self.args.resume_anyway
-            chosen = functools.partial(choose, self.output_dir, asked, manifest, anyway=anyway, tell=tell)
+            chosen = functools.partial(choose, self.output_dir, asked, manifest, anyway=anyway)
         checkpoint = self.folder.enter(chosen)
         if rank() == 0:
             resumed_from = "" if checkpoint is None else checkpoint.folder.name
             known = {"method": self.args.method, "world_size": world_size(), "resumed_from": resumed_from}
-            begin_status(self.output_dir, bool(asked), tell, **known)
+            begin_status(self.output_dir, bool(asked), **known)
             ACTIVITY.at_failure = functools.partial(write_page, self.output_dir)
         return checkpoint
 
@@ -375,7 +375,7 @@ class AlignmentTrainer(TrainerSurface):
         manifest = replace(manifest, run=self.context.identity.name)
         run_state, state = self.context.run_state, self.state
         hold = self.folder.lock.check
-        writer = CheckpointWriter(self.args, self.engines, run_state, state, manifest, self.write_state, hold, tell)
+        writer = CheckpointWriter(self.args, self.engines, run_state, state, manifest, self.write_state, hold)
         if checkpoint is not None and checkpoint.folder.parent.resolve() == self.output_dir.resolve():
             writer.newest = checkpoint.step
         if self.args.save_strategy != "no":
@@ -384,7 +384,7 @@ class AlignmentTrainer(TrainerSurface):
 
     def _restore(self, checkpoint: Checkpoint, total_steps: int, manifest: Manifest) -> dict[str, Any]:
         """Restore a run into the engines and the context; return the record of the log about it."""
-        restore(checkpoint, self.engines, self.context.run_state, manifest, tell)
+        restore(checkpoint, self.engines, self.context.run_state, manifest)
         identity = self.context.identity
         if ACTIVITY.status is not None:  # only the status knows of attempts without a checkpoint
             identity.attempt = max(identity.attempt, ACTIVITY.status.status.attempt)
@@ -405,7 +405,7 @@ class AlignmentTrainer(TrainerSurface):
         if self.args.merged_output_dir is not None:
             with self.uploads.held():
                 self.save_model()
-            write_merged(self.args, self.planned.engines.source, tell)
+            write_merged(self.args, self.planned.engines.source)
         if writer.failure is not None:
             raise LastCheckpointError(
                 f"output_dir: training has finished, but the last checkpoint could not be written: {writer.failure}"

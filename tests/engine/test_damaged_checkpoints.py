@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import random
@@ -54,11 +55,11 @@ def flip(path: Path, at: int) -> None:
 
 def taken(folder: Path) -> tuple[int, list[str]]:
     """Return the step of the checkpoint that a run would resume from, and the messages."""
-    told: list[str] = []
     current = Manifest.read(next(path for path in checkpoints(folder) if (path / MANIFEST).exists()))
-    chosen = choose(folder, "latest", current, anyway=False, tell=told.append)
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        chosen = choose(folder, "latest", current, anyway=False)
     assert chosen is not None
-    return chosen.step, told
+    return chosen.step, told.getvalue().splitlines()
 
 
 def test_every_missing_and_truncated_file_and_every_flipped_bit_is_detected(whole: Path, tmp_path: Path) -> None:

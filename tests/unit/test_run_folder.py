@@ -109,7 +109,7 @@ def test_the_cache_of_another_node(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_run_that_ended_while_its_lock_was_awaited(tmp_path: Path) -> None:
     """Its checkpoints are seen, and not pruned by the next run."""
     init_distributed(use_cpu=True)
-    folder = RunFolder(tmp_path / "out", SFTConfig(str(tmp_path / "out")), print)
+    folder = RunFolder(tmp_path / "out", SFTConfig(str(tmp_path / "out")))
     folder.check()
     with holding(tmp_path / "out") as process:
 
