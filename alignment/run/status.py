@@ -18,11 +18,7 @@ from alignment.run.stop import RunStopped
 def begin_status(folder: Path, resumes: bool, tell: Callable[[str], None], **known: Any) -> None:
     """Write the status of a new attempt on the first rank, which then keeps it up to date.
 
-    Args:
-        folder: the output folder.
-        resumes: whether a resume was requested; earlier attempts are then counted.
-        tell: prints a line.
-        **known: ``method``, ``world_size`` and ``resumed_from`` of :class:`.RunStatus`.
+    Earlier attempts count if a resume was requested. ``known`` are ``method``, ``world_size`` and ``resumed_from``.
     """
     other = ACTIVITY.status  # of a run that this process completed in another folder
     if other is not None and other.path.parent != folder and 0 < other.status.total_steps <= other.status.step:

@@ -26,8 +26,8 @@ def one_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ending, "_mute", lambda: None)
     monkeypatch.setattr(ending, "end_process", ended)
-    monkeypatch.setattr(ending, "end_within", lambda seconds, code: None)
-    for name in ("WRITE_S", "_REPORT_S", "_LATER_S"):
+    monkeypatch.setattr(ending.threading, "Timer", lambda *_: SimpleNamespace(start=lambda: None))
+    for name in ("_WRITE_S", "_REPORT_S", "_LATER_S"):
         monkeypatch.setattr(ending, name, 0.2)
 
 
@@ -89,16 +89,17 @@ def test_the_report_of_a_failure_follows_its_status(
     assert happened == [made.state, *(["report"] if drawn else [])]
 
 
-def test_a_process_that_does_not_exit_is_ended_with_its_workers() -> None:
+def test_a_process_ends_with_its_workers_whatever_hangs() -> None:
     code = """
-import os, sys, time
-from alignment.run.ending import end_within
+import os, time
+from alignment.run import ending
+ending._LONGEST_S = ending._REPORT_S = 0.2
+ending._mute = lambda: time.sleep(60)
 worker = os.fork()
 if not worker:
     time.sleep(60)
 print(worker, flush=True)
-end_within(0.2, 7)
-time.sleep(30)
+ending.end_with(ending.Ending("", 7))
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
