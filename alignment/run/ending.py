@@ -31,20 +31,13 @@ _LATER_S = 2.0  # a launcher that reports the first exit as the cause should pic
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a job ends, as its ranks tell each other.
+    """Why a job ends, as its ranks tell each other."""
 
-    Attributes:
-        line: message for the user.
-        code: exit status of every rank.
-        state, signal: values for ``status.json``.
-        stacks: whether every rank writes its stack traces.
-    """
-
-    line: str
-    code: int = 1
-    state: str = "failed"
+    line: str  # message for the user
+    code: int = 1  # exit status of every rank
+    state: str = "failed"  # of status.json, as the signal
     signal: str | None = None
-    stacks: bool = False
+    stacks: bool = False  # whether every rank writes its stack traces
 
     @classmethod
     def by_request(cls, reason: StopReason, line: str) -> Ending:

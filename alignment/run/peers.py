@@ -83,18 +83,14 @@ class Peers(threading.Thread):
     @property
     def places(self) -> str:
         """Where the ranks are, as far as this one knows, for messages; the longest without progress is the first."""
-        beats = sorted((-beat["idle"], other, beat) for other, beat in self._beats.items() if not beat["left"])
+        beats = sorted((-beat["idle"], _seen(other, beat)) for other, beat in self._beats.items() if not beat["left"])
         own = f"rank {self.rank} (host {self._place['host']}) in {ACTIVITY.place}"
-        return "; ".join([*(_seen(other, beat) for _, other, beat in beats[:_MOST_NAMED]), own])
-
-    # The end of this rank --------------------------------------------------------------------------------------------
+        return "; ".join([*(seen for _, seen in beats[:_MOST_NAMED]), own])
 
     def leave(self, failure: Ending | None = None, *, lost: bool = False) -> None:
         """Stop, once every rank has finished, or because this one has failed and its program continues.
 
-        Args:
-            failure: why this rank has failed; the others end with it unless they fail as well.
-            lost: whether a connection to another rank broke; if that rank has ended, this process ends here.
+        After a ``failure``, the others end with it unless they fail as well. For ``lost`` see :meth:`end`.
         """
         self.over.wait(_LOST_S if lost else 0.0)
         self._left = "finished" if failure is None else asdict(failure)
@@ -115,10 +111,7 @@ class Peers(threading.Thread):
     def end(self, ending: Ending, *, trace: str = "", lost: bool = False) -> NoReturn:
         """Announce why the job ends, unless another rank has done so, and exit.
 
-        Args:
-            ending: why the job ends.
-            trace: traceback that precedes the line.
-            lost: whether a connection to another rank broke: the end of that rank may be noticed first.
+        With ``lost``, a connection to another rank broke: the end of that rank may be noticed first.
         """
         self.over.wait(_LOST_S if lost else 0.0)
         self._ends.acquire()  # never released: one thread ends the process
@@ -140,12 +133,10 @@ class Peers(threading.Thread):
             state = self._state_of(beat)
             if state == "stopped":
                 os.kill(beat["pid"], signal.SIGKILL)
-            lost = state in ("stopped", "gone") or self._silent(other) > ACTIVITY.limits.peer_timeout
+            lost = state in ("stopped", "gone") or ACTIVITY.now - self._heard[other] > ACTIVITY.limits.peer_timeout
             if other == 0 and lost and ACTIVITY.folder is not None:
                 fail_in_place_of(ACTIVITY.folder, beat["host"], beat["pid"], ending.line.removeprefix("error: "))
         self._let_read()
-
-    # The end of others -----------------------------------------------------------------------------------------------
 
     def check_store(self) -> None:
         """End the job if the store, which blocks the other thread, does not respond; called often."""
@@ -200,16 +191,13 @@ class Peers(threading.Thread):
             if beat["asked"]:
                 REQUESTS.request(StopReason(beat["asked"]), beat["detail"])
 
-    def _silent(self, other: int) -> float:
-        return ACTIVITY.now - self._heard[other]
-
     def _state_of(self, beat: Beat) -> str:
         """The state of a rank's process; ``unknown`` on another machine."""
         return Process(beat["pid"], beat["start"]).state if beat["machine"] == self._place["machine"] else "unknown"
 
     def _judge(self, other: int, beat: Beat, *, gone: bool) -> None:
         """End the job if a rank has ended, or has been silent for too long."""
-        silent = self._silent(other)
+        silent = ACTIVITY.now - self._heard[other]
         if not gone and silent <= ACTIVITY.limits.peer_timeout:
             return
         if beat["left"]:

@@ -79,9 +79,9 @@ class Protection:
             end_with(ending, trace=trace)
         self.peers.end(ending, trace=trace, lost=lost)
 
-    def _end_now(self, reason: StopReason) -> NoReturn:
-        line = f"{reason.state} immediately by {reason.name} in phase {ACTIVITY.phase} after step {ACTIVITY.step}"
-        self.end(Ending.by_request(reason, line))
+    def _end_now(self) -> NoReturn:
+        line = f"stopped immediately by SIGINT in phase {ACTIVITY.phase} after step {ACTIVITY.step}"
+        self.end(Ending.by_request(StopReason.SIGINT, line))
 
     def _tick(self) -> None:
         """Watch the progress of all ranks; called twice a second by the thread that receives signals."""

@@ -15,7 +15,6 @@ from alignment.run.ranks import rank
 from alignment.run.requests import REQUESTS
 
 Result = TypeVar("Result")
-# Errors of a disk, file server or network that may be available again a moment later.
 _ERRNOS = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EHOSTUNREACH, errno.ENETUNREACH, socket.EAI_AGAIN}
 # Error classes of HTTP clients, which have no common base: requests, httpx, urllib3, aiohttp, and their users.
 _CLASSES = {
@@ -71,9 +70,8 @@ class Retries:
         if number > self.limit:
             return False
         left = min(self.pause * 2 ** (number - 1), max(_LONGEST, self.pause))
-        text = f"{type(error).__name__}: {one_line(error)}" if str(error) else type(error).__name__
-        here = f"rank {rank()}: " if rank() else ""
-        print(f"{here}{what}: {text}; retry {number} of {self.limit} in {left:g} s", flush=True)
+        text = f"{type(error).__name__}: {one_line(error)}".removesuffix(": ")
+        print(f"{what}: {text}; retry {number} of {self.limit} in {left:g} s", flush=True)
         self._own.append({"event": "retry", "rank": rank(), "of": what, "error": text, "retry": number})
         while left > 0 and REQUESTS.reason is None:  # after a request to stop there is little time left
             ACTIVITY.progress()  # a rank that waits here does not hang
@@ -100,7 +98,7 @@ class Retries:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The count for the log; empty in a run without retries."""
+        """The count for the log, if there is one."""
         return {"retries": float(self.count)} if self.count else {}
 
     def state_dict(self) -> dict[str, Any]:

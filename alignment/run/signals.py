@@ -22,9 +22,7 @@ from alignment.run.requests import REQUESTS
 from alignment.run.stop import RunStopped, StopReason
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-_IGNORABLE = (signal.SIGINT, signal.SIGHUP)  # by `nohup`, and by shells for background jobs
 _AGAIN_S = 2.0  # launchers and schedulers repeat signals; a second SIGINT counts after this
-_LEAVE_S = 10.0  # for the main thread to end; it may be in a call into C, or a broad `except` swallowed the interrupt
 _TICK_S = 0.5
 _WAKE = b"\0"  # not a signal number
 
@@ -32,14 +30,12 @@ _WAKE = b"\0"  # not a signal number
 class SignalWatch:
     """Turns signals, and the end of a launcher, into requests to stop.
 
-    Its thread calls ``each_tick`` twice a second, and ``end`` to exit immediately: after a second Ctrl-C, or if the
-    main thread does not respond.
+    Its thread calls ``each_tick`` twice a second, and ``end`` after a second Ctrl-C, to exit immediately.
     """
 
-    def __init__(self, end: Callable[[StopReason], object], each_tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, end: Callable[[], object], each_tick: Callable[[], None] = lambda: None) -> None:
         self._end, self._each_tick = end, each_tick
         self._interrupted: float | None = None  # the first SIGINT
-        self._deadline: float | None = None  # for the main thread to respond
         self._raised = False
         self._announced: StopReason | None = None
         self._taken: set[signal.Signals] = set()
@@ -48,11 +44,11 @@ class SignalWatch:
     def listening(self, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
         """Within this context, signals become requests. Outside of the main thread, only launchers are watched.
 
-        SIGINT and SIGHUP stay ignored if they were ignored before. Handlers that are set within the context stay.
+        Signals that were ignored before stay ignored, as under `nohup`. Handlers that are set within the context stay.
         """
         in_main = threading.current_thread() is threading.main_thread()
         before = {each: signal.getsignal(each) for each in signals} if in_main else {}
-        self._taken = {each for each, old in before.items() if not (each in _IGNORABLE and old == signal.SIG_IGN)}
+        self._taken = {each for each, old in before.items() if old != signal.SIG_IGN}
         reader, writer = os.pipe()
         for descriptor in (reader, writer):
             os.set_blocking(descriptor, False)
@@ -97,7 +93,6 @@ class SignalWatch:
             with contextlib.suppress(OSError):  # such as too many open files, which may pass
                 for launcher in [each for each in above if each.state == "gone"]:
                     self._lose(launcher, above.pop(launcher))
-                self._insist()
                 self._announce()  # also a request on another rank, or the file STOP
                 self._each_tick()
         os.close(reader)
@@ -115,11 +110,9 @@ class SignalWatch:
         reason, now = StopReason.of_signal(number), monotonic()
         REQUESTS.request(reason)
         if reason is StopReason.SIGINT:
-            if self._interrupted is not None and now - self._interrupted >= _AGAIN_S:
-                self._end(reason)
-            self._interrupted = now if self._interrupted is None else self._interrupted
-        if not (REQUESTS.done or REQUESTS.deferring):
-            self._deadline = self._deadline or now + _LEAVE_S
+            self._interrupted = self._interrupted or now
+            if now - self._interrupted >= _AGAIN_S:
+                self._end()
 
     def _announce(self) -> None:
         """Announce that the run will stop, unless this reason has been announced before."""
@@ -128,13 +121,6 @@ class SignalWatch:
             self._announced = reason
             again = "; press Ctrl-C again to exit immediately" if reason is StopReason.SIGINT else ""
             tell(f"{REQUESTS}: saving a checkpoint at the next safe point, then stopping{again}")
-
-    def _insist(self) -> None:
-        """Exit if the main thread was interrupted and does not respond."""
-        if self._deadline is not None and monotonic() >= self._deadline:
-            self._deadline = None
-            if not (REQUESTS.deferring or REQUESTS.done):  # otherwise it checks for requests by itself now
-                self._end(REQUESTS.reason or StopReason.SIGTERM)
 
 
 def _detach_child() -> None:
