@@ -16,18 +16,9 @@ ON_STORE = [f"{call}: DistNetworkError {LINE} (" for call in ("get", "add", "set
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        (
-            "killed",
-            [f"{call}: RuntimeError {LINE} (" for call in COLLECTIVES],
-        ),
+        ("killed", [f"{call}: RuntimeError {LINE} (" for call in COLLECTIVES]),
         ("store_killed", [f"all_reduce: RuntimeError {LINE} (", *ON_STORE]),
-        (
-            "silent",
-            [
-                f"all_reduce: RuntimeError {LINE} (Timed out waiting 1000ms for recv operation to complete)",
-                f"wait: DistStoreError {LINE} (wait timeout after 500ms, keys: ",
-            ],
-        ),
+        ("silent", [f"all_reduce: RuntimeError {LINE} (Timed out", f"wait: DistStoreError {LINE} (wait timeout"]),
     ],
 )
 def test_what_torch_raises_is_recognized(ranks: RankServer, case: str, expected: list[str]) -> None:
