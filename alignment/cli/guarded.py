@@ -13,7 +13,6 @@ from collections.abc import Callable
 from alignment.engines.launch_env import init_distributed
 from alignment.run.deadlines import bounded
 from alignment.run.ending import Ending, ending_of, record, write
-from alignment.run.failures import is_lost_peer
 from alignment.run.protection import Protection, protecting_command
 from alignment.run.ranks import prepare_environment, rank, world_size
 from alignment.run.requests import REQUESTS
@@ -53,11 +52,11 @@ def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False
             return _finish(protection, stopped)
         except BaseException as error:
             REQUESTS.done = True  # a launcher that ends all ranks must not interrupt the report
-            ending, trace = ending_of(error)
+            ending = ending_of(error)
             if protection.peers is not None:
-                protection.end(ending, trace=trace, lost=is_lost_peer(error))
+                protection.peers.end(ending)
             if ending.line:
-                write(trace + ending.line)
+                write(ending.trace + ending.line)
             record(ending)
             return ending.code
 

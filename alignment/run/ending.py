@@ -18,7 +18,7 @@ from alignment.config.errors import AlignmentError
 from alignment.internals.tqdm import open_bars
 from alignment.run.activity import ACTIVITY
 from alignment.run.deadlines import bounded
-from alignment.run.failures import describe
+from alignment.run.failures import describe, is_lost_peer
 from alignment.run.ranks import rank, world_size
 from alignment.run.stacks import write_stacks
 from alignment.run.stop import RunStopped, StopReason
@@ -38,6 +38,8 @@ class Ending:
     state: str = "failed"  # of status.json, as the signal
     signal: str | None = None
     stacks: bool = False  # whether every rank writes its stack traces
+    trace: str = ""  # the traceback of a bug, which precedes the line
+    lost: bool = False  # whether a connection to another rank broke, whose end may be noticed later
 
     @classmethod
     def by_request(cls, reason: StopReason, line: str) -> Ending:
@@ -45,24 +47,22 @@ class Ending:
         return cls(line, reason.code, reason.state, reason.name)
 
 
-def ending_of(error: BaseException) -> tuple[Ending, str]:
-    """Return why a job ends with this error, and the traceback to show if the error is a bug."""
+def ending_of(error: BaseException) -> Ending:
+    """Return why a job ends with this error."""
     if isinstance(error, RunStopped):
-        return Ending.by_request(error.reason, error.message), ""
+        return Ending.by_request(error.reason, error.message)
     line, is_bug = describe(error)
     if line:
         where = "" if isinstance(error, AlignmentError) else f" in {ACTIVITY.place}"  # its message says where
         line = f"error: rank {rank()}{where}: {line}" if world_size() > 1 else f"error: {line}"
-    trace = "".join(traceback.format_exception(error)) if is_bug else ""
     if isinstance(error, KeyboardInterrupt):
-        return Ending.by_request(StopReason.SIGINT, line), trace
+        return Ending.by_request(StopReason.SIGINT, line)
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-    return Ending(line, code), trace
+    trace = "".join(traceback.format_exception(error)) if is_bug else ""
+    return Ending(line, code, trace=trace, lost=is_lost_peer(error))
 
 
-def end_with(
-    ending: Ending, *, speaks: bool = True, trace: str = "", last: Callable[[], None] = lambda: None
-) -> NoReturn:
+def end_with(ending: Ending, *, speaks: bool = True, last: Callable[[], None] = lambda: None) -> NoReturn:
     """Report why the job ends, and exit with the status of the ending.
 
     Without ``speaks``, another rank writes the line, and this one exits later. ``last`` is called before the exit.
@@ -72,7 +72,7 @@ def end_with(
     limit.start()
     try:
         if speaks and ending.line:
-            write(trace + ending.line)
+            write(ending.trace + ending.line)
         with contextlib.suppress(OSError):
             _mute()  # torch may still report broken connections of other threads
         if ending.stacks:

@@ -87,12 +87,12 @@ class Peers(threading.Thread):
         own = f"rank {self.rank} (host {self._place['host']}) in {ACTIVITY.place}"
         return "; ".join([*(seen for _, seen in beats[:_MOST_NAMED]), own])
 
-    def leave(self, failure: Ending | None = None, *, lost: bool = False) -> None:
+    def leave(self, failure: Ending | None = None) -> None:
         """Stop, once every rank has finished, or because this one has failed and its program continues.
 
-        After a ``failure``, the others end with it unless they fail as well. For ``lost`` see :meth:`end`.
+        After a ``failure``, the others end with it unless they fail as well.
         """
-        self.over.wait(_LOST_S if lost else 0.0)
+        self.over.wait(_LOST_S if failure is not None and failure.lost else 0.0)
         self._left = "finished" if failure is None else asdict(failure)
         bounded(self._publish, _ASK_S)
         if failure is None:
@@ -108,18 +108,15 @@ class Peers(threading.Thread):
         if self.rank == 0 and not self._by_launcher:
             time.sleep(2 * _POLL_S)
 
-    def end(self, ending: Ending, *, trace: str = "", lost: bool = False) -> NoReturn:
-        """Announce why the job ends, unless another rank has done so, and exit.
-
-        With ``lost``, a connection to another rank broke: the end of that rank may be noticed first.
-        """
-        self.over.wait(_LOST_S if lost else 0.0)
+    def end(self, ending: Ending) -> NoReturn:
+        """Announce why the job ends, unless another rank has done so, and exit."""
+        self.over.wait(_LOST_S if ending.lost else 0.0)
         self._ends.acquire()  # never released: one thread ends the process
         first = bounded(lambda: self._store.add("ends", 1), _ASK_S)  # None without a store: then each rank reports
         if first is not None and first > 1:
             self._follow()
         bounded(lambda: self._store.set("end", json.dumps(asdict(ending))), _ASK_S)
-        end_with(ending, trace=trace, last=lambda: self._end_others(ending))
+        end_with(ending, last=lambda: self._end_others(ending))
 
     def _follow(self) -> NoReturn:
         """Exit as another rank has announced, without a message."""

@@ -19,7 +19,6 @@ from alignment.internals.torch import default_store
 from alignment.run.activity import ACTIVITY
 from alignment.run.deadlines import bounded
 from alignment.run.ending import Ending, end_with, ending_of, tell
-from alignment.run.failures import is_lost_peer
 from alignment.run.peers import Peers
 from alignment.run.ranks import rank, world_size
 from alignment.run.requests import REQUESTS
@@ -73,11 +72,11 @@ class Protection:
             self.switch = None
             switch.disarm()
 
-    def end(self, ending: Ending, *, trace: str = "", lost: bool = False) -> NoReturn:
+    def end(self, ending: Ending) -> NoReturn:
         """Exit with all ranks; see :meth:`Peers.end`."""
         if self.peers is None:
-            end_with(ending, trace=trace)
-        self.peers.end(ending, trace=trace, lost=lost)
+            end_with(ending)
+        self.peers.end(ending)
 
     def _end_now(self) -> NoReturn:
         line = f"stopped immediately by SIGINT in phase {ACTIVITY.phase} after step {ACTIVITY.step}"
@@ -151,7 +150,7 @@ def protected(folder: Path) -> Iterator[None]:
                 yield
             except BaseException as error:
                 if protection.peers is not None:
-                    protection.peers.leave(ending_of(error)[0], lost=is_lost_peer(error))
+                    protection.peers.leave(ending_of(error))
                 raise
             if protection.peers is not None:
                 protection.peers.leave()

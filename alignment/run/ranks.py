@@ -36,7 +36,6 @@ def world_size() -> int:
 
 
 def _number_of(name: str, default: int) -> int:
-    """A variable of the environment; the default if it is none, which :func:`prepare_environment` refuses."""
     text = os.environ.get(name, "")
     return int(text) if _NUMBER.fullmatch(text) else default
 
@@ -72,11 +71,7 @@ def prepare_environment() -> None:
 
 
 def take_from_group() -> None:
-    """Set the variables from the process group, or compare them with it; complete LOCAL_WORLD_SIZE. Collective.
-
-    Raises:
-        AlignmentError: the environment has another rank or world size.
-    """
+    """Set the variables from the process group, or compare them with it; complete LOCAL_WORLD_SIZE. Collective."""
     import torch.distributed as dist
 
     from alignment.internals.torch import default_store
@@ -123,7 +118,6 @@ def first_host(nodelist: str) -> str:
 
 
 def _set(found: Mapping[str, str], who: str) -> None:
-    """Set variables that are not set; refuse those that have another value."""
     for name, value in found.items():
         if os.environ.setdefault(name, value) != value:
             raise AlignmentError(f"the environment has {name}={os.environ[name]}, but {who} {value}; unset {name}")

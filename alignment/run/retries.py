@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -17,36 +18,30 @@ from alignment.run.requests import REQUESTS
 Result = TypeVar("Result")
 _ERRNOS = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EHOSTUNREACH, errno.ENETUNREACH, socket.EAI_AGAIN}
 # Error classes of HTTP clients, which have no common base: requests, httpx, urllib3, aiohttp, and their users.
-_CLASSES = {
-    *("ConnectionError", "ClientConnectionError", "APIConnectionError", "TransportError", "ProtocolError"),
-    *("Timeout", "TimeoutError", "TimeoutException", "APITimeoutError", "ChunkedEncodingError", "IncompleteRead"),
-}
+_CLASSES = re.compile("Connection|Timeout|TransportError|ProtocolError|ChunkedEncodingError|IncompleteRead")
 _OFFLINE = "OfflineModeIsEnabled"  # a ConnectionError of the Hub's client; the datasets library mentions its name
 _BUSY = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses
 _LONGEST = 300.0  # maximum pause in seconds
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether an error or a cause of it may be temporary: a lost connection, a timeout, a busy server, a failing disk.
-
-    A missing file, a denied permission, an HTTP status such as 404, and the Hub's offline mode are permanent.
-    """
+    """Whether an error or a cause of it may be temporary: a lost connection, a timeout, a busy server, a bad disk."""
     passes = False
     for each in causes(error):
-        names, response = {kind.__name__ for kind in type(each).__mro__}, getattr(each, "response", None)
-        statuses = [getattr(of, name, None) for of in (response, each) for name in ("status_code", "status")]
+        names, holders = (
+            " ".join(kind.__name__ for kind in type(each).__mro__),
+            (getattr(each, "response", None), each),
+        )
+        statuses = [getattr(holder, name, None) for holder in holders for name in ("status_code", "status")]
         status = next((value for value in statuses if isinstance(value, int)), None)
-        if _OFFLINE in names or _OFFLINE in str(each) or (status is not None and status not in _BUSY):
+        if _OFFLINE in f"{names} {each}" or (status is not None and status not in _BUSY):
             return False
-        passes |= status is not None or getattr(each, "errno", None) in _ERRNOS or not names.isdisjoint(_CLASSES)
+        passes |= status is not None or getattr(each, "errno", None) in _ERRNOS or bool(_CLASSES.search(names))
     return passes
 
 
 class Retries:
-    """Repeats each call up to ``limit`` times after transient failures, and counts the retries of all ranks.
-
-    The first retry follows after ``pause`` seconds; every further pause is twice as long.
-    """
+    """Repeats calls after transient failures, up to ``limit`` times after pauses that double, and counts retries."""
 
     def __init__(self, limit: int, pause: float, sleep: Callable[[float], None] = time.sleep) -> None:
         self.limit, self.pause, self.count = limit, pause, 0
@@ -81,7 +76,7 @@ class Retries:
         return True
 
     def taken(self) -> list[dict[str, Any]]:
-        """This rank's retries since the last call, to be passed to :meth:`counted` on every rank."""
+        """This rank's retries since the last call."""
         own, self._own = self._own, []
         return own
 

@@ -1,8 +1,6 @@
-"""Stack traces of a process that hangs, and a switch that ends it even if no Python code can run.
+"""Stack traces of a process that hangs, and a switch that ends it even if its interpreter lock is held.
 
-A rank whose interpreter lock is held, for example by a long regular expression, cannot end itself in Python; the timer
-of ``faulthandler`` can. Stack traces are first written to a local file, because the disk of the output folder may be
-what hangs.
+Stack traces are first written to a local file, because the disk of the output folder may be what hangs.
 """
 
 from __future__ import annotations
@@ -43,14 +41,10 @@ def _local_file(rank: int) -> IO[str]:
 
 
 class DeadManSwitch:
-    """Writes stack traces to a local file, and may end the process, unless a thread keeps it from doing so.
+    """Writes stack traces to a local file and, with ``exits``, ends the process unless a thread keeps it from it.
 
     ``faulthandler`` has one timer per process. Once someone else has set it, no switch of this process sets or cancels
     it any more; only a timer that was set before this module was imported goes unnoticed.
-
-    Args:
-        rank: this rank.
-        exits: whether to end the process.
     """
 
     def __init__(self, rank: int, *, exits: bool) -> None:

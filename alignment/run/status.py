@@ -50,7 +50,7 @@ def ending_in_status() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        ending = ending_of(error)[0]
+        ending = ending_of(error)
         raise
     finally:
         record(ending)  # no effect if the end has been recorded

@@ -238,7 +238,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Ending, bool]]:
     """The exits of ranks with their endings, and whether the rank reports it."""
     made: list[tuple[Ending, bool]] = []
 
-    def end_with(ending: Ending, *, speaks: bool = True, trace: str = "", last: Any = None) -> None:
+    def end_with(ending: Ending, *, speaks: bool = True, last: Any = None) -> None:
         made.append((ending, speaks))
         raise Ended(ending)
 

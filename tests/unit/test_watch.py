@@ -17,7 +17,7 @@ from alignment.config.options_faults import FaultOptions
 from alignment.run import activity as activities
 from alignment.run import stacks
 from alignment.run.activity import Activity
-from alignment.run.processes import Process, launcher_name
+from alignment.run.processes import launcher_name
 from alignment.run.requests import StopRequests
 from alignment.run.stacks import DeadManSwitch
 from alignment.run.stop import RunStopped, StopReason
@@ -132,19 +132,6 @@ def test_the_notice_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) 
     assert stopping.notice_too_short(29, 1) is None and "30 s" in str(stopping.notice_too_short(30, 1))
     monkeypatch.setenv(stopping.NOTICE, "120")
     assert stopping.notice_too_short(119, 1) is None and "120 s" in str(stopping.notice_too_short(120, 1))
-
-
-def test_the_state_of_a_process() -> None:
-    with subprocess.Popen(["sleep", "60"]) as child:
-        process = Process.of(child.pid)
-        assert process.state == "running"
-        os.kill(child.pid, signal.SIGSTOP)
-        os.waitpid(child.pid, os.WUNTRACED)
-        assert process.state == "stopped"
-        child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert process.state == "gone", "but not reaped"
-    assert process.state == "gone" and Process(os.getpid(), "1").state == "gone"
 
 
 # Hangs ---------------------------------------------------------------------------------------------------------------
