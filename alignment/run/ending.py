@@ -127,6 +127,5 @@ def end_process(code: int) -> NoReturn:
             with contextlib.suppress(psutil.Error):
                 if child.exe() == own.exe():  # not a reporting service, which may still have data to send
                     child.kill()  # data loader workers ignore the other signals
-        bounded(lambda: sys.stdout.flush(), _WRITE_S)
     finally:
         os._exit(code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -18,7 +19,7 @@ from alignment.run.ranks import local_rank, rank, take_from_group, world_size
 _ARRIVE_S = 600.0  # how long ranks wait for the last one to start
 _CONNECT_S = 60.0  # for ranks to connect to each other once all have started
 _WORK_S = 6 * 3600.0
-_RESOLVE_S, _ANSWER_S, _POLL_S = 10.0, 10.0, 0.2
+_RESOLVE_S, _TELL_S, _ANSWER_S, _POLL_S = 10.0, 30.0, 10.0, 0.2
 _REPORT_S, _FOLLOW_S = 1.0, 3.0  # the rank that reports an error exits once the others know of it, and before them
 _CAUSES = (
     "usual causes: a rank that failed or was not started, another MASTER_ADDR or MASTER_PORT, a firewall between the "
@@ -92,11 +93,15 @@ def _meet(store: Any, backend: str, limit: float) -> None:
     device = torch.device("cuda", local_rank()) if backend == "nccl" else None
 
     def arrive() -> None:
-        store.add("arrived", 1)
-        while store.add("arrived", 0) < size:
+        arrived, told = store.add("arrived", 1), time.monotonic()
+        while arrived < size:
             if store.check(["failed"]):
                 raise ReportedElsewhere("another rank reports why it could not join")
+            if rank() == 0 and time.monotonic() - told > _TELL_S:
+                print(f"rank 0: {arrived} of {size} ranks have arrived", file=sys.stderr, flush=True)
+                told = time.monotonic()
             time.sleep(_POLL_S)
+            arrived = store.add("arrived", 0)
 
     def connect() -> None:
         if device is not None:

@@ -43,13 +43,15 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_missing_ranks_are_named_by_one_rank(
-    place: Callable[..., None],
+    place: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(joining, "_TELL_S", 0.3)
     served = joining._connect(5)
     begun = time.monotonic()
     with pytest.raises(JoinError, match=r"2 of 3 ranks have not arrived: 1, 2 .*GLOO_SOCKET_IFNAME") as caught:
         joining._meet(served, "gloo", 1)
     assert type(caught.value) is JoinError and time.monotonic() - begun < 4
+    assert "1 of 3 ranks have arrived" in capsys.readouterr().err
     place(RANK=1)
     late = joining._connect(5)
     begun = time.monotonic()
