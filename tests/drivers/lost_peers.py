@@ -46,7 +46,7 @@ def store_killed(store: Any) -> None:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     tell("all_reduce", lambda: dist.all_reduce(torch.ones(4)))
-    tell("set", lambda: store.set("k", "v"))
+    tell("add", lambda: store.add("n", 1))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ LINE = "lost=True defect=False another rank exited without reporting an error, o
     ("case", "expected"),
     [
         ("killed", [f"{call}: RuntimeError {LINE} (" for call in ("all_reduce", "gather_object")]),
-        ("store_killed", [f"all_reduce: RuntimeError {LINE} (", f"set: DistNetworkError {LINE} ("]),
+        ("store_killed", [f"all_reduce: RuntimeError {LINE} (", f"add: DistNetworkError {LINE} ("]),
     ],
 )
 def test_what_torch_raises_is_recognized(ranks: RankServer, case: str, expected: list[str]) -> None:
