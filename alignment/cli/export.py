@@ -16,8 +16,9 @@ from alignment.cli.guarded import guarded
 from alignment.cli.output import parse_arguments, surviving_closed_output
 from alignment.config.fields import convert
 from alignment.config.options_export import ExportOptions
+from alignment.config.options_faults import FaultOptions
 from alignment.engines.launch_env import hush_libraries
-from alignment.run.activity import ACTIVITY, Limits
+from alignment.run.activity import ACTIVITY
 
 _ABOUT = """\
 Export a checkpoint, a trained model, or a PEFT adapter merged into its base model as a Hugging Face model folder:
@@ -45,7 +46,7 @@ def _run(source: str, out: str, **given: Any) -> None:
     source, out = (convert(name, value, str) for name, value in (("source", source), ("out", out)))
     hush_libraries()
     # Exporting a large model takes hours on a slow disk, and no other rank waits for this process: never time out.
-    ACTIVITY.limits = Limits(least=math.inf, first=math.inf)
+    ACTIVITY.limits = FaultOptions(hang_timeout=math.inf, hang_timeout_first=math.inf)
     from alignment.checkpoint.export import export
 
     tell = functools.partial(print, flush=True)

@@ -11,15 +11,15 @@ import sys
 from collections.abc import Callable
 
 from alignment.engines.launch_env import init_distributed
-from alignment.run.ending import Ending, end_within, record, write
-from alignment.run.failures import is_lost_peer
-from alignment.run.protection import Protection, ending_of, protecting_command
+from alignment.run.deadlines import bounded
+from alignment.run.ending import Ending, ending_of, record, write
+from alignment.run.protection import Protection, protecting_command
 from alignment.run.ranks import prepare_environment, rank, world_size
 from alignment.run.requests import REQUESTS
 from alignment.run.signals import ignore_stop_signals
 from alignment.run.stop import RunStopped
 
-_LEAVE_S, _RECORD_S = 30.0, 20.0  # to leave the process group once all have finished; to write the last status
+_LEAVE_S, _RECORD_S = 30.0, 20.0  # to leave the process group; to write the last status
 
 
 def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False) -> int:
@@ -51,21 +51,25 @@ def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False
                     raise
             return _finish(protection, stopped)
         except BaseException as error:
-            return _fail(protection, error)
+            REQUESTS.done = True  # a launcher that ends all ranks must not interrupt the report
+            ending = ending_of(error)
+            if protection.peers is not None:
+                protection.peers.end(ending)
+            if ending.line:
+                write(ending.trace + ending.line)
+            record(ending)
+            return ending.code
 
 
 def _finish(protection: Protection, stopped: RunStopped | None) -> int:
-    """Wait for the other ranks, and leave the process group; nothing limits the exit hooks of other libraries."""
-    code = 0 if stopped is None else stopped.reason.code
+    """Wait for the other ranks, and leave the process group."""
     with REQUESTS.deferred(None):
         REQUESTS.done = True
-        leaving = None
         if protection.peers is not None:
-            protection.peers.finish()
+            protection.peers.leave()
             protection.peers = None
             # A launcher ends all ranks as soon as one has exited, and this one is about to exit anyway.
             ignore_stop_signals()
-            leaving = end_within(_LEAVE_S, code)
         if stopped is None:
             record(Ending("", code=0, state="finished"), _RECORD_S)
         elif rank() == 0:
@@ -73,19 +77,5 @@ def _finish(protection: Protection, stopped: RunStopped | None) -> int:
         deepspeed = sys.modules.get("deepspeed")
         if deepspeed is not None and deepspeed.comm.is_initialized():
             # Not torch's function: DeepSpeed's objects for this group would remain and break a later run here.
-            deepspeed.comm.destroy_process_group()
-        if leaving is not None:
-            leaving.cancel()
-    return code
-
-
-def _fail(protection: Protection, error: BaseException) -> int:
-    """Report the error and return the exit status; with other ranks, tell them and exit."""
-    REQUESTS.done = True  # a launcher that ends all ranks must not interrupt the report
-    ending, trace = ending_of(error)
-    if protection.peers is not None:
-        protection.end(ending, trace=trace, lost=is_lost_peer(error))
-    if ending.line:
-        write(trace + ending.line)
-    record(ending)
-    return ending.code
+            bounded(deepspeed.comm.destroy_process_group, _LEAVE_S)
+    return 0 if stopped is None else stopped.reason.code

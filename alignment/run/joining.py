@@ -31,8 +31,7 @@ _MEETINGS = itertools.count()  # a store may serve several groups of the same pr
 def join(backend: str) -> None:
     """Join the process group (gloo or nccl), unless it is initialized already, and let DeepSpeed use it.
 
-    Afterwards, ranks may wait for each other for hours, for example while one tokenizes; lost ranks are detected by
-    heartbeats or the launcher. DEEPSPEED_TIMEOUT, in minutes, overrides all limits if set.
+    Afterwards, ranks may wait for each other for hours. DEEPSPEED_TIMEOUT, in minutes, overrides all limits if set.
 
     Raises:
         JoinError: the ranks cannot meet or connect in time; ``ReportedElsewhere`` if another rank reports it.
@@ -70,8 +69,8 @@ def _connect(seconds: float) -> Any:
             # The name of a host that has just started may appear a moment later.
             limit = _RESOLVE_S if isinstance(error, (socket.gaierror, UnicodeError)) else seconds
             if time.monotonic() - begun > limit:
-                what = f"cannot reach rank 0 at MASTER_ADDR={name}, MASTER_PORT={port} ({error}); {_CAUSES}"
-                raise JoinError(f"host {socket.gethostname()} {what}") from error
+                what = f"cannot reach rank 0 at MASTER_ADDR={name}, MASTER_PORT={port}"
+                raise JoinError(f"host {socket.gethostname()} {what} ({error}); {_CAUSES}") from error
         time.sleep(_POLL_S)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
@@ -81,10 +80,8 @@ def _connect(seconds: float) -> Any:
         if meeting.add(f"rank/{rank()}", 1) > 1 and not agent:
             raise DistError(f"another run has a rank {rank()} there")
     except DistError as error:
-        raise JoinError(
-            f"MASTER_PORT={port} of host {name} cannot be used ({reason_of(error)}); choose another port "
-            "(--master_port), or end the program that uses it"
-        ) from error
+        what = f"MASTER_PORT={port} of host {name} cannot be used ({reason_of(error)})"
+        raise JoinError(f"{what}; choose another port (--master_port), or end the program that uses it") from error
     return meeting
 
 
@@ -92,34 +89,34 @@ def _meet(store: Any, backend: str, limit: float) -> None:
     """Wait until all ranks have arrived, and create the process group."""
     import torch
 
-    size, device = world_size(), torch.device("cuda", local_rank()) if backend == "nccl" else None
-    given = {"store": store, "rank": rank(), "world_size": size, "timeout": timedelta(seconds=limit or _CONNECT_S)}
+    size, timeout = world_size(), timedelta(seconds=limit or _CONNECT_S)
+    device = torch.device("cuda", local_rank()) if backend == "nccl" else None
 
     def arrive() -> None:
-        arrived = store.add("arrived", 1)
-        for polls in itertools.count(1):
-            if arrived >= size:
-                return
+        arrived, told = store.add("arrived", 1), time.monotonic()
+        while arrived < size:
             if store.check(["failed"]):
                 raise ReportedElsewhere("another rank reports why it could not join")
-            if rank() == 0 and polls % int(_TELL_S / _POLL_S) == 0:
+            if rank() == 0 and time.monotonic() - told > _TELL_S:
                 print(f"rank 0: {arrived} of {size} ranks have arrived", file=sys.stderr, flush=True)
+                told = time.monotonic()
             time.sleep(_POLL_S)
             arrived = store.add("arrived", 0)
 
     def connect() -> None:
         if device is not None:
             torch.cuda.set_device(device)  # of this thread
-        torch.distributed.init_process_group(backend, device_id=device, **given)
+        torch.distributed.init_process_group(
+            backend, store=store, rank=rank(), world_size=size, timeout=timeout, device_id=device
+        )
 
     try:
         within(limit or _ARRIVE_S, arrive)
         within(limit or _CONNECT_S, connect)  # gloo takes several times its own limit
     except (TimeoutError, RuntimeError, ReportedElsewhere) as error:
         missing = bounded(lambda: [str(each) for each in range(size) if not store.check([f"rank/{each}"])], _ANSWER_S)
-        what = f"host {socket.gethostname()} could not connect to the other ranks"
-        if missing:
-            what = f"{len(missing)} of {size} ranks have not arrived: {', '.join(missing)}"
+        what = f"{len(missing or ())} of {size} ranks have not arrived: {', '.join(missing or ())}"
+        what = what if missing else f"host {socket.gethostname()} could not connect to the other ranks"
         known = bounded(lambda: store.add("failed", 1) > 1, _ANSWER_S)
         time.sleep(_FOLLOW_S if known else _REPORT_S)
         raise (ReportedElsewhere if known else JoinError)(f"{what} ({reason_of(error)}); {_CAUSES}") from error

@@ -1,8 +1,4 @@
-"""Which rank this process is: the one source of rank, local rank and world size, for any launcher.
-
-`prepare_environment` completes the variables that DeepSpeed and other libraries read. It imports neither of them and
-returns immediately, unless a script has initialized the process group. Options and arguments play no role.
-"""
+"""Which rank this process is: the one source of rank, local rank and world size, for any launcher."""
 
 from __future__ import annotations
 
@@ -18,12 +14,8 @@ from alignment.config.errors import AlignmentError, setting
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 NOTICE = "ALIGNMENT_STOP_NOTICE"  # checked here, because it is read too late for an error
 _RANKS = VARIABLES[:3]
-# PID of a process that set up a world of one. Its children inherit the variables, but are not ranks of that world.
-_SINGLE = "ALIGNMENT_SINGLE_PROCESS"
 # SLURM numbers the steps that `srun` did not create (batch, interactive, extern, pending) from the top of 32 bits.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-_LAST_PORT = 65535
-_ANY_PORT = "0"  # the system chooses a free one
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
@@ -44,13 +36,12 @@ def world_size() -> int:
 
 
 def _number_of(name: str, default: int) -> int:
-    """A variable of the environment; the default if it is none, which :func:`prepare_environment` refuses."""
     text = os.environ.get(name, "")
     return int(text) if _NUMBER.fullmatch(text) else default
 
 
 def prepare_environment() -> None:
-    """Complete RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in `os.environ`.
+    """Complete RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in `os.environ`, for DeepSpeed and others.
 
     An initialized process group decides, as in a worker of ``mp.spawn``. Otherwise `deepspeed` and `torchrun` set the
     variables, and inside a SLURM job step they are derived from srun's. Without a launcher, this process becomes a
@@ -60,10 +51,6 @@ def prepare_environment() -> None:
         AlignmentError: only some are set, a value is not a number in range or contradicts the process group, or the
             launcher is `mpirun`.
     """
-    if os.environ.get(_SINGLE, str(os.getpid())) != str(os.getpid()) and os.environ.get("WORLD_SIZE") == "1":
-        address = ("MASTER_ADDR", "MASTER_PORT") if os.environ.get("MASTER_PORT") == _ANY_PORT else ()
-        for name in (*_RANKS, "LOCAL_WORLD_SIZE", _SINGLE, *address):
-            os.environ.pop(name, None)
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         take_from_group()
@@ -75,23 +62,16 @@ def prepare_environment() -> None:
     else:
         for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
             if os.environ.get(name, "1") != "1":
-                raise AlignmentError(
-                    f"{name}={os.environ[name]}: mpirun is not supported, since each process would train on its own; "
-                    "start with `deepspeed`, `torchrun` or `srun`"
-                )
+                what = f"{name}={os.environ[name]}: mpirun is not supported, since each process would train on its own"
+                raise AlignmentError(f"{what}; start with `deepspeed`, `torchrun` or `srun`")
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         if "MASTER_PORT" not in os.environ:  # for libraries that create a group from it, as accelerate does
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=_ANY_PORT)
-        os.environ[_SINGLE] = str(os.getpid())
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free one
     _check_numbers()
 
 
 def take_from_group() -> None:
-    """Set the variables from the process group, or compare them with it; complete LOCAL_WORLD_SIZE. Collective.
-
-    Raises:
-        AlignmentError: the environment has another rank or world size.
-    """
+    """Set the variables from the process group, or compare them with it; complete LOCAL_WORLD_SIZE. Collective."""
     import torch.distributed as dist
 
     from alignment.internals.torch import default_store
@@ -112,23 +92,20 @@ def take_from_group() -> None:
 def _need(name: str) -> str:
     value = os.environ.get(name, "").strip()
     if not value:
-        raise AlignmentError(
-            f"{name} is not set in the environment of this rank; start with `deepspeed`, `torchrun` or `srun`, or set "
-            f"all of {', '.join(VARIABLES)}, or unset them to run in one process"
-        )
+        what = f"{name} is not set in the environment of this rank; start with `deepspeed`, `torchrun` or `srun`"
+        raise AlignmentError(f"{what}, or set all of {', '.join(VARIABLES)}, or unset them to run in one process")
     return value
 
 
 def _in_slurm_step() -> bool:
     """Whether `srun` started this process. A bare `sbatch` or `salloc` shell has job variables but is one process."""
-    step = os.environ.get("SLURM_STEP_ID", "")
-    numbered = _NUMBER.fullmatch(step) is not None and int(step) < _FIRST_SPECIAL_STEP
-    return numbered and "SLURM_PROCID" in os.environ
+    step = _number_of("SLURM_STEP_ID", _FIRST_SPECIAL_STEP)
+    return step < _FIRST_SPECIAL_STEP and "SLURM_PROCID" in os.environ
 
 
 def _take_from_slurm() -> None:
-    size, local = _need("SLURM_STEP_NUM_TASKS"), _need("SLURM_LOCALID")
-    _set({"RANK": _need("SLURM_PROCID"), "WORLD_SIZE": size, "LOCAL_RANK": local}, "srun set")
+    found = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+    _set({name: _need(variable) for name, variable in found.items()}, "srun set")
     os.environ.setdefault("MASTER_ADDR", first_host(_need("SLURM_STEP_NODELIST")))
     # Below Linux's ephemeral ports; different for two steps of one job and for two neighboring jobs on a node.
     offset = _number("SLURM_JOB_ID", default="0") + 101 * int(os.environ["SLURM_STEP_ID"])
@@ -141,7 +118,6 @@ def first_host(nodelist: str) -> str:
 
 
 def _set(found: Mapping[str, str], who: str) -> None:
-    """Set variables that are not set; refuse those that have another value."""
     for name, value in found.items():
         if os.environ.setdefault(name, value) != value:
             raise AlignmentError(f"the environment has {name}={os.environ[name]}, but {who} {value}; unset {name}")
@@ -152,7 +128,7 @@ def _check_numbers() -> None:
     _number("RANK", most=size - 1)
     _number("LOCAL_RANK", most=_number("LOCAL_WORLD_SIZE", least=1, default=str(size)) - 1)
     if size > 1:
-        _number("MASTER_PORT", least=1, most=_LAST_PORT, default="1")  # not set if a script has made the group
+        _number("MASTER_PORT", least=1, most=65535, default="1")  # not set if a script has made the group
     _number("DEEPSPEED_TIMEOUT", least=1, default="1")  # in minutes; DeepSpeed reads it on import
     notice = os.environ.get(NOTICE, "")
     if notice and not re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", notice):

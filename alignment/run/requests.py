@@ -1,7 +1,6 @@
 """Requests to stop this process: signals, the loss of a launcher, or the file ``STOP`` in the output folder.
 
-A request sets a flag. Training checks it where it can stop without losing anything; everywhere else, where there is
-nothing to lose, the main thread is interrupted as by Ctrl-C.
+Training checks for them where it can stop without losing anything; elsewhere, they interrupt the main thread.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _FILE_POLL_S = 1.0
 
 
 class StopRequests:
-    """The requests that this process has received. Any thread may make one.
+    """The requests that this process has received.
 
     Attributes:
         reason: the reason to stop, as far as it is known without checking the disk.
@@ -53,11 +52,7 @@ class StopRequests:
 
     @contextlib.contextmanager
     def deferred(self, file: Path | None) -> Iterator[None]:
-        """Within this context, requests wait until the main thread checks for them.
-
-        Args:
-            file: a file whose appearance counts as a request; None on ranks that leave this check to another.
-        """
+        """Within this context, requests wait until the main thread checks for them, and ``file`` is a request."""
         self._file, before, self.deferring = file, self.deferring, True
         try:
             yield

@@ -13,7 +13,7 @@ from alignment.config.errors import one_line
 from alignment.reporting.status_file import STATUS, RunStatus, StatusFile, now, read_status
 from alignment.run.activity import ACTIVITY
 from alignment.run.console import tell
-from alignment.run.stop import RunStopped
+from alignment.run.ending import Ending, ending_of, record
 
 
 def begin_status(folder: Path, resumes: bool, **known: Any) -> None:
@@ -49,21 +49,14 @@ def ending_in_status() -> Iterator[None]:
     if ACTIVITY.guarded:
         yield
         return
-    end = {"state": "finished"}
+    ending = Ending("", code=0, state="finished")
     try:
         yield
     except BaseException as error:
-        end = {"state": "failed", "error": one_line(error)}
-        if isinstance(error, KeyboardInterrupt):
-            end = {"state": "stopped", "signal": "SIGINT"}
-        elif isinstance(error, RunStopped):
-            end = {"state": error.reason.state, "signal": error.reason.name}
-            ACTIVITY.at_failure = None  # the report is there already
+        ending = ending_of(error)
         raise
     finally:
+        record(ending)  # no effect if the end has been recorded
         if ACTIVITY.status is not None:
-            ACTIVITY.status.update(**end)  # no effect if the end has been recorded
             ACTIVITY.status.close()
-        if end["state"] != "finished" and ACTIVITY.at_failure is not None:
-            ACTIVITY.at_failure()
         ACTIVITY.status = ACTIVITY.folder = ACTIVITY.at_failure = None

@@ -13,8 +13,7 @@ PREEMPTED, STOPPED = 85, 130  # exit statuses
 class StopReason(IntEnum):
     """What requested the stop. If ranks have seen different reasons, all of them act on the largest.
 
-    SIGINT and the file ``STOP`` come from the user; the others come from a launcher or a scheduler, and a run that
-    they end is meant to be resumed.
+    A run that a launcher or a scheduler ends, not the user (SIGINT, ``STOP``), is meant to be resumed.
     """
 
     SIGTERM = 1

@@ -10,7 +10,7 @@ from alignment.checkpoint.folder import checkpoint_folder
 from alignment.checkpoint.writer import CheckpointWriter
 from alignment.run.activity import ACTIVITY
 from alignment.run.console import tell
-from alignment.run.launchers import launchers
+from alignment.run.processes import launchers
 from alignment.run.ranks import NOTICE
 from alignment.run.requests import REQUESTS
 from alignment.run.stop import RunStopped, StopReason

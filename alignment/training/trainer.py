@@ -34,7 +34,7 @@ from alignment.models.tasks import CAUSAL_LM
 from alignment.references.engine import ReferencePlan
 from alignment.reporting.durable import write_json
 from alignment.reporting.log import JsonlLog, strict
-from alignment.run.activity import ACTIVITY, Limits
+from alignment.run.activity import ACTIVITY
 from alignment.run.console import tell
 from alignment.run.protection import protected
 from alignment.run.ranks import local_rank, rank, world_size
@@ -168,12 +168,7 @@ class AlignmentTrainer(TrainerSurface):
         """Join the other ranks, and create what each of them needs before models are planned."""
         init_distributed(self.args.use_cpu)
         self.retries = Retries(self.args.retries, self.args.retry_pause)
-        ACTIVITY.limits = Limits(
-            least=self.args.hang_timeout,
-            factor=self.args.hang_factor,
-            first=self.args.hang_timeout_first,
-            silence=self.args.peer_timeout,
-        )
+        ACTIVITY.limits = self.args
         self.state = TrainerState(is_world_process_zero=rank() == 0, is_local_process_zero=local_rank() == 0)
         self.method = self.method_class(self.args)
 

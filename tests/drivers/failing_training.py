@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -27,11 +26,6 @@ def loss(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("the loss exploded")
 
 
-def disk(*args: Any, **kwargs: Any) -> Any:
-    """Replace the writing of the model."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors")
-
-
 def killed(*args: Any, **kwargs: Any) -> None:
     """Replace the creation of the first layer, while the other rank loads the model with this one."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -41,7 +35,6 @@ PLACES = {
     "data": (alignment.methods.kto, "collate_unpaired", collate),
     "loss": (alignment.methods.kto, "kto_loss", loss),
     "killed": (torch.nn.Embedding, "__init__", killed),
-    "disk": (alignment.training.run_engines, "write_model", disk),
 }
 
 if __name__ == "__main__":

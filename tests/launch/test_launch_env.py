@@ -25,7 +25,7 @@ SRUN = {
     **{"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "6"},
     **{"SLURM_STEP_NODELIST": "gpu[03-05],login1", "SLURM_NODELIST": "gpu[01-05],login1"},
 }
-OWN = (*VARIABLES, "LOCAL_WORLD_SIZE", ranks._SINGLE)
+OWN = (*VARIABLES, "LOCAL_WORLD_SIZE")
 
 
 @pytest.fixture(autouse=True)
@@ -53,16 +53,11 @@ def test_a_launchers_variables_are_unchanged(monkeypatch: pytest.MonkeyPatch) ->
     assert prepared(monkeypatch, {}) == TORCHRUN | {"LOCAL_WORLD_SIZE": None}
 
 
-def test_plain_python_is_a_world_of_one_and_so_is_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And srun started by it starts ranks."""
+def test_plain_python_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     found = prepared(monkeypatch, {"MASTER_ADDR": "left-in-the-shell"})
     assert {name: found[name] for name in one} == one
     assert prepared(monkeypatch, {}) == found
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    assert prepared(monkeypatch, {}) == found and os.environ[ranks._SINGLE] == "1"
-    monkeypatch.setattr(os, "getpid", lambda: 2)
-    assert prepared(monkeypatch, SRUN)["RANK"] == "5"
 
 
 def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +73,7 @@ def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("step", "rank"),
-    [("4294967279", "5"), ("4294967280", "0"), ("4294967291", "0"), ("x", "0"), ("", "0")],
+    [("4294967279", "5"), ("4294967280", "0"), ("x", "0"), ("", "0")],
 )
 def test_a_bare_batch_or_salloc_shell_is_one_process(monkeypatch: pytest.MonkeyPatch, step: str, rank: str) -> None:
     assert prepared(monkeypatch, {**SRUN, "SLURM_STEP_ID": step})["RANK"] == rank
@@ -87,7 +82,6 @@ def test_a_bare_batch_or_salloc_shell_is_one_process(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("name", "last", "beyond"),
     [
-        ("MASTER_PORT", "1", "0"),
         ("MASTER_PORT", "65535", "65536"),
         ("RANK", "3", "4"),
         ("LOCAL_RANK", "1", "2"),
@@ -95,10 +89,8 @@ def test_a_bare_batch_or_salloc_shell_is_one_process(monkeypatch: pytest.MonkeyP
         ("LOCAL_WORLD_SIZE", "2", "1"),
         ("DEEPSPEED_TIMEOUT", "1", "0"),
         ("RANK", "0", "-1"),
-        ("RANK", "0" * 18, "0" * 19),
         ("RANK", "3", "\u0663"),
         ("MASTER_ADDR", "a", " "),
-        ("ALIGNMENT_STOP_NOTICE", "9" * 9, "9" * 10),
         ("ALIGNMENT_STOP_NOTICE", "1.5", "1.5s"),
     ],
 )
@@ -126,20 +118,13 @@ def test_the_first_host(nodelist: str, host: str) -> None:
 
 
 def test_wants_cpu(tmp_path: os.PathLike[str]) -> None:
-    def wants_cpu(arguments: list[str]) -> bool:
-        return glimpse(arguments).use_cpu
-
     recipe = os.path.join(tmp_path, "own.yaml")
     with open(recipe, "w", encoding="utf-8") as file:
         file.write("method: kto\ntraining:\n  use_cpu: True  # no GPU here\n")
-    assert wants_cpu(["--local_rank=0", recipe])
-    assert wants_cpu([recipe, "--beta", "-1"])
-    assert not wants_cpu([recipe, "--use_cpu", "false"])
-    assert not wants_cpu([recipe, "--use_cpu=false"])
-    assert wants_cpu(["--use_cpu", "--beta", "0.1"])
-    assert wants_cpu(["--use_cpu=true"])
-    assert not wants_cpu(["missing.yaml", "--beta", "0.1"])
-    assert not wants_cpu(["--use_cpuu"])
+    for arguments in (["--local_rank=0", recipe], [recipe, "--beta", "-1"], ["--use_cpu", "--beta", "0.1"]):
+        assert glimpse(arguments).use_cpu
+    for arguments in ([recipe, "--use_cpu", "false"], ["missing.yaml", "--beta", "0.1"], ["--use_cpuu"]):
+        assert not glimpse(arguments).use_cpu
 
 
 PROBE = """
@@ -171,12 +156,7 @@ def test_the_group_starts_on_a_machine_without_a_compiler(tmp_path: os.PathLike[
 
 @pytest.mark.parametrize(
     ("architectures", "fits"),
-    [
-        (["sm_75", "sm_80", "sm_90a", "sm_120", "compute_120"], False),  # of the wheels for CUDA 13
-        (["sm_50", "sm_70", "sm_90"], True),
-        (["gfx90a"], True),
-        ([], True),
-    ],
+    [(["sm_75", "sm_90a", "sm_120", "compute_120"], False), (["sm_50", "sm_70", "sm_90"], True), ([], True)],
 )
 def test_a_gpu_that_torch_was_not_built_for(
     architectures: list[str], fits: bool, monkeypatch: pytest.MonkeyPatch

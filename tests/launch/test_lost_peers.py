@@ -9,25 +9,13 @@ from tools.ranks import RankServer
 
 pytestmark = pytest.mark.faults
 LINE = "lost=True defect=False another rank exited without reporting an error, or the network to it is down"
-COLLECTIVES = ("all_reduce", "send", "broadcast", "gather_object")
-ON_STORE = [f"{call}: DistNetworkError {LINE} (" for call in ("get", "add", "set", "check")]
 
 
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        (
-            "killed",
-            [f"{call}: RuntimeError {LINE} (" for call in COLLECTIVES],
-        ),
-        ("store_killed", [f"all_reduce: RuntimeError {LINE} (", *ON_STORE]),
-        (
-            "silent",
-            [
-                f"all_reduce: RuntimeError {LINE} (Timed out waiting 1000ms for recv operation to complete)",
-                f"wait: DistStoreError {LINE} (wait timeout after 500ms, keys: ",
-            ],
-        ),
+        ("killed", [f"{call}: RuntimeError {LINE} (" for call in ("all_reduce", "gather_object")]),
+        ("store_killed", [f"all_reduce: RuntimeError {LINE} (", f"add: DistNetworkError {LINE} ("]),
     ],
 )
 def test_what_torch_raises_is_recognized(ranks: RankServer, case: str, expected: list[str]) -> None:

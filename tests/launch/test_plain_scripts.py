@@ -17,8 +17,8 @@ PLACE = r"in phase \w+, step 2"
 @pytest.mark.parametrize(
     ("fault", "codes", "says", "stacks"),
     [
-        pytest.param("stop", [1, -9], rf"rank 1 .*{PLACE}: the process is suspended", [0], marks=pytest.mark.ci),
-        ("kill", [1, -9], rf"rank 1 .* was killed or disconnected {PLACE}", []),
+        pytest.param("stop", [1, -9], rf"rank 1 .*{PLACE}: .* the process is suspended", [0], marks=pytest.mark.ci),
+        ("kill", [1, -9], rf"rank 1 .*{PLACE} was killed", []),
         pytest.param("sleep", [1, 1], rf"no progress for .*rank 1 .*{PLACE}", [0, 1], marks=pytest.mark.ci),
         pytest.param("lock", [1, 1], rf"rank 1 .*{PLACE}: .* interpreter lock", [0], marks=pytest.mark.ci),
         pytest.param(
@@ -32,7 +32,7 @@ def test_a_rank_of_a_script_fails(
     model = make_model(tmp_path / "model", layers=1)
     done = ranks.run(DRIVERS / "plain_script.py", fault, tmp_path, model, timeout=60, grace=30, check=False)
     assert [one.code for one in done.ranks] == codes, done.report()
-    assert re.search(says, done.stderr.replace("last seen ", "")), done.report()
+    assert re.search(says, done.stderr), done.report()
     assert [number for number in (0, 1) if (tmp_path / "out" / f"hang-{number}.txt").exists()] == stacks
     if fault == "lock":  # its dead-man switch has ended it
         assert any("on_step_begin" in path.read_text() for path in tmp_path.glob("alignment-hang-1-*"))

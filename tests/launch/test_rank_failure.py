@@ -80,17 +80,8 @@ def test_the_main_job_under_srun(arguments: list[str], tmp_path: Path) -> None:
     port, processes = free_port(), []
     for task in range(2):
         variables = {
-            "SLURM_JOB_ID": "4711",
-            "SLURM_STEP_ID": "0",
-            "SLURM_PROCID": str(task),
-            "SLURM_LOCALID": str(task),
-            "SLURM_NTASKS": "2",
-            "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_STEP_TASKS_PER_NODE": "2",
-            "SLURM_TASKS_PER_NODE": "2",
-            "SLURM_NODEID": "0",
-            "SLURM_NODELIST": "localhost",
-            "SLURM_STEP_NODELIST": "localhost",
+            **{"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
+            **{"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"},
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "PYTHONPATH": str(ROOT),
@@ -106,13 +97,7 @@ def test_the_main_job_under_srun(arguments: list[str], tmp_path: Path) -> None:
 MESSAGES = {
     "data": "error: rank 1: rows.jsonl, row 3: the completion cannot be read; correct the row",
     "loss": "error: rank 1 in phase train, step 0: RuntimeError: the loss exploded",
-    "disk": "could not be written because the disk is full; free some space",
 }
-
-
-def check_message(stderr: str, what: str) -> None:
-    spoken = [line for line in stderr.splitlines() if line.startswith("error:")]
-    assert len(spoken) == 1 and MESSAGES[what] in spoken[0], stderr[-3000:]
 
 
 @pytest.mark.ci
@@ -121,7 +106,8 @@ def test_rank_1_fails(arguments: list[str], tmp_path: Path, ranks: RankServer, w
     """Without a launcher, which would stop the other rank."""
     done = ranks.run(DRIVER, what, *arguments, "--output_dir", tmp_path / "out", timeout=120, check=False)
     assert [rank.code for rank in done.ranks] == [1, 1]
-    check_message(done.stderr, what)
+    (spoken,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert spoken.startswith(MESSAGES[what])
 
 
 @pytest.mark.faults
@@ -130,5 +116,5 @@ def test_rank_1_is_killed_while_the_model_loads(arguments: list[str], tmp_path: 
     done = ranks.run(DRIVER, "killed", *arguments, "--output_dir", tmp_path / "out", timeout=120, check=False)
     assert [rank.code for rank in done.ranks] == [1, -9]
     (spoken,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert re.search(r"error: rank 1 \(host .*, process \d+\) was killed .*in phase \w+, step 0", spoken)
+    assert re.search(r"error: rank 1 \(host .*, process \d+\) in phase \w+, step 0 was killed", spoken)
     assert "Traceback" not in done.stderr

@@ -83,34 +83,22 @@ def last_line(done: Outcome) -> str:
     return lines[-1]
 
 
-PLACES = {
-    "step": ("kto", 1, "after forward in train", 30, r"phase (step|train\w*), step \d+"),
-    "rollout": ("online_dpo", 0, "after forward in rollout", 60, r"phase rollout, step \d+"),
-    "save": ("kto", 1, "before fragments in save", 1, rf"phase save, step {SCHEDULED}"),
-    "loading": ("kto", 0, LOADING, 1, r"phase \w*load\w*, step 0"),
-}
-
-
 @pytest.mark.ci
-@pytest.mark.parametrize("where", PLACES)
-def test_a_rank_is_stopped(signals: Signals, place: Path, where: str) -> None:
+@pytest.mark.parametrize(("rank", "event", "occurrence"), [(1, "after forward in train", 30), (0, LOADING, 1)])
+def test_a_rank_is_stopped(signals: Signals, place: Path, rank: int, event: str, occurrence: int) -> None:
     """With SIGSTOP, as by a debugger. Rank 0 serves the store, so calls to it hang as well."""
-    method, rank, event, occurrence, phase = PLACES[where]
-    run = Run(signals, place, method, {"rank": rank, "event": event, "occurrence": occurrence}, {})
+    run = Run(signals, place, "kto", {"rank": rank, "event": event, "occurrence": occurrence}, {})
     done = run()
     assert run.since_fault(rank) < PEER_TIMEOUT + 6
     assert [one.code for one in done.ranks] == [-signal.SIGKILL if one.rank == rank else 1 for one in done.ranks]
-    line = last_line(done)
-    assert f"rank {rank}" in line and f"(host {socket.gethostname()}" in line and "5 s" in line, line
+    phase = r"\w*load\w*, step 0" if rank == 0 else r"(step|train\w*), step \d+"
+    assert re.search(rf"rank {rank} \(host {HOST}.* in phase {phase}", last_line(done)), done.report()
     assert (run.output_dir / f"hang-{1 - rank}.txt").exists(), "of the surviving rank"
-    assert re.search(phase, line), line
     assert not look(run.output_dir).problems
 
 
-@pytest.mark.parametrize(
-    ("rank", "phase"),
-    [pytest.param(0, "train", marks=pytest.mark.slow), pytest.param(1, "rollout", marks=pytest.mark.ci)],
-)
+@pytest.mark.parametrize(("rank", "phase"), [(1, "rollout")])
+@pytest.mark.ci
 def test_the_main_thread_of_a_rank_hangs(signals: Signals, place: Path, rank: int, phase: str) -> None:
     """Its other threads are alive, so its heartbeat continues; every rank writes its stacks."""
     plan = {"rank": rank, "event": f"after forward in {phase}", "occurrence": 40, "fault": "sleep"}
@@ -120,7 +108,7 @@ def test_the_main_thread_of_a_rank_hangs(signals: Signals, place: Path, rank: in
     assert run.since_fault(rank) < 8 + 6
     assert [one.code for one in done.ranks] == [1, 1]
     line = last_line(done)
-    assert "no progress for" in line and re.search(rf"rank {rank} \(host {HOST}\) in phase {phase}", line), line
+    assert "no progress for" in line and re.search(rf"rank {rank} \(host {HOST}.* in phase {phase}", line), line
     stacks = [(run.output_dir / f"hang-{each}.txt").read_text() for each in (0, 1)]
     assert "_fail" in stacks[rank] and "_fail" not in stacks[1 - rank]
     assert status(run.output_dir)["state"] == "failed"
@@ -144,7 +132,7 @@ def run_and(act: Callable[[list[int]], None], run: Run, step: int) -> Outcome:
     """Run, and apply an action to its processes in a step."""
 
     def wait() -> None:
-        while any((run.trail(rank).get("step") or 0) < step for rank in (0, 1)):
+        while any(run.trail(rank).get("pid") is None or (run.trail(rank).get("step") or 0) < step for rank in (0, 1)):
             time.sleep(0.05)
         act([run.trail(rank).pid for rank in (0, 1)])
 
@@ -191,7 +179,8 @@ def test_a_suspended_job_continues(signals: Signals, place: Path) -> None:
     assert compare(run.output_dir, signals.reference("kto", 2), ()) == []
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("rank", [1])
 def test_a_rank_is_killed(signals: Signals, place: Path, rank: int) -> None:
     """The other rank, which waits in a collective, reports it and draws the run's page, within seconds."""
     plan = {"rank": rank, "event": "after forward in train", "occurrence": 40, "fault": "kill"}
@@ -201,17 +190,13 @@ def test_a_rank_is_killed(signals: Signals, place: Path, rank: int) -> None:
     assert (killed.code, other.code) == (-signal.SIGKILL, 1)
     assert other.seconds - killed.seconds < 8
     line = last_line(done)
-    assert re.search(
-        rf"rank {rank} \(host {HOST}.* was killed .*in phase (kl|reference|train|step), step \d+", line
-    ), line
+    assert re.search(rf"rank {rank} \(host {HOST}.* in phase \w+, step \d+ was killed", line), line
 
 
 @pytest.mark.ci
 def test_a_rank_is_killed_after_the_other_has_finished(signals: Signals, place: Path) -> None:
     """The other rank waits in the guard, which has no time limit for a rank that is still working."""
-    plan = {"rank": 0, "event": "after rename report.md", "fault": "kill"}
-    run = Run(signals, place, "kto", plan, {})
-    done = run()
+    done = Run(signals, place, "kto", {"rank": 0, "event": "after rename report.md", "fault": "kill"}, {})()
     assert [one.code for one in done.ranks] == [-signal.SIGKILL, 1], done.report()
     assert done.ranks[1].seconds - done.ranks[0].seconds < 8
     assert "rank 0 " in last_line(done) and "was killed" in last_line(done)
@@ -225,16 +210,14 @@ def test_a_rank_in_a_long_rollout_learns_of_a_stop_request_to_another_rank(signa
     run = Run(signals, place, "online_dpo", plan, {**once, "max_new_tokens": 16, "rollout_batch_size": 1})
     asked: list[float] = []
 
-    def ask() -> None:
+    def ask(pids: list[int]) -> None:
         while not (place / "trails" / "fault-1").exists():
             time.sleep(0.05)
         time.sleep(1.0)
         asked.append(time.time())
-        os.kill(run.trail(0).pid, signal.SIGTERM)
+        os.kill(pids[0], signal.SIGTERM)
 
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    done = run()
+    done = run_and(ask, run, 0)
     assert [one.code for one in done.ranks] == [85, 85], done.report()
     assert time.time() - asked[0] < 10, "a chunk takes 4 s, the rollout several of them"
     assert "preempted by SIGTERM after step 0" in done.stderr

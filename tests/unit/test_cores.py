@@ -27,7 +27,6 @@ ALL = list(range(8))
     [
         ([("a", ALL)], None, "(8 cores, 1 rank;"),
         ([("a", ALL)] * 3, 2, "(8 cores, 3 ranks;"),
-        ([("a", ALL)] * 20, 1, "20 ranks"),
         ([("a", ALL), ("b", ALL)], None, " 1 rank;"),
         ([("a", ALL), ("a", [1, 2])], 8, " 1 rank;"),  # bound by the launcher to separate cores
     ],

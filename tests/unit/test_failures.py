@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -11,9 +10,7 @@ from alignment.config.errors import ModelError, RewardError
 from alignment.run.failures import JoinError, ReportedElsewhere, causes, describe, is_lost_peer
 
 PAIR = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc"
-BUFFER = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc"
 CRASHING = "This is typically caused by a remote worker crashing. Check the logs of the remote worker before reporting"
-RECEIVED = "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
 REMOTE = (
     "remote process exited or there was a network error, NCCL version 2.21.5 ncclRemoteError: A call failed possibly "
     "due to a network error or a remote process exiting prematurely. Last error: Call to recv failed"
@@ -23,20 +20,11 @@ REMOTE = (
 LOST = [
     ("RuntimeError", f"{PAIR}:553] Connection closed by peer [127.0.0.1]:18317. {CRASHING} an error. GLHF!",
      "Connection closed by peer [127.0.0.1]:18317"),
-    ("RuntimeError", f"{PAIR}:537] Read error [127.0.0.1]:27557: Connection reset by peer. {CRASHING} an error.",
-     "Read error [127.0.0.1]:27557: Connection reset by peer"),
-    ("RuntimeError", f"{BUFFER}:78] Timed out waiting 6000ms for recv operation to complete",
-     "Timed out waiting 6000ms for recv operation to complete"),
-    ("RuntimeError", f"{BUFFER}:129] Timed out waiting 6000ms for send operation to complete",
-     "Timed out waiting 6000ms for send operation to complete"),
+    ("RuntimeError", f"{PAIR.replace('pair', 'unbound_buffer')}:78] Timed out waiting 6000ms for recv operation",
+     "Timed out waiting 6000ms for recv operation"),
     ("RuntimeError", f"Gloo connectFullMesh failed with {PAIR}:152] timed out connecting: SO_ERROR: No route to host",
      "Gloo connectFullMesh failed with timed out connecting: SO_ERROR: No route to host"),
-    ("RuntimeError", f"Gloo connectFullMesh failed with {PAIR.replace('.cc', '.h')}:311] Connect timeout [none]",
-     "Gloo connectFullMesh failed with Connect timeout [none]"),
-    ("RuntimeError", "[enforce fail at /__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/socket.cc:142] rv != "
-     "-1. -1 vs -1. connect: Network is unreachable", "rv != -1. -1 vs -1. connect: Network is unreachable"),
     ("DistStoreError", "wait timeout after 6000ms, keys: /0//1", "wait timeout after 6000ms, keys: /0//1"),
-    ("DistNetworkError", RECEIVED, RECEIVED),
     ("DistNetworkError", "Broken pipe", "Broken pipe"),
     ("DistBackendError", f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, {REMOTE}", REMOTE),
 ]  # fmt: skip
@@ -73,22 +61,22 @@ def test_other_connections_are_not_ranks() -> None:
         ConnectionResetError(104, "Connection reset by peer"),
         RewardError("judge: Connection closed by peer"),
         RuntimeError("tensor shapes differ"),
+        RuntimeError(f"{PAIR}:446] op.preamble.length <= op.preamble.nbytes. 8 vs 4"),
         raised("DistBackendError", "NCCL error in: /pytorch/NCCLUtils.hpp:268, invalid usage, NCCL version 2.21.5"),
     ):
         assert not is_lost_peer(error)
 
 
-def test_wandb_errors_are_one_line() -> None:
-    """The usual reason is a missing login."""
-    error = type("UsageError", (Exception,), {"__module__": "wandb.errors"})("No API key configured.")
-    line, is_defect = describe(error)
-    assert line.startswith("report_to: wandb failed (No API key configured.)") and not is_defect
-
-
-def test_nccl_errors_are_one_line() -> None:
-    error = raised("DistBackendError", "NCCL error in: /pytorch/NCCLUtils.hpp:268, invalid usage, NCCL version 2.21.5")
-    expected = "NCCL failed (invalid usage, NCCL version 2.21.5); set NCCL_DEBUG=INFO in the environment for details"
-    assert describe(error) == (expected, False)
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (type("UsageError", (Exception,), {"__module__": "wandb.errors"})("No API key configured."), "report_to"),
+        (raised("DistBackendError", "NCCL error in: /pytorch/NCCLUtils.hpp:268, invalid usage"), "NCCL_DEBUG"),
+    ],
+)
+def test_errors_of_libraries_are_one_line(error: Exception, says: str) -> None:
+    line, is_bug = describe(error)
+    assert says in line and not is_bug
 
 
 def test_an_error_in_joining_keeps_its_message() -> None:
@@ -103,39 +91,29 @@ def test_an_error_in_joining_keeps_its_message() -> None:
     assert describe(ReportedElsewhere("rank 1: port 1 is in use")) == ("", False)
 
 
-def test_a_full_disk_is_found_behind_other_errors_and_named_from_the_frame() -> None:
-    def save_file(filename: Path) -> None:
-        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
-
+def test_a_full_disk_is_found_behind_other_errors() -> None:
     try:
         try:
-            save_file(Path("out") / "weights.bin")
+            raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
         except RuntimeError as inner:
             raise TypeError("could not save") from inner
     except TypeError as error:
-        line, is_defect = describe(error)
-    assert line.startswith(f"{Path('out') / 'weights.bin'} could not be written because the disk is full")
-    assert not is_defect
+        line, is_bug = describe(error)
+    assert line.startswith("a file could not be written because the disk is full") and not is_bug
 
 
-def test_safetensors_and_memory_errors_are_one_line(tmp_path: Path) -> None:
+def test_memory_errors_name_what_to_do() -> None:
     import torch
-    from safetensors import safe_open
 
-    torn = tmp_path / "model.safetensors"
-    torn.write_bytes(b"\x10")
-
-    def load(filename: Path) -> None:
-        safe_open(filename, framework="pt")
-
-    with pytest.raises(Exception) as caught:
-        load(torn)
-    line, is_defect = describe(caught.value)
-    assert line.startswith(f"{torn} cannot be read or written: ")
-    assert not is_defect
-    line, is_defect = describe(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
-    assert line.startswith("the GPU is out of memory: use a smaller per_device_train_batch_size")
-    assert not is_defect
+    for error, what in (
+        (
+            torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+            "per_device_train_batch_size",
+        ),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "more ranks"),
+    ):
+        line, is_bug = describe(error)
+        assert what in line and not is_bug
 
 
 def test_cyclic_causes_are_visited_once() -> None:

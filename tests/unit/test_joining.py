@@ -18,7 +18,6 @@ from helpers import make_model
 
 from alignment.config.errors import AlignmentError
 from alignment.run import joining
-from alignment.run.deadlines import within
 from alignment.run.failures import JoinError, ReportedElsewhere
 from alignment.run.joining import join
 from alignment.run.ranks import take_from_group
@@ -46,7 +45,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_missing_ranks_are_named_by_one_rank(
     place: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "_TELL_S", 0.5)
+    monkeypatch.setattr(joining, "_TELL_S", 0.3)
     served = joining._connect(5)
     begun = time.monotonic()
     with pytest.raises(JoinError, match=r"2 of 3 ranks have not arrived: 1, 2 .*GLOO_SOCKET_IFNAME") as caught:
@@ -68,12 +67,6 @@ def test_a_store_that_is_lost(place: Callable[..., None]) -> None:
     served.clear()
     with pytest.raises(JoinError, match="could not connect to the other ranks"):
         joining._meet(client, "gloo", 5)
-
-
-def test_rank_0_cannot_be_reached(place: Callable[..., None]) -> None:
-    place(RANK=1)
-    with pytest.raises(JoinError, match=r"cannot reach rank 0 at MASTER_ADDR=127.0.0.1, MASTER_PORT=.*refused"):
-        joining._connect(0.5)
 
 
 def test_a_port_in_use(place: Callable[..., None]) -> None:
@@ -115,19 +108,16 @@ def test_a_name_is_looked_up_for_some_seconds(place: Callable[..., None], monkey
         joining._connect(0.1)
 
 
-@pytest.mark.parametrize(("minutes", "hours"), [(None, 6), ("2", 2 / 60)])
-def test_limits_of_waiting_for_each_other(
-    minutes: str | None, hours: float, place: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_of_waiting_for_each_other(place: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
-    place(WORLD_SIZE=1, **({"DEEPSPEED_TIMEOUT": minutes} if minutes else {}))
+    place(WORLD_SIZE=1, DEEPSPEED_TIMEOUT=2)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(deepspeed, "init_distributed", lambda **given: None)
     monkeypatch.setattr(joining, "take_from_group", lambda: None)
     for name in ("set_group_timeout", "set_timeout_of_new_groups"):
         monkeypatch.setattr(joining, name, lambda limit: limits.append(limit.total_seconds()))
     join("gloo")
-    assert limits == [hours * 3600] * 2
+    assert limits == [120, 120]
 
 
 def test_a_world_of_one_needs_no_address(place: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +147,7 @@ def test_ranks_that_cannot_connect_end_within_the_limit(
     place(WORLD_SIZE=1)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *given, **more: time.sleep(6))
     begun = time.monotonic()
-    with pytest.raises(JoinError, match=r"could not connect to the other ranks \(no response within 1 s\)"):
+    with pytest.raises(JoinError, match=r"could not connect to the other ranks"):
         joining._meet(joining._connect(5), "gloo", 1)
     assert time.monotonic() - begun < 4
 
@@ -168,13 +158,3 @@ def test_ranks_of_mp_spawn_know_each_other(ranks: RankServer, tmp_path: Path) ->
     done = ranks.run(DRIVERS / "spawned_ranks.py", *arguments, nproc=1, timeout=120)
     seen = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
     assert seen == [[0, 0, 2, "2", 4], [1, 1, 2, "2", 4]]
-
-
-def test_a_call_that_does_not_return_is_abandoned() -> None:
-    begun = time.monotonic()
-    with pytest.raises(TimeoutError):
-        within(0.3, lambda: time.sleep(5))
-    assert time.monotonic() - begun < 2
-    assert within(5, lambda: 7) == 7
-    with pytest.raises(KeyError):
-        within(5, lambda: {}["missing"])

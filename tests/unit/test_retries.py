@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import random
 import socket
@@ -10,14 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import requests
-import torch
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from alignment.config.errors import DataError, RewardError
-from alignment.engines.rng import as_before
 from alignment.rewards.functions import FunctionReward, score_all
 from alignment.rewards.judges import Judge
 from alignment.rewards.samples import Samples
@@ -67,12 +63,8 @@ def caused(error: Exception, cause: BaseException) -> Exception:
 
 TRANSIENT = [
     OSError(errno.EIO, "Input/output error"),
-    OSError(errno.ESTALE, "Stale file handle"),
-    OSError(errno.ETIMEDOUT, "Connection timed out"),
     ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
-    ConnectionError("Couldn't reach 'a' on the Hub"),
     TimeoutError(),
-    asyncio.TimeoutError(),
     socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
     httpx.ConnectTimeout("timed out"),
     httpx.RemoteProtocolError("peer closed connection"),
@@ -82,17 +74,12 @@ TRANSIENT = [
     Answered(429),
     APITimeoutError(),
     caused(DataError("a.jsonl: cannot be read"), OSError(errno.EIO, "Input/output error")),
-    caused(FileNotFoundError("not in the cache"), httpx.ConnectError("refused")),
 ]
 PERMANENT = [
     FileNotFoundError(errno.ENOENT, "No such file or directory"),
-    PermissionError(errno.EACCES, "Permission denied"),
     OSError(errno.ENOSPC, "No space left on device"),
-    OSError("Couldn't deserialize thrift"),
     socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
     ValueError("not JSON"),
-    KeyError("prompt"),
-    DataError("a.jsonl line 3: not valid JSON"),
     with_response(404),
     Answered(401),
     caused(ConnectionError("Couldn't reach 'a' on the Hub"), OfflineModeIsEnabled("offline")),
@@ -111,34 +98,13 @@ def test_permanent_errors(error: Exception) -> None:
     assert not is_transient(error)
 
 
-def test_offline_mode_is_detected_behind_other_errors() -> None:
-    """As ``load_dataset`` reports a dataset that is not in the cache."""
-    try:
-        try:
-            raise OfflineModeIsEnabled("offline")
-        except Exception:
-            raise ConnectionError("Couldn't reach the Hub") from None
-    except ConnectionError as error:
-        assert not is_transient(error)
-
-
-def test_cyclic_causes_terminate() -> None:
-    one, other = ValueError("one"), ValueError("other")
-    one.__cause__, other.__cause__ = other, one
-    assert not is_transient(one)
-
-
 def test_a_call_is_retried_after_growing_pauses(capsys: pytest.CaptureFixture[str]) -> None:
     pauses: list[float] = []
     again, call = retries(pauses=pauses), Failing(TimeoutError("slow"), OSError(errno.EIO, "bad block"))
     assert again("data.jsonl", call) == "read"
     assert call.calls == 3
     assert sum(pauses) == 4 + 8 and max(pauses) == 1  # in slices, each of which reports progress
-    said = capsys.readouterr().out.splitlines()
-    assert said == [
-        "data.jsonl: TimeoutError: slow; retry 1 of 3 in 4 s",
-        "data.jsonl: OSError: [Errno 5] bad block; retry 2 of 3 in 8 s",
-    ]
+    assert "data.jsonl: TimeoutError: slow; retry 1 of 3 in 4 s\n" in capsys.readouterr().out
 
 
 def test_a_waiting_rank_reports_progress(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,33 +134,12 @@ def test_retries_of_all_ranks_are_counted_and_logged() -> None:
     assert one.metrics == other.metrics == {"retries": 3.0}
     lines: list[dict[str, Any]] = []
     one.write(lines.append), one.write(lines.append)
-    assert [(line["event"], line["of"], line["retry"]) for line in lines] == [
-        ("retry", "a", 1),
-        ("retry", "a", 2),
-        ("retry", "b", 1),
-    ]
-    assert lines[-1]["error"] == "TimeoutError: slow"
-    assert one.taken() == []
+    assert [(line["of"], line["retry"]) for line in lines] == [("a", 1), ("a", 2), ("b", 1)] and one.taken() == []
     again = retries()
     again("c", Failing(TimeoutError()))
     again.counted([again.taken()])
     again.load_state_dict(one.state_dict())
     assert again.count == 4  # those before a restart, and those since its start
-
-
-def draws() -> tuple[float, float, float]:
-    return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-
-def test_a_retry_draws_the_same_random_numbers() -> None:
-    drawn: list[Any] = []
-
-    def call() -> None:
-        drawn.append(draws())
-
-    repeated = as_before(call)
-    repeated(), repeated(), repeated()
-    assert drawn[0] == drawn[1] == drawn[2] != draws()
 
 
 # Reward functions and judges ----------------------------------------------------------------------------------------
@@ -214,10 +159,6 @@ def test_functions_are_called_again_with_the_same_arguments() -> None:
     def score(completions: list[Any]) -> list[float]:
         return [random.random() for _ in completions]
 
-    random.seed(0)
-    plain = score_all([named("a", score), named("b", score)], samples())
-    random.seed(0)
-
     def spoils(completions: list[Any]) -> list[float]:
         random.random(), completions.clear()
         if not failed:
@@ -230,7 +171,7 @@ def test_functions_are_called_again_with_the_same_arguments() -> None:
     first = score_all([named("a", lambda c: (random.random(), score(c))[1]), named("b", score)], samples())
     random.seed(0)
     again = retries()
-    assert score_all([named("a", spoils), named("b", score)], samples(), again) == first != plain
+    assert score_all([named("a", spoils), named("b", score)], samples(), again) == first
     assert len(again.taken()) == 1
 
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from alignment.run.requests import StopRequests
+from alignment.run import signals
+from alignment.run.processes import Process
+from alignment.run.requests import REQUESTS, StopRequests
 from alignment.run.signals import SignalWatch
 from alignment.run.stop import Cut, RunStopped, StopReason
 from alignment.training import safe_points
@@ -17,105 +19,69 @@ from alignment.training.safe_points import SafePoint
 class Hearing:
     """A watch without its thread, and a record of its actions."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        self.requests = StopRequests()
-        self.ends: list[StopReason] = []
+        self.ends: list[int] = []
         self.told: list[str] = []
-        self.watch = SignalWatch(self.requests, self.ends.append, tell=self.told.append, clock=lambda: self.now)
+        monkeypatch.setattr(signals, "monotonic", lambda: self.now)
+        monkeypatch.setattr(signals, "tell", self.told.append)
+        self.watch = SignalWatch(lambda: self.ends.append(1))
         self.watch._taken = {signal.SIGTERM, signal.SIGINT}
 
 
 @pytest.fixture
-def hearing() -> Iterator[Hearing]:
-    made = Hearing()
+def hearing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hearing]:
+    made = Hearing(monkeypatch)
     before = {each: signal.getsignal(each) for each in made.watch._taken}
     for each in before:
         signal.signal(each, made.watch._handle)
     yield made
+    REQUESTS.forget()
+    REQUESTS.deferring = False
     for each, handler in before.items():
         signal.signal(each, handler)
-
-
-def test_a_swallowed_interrupt_is_enforced(hearing: Hearing) -> None:
-    """Some libraries catch every exception, and clean-up code may block."""
-    with pytest.raises(RunStopped):
-        hearing.watch._handle(signal.SIGTERM, None)
-    hearing.watch._hear(signal.SIGTERM)
-    hearing.now += 29
-    hearing.watch._insist()
-    assert hearing.ends == []
-    hearing.now += 2
-    hearing.watch._insist()
-    assert hearing.ends == [StopReason.SIGTERM]
 
 
 def test_a_handler_that_was_set_later_takes_precedence(hearing: Hearing) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     hearing.watch._hear(signal.SIGTERM)
-    hearing.now += 10
-    hearing.watch._insist()
-    assert hearing.requests.reason is None and hearing.ends == []
+    assert REQUESTS.reason is None
 
 
-def test_ctrl_c_while_the_run_finishes_is_acknowledged_and_the_next_one_applies(hearing: Hearing) -> None:
-    hearing.requests.done = True
-    for pause, ends in ((0, 0), (1, 0), (2, 1)):
-        hearing.now += pause
-        hearing.watch._hear(signal.SIGINT)
-        assert len(hearing.ends) == ends
-    assert hearing.told == ["SIGINT: the run is already finishing; press Ctrl-C again to exit immediately"]
-
-
-def test_a_request_on_another_rank_is_announced_once(hearing: Hearing) -> None:
-    with hearing.requests.deferred(None):
-        hearing.requests.request(StopReason.SIGUSR1, "received by rank 3")
-        for _ in range(3):
-            hearing.watch._announce()
-    assert hearing.told == ["SIGUSR1 (received by rank 3): saving a checkpoint at the next safe point, then stopping"]
-
-
-@pytest.mark.parametrize(("after", "ends"), [(1.9, []), (2.0, [StopReason.SIGINT])])
-def test_a_second_ctrl_c_counts_after_two_seconds(after: float, ends: list[StopReason], hearing: Hearing) -> None:
-    """Launchers repeat the first one."""
-    hearing.requests.deferring = True
+@pytest.mark.parametrize(("after", "ends"), [(1.9, []), (2.0, [1])])
+@pytest.mark.parametrize("done", [False, True])
+def test_a_second_ctrl_c_counts_after_two_seconds(after: float, ends: list[int], done: bool, hearing: Hearing) -> None:
+    """Launchers repeat the first one. It also applies while the run finishes."""
+    REQUESTS.deferring, REQUESTS.done = True, done
     hearing.watch._hear(signal.SIGINT)
     hearing.now += after
     hearing.watch._hear(signal.SIGINT)
     assert hearing.ends == ends
 
 
-@pytest.mark.parametrize(
-    ("deferring", "done", "ends"), [(False, False, [StopReason.SIGTERM]), (True, False, []), (False, True, [])]
-)
-def test_an_interrupt_has_three_seconds(deferring: bool, done: bool, ends: list[StopReason], hearing: Hearing) -> None:
-    hearing.watch._hear(signal.SIGUSR1)  # of another handler
-    hearing.watch._hear(signal.SIGTERM)
-    hearing.now += 2.9
-    hearing.watch._insist()
-    assert not hearing.ends and hearing.requests.reason is StopReason.SIGTERM
-    hearing.requests.deferring, hearing.requests.done = deferring, done
-    hearing.now += 0.1
-    hearing.watch._insist()
-    hearing.watch._insist()
-    assert hearing.ends == ends
+def test_a_request_on_another_rank_is_announced_once(hearing: Hearing) -> None:
+    with REQUESTS.deferred(None):
+        REQUESTS.request(StopReason.SIGUSR1, "received by rank 3")
+        for _ in range(3):
+            hearing.watch._announce()
+    assert hearing.told == ["SIGUSR1 (received by rank 3): saving a checkpoint at the next safe point, then stopping"]
 
 
 def test_an_interrupt_is_that_of_this_rank_only(hearing: Hearing) -> None:
-    hearing.requests.request(StopReason.SIGHUP, "the reason")
+    REQUESTS.request(StopReason.SIGHUP, "the reason")
     with pytest.raises(RunStopped, match=r"by SIGHUP \(the reason\) in phase start") as stopped:
         hearing.watch._handle(signal.SIGTERM, None)
     assert stopped.value.everywhere is False
     hearing.watch._handle(signal.SIGTERM, None)  # once is enough
 
 
-@pytest.mark.parametrize(("deferring", "done", "told"), [(True, False, 1), (True, True, 0)])
-def test_a_lost_launcher_is_a_request(deferring: bool, done: bool, told: int, hearing: Hearing) -> None:
-    hearing.requests.deferring, hearing.requests.done = deferring, done
-    hearing.watch.lost("the launcher has exited")
+@pytest.mark.parametrize(("done", "told"), [(False, 1), (True, 0)])
+def test_a_lost_launcher_is_a_request(done: bool, told: int, hearing: Hearing) -> None:
+    REQUESTS.deferring, REQUESTS.done = True, done
+    hearing.watch._lose(Process(7, "1"), "torchrun")
     hearing.watch._announce()
-    assert hearing.requests.reason is (None if done else StopReason.SIGTERM) and len(hearing.told) == told
-    assert not told or "the launcher has exited" in hearing.told[0]
+    assert REQUESTS.reason is (None if done else StopReason.SIGTERM) and len(hearing.told) == told
+    assert not told or "the launcher torchrun (process 7) has exited" in hearing.told[0]
 
 
 # Safe points ---------------------------------------------------------------------------------------------------------

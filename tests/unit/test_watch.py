@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
+from alignment.config.options_faults import FaultOptions
+from alignment.run import activity as activities
 from alignment.run import stacks
-from alignment.run.activity import Activity, Limits
-from alignment.run.deadlines import bounded
-from alignment.run.launchers import launcher_name
-from alignment.run.processes import Process
+from alignment.run.activity import Activity
+from alignment.run.processes import launcher_name
 from alignment.run.requests import StopRequests
 from alignment.run.stacks import DeadManSwitch
 from alignment.run.stop import RunStopped, StopReason
@@ -38,12 +38,11 @@ class Clock:
 
 
 def test_the_limit_of_a_phase_follows_its_history() -> None:
-    clock = Clock()
-    activity = Activity(clock)
-    activity.limits = Limits(least=10, factor=5, first=60)
+    activity = Activity()
+    activity.limits = FaultOptions(hang_timeout=10, hang_factor=5, hang_timeout_first=60)
     with activity("rollout"):
         assert (activity.phase, activity.limit) == ("rollout", 60)
-        clock.now += 15
+        activity.now += 15
         assert activity.idle == 15
         activity.progress()
         assert activity.idle == 0 and activity.limit == 75, "five times the longest interval exceeds the first limit"
@@ -51,7 +50,7 @@ def test_the_limit_of_a_phase_follows_its_history() -> None:
     with activity("rollout"):
         assert activity.limit == 75
     with activity("save"):
-        clock.now += 1
+        activity.now += 1
     with activity("save"):
         assert activity.limit == 10, "completed once, and shorter than the minimum limit"
     with pytest.raises(ValueError), activity("load"):
@@ -60,49 +59,14 @@ def test_the_limit_of_a_phase_follows_its_history() -> None:
         assert activity.limit == 60, "a failed phase does not count as completed"
 
 
-def test_suspended_time_does_not_count() -> None:
+def test_suspended_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    activity = Activity(clock)
-    assert activity.tick() == 0
-    clock.now += 0.5
-    assert activity.tick() == 0
-    clock.now += 500
-    assert activity.idle == 0.5, "requested before the watcher has seen it"
-    assert activity.tick() == 500 and activity.tick() == 0
-    clock.now += 2
-    assert activity.idle == 2.5, "time counts again"
-
-
-def test_suspended_time_does_not_count_if_the_main_thread_resumes_first() -> None:
-    """Otherwise hang detection would be off as long as the job was suspended, and lenient for the rest of the run."""
-    clock = Clock()
-    activity = Activity(clock)
-    activity.limits = Limits(least=10, factor=5, first=60)
-    with activity("step"):
+    monkeypatch.setattr(activities.time, "monotonic", clock)
+    activity = Activity()
+    for seconds in (0.5, 500, 2):
+        clock.now += seconds
         activity.tick()
-    with activity("step"):
-        clock.now += 500
-        activity.progress()
-        assert activity.tick() == 500
-        assert activity.idle == 0 and activity.limit == 10
-        clock.now += 2
-        activity.tick()
-        assert activity.idle == 2
-
-
-def test_a_forked_worker_has_its_own_lock() -> None:
-    """The parent's may be held by a thread that a fork does not copy."""
-    code = """
-import os
-from alignment.run.activity import ACTIVITY
-ACTIVITY._lock.acquire()
-pid = os.fork()
-if not pid:
-    ACTIVITY.progress()
-    os._exit(0)
-os._exit(os.waitpid(pid, 0)[1])
-"""
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=20).returncode == 0
+    assert activity.idle == activity.now == 0.5 + 2 + 2
 
 
 # Requests ------------------------------------------------------------------------------------------------------------
@@ -146,18 +110,16 @@ def test_the_stop_file_is_polled(tmp_path: Path) -> None:
     [
         ("/usr/bin/python3 -u -m deepspeed.launcher.launch --world_info=x", "deepspeed.launcher.launch"),
         ("/v/bin/python3.11 /v/bin/torchrun train.py", "torchrun"),
-        ("slurmstepd:|[17.0]", "slurmstepd"),
+        ("slurmstepd: [17.0]", "slurmstepd"),
         ("python train.py deepspeed", ""),
         ("python -c deepspeed", ""),
-        ("python -m pytest torchrun", ""),
-        ("bash -c torchrun|train.py", ""),
+        ("bash -c torchrun train.py", ""),
         ("less /v/bin/torchrun", ""),
-        ("python", ""),
         ("", ""),
     ],
 )
 def test_launchers_are_recognized_by_their_command(command: str, name: str) -> None:
-    assert launcher_name([word.replace("|", " ") for word in command.split()]) == name
+    assert launcher_name(command.split()) == name
 
 
 def test_the_notice_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,27 +134,7 @@ def test_the_notice_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) 
     assert stopping.notice_too_short(119, 1) is None and "120 s" in str(stopping.notice_too_short(120, 1))
 
 
-def test_the_state_of_a_process() -> None:
-    with subprocess.Popen(["sleep", "60"]) as child:
-        process = Process.of(child.pid)
-        assert process.state == "running"
-        os.kill(child.pid, signal.SIGSTOP)
-        os.waitpid(child.pid, os.WUNTRACED)
-        assert process.state == "stopped"
-        child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert process.state == "gone", "but not reaped"
-    assert process.state == "gone" and Process(os.getpid(), "1").state == "gone"
-
-
 # Hangs ---------------------------------------------------------------------------------------------------------------
-
-
-def test_calls_that_do_not_return_are_abandoned() -> None:
-    start = time.monotonic()
-    assert bounded(lambda: time.sleep(5), 0.05) is None and time.monotonic() - start < 2
-    assert bounded(lambda: 7, 5) == 7
-    assert bounded(lambda: 1 // 0, 5) is None
 
 
 def test_stacks_are_local_if_the_folder_does_not_respond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,48 +152,28 @@ def test_stacks_are_local_if_the_folder_does_not_respond(tmp_path: Path, monkeyp
 def test_the_dead_man_switch_is_set_again_only_after_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most once a second; it leaves a timer of someone else alone, and no file behind."""
     times: list[float] = []
+    cancelled: list[int] = []
     monkeypatch.setattr(stacks, "_set", lambda seconds, **_: times.append(seconds))
+    monkeypatch.setattr(stacks, "_cancel", lambda: cancelled.append(1))
+    monkeypatch.setattr(stacks, "_of_others", False)
     monkeypatch.setattr(stacks, "_EVERY_S", 0.0)
-    switch = DeadManSwitch(0, exits=True, folder=Path)
+    switch = DeadManSwitch(0, exits=True)
     assert switch._file is not None
     path = Path(switch._file.name)
     for mark, seconds in ((1, 10.0), (1, 11.0), (2, 12.0)):
         switch.keep(mark, seconds)
-    assert times == [10, 12] and path.exists()
     monkeypatch.setattr(stacks, "_EVERY_S", 60.0)
     switch.keep(3, 13.0)
-    assert times == [10, 12]
+    assert times == [10, 12] and path.exists()
     monkeypatch.setattr(stacks, "_EVERY_S", 0.0)
-    monkeypatch.setattr(stacks, "_of_others", False)
     faulthandler.dump_traceback_later(3600)
     times.clear()
     switch.keep(4, 14.0)
-    cancelled: list[int] = []
-    monkeypatch.setattr(stacks, "_cancel", lambda: cancelled.append(1))
     switch.disarm()
     assert not times and not cancelled and not path.exists()
-    faulthandler.cancel_dump_traceback_later()
-    assert cancelled
+    monkeypatch.setattr(stacks, "_of_others", False)
     switch.keep(5, 15.0)
     assert not times, "it is disarmed"
-
-
-def test_a_forked_child_exits_while_the_switch_is_armed(tmp_path: Path) -> None:
-    """faulthandler would wait in the child for a thread that only its parent has; the parent's switch stays armed."""
-    code = """
-import os, sys, time
-from pathlib import Path
-from alignment.run.stacks import DeadManSwitch
-DeadManSwitch(0, exits=True, folder=Path).keep(1, 3.0)
-child = os.fork()
-if not child:
-    sys.exit(3)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-time.sleep(60)
-"""
-    command, environment = [sys.executable, "-c", code], {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30, env=environment)
-    assert (done.returncode, done.stdout) == (1, "3\n"), done.stderr
 
 
 # A process whose phase "work" may take one second without progress.
@@ -260,10 +182,11 @@ import re, sys, time
 from pathlib import Path
 from alignment.cli.guarded import guarded
 from alignment.run import protection
-from alignment.run.activity import ACTIVITY, Limits
+from alignment.config.options_faults import FaultOptions
+from alignment.run.activity import ACTIVITY
 
 def main():
-    ACTIVITY.folder, ACTIVITY.limits = Path(sys.argv[2]), Limits(least=1.0, first=1.0)
+    ACTIVITY.limits = FaultOptions(hang_timeout=1.0, hang_timeout_first=1.0)
     with protection.protected(Path(sys.argv[2])), ACTIVITY("work"):
         if sys.argv[1] == "lock":
             re.match("(a+)+b", "a" * 40)
@@ -285,7 +208,7 @@ def test_a_hanging_command_ends_even_if_its_disk_hangs(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "hang-0.txt")
     done = hang("command", tmp_path)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith("error: no progress for 1 s") and "in phase work, step 0" in done.stderr
+    assert re.match(r"error: no progress for \d s .* in phase work, step 0", done.stderr)
     assert any("in main" in path.read_text() for path in tmp_path.glob("alignment-hang-0-*"))
 
 
@@ -317,12 +240,6 @@ def main():
     if kind == "loading":
         kill("SIGTERM")
         time.sleep(20)
-    if kind == "deaf":  # a call into C that holds on
-        import threading, ctypes
-        threading.Timer(0.2, kill, ["SIGTERM"]).start()
-        mutex = ctypes.create_string_buffer(64)
-        for _ in range(2):  # which no signal ends
-            ctypes.CDLL(None).pthread_mutex_lock(mutex)
     if kind == "deferred":
         with REQUESTS.deferred(None):
             for name in ("SIGUSR1", "SIGTERM", "SIGHUP"):
@@ -377,14 +294,6 @@ def run(kind: str, ignoring: tuple[signal.Signals, ...] = ()) -> subprocess.Comp
 def test_signals(kind: str, code: int, out: str, err: str) -> None:
     done = run(kind)
     assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
-
-
-@pytest.mark.ci
-def test_an_unresponsive_main_thread_is_not_waited_for() -> None:
-    start = time.monotonic()
-    done = run("deaf")
-    assert done.returncode == 85 and time.monotonic() - start < 15
-    assert done.stderr == "preempted immediately by SIGTERM in phase start after step 0\n"
 
 
 def test_a_second_ctrl_c_exits_immediately() -> None:

@@ -54,12 +54,7 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Host:
-    """One of the hosts.
-
-    Attributes:
-        name: host name.
-        pid: process ID of its first process, as seen from outside.
-    """
+    """One of the hosts: its name, and the process ID of its first process, as seen from outside."""
 
     name: str
     pid: int
@@ -83,11 +78,7 @@ class Host:
         )
 
     def run(self, *arguments: str) -> str:
-        """Run a short command and return its output.
-
-        Raises:
-            RuntimeError: the command failed.
-        """
+        """Run a short command and return its output; a RuntimeError if it fails."""
         process = self.start(arguments, subprocess.PIPE)
         out, _ = process.communicate(timeout=30)
         if process.returncode:
@@ -122,11 +113,7 @@ class Host:
 
 @contextlib.contextmanager
 def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Provide two connected hosts within this context.
-
-    Args:
-        folder: folder for their files; if it contains an ``ssh_config``, that replaces the machine's.
-    """
+    """Provide two connected hosts within this context; an ``ssh_config`` in ``folder`` replaces the machine's."""
     lines = ["127.0.0.1 localhost", *(f"{address} {name}" for address, name in zip(ADDRESSES, NAMES))]
     (folder / "hosts").write_text("\n".join(lines) + "\n", encoding="ascii")
     with contextlib.ExitStack() as stack:

@@ -19,7 +19,7 @@ _MEASURED_TIMES = 4  # longer timeouts if coverage is measured
 # Variables set by a launcher, or by an earlier run in this process, which a rank must not inherit.
 LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "ALIGNMENT_SINGLE_PROCESS"),
+    *("MASTER_ADDR", "MASTER_PORT"),
 )
 
 

@@ -1,22 +1,17 @@
-"""``make signals``: test every launcher, signal and process of ``expected.txt`` on real runs; print a table."""
+"""``make signals``: test every launcher, signal and process of ``expected.txt`` on real runs."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 from tools.ranks import RankServer
 from tools.signals.judge import Seen
 from tools.signals.plan import Cell, table
 from tools.signals.run import Signals
 from tools.trial import workspace
-
-_HEAD = (
-    *("launcher", "to", "signal", "method", "exit status", "ranks", "status.json"),
-    *("signal in step", "checkpoint", "seconds", "resume"),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,18 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("interrupted")
         finally:
             server.close()
-    print("\n".join(_markdown(made)))
     return int(len(made) < len(wanted) or any(one.problems for one in made.values()))
-
-
-def _markdown(made: Mapping[Cell, Seen]) -> Iterator[str]:
-    """Return the table."""
-    yield from (f"| {' | '.join(_HEAD)} |", f"|{'---|' * len(_HEAD)}")
-    for cell, one in made.items():
-        state = one.state if one.signal == "-" else f"{one.state}, {one.signal}"
-        values = (cell.launcher, cell.target, cell.signal, cell.method, one.exit, ", ".join(one.ranks), state)
-        values += (one.hit + 1, one.checkpoint, one.seconds, "bitwise" if one.resumed else "no")  # type: ignore[assignment]
-        yield f"| {' | '.join(map(str, values))} |"
 
 
 if __name__ == "__main__":

@@ -35,20 +35,14 @@ def launch_command(script: str | Path, nproc: int, launcher: str) -> list[str]:
         options = ["--nproc_per_node", str(nproc), "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
         options += [_ALL_SIGNALS] if launcher == "torchrun+USR1" else []
         return [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
-    if launcher != "python" or nproc != 1:
-        raise ValueError(f"launcher={launcher!r}, nproc={nproc}: expected deepspeed, torchrun, or python with nproc=1")
     return [sys.executable, str(script)]
 
 
 @dataclass(frozen=True)
 class End:
-    """How the processes ended.
+    """How the processes ended: exit statuses, None if one was killed, and seconds from the signal until then.
 
-    Attributes:
-        code: exit status of the launcher; None if it had to be killed.
-        ranks: exit status of each rank; None if it was killed.
-        seconds: time from the signal until the last process had exited.
-        left: processes that had to be killed after the limit.
+    ``left`` are the processes that had to be killed after the limit.
     """
 
     code: int | None
@@ -58,15 +52,7 @@ class End:
 
 
 class Launched:
-    """A run started by a launcher in a separate session.
-
-    Args:
-        command: command line without the workers' plan.
-        plan: plan for the workers.
-        ranks: number of ranks.
-        log: file for their output.
-        cwd: working directory; None for the current one.
-    """
+    """A run started by a launcher in a separate session, with its output in the file ``log``."""
 
     def __init__(self, command: Sequence[str], plan: Plan, ranks: int, log: Path, cwd: Path | None = None) -> None:
         self.plan, self.log = plan, log
@@ -88,14 +74,8 @@ class Launched:
         """Return the output so far."""
         return self.log.read_text(errors="replace")
 
-    # Before the signal ----------------------------------------------------------------------------------------------
-
     def wait_for_step(self, step: int, seconds: float = 120.0) -> None:
-        """Wait until all ranks have started a step.
-
-        Raises:
-            RuntimeError: the run ended before that, or did not reach the step in time.
-        """
+        """Wait until all ranks have started a step."""
         end = time.monotonic() + seconds
         while any((trail.get("step") or 0) < step for trail in self.trails):
             if self.process.poll() is not None or time.monotonic() > end:
@@ -129,8 +109,6 @@ class Launched:
             if "deepspeed.launcher.launch" in child.cmdline():
                 return child
         raise RuntimeError("deepspeed has no child process launch.py")
-
-    # After it -------------------------------------------------------------------------------------------------------
 
     def wait(self, bound: float = BOUND_S) -> End:
         """Wait until all processes have exited; kill the remaining ones after ``bound`` seconds."""

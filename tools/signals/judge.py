@@ -18,17 +18,10 @@ class Seen:
     """The result of a cell.
 
     Attributes:
-        cell: name of the cell.
-        exit: exit status of the launcher; None if it had to be killed.
-        ranks: exit status of each rank, as text.
-        seconds: time until all processes had exited.
         left: processes that remained after the limit.
-        state, signal: values in ``status.json``; ``-`` for none.
         hit: last complete step when the signal was sent.
-        checkpoint: step of the newest checkpoint; 0 for none.
         resumed: whether the resumed run ended bitwise like an undisturbed one.
-        problems: differences from the expected result, one line each, including problems of checkpoints and
-            differences from the undisturbed run.
+        problems: differences from the expected result and from the undisturbed run, and problems of checkpoints.
         output: output of the run if there are problems.
     """
 
@@ -72,32 +65,14 @@ def seen(cell: Cell, end: End, output_dir: Path, hit: int, checkpoint: int) -> S
 
 
 def differences(seen: Seen, expected: Expected, scheduled: int) -> list[str]:
-    """Return the differences from the expected result.
-
-    Args:
-        seen: the result of the cell.
-        expected: the expected result.
-        scheduled: number of steps between two scheduled checkpoints.
-    """
+    """Return the differences from the expected result; a checkpoint is scheduled every so many steps."""
     problems = [f"{process}: still running" for process in seen.left]
-    if seen.exit not in expected.exits:
-        problems.append(f"the launcher exited with {seen.exit}, expected {_either(expected.exits)}")
-    for rank, (code, codes) in enumerate(zip(seen.ranks, expected.ranks, strict=True)):
-        if code not in codes:
-            problems.append(f"rank {rank} exited with {code}, expected {_either(codes)}")
-    if seen.state not in expected.states:
-        problems.append(f"the state is {seen.state}, expected {_either(expected.states)}")
-    if seen.signal not in expected.signals:
-        problems.append(f"the signal is {seen.signal}, expected {_either(expected.signals)}")
+    found = [("launcher's exit status", seen.exit, expected.exits), ("state", seen.state, expected.states)]
+    found += [(f"exit status of rank {rank}", code, expected.ranks[rank]) for rank, code in enumerate(seen.ranks)]
+    found += [("signal", seen.signal, expected.signals)]
+    problems += [f"the {what} is {value}, expected {wanted}" for what, value, wanted in found if value not in wanted]
     before = seen.hit // scheduled * scheduled
-    if expected.checkpoint == OLD and seen.checkpoint != before:
-        problems.append(f"the newest checkpoint is of step {seen.checkpoint}, expected {before}")
-    elif expected.checkpoint != OLD and not seen.hit <= seen.checkpoint < before + scheduled:
-        problems.append(
-            f"the newest checkpoint is of step {seen.checkpoint}, but the signal was sent in step {seen.hit}"
-        )
+    least, most = (before, before) if expected.checkpoint == OLD else (seen.hit, before + scheduled - 1)
+    if not least <= seen.checkpoint <= most:
+        problems.append(f"the newest checkpoint is of step {seen.checkpoint}, expected {least} to {most}")
     return problems
-
-
-def _either(values: tuple[Any, ...]) -> str:
-    return " or ".join(map(str, values))

@@ -23,15 +23,7 @@ _SLOW_S, _LONG_S = (0.5, 0.1), 25.0
 
 
 class Signals:
-    """Cells in a folder.
-
-    Args:
-        server: the server that forks the ranks of undisturbed and of resumed runs.
-        folder: folder for models, references and runs; on a fast disk.
-
-    Attributes:
-        program: the program under test.
-    """
+    """Cells in a folder; the server forks the ranks of undisturbed and of resumed runs."""
 
     def __init__(self, server: RankServer, folder: Path) -> None:
         self.server, self.folder = server, folder

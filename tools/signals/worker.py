@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,17 +29,10 @@ _BEATS_S = 1.2  # the time in which a rank has reported its activity to the othe
 class Plan:
     """The plan for the workers of one attempt.
 
-    Attributes:
-        folder: folder in which each worker writes its process ID, its steps and its exit status.
-        output_dir: output folder of the run.
-        slow_from: the first slow step.
-        slow: additional seconds of a slow step on each rank.
-        rank: the rank with the fault.
-        event: an event of :mod:`tools.chaos.events` at which the fault happens, or ``loading``, before a model is
-            loaded; None for no fault.
-        occurrence: which occurrence of the event, counted from 1.
-        fault: ``stop`` (SIGSTOP), ``kill`` (SIGKILL), ``sleep`` (the main thread hangs) or ``slow`` (the rank
-            continues, but all further events take longer).
+    Each worker writes its process ID, its steps and its exit status to ``folder``. Steps from ``slow_from`` on take
+    ``slow`` additional seconds, which differ by rank. On ``rank``, the ``fault`` happens at the given occurrence of an
+    event of :mod:`tools.chaos.events`, or of ``loading``, before a model is loaded: ``stop`` (SIGSTOP), ``kill``
+    (SIGKILL), ``sleep`` (the main thread hangs) or ``slow`` (all further events take longer).
     """
 
     folder: str
@@ -83,14 +75,9 @@ class Trail:
 
     @property
     def pid(self) -> int:
-        """The process ID of the rank.
-
-        Raises:
-            RuntimeError: the rank has not started.
-        """
+        """The process ID of the rank, which has started."""
         found = self.get("pid")
-        if found is None:
-            raise RuntimeError(f"rank {self.rank} has not started")
+        assert found is not None
         return found
 
 
@@ -135,47 +122,19 @@ def _note_exit(trail: Trail) -> None:
 
 def _slow_steps(plan: Plan, trail: Trail) -> None:
     """Slow down the engine's steps, starting with a given one, and record each step before it starts."""
-    done = 0
+    import deepspeed
 
-    def patch(deepspeed: Any) -> None:
-        step = deepspeed.DeepSpeedEngine.step
+    done, step = 0, deepspeed.DeepSpeedEngine.step
 
-        def slow(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal done
-            done += 1
-            trail.put("step", done)
-            if done >= plan.slow_from:
-                time.sleep(plan.slow[trail.rank])
-            return step(engine, *args, **kwargs)
+    def slow(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        done += 1
+        trail.put("step", done)
+        if done >= plan.slow_from:
+            time.sleep(plan.slow[trail.rank])
+        return step(engine, *args, **kwargs)
 
-        deepspeed.DeepSpeedEngine.step = slow
-
-    _when_imported("deepspeed", patch)
-
-
-def _when_imported(name: str, change: Callable[[Any], None]) -> None:
-    """Patch a module when the program imports it, because imports take seconds and signals may arrive before them."""
-    if name in sys.modules:
-        change(sys.modules[name])
-        return
-
-    class Finder(MetaPathFinder):
-        def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-            if fullname != name:
-                return None
-            sys.meta_path.remove(self)
-            spec = importlib.util.find_spec(name)
-            assert spec is not None and spec.loader is not None
-            execute = spec.loader.exec_module
-
-            def executed(module: Any) -> None:
-                execute(module)
-                change(module)
-
-            spec.loader.exec_module = executed  # type: ignore[method-assign]
-            return spec
-
-    sys.meta_path.insert(0, Finder())
+    deepspeed.DeepSpeedEngine.step = slow
 
 
 def _follow(plan: Plan, trail: Trail) -> None:

@@ -21,25 +21,9 @@ _SIDE, _PINNED = "_waits_on_host", "_waits_pinned"
 _OWNERS = ("alignment", "deepspeed", "transformers", "peft", "bitsandbytes")
 
 # Operations for which the host waits: they return a value, or a size that depends on values.
-_READS = {
-    "item": "a value",
-    "tolist": "values",
-    "numpy": "values",
-    "__bool__": "a value",
-    "__int__": "a value",
-    "__float__": "a value",
-    "__index__": "a value",
-    "__contains__": "a value",
-    "equal": "a value",
-    "allclose": "a value",
-    "is_nonzero": "a value",
-    "nonzero": "a size",
-    "argwhere": "a size",
-    "masked_select": "a size",
-    "unique": "a size",
-    "unique_consecutive": "a size",
-    "bincount": "a size",
-}
+_VALUES = "item tolist numpy __bool__ __int__ __float__ __index__ __contains__ equal allclose is_nonzero"
+_SIZES = "nonzero argwhere masked_select unique unique_consecutive bincount"
+_READS = {**dict.fromkeys(_VALUES.split(), "a value"), **dict.fromkeys(_SIZES.split(), "a size")}
 _FACTORIES = frozenset(
     "tensor as_tensor asarray scalar_tensor zeros ones empty full arange linspace eye rand randn randint randperm "
     "from_numpy frombuffer empty_strided tril_indices triu_indices".split()
@@ -47,14 +31,7 @@ _FACTORIES = frozenset(
 
 
 class Wait(NamedTuple):
-    """A device synchronization.
-
-    Attributes:
-        owner: the package whose code caused it, ``ours`` for this project.
-        kind: ``a value``, ``a size``, ``a pageable copy``, ``a copy to the host`` or ``synchronize``.
-        place: file and line.
-        step: step of the run; 0 before the first.
-    """
+    """A device synchronization: its cause (``ours`` for this project), kind, file and line, and step, or 0 before."""
 
     owner: str
     kind: str
@@ -99,13 +76,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 class StandIn(TorchFunctionMode):
-    """Simulates the device within this context.
-
-    Attributes:
-        waits: the recorded synchronizations.
-        counting: whether to record.
-        step: the current step, for recorded synchronizations.
-    """
+    """Simulates the device within this context, and records synchronizations in ``waits`` while it is ``counting``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +87,8 @@ class StandIn(TorchFunctionMode):
     def wait(self, kind: str) -> None:
         """Record a synchronization."""
         if self.counting:
-            self.waits.append(Wait(*caller_of(kind), self.step))
+            owner, place = caller()
+            self.waits.append(Wait(owner, kind, place, self.step))
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -242,9 +214,3 @@ class StandIn(TorchFunctionMode):
         for each in made:
             if not any(each is one for one in given):
                 setattr(each, _SIDE, host)
-
-
-def caller_of(kind: str) -> tuple[str, str, str]:
-    """Return owner, kind and place of a synchronization."""
-    owner, place = caller()
-    return owner, kind, place

@@ -159,9 +159,7 @@ def _uncounted(stand_in: StandIn) -> Callable[..., Any]:
 def waits_of(make: Callable[[int], AlignmentTrainer]) -> dict[int, list[Wait]]:
     """Return the synchronizations of step :data:`COUNTED` for windows of :data:`FEW` and :data:`MANY` micro-batches.
 
-    Args:
-        make: creates a trainer with :data:`STEPS` steps and the given number of micro-batches of equal shapes per
-            window; called with the simulated device.
+    ``make`` creates a trainer with :data:`STEPS` steps and the given number of equal micro-batches per window.
     """
     found = {}
     for number in (FEW, MANY):
