@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from alignment.engines.garbage import uncollected
 from alignment.internals.deepspeed import import_muon
 from alignment.internals.transformers_start import import_model_index, import_trainer_utils
 
@@ -12,7 +11,6 @@ def import_libraries() -> None:
 
     The device must be chosen before, unless DeepSpeed chooses it.
     """
-    with uncollected():
-        import_muon()
-        import_model_index()
-        import_trainer_utils()
+    import_muon()
+    import_model_index()
+    import_trainer_utils()

@@ -371,7 +371,7 @@ class AlignmentTrainer(TrainerSurface):
             "attempt": identity.attempt,
             "checkpoint": checkpoint.folder.name,
             "world_size": world_size(),
-            "stage": self.engines.stage,
+            "stage": self.planned.engines.policy["zero_optimization"]["stage"],
         }
         loop.ignores_end = self.args.resume_anyway
         self.tell(f"resume_from_checkpoint: {checkpoint.folder}, after step {checkpoint.step} of {loop.total_steps}")

@@ -21,7 +21,7 @@ from alignment.data.windows import RowTable, WindowCounts, WindowPlan
 from alignment.objectives.dpo import dpo_loss
 from alignment.online.completions import Generated, described, further_columns, samples_of
 from alignment.online.pairs import Pair, pair_of, plan_pairs, ranked_batches
-from alignment.online.ranking import FirstAnswer, JudgeRanker, Ranking, RewardRanker, best_and_worst, first_answers
+from alignment.online.ranking import FirstAnswer, JudgeRanker, Ranking, RewardRanker, best_and_worst
 from alignment.online.window import Seeds, window_seeds
 from alignment.reporting.metrics import MetricSums, means
 from alignment.rewards.combined import Rewards
@@ -254,7 +254,8 @@ def test_wins_compare_first_completions_and_ties_count_half() -> None:
     ours = [group(0, "abc", ""), group(1, "ab", "abcd"), group(2, "ab", "a"), group(3, "n", "a"), group(4, "a", "b")]
     theirs = [group(0, "ab"), group(1, "abc"), group(2, "xy"), group(3, "a"), group(4, "n")]
     rankings = [ranker.rank(groups, [], 0, None) for groups in (ours, theirs)]
-    assert ranker.wins(ours, rankings[0], first_answers(theirs, rankings[1]), 0) == [1.0, 0.0, 0.5, None, None]
+    others = [FirstAnswer(one.texts[0], ranking.scores[0]) for one, ranking in zip(theirs, rankings[1])]
+    assert ranker.wins(ours, rankings[0], others, 0) == [1.0, 0.0, 0.5, None, None]
 
 
 class Words:
