@@ -37,11 +37,7 @@ def test_biases_and_norms_do_not_decay() -> None:
 
 @pytest.mark.parametrize(
     ("optim", "kind", "fused"),
-    [
-        ("adamw_torch", torch.optim.AdamW, True),
-        ("adamw_torch_fused", torch.optim.AdamW, True),
-        ("sgd", torch.optim.SGD, None),
-    ],
+    [("adamw_torch", torch.optim.AdamW, True), ("sgd", torch.optim.SGD, None)],
 )
 def test_the_optimizer_is_the_selected_one(optim: str, kind: type, fused: bool | None) -> None:
     adam = {} if optim == "sgd" else {"adam_beta2": 0.95, "adam_epsilon": 1e-3}
@@ -165,13 +161,6 @@ def test_phases_of_a_gpu_are_timed_without_waiting_for_it(monkeypatch: pytest.Mo
         "step": {"seconds": 0.5, "tokens": 0, "peak_bytes": 7, "entries": 1},
     }
     assert FakeEvent.synchronized == 1
-
-
-def test_phases_of_an_older_state_get_their_new_names() -> None:
-    phases = Phases(torch.device("cpu"))
-    record = {"seconds": 2.5, "tokens": 120, "peak_bytes": 7, "entries": 2}
-    phases.load_state_dict({"records": {"learn": record, "step": record}})
-    assert phases.summary() == {"train": record, "step": record}
 
 
 def test_a_phase_on_a_cpu_has_the_peak_of_the_process() -> None:
