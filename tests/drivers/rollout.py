@@ -178,14 +178,6 @@ def unequal(policy: PolicyEngine, backend: str, gather: bool) -> dict[str, Any]:
     return found | {"described": rollout.describe(), "whole": whole(policy)}
 
 
-def token_step(policy: PolicyEngine) -> float:
-    """The gradient norm of a token loss, with no tokens on the second rank."""
-    scores = policy.forward(collate([] if rank() else SEQUENCES[0], 9), tokens=True)
-    assert scores.token_logps is not None
-    policy.backward(scores.token_logps.exp().sum() / 9, last=True)
-    return policy.step()
-
-
 def fitting(policy: PolicyEngine) -> int:
     """Number of completions that fit if the first rank's device has space for 40 and the second's for 5."""
     each = memory.completion_bytes(policy.scorer.model, 64)
@@ -233,7 +225,6 @@ def main() -> None:
             gather = way != "by layer"
             found[f"{stage} {way}"] = unequal(policy, way if gather else "auto", gather)
         found["fits"] = fitting(policy)
-        found[f"{stage} tokens"] = token_step(policy)
         policy.close()
     found["trained"] = trained(model)
     assert all(gathered(True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import platform
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -148,14 +149,6 @@ def test_the_memory_for_the_first_rollout_is_that_of_the_second_one(
     policy.close()
 
 
-def test_an_inference_engine_allocates_nothing_later(model: str) -> None:
-    init_distributed(use_cpu=True)
-    config = {"train_micro_batch_size_per_gpu": 1, **STAGES["stage3"]}
-    engine = FrozenEngine(CompletionScorer(load_model(model, torch.float32, ds_config=config)), config)
-    assert bytes_to_come(engine.engine, CPU) == 0
-    engine.close()
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A GPU of 24 GiB, as torch describes it."""
@@ -233,13 +226,12 @@ def test_segments_of_a_process_that_has_used_cuda_before(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("where", "name", "value"),
     [
-        *((allocator.os.environ, name, "max_split_size_mb:128") for name in allocator.VARIABLES),
+        (allocator.os.environ, allocator.VARIABLES[1], "max_split_size_mb:128"),
         (allocator.os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),
         (torch.version, "cuda", None),
         (platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2"),
-        (allocator.sys, "platform", "win32"),
     ],
-    ids=["new name", "old name", "of ROCm", "no cache", "no CUDA", "WSL", "Windows"],
+    ids=["own", "no cache", "no CUDA", "WSL"],
 )
 def test_segments_that_are_not_changed(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, value: Any) -> None:
     set_one = monkeypatch.setitem if where is allocator.os.environ else monkeypatch.setattr
@@ -317,13 +309,9 @@ def test_groups_that_an_8_bit_optimizer_can_count(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("made", [*OPTIMIZERS])
-@pytest.mark.parametrize("more", [0, 1])
-def test_more_elements_than_an_optimizer_can_count(made: str, more: int) -> None:
-    units = [Unit(torch.empty(size, device="meta"), 0, ()) for size in (5, 2**31 - 1 + more)]
+def test_more_elements_than_an_optimizer_can_count(made: str) -> None:
+    fitting, large = (Unit(torch.empty(size, device="meta"), 0, ()) for size in (2**31 - 1, 2**31))
     optimizer = OPTIMIZERS[made]([nn.Parameter(torch.ones(2))])
-    if made in ("8-bit", "paged") and more:
-        with pytest.raises(OptionError, match="32 bits, .* 2147483648 elements .*maximum: 2147483647.*adamw_torch"):
-            check_counts(optimizer, units)
-    else:
-        check_counts(optimizer, units)
-    check_counts(optimizer, [])
+    check_counts(optimizer, [fitting])
+    with pytest.raises(OptionError, match="^optim: .* 2147483648 ") if made in ("8-bit", "paged") else nullcontext():
+        check_counts(optimizer, [fitting, large])
