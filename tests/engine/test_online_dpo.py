@@ -260,9 +260,10 @@ def constant(completions: list[str], **columns: Any) -> list[float]:
 
 
 def test_a_run_without_pairs_ends_with_an_error(
-    paths: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    paths: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And counts windows in a row across a resume; one with a pair starts the count again."""
+    """And counts windows in a row across a resume; one with a pair starts the count again. The report says so."""
+    monkeypatch.setattr(run_page, "draw_page", draw_page)  # not drawn in other tests: see conftest.py
     saved = {"save_strategy": "steps", "save_steps": 100, "max_steps": 9, "lr_scheduler_type": "constant"}
 
     def run(most: int | None, reward: Any, **more: Any) -> OnlineDPOTrainer:
@@ -289,6 +290,10 @@ def test_a_run_without_pairs_ends_with_an_error(
     last = run(5, better_at_second, resume_anyway=True)  # another reward
     assert last.train(resume_from_checkpoint=str(folder)).metrics["windows_without_pairs"] == 3 + 1 + 4
     last.close()
+    said = "8 of 9 windows had no pair to train on"
+    report, page = ((tmp_path / "out" / name).read_text() for name in ("report.md", "report.html"))
+    assert f"advice: {said}" in "".join(capfd.readouterr()) and said in page
+    assert f"- {said}" in report and "were tied: " in report and "- windows without pairs: 8 of 9" in report
 
 
 @pytest.mark.faults
@@ -305,24 +310,6 @@ def test_every_rank_of_a_run_without_pairs_ends(paths: dict[str, str], ranks: Ra
     assert done.returncode == 1 and len(spoken) == 1, done.stderr[-3000:]
     assert "step 2: " in spoken[0] and "unscored" in spoken[0] and "max_windows_without_pairs" in spoken[0]
     assert (tmp_path / "out" / "checkpoint-2").is_dir()
-
-
-def test_the_report_of_a_run_without_pairs_says_so(
-    paths: dict[str, str],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(run_page, "draw_page", draw_page)  # not drawn in other tests: see conftest.py
-    args = arguments(tmp_path, max_steps=3, max_windows_without_pairs=None)
-    trainer = OnlineDPOTrainer(paths["policy"], reward_funcs=constant, args=args, train_dataset=prompts(8))
-    trainer.train()
-    trainer.close()
-    said = "3 of 3 windows had no pair to train on"
-    report, page = ((tmp_path / "out" / name).read_text() for name in ("report.md", "report.html"))
-    assert f"advice: {said}" in "".join(capfd.readouterr())
-    assert f"- {said}" in report and "were tied: " in report and "- windows without pairs: 3 of 3" in report
-    assert said in page
 
 
 def _alive() -> dict[str, int]:
@@ -422,28 +409,24 @@ def test_each_reward_model_has_its_own_tokenizer_and_engine(paths: dict[str, str
     reward = AutoModelForSequenceClassification.from_pretrained(paths["classifier"])
     policy = AutoModelForCausalLM.from_pretrained(paths["policy"])
     own = AutoTokenizer.from_pretrained(paths["classifier"])
-    common: dict[str, Any] = {"train_dataset": prompts(4), "processing_class": own}
-    trainer = OnlineDPOTrainer(
-        model=policy,
-        reward_funcs=[letters, reward],
-        reward_processing_classes=[None, own],
-        args=arguments(tmp_path),
-        **common,
-    )
+    common: dict[str, Any] = {"train_dataset": prompts(4), "processing_class": own, "args": arguments(tmp_path)}
+    both = {"reward_funcs": [letters, reward]}
+    trainer = OnlineDPOTrainer(policy, reward_processing_classes=[None, own], **both, **common)
     assert trainer.resources.classifiers[0].rows.tokenizer is own
     one: dict[str, Any] = {"reward_model": reward, "reward_processing_class": own}
     for given, said in (
-        ({"reward_funcs": [letters, reward], "reward_processing_classes": [own]}, "^reward_processing_classes: 1 "),
-        ({"reward_funcs": [letters, reward], "reward_processing_classes": [own, None]}, r"^reward_.*classes\[0\]: "),
+        ({**both, "reward_processing_classes": [own]}, "^reward_processing_classes: 1 "),
+        ({**both, "reward_processing_classes": [own, None]}, r"^reward_processing_classes\[0\]: "),
         ({"reward_funcs": letters, "reward_processing_class": own}, "^reward_processing_class: "),
         ({"reward_funcs": [reward, reward], "reward_processing_classes": [own, own]}, "already used"),
         ({**one, "reward_model": policy}, "already used"),
         ({**one, "reward_model": letters}, "pass functions as reward_funcs"),
     ):
         with pytest.raises(OptionError, match=said):
-            OnlineDPOTrainer(model=policy, args=arguments(tmp_path), **common, **given)
-    with pytest.raises(OptionError, match="ds3_gather_for_generation=True: has no effect with ZeRO stage 0"):
-        OnlineDPOTrainer(model=policy, args=arguments(tmp_path, ds3_gather_for_generation=True), **common, **one)
+            OnlineDPOTrainer(policy, **common, **given)
+    common["args"] = arguments(tmp_path, ds3_gather_for_generation=True)
+    with pytest.raises(OptionError, match="ds3_gather_for_generation=True: "):
+        OnlineDPOTrainer(policy, **common, **one)
 
 
 def test_conversations_and_columns_reach_functions(paths: dict[str, str], tmp_path: Path) -> None:
