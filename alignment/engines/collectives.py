@@ -37,8 +37,7 @@ def largest_numbers(values: Sequence[float]) -> list[float]:
     """The maximum of each number over all ranks, on every rank; the host waits for the device once."""
     (numbers,) = transferred([torch.tensor(values, dtype=torch.float64)], device())
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-    found: list[float] = numbers.tolist()
-    return found
+    return [float(number) for number in numbers.tolist()]
 
 
 def gathered(value: Any) -> list[Any]:

@@ -55,8 +55,8 @@ def rewinder() -> Callable[[], None]:
 
 
 def seed_streams(seed: int) -> None:
-    """Seed Python, NumPy and torch on all devices."""
-    set_seed(seed % 2**32)  # NumPy's limit
+    """Seed Python, NumPy and torch on all devices, with at most 32 bits, as NumPy requires."""
+    set_seed(seed % 2**32)
 
 
 class RandomStreams:

@@ -144,10 +144,9 @@ class OnlineWindowPass(WindowPass):
         with self.phases.of_evaluation():
             for plan, batches, data in evaluation:
                 groups, rankings = self._answered(plan, batches, data, None, count=1, train=False)
-                self._starts[data.key] = {
-                    group.row: FirstAnswer(group.texts[0], None if ranking.scores is None else ranking.scores[0])
-                    for group, ranking in zip(groups, rankings, strict=True)
-                }
+                scores = (None if ranking.scores is None else ranking.scores[0] for ranking in rankings)
+                answers = {group.row: FirstAnswer(group.texts[0], score) for group, score in zip(groups, scores)}
+                self._starts[data.key] = answers
 
     def logged(self, step: int) -> None:
         """Write the newest window's completions, if a table is due."""

@@ -149,9 +149,8 @@ class RolloutEngine:
         """The settings fixed by the first rollout, for the log; empty before it."""
         if self.room is None or self.backend is None:
             return ""
-        gathered = ""
-        if self.policy.partitioned:
-            gathered = ", weights gathered " + ("once per rollout" if self.room.gather else "layer by layer")
+        way = "once per rollout" if self.room.gather else "layer by layer"
+        gathered = f", weights gathered {way}" if self.policy.partitioned else ""
         return f"{self.backend.name}, up to {self.room.batch_size} completions at a time per rank{gathered}"
 
     def state_dict(self) -> dict[str, Any]:
