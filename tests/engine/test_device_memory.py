@@ -14,6 +14,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from drivers import rollout as rollout_driver
 from drivers.rollout import PROMPTS, SEQUENCES, sampling
 from helpers import STAGES, make_model, zero
 from torch import nn
@@ -54,21 +55,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def policy_engine(model: str, stage: str, made: str, bf16: bool | None) -> PolicyEngine:
-    init_distributed(use_cpu=True)
-    config: dict[str, Any] = STAGES[stage] | {
-        "train_batch_size": 1,
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": bf16 is not False},
-    }
+    """In fp32, or in bf16 with the engine's own accumulation; None: with that of fp32."""
+    more: dict[str, Any] = {"bf16": {"enabled": bf16 is not False}}
     if bf16 is None:
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
+        more["data_types"] = {"grad_accum_dtype": "fp32"}
     dtype = torch.float32 if bf16 is False else torch.bfloat16
-    scorer = CompletionScorer(load_model(model, dtype, ds_config=config))
-    optimizer = OPTIMIZERS[made](list(scorer.parameters()))
-    return PolicyEngine(scorer, config, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
+    return rollout_driver.policy_engine(model, stage, made=OPTIMIZERS[made], dtype=dtype, further=more)
 
 
 def live_tensors() -> list[torch.Tensor]:

@@ -55,10 +55,7 @@ def test_optim_args() -> None:
     for wrong in ("moment=0.5", "weight_decay=0.1", "lr=0.1", "momentum=-1"):
         with pytest.raises(OptionError, match="^optim_args: "):
             build_optimizer(nn.Linear(2, 2), options(optim="sgd", optim_args=wrong))
-
-
-def test_nothing_to_train() -> None:
-    with pytest.raises(OptionError, match="^model: no parameter requires a gradient"):
+    with pytest.raises(OptionError, match="^model: no parameter"):
         build_optimizer(nn.Linear(2, 2).requires_grad_(False), options())
 
 
