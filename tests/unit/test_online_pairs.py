@@ -162,13 +162,8 @@ def test_a_completion_that_continues_a_message_keeps_its_leading_space() -> None
     lily, went, to, the, park = range(2, 7)
     prompt = [{"role": "user", "content": "Lily"}, {"role": "assistant", "content": "went to"}]
     data = described_data([prompt], [{}])
-    groups = described(
-        [0],
-        [[0, lily, went, to]],
-        [[Completion((the, park, EOS), True), Completion((park,), False)]],
-        data,
-        spaced_tokenizer(),
-    )
+    made = [[Completion((the, park, EOS), True), Completion((park,), False)]]
+    groups = described([0], [[0, lily, went, to]], made, data, spaced_tokenizer())
     given = samples_of(groups, [])  # what reward functions receive
     assert given.prompts == [prompt] * 2
     assert given.completions[0] == [{"role": "assistant", "content": " the park"}]
@@ -262,13 +257,9 @@ def test_a_judge_counts_wins_between_policies() -> None:
     ranker = JudgeRanker(Judge(Words()))
     ours = [group(0, "b", "z"), group(1, "a", "z"), group(2, "c", "z"), group(3, "?", "z")]
     theirs = [group(0, "a"), group(1, "b"), group(2, "c"), group(3, "a")]
+    others = [FirstAnswer(one.texts[0], None) for one in theirs]
     for seed in range(20):
-        assert ranker.wins(ours, [], [FirstAnswer(one.texts[0], None) for one in theirs], seed) == [
-            1.0,
-            0.0,
-            0.5,
-            None,
-        ]
+        assert ranker.wins(ours, [], others, seed) == [1.0, 0.0, 0.5, None]
 
 
 # Seeds --------------------------------------------------------------------------------------------------------------
