@@ -1,4 +1,1 @@
-"""DeepSpeed engines and processes: launch environment, process guard, engines, checkpoints.
-
-Importing this package imports neither torch nor DeepSpeed; its modules import them when they are used.
-"""
+"""DeepSpeed engines, their optimizers and phases. Importing this package imports neither torch nor DeepSpeed."""

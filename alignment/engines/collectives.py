@@ -21,11 +21,6 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return _in_place(values, dist.all_reduce)
 
 
-def largest_over_ranks(values: Tensor) -> Tensor:
-    """Take the maximum of each element over all ranks, in place; return it."""
-    return _in_place(values, partial(dist.all_reduce, op=dist.ReduceOp.MAX))
-
-
 def _in_place(values: Tensor, collective: Callable[[Tensor], object]) -> Tensor:
     """Apply a collective to a tensor on any device. NCCL has no backend for tensors in host memory."""
     there = values.to(device())
@@ -40,9 +35,9 @@ def true_on_every_rank(mine: bool) -> bool:
 
 def largest_numbers(values: Sequence[float]) -> list[float]:
     """The maximum of each number over all ranks, on every rank; the host waits for the device once."""
-    numbers = torch.tensor(values, dtype=torch.float64)
-    found: list[float] = largest_over_ranks(transferred([numbers], device())[0]).tolist()
-    return found
+    (numbers,) = transferred([torch.tensor(values, dtype=torch.float64)], device())
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return [float(number) for number in numbers.tolist()]
 
 
 def gathered(value: Any) -> list[Any]:
@@ -93,11 +88,8 @@ def on_first_rank(compute: Callable[[], Any]) -> Any:
 def together(kind: type[AlignmentError] = CheckpointError) -> Iterator[None]:
     """Within this context, ranks work independently, without collectives; if one of them fails, all do at the end.
 
-    Args:
-        kind: the class of the error; with ``OtherRankFailed``, ranks that have failed raise their own error.
-
-    Raises:
-        AlignmentError: of this class, with the message of the first rank that failed.
+    They raise an error of this class with the message of the first rank that failed. With ``OtherRankFailed``, ranks
+    that have failed raise their own error.
     """
     own: Exception | None = None
     try:

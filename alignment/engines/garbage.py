@@ -10,13 +10,11 @@ from collections.abc import Iterator
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
     """Disable garbage collection within this context: imports create a million objects, nearly all of them live."""
-    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()
 
 
 @contextlib.contextmanager

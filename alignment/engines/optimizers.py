@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from alignment.config.options import AlignmentConfig
 
 
-_TORCH = "adamw_torch"  # replaces a DeepSpeed optimizer that cannot be compiled
 _MOST_32_BITS = 2**31 - 1
 _SLOWEST = 0.9999  # decay of AdEMAMix's slow average, as in transformers
 _BLOCK = 256  # number of 8-bit values that share one 32-bit scale
@@ -51,7 +50,6 @@ class OptimizerKind:
         arguments: fixed keyword arguments.
         reads: which of ``adam_beta1`` and ``adam_beta2`` (``betas``) and ``adam_epsilon`` (``eps``) it uses.
         builder: DeepSpeed's name of the op that has to be compiled; None if there is none.
-        ignored: arguments that the class accepts and ignores.
         states: values stored per parameter, in 32 bits or in ``optim_bits``.
         further: arguments that each add one such value.
         scratch: temporary 32-bit copies of the parameters during a step.
@@ -61,30 +59,13 @@ class OptimizerKind:
     arguments: dict[str, Any]
     reads: tuple[str, ...] = ("betas", "eps")
     builder: str | None = None
-    ignored: tuple[str, ...] = ()
     states: int = 2
     further: tuple[str, ...] = ()
     scratch: int = 0
 
-    def load(self) -> Callable[..., Optimizer]:
-        """Import the class; this does not compile anything yet."""
-        module, name = self.home
-        made: Callable[..., Optimizer] = getattr(importlib.import_module(module), name)
-        return made
-
     def values(self, given: Mapping[str, Any]) -> int:
         """Number of values stored per parameter with these arguments."""
         return self.states + sum(bool(given.get(name)) for name in self.further)
-
-    def own(self, options: AlignmentConfig, further: dict[str, Any]) -> dict[str, Any]:
-        """The arguments derived from the options; those of ``further`` that are merged into them are removed."""
-        found: dict[str, Any] = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon}
-        found = {name: value for name, value in found.items() if name in self.reads}
-        if self.home[1] == "AdEMAMix":  # transformers' names for the decays of its three averages
-            first, second = found["betas"]
-            third = further.pop("beta3", _SLOWEST)
-            found["betas"] = (further.pop("beta1", first), further.pop("beta2", second), third)
-        return found
 
 
 # torch's fused kernel needs no temporary copy of the weights, and on a CPU is as fast as DeepSpeed's compiled one.
@@ -92,23 +73,16 @@ _FUSED = OptimizerKind(("torch.optim", "AdamW"), {"fused": True}, further=("amsg
 
 
 def _bitsandbytes(name: str = "AdamW", **arguments: Any) -> OptimizerKind:
-    adam = name == "AdamW"
     reads = {"Lion": ("betas",), "RMSprop": ()}.get(name, ("betas", "eps"))
     states = {"Lion": 1, "RMSprop": 1, "AdEMAMix": 3}.get(name, 2)
-    ignored = ("amsgrad",) if adam else ()
-    return OptimizerKind(("bitsandbytes.optim", name), arguments, reads, ignored=ignored, states=states)
+    return OptimizerKind(("bitsandbytes.optim", name), arguments, reads, states=states)
 
 
-def _torch(name: str, states: int, *further: str, scratch: int) -> OptimizerKind:
-    return OptimizerKind(("torch.optim", name), {}, reads=(), states=states, further=further, scratch=scratch)
-
-
-_ADAM_8BIT = _bitsandbytes(optim_bits=8)
 KINDS: dict[str, OptimizerKind] = {
     "adamw_torch": _FUSED,
     "adamw_torch_fused": _FUSED,
-    "adamw_8bit": _ADAM_8BIT,
-    "adamw_bnb_8bit": _ADAM_8BIT,
+    "adamw_8bit": _bitsandbytes(optim_bits=8),
+    "adamw_bnb_8bit": _bitsandbytes(optim_bits=8),
     "paged_adamw_8bit": _bitsandbytes(optim_bits=8, is_paged=True),
     "paged_adamw_32bit": _bitsandbytes(optim_bits=32, is_paged=True),
     "lion_8bit": _bitsandbytes("Lion", optim_bits=8),
@@ -128,8 +102,10 @@ KINDS: dict[str, OptimizerKind] = {
     "deepspeed_fused_adam": OptimizerKind(
         ("deepspeed.ops.adam", "FusedAdam"), {"adam_w_mode": True}, builder="FusedAdamBuilder"
     ),
-    "sgd": _torch("SGD", 0, "momentum", scratch=1),
-    "rmsprop": _torch("RMSprop", 1, "momentum", "centered", scratch=2),
+    "sgd": OptimizerKind(("torch.optim", "SGD"), {}, reads=(), states=0, further=("momentum",), scratch=1),
+    "rmsprop": OptimizerKind(
+        ("torch.optim", "RMSprop"), {}, reads=(), states=1, further=("momentum", "centered"), scratch=2
+    ),
     # With the learning rate of the schedule, as in transformers' Trainer.
     "adafactor": OptimizerKind(
         ("transformers", "Adafactor"),
@@ -151,39 +127,28 @@ def step_bytes(options: AlignmentConfig) -> float:
 def bytes_to_come(engine: Any, device: torch.device | None = None) -> int:
     """Bytes of the states that this rank's optimizer will create at its first step; 0 after it.
 
-    An optimizer that is not in :data:`KINDS` is assumed to store two values per parameter, like AdamW.
-
-    Args:
-        engine: DeepSpeed engine, with or without an optimizer.
-        device: count only what will be on this device: the states of master weights in host memory are there, and
-            those of a paged optimizer leave a GPU when memory is needed. If None, count everything.
+    An optimizer that is not in :data:`KINDS` is assumed to store two values per parameter, like AdamW. With a
+    ``device``, only what will be on it is counted: the states of master weights in host memory are there, and those of
+    a paged optimizer leave a GPU when memory is needed.
     """
     if engine.optimizer is None or not hasattr(engine.optimizer, "param_groups"):
         return 0  # an inference engine
     optimizer = inner_optimizer(engine)
     if device is not None and device.type == "cuda" and is_paged(optimizer):
         return 0
+    home = (type(optimizer).__module__.partition(".")[0], type(optimizer).__name__)
+    known = (kind for kind in KINDS.values() if (kind.home[0].partition(".")[0], kind.home[1]) == home)
+    kind, total = next(known, _FUSED), 0.0
     absent = [unit for unit in state_units(engine) if not optimizer.state.get(unit.master)]
-    here = [unit for unit in absent if device is None or unit.master.device.type == device.type]
-    return sum(_state_bytes(optimizer, unit) for unit in here)
-
-
-def _state_bytes(optimizer: Optimizer, unit: Unit) -> int:
-    library, name = type(optimizer).__module__.partition(".")[0], type(optimizer).__name__
-    known = (kind for kind in KINDS.values() if (kind.home[0].partition(".")[0], kind.home[1]) == (library, name))
-    values = next(known, _FUSED).values(optimizer.param_groups[unit.group])
-    numel = unit.master.numel()
-    in_8_bits = stores_8_bits(optimizer) and numel >= _SMALL
-    return int(values * numel * (1 + 4 / _BLOCK if in_8_bits else unit.master.element_size()))
+    for unit in (unit for unit in absent if device is None or unit.master.device.type == device.type):
+        in_8_bits = stores_8_bits(optimizer) and unit.master.numel() >= _SMALL
+        each = 1 + 4 / _BLOCK if in_8_bits else unit.master.element_size()
+        total += kind.values(optimizer.param_groups[unit.group]) * unit.master.numel() * each
+    return int(total)
 
 
 def missing_to_compile(builder: str, *, cuda: bool) -> str | None:
-    """What this machine lacks to compile a DeepSpeed op at run time; None if nothing, or if the op is prebuilt.
-
-    Args:
-        builder: DeepSpeed's name of the op's builder.
-        cuda: whether the op is compiled for a GPU.
-    """
+    """What this machine lacks to compile the op of a DeepSpeed builder; None if nothing, or if the op is prebuilt."""
     if is_prebuilt(builder):
         return None
     if cuda and builder == "FusedAdamBuilder" and not has_cuda_compiler():
@@ -196,62 +161,40 @@ def missing_to_compile(builder: str, *, cuda: bool) -> str | None:
 def optimizer_kind(options: AlignmentConfig) -> tuple[OptimizerKind, str | None]:
     """The optimizer that ``optim`` selects or, if it cannot be compiled, torch's with a message that says so."""
     kind = KINDS[options.optim]
-    if kind.builder is None:
-        return kind, None
-    missing = missing_to_compile(kind.builder, cuda=uses_cuda(options))
+    missing = None if kind.builder is None else missing_to_compile(kind.builder, cuda=uses_cuda(options))
     if missing is None:
         return kind, None
-    return KINDS[_TORCH], (
-        f"optim: {options.optim} is compiled at first use, but this machine lacks {missing}; using {_TORCH} instead, "
-        "torch's fused AdamW, which makes the same updates at about the same speed"
+    return _FUSED, (
+        f"optim: {options.optim} is compiled at first use, but this machine lacks {missing}; using adamw_torch "
+        "instead, torch's fused AdamW, which makes the same updates at about the same speed"
     )
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, most: int | None = None, *, all_decayed: bool = False
+    model: nn.Module, weight_decay: float, most: float = math.inf, *, all_decayed: bool = False
 ) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: with weight decay, and biases and norms without.
+    """Trainable parameters in two groups: with weight decay, and biases and norms, without unless ``all_decayed``.
 
-    Args:
-        model: the model, possibly partitioned by ZeRO-3.
-        weight_decay: weight decay of the first group.
-        most: maximum number of elements of a group; larger groups are split, identically at every ZeRO stage.
-        all_decayed: apply weight decay to the second group as well.
+    Groups with more than ``most`` elements are split, identically at every ZeRO stage.
     """
     decayed = set(parameter_names_outside(model, [nn.LayerNorm], _NO_DECAY))
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        ([p for name, p in named if name in decayed], weight_decay),
-        ([p for name, p in named if name not in decayed], weight_decay if all_decayed else 0.0),
-    ]
-    return [
-        {"params": part, "weight_decay": decay}
-        for parameters, decay in groups
-        if parameters
-        for part in ([parameters] if most is None else _parts(parameters, most))
-    ]
-
-
-def _parts(parameters: list[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
-    """Split into lists of consecutive parameters with at most ``most`` elements; a larger parameter is alone."""
-    parts: list[list[nn.Parameter]] = []
-    room = 0
-    for parameter in parameters:
-        size = math.prod(whole_shape(parameter))
-        if size > room:
-            parts.append([])
-            room = most
-        parts[-1].append(parameter)
-        room -= size
-    return parts
+    groups: list[dict[str, Any]] = []
+    for decays in (True, False):
+        room = -1.0
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and (name in decayed) is decays:
+                size = math.prod(whole_shape(parameter))
+                if size > room:
+                    decay = weight_decay if decays or all_decayed else 0.0
+                    groups.append({"params": [], "weight_decay": decay})
+                    room = most
+                groups[-1]["params"].append(parameter)
+                room -= size
+    return groups
 
 
 def check_counts(optimizer: Optimizer, units: Iterable[Unit]) -> None:
     """Reject tensors that are too large for the optimizer's kernels, which would silently not update them.
-
-    Args:
-        optimizer: the optimizer.
-        units: the tensors that it updates.
 
     Raises:
         OptionError: a tensor is too large; the message gives the sizes.
@@ -275,17 +218,21 @@ def build_optimizer(model: nn.Module, options: AlignmentConfig) -> Optimizer:
     if "weight_decay" in extra:  # the groups have their own values, so this one would have no effect
         raise OptionError(f"optim_args: {options.optim_args!r} has weight_decay; set the option weight_decay instead")
     kind, _ = optimizer_kind(options)
-    most = _MOST_32_BITS - _PADDING if kind.home[0].startswith("bitsandbytes") else None
+    most = _MOST_32_BITS - _PADDING if kind.home[0].startswith("bitsandbytes") else math.inf
     groups = parameter_groups(model, options.weight_decay, most, all_decayed=has_optimizer(options.deepspeed))
     if not groups:
         raise OptionError("model: no parameter requires a gradient, so there is nothing to train")
-    for name in kind.ignored:
-        if name in extra:
-            raise OptionError(f"optim_args: {options.optim_args!r}: {options.optim} ignores {name}; remove it")
-    own = kind.own(options, extra)
+    if most < math.inf and "amsgrad" in extra:
+        raise OptionError(f"optim_args: {options.optim_args!r}: {options.optim} ignores amsgrad; remove it")
+    own: dict[str, Any] = {"betas": (options.adam_beta1, options.adam_beta2), "eps": options.adam_epsilon}
+    own = {name: value for name, value in own.items() if name in kind.reads}
+    if kind.home[1] == "AdEMAMix":  # transformers' names for the decays of its three averages
+        decays = zip(("beta1", "beta2", "beta3"), (*own["betas"], _SLOWEST))
+        own["betas"] = tuple(extra.pop(name, decay) for name, decay in decays)
     try:
         with compiling():
-            return kind.load()(groups, lr=options.learning_rate, **(kind.arguments | own | extra))
+            make: Callable[..., Optimizer] = getattr(importlib.import_module(kind.home[0]), kind.home[1])
+            return make(groups, lr=options.learning_rate, **(kind.arguments | own | extra))
     except (TypeError, ValueError, NotImplementedError) as error:
         raise OptionError(
             f"optim_args: {options.optim_args!r} is not valid for optim {options.optim!r}: {error}"
@@ -296,19 +243,15 @@ def check_optimization(options: AlignmentConfig, steps: int) -> str | None:
     """Build optimizer and schedule once for two values, so that a wrong argument is found before a model is loaded.
 
     An optimizer that needs compilation is compiled here, but not for another machine, whose processor may differ.
-
-    Returns:
-        A message for the user if another optimizer replaces the selected one, otherwise None.
+    Returns a message for the user if another optimizer replaces the selected one.
 
     Raises:
         OptionError: as for :func:`build_optimizer` and :func:`build_scheduler`.
     """
     model = nn.LayerNorm(1)
-    if planned() is not None and KINDS[options.optim].builder is not None:
-        build_scheduler(SGD(model.parameters()), options, steps)
-        return None
-    build_scheduler(build_optimizer(model, options), options, steps)
-    return optimizer_kind(options)[1]
+    elsewhere = planned() is not None and KINDS[options.optim].builder is not None
+    build_scheduler(SGD(model.parameters()) if elsewhere else build_optimizer(model, options), options, steps)
+    return None if elsewhere else optimizer_kind(options)[1]
 
 
 def build_scheduler(optimizer: Optimizer, options: AlignmentConfig, steps: int) -> LRScheduler:
@@ -319,7 +262,7 @@ def build_scheduler(optimizer: Optimizer, options: AlignmentConfig, steps: int) 
     """
     warmup = options.get_warmup_steps(steps)
     arguments = dict(options.lr_scheduler_kwargs or {})
-    by_logarithm = arguments.get("warmup_type") == "log"  # transformers has no such shape
+    by_logarithm = arguments.get("warmup_type") == "log"  # the default of DeepSpeed's schedules; not in transformers
     if by_logarithm:
         del arguments["warmup_type"]
     try:
@@ -335,16 +278,12 @@ def build_scheduler(optimizer: Optimizer, options: AlignmentConfig, steps: int) 
             f"lr_scheduler_type {options.lr_scheduler_type!r} with lr_scheduler_kwargs "
             f"{options.lr_scheduler_kwargs!r}: {error}"
         ) from error
-    return _rising_by_logarithm(schedule, warmup) if by_logarithm else schedule
+    if by_logarithm:
+        assert isinstance(schedule, LambdaLR)
+        after = schedule.lr_lambdas[0]
 
+        def factor(step: int) -> float:
+            return math.log(step + 1) / math.log(max(2, warmup)) if step < warmup else float(after(step))
 
-def _rising_by_logarithm(schedule: LRScheduler, warmup: int) -> LRScheduler:
-    """The same schedule with a logarithmic warm-up, the default of DeepSpeed's schedules."""
-    assert isinstance(schedule, LambdaLR)
-    after = schedule.lr_lambdas[0]
-
-    def factor(step: int) -> float:
-        return math.log(step + 1) / math.log(max(2, warmup)) if step < warmup else float(after(step))
-
-    schedule.lr_lambdas = [factor] * len(schedule.lr_lambdas)
+        schedule.lr_lambdas = [factor] * len(schedule.lr_lambdas)
     return schedule

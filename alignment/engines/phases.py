@@ -6,40 +6,25 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from alignment.reporting.progress import peak_resident_bytes
 from alignment.run.activity import ACTIVITY
 
-# Names of phases in the states of older runs.
-_NAMES = {"learn": "train"}
-
 
 @dataclass
 class PhaseRecord:
-    """Totals of a phase on this rank.
+    """Totals of a phase on this rank: wall time, non-padding tokens, and how often it was entered.
 
-    Attributes:
-        seconds: wall time.
-        tokens: non-padding tokens processed.
-        peak_bytes: peak memory of the device's allocator; on a CPU, that of the process since its start.
-        entries: number of times the phase was entered.
+    ``peak_bytes`` is the peak memory of the device's allocator; on a CPU, that of the process since its start.
     """
 
     seconds: float = 0.0
     tokens: int = 0
     peak_bytes: int = 0
     entries: int = 0
-
-
-class _Stretch(NamedTuple):
-    """An interval of GPU work that may not have finished yet."""
-
-    record: PhaseRecord
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
 
 
 class Phases:
@@ -51,7 +36,8 @@ class Phases:
 
     def __init__(self, device: torch.device) -> None:
         self._records: dict[str, PhaseRecord] = {}
-        self._running: list[_Stretch] = []
+        # Intervals of GPU work that may not have finished yet, with an event at the start and one at the end.
+        self._running: list[tuple[PhaseRecord, torch.cuda.Event, torch.cuda.Event]] = []
         self._cuda = device if device.type == "cuda" else None
         self._prefix = ""
 
@@ -59,7 +45,7 @@ class Phases:
     def records(self) -> dict[str, PhaseRecord]:
         """The totals by name; waits until the GPU has finished what was measured."""
         if self._running:
-            self._running[-1].end.synchronize()
+            self._running[-1][2].synchronize()
             self._read()
         return self._records
 
@@ -84,22 +70,21 @@ class Phases:
             with ACTIVITY(name):
                 yield record
         finally:
-            record.peak_bytes = max(record.peak_bytes, self._peak())
             if isinstance(start, float):
+                peak = peak_resident_bytes()
                 record.seconds += time.monotonic() - start
             else:
-                self._running.append(_Stretch(record, start, _now()))
+                peak = int(torch.cuda.max_memory_allocated(self._cuda))
+                self._running.append((record, start, _now()))
                 self._read()
+            record.peak_bytes = max(record.peak_bytes, peak)
             record.entries += 1
 
     def _read(self) -> None:
         """Add the times of the intervals that the GPU has finished."""
-        while self._running and self._running[0].end.query():
+        while self._running and self._running[0][2].query():
             record, begin, end = self._running.pop(0)
             record.seconds += begin.elapsed_time(end) / 1e3
-
-    def _peak(self) -> int:
-        return peak_resident_bytes() if self._cuda is None else int(torch.cuda.max_memory_allocated(self._cuda))
 
     def summary(self) -> dict[str, dict[str, float]]:
         """The totals as plain values, for the log."""
@@ -112,14 +97,13 @@ class Phases:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state from :meth:`state_dict`."""
         self._running.clear()
-        self._records = {_NAMES.get(name, name): PhaseRecord(**record) for name, record in state["records"].items()}
+        self._records = {name: PhaseRecord(**record) for name, record in state["records"].items()}
 
     def redistributed(self, states: Sequence[Any], rank: int) -> Any:
         """Convert the state for another number of ranks: rank 0 takes over the tokens of all ranks."""
+        changes = {"tokens": 0} if rank else {}
         records = over_ranks([state["records"] for state in states])
-        if rank:
-            records = {name: {**record, "tokens": 0} for name, record in records.items()}
-        return {"records": records}
+        return {"records": {name: {**record, **changes} for name, record in records.items()}}
 
 
 def _now() -> torch.cuda.Event:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -21,27 +20,20 @@ Result = TypeVar("Result")
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed Python, NumPy and torch (on all devices) within this context; restore their states on any exit."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    python, array = random.getstate(), np.random.get_state()
+    rewind = rewinder()
     try:
-        with torch.random.fork_rng(devices):
-            seed_streams(seed)
-            yield
+        seed_streams(seed)
+        yield
     finally:
-        random.setstate(python)
-        np.random.set_state(array)
+        rewind()
 
 
 def as_before(call: Callable[[], Result]) -> Callable[[], Result]:
-    """Wrap ``call`` so that every further call starts from the random states of the first one."""
-    rewind: Callable[[], None] | None = None
+    """Wrap ``call`` so that every call starts from the present random states."""
+    rewind = rewinder()
 
     def repeated() -> Result:
-        nonlocal rewind
-        if rewind is None:
-            rewind = rewinder()
-        else:
-            rewind()
+        rewind()
         return call()
 
     return repeated
@@ -49,27 +41,22 @@ def as_before(call: Callable[[], Result]) -> Callable[[], Result]:
 
 def rewinder() -> Callable[[], None]:
     """Return a function that resets the random states to the present ones, any number of times."""
-    restores = list(_restores())
+    python, array, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
     def rewind() -> None:
-        for restore in restores:
-            restore()
+        random.setstate(python)
+        np.random.set_state(array)
+        torch.set_rng_state(host)
+        if devices is not None:
+            torch.cuda.set_rng_state_all(devices)
 
     return rewind
 
 
-def _restores() -> Iterator[Callable[[], None]]:
-    """Functions that reset the states to the present ones."""
-    yield functools.partial(random.setstate, random.getstate())
-    yield functools.partial(np.random.set_state, np.random.get_state())
-    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
-    if torch.cuda.is_initialized():
-        yield functools.partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
-
-
 def seed_streams(seed: int) -> None:
-    """Seed Python, NumPy and torch on all devices."""
-    set_seed(seed % 2**32)  # NumPy's limit
+    """Seed Python, NumPy and torch on all devices, with at most 32 bits, as NumPy requires."""
+    set_seed(seed % 2**32)
 
 
 class RandomStreams:

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel
 
 from alignment.config.errors import ModelError, first_line
 from alignment.data.batching import Batch, OnDevice
@@ -47,7 +46,7 @@ from alignment.models.attention import without_math_kernel
 from alignment.models.kernels import choose_hub_kernels_again
 from alignment.models.partitioning import partition_whole
 from alignment.models.scorer import Scorer
-from alignment.models.tasks import CAUSAL_LM, Task
+from alignment.models.tasks import Task
 from alignment.models.tiles.choice import settle
 
 Placed = TypeVar("Placed", bound=OnDevice)
@@ -95,12 +94,7 @@ class ScoringEngine:
         self.partitioned = partitions_weights(self.engine)
 
     def placed(self, batch: Placed, leave: Collection[str] = ()) -> Placed:
-        """Move all tensors of a batch that :meth:`forward` reads to the device, in one copy.
-
-        Args:
-            batch: a batch on the host.
-            leave: fields that stay on the host.
-        """
+        """Move all tensors of a batch that :meth:`forward` reads, except ``leave``, to the device in one copy."""
         return batch.to(self.device, (*leave, *(() if self.scorer.reads_mask else ("attention_mask",))))
 
     def forward(self, batch: Batch, stats: bool = False, tokens: bool = False) -> SequenceOutput:
@@ -151,12 +145,7 @@ class ScoringEngine:
 
 
 class FrozenEngine(ScoringEngine):
-    """An engine without an optimizer: ZeRO stage 3 (with or without parameter offload) or stage 0.
-
-    Args:
-        scorer: the model; its parameters are frozen here.
-        ds_config: DeepSpeed configuration of this engine.
-    """
+    """An engine without an optimizer: ZeRO stage 3 (with or without parameter offload) or 0. Freezes its model."""
 
     def __init__(self, scorer: Scorer, ds_config: dict[str, Any]) -> None:
         self._froze = [p for p in scorer.parameters() if p.requires_grad]
@@ -178,12 +167,8 @@ class PolicyEngine(ScoringEngine):
     each micro-batch, the backward pass is ``engine.backward`` without DeepSpeed's own scaling, and the wrapped module
     returns no differentiable output that the loss does not use.
 
-    Args:
-        scorer: the model to train.
-        ds_config: DeepSpeed configuration of the policy.
-        optimizer: optimizer of the scorer's trainable parameters.
-        scheduler: stepped by the engine together with the optimizer.
-        reduce_once: sum the gradients of a window's micro-batches on each rank, and reduce them after the last.
+    The engine steps the scheduler together with the optimizer. With ``reduce_once``, the gradients of a window's
+    micro-batches are summed on each rank, and reduced after the last.
     """
 
     def __init__(
@@ -195,6 +180,7 @@ class PolicyEngine(ScoringEngine):
         reduce_once: bool = False,
     ) -> None:
         super().__init__(scorer, ds_config, optimizer=optimizer, lr_scheduler=scheduler)
+        self.scheduler, self.world_size = scheduler, torch.distributed.get_world_size()
         undo_dummy_step(self.engine.optimizer)
         skip_invalid_norm(self.engine)
         self.reduces_once, self._holding = reduce_once and can_reduce_once(self.engine), False
@@ -202,8 +188,6 @@ class PolicyEngine(ScoringEngine):
         self._inside = False  # whether a backward pass has not ended
         if self.reduces_once:
             accumulate_locally(self.engine)
-        self.scheduler = scheduler
-        self.world_size = torch.distributed.get_world_size()
         self.engine.train()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -239,24 +223,20 @@ class PolicyEngine(ScoringEngine):
         If the norm is not finite, no update is made and the schedule does not advance: see :meth:`discard`. In fp16
         the norm is then inf, and the same window may succeed at a lower loss scale: see :meth:`lower_loss_scale`.
         """
-        norm = self._stepped()
+        if self.scales_loss:
+            scaled = step_in_fp16(self.engine)
+            norm = math.inf if scaled is None else scaled
+        elif reports_grad_norm(self.engine):
+            self.engine.step()
+            norm = float(self.engine.get_global_grad_norm())
+        else:  # DeepSpeed does not wrap the optimizer: stage 0, fp32, unsharded gradients
+            norm = float(get_total_norm([p.grad for p in self.scorer.parameters() if p.grad is not None]))
+            if math.isfinite(norm):
+                self.engine.step()
+            else:
+                self.discard()
         if not math.isfinite(norm):
             forget_sums(self.engine)
-        return norm
-
-    def _stepped(self) -> float:
-        if self.scales_loss:
-            norm = step_in_fp16(self.engine)
-            return math.inf if norm is None else norm
-        # DeepSpeed does not report the norm if it does not wrap the optimizer (stage 0, fp32, unsharded gradients).
-        if reports_grad_norm(self.engine):
-            self.engine.step()
-            return float(self.engine.get_global_grad_norm())
-        norm = float(self._whole_norm())
-        if math.isfinite(norm):
-            self.engine.step()
-        else:
-            self.discard()
         return norm
 
     def discard(self) -> None:
@@ -286,9 +266,6 @@ class PolicyEngine(ScoringEngine):
         """Lower the loss scale after an overflow; return False if it cannot be lowered."""
         return lower_loss_scale(self.engine)
 
-    def _whole_norm(self) -> Tensor:
-        return get_total_norm([p.grad for p in self.scorer.parameters() if p.grad is not None])
-
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
@@ -307,23 +284,13 @@ def checked(engine: Engine, task: Task) -> Engine:
     try:
         settle(engine.device, engine.scorer.model.dtype, true_on_every_rank)
         choose_hub_kernels_again(engine.scorer)
-        with _whole_enough(engine), without_math_kernel(engine.scorer.model, engine.device):
+        with without_math_kernel(engine.scorer.model, engine.device):
             task.check_scorer(engine.scorer, engine.device)
         if engine.partitioned:  # several passes leave weights gathered that the last one prefetched
             settle_weights(engine.engine, engine.scorer)
             divide_again(engine.scorer)
-    except BaseException:
+    except BaseException as error:
         engine.close()
-        raise
-    return engine
-
-
-@contextlib.contextmanager
-def _whole_enough(engine: ScoringEngine) -> Iterator[None]:
-    """Explain the error of a forward pass that reads the empty weights of a module whose own forward is not called."""
-    try:
-        yield
-    except (IndexError, RuntimeError) as error:
         # Out of memory, lost ranks and device errors have their own classes.
         if not engine.partitioned or type(error) not in (IndexError, RuntimeError):
             raise
@@ -332,17 +299,4 @@ def _whole_enough(engine: ScoringEngine) -> Iterator[None]:
             f"model {type(model).__name__} ({model.config.model_type}) does not work with ZeRO-3, which gathers the "
             f"weights of a module when it is called: {first_line(error)}; set a ZeRO stage below 3"
         ) from error
-
-
-def frozen_engine(
-    model: PreTrainedModel, ds_config: dict[str, Any], task: Task = CAUSAL_LM, aux_loss: bool = False
-) -> FrozenEngine:
-    """Wrap a model for inference, and check once that its scores are correct.
-
-    Args:
-        model: the model, loaded for ``ds_config``.
-        ds_config: DeepSpeed configuration of this engine.
-        task: type of the model.
-        aux_loss: compute the load-balancing loss of a mixture of experts.
-    """
-    return checked(FrozenEngine(task.scorer(model, aux_loss), ds_config), task)
+    return engine

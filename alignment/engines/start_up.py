@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from alignment.engines.garbage import uncollected
 from alignment.internals.deepspeed import import_muon
 from alignment.internals.transformers_start import import_model_index, import_trainer_utils
 
 
 def import_libraries() -> None:
-    """Import DeepSpeed and the parts of transformers that import more than they use. Repeated calls have no effect.
-
-    The device must be chosen before, unless DeepSpeed chooses it.
-    """
-    with uncollected():
-        import_muon()
-        import_model_index()
-        import_trainer_utils()
+    """Import DeepSpeed, which chooses the device if that is not done yet, and transformers without unused parts."""
+    import_muon()
+    import_model_index()
+    import_trainer_utils()

@@ -24,28 +24,6 @@ def given_once(name: str, given: Any, option: Any) -> Any:
     return option if given is None else given
 
 
-def is_of(given: Any, path: Any) -> bool:
-    """Whether a reward model was loaded from a path: TRL's scripts load the model of their option and pass both."""
-    return isinstance(path, str) and path == (
-        given if isinstance(given, str) else getattr(given, "name_or_path", None)
-    )
-
-
-def given_judge(given: Any, option: Any) -> Any:
-    """Return the judge passed to the constructor or named by the option; None if neither is set.
-
-    TRL's scripts create the judge that their option names, and pass both.
-
-    Raises:
-        OptionError: if both are set and differ, or the named judge cannot be used.
-    """
-    if given is not None and is_named(given, option):
-        return given
-    given = given_once("judge", given, option)
-    found = named_judge(given)
-    return loaded(given, "judge", "judge") if found is None else found
-
-
 def listed(given: Any) -> list[Any]:
     """Return a single object or a sequence as a list."""
     if given is None:
@@ -53,9 +31,10 @@ def listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-def loaded(given: Any, option: str, method: str | None = None) -> Any:
-    """Return the callable, loading it if it is a name; see :func:`~alignment.config.lookup.load_callable`."""
-    return load_callable(given, option, method) if isinstance(given, str) else given
+def is_of(given: Any, path: Any) -> bool:
+    """Whether a reward model was loaded from a path: TRL's scripts load the model of their option and pass both."""
+    name = given if isinstance(given, str) else getattr(given, "name_or_path", None)
+    return isinstance(path, str) and path == name
 
 
 def is_classifier(given: Any) -> bool:
@@ -63,64 +42,83 @@ def is_classifier(given: Any) -> bool:
     return isinstance(given, PreTrainedModel) or (isinstance(given, str) and ":" not in given)
 
 
-def check_apart(classifiers: Sequence[PreTrainedModel], trained: Sequence[Any]) -> None:
-    """Check that no live model is used twice, since each has one engine.
+def given_judge(
+    given: Any, options: OnlineOptions, reward_model: Any, functions: Sequence[Any], tokenizers: Any
+) -> Any:
+    """Return the judge passed to the constructor or named by the option; None if neither is set.
+
+    TRL's scripts create the judge that their option names, and pass both.
 
     Raises:
-        OptionError: if a model appears twice, or is also the policy or the reference.
+        OptionError: if both are set and differ, the named judge cannot be used, or it is combined with rewards.
     """
+    if given is None or not is_named(given, options.judge):
+        given = given_once("judge", given, options.judge)
+        named = named_judge(given)
+        if named is not None:
+            given = named
+        elif isinstance(given, str):
+            given = load_callable(given, "judge", "judge")
+    if given is None:
+        return None
+    rewards = {"reward_model": reward_model, "reward_funcs": functions or None, "reward_processing_class": tokenizers}
+    for name, value in rewards.items():
+        if value is not None:
+            raise OptionError(
+                f"judge: cannot be combined with {name}, since a judge ranks completions without rewards; remove one"
+            )
+    options.check_judge(str(getattr(given, "__name__", type(given).__name__)))
+    return given
+
+
+def reward_sources(reward_model: Any, functions: Sequence[Any], trained: Sequence[Any]) -> list[Any]:
+    """Return the sources of rewards: the reward model, unless it is among the functions as well, then the functions.
+
+    Raises:
+        OptionError: if there is none, or a live model is used twice, since each has one engine.
+    """
+    if reward_model is not None and not is_classifier(reward_model):
+        raise OptionError(
+            f"reward_model: {reward_model!r} is neither a path nor a model; pass functions as reward_funcs"
+        )
+    also = reward_model is None or any(one is reward_model or is_of(one, reward_model) for one in functions)
+    given = [*([] if also else [reward_model]), *functions]
+    if not given:
+        raise OptionError(
+            "reward_model: nothing ranks the completions; pass reward_model, reward_funcs or judge, or set "
+            "reward_model_path, reward_funcs or judge"
+        )
     seen = [model for model in trained if isinstance(model, PreTrainedModel)]
-    for model in classifiers:
+    for model in given:
         if any(model is other for other in seen):
             raise OptionError(
                 f"reward_model: this {type(model).__name__} is already used as policy, reference or another reward "
                 "model; pass its path or a copy"
             )
-        seen.append(model)
+        if isinstance(model, PreTrainedModel):
+            seen.append(model)
+    return given
 
 
-def tokenizer_of_each(tokenizers: Any, sources: int, owners: Sequence[int]) -> list[Any]:
-    """Return a tokenizer or None for each source; ``owners`` are the indices of the sources that need one.
+def tokenizer_of_each(tokenizers: Any, sources: Sequence[Any]) -> list[Any]:
+    """Return a tokenizer or None for each source of rewards.
 
     Raises:
-        OptionError: if the tokenizers cannot be matched to the sources.
+        OptionError: if the tokenizers cannot be matched to the reward models.
     """
-    found: list[Any] = [None] * sources
-    if tokenizers is None:
-        return found
-    if not isinstance(tokenizers, (list, tuple)):
-        if len(owners) != 1:
+    models = [is_classifier(source) for source in sources]
+    if isinstance(tokenizers, (list, tuple)):
+        if len(tokenizers) != len(sources):
             raise OptionError(
-                f"reward_processing_class: one tokenizer, but {len(owners)} reward models; "
-                + ("pass reward_processing_classes, one per source" if owners else "remove it")
+                f"reward_processing_classes: {len(tokenizers)} for {len(sources)} reward sources; pass one per source"
             )
-        found[owners[0]] = tokenizers
-        return found
-    if len(tokenizers) != sources:
+        for number, (tokenizer, model) in enumerate(zip(tokenizers, models)):
+            if tokenizer is not None and not model:
+                raise OptionError(f"reward_processing_classes[{number}]: a function has no tokenizer; pass None")
+        return list(tokenizers)
+    if tokenizers is not None and sum(models) != 1:
         raise OptionError(
-            f"reward_processing_classes: {len(tokenizers)} for {sources} reward sources; pass one per source, and "
-            "None for functions"
+            f"reward_processing_class: one tokenizer, but {sum(models)} reward models; pass "
+            "reward_processing_classes, one per source, or remove it"
         )
-    for number, tokenizer in enumerate(tokenizers):
-        if tokenizer is not None and number not in owners:
-            raise OptionError(f"reward_processing_classes[{number}]: a function has no tokenizer; pass None")
-        found[number] = tokenizer
-    return found
-
-
-def check_judge_alone(
-    judge: Any, options: OnlineOptions, reward_model: Any, functions: Sequence[Any], tokenizers: Any
-) -> None:
-    """Check that a judge is not combined with rewards.
-
-    Raises:
-        OptionError: if rewards are set as well, or more completions than a judge compares.
-    """
-    if reward_model is not None or functions:
-        which = "reward_model" if reward_model is not None else "reward_funcs"
-        raise OptionError(
-            f"judge: cannot be combined with {which}, since a judge ranks completions without rewards; remove one"
-        )
-    if tokenizers is not None:
-        raise OptionError("reward_processing_class: has no effect with a judge; remove it")
-    options.check_judge(str(getattr(judge, "__name__", type(judge).__name__)))
+    return [tokenizers if model else None for model in models]

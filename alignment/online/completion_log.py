@@ -14,53 +14,42 @@ class CompletionLog:
     """Collect prompts with two completions each and their rankings, and write them as a table.
 
     Args:
-        table: the destination; None on ranks that do not write.
+        table: the destination.
         every: write a table every ``every`` logs; 0 disables it.
         prompts: number of prompts per table.
     """
 
-    def __init__(self, table: CompletionTable | None, every: int, prompts: int) -> None:
-        self.table, self.every, self.prompts = table if every else None, every, prompts
+    def __init__(self, table: CompletionTable, every: int, prompts: int) -> None:
+        self.table, self.every, self.prompts = table, every, prompts
         self._logs = 0
-        self._written: Mapping[str, Any] = {}  # state of a run that wrote tables, resumed without them
         self._rows: list[dict[str, Any]] = []
 
     def keep(self, groups: Sequence[Generated], rankings: Sequence[Ranking]) -> None:
         """Store the first prompts of a window."""
-        if self.table is not None:
-            pairs = list(zip(groups, rankings, strict=True))[: self.prompts]
-            self._rows = [_table_row(group, ranking) for group, ranking in pairs]
+        pairs = list(zip(groups, rankings, strict=True))[: self.prompts]
+        self._rows = [_table_row(group, ranking) for group, ranking in pairs]
 
     def write(self, step: int) -> None:
         """Write the prompts stored since the last log, if a table is due."""
         self._logs += 1
         # Cleared even if not written: an omitted window has none, and must not be logged with those of another window.
         rows, self._rows = self._rows, []
-        if self.table is not None and rows and self._logs % self.every == 0:
+        if self.every and self._logs % self.every == 0:
             self.table.write(step, rows)
-
-    def finish(self) -> None:
-        """Write rows that are waiting for disk space, at the end of a run."""
-        if self.table is not None:
-            self.table.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of logs, the stored prompts and the length of the file."""
-        table = self._written if self.table is None else self.table.state_dict()
-        return {"logs": self._logs, "rows": self._rows, "table": table}
+        return {"logs": self._logs, "rows": self._rows, "table": self.table.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by :meth:`state_dict`."""
         self._logs, self._rows = state["logs"], list(state["rows"])
-        if self.table is None:
-            self._written = state["table"]
-        elif state["table"]:
+        if state["table"]:  # empty in the state of an older run without tables
             self.table.load_state_dict(state["table"])
 
 
 def _table_row(group: Generated, ranking: Ranking) -> dict[str, Any]:
     """Return the training pair, the better completion first; for a dropped prompt, its first two completions."""
-    dropped = ranking.outcome if isinstance(ranking.outcome, str) else None
     first, second = (0, 1) if isinstance(ranking.outcome, str) else ranking.outcome
     scores = ranking.scores or [None] * len(group.texts)
     return {
@@ -69,5 +58,5 @@ def _table_row(group: Generated, ranking: Ranking) -> dict[str, Any]:
         "rejected": group.texts[second],
         "chosen_score": scores[first],
         "rejected_score": scores[second],
-        "dropped": dropped,
+        "dropped": ranking.outcome if isinstance(ranking.outcome, str) else None,
     }

@@ -78,12 +78,6 @@ def ranked_batches(pairs: Sequence[Pair], plan: WindowPlan, rank: int, beta: flo
         )
         scores = [pair.scores for pair in own if pair.scores is not None]
         flat = [pair[side] for side in range(2) for pair in scores]
-        batches.append(
-            RankedBatch(
-                rows=batch.rows,
-                pairs=batch.pairs,
-                scores=torch.tensor(flat, dtype=torch.float32) if flat else None,
-                beta=beta,
-            )
-        )
+        known = torch.tensor(flat, dtype=torch.float32) if flat else None
+        batches.append(RankedBatch(rows=batch.rows, pairs=batch.pairs, scores=known, beta=beta))
     return batches

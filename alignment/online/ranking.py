@@ -58,16 +58,10 @@ def best_and_worst(scores: Sequence[float | None], texts: Sequence[str]) -> Rank
 
 
 class FirstAnswer(NamedTuple):
-    """A prompt's first completion, kept for later comparison; ``score`` is None if not available."""
+    """A prompt's first completion, to compare later ones with; ``score`` is None if not available."""
 
     text: str
     score: float | None
-
-
-def first_answers(groups: Sequence[Generated], rankings: Sequence[Ranking]) -> list[FirstAnswer]:
-    """Return the first completion of each prompt, to compare later completions with."""
-    scores = (None if ranking.scores is None else ranking.scores[0] for ranking in rankings)
-    return [FirstAnswer(group.texts[0], score) for group, score in zip(groups, scores, strict=True)]
 
 
 class RewardRanker:
@@ -75,7 +69,7 @@ class RewardRanker:
 
     def __init__(self, rewards: Rewards) -> None:
         self.rewards = rewards
-        self.cuts = not all(isinstance(source, FunctionReward) for source in rewards.sources)
+        self._truncates = not all(isinstance(source, FunctionReward) for source in rewards.sources)
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -90,31 +84,28 @@ class RewardRanker:
         samples = samples_of(groups, columns)
         scores = self.rewards.score(samples)
         if sums is not None:
-            for name, values in {"objective/scores": scores.total, **self._by_source(scores.by_source)}.items():
+            own = {f"rewards/{name}/mean": values for name, values in scores.by_source.items()}
+            for name, values in {"objective/scores": scores.total, **own}.items():
                 given = [value for value in values if value is not None]
                 sums.add(name, sum(given), len(given))
             sums.add("rewards/ignored", scores.ignored, len(samples) * len(self.rewards.names))
-            if self.cuts:
+            if self._truncates:
                 sums.add("rewards/truncated", scores.truncated, len(samples))
         size = len(groups[0].completions) if groups else 1
         return [best_and_worst(own, g.texts) for own, g in zip(in_groups(scores.total, size), groups, strict=True)]
 
-    def _by_source(self, scores: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
-        return {f"rewards/{name}/mean": values for name, values in scores.items()}
-
     def wins(
-        self,
-        groups: Sequence[Generated],
-        rankings: Sequence[Ranking],
-        others: Sequence[FirstAnswer],
-        seed: int,
+        self, groups: Sequence[Generated], rankings: Sequence[Ranking], others: Sequence[FirstAnswer], seed: int
     ) -> list[float | None]:
         """Return 1, 0.5 or 0 per prompt: its first completion is better than, as good as or worse than the other."""
-        return [_compared(ours, theirs) for ours, theirs in zip(rankings, others, strict=True)]
-
-    def close(self) -> None:
-        """Release the reward models."""
-        self.rewards.close()
+        points: list[float | None] = []
+        for ranking, (_, score) in zip(rankings, others, strict=True):
+            mine = None if ranking.scores is None else ranking.scores[0]
+            if mine is None or score is None:
+                points.append(None)
+            else:
+                points.append(0.5 if mine == score else float(mine > score))
+        return points
 
 
 class JudgeRanker:
@@ -133,11 +124,7 @@ class JudgeRanker:
         return [Ranking(v if isinstance(v, str) else (v, 1 - v)) for v in verdicts]
 
     def wins(
-        self,
-        groups: Sequence[Generated],
-        rankings: Sequence[Ranking],
-        others: Sequence[FirstAnswer],
-        seed: int,
+        self, groups: Sequence[Generated], rankings: Sequence[Ranking], others: Sequence[FirstAnswer], seed: int
     ) -> list[float | None]:
         pairs = [(ours.texts[0], theirs.text) for ours, theirs in zip(groups, others, strict=True)]
         points: dict[int | str, float] = {0: 1.0, 1: 0.0, IDENTICAL: 0.5}
@@ -163,16 +150,5 @@ class JudgeRanker:
             found[number] = FAILED if answer < 0 else answer
         return found
 
-    def close(self) -> None:
-        """Do nothing: a judge holds no resources."""
-
 
 Ranker: TypeAlias = RewardRanker | JudgeRanker
-
-
-def _compared(ours: Ranking, theirs: FirstAnswer) -> float | None:
-    assert ours.scores is not None
-    mine, other = ours.scores[0], theirs.score
-    if mine is None or other is None:
-        return None
-    return 0.5 if mine == other else float(mine > other)

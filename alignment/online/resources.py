@@ -1,4 +1,4 @@
-"""Reward models, reward functions or a judge, and the sampling settings of Online DPO.
+"""The reward models, reward functions or judge of a run.
 
 Everything that can be checked without loading a model is checked first.
 """
@@ -11,50 +11,41 @@ from typing import Any, TypeAlias
 from transformers import PreTrainedModel
 
 from alignment.checkpoint.fingerprints import code_fingerprint, model_fingerprint
-from alignment.checkpoint.run_folder import COMPLETIONS
 from alignment.config.dtypes import DtypePlan
 from alignment.config.errors import OptionError, setting
+from alignment.config.lookup import load_callable
 from alignment.config.options_online import CLASSIFIER_OPTIONS, OnlineOptions
 from alignment.data.json_columns import prompt_row
-from alignment.engines.scoring import ScoringEngine
 from alignment.models.source import ModelSource
 from alignment.online.arguments import (
-    check_apart,
-    check_judge_alone,
     given_judge,
     given_once,
     is_classifier,
     is_of,
     listed,
-    loaded,
+    reward_sources,
     tokenizer_of_each,
 )
-from alignment.online.completion_log import CompletionLog
 from alignment.online.ranking import JudgeRanker, Ranker, RewardRanker
-from alignment.online.window import Online, OnlineWindowPass
+from alignment.online.window import OnlineWindowPass
 from alignment.planning.memory import Cards
-from alignment.reporting.completions import CompletionTable
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
 from alignment.rewards.reward_model import ClassifierReward
 from alignment.rewards.samples import RewardSource
-from alignment.rollout.backend import Sampling
-from alignment.rollout.engine import RolloutEngine
 from alignment.rollout.processors import check_generation_kwargs
-from alignment.run.ranks import rank
 from alignment.run.retries import NEVER, Retries
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData
 from alignment.training.method import Models
-from alignment.training.sampling.settings import token_ids
 from alignment.training.window import WindowPass
 
 Function: TypeAlias = Callable[..., Any] | PreTrainedModel | str
 
 
 class OnlineResources(Resources):
-    """The ranker and sampling settings of a run, from its options and the constructor's arguments.
+    """The ranker of a run, from its options and the constructor's arguments.
 
     Args:
         options: the run's options.
@@ -99,35 +90,24 @@ class OnlineResources(Resources):
         path = None if is_of(reward_model, options.reward_model_path) else options.reward_model_path
         reward_model = given_once("reward_model", reward_model, path)
         functions = listed(given_once("reward_funcs", reward_funcs, options.reward_funcs))
-        judge = given_judge(judge, options.judge)
+        judge = given_judge(judge, options, reward_model, functions, tokenizers)
         self.classifiers: list[ClassifierReward] = []
         if judge is not None:
-            check_judge_alone(judge, options, reward_model, functions, tokenizers)
             self.ranker: Ranker = JudgeRanker(Judge(judge, retries=retries))
             return
-        if reward_model is not None and not is_classifier(reward_model):
-            raise OptionError(
-                f"reward_model: {reward_model!r} is neither a path nor a model; pass functions as reward_funcs"
-            )
-        also = any(one is reward_model or is_of(one, reward_model) for one in functions)
-        given = [*([] if reward_model is None or also else [reward_model]), *functions]  # the same model is used once
-        if not given:
-            raise OptionError(
-                "reward_model: nothing ranks the completions; pass reward_model, reward_funcs or judge, or set "
-                "reward_model_path, reward_funcs or judge"
-            )
-        check_apart([one for one in given if isinstance(one, PreTrainedModel)], trained)
-        owners = [number for number, one in enumerate(given) if is_classifier(one)]
-        own = tokenizer_of_each(tokenizers, len(given), owners)
+        given = reward_sources(reward_model, functions, trained)
+        own = tokenizer_of_each(tokenizers, given)
         sources = [self._source(one, tokenizer) for one, tokenizer in zip(given, own, strict=True)]
-        self._check_used()
+        for name in CLASSIFIER_OPTIONS:
+            if getattr(options, name) is not None and not self.classifiers:
+                raise OptionError(f"{name}: has no effect without a reward model; remove it")
         self.ranker = RewardRanker(Rewards(sources, options.reward_weights, options.missing_eos_penalty, retries))
 
     def _source(self, given: Any, tokenizer: Any) -> RewardSource:
         """Return a model source for a model or path, else a function source."""
         if not is_classifier(given):
-            return FunctionReward(loaded(given, "reward_funcs"))
-        options = self.options
+            return FunctionReward(load_callable(given, "reward_funcs") if isinstance(given, str) else given)
+        options, bits = self.options, 4 if self.options.reward_load_in_4bit else None
         classifier = ClassifierReward(
             given,
             tokenizer,
@@ -136,13 +116,11 @@ class OnlineResources(Resources):
             placement=options.reward_placement,
             deepspeed=options.reward_deepspeed,
             batch_size=options.reward_batch_size,
-            in_4bit=bool(options.reward_load_in_4bit),
+            in_4bit=bits is not None,
             place=self._place,
         )
         if self.cards is not None and (options.reward_placement or options.reward_deepspeed) is not None:
-            self.cards.take(
-                classifier.source, 4 if options.reward_load_in_4bit else None, classifier.frozen.placement.name
-            )
+            self.cards.take(classifier.source, bits, classifier.frozen.placement.name)
         self.classifiers.append(classifier)
         return classifier
 
@@ -150,12 +128,6 @@ class OnlineResources(Resources):
         """Return the placement of a reward model, given the models placed before it, and the reason."""
         choice = None if self.cards is None else self.cards.place(source, bits)
         return None if choice is None else (choice.placement, choice.why)
-
-    def _check_used(self) -> None:
-        """Check that no reward model option is set without a reward model."""
-        for name in CLASSIFIER_OPTIONS:
-            if getattr(self.options, name) is not None and not self.classifiers:
-                raise OptionError(f"{name}: has no effect without a reward model; remove it")
 
     def check_data(self, data: PreparedData) -> None:
         """Check that the rows can be scored: columns that functions require, and a chat template.
@@ -178,51 +150,10 @@ class OnlineResources(Resources):
         """Return the window pass that generates and ranks completions; its decisions are part of the run's state."""
         if isinstance(self.ranker, RewardRanker):
             self.ranker.rewards.follow(context.state)
-        online = self._online(models.policy, context)
-        register = context.run_state.register
-        register("rollout", online.rollout)
-        register("completions", online.log)
-        window_pass = OnlineWindowPass(
-            context.method, models, context.phases, aux_coefficient, self.options, online, self.beta
-        )
+        window_pass = OnlineWindowPass(context, models, aux_coefficient, self.options, self.ranker, self.beta)
+        context.run_state.register("rollout", window_pass.rollout)
+        context.run_state.register("completions", window_pass.log)
         return context.run_state.register_on_each_rank("online", window_pass)
-
-    def _online(self, policy: ScoringEngine, context: RunContext) -> Online:
-        """Return the components that make pairs with this policy."""
-        options, tokenizer = self.options, context.processing_class
-        rollout = RolloutEngine(
-            policy,
-            options.rollout_backend,
-            batch_size=options.rollout_batch_size,
-            gather=options.ds3_gather_for_generation,
-            longest_context=options.max_length,
-            progress=rank() == 0 and not options.disable_tqdm,
-        )
-        file = context.output_dir / COMPLETIONS
-        table = CompletionTable(file, context.events.handler.callbacks) if rank() == 0 else None
-        return Online(
-            rollout=rollout,
-            sampling=self._sampling(policy.scorer.model, tokenizer),
-            ranker=self.ranker,
-            tokenizer=tokenizer,
-            log=CompletionLog(table, options.log_completions, options.num_completions_to_log),
-        )
-
-    def _sampling(self, model: PreTrainedModel, tokenizer: Any) -> Sampling:
-        options = self.options
-        ends = token_ids(tokenizer.eos_token_id) | token_ids(model.generation_config.eos_token_id)
-        pad = tokenizer.pad_token_id
-        return Sampling(
-            max_new_tokens=options.max_new_tokens,
-            eos_token_ids=tuple(sorted(ends)),
-            pad_token_id=pad if pad is not None else min(ends, default=0),
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            min_p=options.min_p,
-            repetition_penalty=options.repetition_penalty,
-            extra=options.generation_kwargs or {},
-        )
 
     @property
     def metrics(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -260,4 +191,5 @@ class OnlineResources(Resources):
 
     def close(self) -> None:
         """Release the reward models."""
-        self.ranker.close()
+        if isinstance(self.ranker, RewardRanker):
+            self.ranker.rewards.close()

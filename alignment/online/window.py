@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
+from alignment.checkpoint.run_folder import COMPLETIONS
 from alignment.config.options_online import OnlineOptions
 from alignment.data.batching import AnyBatch, PromptBatch
 from alignment.data.windows import WindowPlan
 from alignment.engines.collectives import gathered
-from alignment.engines.phases import Phases
 from alignment.engines.rng import seeded
 from alignment.online.completion_log import CompletionLog
 from alignment.online.completions import Generated, described, further_columns
 from alignment.online.pairs import pair_of, plan_pairs, ranked_batches
-from alignment.online.ranking import REASONS, FirstAnswer, Ranker, Ranking, first_answers
+from alignment.online.ranking import REASONS, FirstAnswer, Ranker, Ranking
+from alignment.reporting.completions import CompletionTable
 from alignment.reporting.metrics import MetricSums
 from alignment.rollout.backend import RolloutRequest, Sampling
 from alignment.rollout.engine import RolloutEngine
 from alignment.run.ranks import rank, world_size
+from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
-from alignment.training.method import AnyMethod, Models
+from alignment.training.method import Models
+from alignment.training.sampling.settings import token_ids
 from alignment.training.window import WindowPass
 
 # Separate random streams; all evaluations use the same one.
@@ -42,53 +45,64 @@ class Seeds(NamedTuple):
     order: int
 
 
+def sampling_of(options: OnlineOptions, model: PreTrainedModel, tokenizer: Any) -> Sampling:
+    """Return the sampling settings; a completion ends with any EOS of the tokenizer and the model."""
+    ends = token_ids(tokenizer.eos_token_id) | token_ids(model.generation_config.eos_token_id)
+    pad = tokenizer.pad_token_id
+    return Sampling(
+        max_new_tokens=options.max_new_tokens,
+        eos_token_ids=tuple(sorted(ends)),
+        pad_token_id=pad if pad is not None else min(ends, default=0),
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        extra=options.generation_kwargs or {},
+    )
+
+
 def window_seeds(seed: int, plan: WindowPlan, rank: int, *, train: bool) -> Seeds:
     """Return the seeds of a window as a function of the run's seed, the window and the rank."""
     stream = (_TRAINING, plan.epoch, plan.step) if train else (_EVALUATION,)
     return Seeds(*map(int, np.random.SeedSequence([seed, *stream, rank]).generate_state(3)))
 
 
-@dataclass(frozen=True)
-class Online:
-    """The components that make pairs from prompts.
-
-    Attributes:
-        rollout: generates completions.
-        sampling: sampling settings.
-        ranker: ranks completions.
-        tokenizer: decodes completions.
-        log: the completion log.
-    """
-
-    rollout: RolloutEngine
-    sampling: Sampling
-    ranker: Ranker
-    tokenizer: Any
-    log: CompletionLog
-
-
 class OnlineWindowPass(WindowPass):
     """Computes windows of prompts.
 
     Args:
-        method, models, phases, aux_coefficient: see :class:`WindowPass`.
+        context: the run.
+        models: its models.
+        aux_coefficient: see :class:`WindowPass`.
         options: the run's options.
-        online: the components that make pairs.
+        ranker: ranks completions.
         beta: maps an epoch number to beta, which every batch carries.
     """
 
     def __init__(
         self,
-        method: AnyMethod,
+        context: RunContext,
         models: Models,
-        phases: Phases,
         aux_coefficient: float | None,
         options: OnlineOptions,
-        online: Online,
+        ranker: Ranker,
         beta: Callable[[int], float],
     ) -> None:
-        super().__init__(method, models, phases, aux_coefficient)
-        self.options, self.online, self.beta = options, online, beta
+        super().__init__(context.method, models, context.phases, aux_coefficient)
+        self.options, self.ranker, self.beta = options, ranker, beta
+        self.tokenizer = context.processing_class
+        self.sampling = sampling_of(options, models.policy.scorer.model, self.tokenizer)
+        self.rollout = RolloutEngine(
+            models.policy,
+            options.rollout_backend,
+            batch_size=options.rollout_batch_size,
+            gather=options.ds3_gather_for_generation,
+            longest_context=options.max_length,
+        )
+        file = context.output_dir / COMPLETIONS if rank() == 0 else None
+        table = CompletionTable(file, context.events.handler.callbacks)
+        self.log = CompletionLog(table, options.log_completions, options.num_completions_to_log)
         self._epoch = 0
         # First completions of the initial policy for this rank's prompts of each evaluation set, by the set's key.
         self._starts: dict[str, dict[int, FirstAnswer]] = {}
@@ -96,15 +110,16 @@ class OnlineWindowPass(WindowPass):
     @property
     def names(self) -> tuple[str, ...]:
         loss, *others = super().names
-        return (loss, *self.online.ranker.metrics, *others)
+        return (loss, *self.ranker.metrics, *others)
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        return [("rollout", self.online.rollout.describe())]
+        return [("rollout", self.rollout.describe())]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the current epoch and the initial policy's completions."""
-        return {"epoch": self._epoch, "starts": {key: _listed(each) for key, each in self._starts.items()}}
+        starts = {key: [[row, *answer] for row, answer in each.items()] for key, each in self._starts.items()}
+        return {"epoch": self._epoch, "starts": starts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by :meth:`state_dict`."""
@@ -129,16 +144,17 @@ class OnlineWindowPass(WindowPass):
         with self.phases.of_evaluation():
             for plan, batches, data in evaluation:
                 groups, rankings = self._answered(plan, batches, data, None, count=1, train=False)
-                answers = first_answers(groups, rankings)
-                self._starts[data.key] = {g.row: answer for g, answer in zip(groups, answers, strict=True)}
+                scores = (None if ranking.scores is None else ranking.scores[0] for ranking in rankings)
+                answers = {group.row: FirstAnswer(group.texts[0], score) for group, score in zip(groups, scores)}
+                self._starts[data.key] = answers
 
     def logged(self, step: int) -> None:
         """Write the newest window's completions, if a table is due."""
-        self.online.log.write(step)
+        self.log.write(step)
 
     def finish(self) -> None:
         """Write completions that are waiting for disk space."""
-        self.online.log.finish()
+        self.log.table.finish()
 
     def prepared(
         self, plan: WindowPlan, batches: Sequence[AnyBatch], data: PreparedData, sums: MetricSums, *, train: bool
@@ -152,7 +168,7 @@ class OnlineWindowPass(WindowPass):
         groups, rankings = self._answered(plan, batches, data, sums, count=options.num_generations, train=train)
         self._measure(groups, rankings, sums)
         if train:
-            self.online.log.keep(groups, rankings)
+            self.log.keep(groups, rankings)
         else:
             self._count_wins(plan, groups, rankings, data, sums)
         own = [pair for pair in map(pair_of, groups, rankings) if pair is not None]
@@ -179,13 +195,13 @@ class OnlineWindowPass(WindowPass):
         prompts = [list(prompt) for batch in own for prompt in batch.prompts]
         seeds = window_seeds(self.options.seed, plan, rank(), train=train)
         with self.phases("rollout") as record:
-            request = RolloutRequest(prompts, count, self.online.sampling, seeds.rollout)
-            completions = self.online.rollout.generate(request)
+            request = RolloutRequest(prompts, count, self.sampling, seeds.rollout)
+            completions = self.rollout.generate(request)
             record.tokens += sum(map(len, prompts)) + sum(len(c.ids) for group in completions for c in group)
         # Random draws of user code are reproducible, and do not affect other random streams.
         with self.phases("score") as record, seeded(seeds.code):
-            groups = described(rows, prompts, completions, data, self.online.tokenizer)
-            rankings = self.online.ranker.rank(groups, further_columns(data), seeds.order, sums)
+            groups = described(rows, prompts, completions, data, self.tokenizer)
+            rankings = self.ranker.rank(groups, further_columns(data), seeds.order, sums)
             record.tokens += sum(len(c.ids) for group in completions for c in group)
         return groups, rankings
 
@@ -213,10 +229,6 @@ class OnlineWindowPass(WindowPass):
         seeds = window_seeds(self.options.seed, plan, rank(), train=False)
         with self.phases("score"), seeded(seeds.code):
             starts = [self._starts[data.key][group.row] for group in groups]
-            points = self.online.ranker.wins(groups, rankings, starts, seeds.order)
+            points = self.ranker.wins(groups, rankings, starts, seeds.order)
         known = [point for point in points if point is not None]
         sums.add("win_rate", sum(known), len(known))
-
-
-def _listed(answers: Mapping[int, FirstAnswer]) -> list[list[Any]]:
-    return [[row, *answer] for row, answer in answers.items()]

@@ -18,8 +18,8 @@ from alignment.data.batching import collate, ends
 from alignment.data.messages import Text
 from alignment.data.prepare import check_vocabulary
 from alignment.data.tokenization import RowTokenizer, Source
-from alignment.engines.collectives import device, largest_over_ranks
-from alignment.engines.scoring import FrozenEngine, frozen_engine
+from alignment.engines.collectives import device, largest_numbers
+from alignment.engines.scoring import FrozenEngine, checked
 from alignment.models.classifier import longest_sequence
 from alignment.models.kernels import liger_type
 from alignment.models.leaves import mark_leaves, unmark_leaves
@@ -153,7 +153,8 @@ class ClassifierReward:
             self._longest = min(self._longest, longest_sequence(model) or self._longest)
             self._leaves = mark_leaves(model, self.frozen.ds_config)
             try:
-                self._engine = frozen_engine(model, self.frozen.ds_config, CLASSIFIER)
+                scorer = CLASSIFIER.scorer(model, False)
+                self._engine = checked(FrozenEngine(scorer, self.frozen.ds_config), CLASSIFIER)
             except BaseException:
                 unmark_leaves(self._leaves)  # a live model still belongs to the user
                 raise
@@ -201,7 +202,7 @@ class ClassifierReward:
         """
         engine, size = self.build(), self.batch_size
         order = sorted((n for n, ids in enumerate(sequences) if ids), key=lambda n: -len(sequences[n]))
-        forwards = int(largest_over_ranks(torch.tensor(math.ceil(len(order) / size), device=engine.device)))
+        forwards = int(largest_numbers([math.ceil(len(order) / size)])[0])
         self.tokens = sum(map(len, sequences))
         parts = []
         for start in range(0, forwards * size, size):

@@ -124,7 +124,7 @@ class Generation:
         sampling: the sampling distribution.
         device: device of the model.
         by_layer: weights are gathered layer by layer: keep computing until every rank has finished.
-        tick: called for each unit of progress.
+        tick: to be called whenever there is progress, so that the run is not considered hung.
     """
 
     model: PreTrainedModel
@@ -140,24 +140,18 @@ class RolloutBackend(ABC):
     Attributes:
         name: value of ``rollout_backend``.
         needs_whole_weights: not usable if ZeRO-3 gathers weights layer by layer.
-        unit: unit of the progress bar.
     """
 
     name: ClassVar[str]
-    needs_whole_weights: ClassVar[bool]
-    unit: ClassVar[str]
+    needs_whole_weights: ClassVar[bool] = False
 
-    @abstractmethod
     def obstacle(self, model: PreTrainedModel, sampling: Sampling) -> str | None:
         """Why this backend cannot generate with this model and sampling, or None."""
+        return None
 
-    @abstractmethod
     def pays(self, model: PreTrainedModel) -> bool:
         """Whether ``auto`` selects this backend on this device if it is usable."""
-
-    @abstractmethod
-    def ticks(self, chunk: Sequence[Work], sampling: Sampling) -> int:
-        """Maximum number of progress units of a chunk."""
+        return True
 
     def page_tokens(self, model: PreTrainedModel) -> int:
         """Number of tokens by which the cache of a sequence grows; 1 if it is exactly as long as the sequence."""

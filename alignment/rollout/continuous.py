@@ -42,8 +42,6 @@ _PAGE_TOKENS = 32
 _FLASH_2_PAGE_TOKENS = 256  # flash_attn_with_kvcache requires pages of a multiple of this size
 _LARGEST_BATCH = 2048  # tokens of one forward pass; longer prefills are split
 _LOOK_S = 1.0  # interval between two checks of the generating thread
-
-
 # Continuous batching passes only the scores to a processor, without the preceding tokens. transformers marks the
 # processors for which this suffices, but has not marked this one yet.
 _SCORES_ALONE = ("MinPLogitsWarper",)
@@ -54,7 +52,6 @@ class ContinuousBackend(RolloutBackend):
 
     name = "continuous"
     needs_whole_weights = True
-    unit = "seq"
 
     def __init__(self) -> None:
         self._kept: Any = None  # manager of the session
@@ -65,18 +62,8 @@ class ContinuousBackend(RolloutBackend):
         return _FLASH_2_PAGE_TOKENS if decodes_from_pages(model.config, version=2) else _PAGE_TOKENS
 
     def pays(self, model: PreTrainedModel) -> bool:
-        """Whether this is a GPU with a flash kernel: only these read a paged cache in place.
-
-        Other kernels copy and mask the entire cache for every token. On a CPU (4 layers of width 256, vocabulary
-        32000, 8 prompts of 20 to 120 tokens with 2 completions each, 64 new tokens), it took 1.1 to 1.3 times as long
-        as ``generate`` if every completion reached its maximum length, and 0.7 times as long if one token in 40 was
-        EOS: select it explicitly if completions end early at very different lengths.
-        """
+        """Whether this is a GPU with a flash kernel; others copy and mask the entire cache for every token."""
         return device().type == "cuda" and is_flash_attention_requested(model.config)
-
-    def ticks(self, chunk: Sequence[Work], sampling: Sampling) -> int:
-        """One unit per completion."""
-        return sum(work.count for work in chunk)
 
     def obstacle(self, model: PreTrainedModel, sampling: Sampling) -> str | None:
         """What transformers' continuous batching does not support, or None."""
@@ -123,13 +110,14 @@ class ContinuousBackend(RolloutBackend):
             with self.session([chunk], generation):
                 return self.generate(chunk, generation)
         found: dict[str, Any] = {}
+        names = [request_names(str(place), work.count) for place, work in enumerate(chunk)]
         manager = self._kept
         with old_objects_spared():
-            for place, work in enumerate(chunk):
+            for work, each in zip(chunk, names):
                 # Copies are made one token before the end of the prompt; transformers fails if nothing precedes it.
                 together = work.count if len(work.ids) > 1 else 1
                 set_copies(manager, together)
-                for name in _names(place, work)[::together]:
+                for name in each[::together]:
                     if manager.add_request(list(work.ids), request_id=name) is None:
                         _check("a prompt was rejected")
             if self._begun:
@@ -137,7 +125,7 @@ class ContinuousBackend(RolloutBackend):
             self._begun = True
             # Start only now, so that the first batch contains the same requests in every run.
             manager.start()
-            while len(found) < sum(work.count for work in chunk):
+            while len(found) < sum(map(len, names)):
                 result = manager.get_result(timeout=_LOOK_S)
                 if result is not None:
                     _check(result.error)
@@ -146,15 +134,7 @@ class ContinuousBackend(RolloutBackend):
                 elif generation_error(manager) is not None or not manager.is_running():
                     _check(generation_error(manager) or "its thread has exited")
             stop_keeping_graphs(manager)
-        return [
-            [Completion.cut(found[name].generated_tokens, generation.sampling) for name in _names(place, work)]
-            for place, work in enumerate(chunk)
-        ]
-
-
-def _names(place: int, work: Work) -> list[str]:
-    """transformers' names of a request and its copies."""
-    return request_names(str(place), work.count)
+        return [[Completion.cut(found[name].generated_tokens, generation.sampling) for name in each] for each in names]
 
 
 def _check(error: object) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
 from deepspeed.accelerator import get_accelerator
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from alignment.config.errors import DataError, OptionError
-from alignment.engines.collectives import largest_over_ranks
+from alignment.config.errors import OptionError
+from alignment.engines.collectives import largest_numbers
 from alignment.engines.optimizers import bytes_to_come
 from alignment.engines.rng import seeded
 from alignment.engines.scoring import ScoringEngine
@@ -51,15 +49,11 @@ def choose_backend(asked: str, model: PreTrainedModel, sampling: Sampling, *, wh
         whole: whether every rank has unsharded weights during a rollout.
 
     Raises:
-        OptionError: the selected backend does not exist or is not usable; the message gives the reason.
+        OptionError: the selected backend is not usable; the message gives the reason.
     """
-    known = backends()
     if asked == "auto":
-        return next(one for one in known if one.pays(model) and _obstacle(one, model, sampling, whole) is None)
-    named = next((one for one in known if one.name == asked), None)
-    names = ", ".join(["auto", *(one.name for one in known)])
-    if named is None:
-        raise OptionError(f"rollout_backend={asked!r}: not supported; set one of {names}")
+        return next(one for one in backends() if one.pays(model) and _obstacle(one, model, sampling, whole) is None)
+    named = next(one for one in backends() if one.name == asked)
     obstacle = _obstacle(named, model, sampling, whole)
     if obstacle is not None:
         raise OptionError(f"rollout_backend={asked!r}: {obstacle}")
@@ -91,7 +85,6 @@ class RolloutEngine:
         batch_size: completions generated at the same time on each rank; None: as many as fit.
         gather: whether ZeRO-3 gathers all weights for a rollout; None: if they fit (:func:`.memory.measure_room`).
         longest_context: maximum length of prompt and completion together, in tokens.
-        progress: show a progress bar during a rollout.
     """
 
     def __init__(
@@ -102,11 +95,10 @@ class RolloutEngine:
         batch_size: int | None = None,
         gather: bool | None = None,
         longest_context: int,
-        progress: bool = False,
     ) -> None:
         self.policy = policy
         self._asked, self._batch_size, self._gather = backend, batch_size, gather
-        self._longest_context, self._progress = longest_context, progress
+        self._longest_context = longest_context
         self.backend: RolloutBackend | None = None
         self.room: Room | None = None
 
@@ -114,34 +106,35 @@ class RolloutEngine:
         """Generate completions, indexed by prompt and generation. Collective, including ranks without prompts.
 
         Raises:
-            DataError: a prompt has no tokens.
             OptionError: the backend does not support this model, these processors or layer-wise gathering.
             TrainingError: continuous batching failed.
             Cut: a stop was requested; raised on every rank.
         """
-        _check_prompts(request.prompts)
         room, backend = self._decide(request)
         parts = chunks(request, room.batch_size)
         by_layer = self.policy.partitioned and not room.gather
-        if by_layer:
-            parts = self._as_many_on_all_ranks(parts, request)
+        if by_layer:  # all ranks must gather layers equally often: add chunks of one dummy token
+            dummy = Work(-1, (request.sampling.pad_token_id,), 1)
+            parts += [[dummy]] * (int(largest_numbers([len(parts)])[0]) - len(parts))
+        generation = Generation(self._model, request.sampling, self.policy.device, by_layer, ACTIVITY.progress)
         results: list[list[Completion]] = [[] for _ in request.prompts]
         cut = False
         try:
-            with self._ready(request.seed, by_layer), self._bar(request, parts, backend) as bar:
-                generation = self._generation(request, by_layer, bar)
-                with backend.session(parts, generation):
-                    for part in parts:
-                        cut = self._asked_to_stop(together=by_layer)
-                        if cut:
-                            break
-                        for work, completions in zip(part, self._run(part, generation, backend, bar)):
-                            if work.prompt >= 0:
-                                results[work.prompt] += completions
+            with self._ready(request.seed, by_layer), backend.session(parts, generation):
+                for part in parts:
+                    cut = self._asked_to_stop(together=by_layer)
+                    if cut:
+                        break
+                    if part[0].prompt < 0:  # a dummy runs as long as the other ranks do
+                        short = replace(request.sampling, max_new_tokens=1, extra={})
+                        backend.generate(part, replace(generation, sampling=short))
+                        continue
+                    for work, completions in zip(part, backend.generate(part, generation)):
+                        results[work.prompt] += completions
         finally:
             # A cache that grew token by token leaves the allocator fragmented.
             get_accelerator().empty_cache()
-        if REQUESTS.deferring and (cut if by_layer else self._on_any_rank(cut)):
+        if REQUESTS.deferring and largest_numbers([cut]) != [0.0]:
             raise Cut
         return results
 
@@ -150,18 +143,14 @@ class RolloutEngine:
         if not REQUESTS.deferring:
             return False
         asked = REQUESTS.asked() is not None
-        return self._on_any_rank(asked) if together else asked
-
-    def _on_any_rank(self, value: bool) -> bool:
-        return bool(largest_over_ranks(torch.tensor([float(value)], device=self.policy.device)).item())
+        return largest_numbers([asked]) != [0.0] if together else asked
 
     def describe(self) -> str:
         """The settings fixed by the first rollout, for the log; empty before it."""
         if self.room is None or self.backend is None:
             return ""
-        gathered = ""
-        if self.policy.partitioned:
-            gathered = ", weights gathered " + ("once per rollout" if self.room.gather else "layer by layer")
+        way = "once per rollout" if self.room.gather else "layer by layer"
+        gathered = f", weights gathered {way}" if self.policy.partitioned else ""
         return f"{self.backend.name}, up to {self.room.batch_size} completions at a time per rank{gathered}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,12 +187,6 @@ class RolloutEngine:
             self.room = room
         return self.room, self.backend
 
-    def _as_many_on_all_ranks(self, parts: list[list[Work]], request: RolloutRequest) -> list[list[Work]]:
-        """Add chunks of one dummy token up to the largest number of any rank: all must gather layers equally often."""
-        most = int(largest_over_ranks(torch.tensor([len(parts)], device=self.policy.device)))
-        dummy = Work(-1, (request.sampling.pad_token_id,), 1)
-        return parts + [[dummy]] * (most - len(parts))
-
     @contextlib.contextmanager
     def _ready(self, seed: int, by_layer: bool) -> Iterator[None]:
         """Enter eval mode, gather weights as needed, and seed the generators."""
@@ -216,40 +199,3 @@ class RolloutEngine:
             elif self.policy.partitioned:
                 stack.enter_context(whole_weights(self.policy))
             yield
-
-    def _generation(self, request: RolloutRequest, by_layer: bool, bar: tqdm[None]) -> Generation:
-        def tick() -> None:
-            ACTIVITY.progress()
-            bar.update()
-
-        return Generation(self._model, request.sampling, self.policy.device, by_layer, tick)
-
-    def _run(
-        self, part: Sequence[Work], generation: Generation, backend: RolloutBackend, bar: tqdm[None]
-    ) -> list[list[Completion]]:
-        end = bar.n + backend.ticks(part, generation.sampling)
-        if part[0].prompt < 0:  # a dummy runs as long as the other ranks do
-            generation = replace(generation, sampling=replace(generation.sampling, max_new_tokens=1, extra={}))
-        completions = backend.generate(part, generation)
-        bar.update(end - bar.n)  # it may have stopped early
-        return completions
-
-    @contextlib.contextmanager
-    def _bar(
-        self, request: RolloutRequest, parts: Sequence[Sequence[Work]], backend: RolloutBackend
-    ) -> Iterator[tqdm[None]]:
-        total = sum(backend.ticks(part, request.sampling) for part in parts)
-        shown = self._progress and total > 0
-        with tqdm(
-            total=total, desc="rollout", unit=backend.unit, disable=not shown, leave=False, dynamic_ncols=True
-        ) as bar:
-            yield bar
-
-
-def _check_prompts(prompts: Sequence[Sequence[int]]) -> None:
-    for number, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise DataError(
-                f"prompt {number} of a rollout has no tokens, so nothing can be generated from it; drop the row, or "
-                "use a tokenizer that prepends BOS"
-            )

@@ -8,8 +8,8 @@ padding.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,13 +20,12 @@ from transformers import (
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
-    StoppingCriteria,
     StoppingCriteriaList,
     WatermarkLogitsProcessor,
 )
 
 from alignment.internals.transformers import changed_processors, knows_padding
-from alignment.rollout.backend import Completion, Generation, RolloutBackend, Sampling, Work
+from alignment.rollout.backend import Completion, Generation, RolloutBackend, Work
 from alignment.rollout.processors import generation_config
 
 # The others read only the scores, or only the number of tokens including padding.
@@ -61,49 +60,23 @@ class _WithoutPadding(LogitsProcessor):
         return result
 
 
-@contextlib.contextmanager
-def padding_unseen(model: PreTrainedModel, padding: Sequence[int], device: torch.device) -> Iterator[None]:
-    """Hide padding, within this context, from the processors that ``model.generate`` creates for a batch.
-
-    Args:
-        model: the model.
-        padding: number of padding tokens on the left of each row of the batch.
-        device: device of the batch.
-    """
-    if not any(padding):
-        yield
-        return
+def _padding_unseen(
+    model: PreTrainedModel, padding: Sequence[int], device: torch.device
+) -> AbstractContextManager[None]:
+    """Hide padding, within this context, from the processors that ``model.generate`` creates for a batch."""
 
     def without_padding(one: LogitsProcessor) -> LogitsProcessor:
-        return _WithoutPadding(one, padding, device) if _reads_padding(one) else one
+        # Since release 5.23, transformers tells the repetition penalty itself how long each row's padding is.
+        reads = isinstance(one, _READERS) and not knows_padding(one)
+        return _WithoutPadding(one, padding, device) if reads else one
 
-    with changed_processors(model, without_padding):
-        yield
-
-
-def _reads_padding(processor: LogitsProcessor) -> bool:
-    # Since release 5.23, transformers tells the repetition penalty itself how long each row's padding is.
-    return isinstance(processor, _READERS) and not knows_padding(processor)
+    return changed_processors(model, without_padding) if any(padding) else nullcontext()
 
 
 class GenerateBackend(RolloutBackend):
     """Generates with ``model.generate``; works with every model."""
 
     name = "generate"
-    needs_whole_weights = False
-    unit = "step"
-
-    def obstacle(self, model: PreTrainedModel, sampling: Sampling) -> str | None:
-        """Always None."""
-        return None
-
-    def pays(self, model: PreTrainedModel) -> bool:
-        """Always True."""
-        return True
-
-    def ticks(self, chunk: Sequence[Work], sampling: Sampling) -> int:
-        """One unit per token position; fewer if all rows end earlier."""
-        return sampling.max_new_tokens
 
     def generate(self, chunk: Sequence[Work], generation: Generation) -> list[list[Completion]]:
         """See :class:`RolloutBackend`."""
@@ -113,24 +86,19 @@ class GenerateBackend(RolloutBackend):
         padding = [width - len(row) for row in rows]
         padded = [[sampling.pad_token_id] * left + list(row) for left, row in zip(padding, rows)]
         mask = [[0] * left + [1] * len(row) for left, row in zip(padding, rows)]
-        with padding_unseen(generation.model, padding, device):
+
+        def ticked(input_ids: Tensor, scores: Any, **more: Any) -> Tensor:
+            """Called by transformers after each token; stops no row."""
+            generation.tick()
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=device)
+
+        with _padding_unseen(generation.model, padding, device):
             output = generation.model.generate(
                 torch.tensor(padded, device=device),
                 attention_mask=torch.tensor(mask, device=device),
                 generation_config=generation_config(sampling),
-                stopping_criteria=StoppingCriteriaList([_Steps(generation.tick)]),
+                stopping_criteria=StoppingCriteriaList([ticked]),
                 synced_gpus=generation.by_layer,
             )
         done = iter([Completion.cut(row, sampling) for row in output[:, width:].tolist()])
         return [[next(done) for _ in range(work.count)] for work in chunk]
-
-
-class _Steps(StoppingCriteria):
-    """Reports progress: transformers calls it after each token. It never stops a row."""
-
-    def __init__(self, stepped: Callable[[], object]) -> None:
-        self.stepped = stepped
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.stepped()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

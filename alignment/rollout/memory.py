@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from alignment.engines.collectives import device, largest_over_ranks
+from alignment.engines.collectives import device, largest_numbers
 from alignment.engines.memory.devices import free_bytes
 from alignment.internals.deepspeed_zero3 import away, whole_bytes
 from alignment.models.architectures import inner_width, layer_configs
@@ -59,8 +58,7 @@ def measure_room(
         to_come: bytes of this rank's device that are free now but will be allocated permanently.
     """
     free = free_bytes(device()) - to_come
-    least = -largest_over_ranks(torch.tensor([-free], dtype=torch.int64, device=device()))
-    budget = _SHARE * float(least)
+    budget = _SHARE * -largest_numbers([-free])[0]
     weights = weight_bytes(model)
     each = completion_bytes(model, context, page)
     if gather is None:

@@ -21,6 +21,8 @@ ACCEPTED = words(
 )
 _OPTIONS = words("max_new_tokens temperature top_p top_k min_p repetition_penalty")
 _INSTEAD = {
+    **{name: f"it is a separate option; set {name} outside generation_kwargs" for name in _OPTIONS},
+    **{f"{name}_token_id": "it is taken from the tokenizer; set it there" for name in ("bos", "eos", "pad")},
     "num_return_sequences": "set num_generations",
     "max_length": "it includes the prompt; set max_new_tokens",
     "min_length": "it includes the prompt and its padding; set min_new_tokens",
@@ -31,9 +33,6 @@ _INSTEAD = {
     "guidance_scale": "it runs the model twice per token; remove it",
     "use_cache": "the cache is always used; set rollout_batch_size to save memory",
     "cache_implementation": "the rollout uses its own cache; set rollout_batch_size to save memory",
-    "eos_token_id": "it is taken from the tokenizer; set it there",
-    "pad_token_id": "it is taken from the tokenizer; set it there",
-    "bos_token_id": "it is taken from the tokenizer; set it there",
 }
 
 
@@ -52,8 +51,6 @@ def check_generation_kwargs(extra: Mapping[str, Any]) -> None:
     known = set(vars(GenerationConfig()))
     for key, value in extra.items():
         where = f"generation_kwargs: {setting(key, value)}: "
-        if key in _OPTIONS:
-            raise OptionError(f"{where}it is a separate option; set {key} outside generation_kwargs")
         if key not in ACCEPTED:
             reason = "it does not affect the sampling distribution; remove it"
             if key not in known:

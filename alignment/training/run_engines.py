@@ -12,14 +12,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import enable_full_determinism, set_seed
 
+from alignment.checkpoint import saving
 from alignment.checkpoint.engine_state import EngineState, ScheduleState
 from alignment.checkpoint.frozen import FrozenTensors
-from alignment.checkpoint.saving import (
-    load_weights,
-    trained_keys,
-    write_adapters,
-    write_model,
-)
 from alignment.config.dtypes import SHORT
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
@@ -34,13 +29,7 @@ from alignment.models.loading import disable_dropout, enable_checkpointing
 from alignment.models.scorer import Scorer
 from alignment.models.tasks import CAUSAL_LM, Task
 from alignment.planning.engines import EnginePlan
-from alignment.planning.gradients import (
-    GradientPlan,
-    bytes_in_use,
-    plan_gradients,
-    situation_of,
-    sizes_of,
-)
+from alignment.planning.gradients import GradientPlan, bytes_in_use, plan_gradients, situation_of, sizes_of
 from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.base import Reference
 from alignment.references.engine import ReferencePlan
@@ -64,16 +53,10 @@ def build_engine(
     task: Task = CAUSAL_LM,
     reduce_once: bool = False,
 ) -> ScoringEngine:
-    """Wrap a model in its engine and verify once that it computes correct scores.
+    """Wrap a scorer, whose model was loaded for ``ds_config``, in its engine; check once that its scores are correct.
 
-    Args:
-        scorer: scorer of a model loaded for ``ds_config``.
-        options: the run's options.
-        ds_config: this engine's DeepSpeed configuration.
-        training_steps: length of the schedule; None for a frozen engine.
-        optimizers: the user's optimizer and schedule, or Nones.
-        task: the model's task.
-        reduce_once: see :class:`PolicyEngine`.
+    The engine is frozen if ``training_steps``, the length of the schedule, is None. The user's own optimizer and
+    schedule in ``optimizers`` are used instead of those of the options.
     """
     if training_steps is None:
         return checked(FrozenEngine(scorer, ds_config), task)
@@ -91,17 +74,10 @@ def build_engine(
 
 
 class RunEngines:
-    """Policy, reference and the method's further resources.
-
-    Args:
-        context: the run.
-        plan: DeepSpeed configurations and dtypes.
-        optimizers: the user's optimizer and schedule, or Nones.
-        aux_coefficient: weight of the load-balancing loss of a mixture of experts, or None.
-        resources: the method's further resources.
+    """Policy, reference and the method's further resources, built when first needed.
 
     Attributes:
-        models: policy and reference; None without engines.
+        models: policy and reference; None while there are no engines.
         stores: the log-probs of a precomputed reference, or None.
         trained: whether the policy has been trained, so that releasing it loses its weights.
     """
@@ -115,26 +91,19 @@ class RunEngines:
         resources: Resources,
     ) -> None:
         self.context, self.plan, self.optimizers = context, plan, optimizers
-        self.aux_coefficient, self.resources = aux_coefficient, resources
+        self.aux_coefficient, self.resources, self.trained = aux_coefficient, resources, False
         self.models: Models | None = None
-        asked = plan.reference
         self.stores: ReferenceStores | None = None
-        if isinstance(asked, ReferencePlan) and asked.precomputed:
-            self.stores = ReferenceStores(context, asked)
-        self.trained = False
+        if isinstance(plan.reference, ReferencePlan) and plan.reference.precomputed:
+            self.stores = ReferenceStores(context, plan.reference)
         self._frozen: FrozenTensors | None = None
         self._pass: WindowPass | None = None
-        self._given: Given | None = None
-        self._gradients: GradientPlan | None = None
-        self._trainable = False
+        self._given: Given | None = None  # how the initial policy is computed
         self._view: Any = None  # the PeftModel around new adapters
 
     @property
     def model(self) -> Any:
-        """The policy: the live model, or the one inside the engine after it is built, else None.
-
-        With adapters, the ``PeftModel`` around it.
-        """
+        """The policy, with adapters the ``PeftModel`` around it: the live model, else the engine's, else None."""
         adapters = self.plan.adapters
         if adapters is not None and adapters.live is not None:
             return adapters.live
@@ -149,15 +118,11 @@ class RunEngines:
 
     @property
     def waits_for_model(self) -> bool:
-        """Whether the policy in its trained form only exists after engines are built.
-
-        A live model of a different dtype is converted by the engines; one that was trained remains converted.
-        """
+        """Whether the policy in its trained form, dtype and adapters included, only exists after engines are built."""
         adapters, model = self.plan.adapters, self.plan.source.live
         live = model is not None and (self.trained or model.dtype == self.plan.compute)
-        if adapters is not None and not self.trained:
-            live = live and adapters.live is not None
-        return self.models is None and not live
+        adapted = adapters is None or self.trained or adapters.live is not None
+        return self.models is None and not (live and adapted)
 
     @property
     def ready(self) -> bool:
@@ -183,25 +148,17 @@ class RunEngines:
         assert self._frozen is not None
         return self._frozen
 
-    @property
-    def stage(self) -> int:
-        """The policy's ZeRO stage."""
-        return int(self.plan.policy["zero_optimization"]["stage"])
-
     def exported_names(self) -> dict[str, str]:
         """The keys of the parameters that are trained in fp32 in the output of :meth:`write`, by parameter name."""
-        return trained_keys(self.policy.scorer.model, self.plan.adapters)
+        return saving.trained_keys(self.policy.scorer.model, self.plan.adapters)
 
     def build(self, training_steps: int | None) -> None:
-        """Build the engines, unless the existing ones can be used; collective.
-
-        Args:
-            training_steps: length of the schedule; None for evaluation only.
+        """Build engines for this number of steps, None for evaluation, unless existing ones can be used; collective.
 
         Raises:
             OptionError: if the trained weights were released.
         """
-        if self._pass is not None and (self._trainable or training_steps is None):
+        if self._pass is not None and (training_steps is None or isinstance(self._pass.models.policy, PolicyEngine)):
             return
         if self.trained and self.models is None:
             raise OptionError(
@@ -217,15 +174,11 @@ class RunEngines:
         policy, handler = self.models.policy, context.events.handler
         handler.model = self.model
         handler.optimizer, handler.lr_scheduler = policy.engine.optimizer, policy.engine.lr_scheduler
-        self._trainable = training_steps is not None
         if isinstance(policy, PolicyEngine):
             context.run_state.register("schedule", ScheduleState(policy.scheduler))
             context.run_state.register("engine", EngineState(policy))
         self._frozen = FrozenTensors(policy.scorer.model)
         self._pass = self.resources.window_pass(context, self.models, self.aux_coefficient)
-        for line in (self.plan.describe(self._given), *self.plan.notes):
-            tell(line)
-        tell(None if self._gradients is None else self._gradients.describe())
         self.resources.built(policy.scorer.model)
 
     def follow(self, schedule: LRScheduler) -> None:
@@ -265,8 +218,8 @@ class RunEngines:
             if self.stores is None:  # an evaluated reference may have changed state, unlike in a resumed run
                 others = bytes_in_use()
             ds_config = plan.policy_frozen if training_steps is None else plan.policy
-            scorer, self._given = self._scorer(ds_config)
-            self._gradients = None if training_steps is None else self._planned_gradients(scorer, others)
+            scorer = self._scorer(ds_config)
+            gradients = None if training_steps is None else self._plan_gradients(scorer, others)
             policy = build_engine(
                 scorer,
                 args,
@@ -274,16 +227,19 @@ class RunEngines:
                 training_steps=training_steps,
                 optimizers=self.optimizers,
                 task=self.context.method.task,
-                reduce_once=self._gradients is not None and self._gradients.once,
+                reduce_once=gradients is not None and gradients.once,
             )
             built.callback(policy.close)
             if isinstance(plan.reference, AdapterReferencePlan):
                 assert self._given is not None
                 reference = plan.reference.of(policy, self._given)
             built.pop_all()
+        for line in (plan.describe(self._given), *plan.notes):
+            tell(line)
+        tell(None if gradients is None else gradients.describe())
         return Models(policy, reference)
 
-    def _planned_gradients(self, scorer: Scorer, others: int) -> GradientPlan | None:
+    def _plan_gradients(self, scorer: Scorer, others: int) -> GradientPlan | None:
         """Plan how the policy's gradients are summed, and write it to its configuration; collective."""
         args, plan = self.context.args, self.plan
         # With max_tokens_per_batch, a window has as many micro-batches as needed, at most one per row.
@@ -297,14 +253,13 @@ class RunEngines:
             plan.policy["data_types"]["grad_accum_dtype"] = SHORT[made.accumulate]
         return made
 
-    def _scorer(self, ds_config: dict[str, Any]) -> tuple[Scorer, Given | None]:
-        """Load the policy's model with head and adapters; return its scorer, and how to compute the initial policy."""
+    def _scorer(self, ds_config: dict[str, Any]) -> Scorer:
+        """Load the policy's model with head and adapters; return its scorer."""
         args, plan = self.context.args, self.plan
         model = plan.source.load(args, plan.compute, ds_config, device())
         scorer = self.context.method.task.scorer(model, self.aux_coefficient is not None)
-        given = None
         if plan.adapters is not None:
-            given = equip(
+            self._given = equip(
                 model,
                 plan.adapters,
                 ds_config=ds_config,
@@ -315,28 +270,23 @@ class RunEngines:
             )
         if args.disable_dropout:  # also that of the adapters
             disable_dropout(model)
-        return scorer, given
+        return scorer
 
     def write(self, folder: Path) -> None:
         """Write what is trained (full model or adapters) and the tokenizer to ``folder``; collective."""
-        context, adapters = self.context, self.plan.adapters
-        assert self.models is not None
-        model, first = self.models.policy.scorer.model, context.is_first
+        model, adapters = self.window_pass.models.policy.scorer.model, self.plan.adapters
+        tokenizer, first = self.context.processing_class, self.context.is_first
         if adapters is None:
-            write_model(model, context.processing_class, folder, first_rank=first)
+            saving.write_model(model, tokenizer, folder, first_rank=first)
         else:
-            write_adapters(model, adapters, self.plan.source, context.processing_class, folder, first_rank=first)
+            saving.write_adapters(model, adapters, self.plan.source, tokenizer, folder, first_rank=first)
 
     def restore(self, folder: Path) -> None:
         """Load weights written by :meth:`write` into the policy, at the end of a run; collective."""
-        load_weights(self.policy.scorer.model, self.plan.adapters, folder, first_rank=self.context.is_first)
+        saving.load_weights(self.policy.scorer.model, self.plan.adapters, folder, first_rank=self.context.is_first)
 
     def close(self) -> None:
-        """Release the engines. Trained weights are released too, so save before; the trainer cannot train again.
-
-        A live model keeps the effects of training: its trained weights (still partitioned under ZeRO-3), dropout of 0,
-        gradient checkpointing, and a head that can also return log-probs.
-        """
+        """Release the engines and with them the trained weights; see :meth:`AlignmentTrainer.close`."""
         self.resources.close()
         if self.models is not None:
             self.models.close()
@@ -344,6 +294,5 @@ class RunEngines:
         if adapters is not None and adapters.live is not None and REFERENCE in adapters.live.peft_config:
             adapters.live.delete_adapter(REFERENCE)  # added by this package; the user must not save it
         self.models = self._pass = self._frozen = self._view = None
-        self._trainable = False
         handler = self.context.events.handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, None, None

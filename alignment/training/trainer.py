@@ -391,7 +391,7 @@ class AlignmentTrainer(TrainerSurface):
             "attempt": identity.attempt,
             "checkpoint": checkpoint.folder.name,
             "world_size": world_size(),
-            "stage": self.engines.stage,
+            "stage": self.planned.engines.policy["zero_optimization"]["stage"],
         }
 
     def _finish(self, writer: CheckpointWriter) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import platform
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import bitsandbytes
@@ -14,6 +14,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from drivers import rollout as rollout_driver
 from drivers.rollout import PROMPTS, SEQUENCES, sampling
 from helpers import STAGES, make_model, zero
 from torch import nn
@@ -54,21 +55,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def policy_engine(model: str, stage: str, made: str, bf16: bool | None) -> PolicyEngine:
-    init_distributed(use_cpu=True)
-    config: dict[str, Any] = STAGES[stage] | {
-        "train_batch_size": 1,
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": bf16 is not False},
-    }
+    """In fp32, or in bf16 with the engine's own accumulation; None: with that of fp32."""
+    more: dict[str, Any] = {"bf16": {"enabled": bf16 is not False}}
     if bf16 is None:
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
+        more["data_types"] = {"grad_accum_dtype": "fp32"}
     dtype = torch.float32 if bf16 is False else torch.bfloat16
-    scorer = CompletionScorer(load_model(model, dtype, ds_config=config))
-    optimizer = OPTIMIZERS[made](list(scorer.parameters()))
-    return PolicyEngine(scorer, config, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
+    return rollout_driver.policy_engine(model, stage, made=OPTIMIZERS[made], dtype=dtype, further=more)
 
 
 def live_tensors() -> list[torch.Tensor]:
@@ -91,27 +83,18 @@ def step(policy: PolicyEngine) -> None:
     policy.step()
 
 
-OFTEN = [
+CASES = [
     ("stage0", "adamw", False),
     ("stage2", "8-bit", True),
     ("stage2", "sgd", True),
     ("stage3", "adamw", None),  # fp32 accumulation
     ("stage2-offload", "adamw", True),
-]
-CASES = [
-    *(("stage0", made, False) for made in OPTIMIZERS),
-    *(("stage2", made, True) for made in OPTIMIZERS),
-    *(("stage3", made, True) for made in ("adamw", "8-bit", "sgd")),
-    ("stage3", "adamw", False),
-    *((stage, "adamw", None) for stage in ("stage2", "stage3")),
-    *((stage, "adamw", True) for stage in ("stage2-offload", "stage3-offload")),
+    *(pytest.param("stage0", made, False, marks=pytest.mark.ci) for made in ("paged", "adagrad", "momentum")),
+    *(pytest.param(stage, "adamw", True, marks=pytest.mark.ci) for stage in ("stage3", "stage3-offload")),
 ]
 
 
-@pytest.mark.parametrize(
-    ("stage", "made", "bf16"),
-    [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.ci) for case in CASES],
-)
+@pytest.mark.parametrize(("stage", "made", "bf16"), CASES)
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 def test_permanent_memory_of_the_first_step_is_known_in_advance(
     model: str, stage: str, made: str, bf16: bool | None
@@ -158,14 +141,6 @@ def test_the_memory_for_the_first_rollout_is_that_of_the_second_one(
     policy.close()
 
 
-def test_an_inference_engine_allocates_nothing_later(model: str) -> None:
-    init_distributed(use_cpu=True)
-    config = {"train_micro_batch_size_per_gpu": 1, **STAGES["stage3"]}
-    engine = FrozenEngine(CompletionScorer(load_model(model, torch.float32, ds_config=config)), config)
-    assert bytes_to_come(engine.engine, CPU) == 0
-    engine.close()
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A GPU of 24 GiB, as torch describes it."""
@@ -194,13 +169,6 @@ def test_free_memory_of_a_gpu_within_the_limit(
     gpu(free, allocated, reserved, share)
     assert devices.free_bytes(GPU) == expected * GIB
     assert devices.total_bytes(GPU) == 24 * GIB * share
-
-
-def test_free_memory_is_queried_in_one_place() -> None:
-    """The driver's value ignores the limit."""
-    package = Path(devices.__file__).parents[2]
-    asking = {str(file.relative_to(package)) for file in package.rglob("*.py") if "mem_get_info" in file.read_text()}
-    assert asking == {"engines/memory/devices.py"}
 
 
 @pytest.fixture
@@ -250,13 +218,12 @@ def test_segments_of_a_process_that_has_used_cuda_before(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("where", "name", "value"),
     [
-        *((allocator.os.environ, name, "max_split_size_mb:128") for name in allocator.VARIABLES),
+        (allocator.os.environ, allocator.VARIABLES[1], "max_split_size_mb:128"),
         (allocator.os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),
         (torch.version, "cuda", None),
         (platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2"),
-        (allocator.sys, "platform", "win32"),
     ],
-    ids=["new name", "old name", "of ROCm", "no cache", "no CUDA", "WSL", "Windows"],
+    ids=["own", "no cache", "no CUDA", "WSL"],
 )
 def test_segments_that_are_not_changed(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, value: Any) -> None:
     set_one = monkeypatch.setitem if where is allocator.os.environ else monkeypatch.setattr
@@ -334,13 +301,9 @@ def test_groups_that_an_8_bit_optimizer_can_count(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("made", [*OPTIMIZERS])
-@pytest.mark.parametrize("more", [0, 1])
-def test_more_elements_than_an_optimizer_can_count(made: str, more: int) -> None:
-    units = [Unit(torch.empty(size, device="meta"), 0, ()) for size in (5, 2**31 - 1 + more)]
+def test_more_elements_than_an_optimizer_can_count(made: str) -> None:
+    fitting, large = (Unit(torch.empty(size, device="meta"), 0, ()) for size in (2**31 - 1, 2**31))
     optimizer = OPTIMIZERS[made]([nn.Parameter(torch.ones(2))])
-    if made in ("8-bit", "paged") and more:
-        with pytest.raises(OptionError, match="32 bits, .* 2147483648 elements .*maximum: 2147483647.*adamw_torch"):
-            check_counts(optimizer, units)
-    else:
-        check_counts(optimizer, units)
-    check_counts(optimizer, [])
+    check_counts(optimizer, [fitting])
+    with pytest.raises(OptionError, match="^optim: .* 2147483648 ") if made in ("8-bit", "paged") else nullcontext():
+        check_counts(optimizer, [fitting, large])

@@ -117,7 +117,7 @@ class Bench:
         models, data, eos = self.models(method, trainer), trainer.data.train, trainer.processing_class.eos_token_id
         window_pass = trainer.resources.window_pass(trainer.context, models, None)
         if method == "online_dpo":
-            window_pass.online.rollout.generate = lambda request: [
+            window_pass.rollout.generate = lambda request: [
                 [Completion(ids, ids[-1] == eos) for ids in answers(prompt, request.num_generations, eos)]
                 for prompt in request.prompts
             ]

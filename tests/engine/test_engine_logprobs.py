@@ -32,6 +32,17 @@ def policy_engine(model: str, folder: Path, stage: int) -> tuple[CPOTrainer, Pol
     return trainer, policy
 
 
+def compare(trainer: CPOTrainer, stage: int, gradients: Any) -> None:
+    """Compare the engine's gradients with the expected ones, and close the trainer."""
+    for (name, found), gradient in zip(trainer.model.named_parameters(), gradients):  # type: ignore[union-attr]
+        whole: Any = safe_get_full_grad(found) if stage else found.grad
+        if float(gradient.norm()) == 0:
+            assert float(whole.norm()) < 1e-6, name
+        else:
+            assert float((whole - gradient).norm() / gradient.norm()) <= 1e-5, name
+    trainer.close()
+
+
 @pytest.mark.parametrize("kind", ["tied", "untied", "capped", "scaled"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_logps_and_gradients(tmp_path: Path, kind: str, stage: int) -> None:
@@ -47,13 +58,7 @@ def test_logps_and_gradients(tmp_path: Path, kind: str, stage: int) -> None:
     error = ((output.scores - expected).abs() / expected.abs().clamp(min=1)).detach()
     assert float(error.max()) <= 1e-5
     policy.backward((weights.float() * output.scores).sum(), last=True)
-    for (name, found), gradient in zip(trainer.model.named_parameters(), gradients):  # type: ignore[union-attr]
-        whole: Any = safe_get_full_grad(found) if stage else found.grad
-        if float(gradient.norm()) == 0:
-            assert float(whole.norm()) < 1e-6, name
-        else:
-            assert float((whole - gradient).norm() / gradient.norm()) <= 1e-5, name
-    trainer.close()
+    compare(trainer, stage, gradients)
 
 
 def clipped(logps: Tensor, old: Tensor, ratio: float = 1.3) -> Tensor:
@@ -88,11 +93,7 @@ def test_token_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: in
     assert policy.token_logps(nothing).shape == (0,)
 
     policy.backward(clipped(scores.token_logps, old.float()), last=True)
-    for (name, found), gradient in zip(trainer.model.named_parameters(), gradients):  # type: ignore[union-attr]
-        whole: Any = safe_get_full_grad(found) if stage else found.grad
-        assert float(gradient.norm()) > 0, name
-        assert float((whole - gradient).norm() / gradient.norm()) <= 1e-5, name
-    trainer.close()
+    compare(trainer, stage, gradients)
 
 
 def test_inference_has_no_dropout(tmp_path: Path) -> None:

@@ -37,11 +37,7 @@ def test_biases_and_norms_do_not_decay() -> None:
 
 @pytest.mark.parametrize(
     ("optim", "kind", "fused"),
-    [
-        ("adamw_torch", torch.optim.AdamW, True),
-        ("adamw_torch_fused", torch.optim.AdamW, True),
-        ("sgd", torch.optim.SGD, None),
-    ],
+    [("adamw_torch", torch.optim.AdamW, True), ("sgd", torch.optim.SGD, None)],
 )
 def test_the_optimizer_is_the_selected_one(optim: str, kind: type, fused: bool | None) -> None:
     adam = {} if optim == "sgd" else {"adam_beta2": 0.95, "adam_epsilon": 1e-3}
@@ -59,10 +55,7 @@ def test_optim_args() -> None:
     for wrong in ("moment=0.5", "weight_decay=0.1", "lr=0.1", "momentum=-1"):
         with pytest.raises(OptionError, match="^optim_args: "):
             build_optimizer(nn.Linear(2, 2), options(optim="sgd", optim_args=wrong))
-
-
-def test_nothing_to_train() -> None:
-    with pytest.raises(OptionError, match="^model: no parameter requires a gradient"):
+    with pytest.raises(OptionError, match="^model: no parameter"):
         build_optimizer(nn.Linear(2, 2).requires_grad_(False), options())
 
 
@@ -165,13 +158,6 @@ def test_phases_of_a_gpu_are_timed_without_waiting_for_it(monkeypatch: pytest.Mo
         "step": {"seconds": 0.5, "tokens": 0, "peak_bytes": 7, "entries": 1},
     }
     assert FakeEvent.synchronized == 1
-
-
-def test_phases_of_an_older_state_get_their_new_names() -> None:
-    phases = Phases(torch.device("cpu"))
-    record = {"seconds": 2.5, "tokens": 120, "peak_bytes": 7, "entries": 2}
-    phases.load_state_dict({"records": {"learn": record, "step": record}})
-    assert phases.summary() == {"train": record, "step": record}
 
 
 def test_a_phase_on_a_cpu_has_the_peak_of_the_process() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import random
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,17 +15,21 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from drivers.rollout import EOS, PAD, PROMPTS, FailsAt, drawn, failing_rollout, policy_engine, sampling, train, whole
+from drivers.rollout import PROMPTS, FailsAt, drawn, failing_rollout, policy_engine, sampling, train, whole
+from flash_attention import flash_attention
 from helpers import make_model
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching.initialization import resolve_continuous_batching_config
 
-from alignment.config.errors import DataError, OptionError
+from alignment.config.errors import OptionError
 from alignment.data.batching import collate
 from alignment.engines.memory import devices
 from alignment.engines.scoring import PolicyEngine
 from alignment.rollout import memory
-from alignment.rollout.backend import Completion, RolloutRequest
+from alignment.rollout.backend import Completion, Generation, RolloutRequest, Work
+from alignment.rollout.continuous import ContinuousBackend, _sizes
 from alignment.rollout.engine import RolloutEngine
 
 BOTH = pytest.mark.parametrize("backend", ["generate", "continuous"])
@@ -47,7 +51,7 @@ def policy(model: str) -> Any:
 
 def rollout(policy: PolicyEngine, backend: str = "generate", seed: int = 5, **more: Any) -> Answers:
     """Two completions of each prompt; other arguments belong to the engine, the request, or the sampling."""
-    engine = {key: more.pop(key) for key in ("gather", "batch_size", "progress") if key in more}
+    engine = {key: more.pop(key) for key in ("gather", "batch_size") if key in more}
     prompts = more.pop("prompts", PROMPTS)
     made = RolloutEngine(policy, backend, longest_context=64, **engine)
     return made.generate(RolloutRequest(prompts, 2, sampling(**more), seed))
@@ -81,16 +85,6 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_train_phase(
         for token, logp in zip(completion, expected.tolist(), strict=True):
             assert min(abs(logp - drawn_with) for other, drawn_with in draws if other == token) < 1e-5
     assert narrowed or not cut, "min_p cuts nothing that top_k has left"
-
-
-@BOTH
-def test_completions_end_with_the_end(policy: PolicyEngine, backend: str) -> None:
-    answers = rollout(policy, backend, max_new_tokens=24)
-    ended = [one.ended for completions in answers for one in completions]
-    assert True in ended and False in ended  # otherwise the ends are not tested
-    for _, ids in rows(answers):
-        assert PAD not in ids[-1:] and EOS not in ids[:-1] and len(ids) <= 24
-    assert ended == [ids[-1] == EOS for _, ids in rows(answers)]
 
 
 @BOTH
@@ -192,15 +186,6 @@ def test_the_cache_is_used_with_activation_checkpointing(policy: PolicyEngine) -
         model.gradient_checkpointing_disable()
         model.config.use_cache = True
     assert widths == [max(map(len, PROMPTS))] + [1] * 7
-
-
-@BOTH
-def test_nothing_is_printed(policy: PolicyEngine, backend: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        rollout(policy, backend, temperature=0.7, top_k=3)
-        rollout(policy, backend, eos_token_ids=(), batch_size=3)
-    assert capfd.readouterr() == ("", "") and caught == []
 
 
 @pytest.fixture
@@ -313,8 +298,6 @@ def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_errors(policy: PolicyEngine, model: str) -> None:
-    with pytest.raises(DataError, match="prompt 1 of a rollout has no tokens"):
-        rollout(policy, prompts=[[0, 5], []])
     hook = policy.scorer.model.model.layers[0].register_forward_hook(FailsAt(2))
     with pytest.raises(ValueError, match="a layer failed.*set a smaller rollout_batch_size"):
         rollout(policy, "continuous")
@@ -323,3 +306,81 @@ def test_errors(policy: PolicyEngine, model: str) -> None:
     with pytest.raises(OptionError, match="set ds3_gather_for_generation: true, or rollout_backend: generate"):
         rollout(divided, "continuous", gather=False)
     divided.close()
+
+
+# FlashAttention: plain torch replaces its functions, with the kernels' restrictions ----------------------------------
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_tokens_are_decoded_from_pages_that_the_kernel_supports(policy: Any, version: int) -> None:
+    with drawn() as draws:
+        expected = rollout(policy, "continuous")
+    with flash_attention(policy.scorer.model, version) as calls, drawn() as own:
+        assert rollout(policy, "continuous") == expected
+    assert calls.varlen and len(calls.decoded) > len(PROMPTS), "decoded the slow way"
+    assert torch.tensor(own) == pytest.approx(torch.tensor(draws), abs=1e-5)
+
+
+@pytest.mark.parametrize(("version", "page"), [(2, 256), (3, 32), (None, 32)])
+@pytest.mark.parametrize("longest", [20, 3000])
+def test_sizes_of_transformers_cache(policy: Any, version: int | None, page: int, longest: int) -> None:
+    """Block tables as long as the longest sequence, so that its pages are used, and space for all sequences."""
+    model, new = policy.scorer.model, 7
+    parts = [[Work(0, [3] * longest, 2)], [Work(1, [3] * 5, 1), Work(2, [3], 4)]]
+    generation = Generation(model, sampling(max_new_tokens=new), torch.device("cpu"))
+
+    def resolved() -> Any:
+        assert ContinuousBackend().page_tokens(model) == page
+        sizes = _sizes(parts, generation, page)
+        return resolve_continuous_batching_config(
+            model.config, sizes, None, has_logit_processors=False, device=torch.device("cpu")
+        )
+
+    if version is None:
+        assert resolved().max_blocks_per_request == 0
+        return
+    with flash_attention(model, version):
+        found = resolved()
+    assert found.page_size == page and found.max_requests_per_batch == 5
+    assert longest + new <= found.max_blocks_per_request * page < longest + new + 2 * page
+    assert found.num_blocks >= max(2 * math.ceil((longest + new) / page), 5 * math.ceil((5 + new) / page))
+
+
+def test_whole_pages_are_counted(policy: Any) -> None:
+    """A page is allocated entirely, however few tokens it contains."""
+    model, heads = policy.scorer.model, 2 * 2 * 2 * 8  # layers, keys and values, heads, their width
+    plain = memory.completion_bytes(model, 100)
+    assert memory.completion_bytes(model, 100, page=256) - plain == (512 - 100) * heads * 4
+    assert memory.completion_bytes(model, 300, page=256) - memory.completion_bytes(model, 300) == (768 - 300) * 256
+    made: dict[str, int] = {}
+
+    def measured(*_: Any, **asked: Any) -> memory.Room:
+        made.update(asked)
+        return memory.Room(True, 4)
+
+    with pytest.MonkeyPatch.context() as patched, flash_attention(model, 2):
+        patched.setattr("alignment.rollout.engine.measure_room", measured)
+        rollout(policy, "continuous")
+    assert made["page"] == 256
+
+
+def test_one_manager_serves_all_chunks_of_a_rollout(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs belong to the manager of the first chunk; the completions are those of separate managers."""
+    managers, processors = [], []
+    make = ContinuousBatchingManager._create_batch_processor
+
+    def noted(manager: Any) -> Any:
+        managers.append(id(manager))
+        processors.append(id(made := make(manager)))
+        return made
+
+    monkeypatch.setattr(ContinuousBatchingManager, "_create_batch_processor", noted)
+    together = rollout(policy, "continuous", batch_size=2)
+    assert len(managers) == len(PROMPTS) and len(set(managers)) == len(set(processors)) == 1
+    assert not hasattr(policy.scorer.model, "_cached_continuous_batching_manager")
+    session = ContinuousBackend.session  # of each chunk, as if chunks came from different rollouts:
+    patched = lambda backend, parts, generation: session(backend, [] if len(parts) > 1 else parts, generation)  # noqa: E731
+    monkeypatch.setattr(ContinuousBackend, "session", patched)
+    managers.clear()
+    apart = rollout(policy, "continuous", batch_size=2)
+    assert len(managers) == len(PROMPTS) and apart == together

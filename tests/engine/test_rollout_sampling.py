@@ -1,37 +1,38 @@
-"""Options of a rollout: backends, additional sampling keys, and how a request is split."""
+"""Options of a rollout: backends, how a request is split, and additional sampling keys.
+
+The effect of a key on a prompt does not depend on the other prompts of the batch.
+"""
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from drivers.rollout import PROMPTS, policy_engine, sampling
+from drivers.rollout import EOS, PAD, PROMPTS, VOCABULARY, policy_engine, sampling
 from helpers import make_model, tiny_config
-from transformers import AutoModelForCausalLM, DeepseekV3Config, MambaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LogitsProcessorList, MambaConfig, PretrainedConfig
 
 from alignment import OnlineDPOConfig
 from alignment.config import dtypes
 from alignment.config.errors import OptionError
 from alignment.config.options_online import CUMULATIVE
+from alignment.engines.scoring import PolicyEngine
 from alignment.internals.transformers import logits_processors
 from alignment.rollout import continuous
 from alignment.rollout.backend import Completion, RolloutRequest, Work, chunks
 from alignment.rollout.engine import RolloutEngine, choose_backend
+from alignment.rollout.generate import _READERS
 from alignment.rollout.processors import ACCEPTED, _NoModel, check_generation_kwargs, generation_config
 
 REFUSED = [
     ("top_p", 0.5, "it is a separate option; set top_p outside generation_kwargs"),
-    ("num_return_sequences", 4, "set num_generations"),
     ("num_beams", 2, "set num_generations"),
-    ("do_sample", False, "set temperature"),
-    ("min_length", 3, "set min_new_tokens"),
     ("stop_strings", ["."], "set max_new_tokens"),
-    ("return_dict_in_generate", True, "does not affect the sampling distribution; remove it"),
     ("no_repeat_ngram", 3, "transformers has no such key; did you mean 'no_repeat_ngram_size'"),
-    ("temprature", 0.5, "transformers has no such key; did you mean 'temperature'"),
     ("typical_p", -0.5, "generation_kwargs: typical_p=-0.5: .*has to be a float > 0 and < 1"),
     ("epsilon_cutoff", 7.0, "generation_kwargs: epsilon_cutoff=7.0: transformers ignores this value"),
     ("sequence_bias", {"a": 1}, "generation_kwargs: sequence_bias"),
@@ -53,6 +54,24 @@ WORKS: dict[str, Any] = {
     "eta_cutoff": (1e-4, None),
     "top_h": (0.5, None),
     "watermarking_config": ({"bias": 2.5, "seeding_scheme": "selfhash"}, None),
+}
+
+# Only EOS is likely, unless a processor that reads tokens changes that.
+ENDS = {"sequence_bias": [[[EOS], 30.0]]}
+# The start of a padded row; every prompt begins with 0.
+SEEN = [EOS, 0]
+# Each is wrong for a padded prompt if the padding, here mostly the EOS, is read.
+READ: dict[str, dict[str, Any]] = {
+    "no_repeat_ngram_size": {"extra": {"no_repeat_ngram_size": 1, **ENDS}},
+    "longer ngrams": {
+        "extra": {"no_repeat_ngram_size": 2, "sequence_bias": [[[PAD], 30.0]]},
+        "pad_token_id": PAD,
+        "max_new_tokens": 2,
+    },
+    "bad_words_ids": {"extra": {"bad_words_ids": [[58], *([*SEEN, token] for token in range(2, VOCABULARY))]}},
+    "sequence_bias": {"extra": {"sequence_bias": [[[58], -1000.0], [[*SEEN, 33], 1000.0]]}},
+    "watermarking_config": {"extra": {"watermarking_config": {"bias": 1e5, "context_width": 4}}},
+    "repetition_penalty": {"repetition_penalty": 1000.0, "extra": ENDS},
 }
 
 
@@ -86,15 +105,7 @@ def test_keys_that_shape_the_distribution(policy: Any, key: str) -> None:
     assert engine.backend.name == "generate"
 
 
-CUTS = {
-    "top_p": 0.5,
-    "top_k": 1,
-    "min_p": 0.5,
-    "typical_p": 0.5,
-    "top_h": 0.5,
-    "epsilon_cutoff": 0.1,
-    "eta_cutoff": 0.1,
-}
+CUTS = {**dict.fromkeys(("top_p", "min_p", "typical_p", "top_h"), 0.5), "top_k": 1, "eta_cutoff": 0.1}
 
 
 @pytest.mark.parametrize("name", CUTS)
@@ -126,8 +137,6 @@ def test_choice_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     cuts = sampling(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)
     assert choose_backend("continuous", model, cuts).name == "continuous"
     assert choose_backend("generate", model, sampling(repetition_penalty=1.2)).name == "generate"
-    with pytest.raises(OptionError, match="vllm.*set one of auto, continuous, generate"):
-        choose_backend("vllm", model, sampling())
     # On a GPU, the attention implementation decides.
     monkeypatch.setattr(continuous, "device", lambda: torch.device("cuda"))
     assert choose_backend("auto", model, sampling()).name == "generate"
@@ -139,35 +148,30 @@ def test_choice_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "config, more, reason",
     [
-        (tiny_config("tied"), {"repetition_penalty": 1.2}, "does not support RepetitionPenaltyLogitsProcessor"),
-        (tiny_config("tied"), {"extra": {"min_new_tokens": 2}}, "does not support MinNewTokensLengthLogitsProcessor"),
-        (tiny_config("tied"), {"extra": {"no_repeat_ngram_size": 2}}, "does not support NoRepeatNGramLogitsProcessor"),
-        (tiny_config("capped"), {}, "Gemma2ForCausalLM was loaded with eager"),
-        (MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9), {}, "does not support MambaForCausalLM"),
+        (tiny_config("tied"), {"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
+        (tiny_config("tied"), {"extra": {"min_new_tokens": 2}}, "MinNewTokensLengthLogitsProcessor"),
+        (tiny_config("capped"), {}, "eager"),
+        (MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9), {}, "MambaForCausalLM"),
         (
             DeepseekV3Config(num_hidden_layers=1, hidden_size=8, vocab_size=9, first_k_dense_replace=1),
             {},
             "the cache of DeepseekV3ForCausalLM",
         ),
     ],
-    ids=["penalty", "least", "ngram", "eager", "state", "compressed"],
+    ids=["penalty", "least", "eager", "state", "compressed"],
 )
 def test_rejected_continuous_batching(config: PretrainedConfig, more: dict[str, Any], reason: str) -> None:
     model = bare(config, "eager" if config.model_type in ("gemma2", "mamba") else "sdpa")
-    with pytest.raises(OptionError, match=f"rollout_backend='continuous': .*{reason}; set rollout_backend: generate"):
+    with pytest.raises(OptionError, match=f"rollout_backend='continuous': .*{reason}"):
         choose_backend("continuous", model, sampling(**more))
     assert choose_backend("auto", model, sampling(**more)).name == "generate"
 
 
-@pytest.mark.parametrize("has", [{}, {"ContinuousBatchingConfig": object}], ids=["none", "another"])
-def test_a_release_of_transformers_with_older_continuous_batching(
-    monkeypatch: pytest.MonkeyPatch, has: dict[str, Any]
-) -> None:
-    monkeypatch.setattr(continuous, "transformers", SimpleNamespace(__version__="5.0.0", **has))
+def test_a_release_of_transformers_with_older_continuous_batching(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = SimpleNamespace(__version__="5.0.0", ContinuousBatchingConfig=object)
+    monkeypatch.setattr(continuous, "transformers", older)
     model = bare(tiny_config("tied"))
-    with pytest.raises(
-        OptionError, match=r"'continuous': transformers 5\.0\.0 lacks .* release 5\.20; set rollout_back"
-    ):
+    with pytest.raises(OptionError, match=r"'continuous': transformers 5\.0\.0 "):
         choose_backend("continuous", model, sampling())
     assert choose_backend("auto", model, sampling()).name == "generate"
 
@@ -207,3 +211,44 @@ def test_prompts_that_share_a_page_of_the_cache(policy: Any) -> None:
     answers = engine.generate(RolloutRequest([[*page, 40], [*page, 41], page], 2, sampling(), 3))
     assert [len(completions) for completions in answers] == [2, 2, 2]
     assert all(one.ids for completions in answers for one in completions)
+
+
+def rollout(policy: PolicyEngine, batch_size: int, **more: Any) -> list[list[Completion]]:
+    """At such a low temperature that sampling is deterministic."""
+    engine = RolloutEngine(policy, "generate", batch_size=batch_size, longest_context=64)
+    prompts = more.pop("prompts", PROMPTS)
+    given = sampling(**{"temperature": 1e-3, "pad_token_id": EOS, **more})
+    return engine.generate(RolloutRequest(prompts, 2, given, 5))
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_batch_gives_the_completions_of_its_single_prompts(policy: PolicyEngine, name: str) -> None:
+    together, alone = rollout(policy, 8, **READ[name]), rollout(policy, 1, **READ[name])
+    assert [[one.ids for one in both] for both in together] == [[one.ids for one in both] for both in alone]
+    assert together != rollout(policy, 8), "the processor should matter"
+    assert "_get_logits_processor" not in vars(policy.scorer.model)
+
+
+def test_prompts_of_one_length_keep_their_own_scores(policy: PolicyEngine) -> None:
+    """A processor receives the rows of equal padding together."""
+    more = {"prompts": [[0, 5], [0, 9], [0, 31], [0, 7, 8, 9]], "extra": {"no_repeat_ngram_size": 1}}
+    together, alone = (rollout(policy, size, **more) for size in (8, 1))
+    assert [[one.ids for one in both] for both in together] == [[one.ids for one in both] for both in alone]
+    assert len({one.ids for both in together for one in both}) == 4
+
+
+@pytest.mark.parametrize("key", [*ACCEPTED, "repetition_penalty"])
+def test_every_processor_that_reads_tokens_is_known(policy: PolicyEngine, key: str) -> None:
+    """With tokens before the last changed but not their number, no other processor gives a different result."""
+    several = {"repetition_penalty": 2.0, "bad_words_ids": [[EOS, 5]], "sequence_bias": [[[EOS, 5], 9.0]]}
+    value = several[key] if key in several else WORKS[key][0]
+    more = {key: value} if key == "repetition_penalty" else {"extra": {key: value}}
+    config = generation_config(sampling(**more))
+    config.max_length = 9
+    found = LogitsProcessorList(
+        one for one in logits_processors(policy.scorer.model, config) if not isinstance(one, _READERS)
+    )
+    scores = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    for length in (1, 2, 8):
+        first, second = torch.full((1, length), 3), torch.full((1, length), EOS)
+        assert torch.equal(found(first, scores.clone()), found(second, scores.clone())), json.dumps({key: length})

@@ -33,7 +33,7 @@ from alignment.checkpoint.saving import gathered_state_dict
 from alignment.config.errors import ModelError, OptionError
 from alignment.data.batching import collate, ends
 from alignment.engines.launch_env import init_distributed
-from alignment.engines.scoring import frozen_engine
+from alignment.engines.scoring import FrozenEngine, checked
 from alignment.models.classifier import (
     RewardScorer,
     WholeScorer,
@@ -284,7 +284,7 @@ def test_a_partitioned_engine_scores_as_the_model_does(tmp_path: Path, name: str
         expected = alone(model, SEQUENCES)
     ds_config = {"train_micro_batch_size_per_gpu": 1, **zero(3, parameters=True)}
     partitioned = load_model(str(tmp_path / "model"), torch.float32, ds_config=ds_config, task=CLASSIFIER)
-    engine = frozen_engine(partitioned, ds_config, CLASSIFIER)
+    engine = checked(FrozenEngine(CLASSIFIER.scorer(partitioned, False), ds_config), CLASSIFIER)
     batch = ends(collate([(ids[:-1], ids[-1:]) for ids in SEQUENCES], 4))
     torch.testing.assert_close(engine.sequence_scores(batch), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(engine.token_logps(batch), engine.sequence_scores(batch))

@@ -14,21 +14,19 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from alignment.config.errors import RewardError
 from alignment.data.json_columns import PromptRow
 from alignment.data.report import DataReport
 from alignment.data.windows import RowTable, WindowCounts, WindowPlan
 from alignment.objectives.dpo import dpo_loss
 from alignment.online.completions import Generated, described, further_columns, samples_of
 from alignment.online.pairs import Pair, pair_of, plan_pairs, ranked_batches
-from alignment.online.ranking import FirstAnswer, JudgeRanker, Ranking, RewardRanker, best_and_worst, first_answers
+from alignment.online.ranking import FirstAnswer, JudgeRanker, Ranking, RewardRanker, best_and_worst
 from alignment.online.window import Seeds, window_seeds
 from alignment.reporting.metrics import MetricSums, means
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
 from alignment.rollout.backend import Completion
-from alignment.rollout.texts import continuations
 from alignment.training.data import PreparedData, PreparedPart
 
 WINDOW = WindowPlan(3, 7, (), (), (), WindowCounts(0, 0, 0, 0, 0))
@@ -48,13 +46,10 @@ def group(row: int, *texts: str, ended: Sequence[bool] = (), prompt: str | None 
 @pytest.mark.parametrize(
     ("scores", "texts", "outcome"),
     [
-        ((1.0, 2.0), "ab", (1, 0)),
-        ((2.0, 1.0), "ab", (0, 1)),
         ((0.5, -1.0, 3.0, 1.0), "abcd", (2, 1)),
         ((3.0, 1.0, 3.0, 1.0), "abcd", (0, 1)),  # the first of the best, the first of the worst
         ((None, 1.0, 2.0), "abc", (2, 1)),
         ((-1e-12, 0.0), "ab", (1, 0)),
-        ((2.0, 2.0), "ab", "tied"),
         ((2.0, 2.0, 2.0), "aab", "tied"),
         ((2.0, 2.0), "aa", "identical"),
         ((2.0, 1.0), "aa", "identical"),  # different only by the penalty for a missing end
@@ -62,7 +57,6 @@ def group(row: int, *texts: str, ended: Sequence[bool] = (), prompt: str | None 
         ((2.0, 1.0, 1.5, 0.0), "aaba", (2, 3)),  # the largest difference between two distinct texts
         ((2.0, None, 2.0), "aba", "identical"),
         ((1.0, None), "ab", "unscored"),
-        ((None, None, None), "aaa", "unscored"),
     ],
 )
 def test_best_and_worst(scores: tuple[float | None, ...], texts: str, outcome: Any) -> None:
@@ -118,14 +112,6 @@ def test_each_pair_is_assigned_once(world: int, size: int, max_tokens: int | Non
                 assert chosen <= size
 
 
-def test_the_longest_pairs_come_first() -> None:
-    given = pairs(4)
-    plan = plan_pairs(given, WINDOW, world_size=2, batch_size=1, max_tokens=None)
-    assert [[batch.rows for batch in micro] for micro in plan.micro_batches] == [[(0,), (1,)], [(2,), (3,)]]
-    turned = plan_pairs(given[::-1], WINDOW, world_size=2, batch_size=1, max_tokens=None)
-    assert [[batch.rows for batch in micro] for micro in turned.micro_batches] == [[(3,), (2,)], [(1,), (0,)]]
-
-
 def test_judged_batches_have_no_scores_and_empty_shares_are_empty() -> None:
     given = pairs(1, scored=False)
     plan = plan_pairs(given, WINDOW, world_size=2, batch_size=2, max_tokens=None)
@@ -148,17 +134,6 @@ def spaced_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<s>"))
     core.decoder = decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
-
-
-def test_a_completion_keeps_its_leading_space() -> None:
-    tokenizer = spaced_tokenizer()
-    lily, went, to, the, park, stop, comma, apart = range(2, 10)
-    prompt, made = [0, lily, went, to], [[the, park, stop, 1], [comma, apart, park]]
-    assert continuations(prompt, made, tokenizer) == [" the park.", ", , park"], (
-        "tokenization spaces are not cleaned up"
-    )
-    assert continuations([], made, tokenizer) == ["the park.", ", , park"], "a message is decoded alone"
-    assert continuations(prompt, [], tokenizer) == []
 
 
 def described_data(prompts: Sequence[Any], columns: Sequence[dict[str, Any]]) -> PreparedData:
@@ -187,13 +162,8 @@ def test_a_completion_that_continues_a_message_keeps_its_leading_space() -> None
     lily, went, to, the, park = range(2, 7)
     prompt = [{"role": "user", "content": "Lily"}, {"role": "assistant", "content": "went to"}]
     data = described_data([prompt], [{}])
-    groups = described(
-        [0],
-        [[0, lily, went, to]],
-        [[Completion((the, park, EOS), True), Completion((park,), False)]],
-        data,
-        spaced_tokenizer(),
-    )
+    made = [[Completion((the, park, EOS), True), Completion((park,), False)]]
+    groups = described([0], [[0, lily, went, to]], made, data, spaced_tokenizer())
     given = samples_of(groups, [])  # what reward functions receive
     assert given.prompts == [prompt] * 2
     assert given.completions[0] == [{"role": "assistant", "content": " the park"}]
@@ -254,7 +224,8 @@ def test_wins_compare_first_completions_and_ties_count_half() -> None:
     ours = [group(0, "abc", ""), group(1, "ab", "abcd"), group(2, "ab", "a"), group(3, "n", "a"), group(4, "a", "b")]
     theirs = [group(0, "ab"), group(1, "abc"), group(2, "xy"), group(3, "a"), group(4, "n")]
     rankings = [ranker.rank(groups, [], 0, None) for groups in (ours, theirs)]
-    assert ranker.wins(ours, rankings[0], first_answers(theirs, rankings[1]), 0) == [1.0, 0.0, 0.5, None, None]
+    others = [FirstAnswer(one.texts[0], ranking.scores[0]) for one, ranking in zip(theirs, rankings[1])]
+    assert ranker.wins(ours, rankings[0], others, 0) == [1.0, 0.0, 0.5, None, None]
 
 
 class Words:
@@ -286,19 +257,9 @@ def test_a_judge_counts_wins_between_policies() -> None:
     ranker = JudgeRanker(Judge(Words()))
     ours = [group(0, "b", "z"), group(1, "a", "z"), group(2, "c", "z"), group(3, "?", "z")]
     theirs = [group(0, "a"), group(1, "b"), group(2, "c"), group(3, "a")]
+    others = [FirstAnswer(one.texts[0], None) for one in theirs]
     for seed in range(20):
-        assert ranker.wins(ours, [], [FirstAnswer(one.texts[0], None) for one in theirs], seed) == [
-            1.0,
-            0.0,
-            0.5,
-            None,
-        ]
-
-
-def test_an_invalid_verdict_names_the_judge() -> None:
-    ranker = JudgeRanker(Judge(lambda prompts, pairs: [2 for _ in pairs], name="odd"))
-    with pytest.raises(RewardError, match=r"judge 'odd' returned 2 .* for row 1; expected 0"):
-        ranker.rank([group(1, "a", "b")], [], 0, None)
+        assert ranker.wins(ours, [], others, seed) == [1.0, 0.0, 0.5, None]
 
 
 # Seeds --------------------------------------------------------------------------------------------------------------

@@ -177,3 +177,13 @@ def test_the_rate_is_that_of_the_time_that_has_passed(
     bar.advance({"loss": 0.5}, tokens=50)
     bar.close()
     assert "tok/s=200" in capsys.readouterr().err
+
+
+def test_consumed_items_update_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = Progress(7, "eval", True, CPU)
+    items = bar.watch(["a", "b"], 2)
+    assert [*items, items[0]] == ["a", "b", "a"] and len(items) == 2
+    with pytest.raises(IndexError):
+        items[2]
+    bar.close()
+    assert "3/4" in capsys.readouterr().err.split("\r")[-1]

@@ -17,16 +17,12 @@ _PINNED, _PINNED_SINCE = "pinned_max_cached_size_mb:8", (2, 13)
 
 
 def grow_segments() -> bool:
-    """Enable expandable segments in torch's allocator, unless it is already configured.
+    """Enable expandable segments in torch's allocator, unless it is already configured; return whether it was changed.
 
     Sequences of varying lengths leave gaps between blocks of fixed size that no later tensor fits into; expandable
     segments have no such gaps. Only CUDA on Linux supports them: on other platforms, including WSL, torch would warn
     and ignore the setting. If CUDA is already initialized, it applies to the segments that are allocated from now on.
-
     Page-locked host memory is then allocated in exact sizes, if this release of torch can.
-
-    Returns:
-        Whether the setting was changed.
     """
     import torch
 
@@ -39,8 +35,8 @@ def grow_segments() -> bool:
     settings = f"{_EXPANDABLE},{_PINNED}" if release >= _PINNED_SINCE else _EXPANDABLE
     if not torch.cuda.is_initialized():
         os.environ[VARIABLES[0] if release >= (2, 9) else VARIABLES[1]] = settings
-        return True
-    if allocator_settings():  # by the user's own call
+    elif allocator_settings():  # by the user's own call
         return False
-    set_allocator_settings(settings)
+    else:
+        set_allocator_settings(settings)
     return True

@@ -96,7 +96,6 @@ class Sampler:
             speaker.engine,
             batch_size=args.eval_batch_size,
             longest_context=longest + sampling.max_new_tokens,
-            progress=rank() == 0 and not args.disable_tqdm,
         )
         seed = int(np.random.SeedSequence([args.seed, _ANSWERS, rank()]).generate_state(1)[0])
         with self.context.phases(phase) as record, speaker.computing():
