@@ -14,13 +14,13 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 from alignment.reporting.status_file import fail_in_place_of
 from alignment.run.activity import ACTIVITY
 from alignment.run.deadlines import bounded
-from alignment.run.ending import Ending, end_with
+from alignment.run.ending import Ending, end_with, write
 from alignment.run.processes import Process, machine
 from alignment.run.requests import REQUESTS
 from alignment.run.stop import StopReason
@@ -28,6 +28,7 @@ from alignment.run.stop import StopReason
 _POLL_S = 0.5  # between two heartbeats
 _ASK_S = 3.0  # limit for a call to the store
 _LOST_S = 3.0  # for the end of another rank to be noticed after a connection broke
+_SILENT_S = 2.0  # without a heartbeat, for a rank to be suspected of it
 _DOWN = "the process, its host or its network is down, or it holds Python's interpreter lock (peer_timeout)"
 _CAUSES = {
     "stopped": "the process is suspended (peer_timeout)",
@@ -92,7 +93,9 @@ class Peers(threading.Thread):
 
         After a ``failure``, the others end with it unless they fail as well.
         """
-        self.over.wait(_LOST_S if failure is not None and failure.lost else 0.0)
+        if failure is not None and failure.lost:
+            failure = self._explained(failure)
+            write(failure.line)
         self._left = "finished" if failure is None else asdict(failure)
         bounded(self._publish, _ASK_S)
         if failure is None:
@@ -110,13 +113,24 @@ class Peers(threading.Thread):
 
     def end(self, ending: Ending) -> NoReturn:
         """Announce why the job ends, unless another rank has done so, and exit."""
-        self.over.wait(_LOST_S if ending.lost else 0.0)
+        if ending.lost:
+            ending = self._explained(ending)
         self._ends.acquire()  # never released: one thread ends the process
         first = bounded(lambda: self._store.add("ends", 1), _ASK_S)  # None without a store: then each rank reports
         if first is not None and first > 1:
             self._follow()
         bounded(lambda: self._store.set("end", json.dumps(asdict(ending))), _ASK_S)
         end_with(ending, last=lambda: self._end_others(ending))
+
+    def _explained(self, ending: Ending) -> Ending:
+        """After a connection broke, wait for the end of a rank to be noticed; else add which ranks are silent."""
+        self.over.wait(_LOST_S)
+        silent = [
+            _seen(other, beat)
+            for other, beat in self._beats.items()
+            if not beat["left"] and ACTIVITY.now - self._heard[other] > _SILENT_S
+        ]
+        return replace(ending, line=f"{ending.line}; silent: {'; '.join(silent)}") if silent else ending
 
     def _follow(self) -> NoReturn:
         """Exit as another rank has announced, without a message."""

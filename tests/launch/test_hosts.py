@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -149,17 +150,15 @@ def test_misconfigured_hosts(pair: Pair, ranks: RankServer, variables: dict[str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "codes", "says"),
+    ("fault", "codes"),
     [
-        ("stop", [1, None], "rank 1 (host host-b) has sent no heartbeat"),
-        ("lock", [1, 1], "rank 1 (host host-b) has sent no heartbeat"),
-        ("kill", [1, -9], "rank 1 (host host-b"),
-        ("link", [1, 1], "rank 1 (host host-b) has sent no heartbeat"),
+        ("stop", [1, None]),
+        ("lock", [1, 1]),
+        ("kill", [1, -9]),
+        ("link", [1, 1]),
     ],
 )
-def test_a_plain_script_on_two_hosts(
-    fault: str, codes: list[int | None], says: str, pair: Pair, tmp_path: Path
-) -> None:
+def test_a_plain_script_on_two_hosts(fault: str, codes: list[int | None], pair: Pair, tmp_path: Path) -> None:
     """Without a launcher, the ranks of a script that calls ``train()`` still notice each other's end."""
     model = make_model(tmp_path / "model", layers=1)
     script = [
@@ -184,7 +183,9 @@ def test_a_plain_script_on_two_hosts(
             if code is not None:
                 assert process.wait(START_S) == code, pair.text()[-4000:]
         assert time.monotonic() - began < 5 + 30  # peer_timeout of the script
-        assert says in pair.logs[0].read_text()
+        assert re.search(rf"rank 1 \(host {NAMES[1]}\b.* in phase \w+, step 2\b", pair.logs[0].read_text()), (
+            pair.text()
+        )
     finally:
         pair.hosts[1].link("up")
         for process in run:
