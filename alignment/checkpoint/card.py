@@ -61,7 +61,8 @@ def card_of(
     base = base or options.get("model_name_or_path")
     datasets = _datasets(options)
     loss_type = options.get("loss_type")
-    keys = dict.fromkeys(("", loss_type if isinstance(loss_type, str) else ""))
+    several = loss_type if isinstance(loss_type, list) else [loss_type]
+    keys = dict.fromkeys(("", *(one for one in several if isinstance(one, str))))
     training = {
         "steps": step or run.get("steps"),
         "planned steps": run.get("steps"),
