@@ -176,7 +176,7 @@ def test_wrong_type(name: str, given: Any, said: str) -> None:
         (DPOConfig, {"loss_type": ["sigmoid", "simpo"]}, ["loss_type=['sigmoid', 'simpo']", "unknown loss 'simpo'"]),
         (DPOConfig, {"loss_type": []}, ["loss_type=[]", "sigmoid, hinge, ipo"]),
         (DPOConfig, {"loss_type": "exo_pair"}, ["label_smoothing=0.0", "greater than 0", "loss_type='exo_pair'"]),
-        (DPOConfig, {"loss_type": ["ipo", "exo_pair"]}, ["label_smoothing=0.0", "loss_type='exo_pair'"]),
+        (DPOConfig, {"loss_type": ["sigmoid", "exo_pair"]}, ["label_smoothing=0.0", "loss_type='exo_pair'"]),
         (DPOConfig, {"loss_type": "robust", "label_smoothing": 0.5}, ["label_smoothing=0.5", "loss_type='robust'"]),
         (DPOConfig, {"loss_type": "discopop", "discopop_tau": 0}, ["discopop_tau=0.0", "greater than 0"]),
         (DPOConfig, {"discopop_tau": 0.1}, ["discopop_tau=0.1", "loss_type='sigmoid'", "one of discopop"]),
