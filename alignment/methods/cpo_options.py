@@ -17,7 +17,7 @@ from alignment.methods.losses import check_losses, listed, papers, without_effec
 from alignment.objectives import cpo
 from alignment.objectives.table import Loss
 
-_UNREAD = {"label_smoothing": 0.0, "simpo_gamma": 0.5, "alpha": 0.0}
+_UNREAD = {"simpo_gamma": 0.5, "alpha": 0.0}
 
 
 @dataclass(kw_only=True)
@@ -60,7 +60,7 @@ class CPOConfig(SequenceOptions, CPOCompatibility, AlignmentConfig):
         checks.at_least(self, 0, "cpo_alpha")
         checks.refuse_reference(self, "CPO")
         self._read_ratio()
-        check_losses(self, (self.loss_type,), _UNREAD)
+        check_losses(self, (self.loss_type,), **_UNREAD)
         for name, default in {**_UNREAD, "cpo_alpha": 1.0, **self.LOSSES[self.loss_type].defaults}.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)

@@ -27,8 +27,6 @@ _ELSEWHERE = {"aot": _SORTS, "aot_unpaired": _SORTS}
 class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentConfig):
     """Options of direct preference optimization (https://arxiv.org/abs/2305.18290).
 
-    IPO: https://arxiv.org/abs/2310.12036.
-
     Raises:
         OptionError: an unknown name, a value of the wrong type, or an invalid value.
     """
@@ -71,7 +69,7 @@ class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentCo
             (self.loss_type,) = self.loss_type
         names = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
         self._check_names(names)
-        check_losses(self, names, {"label_smoothing": 0.0, "discopop_tau": 0.05})
+        check_losses(self, names)
 
     def _check_names(self, names: list[str]) -> None:
         given, known = setting("loss_type", self.loss_type), ", ".join(self.LOSSES)

@@ -49,7 +49,7 @@ class KTOConfig(ReferenceOptions, SequenceOptions, KTOCompatibility, AlignmentCo
         """Check the options of KTO."""
         checks.check_lengths(self, rows_per_unit=1)
         checks.positive(self, "beta")
-        check_losses(self, (self.loss_type,), {"desirable_weight": 1.0, "undesirable_weight": 1.0})
+        check_losses(self, (self.loss_type,))
         if self.desirable_weight == self.undesirable_weight == 0:
             raise OptionError(
                 "desirable_weight=0.0 and undesirable_weight=0.0: the loss would always be 0; set one above 0"

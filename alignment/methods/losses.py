@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from alignment.config.errors import OptionError, setting
+from alignment.config.fields import option_fields
 from alignment.config.registry import Paper
 from alignment.objectives.table import Loss
 
@@ -22,23 +23,24 @@ def papers(losses: Mapping[str, Loss], title: str = "", url: str = "") -> dict[s
     return own | {name: Paper(*loss.paper) for name, loss in losses.items() if loss.paper is not None}
 
 
-def check_losses(options: Any, chosen: Sequence[str], unread: Mapping[str, float]) -> None:
-    """Check the options that losses read.
+def check_losses(options: Any, chosen: Sequence[str], **unread: float) -> None:
+    """Check the options that losses read. If no selected loss reads an option, it must have its default.
 
     Args:
         options: options of the run, with a table ``LOSSES``.
         chosen: names of the selected losses.
-        unread: the options that losses read, with the value that is accepted if no selected loss reads them.
+        unread: values that are accepted like the default, for options that are unset by default.
 
     Raises:
         OptionError: a value that a selected loss does not allow, or an option that no selected loss reads.
     """
     losses: Mapping[str, Loss] = options.LOSSES
-    for name, accepted in unread.items():
+    defaults = {field.name: field.default for field in option_fields(options)} | unread
+    for name in dict.fromkeys(name for loss in losses.values() for name in loss.reads):
         value, readers = getattr(options, name), [one for one in chosen if name in losses[one].reads]
         if value is None:
             continue
-        if not readers and value != accepted:
+        if not readers and value != defaults[name]:
             raise without_effect(options, name)
         for one in readers:
             if not losses[one].reads[name].allows(value):

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import Any
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT
 from oracle import dense
 from torch import Tensor
 from torch.testing import assert_close
 
+from alignment.config.errors import OptionError
+from alignment.config.fields import option
+from alignment.config.registry import METHODS
 from alignment.methods.dpo_options import DPOConfig
 from alignment.objectives.dpo import LOSSES, ONLINE_LOSSES, dpo_loss
 from alignment.objectives.pairs import PairResult
+from alignment.objectives.table import NOT_NEGATIVE, Loss
 
 CASES: list[dict[str, Any]] = [
     {"loss_type": "sigmoid", "beta": 0.1},
@@ -228,6 +237,38 @@ def test_a_loss_reads_the_options_of_its_entry(name: str) -> None:
     assert LOSSES[name].options(given) == OPTIONS.get(name, {})
     with pytest.raises(TypeError, match="desirable_weight"):
         loss_of(*inputs(), loss_type=name, desirable_weight=1.0, lengths=LENGTHS, **OPTIONS.get(name, {}))
+
+
+def test_options_of_losses_are_checked_without_torch() -> None:
+    names = sorted(entry.options.partition(":")[0] for entry in METHODS.entries.values())
+    code = (
+        f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_a_subclass_extends_the_table() -> None:
+    """With an option that only the new loss reads."""
+    assert Further("out", loss_type=["steep", "sft"], slope=2).losses == [("steep", 1.0), ("sft", 1.0)]
+    assert Further.LOSSES["steep"].options(Further("out", loss_type="steep")) == {"slope": 1.0}
+    for options, said in (
+        ({"loss_type": "steep", "slope": -1}, r"^slope=-1.0: must be at least 0 with loss_type='steep'"),
+        ({"slope": 2}, r"^slope=2.0: has no effect with loss_type='sigmoid'; .* one of steep$"),
+        ({"loss_type": "steeep"}, r"^loss_type='steeep': unknown loss .* did you mean 'steep'\?$"),
+    ):
+        with pytest.raises(OptionError, match=said):
+            Further("out", **options)
+
+
+@dataclass(kw_only=True)
+class Further(DPOConfig):
+    """Options with a further loss."""
+
+    LOSSES: ClassVar[Mapping[str, Loss]] = {
+        **DPOConfig.LOSSES,
+        "steep": Loss(lambda c, r, beta, slope: (beta * slope * (r - c)).exp(), None, {"slope": NOT_NEGATIVE}),
+    }
+    slope: float = option(1.0, "Slope of the loss.")
 
 
 def test_online_losses_are_those_of_dpo() -> None:

@@ -143,6 +143,14 @@ def test_a_run(with_manifest: bool, tmp_path: Path) -> None:
     assert not [word for word in ("judge_api_key", "hidden", "abc", "secret") if word in text]
 
 
+def test_a_run_of_several_losses_cites_the_paper_of_each(tmp_path: Path) -> None:
+    source = run_folder(
+        tmp_path / "run", method="dpo", loss_type=["ipo", "sft", "robust", 3], loss_weights=[1, 2, 3, 4]
+    )
+    text = card_of(source)
+    assert all(paper in text for paper in ("2305.18290", "2310.12036", "2403.00409")) and "2402.00856" not in text
+
+
 @pytest.mark.parametrize(("is_classifier", "tag"), [(True, "text-classification"), (False, "text-generation")])
 def test_a_card_names_its_kind_of_model(is_classifier: bool, tag: str, tmp_path: Path) -> None:
     text = card_of(tmp_path, is_classifier)
