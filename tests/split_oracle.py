@@ -21,7 +21,11 @@ def oracle_steps(outcome: dict[str, Any]) -> list[Step]:
     run, steps = outcome["run"], []
     args = run["args"]
     common = {"max_length": 64, "learning_rate": args["learning_rate"], "max_grad_norm": args["max_grad_norm"] or None}
-    own = {name: args[name] for name in ("loss_type", *METHOD[run["trainer"]]) if name in args}
+    own = {
+        name: args[name]
+        for name in ("loss_type", "loss_weights", "discopop_tau", *METHOD[run["trainer"]])
+        if name in args
+    }
     if run["trainer"] == "DPO":
         own["means"] = True
     options = {"KTO": KTOOptions, "CPO": CPOOptions, "DPO": DPOOptions}[run["trainer"]](**own, **common)

@@ -11,6 +11,7 @@ from drivers.canned import LONGEST, Kind
 from helpers import STAGES, paired_rows, text, unpaired_rows
 
 from alignment.data.windows import RowTable, WindowSampler
+from alignment.objectives.dpo import LOSSES as DPO_LOSSES
 
 ROWS = 15
 RATE = {"KTO": 0.4, "CPO": 0.1, "DPO": 0.2, "SFT": 0.2, "OnlineDPO": 0.2, "Reward": 0.1}
@@ -29,6 +30,13 @@ METHOD: dict[str, dict[str, Any]] = {
 # The judge has the same preferences as the reward function, so it must select the same pairs.
 JUDGED = {"reward_funcs": None, "judge": f"{Path(__file__).parent / 'drivers' / 'canned.py'}:judge"}
 JUDGED_STAGES = ("stage0", "stage3")
+# All losses of DPO in one sum.
+SEVERAL = {
+    "loss_type": list(DPO_LOSSES),
+    "loss_weights": [1 + 0.1 * place for place in range(len(DPO_LOSSES))],
+    "discopop_tau": 0.3,
+    "rate": 0.005,
+}
 CLIP = 0.05
 HEADS = ("untied", "capped", "scaled")
 # The first window of an Online DPO run has an odd number of pairs, so that two ranks cannot have the same number.
@@ -145,6 +153,9 @@ def planned(world: int, models: dict[str, str], folder: str) -> list[dict[str, A
         for loss, beta in (("hinge", 0.8), ("ipo", 0.3)):
             more = {"loss_type": loss, "label_smoothing": 0.0, "beta": beta}
             runs.append(run(f"DPO-{loss}", "DPO", models, "stage0", 8, 1, folder=folder, **more))
+        runs.append(run("DPO-several", "DPO", models, "stage0", 8, 1, folder=folder, **SEVERAL))
+    else:
+        runs.append(run("DPO-several-split", "DPO", models, "stage2", 1, 4, folder=folder, **SEVERAL))
     for method in ("KTO", "CPO"):
         if world == 1:
             runs.append(run(f"{method}-plain", method, models, "stage0", 8, 1, folder=folder))

@@ -55,7 +55,10 @@ def card_of(
     method = options.get("method") or run.get("method")
     named = METHODS[method] if method in METHODS.entries else None
     base = base or options.get("model_name_or_path")
-    datasets, loss_type = _datasets(options), str(options.get("loss_type"))
+    datasets = _datasets(options)
+    loss_type = options.get("loss_type")
+    several = loss_type if isinstance(loss_type, list) else [loss_type]
+    keys = dict.fromkeys(("", *(one for one in several if isinstance(one, str))))
     steps, changed = run.get("total_steps") or run.get("steps"), changed_options(options, named or AlignmentConfig)
     training = {
         "steps": step or steps,
@@ -75,7 +78,7 @@ def card_of(
         base_id=_on_hub(base, absolute),
         method=method if named is None else named.method,
         method_title=None if named is None else named.TITLE,
-        papers=[named.PAPERS[key] for key in ("", loss_type) if key in named.PAPERS] if named else [],
+        papers=[named.PAPERS[key] for key in keys if key in named.PAPERS] if named else [],
         datasets=[name for name in datasets if _on_hub(name, absolute)],
         export=export,
         training=_known(training),

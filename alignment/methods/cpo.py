@@ -9,7 +9,7 @@ from alignment.data.report import DataReport
 from alignment.data.shown.rows import Columns, as_labeled_pairs
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.cpo_options import CPOConfig
-from alignment.objectives.cpo import LENGTH_NORMALIZED, cpo_loss
+from alignment.objectives.cpo import cpo_loss
 from alignment.objectives.likelihood import nll
 from alignment.reporting.metrics import REWARDS, add_rewards, add_sides, sides
 from alignment.training.advice import about_learning_rate, about_window
@@ -45,20 +45,18 @@ class CPOMethod(Method[PreferenceBatch]):
     ) -> RowLosses:
         options, pairs, logps, sums = self.options, len(batch.rows), output.scores, window.sums
         assert output.entropy is not None and output.logits is not None
-        lengths = batch.pairs.lengths.to(logps.device)
+        lengths, loss = batch.pairs.lengths.to(logps.device), options.LOSSES[options.loss_type]
         result = cpo_loss(
             logps[:pairs],
             logps[pairs:],
             lengths[:pairs],
             lengths[pairs:],
-            loss_type=options.loss_type,
+            loss,
             beta=options.beta,
-            label_smoothing=options.label_smoothing,
-            simpo_gamma=options.simpo_gamma or 0.0,
-            alpha=options.alpha or 0.0,
+            **loss.options(options),
         )
         nll_sum, nll_count = nll(logps[:pairs], lengths[:pairs])
-        shown = logps.detach() / lengths if options.loss_type in LENGTH_NORMALIZED else logps
+        shown = logps.detach() / lengths if "lengths" in loss.needs else logps
         add_rewards(sums, result.chosen_rewards, result.rejected_rewards)
         add_sides(sums, "logps", shown)
         add_sides(sums, "logits", output.logits, lengths)

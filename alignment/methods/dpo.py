@@ -60,25 +60,31 @@ class DPOMethod(Method[PreferenceBatch]):
         pairs, logps, reference, sums = len(batch.rows), output.scores, known[index], window.sums
         assert output.entropy is not None and output.logits is not None
         lengths = batch.pairs.lengths.to(logps.device)
-        result = dpo_loss(
-            logps[:pairs],
-            logps[pairs:],
-            reference[:pairs],
-            reference[pairs:],
-            loss_type=str(self.options.loss_type),
-            beta=self.options.beta,
-            label_smoothing=self.options.label_smoothing,
-            lengths=(lengths[:pairs], lengths[pairs:]),
-        )
+        local, rows = logps.new_zeros(()), logps.new_zeros(pairs)
+        for name, weight in self.options.losses:
+            loss = self.options.LOSSES[name]
+            result = dpo_loss(
+                logps[:pairs],
+                logps[pairs:],
+                reference[:pairs],
+                reference[pairs:],
+                loss,
+                beta=self.options.beta,
+                lengths=(lengths[:pairs], lengths[pairs:]),
+                **loss.options(self.options),
+            )
+            count = window.counts.first_completion_tokens if loss.per_token else window.counts.rows
+            local = local + weight * (result.losses.sum() / count)
+            rows = rows + weight * result.losses.detach()
         add_rewards(sums, result.chosen_rewards, result.rejected_rewards)
         add_sides(sums, "logps", logps)
         add_sides(sums, "logits", output.logits, lengths)
         sums.add("entropy", output.entropy.sum(), lengths.sum())
-        return RowLosses(result.losses.sum() / window.counts.rows, result.losses.detach())
+        return RowLosses(local, rows)
 
 
 class DPOTrainer(AlignmentTrainer):
-    """Trainer for DPO, IPO and the hinge loss on ``chosen, rejected`` pairs, with or without a prompt.
+    """Trainer for DPO and related losses on ``chosen, rejected`` pairs, with or without a prompt.
 
     Takes the arguments of :class:`~alignment.training.trainer.AlignmentTrainer`.
     """

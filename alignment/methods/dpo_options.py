@@ -8,26 +8,24 @@ from typing import ClassVar
 
 from alignment.config import checks
 from alignment.config.compatibility.trl import DPOCompatibility
-from alignment.config.errors import OptionError, did_you_mean, setting
+from alignment.config.errors import OptionError, counted, did_you_mean, setting
 from alignment.config.fields import Texts, option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import TRUNCATION_MODES, SequenceOptions
 from alignment.config.options_model import ReferenceOptions
 from alignment.config.registry import Paper
+from alignment.methods.losses import check_losses, listed, papers
+from alignment.objectives import dpo
+from alignment.objectives.table import Loss
 
-DPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo")
-# Further losses of TRL, which are not supported.
-_ELSEWHERE = (
-    "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down",
-    "discopop", "sft", "sigmoid_norm",
-)  # fmt: skip
+_SORTS = "is not supported, because it sorts a batch, so that it depends on the split into micro-batches"
+# Further losses of TRL, which are not supported, and why.
+_ELSEWHERE = {"aot": _SORTS, "aot_unpaired": _SORTS}
 
 
 @dataclass(kw_only=True)
 class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentConfig):
     """Options of direct preference optimization (https://arxiv.org/abs/2305.18290).
-
-    IPO: https://arxiv.org/abs/2310.12036.
 
     Raises:
         OptionError: an unknown name, a value of the wrong type, or an invalid value.
@@ -35,19 +33,12 @@ class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentCo
 
     TITLE: ClassVar[str] = "DPO"
     method: ClassVar[str] = "dpo"
-    PAPERS: ClassVar[Mapping[str, Paper]] = {
-        "": Paper(
-            "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
-            "https://arxiv.org/abs/2305.18290",
-        ),
-        "hinge": Paper(
-            "SLiC-HF: Sequence Likelihood Calibration with Human Feedback", "https://arxiv.org/abs/2305.10425"
-        ),
-        "ipo": Paper(
-            "A General Theoretical Paradigm to Understand Learning from Human Preferences",
-            "https://arxiv.org/abs/2310.12036",
-        ),
-    }
+    LOSSES: ClassVar[Mapping[str, Loss]] = dpo.LOSSES
+    PAPERS: ClassVar[Mapping[str, Paper]] = papers(
+        LOSSES,
+        "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
+        "https://arxiv.org/abs/2305.18290",
+    )
     SHORTEN_PROMPTS: ClassVar[bool] = False
 
     max_prompt_length: int | None = option(
@@ -56,13 +47,17 @@ class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentCo
     truncation_mode: str = option(
         "keep_start", "Which part of an overlong prompt to keep: `keep_end` or `keep_start`.", choices=TRUNCATION_MODES
     )
-    loss_type: Texts = option(
-        "sigmoid", "Loss: `sigmoid`, `hinge` or `ipo` (with log-probs averaged over tokens).", several=True
+    loss_type: Texts = option("sigmoid", f"Loss, or several losses to add up: {listed(LOSSES)}.", several=True)
+    loss_weights: list[float] | None = option(
+        None, "Weights of the losses in `loss_type`. Defaults to 1 for each.", several=True
     )
     beta: float = option(0.1, "Strength of the regularization toward the reference; tau for `ipo`.")
     label_smoothing: float = option(
-        0.0, "Assumed probability that the labels of a pair are swapped by mistake. For `sigmoid` only."
+        0.0,
+        "Assumed probability that the labels of a pair are swapped by mistake. For `sigmoid`, `robust` and "
+        "`exo_pair`, which requires it.",
     )
+    discopop_tau: float = option(0.05, "Temperature of `discopop`.")
 
     def resolve(self) -> None:
         """Check the options of DPO; a list with a single loss becomes that loss."""
@@ -70,25 +65,32 @@ class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentCo
         checks.positive(self, "beta")
         checks.need_reference(self, "DPO")
         checks.refuse_labels(self, "DPO")
-        self._check_loss()
-        if not 0 <= self.label_smoothing < 0.5:
-            raise OptionError(
-                f"{setting('label_smoothing', self.label_smoothing)}: must be at least 0 and less than 0.5"
-            )
-        if self.label_smoothing and self.loss_type != "sigmoid":
-            raise OptionError(
-                f"{setting('label_smoothing', self.label_smoothing)}: has no effect with "
-                f"{setting('loss_type', self.loss_type)}; remove it, or set loss_type to sigmoid"
-            )
-
-    def _check_loss(self) -> None:
-        given = setting("loss_type", self.loss_type)
-        if isinstance(self.loss_type, list):
-            if len(self.loss_type) != 1:
-                raise OptionError(f"{given}: combining several losses is not supported; set one of them")
+        if isinstance(self.loss_type, list) and len(self.loss_type) == 1:
             (self.loss_type,) = self.loss_type
-        if self.loss_type in _ELSEWHERE:
-            raise OptionError(f"{given}: not supported; set one of {', '.join(DPO_LOSS_TYPES)}")
-        if self.loss_type not in DPO_LOSS_TYPES:
-            near = did_you_mean(str(self.loss_type), DPO_LOSS_TYPES)
-            raise OptionError(f"{given}: unknown loss; set one of {', '.join(DPO_LOSS_TYPES)}{near}")
+        names = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
+        self._check_names(names)
+        check_losses(self, names)
+
+    def _check_names(self, names: list[str]) -> None:
+        given, known = setting("loss_type", self.loss_type), ", ".join(self.LOSSES)
+        for name in names:
+            if name in _ELSEWHERE:
+                raise OptionError(f"{given}: {name!r} {_ELSEWHERE[name]}; set one of {known}")
+            if name not in self.LOSSES:
+                near = did_you_mean(name, self.LOSSES)
+                raise OptionError(f"{given}: unknown loss {name!r}; set one of {known}{near}")
+        if not names:
+            raise OptionError(f"{given}: no loss; set one of {known}")
+        if self.loss_weights is None:
+            return
+        weights = setting("loss_weights", self.loss_weights)
+        if len(self.loss_weights) != len(names):
+            raise OptionError(f"{weights}: expected {counted(len(names), 'weight')}, one for each loss in {given}")
+        if min(self.loss_weights) <= 0:
+            raise OptionError(f"{weights}: must be greater than 0; remove a loss instead of setting its weight to 0")
+
+    @property
+    def losses(self) -> list[tuple[str, float]]:
+        """The names of the losses to add up, with their weights."""
+        names = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
+        return list(zip(names, self.loss_weights or [1.0] * len(names)))

@@ -55,7 +55,7 @@ class KTOMethod(Method[UnpairedBatch]):
 
     @property
     def draws_partners(self) -> bool:
-        return self.options.loss_type == "kto"
+        return "kl" in self.options.LOSSES[self.options.loss_type].needs
 
     @property
     def passes(self) -> int:
@@ -111,15 +111,15 @@ class KTOMethod(Method[UnpairedBatch]):
         self, batch: UnpairedBatch, index: int, output: SequenceOutput, known: _Known, window: Window[UnpairedBatch]
     ) -> RowLosses:
         logps, labels, sums = output.scores, batch.labels.to(output.scores.device), window.sums
+        loss = self.options.LOSSES[self.options.loss_type]
         result = kto_loss(
             logps,
             known.reference[index],
             labels,
             known.kl,
-            loss_type=self.options.loss_type,
+            loss,
             beta=self.options.beta,
-            desirable_weight=self.options.desirable_weight,
-            undesirable_weight=self.options.undesirable_weight,
+            **loss.options(self.options),
         )
         lengths = batch.matched.lengths.to(logps.device)
         assert output.entropy is not None and output.logits is not None

@@ -14,8 +14,9 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions
 from alignment.config.options_model import ReferenceOptions
 from alignment.config.registry import Paper
-
-KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
+from alignment.methods.losses import check_losses, listed, papers
+from alignment.objectives import kto
+from alignment.objectives.table import Loss
 
 
 @dataclass(kw_only=True)
@@ -30,19 +31,16 @@ class KTOConfig(ReferenceOptions, SequenceOptions, KTOCompatibility, AlignmentCo
 
     TITLE: ClassVar[str] = "KTO"
     method: ClassVar[str] = "kto"
-    PAPERS: ClassVar[Mapping[str, Paper]] = {
-        "": Paper("KTO: Model Alignment as Prospect Theoretic Optimization", "https://arxiv.org/abs/2402.01306"),
-        "apo_zero_unpaired": Paper(
-            "Anchored Preference Optimization and Contrastive Revisions: Addressing Underspecification in Alignment",
-            "https://arxiv.org/abs/2408.06266",
-        ),
-    }
+    LOSSES: ClassVar[Mapping[str, Loss]] = kto.LOSSES
+    PAPERS: ClassVar[Mapping[str, Paper]] = papers(
+        LOSSES, "KTO: Model Alignment as Prospect Theoretic Optimization", "https://arxiv.org/abs/2402.01306"
+    )
     TRL_DEFAULTS: ClassVar[Mapping[str, str]] = {
         **AlignmentConfig.TRL_DEFAULTS,
         "train_sampling_strategy": "sequential",
     }
 
-    loss_type: str = option("kto", "Loss: `kto` or `apo_zero_unpaired`.", choices=KTO_LOSS_TYPES)
+    loss_type: str = option("kto", f"Loss: {listed(LOSSES)}.", choices=tuple(LOSSES))
     beta: float = option(0.1, "Strength of the regularization toward the reference.")
     desirable_weight: float = option(1.0, "Loss weight of desirable rows.")
     undesirable_weight: float = option(1.0, "Loss weight of undesirable rows.")
@@ -51,13 +49,13 @@ class KTOConfig(ReferenceOptions, SequenceOptions, KTOCompatibility, AlignmentCo
         """Check the options of KTO."""
         checks.check_lengths(self, rows_per_unit=1)
         checks.positive(self, "beta")
-        checks.at_least(self, 0, "desirable_weight", "undesirable_weight")
+        check_losses(self, (self.loss_type,))
         if self.desirable_weight == self.undesirable_weight == 0:
             raise OptionError(
                 "desirable_weight=0.0 and undesirable_weight=0.0: the loss would always be 0; set one above 0"
             )
         checks.need_reference(self, "KTO")
-        if self.loss_type == "kto" and self.window_size == 1:
+        if "kl" in self.LOSSES[self.loss_type].needs and self.window_size == 1:
             raise OptionError(
                 "gradient_accumulation_steps=1 with per_device_train_batch_size=1 on one rank: KTO needs at least two "
                 "rows per step to estimate the KL; set gradient_accumulation_steps to 2 or more (16 recommended)"

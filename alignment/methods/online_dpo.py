@@ -103,7 +103,7 @@ class OnlineDPOMethod(Method[RankedBatch]):
             logps[pairs:],
             reference[:pairs],
             reference[pairs:],
-            loss_type=self.options.loss_type,
+            self.options.LOSSES[self.options.loss_type],
             beta=batch.beta,
         )
         kl = logps.detach() - reference

@@ -12,8 +12,9 @@ from alignment.config.errors import OptionError, setting
 from alignment.config.fields import Numbers, option
 from alignment.config.options_online import OnlineOptions
 from alignment.config.registry import Paper
-
-ONLINE_DPO_LOSS_TYPES = ("sigmoid", "ipo")
+from alignment.methods.losses import listed, papers
+from alignment.objectives import dpo
+from alignment.objectives.table import Loss
 
 
 @dataclass(kw_only=True)
@@ -26,17 +27,16 @@ class OnlineDPOConfig(OnlineOptions, OnlineDPOCompatibility):
 
     TITLE: ClassVar[str] = "Online DPO"
     method: ClassVar[str] = "online_dpo"
-    PAPERS: ClassVar[Mapping[str, Paper]] = {
-        "": Paper("Direct Language Model Alignment from Online AI Feedback", "https://arxiv.org/abs/2402.04792"),
-        "ipo": Paper(
-            "A General Theoretical Paradigm to Understand Learning from Human Preferences",
-            "https://arxiv.org/abs/2310.12036",
-        ),
-    }
+    LOSSES: ClassVar[Mapping[str, Loss]] = dpo.ONLINE_LOSSES
+    PAPERS: ClassVar[Mapping[str, Paper]] = papers(
+        LOSSES,
+        "Direct Language Model Alignment from Online AI Feedback",
+        "https://arxiv.org/abs/2402.04792",
+    )
     TRL_DEFAULTS: ClassVar[Mapping[str, str]] = {**OnlineOptions.TRL_DEFAULTS, "ds3_gather_for_generation": "true"}
 
     learning_rate: float = option(5e-7, "Peak learning rate.")
-    loss_type: str = option("sigmoid", "Loss: `sigmoid` or `ipo`.", choices=ONLINE_DPO_LOSS_TYPES)
+    loss_type: str = option("sigmoid", f"Loss: {listed(LOSSES)}.", choices=tuple(LOSSES))
     beta: Numbers = option(
         0.1,
         "Strength of the regularization toward the reference, or a list with a value per epoch, of which the last "

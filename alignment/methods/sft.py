@@ -17,7 +17,7 @@ from alignment.data.targets.formatting import Format, formatted
 from alignment.data.targets.rules import RowRules
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.sft_options import SFTConfig
-from alignment.objectives.likelihood import dft, nll
+from alignment.objectives.table import Loss
 from alignment.training.data import PreparedData
 from alignment.training.method import Method, RowLosses, Window
 from alignment.training.preparation import DataPreparation
@@ -63,23 +63,26 @@ class SFTMethod(Method[CompletionBatch]):
 
     @property
     def needs_tokens(self) -> bool:  # type: ignore[override]
-        return self.options.loss_type == "dft"
+        return "tokens" in self._loss.needs
+
+    @property
+    def _loss(self) -> Loss:
+        return self.options.LOSSES[self.options.loss_type or "nll"]
 
     def losses(
         self, batch: CompletionBatch, index: int, output: SequenceOutput, known: Any, window: Window[CompletionBatch]
     ) -> RowLosses:
         assert output.entropy is not None and output.top1 is not None
         lengths = batch.completions.lengths.to(output.scores.device)
-        total, tokens = nll(output.scores, lengths)
-        window.sums.add("entropy", output.entropy.sum(), tokens)
-        window.sums.add("mean_token_accuracy", output.top1.sum(), tokens)
-        rows = -output.scores.detach()
-        if self.options.loss_type == "dft":
-            assert output.token_logps is not None
-            losses = dft(output.token_logps)
-            total = losses.sum()
-            rows = torch.zeros_like(rows).index_add(0, batch.completions.segments.to(rows.device), losses.detach())
-        return RowLosses(total / window.counts.first_completion_tokens, rows / lengths)
+        window.sums.add("entropy", output.entropy.sum(), lengths.sum())
+        window.sums.add("mean_token_accuracy", output.top1.sum(), lengths.sum())
+        logps = output.token_logps if self.needs_tokens else output.scores
+        assert logps is not None
+        losses = self._loss.function(logps)
+        rows = losses.detach()
+        if self.needs_tokens:
+            rows = torch.zeros_like(output.scores).index_add(0, batch.completions.segments.to(rows.device), rows)
+        return RowLosses(losses.sum() / window.counts.first_completion_tokens, rows / lengths)
 
 
 class SFTTrainer(AlignmentTrainer):

@@ -15,8 +15,9 @@ from alignment.config.fields import Keywords, option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions, TokenizerOptions
 from alignment.config.registry import Paper
-
-SFT_LOSS_TYPES = ("nll", "chunked_nll", "dft")
+from alignment.methods.losses import papers
+from alignment.objectives import likelihood
+from alignment.objectives.table import Loss
 
 
 @dataclass(kw_only=True)
@@ -29,12 +30,8 @@ class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentCo
 
     TITLE: ClassVar[str] = "SFT"
     method: ClassVar[str] = "sft"
-    PAPERS: ClassVar[Mapping[str, Paper]] = {
-        "dft": Paper(
-            "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward Rectification",
-            "https://arxiv.org/abs/2508.05629",
-        ),
-    }
+    LOSSES: ClassVar[Mapping[str, Loss]] = likelihood.LOSSES
+    PAPERS: ClassVar[Mapping[str, Paper]] = papers(LOSSES)
     TRL_DEFAULTS: ClassVar[Mapping[str, str]] = {**AlignmentConfig.TRL_DEFAULTS, "truncation_mode": "keep_start"}
     SHORTEN_PROMPTS: ClassVar[bool] = False
 
@@ -46,7 +43,7 @@ class SFTConfig(TokenizerOptions, SequenceOptions, SFTCompatibility, AlignmentCo
         "nll",
         "Loss: `nll`, or `dft`, which weights the loss of each token by its probability. `chunked_nll` is an alias of "
         "`nll`, which never stores the logits of all tokens.",
-        choices=SFT_LOSS_TYPES,
+        choices=tuple(LOSSES),
     )
     completion_only_loss: bool | None = option(
         None,

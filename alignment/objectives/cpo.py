@@ -1,36 +1,59 @@
-"""Contrastive Preference Optimization (CPO) and related reference-free losses.
+"""Contrastive Preference Optimization (CPO) and related losses of pairs, which need no reference.
 
-CPO: Xu et al., https://arxiv.org/abs/2401.08417. SimPO: Meng et al., https://arxiv.org/abs/2405.14734.
-AlphaPO: Gupta et al., https://arxiv.org/abs/2501.03884. IPO: Azar et al., https://arxiv.org/abs/2310.12036.
-Hinge: SLiC, Zhao et al., https://arxiv.org/abs/2305.10425.
+CPO: Xu et al., https://arxiv.org/abs/2401.08417. The table :data:`LOSSES` names the other papers.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from alignment.objectives.pairs import PairResult, hinge, ipo, logistic, sigmoid
+from alignment.objectives.table import ANY, BELOW_HALF, IPO, NOT_NEGATIVE, NOT_ZERO, SLIC, Loss
 
-CPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
-LENGTH_NORMALIZED = frozenset({"ipo", "simpo", "alphapo"})
-
-
-class CPOLoss(NamedTuple):
-    """Per-pair results: ``losses`` (P,), differentiable, without the NLL term; the rewards (P,) are detached."""
-
-    losses: Tensor
-    chosen_rewards: Tensor
-    rejected_rewards: Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def alpha_reward(mean_logps: Tensor, alpha: float) -> Tensor:
-    """AlphaPO's reward ``(1 - p^-alpha) / alpha`` of the length-normalized likelihood p; log p if alpha is 0."""
+def shaped(logps: Tensor, alpha: float) -> Tensor:
+    """Return AlphaPO's reward ``(1 - p^-alpha) / alpha`` of length-normalized log-probs; log p if alpha is 0."""
     if alpha == 0.0:
-        return mean_logps
+        return logps
     # expm1 avoids the loss of precision of 1 - exp(...) for small alpha.
-    return -torch.expm1(-alpha * mean_logps) / alpha
+    return -(-alpha * logps).expm1() / alpha
+
+
+def simpo(
+    chosen: Tensor,
+    rejected: Tensor,
+    beta: float,
+    simpo_gamma: float = 0.5,
+    label_smoothing: float = 0.0,
+    alpha: float = 0.0,
+) -> Tensor:
+    """Return the sigmoid loss with a target margin of ``simpo_gamma`` and a reward that ``alpha`` shapes."""
+    margins = shaped(chosen, alpha) - shaped(rejected, alpha)
+    return logistic(margins - simpo_gamma / beta, beta, label_smoothing)
+
+
+_READ_BY_SIMPO = {"label_smoothing": BELOW_HALF, "simpo_gamma": NOT_NEGATIVE, "alpha": ANY}
+LOSSES = {
+    "sigmoid": Loss(sigmoid, None, {"label_smoothing": BELOW_HALF}),
+    "hinge": Loss(hinge, SLIC),
+    "ipo": Loss(ipo, IPO, needs=("lengths",)),
+    "simpo": Loss(
+        simpo,
+        ("SimPO: Simple Preference Optimization with a Reference-Free Reward", "https://arxiv.org/abs/2405.14734"),
+        _READ_BY_SIMPO,
+        ("lengths",),
+    ),
+    "alphapo": Loss(
+        simpo,
+        ("AlphaPO: Reward Shape Matters for LLM Alignment", "https://arxiv.org/abs/2501.03884"),
+        {**_READ_BY_SIMPO, "alpha": NOT_ZERO},  # with 0, it is simpo
+        ("lengths",),
+        defaults={"alpha": 0.25, "cpo_alpha": 0.0},
+    ),
+}
 
 
 def cpo_loss(
@@ -38,47 +61,27 @@ def cpo_loss(
     rejected_logps: Tensor,
     chosen_lengths: Tensor,
     rejected_lengths: Tensor,
+    loss: Loss = LOSSES["sigmoid"],
     *,
-    loss_type: str = "sigmoid",
     beta: float = 0.1,
-    label_smoothing: float = 0.0,
-    simpo_gamma: float = 0.5,
-    alpha: float = 0.0,
-) -> CPOLoss:
-    """Compute the preference loss of every pair. The caller adds the NLL term (``cpo_alpha`` times ``nll``).
+    **options: float,
+) -> PairResult:
+    """Compute a loss of every pair. Values of options are not checked.
+
+    The caller adds the NLL term (``cpo_alpha`` times ``nll``).
 
     Args:
         chosen_logps: (P,) summed log-probs of the chosen completions, differentiable.
         rejected_logps: (P,) summed log-probs of the rejected completions, differentiable.
         chosen_lengths: (P,) number of tokens of the chosen completions.
         rejected_lengths: (P,) number of tokens of the rejected completions.
-        loss_type: one of :data:`CPO_LOSS_TYPES`. ``ipo``, ``simpo`` and ``alphapo`` use means over tokens.
+        loss: an entry of :data:`LOSSES`.
         beta: inverse temperature; tau for ``ipo``.
-        label_smoothing: probability that a pair's labels are swapped (``sigmoid``, ``simpo``, ``alphapo``).
-        simpo_gamma: target reward margin of ``simpo`` and ``alphapo``.
-        alpha: AlphaPO's shape parameter for ``simpo`` and ``alphapo``; must be 0 for other types.
-
-    Raises:
-        ValueError: unknown ``loss_type``, or ``alpha`` with a loss on summed log-probs.
+        **options: the options that the loss reads.
     """
-    if loss_type not in CPO_LOSS_TYPES:
-        raise ValueError(f"loss_type {loss_type!r} is not one of {', '.join(CPO_LOSS_TYPES)}")
-    if alpha != 0.0 and loss_type not in ("simpo", "alphapo"):
-        raise ValueError(
-            f"alpha={alpha} requires length-normalized log-probs, which loss_type {loss_type!r} does not use"
-        )
-    if loss_type in LENGTH_NORMALIZED:
-        chosen_logps, rejected_logps = chosen_logps / chosen_lengths, rejected_logps / rejected_lengths
-    chosen, rejected = alpha_reward(chosen_logps, alpha), alpha_reward(rejected_logps, alpha)
-    margins = chosen - rejected
-    if loss_type == "hinge":
-        losses = torch.relu(1 - beta * margins)
-    elif loss_type == "ipo":
-        losses = (margins - 1 / (2 * beta)) ** 2
-    else:
-        if loss_type != "sigmoid":
-            margins = margins - simpo_gamma / beta
-        losses = (
-            -F.logsigmoid(beta * margins) * (1 - label_smoothing) - F.logsigmoid(-beta * margins) * label_smoothing
-        )
-    return CPOLoss(losses, beta * chosen.detach(), beta * rejected.detach())
+    chosen, rejected = chosen_logps, rejected_logps
+    if "lengths" in loss.needs:
+        chosen, rejected = chosen / chosen_lengths, rejected / rejected_lengths
+    losses = loss.function(chosen, rejected, beta, **options)
+    good, bad = (shaped(side.detach(), options.get("alpha", 0.0)) for side in (chosen, rejected))
+    return PairResult(losses, beta * good, beta * bad)

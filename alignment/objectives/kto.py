@@ -1,17 +1,16 @@
 """Kahneman-Tversky Optimization (KTO) and its variant, unpaired APO-zero.
 
 KTO: Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", https://arxiv.org/abs/2402.01306.
-APO-zero: D'Oosterlinck et al., "Anchored Preference Optimization", https://arxiv.org/abs/2408.06266 (unpaired form).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+from alignment.objectives.table import APO, NOT_NEGATIVE, Loss
 
-KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class KTOLoss(NamedTuple):
@@ -48,42 +47,56 @@ def kto_kl(total: Tensor, count: Tensor) -> Tensor:
     return (total / count.clamp(min=1)).clamp(min=0)
 
 
+def prospect(
+    gains: Tensor, labels: Tensor, beta: float, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
+) -> Tensor:
+    """Return the (R,) losses of rows, weighted by class.
+
+    Args:
+        gains: (R,) log-ratios minus the reference point.
+        labels: (R,) bool, True for desirable rows.
+        beta: inverse temperature of the implicit reward.
+        desirable_weight: factor on the losses of desirable rows (lambda_D of the paper).
+        undesirable_weight: factor on the losses of undesirable rows (lambda_U).
+    """
+    desirable = labels.to(gains.dtype)
+    sign = 2 * desirable - 1
+    weights = desirable * desirable_weight + (1 - desirable) * undesirable_weight
+    # sigmoid(-x) instead of 1 - sigmoid(x): no cancellation for rows that are already learned.
+    return weights * (-sign * beta * gains).sigmoid()
+
+
+_WEIGHTS = {"desirable_weight": NOT_NEGATIVE, "undesirable_weight": NOT_NEGATIVE}
+LOSSES = {
+    "kto": Loss(prospect, None, _WEIGHTS, ("reference", "kl")),
+    "apo_zero_unpaired": Loss(prospect, APO, _WEIGHTS, ("reference",)),
+}
+
+
 def kto_loss(
     policy_logps: Tensor,
     reference_logps: Tensor,
     labels: Tensor,
     kl: Tensor,
+    loss: Loss = LOSSES["kto"],
     *,
-    loss_type: str = "kto",
     beta: float = 0.1,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
+    **options: float,
 ) -> KTOLoss:
-    """Compute the KTO or APO-zero loss of every row.
+    """Compute the KTO or APO-zero loss of every row. Values of options are not checked.
 
     Args:
         policy_logps: (R,) summed completion log-probs under the policy, differentiable.
         reference_logps: (R,) summed completion log-probs under the reference.
         labels: (R,) bool, True for desirable rows.
         kl: 0-dim, the window's clamped KL estimate (not used by ``apo_zero_unpaired``).
-        loss_type: ``"kto"`` or ``"apo_zero_unpaired"``.
+        loss: an entry of :data:`LOSSES`.
         beta: inverse temperature of the implicit reward.
-        desirable_weight: factor on the losses of desirable rows (lambda_D of the paper).
-        undesirable_weight: factor on the losses of undesirable rows (lambda_U).
+        **options: the options that the loss reads.
 
     Returns:
         :class:`KTOLoss`; empty input gives empty tensors that still carry the graph.
-
-    Raises:
-        ValueError: unknown ``loss_type``.
     """
-    if loss_type not in KTO_LOSS_TYPES:
-        raise ValueError(f"loss_type {loss_type!r} is not one of {', '.join(KTO_LOSS_TYPES)}")
     log_ratios = policy_logps - reference_logps
-    anchor = kl.detach() if loss_type == "kto" else torch.zeros_like(kl)
-    desirable = labels.to(log_ratios.dtype)
-    sign = 2 * desirable - 1
-    weights = desirable * desirable_weight + (1 - desirable) * undesirable_weight
-    # sigmoid(-x) instead of 1 - sigmoid(x): no cancellation for rows that are already learned.
-    losses = weights * torch.sigmoid(-sign * beta * (log_ratios - anchor))
-    return KTOLoss(losses, beta * log_ratios.detach())
+    gains = log_ratios - kl.detach() if "kl" in loss.needs else log_ratios
+    return KTOLoss(loss.function(gains, labels, beta, **options), beta * log_ratios.detach())

@@ -1,8 +1,13 @@
-"""The negative log-likelihood of completions: the SFT loss, and the second term of the CPO loss."""
+"""The negative log-likelihood of completions: the SFT losses, and the second term of the CPO loss."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from alignment.objectives.table import Loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def nll(chosen_logps: Tensor, chosen_lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -18,9 +23,30 @@ def nll(chosen_logps: Tensor, chosen_lengths: Tensor) -> tuple[Tensor, Tensor]:
 def dft(token_logps: Tensor) -> Tensor:
     """Compute (N,) token losses of dynamic fine-tuning (DFT), each weighted by the token's detached probability.
 
-    Wu et al., "On the Generalization of SFT", equation 9, https://arxiv.org/abs/2508.05629.
+    Equation 9 of the paper.
 
     Args:
         token_logps: (N,) log-probs of the target tokens.
     """
     return -token_logps.detach().exp() * token_logps
+
+
+def negative(logps: Tensor) -> Tensor:
+    """Return the negative log-likelihoods of sequences, from their log-probs."""
+    return -logps
+
+
+# The formulas take (S,) summed log-probs of sequences, or (N,) log-probs of tokens if they need them.
+LOSSES = {
+    "nll": Loss(negative, per_token=True),
+    "chunked_nll": Loss(negative, per_token=True),
+    "dft": Loss(
+        dft,
+        (
+            "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward Rectification",
+            "https://arxiv.org/abs/2508.05629",
+        ),
+        needs=("tokens",),
+        per_token=True,
+    ),
+}

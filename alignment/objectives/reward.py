@@ -7,23 +7,15 @@ Centering: Eisenstein et al., "Helping or Herding?", https://arxiv.org/abs/2312.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class RewardResult(NamedTuple):
-    """Per-pair results: ``losses`` (P,), differentiable; the rewards (P,) are detached."""
-
-    losses: Tensor
-    chosen_rewards: Tensor
-    rejected_rewards: Tensor
+from alignment.objectives.pairs import PairResult
 
 
 def bradley_terry(
     chosen: Tensor, rejected: Tensor, margins: Tensor | None = None, center: float | None = None
-) -> RewardResult:
+) -> PairResult:
     """Compute the negative log-likelihood that the chosen completion of every pair wins by at least its margin.
 
     Args:
@@ -36,4 +28,4 @@ def bradley_terry(
     losses = -F.logsigmoid(difference)
     if center is not None:
         losses = losses + center * (chosen + rejected) ** 2
-    return RewardResult(losses, chosen.detach(), rejected.detach())
+    return PairResult(losses, chosen.detach(), rejected.detach())

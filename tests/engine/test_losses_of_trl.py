@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import torch
 import transformers
 from losses_of_trl import PAIRS, loss_of_ours
 
+from alignment.objectives.dpo import LOSSES as LOSSES_OF_DPO
 from tools.trl.hub import rows
 from tools.trl.hub.tokenizers import FAMILIES, train
 
@@ -49,11 +51,19 @@ KINDS = {
     "sft": ("text", "standard", "messages", "conversational", "tools"),
     "online_dpo": ("standard", "conversational"),
 }
-LOSSES = {
-    "kto": ("apo_zero_unpaired",),
-    "dpo": ("hinge", "ipo"),
-    "cpo": ("hinge", "ipo", "simpo"),
-    "online_dpo": ("ipo",),
+SMOOTHED = {"label_smoothing": 0.1}
+LOSSES: dict[str, list[dict[str, Any]]] = {
+    "kto": [{"loss_type": "apo_zero_unpaired"}],
+    "dpo": [
+        *({"loss_type": name, **(SMOOTHED if name in ("robust", "exo_pair") else {})} for name in LOSSES_OF_DPO),
+        {"loss_type": "exo_pair", "label_smoothing": 0.001},
+        {"loss_type": "discopop", "discopop_tau": 0.5},
+        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+        {"loss_type": ["robust", "sigmoid_norm"], **SMOOTHED},
+        {"loss_type": "sigmoid", **SMOOTHED},
+    ],
+    "cpo": [{"loss_type": "hinge"}, {"loss_type": "ipo"}, {"loss_type": "simpo"}],
+    "online_dpo": [{"loss_type": "ipo"}],
 }
 
 
@@ -69,10 +79,10 @@ def jobs() -> list[dict[str, Any]]:
             for kind in kinds:
                 if family in WITHOUT_TEMPLATE and of_chats(kind):
                     continue
-                losses = ("", *LOSSES.get(method, ())) if (family, kind) == ("phi3", "standard") else ("",)
-                for loss in losses:
-                    options = {"loss_type": loss} if loss else {}
-                    name = "-".join(filter(None, (method, kind, family, loss)))
+                further = LOSSES.get(method, []) if (family, kind) == ("phi3", "standard") else []
+                for options in ({}, *further):
+                    values = (re.sub(r"[^\w.]+", "+", str(value)).strip("+") for value in options.values())
+                    name = "-".join((method, kind, family, *values))
                     found.append({"name": name, "method": method, "kind": kind, "family": family, "options": options})
     return found
 
@@ -138,6 +148,8 @@ def theirs(
 def difference(job: dict[str, Any]) -> str | None:
     """The row of docs/guides/coming-from-trl.md that a job's losses differ by; None where they must not."""
     method, kind, family = job["method"], job["kind"], job["family"]
+    if method == "dpo" and job["options"] == {"loss_type": "sigmoid", **SMOOTHED}:
+        return "the sigmoid loss of TRL 1.16 ignores label_smoothing"
     if method == "cpo" and kind == "tools" and family != "mistral":  # its template has no place for them
         return "CPO leaves the tools of a row aside"
     if method == "cpo" and family in BEGIN_WITHOUT_BOS and not of_chats(kind):

@@ -54,6 +54,14 @@ def test_micro_batches_by_tokens_and_by_blocks(results: dict[int, Results], meth
         assert distance(outcome["updates"][step], reference["updates"][step]) <= 1e-5, f"step {step + 1}"
 
 
+def test_all_losses_of_dpo_give_the_same_update_for_every_split(results: dict[int, Results]) -> None:
+    """Also the loss that is a mean over tokens: 8 micro-batches of one pair on two ranks, and one of 8 pairs."""
+    reference, outcome = results[1]["DPO-several"], results[2]["DPO-several-split"]
+    for step in (0, 1):
+        assert_logged(outcome["logs"][step], reference["logs"][step], 1e-5, f"step {step + 1}")
+        assert distance(outcome["updates"][step], reference["updates"][step]) <= 1e-5, f"step {step + 1}"
+
+
 @pytest.mark.parametrize("method", ["KTO", "CPO"])
 def test_clipping_is_the_same_for_every_split(results: dict[int, Results], method: str) -> None:
     reference = results[1][f"{method}-stage0-1-clipped"]
@@ -96,7 +104,16 @@ def test_rates_count_the_rows_of_all_ranks(results: dict[int, Results], world: i
 
 @pytest.mark.parametrize(
     "name",
-    ["KTO-plain", "CPO-plain", "DPO-plain", "DPO-hinge", "DPO-ipo", "KTO-stage0-1-clipped", "CPO-stage0-1-clipped"]
+    [
+        "KTO-plain",
+        "CPO-plain",
+        "DPO-plain",
+        "DPO-hinge",
+        "DPO-ipo",
+        "DPO-several",
+        "KTO-stage0-1-clipped",
+        "CPO-stage0-1-clipped",
+    ]
     + [f"CPO-{head}-{stage}" for head in HEADS for stage in ("stage0", "stage2", "stage3")],
 )
 def test_against_the_float64_oracle(results: dict[int, Results], name: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from oracle.wide import Source, load, token_logps, wide_maths
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, softplus
 
 Row = dict[str, Any]
 Scored = dict[str, list[Tensor]]
@@ -73,9 +73,11 @@ class CPOOptions(StepOptions):
 class DPOOptions(StepOptions):
     """DPO's options with their public names. ``beta`` is the value for the epoch; ``means``: per token, for IPO."""
 
-    loss_type: str = "sigmoid"
+    loss_type: str | Sequence[str] = "sigmoid"
+    loss_weights: Sequence[float] | None = None
     beta: float = 0.1
     label_smoothing: float = 0.0
+    discopop_tau: float = 0.05
     means: bool = False
 
 
@@ -150,24 +152,22 @@ def dpo_objective(
     """Compute the DPO loss and metrics of a window from (P,) summed log-probs of chosen and rejected completions.
 
     IPO uses log-ratios per token if ``options.means`` is set and ``lengths`` are given. ``objective/*`` are means over
-    all 2P sequences of both sides; all other metrics are means over pairs.
+    all 2P sequences of both sides; all other metrics are means over pairs. Several losses are added up.
     """
-    if options.loss_type not in ("sigmoid", "hinge", "ipo"):
-        raise ValueError(f"loss_type {options.loss_type!r} is not sigmoid, hinge or ipo")
     good, bad = (own - base.detach() for own, base in zip(policy, reference, strict=True))
-    gaps = good - bad
-    if options.loss_type == "ipo" and options.means and lengths is not None:
-        gaps = good / torch.tensor(lengths[0]) - bad / torch.tensor(lengths[1])
-    terms, flipped = [], options.label_smoothing
-    for gap in gaps:
-        if options.loss_type == "hinge":
-            terms.append((1 - options.beta * gap) * float(options.beta * gap < 1))
-        elif options.loss_type == "ipo":
-            terms.append((gap - 0.5 / options.beta).square())
-        else:
-            wins = torch.sigmoid(options.beta * gap)
-            terms.append(-(1 - flipped) * torch.log(wins) - flipped * torch.log(1 - wins))
-    loss = torch.stack(terms).mean()
+    names = [options.loss_type] if isinstance(options.loss_type, str) else options.loss_type
+    parts = []
+    for name, weight in zip(names, options.loss_weights or [1.0] * len(names), strict=True):
+        if name == "sft":
+            assert lengths is not None
+            parts.append(weight * -policy[0].sum() / sum(lengths[0]))
+            continue
+        c, r = good, bad
+        if lengths is not None and (name == "sigmoid_norm" or (name == "ipo" and options.means)):
+            c, r = good / torch.tensor(lengths[0]), bad / torch.tensor(lengths[1])
+        terms = [dpo_term(name, one, other, options) for one, other in zip(c, r, strict=True)]
+        parts.append(weight * torch.stack(terms).mean())
+    loss = torch.stack(parts).sum()
     good, bad = good.detach(), bad.detach()
     kl = float(torch.cat([good, bad]).mean())
     return loss, {
@@ -181,6 +181,37 @@ def dpo_objective(
         "objective/kl": kl,
         "objective/non_score_reward": -options.beta * kl,
     }
+
+
+def dpo_term(name: str, good: Tensor, bad: Tensor, options: DPOOptions) -> Tensor:
+    """Return a loss of one pair from its two 0-dim log-ratios, as its paper has it."""
+    beta, flipped, gap = options.beta, options.label_smoothing, good - bad
+    wins = torch.sigmoid(beta * gap)
+    if name in ("sigmoid", "sigmoid_norm"):
+        flipped = flipped if name == "sigmoid" else 0.0
+        return -(1 - flipped) * torch.log(wins) - flipped * torch.log(1 - wins)
+    if name == "hinge":
+        return (1 - beta * gap) * float(beta * gap < 1)
+    if name == "ipo":
+        return (gap - 0.5 / beta).square()
+    if name == "robust":  # so that the expectation over flipped labels is the sigmoid loss
+        return (flipped * torch.log(1 - wins) - (1 - flipped) * torch.log(wins)) / (1 - 2 * flipped)
+    if name == "exo_pair":  # KL(wins, 1 - wins || 1 - flipped, flipped)
+        return wins * torch.log(wins / (1 - flipped)) + (1 - wins) * torch.log((1 - wins) / flipped)
+    if name == "nca_pair":
+        return softplus(-beta * good) + (softplus(beta * good) + softplus(beta * bad)) / 2
+    if name == "bco_pair":
+        return softplus(-beta * good) + softplus(beta * bad)
+    if name == "sppo_hard":
+        return (good - 1 / (2 * beta)).square() + (bad + 1 / (2 * beta)).square()
+    if name == "apo_zero":
+        return 1 - torch.sigmoid(beta * good) + torch.sigmoid(beta * bad)
+    if name == "apo_down":
+        return torch.sigmoid(beta * good) + 1 - wins
+    if name == "discopop":
+        share = torch.sigmoid(beta * gap / options.discopop_tau)
+        return (1 - share) * softplus(-beta * gap) + share * torch.exp(-beta * gap)
+    raise ValueError(f"loss_type {name!r} is not a loss of DPO")
 
 
 def _preference(gap: Tensor, options: CPOOptions) -> Tensor:

@@ -94,7 +94,7 @@ DEFAULTS = {
     "vllm_model_impl": "vllm", "vllm_gpu_memory_utilization": 0.55, "vllm_mode": "colocate",
     "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000, "vllm_server_timeout": 240.0, "vllm_group_port": 51216,
     "vllm_tensor_parallel_size": 1, "f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5,
-    "discopop_tau": 0.05, "dataset_batch_size": 1000, "num_of_sequences": 1024, "chars_per_token": 3.6,
+    "dataset_batch_size": 1000, "num_of_sequences": 1024, "chars_per_token": 3.6,
 }  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def test_every_option_of_trl_is_accounted_for(method: str) -> None:
         (KTOConfig, {"is_encoder_decoder": True}, "use a causal language model"),
         (KTOConfig, {"train_sampling_strategy": "group_by_length"}, "expected one of random, sequential"),
         (KTOConfig, {"train_sampling_strategy": "sequential", "stratify_labels": True}, "remove one of them"),
-        (DPOConfig, {"ld_alpha": 0.5}, "length desensitization (LD-DPO) is not supported"),
+        (DPOConfig, {"ld_alpha": 0.5}, "length desensitization (LD-DPO) weights single tokens"),
         (DPOConfig, {"reference_free": True}, "DPO requires a reference"),
         (OnlineDPOConfig, {"use_vllm": True}, "set rollout_backend: continuous"),
         (OnlineDPOConfig, {"use_transformers_paged": True, "rollout_backend": "generate"}, "contradict each other"),

@@ -164,24 +164,43 @@ def test_wrong_type(name: str, given: Any, said: str) -> None:
             ["gradient_checkpointing_kwargs={'a': 1}", "no argument 'a'; set one of use_reentrant"],
         ),
         (KTOConfig, {"per_device_train_batch_size": 1}, ["gradient_accumulation_steps to 2 or more"]),
-        (DPOConfig, {"loss_type": "robust"}, ["loss_type='robust'", "not supported", "sigmoid, hinge, ipo"]),
+        *(
+            (
+                DPOConfig,
+                {"loss_type": name},
+                [f"loss_type='{name}'", "split into micro-batches", "sigmoid, hinge, ipo"],
+            )
+            for name in ("aot", "aot_unpaired")
+        ),
         (DPOConfig, {"loss_type": "sigmoid_"}, ["loss_type='sigmoid_'", "unknown loss", "did you mean 'sigmoid'"]),
-        (DPOConfig, {"loss_type": ["sigmoid", "ipo"]}, ["loss_type=['sigmoid', 'ipo']", "combining several losses"]),
+        (DPOConfig, {"loss_type": ["sigmoid", "simpo"]}, ["loss_type=['sigmoid', 'simpo']", "unknown loss 'simpo'"]),
+        (DPOConfig, {"loss_type": []}, ["loss_type=[]", "sigmoid, hinge, ipo"]),
+        (DPOConfig, {"loss_type": "exo_pair"}, ["label_smoothing=0.0", "greater than 0", "loss_type='exo_pair'"]),
+        (DPOConfig, {"loss_type": ["sigmoid", "exo_pair"]}, ["label_smoothing=0.0", "loss_type='exo_pair'"]),
+        (DPOConfig, {"loss_type": "robust", "label_smoothing": 0.5}, ["label_smoothing=0.5", "loss_type='robust'"]),
+        (DPOConfig, {"loss_type": "discopop", "discopop_tau": 0}, ["discopop_tau=0.0", "greater than 0"]),
+        (DPOConfig, {"discopop_tau": 0.1}, ["discopop_tau=0.1", "loss_type='sigmoid'", "one of discopop"]),
+        (DPOConfig, {"ld_alpha": 0.5}, ["ld_alpha=0.5", "single tokens"]),
+        (DPOConfig, {"use_weighting": True}, ["use_weighting=True", "squared probabilities"]),
+        (DPOConfig, {"rpo_alpha": 1.0}, ["rpo_alpha=1.0", "[sigmoid, sft]"]),
+        (DPOConfig, {"f_divergence_type": "js_divergence"}, ["f_divergence_type='js_divergence'", "reverse KL"]),
         (DPOConfig, {"label_smoothing": 0.5}, ["label_smoothing=0.5", "less than 0.5"]),
         (DPOConfig, {"label_smoothing": 0.1, "loss_type": "hinge"}, ["label_smoothing=0.1", "loss_type='hinge'"]),
         (DPOConfig, {"ref_placement": "none"}, ["ref_placement='none'", "DPO requires a reference"]),
         (DPOConfig, {"stratify_labels": True}, ["stratify_labels=True", "the rows of DPO have no labels"]),
         (DPOConfig, {"beta": 0}, ["beta=0.0", "greater than 0"]),
-        (DPOConfig, {"loss_weights": [0.5]}, ["loss_weights=[0.5]", "combining several losses"]),
+        (DPOConfig, {"loss_weights": [1, 2]}, ["loss_weights=[1.0, 2.0]", "expected 1 weight", "loss_type='sigmoid'"]),
+        (DPOConfig, {"loss_weights": [0]}, ["loss_weights=[0.0]", "greater than 0"]),
+        (DPOConfig, {"loss_weights": []}, ["loss_weights=[]", "expected 1 weight"]),
         (CPOConfig, {"loss_type": "simpoo"}, ["loss_type='simpoo'", "did you mean 'simpo'", "alphapo"]),
         (CPOConfig, {"label_smoothing": 0.5}, ["label_smoothing=0.5", "less than 0.5"]),
         (CPOConfig, {"label_smoothing": 0.1, "loss_type": "ipo"}, ["label_smoothing=0.1", "loss_type='ipo'"]),
         (CPOConfig, {"simpo_gamma": 1.0}, ["simpo_gamma=1.0", "loss_type='sigmoid'", "simpo"]),
         (CPOConfig, {"gamma_beta_ratio": 5}, ["gamma_beta_ratio=5.0", "loss_type='sigmoid'", "simpo, alphapo"]),
         (CPOConfig, {"cpo_alpha": -1}, ["cpo_alpha=-1.0"]),
-        (CPOConfig, {"alpha": 0.1}, ["alpha=0.1", "length-normalized", "loss_type='sigmoid'"]),
+        (CPOConfig, {"alpha": 0.1}, ["alpha=0.1", "loss_type='sigmoid'", "simpo, alphapo"]),
         (CPOConfig, {"alpha": 0.1, "loss_type": "ipo"}, ["alpha=0.1", "loss_type='ipo'"]),
-        (CPOConfig, {"alpha": 0, "loss_type": "alphapo"}, ["alpha=0.0", "is equivalent to simpo"]),
+        (CPOConfig, {"alpha": 0, "loss_type": "alphapo"}, ["alpha=0.0", "different from 0", "loss_type='alphapo'"]),
         (CPOConfig, {"stratify_labels": True}, ["stratify_labels=True", "labels"]),
         (OnlineDPOConfig, {"judge": "a.py:b", "num_generations": 3}, ["num_generations=3", "compares two"]),
         (OnlineDPOConfig, {"judge": "a.py:b", "reward_funcs": "x.py:f"}, ["judge='a.py:b' and reward_funcs="]),
@@ -297,7 +316,12 @@ def test_every_default_of_the_feature_list() -> None:
     dpo = DPOConfig("out", loss_type=["ipo"])  # type: ignore[arg-type]
     assert (dpo.loss_type, dpo.beta, dpo.learning_rate, dpo.max_length) == ("ipo", 0.1, 1e-6, 1024)
     assert (dpo.max_prompt_length, dpo.truncation_mode, dpo.label_smoothing) == (None, "keep_start", 0.0)
-    assert DPOConfig("out").loss_type == "sigmoid"
+    assert DPOConfig("out").loss_type == "sigmoid" and DPOConfig("out").losses == [("sigmoid", 1.0)]
+    several = DPOConfig("out", loss_type=["sigmoid", "bco_pair", "sft"], label_smoothing=0.1)  # type: ignore[arg-type]
+    assert several.losses == [("sigmoid", 1.0), ("bco_pair", 1.0), ("sft", 1.0)]
+    weighted = DPOConfig("out", loss_type=["ipo", "sft"], loss_weights=[0.8, 0.2])  # type: ignore[arg-type]
+    assert weighted.losses == [("ipo", 0.8), ("sft", 0.2)]
+    assert DPOConfig("out", loss_type="ipo", loss_weights=[0.5]).losses == [("ipo", 0.5)]
 
 
 @pytest.mark.parametrize("cls", METHODS.values())

@@ -1,18 +1,30 @@
-"""The DPO objective, offline and online, compared with published values and independently written formulas."""
+"""The DPO losses, offline and online, compared with published values and independently written formulas."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Any
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT
+from oracle import dense
 from torch import Tensor
 from torch.testing import assert_close
 
-from alignment.methods.online_dpo_options import ONLINE_DPO_LOSS_TYPES
-from alignment.objectives.dpo import DPO_LOSS_TYPES, dpo_loss
+from alignment.config.errors import OptionError
+from alignment.config.fields import option
+from alignment.config.registry import METHODS
+from alignment.methods.dpo_options import DPOConfig
+from alignment.objectives.dpo import LOSSES, ONLINE_LOSSES, dpo_loss
+from alignment.objectives.pairs import PairResult
+from alignment.objectives.table import NOT_NEGATIVE, Loss
 
 CASES: list[dict[str, Any]] = [
     {"loss_type": "sigmoid", "beta": 0.1},
@@ -21,14 +33,29 @@ CASES: list[dict[str, Any]] = [
     {"loss_type": "ipo", "beta": 0.6},
 ]
 LENGTHS = torch.tensor([4, 1, 7, 3, 12, 5, 2, 9, 6]), torch.tensor([6, 8, 1, 3, 4, 11, 10, 2, 5])
+OPTIONS: dict[str, dict[str, float]] = {
+    "sigmoid": {"label_smoothing": 0.1},
+    "robust": {"label_smoothing": 0.2},
+    "exo_pair": {"label_smoothing": 0.001},
+    "discopop": {"discopop_tau": 0.05},
+}
 OFFLINE: list[dict[str, Any]] = [
-    {"loss_type": "sigmoid", "beta": 0.1, "label_smoothing": 0.1},
-    {"loss_type": "sigmoid", "beta": 0.6, "label_smoothing": 0.49},
-    {"loss_type": "hinge", "beta": 0.1},
-    {"loss_type": "hinge", "beta": 0.6},
-    {"loss_type": "ipo", "beta": 0.1, "lengths": LENGTHS},
-    {"loss_type": "ipo", "beta": 1.3, "lengths": LENGTHS},
+    {"loss_type": name, "beta": beta, "lengths": LENGTHS, **OPTIONS.get(name, {})}
+    for name in LOSSES
+    for beta in (0.1, 0.6)
 ]
+OFFLINE += [
+    {"loss_type": "sigmoid", "beta": 0.6, "label_smoothing": 0.49},
+    {"loss_type": "robust", "beta": 0.6, "label_smoothing": 0.0},
+    {"loss_type": "exo_pair", "beta": 1.3, "label_smoothing": 0.4},
+    {"loss_type": "discopop", "beta": 0.1, "discopop_tau": 1.5},
+]
+
+
+def loss_of(*values: Tensor, loss_type: str = "sigmoid", **options: Any) -> PairResult:
+    """Return a loss by name: Online DPO's, if it has one and no lengths are given."""
+    table = LOSSES if "lengths" in options or loss_type not in ONLINE_LOSSES else ONLINE_LOSSES
+    return dpo_loss(*values, table[loss_type], **options)
 
 
 def vector(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -51,59 +78,76 @@ def inputs(pairs: int = 9) -> list[Tensor]:
         ({"loss_type": "hinge"}, 0.85),
         ({"loss_type": "ipo"}, 12.25),
         ({"loss_type": "ipo", "lengths": (torch.tensor([4]), torch.tensor([6]))}, 21.7777777778),
+        # Margin 1.5, rewards 0.1 and -0.05; means 0.25 and -1/12, so a margin of 1/3 per token.
+        ({"loss_type": "sigmoid_norm", "lengths": (torch.tensor([4]), torch.tensor([6]))}, 0.6766193964),
+        ({"loss_type": "robust", "label_smoothing": 0.1}, 0.6022070478),
+        ({"loss_type": "exo_pair", "label_smoothing": 0.1}, 0.4313884572),
+        ({"loss_type": "nca_pair"}, 1.3508248141),
+        ({"loss_type": "bco_pair"}, 1.3128563081),
+        ({"loss_type": "sppo_hard"}, 36.25),
+        ({"loss_type": "apo_zero"}, 0.9625234160),
+        ({"loss_type": "apo_down"}, 0.9875493421),
+        ({"loss_type": "discopop", "discopop_tau": 0.05}, 0.8493375793),
+        ({"loss_type": "sft"}, 12.0),
     ],
 )
 def test_golden_numbers(changes: dict[str, Any], loss: float) -> None:
     """Rewards are of complete completions regardless of the loss's use of lengths, as logged by TRL's DPOTrainer."""
-    found = dpo_loss(vector(-12.0), vector(-15.0), vector(-13.0), vector(-14.5), beta=0.1, **changes)
+    found = loss_of(vector(-12.0), vector(-15.0), vector(-13.0), vector(-14.5), beta=0.1, **changes)
     assert_close(found.losses, vector(loss), rtol=0, atol=1e-9)
     assert_close(found.chosen_rewards, vector(0.1), rtol=0, atol=1e-12)
     assert_close(found.rejected_rewards, vector(-0.05), rtol=0, atol=1e-12)
 
 
-def plainly(options: dict[str, Any], gap: float) -> tuple[float, float]:
-    """Return the loss of a margin and its derivative."""
-    beta, swapped = options["beta"], options.get("label_smoothing", 0.0)
-    if options["loss_type"] == "hinge":
-        return max(0.0, 1 - beta * gap), -beta * (beta * gap < 1)
-    if options["loss_type"] == "ipo":
-        return (gap - 0.5 / beta) ** 2, 2 * (gap - 0.5 / beta)
-    wins = 1 / (1 + math.exp(-beta * gap))
-    return -(1 - swapped) * math.log(wins) - swapped * math.log(1 - wins), beta * (wins - (1 - swapped))
+def plainly(options: dict[str, Any], values: list[Tensor]) -> Tensor:
+    """Return the (P,) losses of the float64 oracle, pair by pair."""
+    name, lengths = options["loss_type"], options.get("lengths")
+    if name == "sft":
+        return -values[0]
+    numbers = {key: value for key, value in options.items() if key not in ("loss_type", "lengths")}
+    chosen, rejected = values[0] - values[2], values[1] - values[3]
+    if lengths is not None and name in ("ipo", "sigmoid_norm"):
+        chosen, rejected = chosen / lengths[0], rejected / lengths[1]
+    given = dense.DPOOptions(**numbers)
+    return torch.stack([dense.dpo_term(name, one, other, given) for one, other in zip(chosen, rejected)])
 
 
 @pytest.mark.parametrize("options", CASES + OFFLINE)
 def test_losses_and_gradients_pair_by_pair(options: dict[str, Any]) -> None:
-    """Compare with the simplest form in Python floats."""
+    """Compare with formulas as their papers have them, in float64."""
     chosen, rejected, *reference = inputs()
-    found = dpo_loss(chosen, rejected, *reference, **options)
-    gradients = torch.autograd.grad(found.losses.sum(), (chosen, rejected))
-    beta, lengths = options["beta"], [side.tolist() for side in options.get("lengths", ())] or [[1] * 9] * 2
-    for row, (c, r, rc, rr) in enumerate(zip(chosen.tolist(), rejected.tolist(), *(t.tolist() for t in reference))):
-        tokens = lengths[0][row], lengths[1][row]
-        loss, slope = plainly(options, (c - rc) / tokens[0] - (r - rr) / tokens[1])
-        assert found.losses[row].item() == pytest.approx(loss, rel=1e-12)
-        slopes = [slope / tokens[0], -slope / tokens[1]]
-        assert [gradient[row].item() for gradient in gradients] == pytest.approx(slopes, rel=1e-10)
-        rewards = found.chosen_rewards[row].item(), found.rejected_rewards[row].item()
-        assert rewards == pytest.approx((beta * (c - rc), beta * (r - rr)), rel=1e-12)
+    found = loss_of(chosen, rejected, *reference, **options)
+    wanted = plainly(options, [chosen, rejected, *reference])
+    assert_close(found.losses, wanted, rtol=1e-10, atol=1e-14)
+    sides = (chosen,) if options["loss_type"] == "sft" else (chosen, rejected)
+    slopes = torch.autograd.grad(wanted.sum(), sides)
+    assert_close(torch.autograd.grad(found.losses.sum(), sides, retain_graph=True), slopes, rtol=1e-8, atol=1e-13)
+    beta = options["beta"]
+    assert_close(found.chosen_rewards, beta * (chosen.detach() - reference[0]), rtol=1e-12, atol=0)
+    assert_close(found.rejected_rewards, beta * (rejected.detach() - reference[1]), rtol=1e-12, atol=0)
     assert not found.chosen_rewards.requires_grad and not found.rejected_rewards.requires_grad
-    assert torch.autograd.gradcheck(lambda a, b: dpo_loss(a, b, *reference, **options).losses, (chosen, rejected))
+    other = (
+        (lambda a, b: loss_of(a, b, *reference, **options).losses)
+        if len(sides) == 2
+        else (lambda a: loss_of(a, rejected, *reference, **options).losses)
+    )
+    assert torch.autograd.gradcheck(other, sides)
 
 
 @pytest.mark.parametrize("options", CASES + OFFLINE)
 def test_the_reference_has_no_gradient(options: dict[str, Any]) -> None:
     values = [value.detach().requires_grad_() for value in inputs()]
-    dpo_loss(*values, **options).losses.sum().backward()
-    assert [value.grad is None for value in values] == [False, False, True, True]
+    loss_of(*values, **options).losses.sum().backward()
+    only_chosen = options["loss_type"] == "sft"
+    assert [value.grad is None for value in values] == [False, only_chosen, True, True]
 
 
 def test_a_policy_equal_to_its_reference() -> None:
     _, _, chosen, rejected = inputs()
-    found = dpo_loss(chosen, rejected, chosen, rejected, beta=0.3)
+    found = loss_of(chosen, rejected, chosen, rejected, beta=0.3)
     assert_close(found.losses, torch.full_like(chosen, math.log(2)), rtol=1e-15, atol=0)
     assert_close(found.chosen_rewards, torch.zeros_like(chosen), rtol=0, atol=0)
-    found = dpo_loss(chosen, rejected, chosen, rejected, loss_type="ipo", beta=0.25)
+    found = loss_of(chosen, rejected, chosen, rejected, loss_type="ipo", beta=0.25)
     assert_close(found.losses, torch.full_like(chosen, 4.0), rtol=0, atol=0)
 
 
@@ -114,43 +158,59 @@ def test_default_options_do_not_change_the_loss(options: dict[str, Any]) -> None
     chosen, rejected = chosen.requires_grad_(), rejected.requires_grad_()
     beta, margins = options["beta"], (chosen - reference[0]) - (rejected - reference[1])
     wanted = (margins - 1 / (2 * beta)) ** 2 if options["loss_type"] == "ipo" else -F.logsigmoid(beta * margins)
-    found = dpo_loss(chosen, rejected, *reference, **options)
+    found = loss_of(chosen, rejected, *reference, **options)
     assert_close(found.losses, wanted, rtol=0, atol=0)
     gradients = (torch.autograd.grad(losses.sum(), (chosen, rejected)) for losses in (found.losses, wanted))
     assert_close(*gradients, rtol=0, atol=0)
     assert_close(found.rejected_rewards, beta * (rejected - reference[1]).detach(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("loss_type", DPO_LOSS_TYPES)
-def test_only_ipo_uses_lengths(loss_type: str) -> None:
-    values = inputs()
-    sums, means = (dpo_loss(*values, loss_type=loss_type, lengths=lengths) for lengths in (None, LENGTHS))
-    assert torch.equal(sums.losses, means.losses) is (loss_type != "ipo")
-    assert_close(means[1:], sums[1:], rtol=0, atol=0)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_means_sees_a_pair_of_twice_the_tokens_as_the_same(name: str) -> None:
+    values, options = inputs(), OPTIONS.get(name, {})
+    once = dpo_loss(*values, LOSSES[name], lengths=LENGTHS, **options)
+    doubled = dpo_loss(
+        *(2 * value for value in values), LOSSES[name], lengths=tuple(2 * n for n in LENGTHS), **options
+    )
+    same = torch.allclose(once.losses, doubled.losses, rtol=1e-12, atol=0)
+    assert same is ("lengths" in LOSSES[name].needs) is (name in ("ipo", "sigmoid_norm"))
+    assert_close(doubled.chosen_rewards, 2 * once.chosen_rewards, rtol=0, atol=0)
 
 
 def test_smoothing_mixes_both_orders() -> None:
     chosen, rejected, *reference = inputs()
-    smooth = dpo_loss(chosen, rejected, *reference, beta=0.3, label_smoothing=0.2).losses
-    stated = dpo_loss(chosen, rejected, *reference, beta=0.3).losses
-    swapped = dpo_loss(rejected, chosen, *reversed(reference), beta=0.3).losses
+    smooth = loss_of(chosen, rejected, *reference, beta=0.3, label_smoothing=0.2).losses
+    stated = loss_of(chosen, rejected, *reference, beta=0.3).losses
+    swapped = loss_of(rejected, chosen, *reversed(reference), beta=0.3).losses
     assert_close(smooth, 0.8 * stated + 0.2 * swapped, rtol=1e-14, atol=0)
 
 
+def test_robust_is_unbiased_under_swapped_labels() -> None:
+    """Averaged over swaps with the assumed probability, it is the loss of the labels without noise."""
+    chosen, rejected, *reference = inputs()
+    stated = loss_of(chosen, rejected, *reference, loss_type="robust", beta=0.3, label_smoothing=0.2).losses
+    swapped = loss_of(rejected, chosen, *reversed(reference), loss_type="robust", beta=0.3, label_smoothing=0.2).losses
+    assert_close(
+        0.8 * stated + 0.2 * swapped, loss_of(chosen, rejected, *reference, beta=0.3).losses, rtol=1e-12, atol=0
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", CASES + OFFLINE)
+@pytest.mark.parametrize("options", [case for case in CASES + OFFLINE if case.get("discopop_tau", 0) < 1])
 def test_extremes_are_finite(options: dict[str, Any], dtype: torch.dtype) -> None:
     chosen = vector(-40000.0, -1e-4, -5000.0, dtype=dtype).requires_grad_()
     rejected = vector(-1e-4, -40000.0, -5000.0, dtype=dtype).requires_grad_()
     reference = vector(-10.0, -10.0, -40000.0, dtype=dtype), vector(-10.0, -10.0, -1e-4, dtype=dtype)
     lengths = {"lengths": (torch.tensor([9, 1, 3]), torch.tensor([1, 7, 2]))} if "lengths" in options else {}
-    found = dpo_loss(chosen, rejected, *reference, **{**options, **lengths})
-    for value in (*found, *torch.autograd.grad(found.losses.sum(), (chosen, rejected))):
+    found = loss_of(chosen, rejected, *reference, **{**options, **lengths})
+    sides = (chosen,) if options["loss_type"] == "sft" else (chosen, rejected)
+    for value in (*found, *torch.autograd.grad(found.losses.sum(), sides)):
         assert value.dtype == dtype
         assert torch.isfinite(value).all()
-    if options["loss_type"] == "sigmoid":
+    # The first pair's margin is -39999.9999 + 9.9999: not log(0).
+    if options["loss_type"] in ("sigmoid", "discopop"):
         stated = 1 - options.get("label_smoothing", 0.0)
-        assert found.losses[0].item() == pytest.approx(stated * options["beta"] * 40000, rel=1e-6)  # not log(0)
+        assert found.losses[0].item() == pytest.approx(stated * options["beta"] * 40000, rel=1e-6)
 
 
 @pytest.mark.parametrize("options", CASES + OFFLINE)
@@ -158,25 +218,58 @@ def test_no_pairs_give_an_empty_differentiable_loss(options: dict[str, Any]) -> 
     chosen, rejected, reference = (torch.zeros(0, requires_grad=own) for own in (True, True, False))
     nothing = torch.zeros(0, dtype=torch.int64)
     lengths = {"lengths": (nothing, nothing)} if "lengths" in options else {}
-    found = dpo_loss(chosen, rejected, reference, reference, **{**options, **lengths})
+    found = loss_of(chosen, rejected, reference, reference, **{**options, **lengths})
     assert found.losses.shape == found.chosen_rewards.shape == found.rejected_rewards.shape == (0,)
     total = found.losses.sum()
     total.backward()
     assert total.item() == 0.0
-    assert chosen.grad is not None and rejected.grad is not None
+    assert chosen.grad is not None and (rejected.grad is not None or options["loss_type"] == "sft")
 
 
-def test_what_is_refused() -> None:
-    ones = [vector(-1.0)] * 4
-    with pytest.raises(ValueError, match="'robust' is not one of sigmoid, hinge, ipo"):
-        dpo_loss(*ones, loss_type="robust")
-    for share in (-0.1, 0.5, 1.0, math.nan):
-        with pytest.raises(ValueError, match=f"label_smoothing={share}: must be at least 0 and below 0.5"):
-            dpo_loss(*ones, label_smoothing=share)
-    for loss_type in ("hinge", "ipo"):
-        with pytest.raises(ValueError, match=f"only applies to loss_type 'sigmoid'; set it to 0 for '{loss_type}'"):
-            dpo_loss(*ones, loss_type=loss_type, label_smoothing=0.1)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_reads_the_options_of_its_entry(name: str) -> None:
+    """Besides beta: the entry lists them, and passes on no other."""
+    arguments = list(inspect.signature(LOSSES[name].function).parameters)[3:]
+    if name == "sigmoid_norm":
+        arguments.remove("label_smoothing")
+    assert arguments == list(LOSSES[name].reads)
+    given = DPOConfig("out", loss_type=name, **OPTIONS.get(name, {}))
+    assert LOSSES[name].options(given) == OPTIONS.get(name, {})
+    with pytest.raises(TypeError, match="desirable_weight"):
+        loss_of(*inputs(), loss_type=name, desirable_weight=1.0, lengths=LENGTHS, **OPTIONS.get(name, {}))
 
 
-def test_options_name_losses_that_exist() -> None:
-    assert set(ONLINE_DPO_LOSS_TYPES) <= set(DPO_LOSS_TYPES)
+def test_options_of_losses_are_checked_without_torch() -> None:
+    names = sorted(entry.options.partition(":")[0] for entry in METHODS.entries.values())
+    code = (
+        f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_a_subclass_extends_the_table() -> None:
+    """With an option that only the new loss reads."""
+    assert Further("out", loss_type=["steep", "sft"], slope=2).losses == [("steep", 1.0), ("sft", 1.0)]
+    assert Further.LOSSES["steep"].options(Further("out", loss_type="steep")) == {"slope": 1.0}
+    for options, said in (
+        ({"loss_type": "steep", "slope": -1}, r"^slope=-1.0: must be at least 0 with loss_type='steep'"),
+        ({"slope": 2}, r"^slope=2.0: has no effect with loss_type='sigmoid'; .* one of steep$"),
+        ({"loss_type": "steeep"}, r"^loss_type='steeep': unknown loss .* did you mean 'steep'\?$"),
+    ):
+        with pytest.raises(OptionError, match=said):
+            Further("out", **options)
+
+
+@dataclass(kw_only=True)
+class Further(DPOConfig):
+    """Options with a further loss."""
+
+    LOSSES: ClassVar[Mapping[str, Loss]] = {
+        **DPOConfig.LOSSES,
+        "steep": Loss(lambda c, r, beta, slope: (beta * slope * (r - c)).exp(), None, {"slope": NOT_NEGATIVE}),
+    }
+    slope: float = option(1.0, "Slope of the loss.")
+
+
+def test_online_losses_are_those_of_dpo() -> None:
+    assert set(ONLINE_LOSSES) == {"sigmoid", "ipo"} <= set(LOSSES)

@@ -140,6 +140,14 @@ def test_a_run(with_manifest: bool, tmp_path: Path) -> None:
     assert not [word for word in ("judge_api_key", "hidden", "abc", "secret") if word in text]
 
 
+def test_a_run_of_several_losses_cites_the_paper_of_each(tmp_path: Path) -> None:
+    source = run_folder(
+        tmp_path / "run", method="dpo", loss_type=["ipo", "sft", "robust", 3], loss_weights=[1, 2, 3, 4]
+    )
+    text = card_of(source)
+    assert all(paper in text for paper in ("2305.18290", "2310.12036", "2403.00409")) and "2402.00856" not in text
+
+
 def test_code_from_outside_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass T: config_class = None\n")
     text = card_of(run_folder(tmp_path / "run", method=f"{tmp_path / 'evil.py'}:T", beta=0.3))

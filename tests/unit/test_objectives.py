@@ -10,13 +10,11 @@ from oracle import dense
 from torch import Tensor
 from torch.testing import assert_close
 
-from alignment.methods import cpo_options as config_cpo
-from alignment.methods import kto_options as config_kto
-from alignment.objectives import cpo as objectives_cpo
-from alignment.objectives import kto as objectives_kto
-from alignment.objectives.cpo import cpo_loss
-from alignment.objectives.kto import kto_kl, kto_kl_sums, kto_loss
+from alignment.methods.cpo_options import CPOConfig
+from alignment.objectives import cpo, kto
+from alignment.objectives.kto import kto_kl, kto_kl_sums
 from alignment.objectives.likelihood import nll
+from alignment.objectives.pairs import PairResult
 
 KTO_CASES: list[dict[str, Any]] = [
     {"loss_type": "kto", "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
@@ -45,6 +43,18 @@ def kto_defaults(**changes: Any) -> dict[str, Any]:
 def cpo_defaults(**changes: Any) -> dict[str, Any]:
     neutral = {"loss_type": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "simpo_gamma": 0.5, "alpha": 0.0}
     return {**neutral, **changes}
+
+
+def kto_loss(*values: Tensor, loss_type: str, **options: Any) -> kto.KTOLoss:
+    """Return a loss of KTO by name."""
+    return kto.kto_loss(*values, kto.LOSSES[loss_type], **options)
+
+
+def cpo_loss(*values: Tensor, loss_type: str, beta: float, **options: Any) -> PairResult:
+    """Return a loss of CPO by name, with the options that it reads."""
+    loss = cpo.LOSSES[loss_type]
+    read = {name: value for name, value in options.items() if name in loss.reads}
+    return cpo.cpo_loss(*values, loss, beta=beta, **read)
 
 
 def kto_inputs(rows: int = 9) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -346,18 +356,13 @@ def test_no_rows_give_empty_differentiable_losses() -> None:
     assert float(total) == float(count) == 0.0
 
 
-def test_unknown_or_contradictory_options_are_refused() -> None:
-    one, length, flag = vector(-1.0), torch.tensor([1]), torch.tensor([True])
-    with pytest.raises(ValueError, match="'dpo'"):
-        kto_loss(one, one, flag, one[0], **kto_defaults(loss_type="dpo"))
-    with pytest.raises(ValueError, match="'kto'"):
-        cpo_loss(one, one, length, length, **cpo_defaults(loss_type="kto"))
-    for loss_type in ("sigmoid", "hinge", "ipo"):
-        with pytest.raises(ValueError, match="alpha"):
-            cpo_loss(one, one, length, length, **cpo_defaults(loss_type=loss_type, alpha=0.25))
-
-
-def test_options_and_objectives_name_the_same_losses() -> None:
-    """Two separate lists, because options import nothing, and objectives import nothing from this package."""
-    assert config_kto.KTO_LOSS_TYPES == objectives_kto.KTO_LOSS_TYPES
-    assert config_cpo.CPO_LOSS_TYPES == objectives_cpo.CPO_LOSS_TYPES
+@pytest.mark.parametrize("name", cpo.LOSSES)
+def test_a_loss_of_cpo_reads_the_options_of_its_entry(name: str) -> None:
+    loss, values = cpo.LOSSES[name], cpo_inputs()
+    assert loss.options(CPOConfig("out", loss_type=name)).keys() == loss.reads.keys()
+    for option, value in {"label_smoothing": 0.1, "simpo_gamma": 1.5, "alpha": 0.3}.items():
+        if option in loss.reads:
+            assert (cpo.cpo_loss(*values, loss, **{option: value}).losses != cpo.cpo_loss(*values, loss).losses).any()
+        else:
+            with pytest.raises(TypeError, match=option):
+                cpo.cpo_loss(*values, loss, **{option: value})

@@ -56,7 +56,11 @@ READ_BY_TRANSFORMERS = {
     "logging_first_step", "logging_strategy", "eval_delay", "logging_steps", "eval_steps", "save_steps",
 }  # fmt: skip
 # Other ways to set an option, read where that is resolved; test_config_options.py shows the effect.
-READ_INTO_OTHERS = {"gamma_beta_ratio", "use_transformers_paged"}
+READ_INTO_OTHERS = {"gamma_beta_ratio", "use_transformers_paged", "loss_weights"}
+# Passed on to the formulas of losses; test_dpo.py and test_objectives.py show the effect.
+READ_BY_LOSSES = {
+    name for cls in METHODS.values() for loss in getattr(cls, "LOSSES", {}).values() for name in loss.reads
+}
 FIELDS = [
     (cls, field) for cls in METHODS.values() for field in option_fields(cls) if field.name not in judged_names(cls)
 ]
@@ -85,7 +89,7 @@ def _is_options(node: ast.expr) -> bool:
     return name in OBJECTS
 
 
-READ = attributes_read(ROOT / "alignment") | READ_BY_TRANSFORMERS | READ_INTO_OTHERS
+READ = attributes_read(ROOT / "alignment") | READ_BY_TRANSFORMERS | READ_INTO_OTHERS | READ_BY_LOSSES
 
 
 def unaccounted(cls: type[AlignmentConfig]) -> set[str]:

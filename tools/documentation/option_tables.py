@@ -29,7 +29,25 @@ def option_tables() -> str:
     """Return a table for each group of options, and the list of options that are not supported yet."""
     parts = [_table(title, fields) for title, fields in _groups()]
     later = ", ".join(f"`{name}`" for name in sorted(refused_fields()))
-    return "\n\n".join([*parts, f"Not supported yet; the error names the closest alternative: {later}."])
+    return "\n\n".join(
+        [*parts, losses_table(), f"Not supported yet; the error names the closest alternative: {later}."]
+    )
+
+
+def losses_table() -> str:
+    """Return the table of all losses: the options that each reads besides ``beta``, and its paper if it has one."""
+    lines = [
+        "## Losses",
+        "",
+        "| method | `loss_type` | options besides `beta` | paper besides the method's |",
+        "|---|---|---|---|",
+    ]
+    for method, cls in METHODS.items():
+        for name, loss in getattr(cls, "LOSSES", {}).items():
+            read = "; ".join(f"`{option}`, {allowed.phrase}" for option, allowed in loss.reads.items())
+            cited = "" if loss.paper is None else "[{}]({})".format(*loss.paper)
+            lines.append(f"| {method} | `{name}` | {read} | {cited} |")
+    return "\n".join(lines)
 
 
 def _groups() -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]:

@@ -21,11 +21,12 @@ TRAINING_ARGUMENTS = words(
 OF_TRL = words(
     """
     activation_offloading alpha assistant_only_loss beta center_rewards_coefficient chat_template_path
-    completion_only_loss cpo_alpha dataset_kwargs dataset_num_proc dataset_text_field desirable_weight disable_dropout
-    ds3_gather_for_generation eos_token generate_during_eval generation_kwargs judge label_smoothing loss_type
-    max_completion_length max_length max_new_tokens max_prompt_length min_p missing_eos_penalty model_adapter_name
-    model_init_kwargs pad_token precompute_ref_batch_size precompute_ref_log_probs ref_adapter_name
-    ref_model_init_kwargs repetition_penalty reward_model_path reward_weights router_aux_loss_coef simpo_gamma
+    completion_only_loss cpo_alpha dataset_kwargs dataset_num_proc dataset_text_field desirable_weight
+    disable_dropout discopop_tau ds3_gather_for_generation eos_token eval_packing generate_during_eval
+    generation_kwargs judge label_smoothing loss_type loss_weights max_completion_length max_length max_new_tokens
+    max_prompt_length min_p missing_eos_penalty model_adapter_name model_init_kwargs packing packing_strategy
+    pad_token precompute_ref_batch_size precompute_ref_log_probs ref_adapter_name ref_model_init_kwargs
+    repetition_penalty reward_model_path reward_weights router_aux_loss_coef shuffle_dataset simpo_gamma
     sync_ref_model temperature top_k top_p truncation_mode trust_remote_code undesirable_weight use_liger_loss
     use_transformers_paged
     """

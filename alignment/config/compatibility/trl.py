@@ -14,7 +14,7 @@ _PADDING = "Has no effect: padding is masked, whatever its width and token."
 _MARKED = "Has no effect: completions are marked by position, so labels are not padded."
 _DECODER = "encoder-decoder models are not supported"
 _SYNC = "Applies to `sync_ref_model` only, which is not supported."
-_DIVERGENCE = "only the reverse KL divergence is supported"
+_DIVERGENCE = "the losses compare log-ratios, the rewards of the reverse KL divergence"
 _VLLM = "Applies to `use_vllm` only, which is not supported."
 _LEAVE = "remove it"
 _BUFFER = "Has no effect: sets a buffer size of packing in TRL 0.12; rows are packed all together here."
@@ -77,21 +77,26 @@ class DPOCompatibility(PaddingOptions, WidthOptions, SyncOptions):
     force_use_ref_model: bool = accepted(
         False, "Has no effect: a reference model that you pass is always used, even with adapters."
     )
-    loss_weights: list[float] | None = only(
-        None, [1.0], reason="combining several losses is not supported", instead="set one loss_type"
+    ld_alpha: float | None = only(
+        None,
+        1.0,
+        reason="length desensitization (LD-DPO) weights single tokens, whose reference log-probs are not stored",
+        instead="remove it, or set loss_type to sigmoid_norm, which averages log-ratios over tokens",
     )
-    ld_alpha: float | None = only(None, 1.0, reason="length desensitization (LD-DPO) is not supported", instead=_LEAVE)
     f_divergence_type: str = only("reverse_kl", reason=_DIVERGENCE, instead=_LEAVE)
     f_alpha_divergence_coef: float = accepted(0.5, "Applies to the alpha divergence only, which is not supported.")
-    use_weighting: bool = only(False, reason="weighting of pairs (WPO) is not supported", instead=_LEAVE)
-    discopop_tau: float = accepted(0.05, "Applies to the discopop loss only, which is not supported.")
+    use_weighting: bool = only(
+        False,
+        reason="weighting of pairs (WPO) needs the squared probabilities of the vocabulary, which are not computed",
+        instead=_LEAVE,
+    )
     reference_free: bool = only(
         False, reason="DPO requires a reference model", instead="set method: cpo, which does not"
     )
     rpo_alpha: float | None = only(
         None,
-        reason="an NLL term on chosen completions is part of CPO only",
-        instead="set method: cpo and cpo_alpha",
+        reason="an NLL term on chosen completions is a loss of its own",
+        instead="set loss_type to [sigmoid, sft], and loss_weights to [1.0, rpo_alpha]",
     )
     max_target_length: int | None = only(
         None, reason=_DECODER, instead="use a causal language model and max_completion_length"

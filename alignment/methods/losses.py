@@ -1,0 +1,63 @@
+"""The options of losses, from the table of a method: choices, checks and papers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from alignment.config.errors import OptionError, setting
+from alignment.config.fields import option_fields
+from alignment.config.registry import Paper
+from alignment.objectives.table import Loss
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the names of losses as text, such as ``a, b or c`` with each name as code."""
+    *others, last = (f"`{name}`" for name in names)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def papers(losses: Mapping[str, Loss], title: str = "", url: str = "") -> dict[str, Paper]:
+    """Return the papers that a model card cites: by loss, and for ``""`` the method's own if it has a ``title``."""
+    own = {"": Paper(title, url)} if title else {}
+    return own | {name: Paper(*loss.paper) for name, loss in losses.items() if loss.paper is not None}
+
+
+def check_losses(options: Any, chosen: Sequence[str], **unread: float) -> None:
+    """Check the options that losses read. If no selected loss reads an option, it must have its default.
+
+    Args:
+        options: options of the run, with a table ``LOSSES``.
+        chosen: names of the selected losses.
+        unread: values that are accepted like the default, for options that are unset by default.
+
+    Raises:
+        OptionError: a value that a selected loss does not allow, or an option that no selected loss reads.
+    """
+    losses: Mapping[str, Loss] = options.LOSSES
+    defaults = {field.name: field.default for field in option_fields(options)} | unread
+    for name in dict.fromkeys(name for loss in losses.values() for name in loss.reads):
+        value, readers = getattr(options, name), [one for one in chosen if name in losses[one].reads]
+        if value is None:
+            continue
+        if not readers and value != defaults[name]:
+            raise without_effect(options, name)
+        for one in readers:
+            if not losses[one].reads[name].allows(value):
+                allowed = losses[one].reads[name].phrase
+                raise OptionError(f"{setting(name, value)}: must be {allowed} with loss_type={one!r}")
+
+
+def without_effect(options: Any, name: str, sets: str = "") -> OptionError:
+    """Return the error for an option that no selected loss reads.
+
+    Args:
+        options: options of the run, with a table ``LOSSES``.
+        name: the option.
+        sets: name of the option that losses read, if ``name`` only sets it.
+    """
+    readers = ", ".join(one for one, loss in options.LOSSES.items() if (sets or name) in loss.reads)
+    return OptionError(
+        f"{setting(name, getattr(options, name))}: has no effect with {setting('loss_type', options.loss_type)}; "
+        f"remove it, or set loss_type to one of {readers}"
+    )
