@@ -118,13 +118,13 @@ def test_planning_for_gpus_without_a_gpu(
     from alignment.engines import optimizers
     from alignment.references import content
 
-    load = optimizers.OptimizerKind.load
+    build = optimizers.build_optimizer
 
-    def loaded(kind: optimizers.OptimizerKind) -> Any:
-        assert kind.builder is None, "it is compiled here"
-        return load(kind)
+    def built(model: Any, given: Any) -> Any:
+        assert optimizers.KINDS[given.optim].builder is None, "it is compiled here"
+        return build(model, given)
 
-    monkeypatch.setattr(optimizers.OptimizerKind, "load", loaded)
+    monkeypatch.setattr(optimizers, "build_optimizer", built)
     monkeypatch.setattr(optimizers, "missing_to_compile", lambda builder, cuda: None)
     monkeypatch.setattr(content, "file_hash", None)
     status, out, err = prepare(*options)

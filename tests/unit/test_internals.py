@@ -43,11 +43,11 @@ FILES = sorted(path for path in (ROOT / "alignment").rglob("*.py") if INTERNALS 
 PYTHONS = (
     {
         name
-        for kind in (object, type, types.FunctionType, types.ModuleType, types.TracebackType, BaseException, dict)
+        for kind in (object, type, types.FunctionType, types.MethodType, types.ModuleType, types.TracebackType)
         for name in dir(kind)
     }
-    | {*dir(builtins), "__version__", "__file__", "__path__", "__dataclass_fields__"}
-    | {"_replace", "_asdict"}
+    | {*dir(BaseException), *dir(dict), *dir(builtins), "__version__", "__file__", "__path__", "__dataclass_fields__"}
+    | {"_replace", "_asdict", "_make"}
 )  # the last of named tuples
 
 

@@ -317,6 +317,12 @@ def test_a_dry_run_checks_the_endpoint_once() -> None:
     assert Judge(lambda prompts, pairs: []).looked_at() == []
 
 
+def judge_of(given: Any, option: Any) -> Any:
+    """Return the judge of a constructor's argument and the value of the option."""
+    options: Any = SimpleNamespace(judge=option, check_judge=lambda name: None)
+    return given_judge(given, options, None, [], None)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -335,7 +341,7 @@ def test_a_dry_run_checks_the_endpoint_once() -> None:
 )
 def test_invalid_judge_options(given: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match="^judge: .*") as raised:
-        given_judge(None, given)
+        judge_of(None, given)
     assert said in str(raised.value) and "pass@" not in str(raised.value) and KEY not in str(raised.value)
 
 
@@ -343,18 +349,18 @@ def test_valid_judge_options(monkeypatch: pytest.MonkeyPatch) -> None:
     options = METHODS["online_dpo"](
         output_dir="x", judge='{"model": "m", "base_url": "http://host:1/v1/", "retries": 0}'
     )
-    made = given_judge(None, options.judge)
+    made = judge_of(None, options.judge)
     assert isinstance(made, EndpointJudge) and made.base_url == "http://host:1/v1" and made.retries == 0
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     with pytest.raises(OptionError, match="OPENAI_API_KEY is not set"):
-        given_judge(None, "openai")
+        judge_of(None, "openai")
     with pytest.raises(OptionError, match="pip install llm-blender"):
-        given_judge(None, "pair_rm")
-    own = given_judge(None, "hf")
-    assert isinstance(own, HfPairwiseJudge) and given_judge(own, "hf") is own
+        judge_of(None, "pair_rm")
+    own = judge_of(None, "hf")
+    assert isinstance(own, HfPairwiseJudge) and judge_of(own, "hf") is own
     with pytest.raises(OptionError, match="set both"):
-        given_judge(own, "openai")
+        judge_of(own, "openai")
     monkeypatch.setenv("OPENAI_BASE_URL", "http://host:2/v1")
     assert OpenAIPairwiseJudge().where == "gpt-4-turbo-preview at http://host:2/v1"
 

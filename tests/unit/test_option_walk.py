@@ -30,7 +30,7 @@ from alignment.methods.kto_options import KTOConfig  # noqa: E402
 from tools.documentation.option_tables import OPTIONS, option_tables, options_page  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "data" / "options.txt"
-OBJECTS = ("args", "options")  # what the package calls an options object
+OBJECTS = ("args", "options", "limits")  # what the package calls an options object
 
 # Options that act through the configuration, with a value that must change what it produces. Those that nothing
 # outside of it reads have to be here; the others are here because being read is not yet having an effect.

@@ -73,7 +73,8 @@ def test_what_the_log_says_of_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.ACTIVITY, "status", None)
     run: Any = SimpleNamespace(
         context=SimpleNamespace(run_state=None, identity=SimpleNamespace(name="r", attempt=3)),
-        engines=SimpleNamespace(stage=2), args=None, state=None,
+        planned=SimpleNamespace(engines=SimpleNamespace(policy={"zero_optimization": {"stage": 2}})),
+        engines=None, args=None, state=None,
         folder=SimpleNamespace(set_newer_aside=lambda step: None),
     )  # fmt: skip
     expected = {"run": "r", "attempt": 3, "checkpoint": "checkpoint-4", "world_size": 1, "stage": 2}
