@@ -50,7 +50,8 @@ def clear_leftovers(folder: Path) -> None:
     """Remove checkpoints that were being written or removed when an earlier process ended."""
     for ending in ("partial", "removed"):
         for path in folder.glob(f".{CHECKPOINT_PREFIX}*.{ending}"):
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _delete(path)
 
 
 def prune_checkpoints(folder: Path, limit: int | None, keep: Path | None = None) -> None:
@@ -60,6 +61,12 @@ def prune_checkpoints(folder: Path, limit: int | None, keep: Path | None = None)
     old = [path for path in found[:-1] if keep is None or path.resolve() != keep.resolve()]
     for path in [] if limit is None else old[: max(len(found) - limit, 0)]:
         hidden = path.with_name(f".{path.name}.removed")  # it vanishes at once, then its files are deleted
-        shutil.rmtree(hidden, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _delete(hidden)
         os.rename(path, hidden)
-        shutil.rmtree(hidden)
+        _delete(hidden)
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder, or a link to one."""
+    path.unlink() if path.is_symlink() else shutil.rmtree(path)

@@ -131,7 +131,7 @@ def written_folder(folder: Path, tokenizer: Any, key: str = "output_dir") -> Ite
         if tokenizer is not None:
             for name in _OF_MODELS:  # keywords of the model that TRL's scripts load it with, not JSON-serializable
                 tokenizer_options(tokenizer).pop(name, None)
-            tokenizer.save_pretrained(partial)
+            _save_tokenizer(tokenizer, partial)
         mode = next(partial.glob("*.json")).stat().st_mode  # safetensors makes files readable by their owner only
         for file in partial.glob("*.safetensors"):
             file.chmod(mode)
@@ -140,6 +140,15 @@ def written_folder(folder: Path, tokenizer: Any, key: str = "output_dir") -> Ite
         raise OutputError(f"{key}: could not write the model to {folder}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # a fast tokenizer raises nothing more specific, even if the disk is full
+        raise OSError(str(error)) from error
 
 
 def exported_tensors(folder: Path, keys: Mapping[str, str]) -> dict[str, ExportedTensor]:

@@ -198,7 +198,7 @@ def _json(state: Mapping[str, Any]) -> str:
     """Serialize the run state as JSON, NumPy scalars as numbers; raise CheckpointError if it holds anything else."""
     try:
         return json.dumps(state, default=lambda value: value.item())
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"the state of the run, which includes that of callbacks, cannot be saved: {one_line(error)}; use only "
             "numbers, strings, lists and dicts in it, or set save_only_model: true"

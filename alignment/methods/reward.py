@@ -17,6 +17,7 @@ from alignment.methods.reward_options import RewardConfig
 from alignment.models.tasks import REWARD_MODEL
 from alignment.objectives.reward import bradley_terry
 from alignment.reporting.metrics import REWARDS, add_rewards
+from alignment.run.protection import protected
 from alignment.training.context import Resources
 from alignment.training.data import RunData
 from alignment.training.method import Method, RowLosses, Window
@@ -101,9 +102,10 @@ class RewardTrainer(AlignmentTrainer):
             of the better completion. ``metrics``: loss and metrics.
         """
         refuse_ignored_keys(ignore_keys)
-        data = self._preparation().one(test_dataset, None, "test_dataset")
-        metrics = self._evaluate_sets({"": data}, metric_key_prefix)
-        scores = pair_scores(self.context, self.engines.window_pass, data)
+        with protected(self.output_dir, self.args):
+            data = self._preparation().one(test_dataset, None, "test_dataset")
+            metrics = self._evaluate_sets({"": data}, metric_key_prefix)
+            scores = pair_scores(self.context, self.engines.window_pass, data)
         return PredictionOutput(scores, np.zeros(len(scores), dtype=np.int64), metrics)
 
 

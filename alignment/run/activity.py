@@ -86,6 +86,10 @@ class Activity:
         first = 0.0 if self.phase in self._passed else self.limits.hang_timeout_first
         return max(self.limits.hang_timeout, first, self.limits.hang_factor * self._longest.get(self.phase, 0.0))
 
+    def forget_durations(self) -> None:
+        """Treat every phase as the first of its name, as at the start of a run."""
+        self._longest, self._passed = {}, set()
+
     def reset(self) -> None:
         """Reset everything, as in a new process."""
         self.__init__()  # type: ignore[misc]

@@ -61,7 +61,8 @@ class Peers(threading.Thread):
         self._answered = ACTIVITY.now  # when the store has last responded
         self._count = 0
         self._left: Any = None  # "finished", or the ending of a rank that has failed
-        self._ends = threading.Lock()
+        self._lost_first = False  # whether the store is lost with rank 0
+        self._ends, self._publishing = threading.Lock(), threading.Lock()
 
     def run(self) -> None:
         """Exchange heartbeats until this rank has finished."""
@@ -79,7 +80,9 @@ class Peers(threading.Thread):
     def limit(self) -> float:
         """The longest time without progress that any rank is allowed now, as far as this one knows."""
         own = [] if self._left else [ACTIVITY.limit]
-        return max([*own, *(beat["limit"] for beat in self._beats.values() if not beat["left"])], default=float("inf"))
+        return max(
+            [*own, *(beat["limit"] for beat in self._beats.values() if not beat["left"])], default=ACTIVITY.limit
+        )
 
     @property
     def places(self) -> str:
@@ -96,10 +99,11 @@ class Peers(threading.Thread):
         if failure is not None and failure.lost:
             failure = self._explained(failure)
             write(failure.line)
+        # Counted first: a rank that is killed in between is then still missed by the others.
+        finished = bounded(lambda: self._store.add("finished", 1), _ASK_S) or 0 if failure is None else 0
         self._left = "finished" if failure is None else asdict(failure)
         bounded(self._publish, _ASK_S)
         if failure is None:
-            finished = bounded(lambda: self._store.add("finished", 1), _ASK_S) or 0
             while finished < self.world_size and not self.over.wait(0.05):
                 finished = bounded(lambda: self._store.add("finished", 0), _ASK_S) or 0
         self.over.set()
@@ -128,7 +132,7 @@ class Peers(threading.Thread):
         silent = [
             _seen(other, beat)
             for other, beat in self._beats.items()
-            if not beat["left"] and ACTIVITY.now - self._heard[other] > _SILENT_S
+            if not beat["left"] and ACTIVITY.now - self._heard.get(other, ACTIVITY.now) > _SILENT_S
         ]
         return replace(ending, line=f"{ending.line}; silent: {'; '.join(silent)}") if silent else ending
 
@@ -145,7 +149,7 @@ class Peers(threading.Thread):
             if state == "stopped":
                 os.kill(beat["pid"], signal.SIGKILL)
             lost = state in ("stopped", "gone") or ACTIVITY.now - self._heard[other] > ACTIVITY.limits.peer_timeout
-            if other == 0 and lost and ACTIVITY.folder is not None:
+            if other == 0 and (lost or self._lost_first) and ACTIVITY.folder is not None:
                 fail_in_place_of(ACTIVITY.folder, beat["host"], beat["pid"], ending.line.removeprefix("error: "))
         self._let_read()
 
@@ -175,18 +179,19 @@ class Peers(threading.Thread):
 
     def _publish(self) -> None:
         """Write this rank's heartbeat. Rank 0 counts for all ranks, because the others listen to no one else."""
-        self._count += 1
-        beat = {
-            **self._place,
-            "count": self._count,
-            **{"phase": ACTIVITY.phase, "step": ACTIVITY.step, "idle": ACTIVITY.idle},
-            "progress": self.progress if self.rank == 0 else ACTIVITY.count,
-            "limit": self.limit if self.rank == 0 else ACTIVITY.limit,
-            "asked": int(REQUESTS.reason or 0),
-            "detail": REQUESTS.detail or f"received by rank {self.rank}",
-            "left": self._left,
-        }
-        self._store.set(f"beat/{self.rank}", json.dumps(beat))
+        with self._publishing:  # an older heartbeat must not replace that of leaving
+            self._count += 1
+            beat = {
+                **self._place,
+                "count": self._count,
+                **{"phase": ACTIVITY.phase, "step": ACTIVITY.step, "idle": ACTIVITY.idle},
+                "progress": self.progress if self.rank == 0 else ACTIVITY.count,
+                "limit": self.limit if self.rank == 0 else ACTIVITY.limit,
+                "asked": int(REQUESTS.reason or 0),
+                "detail": REQUESTS.detail or f"received by rank {self.rank}",
+                "left": self._left,
+            }
+            self._store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _read(self) -> None:
         """Read the heartbeats of the ranks that this one listens to, and stop requests with them."""
@@ -227,8 +232,11 @@ class Peers(threading.Thread):
         first = self._beats.get(0)
         if self._by_launcher:
             REQUESTS.request(StopReason.SIGTERM, "the launcher, which serves the ranks' store, has exited")
-        elif first is None or not first["left"]:
-            self.end(Ending("error: rank 0 was killed or disconnected") if first is None else _killed(0, first))
+        elif first is None:
+            self.end(Ending("error: rank 0 was killed or disconnected"))
+        elif first["left"] != "finished":
+            self._lost_first = True
+            self.end(Ending(**first["left"]) if first["left"] else _killed(0, first))
         self.over.set()
 
 

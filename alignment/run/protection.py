@@ -12,9 +12,11 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from alignment.config.options_faults import FaultOptions
 from alignment.internals.torch import default_store
 from alignment.run.activity import ACTIVITY
 from alignment.run.deadlines import bounded
@@ -24,7 +26,7 @@ from alignment.run.ranks import rank, world_size
 from alignment.run.requests import REQUESTS
 from alignment.run.signals import STOP_SIGNALS, SignalWatch
 from alignment.run.stacks import DeadManSwitch, write_stacks
-from alignment.run.stop import StopReason
+from alignment.run.stop import RunStopped, StopReason
 
 _MARGIN_S = 5.0  # until the dead-man switch acts, a rank that can run Python reports the hang
 _LATER_S = 2.0
@@ -125,7 +127,7 @@ def protecting_command() -> Iterator[Protection]:
 
 
 @contextlib.contextmanager
-def protected(folder: Path) -> Iterator[None]:
+def protected(folder: Path, limits: FaultOptions) -> Iterator[None]:
     """Within this context, a call of ``train()`` or ``evaluate()`` on every rank is protected.
 
     Within a command, this only arms the dead-man switch. In a script, SIGTERM, SIGHUP and SIGUSR1 also request a stop
@@ -134,13 +136,18 @@ def protected(folder: Path) -> Iterator[None]:
 
     Args:
         folder: the output folder, for stack traces.
+        limits: how long a phase may go without progress, and a rank without a heartbeat.
     """
     global _current
-    ACTIVITY.folder = folder
+    if _current is not None and _current.switch is not None:
+        yield
+        return
+    ACTIVITY.folder, ACTIVITY.limits = folder, limits
     if _current is not None:
-        with contextlib.nullcontext() if _current.switch is not None else _current.armed():
+        with _current.armed():
             yield
         return
+    ACTIVITY.forget_durations()  # of another run of this script
     free = [each for each in STOP_SIGNALS if signal.getsignal(each) == signal.SIG_DFL]  # not SIGINT
     protection = _current = Protection(in_command=False)
     try:
@@ -148,12 +155,23 @@ def protected(folder: Path) -> Iterator[None]:
             protection.watch_ranks()
             try:
                 yield
+                if protection.peers is not None:
+                    protection.peers.leave()
             except BaseException as error:
                 if protection.peers is not None:
-                    protection.peers.leave(ending_of(error))
+                    # All ranks raise it, and may still have output to write.
+                    everywhere = isinstance(error, RunStopped) and error.everywhere
+                    protection.peers.leave(None if everywhere else _failure(error))
                 raise
-            if protection.peers is not None:
-                protection.peers.leave()
     finally:
         _current = None
+        ACTIVITY.folder = None
         REQUESTS.forget()
+
+
+def _failure(error: BaseException) -> Ending:
+    """Return why this rank of a script leaves the others, which cannot continue without it."""
+    ending = ending_of(error)
+    if ending.code:
+        return ending
+    return replace(ending, code=1, line=f"error: rank {rank()} in {ACTIVITY.place} exited with status 0")

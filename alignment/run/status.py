@@ -59,4 +59,4 @@ def ending_in_status() -> Iterator[None]:
         record(ending)  # no effect if the end has been recorded
         if ACTIVITY.status is not None:
             ACTIVITY.status.close()
-        ACTIVITY.status = ACTIVITY.folder = ACTIVITY.at_failure = None
+        ACTIVITY.status = ACTIVITY.at_failure = None

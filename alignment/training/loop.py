@@ -284,8 +284,11 @@ class TrainingLoop:
             if self.decision.leave is not None:
                 raise Cut
             self._evaluate()
-        except Cut:
+        except (Cut, RewardError) as error:  # a resume repeats the evaluation of all sets
             self.boundary.due.insert(0, "evaluate")
+            self.events.control.should_evaluate = True
+            if isinstance(error, RewardError):
+                raise
             self._leave()
         self._decide()
 
@@ -451,7 +454,8 @@ class TrainingLoop:
 
     def _rescue(self) -> str:
         """Save the weights after the last good step, on every rank, unless the run saves nothing; return a message."""
-        self.boundary.due = ["announce save"]  # to the callbacks of a resume: those of this run are not called again
+        # To the callbacks of a resume: those of this run are not called again.
+        self.boundary.due.insert(0, "announce save")
         if self.args.save_strategy == "no" or self.state.global_step == 0 or not self._save():
             return ""
         name = checkpoint_folder(self.context.output_dir, self.state.global_step).name

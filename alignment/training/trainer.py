@@ -5,6 +5,7 @@ The constructor follows TRL's, so that a TRL script runs after changing its impo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Iterable, Mapping
@@ -177,11 +178,15 @@ class AlignmentTrainer(TrainerSurface):
         self.given_data = datasets
         self.output_dir = Path(self.args.output_dir or "")
         self.folder = RunFolder(self.output_dir, self.args)
-        if datasets[0] is not None:
+
+        def check() -> None:
             models = (("model", given.model), ("ref_model", given.ref_model), *self._models_read())
-            if self.args.resume_from_checkpoint and rank() == 0:
+            if self.args.resume_from_checkpoint:
                 find(self.output_dir, self.args.resume_from_checkpoint, self.args.method)
             self.folder.check(inputs_of(self.args, models, datasets))
+
+        if datasets[0] is not None:
+            on_first_rank(check)
 
     def _hub_repository(self) -> Repository | None:
         """Return the repository of uploads, checked and created before data are tokenized; None without uploads."""
@@ -296,8 +301,9 @@ class AlignmentTrainer(TrainerSurface):
         if self.engines.trained:
             begin_again(self.context, self.engines, total_steps(self.args, sampler), resumes=bool(asked))
         manifest, self._manifest_before_building = self._manifest_before_building or self._manifest(), None
-        checkpoint = self._enter_folder(asked, manifest)
-        with ending_in_status(), protected(self.output_dir):
+        with protected(self.output_dir, self.args), contextlib.ExitStack() as ends:
+            checkpoint = self._enter_folder(asked, manifest)
+            ends.enter_context(ending_in_status())
             loop, writer, resumed = self._load(data, sampler, checkpoint, manifest)
             with self.uploads.ending():
                 result = loop.run(evaluation_windows(self.context), writer, resumed)
@@ -433,19 +439,19 @@ class AlignmentTrainer(TrainerSurface):
             metric_key_prefix: prefix of the names.
         """
         refuse_ignored_keys(ignore_keys)
-        return self._evaluate_sets(self._evaluation_data(eval_dataset), metric_key_prefix)
+        with protected(self.output_dir, self.args):
+            return self._evaluate_sets(self._evaluation_data(eval_dataset), metric_key_prefix)
 
     def _evaluate_sets(self, sets: Mapping[str, PreparedData], prefix: str) -> dict[str, float]:
         """Evaluate, log and notify the callbacks, set by set."""
         metrics: dict[str, float] = {}
-        with protected(self.output_dir):
-            if not self.engines.ready:
-                self.build_engines()
-            for name, data in sets.items():
-                own = evaluate(self.context, self.engines.window_pass, data, f"{prefix}_{name}" if name else prefix)
-                self.log(own)
-                self.events("on_evaluate", metrics=own)
-                metrics |= own
+        if not self.engines.ready:
+            self.build_engines()
+        for name, data in sets.items():
+            own = evaluate(self.context, self.engines.window_pass, data, f"{prefix}_{name}" if name else prefix)
+            self.log(own)
+            self.events("on_evaluate", metrics=own)
+            metrics |= own
         return metrics
 
     def _evaluation_data(self, given: Any) -> Mapping[str, PreparedData]:

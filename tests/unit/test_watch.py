@@ -187,7 +187,7 @@ from alignment.run.activity import ACTIVITY
 
 def main():
     ACTIVITY.limits = FaultOptions(hang_timeout=1.0, hang_timeout_first=1.0)
-    with protection.protected(Path(sys.argv[2])), ACTIVITY("work"):
+    with protection.protected(Path(sys.argv[2]), ACTIVITY.limits), ACTIVITY("work"):
         if sys.argv[1] == "lock":
             re.match("(a+)+b", "a" * 40)
         time.sleep(4)
