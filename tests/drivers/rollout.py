@@ -193,12 +193,34 @@ def unequal(policy: PolicyEngine, backend: str, gather: bool) -> dict[str, Any]:
     return found | {"described": rollout.describe(), "whole": whole(policy)}
 
 
+def token_step(policy: PolicyEngine) -> float:
+    """The gradient norm of a token loss, with no tokens on the second rank."""
+    scores = policy.forward(collate([] if rank() else SEQUENCES[0], 9), tokens=True)
+    assert scores.token_logps is not None
+    policy.backward(scores.token_logps.exp().sum() / 9, last=True)
+    return policy.step()
+
+
 def fitting(policy: PolicyEngine) -> int:
     """Number of completions that fit if the first rank's device has space for 40 and the second's for 5."""
     each = memory.completion_bytes(policy.scorer.model, 64)
     free = int((5 if rank() else 40) * each / 0.8) + 1
     with mock.patch.object(memory, "free_bytes", lambda where: free):
         return memory.measure_room(policy.scorer.model, 64, gather=False, batch_size=None, generations=2).batch_size
+
+
+def unaffected(model: str) -> bool:
+    """Whether training after rollouts, with fewer prompts or a failure on one rank, is that without any."""
+
+    def between(policy: PolicyEngine, step: int) -> None:
+        rollout = RolloutEngine(policy, "generate", gather=step == 1, longest_context=64)
+        if step == 1 and rank() == 0:
+            failing_rollout(policy, step, rollout)
+        else:
+            rollout.generate(RolloutRequest(PROMPTS[: 4 - 2 * rank()], 2, sampling(), step))
+
+    plain, after = train(model, "stage3"), train(model, "stage3", between)
+    return all(torch.equal(after[name], weight) for name, weight in plain.items())
 
 
 def main() -> None:
@@ -213,7 +235,9 @@ def main() -> None:
             gather = way != "by layer"
             found[f"{stage} {way}"] = unequal(policy, way if gather else "auto", gather)
         found["fits"] = fitting(policy)
+        found[f"{stage} tokens"] = token_step(policy)
         policy.close()
+    found["unaffected"] = unaffected(model)
     assert all(gathered(True))
     spec.with_name(f"rank{rank()}.json").write_text(json.dumps(found))
 

@@ -145,3 +145,13 @@ def test_random_draws_of_a_judge_do_not_affect_training(model: str, tmp_path: Pa
     alone = outcome(model, tmp_path / "alone", "stage0", None)
     assert alone == ([entry for entry in log if "eval_loss" not in entry], states)
     assert "eval_win_rate" in log[1]
+
+
+def test_sampling_depends_on_the_seed_and_the_order_of_the_data_does_not(model: str, tmp_path: Path) -> None:
+    def drawn(seed: int) -> list[tuple[str, str]]:
+        log, _ = outcome(model, tmp_path / str(seed), "stage0", quiet_vowels, data_seed=42, seed=seed)
+        return [(entry["prompt"], entry["chosen"]) for entry in log if "chosen" in entry]
+
+    one, other = drawn(42), drawn(7)
+    assert len(one) == 12 and [prompt for prompt, _ in one] == [prompt for prompt, _ in other]
+    assert sum(mine == its for mine, its in zip(one, other)) < 3

@@ -6,9 +6,11 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from conftest import DRIVERS
-from drivers.rollout import PROMPTS, STAGES_AND_WAYS
+from drivers.rollout import PROMPTS, SEQUENCES, STAGES_AND_WAYS
 from helpers import make_model
+from oracle.dense import load, token_logps
 
 from tools.ranks import RankServer
 
@@ -18,11 +20,16 @@ NAMES = [f"{stage} {way}" for stage, ways in STAGES_AND_WAYS.items() for way in 
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, ranks: RankServer) -> list[dict[str, Any]]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("rollout") / "model", "untied")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, model: str, ranks: RankServer) -> list[dict[str, Any]]:
     """The results of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     spec = folder / "spec.json"
-    spec.write_text(json.dumps({"model": make_model(folder / "model", "untied")}))
+    spec.write_text(json.dumps({"model": model}))
     ranks.run(DRIVERS / "rollout.py", spec)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -43,3 +50,17 @@ def test_ranks_that_stop_at_very_different_lengths(found: list[dict[str, Any]], 
 
 def test_the_device_with_less_memory_decides_for_both(found: list[dict[str, Any]]) -> None:
     assert [one["fits"] for one in found] == [4, 4]
+
+
+def test_a_token_loss_with_a_rank_without_tokens(found: list[dict[str, Any]], model: str) -> None:
+    dense = load(model)
+    logps = torch.cat([token_logps(dense, prompt, completion) for prompt, completion in SEQUENCES[0]])
+    gradients = torch.autograd.grad(logps.exp().mean(), list(dense.parameters()))
+    norm = float(torch.cat([gradient.flatten() for gradient in gradients]).norm())
+    for stage in STAGES_AND_WAYS:
+        assert [one[f"{stage} tokens"] for one in found] == pytest.approx([norm] * 2, rel=1e-5), stage
+
+
+def test_training_after_rollouts_is_what_it_would_have_been(found: list[dict[str, Any]]) -> None:
+    """Although a rollout failed on one rank, and the ranks had different numbers of prompts."""
+    assert [one["unaffected"] for one in found] == [True, True]

@@ -72,6 +72,16 @@ def test_an_unresponsive_disk_loses_only_the_update(tmp_path: Path, monkeypatch:
     assert (found(tmp_path).step, found(tmp_path).signal) == (3, "SIGTERM")
 
 
+def test_a_disk_that_cannot_be_written_loses_only_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_file, "_EVERY_S", 0.01)
+    file = StatusFile(tmp_path / "absent", RunStatus())
+    file.update(state="running", step=4)
+    assert file.flush(2.0)
+    (tmp_path / "absent").mkdir()
+    until(lambda: read_status(tmp_path / "absent") is not None)
+    file.close()
+
+
 def test_a_closed_status_is_not_written_periodically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_file, "_EVERY_S", 0.01)
     steps = iter(range(10**6))
