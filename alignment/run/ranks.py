@@ -14,6 +14,7 @@ from alignment.config.errors import AlignmentError, setting
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 NOTICE = "ALIGNMENT_STOP_NOTICE"  # checked here, because it is read too late for an error
 _RANKS = VARIABLES[:3]
+_ANY_PORT = "0"  # the system chooses a free one; only a process without a launcher has it
 # SLURM numbers the steps that `srun` did not create (batch, interactive, extern, pending) from the top of 32 bits.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -51,6 +52,9 @@ def prepare_environment() -> None:
         AlignmentError: only some are set, a value is not a number in range or contradicts the process group, or the
             launcher is `mpirun`.
     """
+    if os.environ.get("MASTER_PORT") == _ANY_PORT and _in_slurm_step():
+        for name in (*VARIABLES, "LOCAL_WORLD_SIZE"):  # of a process that trained alone, and then called srun
+            os.environ.pop(name, None)
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         take_from_group()
@@ -66,7 +70,7 @@ def prepare_environment() -> None:
                 raise AlignmentError(f"{what}; start with `deepspeed`, `torchrun` or `srun`")
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         if "MASTER_PORT" not in os.environ:  # for libraries that create a group from it, as accelerate does
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free one
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=_ANY_PORT)
     _check_numbers()
 
 

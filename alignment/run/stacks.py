@@ -50,8 +50,10 @@ class DeadManSwitch:
     def __init__(self, rank: int, *, exits: bool) -> None:
         self._exits, self._file = exits, bounded(lambda: _local_file(rank), _COPY_S)
         self._mark: Any = None
-        self._at = float("-inf")
+        self._seconds, self._at = 0.0, float("-inf")
         self._lock = threading.Lock()  # a timer that is set after disarming would end the process
+        global _armed
+        _armed = self
 
     def keep(self, mark: Any, seconds: float) -> None:
         """Set the timer to ``seconds`` if ``mark``, which stands for the progress of all ranks, has changed."""
@@ -59,13 +61,14 @@ class DeadManSwitch:
         with self._lock:
             if self._file is None or mark == self._mark or now - self._at < _EVERY_S or _of_others:
                 return
-            self._mark, self._at = mark, now
-            _set(min(seconds, _LONGEST_S), exit=self._exits, file=self._file)
+            self._mark, self._at, self._seconds = mark, now, min(seconds, _LONGEST_S)
+            _set(self._seconds, exit=self._exits, file=self._file)
 
     def disarm(self) -> None:
         """Cancel the timer, and remove the file if nothing was written to it."""
+        global _armed
         with self._lock:
-            file, self._file = self._file, None
+            file, self._file, _armed = self._file, None, None
             if not _of_others:
                 _cancel()
         if file is not None:
@@ -76,6 +79,7 @@ class DeadManSwitch:
 
 _set, _cancel = faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later
 _of_others = False  # whether someone else has set the timer; there is no way to ask
+_armed: DeadManSwitch | None = None
 
 
 def _set_by_others(*arguments: Any, **options: Any) -> None:
@@ -85,3 +89,25 @@ def _set_by_others(*arguments: Any, **options: Any) -> None:
 
 
 faulthandler.dump_traceback_later = _set_by_others
+
+
+def _before_fork() -> None:
+    # A child that exits while the timer is set would wait forever for the timer's thread, which it does not have.
+    if _armed is not None:
+        _armed._lock.acquire()
+        if not _of_others:
+            _cancel()
+
+
+def _after_fork(in_child: bool) -> None:
+    if _armed is not None:
+        if in_child:
+            _armed._file = None
+        elif _armed._file is not None and _armed._seconds and not _of_others:
+            _set(_armed._seconds, exit=_armed._exits, file=_armed._file)
+        _armed._lock.release()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=lambda: _after_fork(False), after_in_child=lambda: _after_fork(True)
+)

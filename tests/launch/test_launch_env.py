@@ -63,6 +63,7 @@ def test_plain_python_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None
 def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
     address = {"MASTER_ADDR": "gpu03", "MASTER_PORT": str(15000 + (40123 + 202) % 15000)}
     expected = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": None, **address}
+    prepared(monkeypatch, {})  # of a process that trains alone, and then calls srun
     assert prepared(monkeypatch, SRUN) == expected
     monkeypatch.delenv("RANK")
     assert prepared(monkeypatch, {"MASTER_ADDR": "10.0.0.1"})["MASTER_ADDR"] == "10.0.0.1"

@@ -308,3 +308,20 @@ def test_signals_ignored_at_the_start_stay_ignored() -> None:
     """As with `nohup`, or in the background of a script."""
     done = run("ignored", (signal.SIGHUP, signal.SIGINT))
     assert (done.returncode, done.stdout, done.stderr) == (0, "survived\n", "")
+
+
+def test_a_forked_child_exits_while_the_switch_is_armed(tmp_path: Path) -> None:
+    """faulthandler would wait in the child for a thread that only its parent has; the parent's switch stays armed."""
+    code = """
+import os, sys, time
+from alignment.run.stacks import DeadManSwitch
+DeadManSwitch(0, exits=True).keep(1, 3.0)
+child = os.fork()
+if not child:
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+time.sleep(60)
+"""
+    command, environment = [sys.executable, "-c", code], {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30, env=environment)
+    assert (done.returncode, done.stdout) == (1, "3\n"), done.stderr
