@@ -60,7 +60,7 @@ def prune_checkpoints(folder: Path, limit: int | None, keep: Path | None = None)
     # The same folder may be spelled differently after a resume: relative or absolute, or through a link.
     old = [path for path in found[:-1] if keep is None or path.resolve() != keep.resolve()]
     for path in [] if limit is None else old[: max(len(found) - limit, 0)]:
-        hidden = path.with_name(f".{path.name}.removed")  # it vanishes at once, then its files are deleted
+        hidden = path.with_name(f".{path.name}.removed")  # it vanishes immediately, then its files are deleted
         with contextlib.suppress(OSError):
             _delete(hidden)
         os.rename(path, hidden)

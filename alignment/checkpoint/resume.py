@@ -12,6 +12,9 @@ from alignment.checkpoint.folder import checkpoints
 from alignment.checkpoint.manifest import Manifest
 from alignment.checkpoint.run_folder import check_output_folder, holds_model, holds_run
 from alignment.config.errors import CheckpointError, OptionError, counted, did_you_mean
+from alignment.config.fields import option_fields
+from alignment.config.options import AlignmentConfig
+from alignment.config.registry import METHODS
 from alignment.engines.collectives import on_first_rank, together
 from alignment.run.console import tell
 from alignment.run.ranks import rank, world_size
@@ -139,8 +142,9 @@ def check_same_run(checkpoint: Checkpoint, current: Manifest, *, anyway: bool) -
             f"{before.window}; set per_device_train_batch_size, gradient_accumulation_steps and the number of ranks "
             f"so that their product is {before.window}"
         )
+    unknown = {name: value for name, value in _defaults(current.method).items() if name in current.options}
     differences = [
-        *_differences(before.options, current.options, lambda value: value),
+        *_differences({**unknown, **before.options}, current.options, lambda value: value),
         *_differences(before.fingerprints, current.fingerprints, without_path),
     ]
     if current.total_steps < before.total_steps:
@@ -152,6 +156,12 @@ def check_same_run(checkpoint: Checkpoint, current: Manifest, *, anyway: bool) -
         )
     for difference in differences:
         tell(f"resume_anyway: {difference}")
+
+
+def _defaults(method: str) -> dict[str, Any]:
+    """Defaults of a method's options: what a version of the package did that did not have an option yet."""
+    declared = option_fields(METHODS[method] if method in METHODS.entries else AlignmentConfig)
+    return {field.name: getattr(field.default, "value", field.default) for field in declared}
 
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any], compared: Callable[[Any], Any]) -> Iterator[str]:

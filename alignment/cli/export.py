@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.cli.guarded import guarded
-from alignment.cli.output import parse_arguments, surviving_closed_output
+from alignment.cli.output import parse_arguments
 from alignment.config.fields import convert
 from alignment.config.options_export import ExportOptions
 from alignment.config.options_faults import FaultOptions
@@ -36,9 +36,7 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
     if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
         reason = f"must run in a single process, but WORLD_SIZE is {ranks[:40]}; start it without a launcher"
         parser.exit(1, f"error: {program} {reason}\n")
-    with surviving_closed_output():
-        code = guarded(lambda: _run(**vars(options)))
-    sys.exit(code)
+    sys.exit(guarded(lambda: _run(**vars(options))))
 
 
 def _run(source: str, out: str, **given: Any) -> None:

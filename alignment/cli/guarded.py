@@ -10,7 +10,8 @@ import os
 import sys
 from collections.abc import Callable
 
-from alignment.engines.launch_env import init_distributed
+from alignment.cli.output import surviving_closed_output
+from alignment.engines.launch_env import hush_libraries, init_distributed
 from alignment.run.deadlines import bounded
 from alignment.run.ending import Ending, ending_of, record, write
 from alignment.run.protection import Protection, protecting_command
@@ -31,7 +32,8 @@ def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False
     the CPU with `use_cpu`, which is called only then), and `main` runs under supervision. After a failure on any rank,
     every rank exits through `os._exit`, so this function does not return.
     """
-    with protecting_command() as protection:
+    hush_libraries()
+    with surviving_closed_output(), protecting_command() as protection:
         try:
             prepare_environment()
             if world_size() > 1:

@@ -9,8 +9,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from alignment.cli.guarded import guarded
 from alignment.cli.parsing import Parser, glimpse
-from alignment.cli.train import read_options, run_guarded
+from alignment.cli.train import read_options
 from alignment.config.dtypes import Machine, planning_for
 from alignment.config.errors import OptionError, setting
 from alignment.engines.garbage import old_objects_spared, uncollected
@@ -29,7 +30,7 @@ _DEVICE = "DS_ACCELERATOR"
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment prepare") -> None:
     """Tokenize the data, print the plan for ``--ranks N``, and exit with the same statuses as ``train``."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    run_guarded(lambda: _run(arguments, program), lambda: True)
+    sys.exit(guarded(lambda: _run(arguments, program), use_cpu=True))
 
 
 def _run(arguments: list[str], program: str) -> None:

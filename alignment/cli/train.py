@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Sequence
 
 from alignment.cli.guarded import guarded
-from alignment.cli.output import surviving_closed_output
 from alignment.cli.parsing import glimpse, parse
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
 from alignment.engines.garbage import old_objects_spared, uncollected
-from alignment.engines.launch_env import hush_libraries, init_distributed
+from alignment.engines.launch_env import init_distributed
 from alignment.engines.start_up import import_libraries
 
 
@@ -32,15 +30,7 @@ def main(
         with old_objects_spared():
             run(options, precompute=precompute)
 
-    run_guarded(job, lambda: glimpse(arguments).use_cpu)
-
-
-def run_guarded(job: Callable[[], None], use_cpu: Callable[[], bool]) -> NoReturn:
-    """Run a command that may train, with one process or as one of several ranks, and exit with its status."""
-    hush_libraries()
-    with surviving_closed_output():
-        code = guarded(job, use_cpu)
-    sys.exit(code)
+    sys.exit(guarded(job, lambda: glimpse(arguments).use_cpu))
 
 
 def read_options(arguments: list[str], program: str, use_cpu: bool | None = None) -> AlignmentConfig:

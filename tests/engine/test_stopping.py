@@ -403,7 +403,7 @@ def test_attempts_without_progress_are_counted(models: dict[str, str], tmp_path:
             trainer.train(resume_from_checkpoint="latest" if resumes else None)
         trainer.close()
         found = read_status(trainer.output_dir)
-        assert found is not None and (found.state, found.error) == ("failed", "division by zero")
+        assert found is not None and found.state == "failed" and "division by zero" in str(found.error)
         return found
 
     seen = [status(*each) for each in ((1, False), (1, True), (3, True), (3, True), (3, True), (5, True))]

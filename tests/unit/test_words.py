@@ -42,7 +42,7 @@ PHRASES = {
     r"thereby|thereof|therein|hereby": "say it",
     r"in the stead|in its stead": "instead",
     r"is to be": "must be, or is",
-    r"towards": "toward",
+    r"towards(?! Efficient Exact Optimization)": "toward",
     r"\w*(labelled|modelling|signalled|learnt|neighbour|behaviour)\w*": "the American spelling",
     r"\w*(initial|normal|organ|penal|quant|recogn|token)is(ed?|es|ing|ation)\w*": "the American spelling",
 }

@@ -117,7 +117,7 @@ class Events:
 
         for owner, name, phase in (
             (RunFolder, "enter", "folder"),
-            (trainer.AlignmentTrainer, "_go_on", "load"),
+            (trainer.AlignmentTrainer, "_restore", "load"),
             (TrainingLoop, "run", "train"),
             (RolloutEngine, "generate", "rollout"),
             (trainer.AlignmentTrainer, "evaluate", "evaluate"),
