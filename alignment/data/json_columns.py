@@ -1,8 +1,8 @@
-"""JSON columns that are stored with tokenized prompts, with the same types in every dataset of a mixture.
+"""Values that JSON can represent: columns that the readers do not know, and what is stored with prompts.
 
-They contain the original prompt, its template variables and all unused columns, which are stored for reward functions
-and never make a dataset invalid. Non-finite numbers, with which pandas represents missing values, become null. A
-column that cannot be represented in JSON (bytes, images, decimals) is dropped with one warning.
+Such columns never make a dataset invalid. Dates and times become ISO strings, and non-finite numbers, with which
+pandas represents missing values, become null. A column that JSON does not support (bytes, images, decimals) is dropped
+with one warning.
 """
 
 from __future__ import annotations
@@ -11,38 +11,29 @@ import json
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from datetime import date, time
 from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset, Features, Json, Value
+from datasets import Features
 
 from alignment.config.errors import DataError, listing, one_line, show
-from alignment.data.formats import PromptOnly, Text
 
 logger = logging.getLogger(__name__)
 _FOREIGN = (
     *(pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view),
     *(pa.types.is_decimal, pa.types.is_duration, pa.types.is_interval),
 )
-STORED = Features({name: Value("string") for name in ("prompt", "template", "columns")})
 
 
-def json_text(name: str, value: object, where: str, dates: bool = True) -> str:
-    """Encode ``value`` as JSON.
-
-    Args:
-        name: its column.
-        value: any value.
-        where: name of the row in messages.
-        dates: encode dates and times as ISO strings.
+def json_text(name: str, value: object, where: str) -> str:
+    """Encode the value in column ``name`` as JSON; ``where`` names its row in messages.
 
     Raises:
         DataError: the value cannot be represented in JSON.
     """
     try:
-        return json.dumps(value, allow_nan=False, default=_iso_text if dates else None)
+        return json.dumps(value, allow_nan=False, default=_iso_text)
     except (TypeError, ValueError) as error:
         raise DataError(
             f"{where}: {name} is {show(value)}, which cannot be stored: {one_line(error)}; use values that JSON "
@@ -50,10 +41,9 @@ def json_text(name: str, value: object, where: str, dates: bool = True) -> str:
         ) from error
 
 
-def json_object(values: Mapping[str, Any], where: str, dates: bool = True) -> str:
+def json_object(values: Mapping[str, Any], where: str) -> str:
     """Encode values by column as one JSON object; see :func:`json_text`."""
-    texts = (f"{json.dumps(name)}: {json_text(name, value, where, dates)}" for name, value in values.items())
-    return "{" + ", ".join(texts) + "}"
+    return "{" + ", ".join(f"{json.dumps(name)}: {json_text(name, v, where)}" for name, v in values.items()) + "}"
 
 
 def _iso_text(value: object) -> str:
@@ -76,14 +66,14 @@ def foreign_columns(features: Features) -> list[str]:
     return [field.name for field in features.arrow_schema if _is_foreign(field.type)]
 
 
-def storable(row: Mapping[str, Any], names: Collection[str], where: str, left_out: set[str]) -> dict[str, Any]:
-    """Return the row with the columns ``names`` converted to JSON types, without the columns in ``left_out``.
+def storable(row: Mapping[str, Any], known: Collection[str], where: str, left_out: set[str]) -> dict[str, Any]:
+    """Return the row with columns that are not ``known`` converted to JSON types, without the columns ``left_out``.
 
-    Columns that cannot be represented in JSON are added to ``left_out``. Dates and times become ISO strings.
+    Columns that cannot be represented in JSON are added to ``left_out``.
     """
     kept = {}
     for name, value in row.items():
-        if name in names and name not in left_out:
+        if name not in known and not isinstance(value, (str, int, type(None))):
             try:
                 value = json.loads(json_text(name, finite(value), where))
             except DataError:
@@ -91,23 +81,6 @@ def storable(row: Mapping[str, Any], names: Collection[str], where: str, left_ou
         if name not in left_out:
             kept[name] = value
     return kept
-
-
-def storable_rows(
-    rows: list[dict[str, Any]], features: Features, names: Collection[str], where: str
-) -> tuple[list[dict[str, Any]], Features]:
-    """Return :func:`storable` rows and their remaining features. Only JSON columns are checked."""
-    kept, numbers = {}, (int, float, type(None))
-    for name, feature in features.items():
-        # Numbers of which some are not finite stay floats, as in pandas: a margin must not become null here.
-        values = [row.get(name) for row in rows] if isinstance(feature, Json) and name in names else []
-        broken = any(isinstance(value, float) and not math.isfinite(value) for value in values)
-        kept[name] = Value("float64") if broken and all(type(value) in numbers for value in values) else feature
-    names = {name for name, feature in kept.items() if isinstance(feature, Json) and name in names}
-    left_out: set[str] = set()
-    rows = [storable(row, names, f"{where}, row {number}", left_out) for number, row in enumerate(rows, start=1)]
-    tell_left_out(left_out, where)
-    return rows, Features({name: feature for name, feature in kept.items() if name not in left_out})
 
 
 def tell_left_out(names: Iterable[str], where: str) -> None:
@@ -118,52 +91,10 @@ def tell_left_out(names: Iterable[str], where: str) -> None:
         )
 
 
-def _is_foreign(kind: pa.DataType) -> bool:
-    if isinstance(kind, pa.BaseExtensionType):
-        kind = kind.storage_type
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    inner = [kind.field(number).type for number in range(kind.num_fields)]
-    return any(is_kind(kind) for is_kind in _FOREIGN) or any(map(_is_foreign, inner))
-
-
-@dataclass(frozen=True)
-class PromptRow:
-    """A prompt with the data that reward functions and models need.
-
-    Attributes:
-        row: the source row, counted from 0.
-        prompt: the canonical prompt, a string or messages.
-        template: variables for the chat template, such as ``tools``.
-        columns: the user's other columns by name, for reward functions.
-    """
-
-    row: int
-    prompt: Text
-    template: Mapping[str, Any]
-    columns: Mapping[str, Any]
-
-
-def prompt_row(dataset: Dataset, index: int) -> PromptRow:
-    """Read row ``index`` of a tokenized dataset of prompts."""
-    stored = dataset[index]
-    prompt, template, columns = (json.loads(stored[name]) for name in STORED)
-    return PromptRow(int(stored["row"]), prompt, template, columns)
-
-
-def stored_prompt(prompted: PromptOnly, columns: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return the columns :data:`STORED` of one row.
-
-    Args:
-        prompted: the canonical row.
-        columns: the user's other columns, in which non-finite numbers become null.
-        where: name of the row in messages.
-
-    Raises:
-        DataError: a value cannot be represented in JSON.
-    """
-    return {
-        "prompt": json_text("prompt", prompted.prompt, where),
-        "template": json_text("chat_template_kwargs", prompted.template, where),
-        "columns": json_object(finite(columns), where),
-    }
+def _is_foreign(stored: pa.DataType) -> bool:
+    if isinstance(stored, pa.BaseExtensionType):
+        stored = stored.storage_type
+    if pa.types.is_dictionary(stored):
+        stored = stored.value_type
+    inner = [stored.field(number).type for number in range(stored.num_fields)]
+    return any(is_one(stored) for is_one in _FOREIGN) or any(map(_is_foreign, inner))

@@ -24,55 +24,40 @@ from datasets import Dataset
 from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from alignment.config.errors import DataError, ModelError, OutputError, one_line
-from alignment.config.options_data import COLUMNS, MAPPED_COLUMNS
-from alignment.data.columns import arranged, extra_columns, mapped_columns
-from alignment.data.formats import Kind
+from alignment.data.columns import arranged
+from alignment.data.kinds.base import TRUNCATED, Kind
 from alignment.data.report import DataReport
-from alignment.data.row_mapper import TRUNCATED, RowMapper
-from alignment.data.targets.rules import USUAL, RowRules
-from alignment.data.targets.tokenized import token_columns
+from alignment.data.row_mapper import RowMapper
 from alignment.data.tokenization import RowTokenizer
 from alignment.data.truncation import Limits
 from alignment.internals.transformers import tokenizer_options
 
-FORMAT_VERSION = 7  # increase it if the same input is tokenized or stored differently
+FORMAT_VERSION = 8  # increase it if the same input is tokenized or stored differently
 _ROWS = 1000  # rows hashed at a time; part of the hash
 _BATCH = 256  # rows per call of the tokenizer
 
 
-def cache_name(
-    dataset: Dataset,
-    kind: Kind,
-    tokenizer: Any,
-    limits: Limits,
-    extra: Sequence[str] = (),
-    rules: RowRules = USUAL,
-) -> str:
+def cache_name(dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits, others: Sequence[str] = ()) -> str:
     """Return the name of a tokenized dataset, such as ``preference-3f…``: a hash of everything that determines it.
 
     The content of the rows is hashed rather than the dataset's fingerprint: two processes that load the same file get
     the same name, and a modified file gets a new one regardless of its timestamp.
 
     Args:
-        dataset: the rows, with their expected column names.
+        dataset: the rows, with the columns that are used, by their expected names.
         kind: kind of rows.
         tokenizer: the tokenizer, of which everything that affects token IDs is hashed.
         limits: lengths in tokens.
-        extra: columns that are only passed to reward functions.
-        rules: which tokens contribute to the loss.
+        others: columns that the kind does not know and keeps.
     """
     digest = hashlib.blake2b(digest_size=16)
-    settings: dict[str, Any] = {"version": FORMAT_VERSION, "kind": kind, "limits": asdict(limits)}
-    settings |= {"tokenizer": describe_tokenizer(tokenizer)} | ({"extra": list(extra)} if extra else {})
-    settings |= {} if rules == USUAL else {"rules": asdict(rules)}
+    settings = {"version": FORMAT_VERSION, "kind": [kind.name, asdict(kind)], "limits": asdict(limits)}
+    settings |= {"tokenizer": describe_tokenizer(tokenizer), "others": list(others)}
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    tokens = token_columns(kind, dataset.column_names)
-    known = [*COLUMNS, *MAPPED_COLUMNS, *extra, *(tokens.names if tokens else ())]
-    columns = [name for name in dict.fromkeys(known) if name in dataset.column_names]
-    arrow = dataset.select_columns(columns).with_format("arrow")
+    arrow = dataset.with_format("arrow")
     for start in range(0, len(arrow), _ROWS):
         digest.update(_table_bytes(arrow[start : start + _ROWS]))
-    return f"{kind}-{digest.hexdigest()}"
+    return f"{kind.name}-{digest.hexdigest()}"
 
 
 def _table_bytes(table: pa.Table) -> memoryview:
@@ -103,7 +88,7 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Tokenized rows (columns as in :data:`FEATURES`; ``row`` is the source row, counted from 0) and their report.
+    """Tokenized rows with :attr:`Kind.features` (``row`` is the source row, counted from 0), and their report.
 
     ``truncated`` has columns with the number of truncated prompts and completions of each row.
     """
@@ -126,13 +111,12 @@ def prepare(
     progress: bool = True,
     strict: bool = False,
     method: str = "training",
-    rules: RowRules = USUAL,
 ) -> Path:
     """Validate, tokenize and truncate ``dataset``, and return the folder with the result, which may be cached.
 
     Args:
         dataset: rows of any accepted format.
-        kind: kind of rows, see :data:`~alignment.data.formats.Kind`.
+        kind: kind of rows.
         tokenizer: a transformers tokenizer.
         limits: lengths in tokens.
         where: name of the data in messages, such as the file name.
@@ -142,24 +126,22 @@ def prepare(
         progress: whether to show a progress bar.
         strict: raise an error instead of dropping rows.
         method: name of the method in messages.
-        rules: which tokens contribute to the loss.
 
     Raises:
         DataError: a column is missing, a row is invalid, no rows are left, or (``strict``) rows would be dropped.
         OutputError: the folder cannot be written.
     """
-    column_map = mapped_columns(column_map, kind, dataset.column_names, where, rules)
-    dataset = arranged(dataset, column_map, kind, where, method, rules)
+    column_map = column_map or {}
+    dataset, others = arranged(dataset, column_map, kind, where, method)
     if len(dataset) == 0:
         raise DataError(f"{where}: contains no rows; pass a dataset with rows")
-    extra = extra_columns(dataset, column_map, kind)
-    target = cache_dir / cache_name(dataset, kind, tokenizer, limits, extra, rules)
+    target = cache_dir / cache_name(dataset, kind, tokenizer, limits, others)
     if target.is_dir():
-        _check_report(_read_report(target), kind, where, strict)
+        _check_report(_read_report(target), where, strict)
         return target
-    rows = RowTokenizer(tokenizer, whole=kind == "preference_margin")
-    mapper = RowMapper(rows, kind, limits, where, column_map, dataset.features, extra, rules)
-    work = cache_dir / f".{target.name.removeprefix(kind + '-')}.{uuid.uuid4().hex[:8]}"
+    rows = RowTokenizer(tokenizer, whole=kind.whole)
+    mapper = RowMapper(rows, kind, limits, where, column_map, dataset.features, others)
+    work = cache_dir / f".{target.name.rpartition('-')[2]}.{uuid.uuid4().hex[:8]}"
     try:
         work.mkdir(parents=True)
         _build(dataset, mapper, work, num_proc, progress, strict)
@@ -241,8 +223,8 @@ def _build(
     reasons = mapped.data.column("dropped").to_pylist()
     keep = [index for index, reason in enumerate(reasons) if reason is None]
     kept = mapped.select(keep)
-    report = _report(mapper.kind, reasons, kept)
-    _check_report(report, mapper.kind, mapper.where, strict)
+    report = _report(reasons, kept)
+    _check_report(report, mapper.where, strict)
     with _progress_bars(False):
         kept.remove_columns("dropped").save_to_disk(str(work / "data"))
     report.save(work / "report.json")
@@ -250,8 +232,8 @@ def _build(
     shutil.rmtree(scratch)
 
 
-def _report(kind: Kind, reasons: list[str | None], kept: Dataset) -> DataReport:
-    labels = kept["label"][:] if kind == "unpaired_preference" else []
+def _report(reasons: list[str | None], kept: Dataset) -> DataReport:
+    labels = kept["label"][:] if "label" in kept.column_names else []
     return DataReport(
         rows_in=len(reasons),
         rows_out=len(kept),
@@ -270,11 +252,13 @@ def _read_report(path: Path) -> DataReport:
         raise DataError(f"{path}: its report.json cannot be read: {one_line(error)}; delete the folder") from error
 
 
-def _check_report(report: DataReport, kind: Kind, where: str, strict: bool) -> None:
+def _check_report(report: DataReport, where: str, strict: bool) -> None:
     if not report.rows_out:
-        remedy = "increase max_length" + (", decrease max_new_tokens," if kind == "prompt_only" else "")
         rows = "the only row was" if report.rows_in == 1 else f"all {report.rows_in} rows were"
-        raise DataError(f"{where}: {rows} dropped ({report.drops()}); {remedy} or fix the rows")
+        raise DataError(
+            f"{where}: {rows} dropped ({report.drops()}); increase max_length (and decrease max_new_tokens if the "
+            "policy generates completions), or fix the rows"
+        )
     if strict and report.dropped:
         raise DataError(
             f"{where}: {sum(report.dropped.values())} of {report.rows_in} rows would be dropped ({report.drops()}); "

@@ -17,13 +17,14 @@ from typing import Any, NoReturn
 from datasets import Features, Json, Value
 
 from alignment.config.errors import DataError, one_line, show, type_name
+from alignment.data.json_columns import json_text
 
 TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected")
-LABEL_COLUMN = "label"
-_PLAIN = {"text": "string", "bool": "bool", "int": "int64", "float": "float64"}
-_LABELS = {"true": True, "false": False}
+LABELS = {"true": True, "false": False}
+_PLAIN = {str: "string", bool: "bool", int: "int64", float: "float64"}
+_MARK = b"\xef\xbb\xbf"  # a byte order mark
 
-Placed = Iterator[tuple[str, dict[str, Any]]]  # ("FILE line 3", row)
+Placed = Iterator[tuple[str, dict[str, Any]]]  # ("FILE, line 3", row)
 
 
 def read_rows(path: Path) -> Placed:
@@ -33,12 +34,7 @@ def read_rows(path: Path) -> Placed:
         DataError: a line cannot be read, is not an object, or contains an unpaired surrogate.
     """
     try:
-        if path.suffix.lower() == ".csv":
-            yield from _csv_rows(path)
-        elif _is_json_list(path):
-            yield from _json_list_rows(path)
-        else:
-            yield from _json_line_rows(path)
+        yield from _csv_rows(path) if path.suffix.lower() == ".csv" else _json_rows(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {one_line(error)}") from error
 
@@ -49,128 +45,107 @@ def infer_features(rows: Iterable[tuple[str, dict[str, Any]]]) -> Features:
     Raises:
         DataError: a known column mixes a valid type with an invalid one, such as booleans and strings in label.
     """
-    seen: dict[str, dict[str, tuple[str, Any]]] = {}  # key → kind → first place and value
+    seen: dict[str, dict[type, tuple[str, Any]]] = {}  # key → type → first place and value
     for place, row in rows:
         for key, value in row.items():
-            kind = _kind(value)
-            if kind == "json" and key in TEXT_COLUMNS:
-                _check_contents(place, key, value)
-            kinds = seen.setdefault(key, {})
-            if kind not in kinds:
-                kinds[kind] = (place, value)
-    for key, kinds in seen.items():
-        _check_mixture(key, kinds)
-    return Features({key: _feature(set(kinds) - {"null"}) for key, kinds in seen.items()})
+            types = seen.setdefault(key, {})
+            if (stored := _type(value)) not in types:
+                types[stored] = (place, value)
+    for key, types in seen.items():
+        types.pop(type(None), None)
+        _check_mixture(key, types)
+    return Features({key: _feature([*types]) for key, types in seen.items()})
 
 
-def encode(row: dict[str, Any], features: Features) -> dict[str, Any]:
-    """Encode a row for the dataset writer, without changing values: one entry per feature, JSON columns as strings."""
-    out: dict[str, Any] = {}
-    for key, feature in features.items():
-        value = row.get(key)
-        out[key] = json.dumps(value, allow_nan=False) if isinstance(feature, Json) and value is not None else value
-    return out
+def encode(row: dict[str, Any], features: Features, place: str) -> dict[str, Any]:
+    """Encode a row for the dataset writer, without changing values: one entry per feature, JSON columns as strings.
+
+    Raises:
+        DataError: a value cannot be represented in JSON.
+    """
+    out = {key: row.get(key) for key in features}
+    json_columns = (key for key, feature in features.items() if isinstance(feature, Json) and out[key] is not None)
+    return out | {key: json_text(key, out[key], place) for key in json_columns}
 
 
 def encoded_rows(paths: list[str], features: Features) -> Iterator[dict[str, Any]]:
     """Yield the encoded rows of several files, for ``Dataset.from_generator``."""
     for path in paths:
-        for _, row in read_rows(Path(path)):
-            yield encode(row, features)
+        for place, row in read_rows(Path(path)):
+            yield encode(row, features, place)
 
 
-def _kind(value: object) -> str:
-    if value is None:
-        return "null"
-    if type(value) is int and not -(2**63) <= value < 2**63:
-        return "json"
-    return {bool: "bool", int: "int", float: "float", str: "text"}.get(type(value), "json")
+def _type(value: object) -> type:
+    """Return the type of a value in a column: a primitive type, None's, or object for values stored as JSON."""
+    fits = type(value) is not int or -(2**63) <= value < 2**63  # type: ignore[operator]
+    return type(value) if value is None or (type(value) in _PLAIN and fits) else object
 
 
-def _feature(kinds: set[str]) -> Any:
-    if not kinds:
+def _feature(types: list[type]) -> Any:
+    if not types:
         return Value("string")
-    return Value(_PLAIN[next(iter(kinds))]) if len(kinds) == 1 and kinds <= _PLAIN.keys() else Json()
+    return Value(_PLAIN[types[0]]) if len(types) == 1 and types[0] in _PLAIN else Json()
 
 
-def _check_mixture(key: str, kinds: dict[str, tuple[str, Any]]) -> None:
+def _check_mixture(key: str, types: dict[type, tuple[str, Any]]) -> None:
     """Report the first value of an invalid type in a column that also has values of a valid type."""
-    if key == LABEL_COLUMN:
-        right, wanted = {"bool"}, "true or false"
+    right: tuple[type, ...] = ()
+    if key == "label":
+        right, wanted = (bool,), "true or false"
     elif key in TEXT_COLUMNS:
-        right, wanted = {"text", "json"}, "a string or a list of messages"
+        right, wanted = (str, object), "a string or a list of messages"
     else:
         return
-    wrong = [kind for kind in kinds if kind not in right | {"null"}]
-    good = [kind for kind in kinds if kind in right]
+    wrong = [one for one in types if one not in right]
+    good = [one for one in types if one in right]
     if wrong and good:
-        place, value = kinds[wrong[0]]
+        place, value = types[wrong[0]]
         raise DataError(
-            f"{place}: {key} is {show(value)}, but other rows have {type_name(kinds[good[0]][1])}; expected {wanted}"
+            f"{place}: {key} is {show(value)}, but other rows have {type_name(types[good[0]][1])}; expected {wanted}"
         )
 
 
-def _check_contents(place: str, key: str, value: object) -> None:
-    """Report a message whose content is a number or a boolean, which no method supports."""
-    for number, message in enumerate(value if isinstance(value, list) else []):
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, (bool, int, float)):
-            raise DataError(f"{place}: {key}[{number}].content is {show(content)}; expected a string")
-
-
-def _is_json_list(path: Path) -> bool:
+def _json_rows(path: Path) -> Placed:
+    """Yield the rows of a file with one object per line, or with a single list of objects."""
     with path.open("rb") as file:
-        for line in file:
-            text = line.removeprefix(b"\xef\xbb\xbf").strip()
-            if text:
-                return text.startswith(b"[")
-    return False
-
-
-def _json_list_rows(path: Path) -> Placed:
-    data = path.read_bytes()
-    try:
-        rows = json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {error.lineno}: invalid JSON: {error.msg}; fix the file") from error
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}, line {line}: not UTF-8 text: {error.reason}; save the file as UTF-8") from error
-    except ValueError as error:
-        raise DataError(f"{path}: invalid JSON: {one_line(error)}") from error
-    for number, row in enumerate(rows, start=1):
-        yield _checked(f"{path}, row {number}", row, escapes=b"\\ud" in data.lower())
-
-
-def _json_line_rows(path: Path) -> Placed:
-    with path.open("rb") as file:
+        first = next((text for line in file if (text := line.removeprefix(_MARK).strip())), b"")
+        file.seek(0)
+        if first.startswith(b"["):
+            data = file.read()
+            escaped = b"\\ud" in data.lower()
+            for number, row in enumerate(_parsed(data, path, 1), start=1):
+                yield _checked(f"{path}, row {number}", row, escaped)
+            return
         for number, line in enumerate(file, start=1):
-            place = f"{path}, line {number}"
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if line.strip():
-                yield _checked(place, _json_line(place, line), escapes=b"\\ud" in line.lower())
+            if text := line.strip():
+                yield _checked(f"{path}, line {number}", _parsed(text, path, number), b"\\ud" in text.lower())
 
 
-def _json_line(place: str, line: bytes) -> object:
+def _parsed(data: bytes, path: Path, line: int) -> Any:
+    """Parse JSON that starts at a line of a file."""
     try:
-        return json.loads(line.decode("utf-8").rstrip(), parse_constant=_refuse_constant)
+        return json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{place}: invalid JSON: {error.msg} (column {error.colno}); "
+            f"{path}, line {line + error.lineno - 1}: invalid JSON: {error.msg} (column {error.colno}); "
             "expected one object per line, or a single list of objects"
         ) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 text: {error.reason}; save the file as UTF-8") from error
+        line += data.count(b"\n", 0, error.start)
+        raise DataError(f"{path}, line {line}: not UTF-8 text: {error.reason}; save the file as UTF-8") from error
     except ValueError as error:
-        raise DataError(f"{place}: invalid JSON: {one_line(error)}") from error
+        raise DataError(f"{path}, line {line}: invalid JSON: {one_line(error)}") from error
 
 
-def _checked(place: str, row: object, escapes: bool) -> tuple[str, dict[str, Any]]:
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value; use null or a number")
+
+
+def _checked(place: str, row: object, escaped: bool) -> tuple[str, dict[str, Any]]:
     """Check that the row is an object whose strings can be encoded (an unpaired surrogate ``\\ud83d`` cannot)."""
     if not isinstance(row, dict):
         raise DataError(f"{place}: the row is {show(row)}; expected an object with one entry per column")
-    if escapes:
+    if escaped:
         try:
             json.dumps(row, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
@@ -180,54 +155,36 @@ def _checked(place: str, row: object, escapes: bool) -> tuple[str, dict[str, Any
     return place, row
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON value; use null or a number")
-
-
 def _csv_rows(path: Path) -> Placed:
     """Yield the rows of a CSV file. All cells are strings, except that ``label`` must be true or false."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default of 128 KiB is too small for long conversations
+    header: list[str] = []
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
-        header: list[str] | None = None
-        while True:
-            first = reader.line_num + 1
-            place = f"{path}, line {first}"
-            try:
-                cells = next(reader, None)
-            except csv.Error as error:
-                raise DataError(f"{place}: invalid CSV: {one_line(error)}") from error
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}: not UTF-8 text near line {first}: {error.reason}; save the file as UTF-8"
-                ) from error
-            if cells is None:
-                return
-            if not cells:
-                continue
-            if header is None:
-                header = _header(place, cells)
-            elif len(cells) != len(header):
-                raise DataError(
-                    f"{place}: the row has {len(cells)} cells, but the header has {len(header)}; quote cells with "
-                    "commas"
-                )
-            else:
-                yield place, _csv_row(place, header, cells)
-
-
-def _header(place: str, cells: list[str]) -> list[str]:
-    twice = [name for name in cells if cells.count(name) > 1]
-    if twice:
-        raise DataError(f"{place}: the header contains column {twice[0]!r} twice; rename one")
-    return cells
+        reader, line = csv.reader(file, strict=True), 1  # the line on which the next row starts
+        try:
+            for cells in reader:
+                place, line = f"{path}, line {line}", reader.line_num + 1
+                if header and cells:
+                    yield place, _csv_row(place, header, cells)
+                elif twice := [name for name in cells if cells.count(name) > 1]:
+                    raise DataError(f"{place}: the header contains column {twice[0]!r} twice; rename one")
+                header = header or cells
+        except csv.Error as error:
+            raise DataError(f"{path}, line {line}: invalid CSV: {one_line(error)}") from error
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path}: not UTF-8 text near line {line}: {error.reason}; save the file as UTF-8"
+            ) from error
 
 
 def _csv_row(place: str, header: list[str], cells: list[str]) -> dict[str, Any]:
-    row: dict[str, Any] = dict(zip(header, cells, strict=True))
-    if LABEL_COLUMN in row:
-        word = row[LABEL_COLUMN]
-        if word.strip().lower() not in _LABELS:
-            raise DataError(f"{place}: label is {show(word)}; expected true or false")
-        row[LABEL_COLUMN] = _LABELS[word.strip().lower()]
+    if len(cells) != len(header):
+        raise DataError(
+            f"{place}: the row has {len(cells)} cells, but the header has {len(header)}; quote cells with commas"
+        )
+    row: dict[str, Any] = dict(zip(header, cells))
+    if "label" in row:
+        if (word := row["label"].strip().lower()) not in LABELS:
+            raise DataError(f"{place}: label is {show(row['label'])}; expected true or false")
+        row["label"] = LABELS[word]
     return row

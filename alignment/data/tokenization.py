@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
 from alignment.config.errors import DataError, did_you_mean, listing, one_line, show
-from alignment.data.formats import Text
-from alignment.data.messages import ROLES, Message
+from alignment.data.messages import ROLES, Message, Text
 
 logger = logging.getLogger(__name__)
 
@@ -25,20 +24,32 @@ _MARK = "alignment-marks-this-place"  # replaces a message's content to find its
 
 @dataclass(frozen=True)
 class Source:
-    """A prompt with its completions, if any: all strings, or all messages. ``place`` names the row in errors."""
+    """A row as text: a prompt with its completions, if any, which are all strings or all messages.
+
+    Attributes:
+        prompt, completions: the texts.
+        place: name of the row in errors.
+        template: variables for the chat template, such as ``tools``.
+        further: what a kind of rows has beside texts, such as labels.
+    """
 
     prompt: Text
     completions: tuple[Text, ...]
     place: str
-    template: Mapping[str, Any]
+    template: Mapping[str, Any] = field(default_factory=dict)
+    further: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token IDs. The prompt is empty only if the row must be dropped because there is no context token."""
+    """A row as token IDs, with what it has beside them: see :class:`Source`.
+
+    The prompt is empty only if the row must be dropped because there is no context token.
+    """
 
     prompt: list[int]
     completions: list[list[int]]
+    further: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RowTokenizer:
@@ -110,7 +121,7 @@ class RowTokenizer:
         elif not chat:
             fulls = [self._end_text(full) for full in fulls]
         border = common_length(prompt, fulls)
-        return self.with_context(prompt[:border], [full[border:] for full in fulls])
+        return self.with_context(Encoded(prompt[:border], [full[border:] for full in fulls], source.further))
 
     def _with_leading(self, ids: list[int]) -> list[int]:
         """Ensure exactly one set of leading special tokens, even if the text itself starts with them or with BOS."""
@@ -180,14 +191,15 @@ class RowTokenizer:
             self._blank[token] = not known and not self.tokenizer.decode([token]).strip()
         return self._blank[token]
 
-    def with_context(self, prompt: list[int], completions: list[list[int]]) -> Encoded:
+    def with_context(self, row: Encoded) -> Encoded:
         """Add a context token if the prompt is empty, or use the common first token of the completions as context."""
-        if prompt or self.whole or not all(completions):
-            return Encoded(prompt, completions)
-        if len({completion[0] for completion in completions}) == 1:
-            return Encoded(completions[0][:1], [completion[1:] for completion in completions])
+        if row.prompt or self.whole or not all(row.completions):
+            return row
+        if len({completion[0] for completion in row.completions}) == 1:
+            first, rest = row.completions[0][:1], [completion[1:] for completion in row.completions]
+            return replace(row, prompt=first, completions=rest)
         context = self.bos if self.bos is not None else self.eos
-        return Encoded([] if context is None else [context], completions)
+        return row if context is None else replace(row, prompt=[context])
 
     def _chat_texts(self, source: Source) -> list[str]:
         """Return the rendered prompt, followed by the rendered prompt + completion of every completion."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from alignment.config.errors import OptionError, counted
+from alignment.config.errors import OptionError
 
 EMPTY = "the completion is empty"
 NO_ROOM = "no space left for the completion (the prompt fills max_length)"
 NO_CONTEXT = "no context before the completion (empty prompt, and the tokenizer has no BOS or EOS token)"
-NO_START = "no tokens to start from (empty prompt, and the tokenizer has no BOS or EOS token)"
+IDENTICAL = "chosen and rejected are identical"
+CUT_ALIKE = "chosen and rejected are identical after truncation"
 TRUNCATION_MODES = ("keep_end", "keep_start")
 PROMPT_LENGTH = 512  # tokens of the prompt that are kept in a row longer than max_length
 
@@ -46,7 +47,7 @@ class Fitted:
     """A prompt and its completions, truncated to the limits.
 
     ``reasons[i]`` is None, or the reason why completion i cannot be used (it is then empty); ``cut[i]`` tells whether
-    it was truncated. For a prompt without completions, ``reasons[0]`` is None or the reason why it cannot be used.
+    it was truncated.
     """
 
     prompt: list[int]
@@ -78,16 +79,6 @@ def fit(prompt: list[int], completions: Sequence[list[int]], limits: Limits, hea
         reasons.append(reason)
     cut = [not reason and len(new) < len(old) for new, old, reason in zip(fitted, completions, reasons, strict=True)]
     return Fitted(kept, len(kept) < len(prompt), fitted, cut, reasons)
-
-
-def fit_prompt(prompt: list[int], limits: Limits) -> Fitted:
-    """Check a prompt without completions. It is never truncated: a prompt that is too long is dropped."""
-    most, reason = limits.max_prompt_length, None
-    if not prompt:
-        reason = NO_START
-    elif most is not None and len(prompt) > most:
-        reason = f"prompt longer than {counted(most, 'token')}"
-    return Fitted(prompt, False, [], [], [reason])
 
 
 def _prompt_limit(row: int, limits: Limits) -> int | None:

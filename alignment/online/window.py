@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from alignment.config.options_online import OnlineOptions
-from alignment.data.batching import AnyBatch, PromptBatch
+from alignment.data.batching import AnyBatch
+from alignment.data.kinds.prompts import PromptBatch
 from alignment.data.windows import WindowPlan
 from alignment.engines.collectives import gathered
 from alignment.engines.phases import Phases

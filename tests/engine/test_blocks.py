@@ -45,7 +45,7 @@ def test_scores_are_the_same_and_padding_is_not_computed(tmp_path: Path, monkeyp
     scorer.model.model.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    fixed = (batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.longest)
+    fixed = (batch.inputs, batch.positions, batch.targets, batch.longest)
     whole, cut = scorer(*fixed).scores, scorer(*fixed, blocks=batch.blocks).scores
     assert widths == [(5, 64), (1, 64), (1, 61), (2, 12), (1, 7)]
     assert torch.allclose(whole, cut, atol=1e-5) and whole.std() > 0.1

@@ -12,7 +12,7 @@ from transformers.integrations import TensorBoardCallback, WandbCallback
 
 from alignment import KTOConfig
 from alignment.config.errors import OutputError
-from alignment.data.json_columns import PromptRow
+from alignment.data.kinds.prompts import PromptRow
 from alignment.online.completion_log import CompletionLog
 from alignment.online.completions import Generated
 from alignment.online.ranking import Ranking

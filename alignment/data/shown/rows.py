@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from alignment.data.row_mapper import BOOKKEEPING
+from alignment.data.kinds.base import BOOKKEEPING
 from alignment.data.targets.tokenized import IGNORED
 from alignment.data.windows import RowTable, WindowPlan
 
