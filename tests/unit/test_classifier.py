@@ -86,8 +86,7 @@ def batched(scorer: Any, sequences: list[list[int]], blocks: bool = False) -> Te
     batch = ends(collate([(ids[:-1], ids[-1:]) for ids in sequences], len(sequences)))
     widths = batch.inputs["attention_mask"].sum(1).tolist()
     return scorer(
-        batch.inputs["input_ids"],
-        batch.inputs["attention_mask"],
+        batch.inputs,
         batch.positions,
         batch.targets,
         batch.longest,
