@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,9 +12,10 @@ from datasets import Dataset
 
 from alignment.config.errors import DataError, listing
 from alignment.config.options_data import MAPPED_COLUMNS
-from alignment.data.json_columns import foreign_columns, tell_left_out
+from alignment.data.json_columns import foreign_columns
 from alignment.data.kinds.base import Kind
 
+logger = logging.getLogger(__name__)
 _IMAGES = ("image", "images")
 
 
@@ -49,7 +51,7 @@ def arranged(
         )
     for name in _IMAGES:  # they would otherwise be ignored silently
         if name in there and _holds_something(dataset.with_format("arrow")[:][name]):
-            raise images_found(name, where)
+            check_no_images({name: True}, where)
     kind.tokens.check(there, where)
     tokens = kind.tokens.find(there)
     if tokens is not None and not column_map:
@@ -64,8 +66,8 @@ def arranged(
     own = [name for name in kind.columns if name in there and name not in mapped]
     kind.check_columns([*own, *column_map], there, where, method)
     others = [name for name in there if kind.keeps_columns and name not in {*own, *mapped}]
-    foreign = [name for name in foreign_columns(dataset.features) if name in others]
-    tell_left_out(foreign, where)
+    if foreign := sorted({*foreign_columns(dataset.features)} & {*others}):
+        logger.warning("%s: dropped, because JSON cannot represent the values: column %s", where, listing(foreign))
     kept = [*own, *column_map.values(), *(name for name in others if name not in foreign)]
     dataset = dataset.with_format(None).select_columns(kept)
     if new_names := {column: name for name, column in column_map.items() if column != name}:
@@ -74,19 +76,14 @@ def arranged(
     return dataset, [name for name in dataset.column_names if name not in read]
 
 
-def images_found(name: str, where: str) -> DataError:
-    """Return the error for a column of images."""
-    return DataError(
-        f"{where}: column {name!r} contains images, but only text models are supported; remove the column to train on "
-        "the text only"
-    )
-
-
 def check_no_images(row: Mapping[str, Any], where: str) -> None:
     """Reject a row with images; ``where`` names it in messages."""
     for name in _IMAGES:
         if row.get(name) not in (None, []):
-            raise images_found(name, where)
+            raise DataError(
+                f"{where}: column {name!r} contains images, but only text models are supported; remove the column to "
+                "train on the text only"
+            )
 
 
 def _holds_something(column: pa.ChunkedArray) -> bool:

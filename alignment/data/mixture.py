@@ -93,14 +93,10 @@ def mixed(
             drawn = draw(dataset.with_format("numpy")["row"][:], count, (seed, number))
             dataset, truncated = dataset.select(drawn), truncated.select(drawn)
         datasets.append(dataset)
-        desirable = _total(dataset, "label") if "label" in dataset.column_names else 0
-        cut = (_total(truncated, name) for name in ("prompt_cut", "completions_cut"))
+        desirable = sum(dataset["label"][:]) if "label" in dataset.column_names else 0
+        cut = (sum(truncated[name][:]) for name in ("prompt_cut", "completions_cut"))
         reports.append(part.report.drawn(count, desirable, *cut))
     return concatenate_datasets(datasets), reports
-
-
-def _total(dataset: Dataset, column: str) -> int:
-    return int(dataset.with_format("numpy")[column][:].sum())
 
 
 def draw(rows: np.ndarray, count: int, seed: Sequence[int]) -> np.ndarray:

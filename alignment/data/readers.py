@@ -40,7 +40,7 @@ def read_rows(path: Path) -> Placed:
 
 
 def infer_features(rows: Iterable[tuple[str, dict[str, Any]]]) -> Features:
-    """Infer a feature for each key: its primitive type if all rows have the same, otherwise JSON. Nulls are ignored.
+    """Infer a feature for each key: a primitive type if it holds the values of all rows, otherwise JSON.
 
     Raises:
         DataError: a known column mixes a valid type with an invalid one, such as booleans and strings in label.
@@ -84,6 +84,8 @@ def _type(value: object) -> type:
 def _feature(types: list[type]) -> Any:
     if not types:
         return Value("string")
+    if {*types} == {int, float}:  # NaN, with which pandas represents missing values, makes integers floats
+        return Value("float64")
     return Value(_PLAIN[types[0]]) if len(types) == 1 and types[0] in _PLAIN else Json()
 
 

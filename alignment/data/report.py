@@ -43,13 +43,11 @@ class DataReport:
             parts.append(f"{sum(self.dropped.values())} dropped: {self.drops()}")
         parts.append(f"{self.prompts_cut} prompts and {self.completions_cut} completions truncated")
         if self.packs:
-            parts.append(self._packed())
+            full = self.pack_tokens / (self.packs * self.pack_length)
+            parts.append(f"{counted(self.packs, 'pack')} of up to {self.pack_length} tokens, {full:.0%} full")
+        if self.pack_left_out:
+            parts.append(f"{self.pack_left_out} sequences without completion tokens omitted")
         return ", ".join(parts)
-
-    def _packed(self) -> str:
-        full = self.pack_tokens / (self.packs * self.pack_length)
-        without = f", {self.pack_left_out} sequences without completion tokens omitted" if self.pack_left_out else ""
-        return f"{counted(self.packs, 'pack')} of up to {self.pack_length} tokens, {full:.0%} full{without}"
 
     def drops(self) -> str:
         """Return the reasons for dropped rows with their counts, most frequent first."""
@@ -83,9 +81,7 @@ class DataReport:
 
 def joined(reports: Sequence[DataReport]) -> DataReport:
     """Combine the reports of several datasets."""
-    dropped: Counter[str] = Counter()
-    for report in reports:
-        dropped.update(report.dropped)
+    dropped = sum((Counter(report.dropped) for report in reports), Counter[str]())
     names = ("rows_in", "rows_out", "prompts_cut", "completions_cut", "desirable", "undesirable")
     sums = {name: sum(getattr(report, name) for report in reports) for name in names}
     return DataReport(dropped=dict(sorted(dropped.items())), **sums)

@@ -6,8 +6,10 @@ JSON, JSON Lines and CSV files are read by ``readers``; Parquet and Arrow files,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -18,9 +20,8 @@ import datasets
 from datasets import Dataset, Features, IterableDataset
 
 from alignment.config.errors import DataError, listing, one_line, show
-from alignment.config.options_data import COLUMNS
 from alignment.data.columns import check_no_images
-from alignment.data.json_columns import foreign_columns, json_object, storable, tell_left_out
+from alignment.data.json_columns import foreign_columns
 from alignment.data.readers import Placed, encode, encoded_rows, infer_features, read_rows
 from alignment.internals.datasets import cache_folder, cause_of, data_files_by_split, slices, was_saved
 from alignment.reporting.durable import write_json
@@ -67,15 +68,11 @@ def take(dataset: Dataset, n: int | None) -> Dataset:
     return dataset if n is None or n >= len(dataset) else dataset.select(range(n))
 
 
-def dataset_from_python(value: object, known: Collection[str] = COLUMNS) -> Dataset:
+def dataset_from_python(value: object) -> Dataset:
     """Return a dataset passed by the user: a ``Dataset``, or a list of dictionaries, which keep their types.
 
-    Args:
-        value: the dataset.
-        known: columns whose values are kept exactly. Others of a list are stored as JSON, or dropped with a warning.
-
     Raises:
-        DataError: ``value`` is a dictionary of splits, an empty list, or of another type.
+        DataError: ``value`` is a dictionary of splits, an empty list, or of another type, or it cannot be stored.
     """
     if isinstance(value, Dataset):
         return value
@@ -86,9 +83,8 @@ def dataset_from_python(value: object, known: Collection[str] = COLUMNS) -> Data
         raise DataError(f"dataset is of type {type(value).__name__}; expected a datasets.Dataset or a list of dicts")
     if not value:
         raise DataError("dataset is an empty list; pass at least one row")
-    left_out: set[str] = set()
-    rows = list(_plain_rows(value, known, "dataset", left_out))
-    features = _stored_features(rows, left_out, "dataset")
+    rows = list(_checked_rows(value, None, "dataset"))
+    features = _features(rows, "dataset")
     encoded = [encode(row, features, place) for place, row in rows]
     try:
         return Dataset.from_dict({key: [row[key] for row in encoded] for key in features}, features=features)
@@ -106,7 +102,7 @@ def from_stream(
     Args:
         stream: the stream, which is read once from its start.
         rows: number of rows; None for all.
-        columns: the columns to keep; None for all that can be represented in JSON.
+        columns: the columns to keep; None for all.
         where: name of the data in messages.
         folder: folder for a temporary file.
 
@@ -114,18 +110,17 @@ def from_stream(
         DataError: the stream has no rows, fails, or has values in a used column that JSON does not support.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if columns is None and stream.features is not None:  # before reading, because images would be decoded
+        stream = stream.remove_columns(foreign_columns(stream.features))
+    given = _streamed(islice(stream.with_format(None), rows), where)
     with TemporaryDirectory(prefix=".stream-", dir=folder) as scratch:
-        path = Path(scratch) / "rows.jsonl"
-        left_out: set[str] = set()
-        if columns is None and stream.features is not None:  # before reading, because images would be decoded
-            left_out.update(foreign_columns(stream.features))
-            stream = stream.remove_columns([*left_out])
-        given = _streamed(islice(stream.with_format(None), rows), where)
-        plain = _plain_rows(given, COLUMNS if columns is None else columns, where, left_out, columns)
-        features = _stored_features(_spooled(plain, path), left_out, where)
-        kwargs = {"paths": [str(path)], "features": features}
-        fingerprint = file_hash(path).hex()
-        return Dataset.from_generator(encoded_rows, features=features, gen_kwargs=kwargs, fingerprint=fingerprint)
+        path = Path(scratch) / "rows"
+        features = _features(_spooled(_checked_rows(given, columns, where), path), where)
+        kwargs, fingerprint = {"path": str(path), "features": features}, file_hash(path).hex()
+        return _guarded(
+            where,
+            lambda: Dataset.from_generator(_read, features=features, gen_kwargs=kwargs, fingerprint=fingerprint),
+        )
 
 
 def _streamed(rows: Iterable[Any], where: str) -> Iterator[Any]:
@@ -138,38 +133,36 @@ def _streamed(rows: Iterable[Any], where: str) -> Iterator[Any]:
         raise DataError(f"{where}: the stream failed after row {number}: {one_line(error)}") from error
 
 
-def _plain_rows(
-    rows: Iterable[Any], known: Collection[str], where: str, left_out: set[str], columns: Collection[str] | None = None
-) -> Placed:
-    """Yield rows, and the place of each, with ``columns`` only, of which those that are not ``known`` are JSON types.
-
-    Columns that cannot be represented in JSON are added to ``left_out``.
-    """
+def _checked_rows(rows: Iterable[Any], columns: Collection[str] | None, where: str) -> Placed:
+    """Yield rows, restricted to ``columns``, with the place of each."""
     for number, row in enumerate(rows, start=1):
         place = f"{where}, row {number}"
         if not isinstance(row, dict) or not all(isinstance(key, str) for key in row):
             raise DataError(f"{place}: the row is {show(row)}; expected a dict of column names to values")
         check_no_images(row, place)
-        kept = row if columns is None else {name: value for name, value in row.items() if name in columns}
-        yield place, storable(kept, known, place, left_out)
+        yield place, {name: value for name, value in row.items() if columns is None or name in columns}
 
 
-def _spooled(rows: Placed, path: Path) -> Placed:
-    """Write the rows to ``path`` as they arrive."""
-    with path.open("w", encoding="utf-8") as file:
-        for place, row in rows:
-            file.write(json_object(row, place) + "\n")
-            yield place, row
-
-
-def _stored_features(rows: Iterable[tuple[str, dict[str, Any]]], left_out: set[str], where: str) -> Features:
-    """Return the features of the columns that are not left out, which is known once all rows have been read."""
-    found = infer_features(rows)
-    tell_left_out(left_out, where)
-    features = Features({name: feature for name, feature in found.items() if name not in left_out})
+def _features(rows: Iterable[tuple[str, dict[str, Any]]], where: str) -> Features:
+    features = infer_features(rows)
     if not features:
         raise DataError(f"{where}: there are no rows with usable columns; pass rows with prompt, completion, label, …")
     return features
+
+
+def _spooled(rows: Placed, path: Path) -> Placed:
+    """Write rows to ``path`` as they arrive."""
+    with path.open("wb") as file:
+        for placed in rows:
+            pickle.dump(placed, file)
+            yield placed
+
+
+def _read(path: str, features: Features) -> Iterator[dict[str, Any]]:
+    with open(path, "rb") as file, contextlib.suppress(EOFError):
+        while True:
+            place, row = pickle.load(file)
+            yield encode(row, features, place)
 
 
 def _select(name: str, parts: dict[str, Any], split: str) -> Dataset:

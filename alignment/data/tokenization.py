@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 from alignment.config.errors import DataError, did_you_mean, listing, one_line, show
@@ -91,12 +91,9 @@ class RowTokenizer:
             DataError: a row is conversational but there is no chat template, or the template fails, renders every
                 row alike or does not know a role.
         """
-        texts = [self._chat_texts(source) if _is_chat(source) else _plain_texts(source) for source in sources]
-        flat = [text for group in texts for text in group]
-        ids = iter(self.ids(flat))
-        return [
-            self._assemble(source, [next(ids) for _ in group]) for source, group in zip(sources, texts, strict=True)
-        ]
+        texts = [self._texts(source) for source in sources]
+        ids = iter(self.ids([text for group in texts for text in group]))
+        return [self._assemble(source, list(islice(ids, len(group)))) for source, group in zip(sources, texts)]
 
     def head_length(self, prompt: list[int]) -> int:
         """Return the number of leading special tokens of a prompt, such as BOS."""
@@ -112,14 +109,13 @@ class RowTokenizer:
         return [list(ids) for ids in batch["input_ids"]]
 
     def _assemble(self, source: Source, ids: list[list[int]]) -> Encoded:
-        chat = _is_chat(source)
-        if not chat:
-            ids = [self._with_leading(text) for text in ids]
-        prompt, *fulls = ids
-        if chat and not self.whole:
-            fulls = [self._end_turn(full, text) for full, text in zip(fulls, source.completions, strict=True)]
-        elif not chat:
+        if isinstance(source.prompt, str):
+            prompt, *fulls = [self._with_leading(text) for text in ids]
             fulls = [self._end_text(full) for full in fulls]
+        else:
+            prompt, *fulls = ids
+            if not self.whole:
+                fulls = [self._end_turn(full, text) for full, text in zip(fulls, source.completions, strict=True)]
         border = common_length(prompt, fulls)
         return self.with_context(Encoded(prompt[:border], [full[border:] for full in fulls], source.further))
 
@@ -201,14 +197,16 @@ class RowTokenizer:
         context = self.bos if self.bos is not None else self.eos
         return row if context is None else replace(row, prompt=[context])
 
-    def _chat_texts(self, source: Source) -> list[str]:
+    def _texts(self, source: Source) -> list[str]:
         """Return the rendered prompt, followed by the rendered prompt + completion of every completion."""
+        if isinstance(source.prompt, str):
+            return [source.prompt, *(source.prompt + str(completion) for completion in source.completions)]
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"{source.place}: the row is conversational, but tokenizer {self.name} has no chat template; "
                 "set tokenizer.chat_template, use an instruct model, or use rows with strings"
             )
-        prompt: list[Any] = list(source.prompt)
+        prompt: list[Any] = source.prompt
         for messages in (prompt, *source.completions):
             self._check_roles(messages, source.place)
         self._check_template([*prompt, *(source.completions[0] if source.completions else ())], source)
@@ -286,15 +284,6 @@ def leading_specials(tokenizer: Any) -> list[int]:
             if whole[start : start + len(body)] == body:
                 return whole[:start]
     return []
-
-
-def _is_chat(source: Source) -> bool:
-    return not isinstance(source.prompt, str)
-
-
-def _plain_texts(source: Source) -> list[str]:
-    prompt = str(source.prompt)
-    return [prompt, *(prompt + str(completion) for completion in source.completions)]
 
 
 def common_length(prompt: list[int], fulls: list[list[int]]) -> int:

@@ -20,7 +20,7 @@ from datasets import Dataset, IterableDataset
 from alignment.checkpoint.run_folder import check_filled, fills
 from alignment.config.errors import DataError, OptionError, setting
 from alignment.config.options import AlignmentConfig
-from alignment.config.options_data import COLUMNS, HasLengths, SequenceOptions, mixture_parts, tested_parts
+from alignment.config.options_data import HasLengths, SequenceOptions, mixture_parts, tested_parts
 from alignment.data.columns import used_columns
 from alignment.data.mixture import Mixture, Part, mixed
 from alignment.data.packing.packs import Packing, Packs, pack_rows
@@ -296,7 +296,7 @@ def _tokenized(
         read = functools.partial(from_stream, data, rows, columns, part.where, folder)
         data = retries(part.where, read)
     return prepare(
-        take(dataset_from_python(data, {*COLUMNS, *(column_map or {}).values()}), limit),
+        take(dataset_from_python(data), limit),
         method.kind,
         tokenizer,
         limits_of(options, packing),

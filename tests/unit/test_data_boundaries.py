@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignment.config.errors import DataError
+from alignment.config.options_data import TRUNCATION_MODES
 from alignment.data.kinds.completions import COMPLETIONS
 from alignment.data.kinds.pairs import HH_TURN, PAIRS, split_messages, split_texts
 from alignment.data.kinds.prompts import PROMPTS
@@ -26,7 +27,7 @@ from alignment.data.readers import infer_features
 from alignment.data.report import DataReport, joined
 from alignment.data.sources import load_split
 from alignment.data.tokenization import Encoded, RowTokenizer
-from alignment.data.truncation import EMPTY, NO_CONTEXT, NO_ROOM, TRUNCATION_MODES, Limits, fit
+from alignment.data.truncation import EMPTY, NO_CONTEXT, NO_ROOM, Limits, fit
 
 LENGTH = st.one_of(st.none(), st.integers(1, 9))
 TOKENS = st.integers(0, 9).map(lambda count: list(range(100, 100 + count)))

@@ -185,7 +185,7 @@ def rendered(template: str, *messages: dict[str, Any]) -> str:
     tokenizer = char_tokenizer(template=template)
     *prompt, answer = messages
     rows = RowTokenizer(tokenizer)
-    return rows._chat_texts(Source(prompt, ([answer],), "row 1", {}))[1]
+    return rows._texts(Source(prompt, ([answer],), "row 1", {}))[1]
 
 
 def test_null_content_in_templates() -> None:

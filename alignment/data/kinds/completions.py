@@ -8,17 +8,10 @@ from dataclasses import dataclass
 from datasets import Dataset, List, Value
 
 from alignment.config.errors import DataError
+from alignment.data import messages
 from alignment.data.batching import Batch, OnDevice, collate
 from alignment.data.kinds.base import Kind, Record
-from alignment.data.messages import (
-    Row,
-    answered,
-    conversation,
-    refuse_mapped,
-    template_variables,
-    text_of,
-    with_system,
-)
+from alignment.data.messages import Row
 from alignment.data.packing.rows import PackedRows
 from alignment.data.targets.rules import divided
 from alignment.data.targets.tokenized import TokenColumns, TokenFormat, learned_row
@@ -80,31 +73,29 @@ class Completions(Kind):
         Raises:
             DataError: the row is invalid, or plain text would have to be split into prompt and completion.
         """
-        template = template_variables(row, where)
+        template = messages.template_variables(row, where)
         if row.get("completion") is not None:
-            prompt, completion = answered(row, where)
+            prompt, completion = messages.answered(row, where)
             return Source(prompt, (completion,), where, template, {"all": self.completion_only is False})
         key = next((key for key in self._whole_rows if row.get(key) is not None), None)
         if key is None:
             instead = ", or ".join(self._whole_rows)
             raise DataError(f"{where}: completion is missing; every row must have prompt and completion, or {instead}")
-        if isinstance(row[key], str):
-            return self._plain(row, key, where)
-        if self.completion_only:
-            prompt, completion = conversation(row, key, where)
-            return Source(prompt, (completion,), where, template)
-        refuse_mapped(row, key, where, "query")
-        return Source([], (with_system(text_of(row, key, where), row, where),), where, template, {"all": True})
-
-    def _plain(self, row: Row, key: str, where: str) -> Source:
-        """Convert a row with plain text, which has no chat template."""
-        refuse_mapped(row, key, where, "query", "system")
-        if self.completion_only:
+        if self.completion_only and isinstance(row[key], str):
             raise DataError(
                 f"{where}: completion_only_loss requires a separate completion, but {key} is plain text; use "
                 "the columns prompt and completion"
             )
-        return Source("", (row[key],), where, further={"all": True})
+        if self.completion_only:
+            prompt, completion = messages.conversation(row, key, where)
+            return Source(prompt, (completion,), where, template)
+        text, prompt = messages.text_of(row, key, where), ""
+        if isinstance(text, str):
+            messages.refuse_mapped(row, key, where, "query", "system")
+        else:
+            messages.refuse_mapped(row, key, where, "query")
+            text, prompt = messages.with_system(text, row, where), []
+        return Source(prompt, (text,), where, template, {"all": True})
 
     def read_tokens(self, row: Row, columns: TokenColumns, where: str, tokenizer: RowTokenizer) -> Encoded:
         size = len(tokenizer.tokenizer)

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from datasets import Dataset
 from torch import Tensor
 
 from alignment.config.errors import DataError
+from alignment.data import messages
 from alignment.data.batching import Batch, OnDevice, TokenIds, collate
 from alignment.data.kinds.base import Kind
-from alignment.data.messages import (
-    Message,
-    Row,
-    Text,
-    check_same_form,
-    completion_of,
-    prompt_of,
-    template_variables,
-    with_system,
-    without_prompt,
-)
+from alignment.data.messages import Message, Row, Text
 from alignment.data.targets.tokenized import TokenFormat
 from alignment.data.tokenization import Source
 from alignment.data.windows import RowTable, WindowPlan
@@ -63,28 +55,29 @@ class Pairs(Kind):
         for key in ("chosen", "rejected"):
             if row.get(key) is None:
                 raise DataError(f"{where}: {key} is missing; every row must have chosen and rejected")
-        chosen, rejected = completion_of(row, "chosen", where), completion_of(row, "rejected", where)
-        check_same_form(where, chosen=chosen, rejected=rejected)
-        prompt = prompt_of(row, where)
+        chosen, rejected = messages.completion_of(row, "chosen", where), messages.completion_of(row, "rejected", where)
+        messages.check_same_form(where, chosen=chosen, rejected=rejected)
+        prompt = messages.prompt_of(row, where)
         if prompt is None:
-            prompt, chosen, rejected = _split(chosen, rejected)
+            split: Any = split_texts if isinstance(chosen, str) else split_messages
+            prompt, chosen, rejected = split(chosen, rejected)
         elif isinstance(prompt, str) and not isinstance(chosen, str):
             prompt, chosen, rejected = _spoken_prompt(prompt, chosen, rejected)
-        check_same_form(where, prompt=prompt, chosen=chosen)
-        answers = without_prompt(prompt, chosen), without_prompt(prompt, rejected)
-        return Source(with_system(prompt, row, where), answers, where, template_variables(row, where))
+        messages.check_same_form(where, prompt=prompt, chosen=chosen)
+        answers = messages.without_prompt(prompt, chosen), messages.without_prompt(prompt, rejected)
+        return Source(
+            messages.with_system(prompt, row, where), answers, where, messages.template_variables(row, where)
+        )
 
     def collate(self, dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PreferenceBatch:
         own = plan.micro_batches[micro][rank]
-        return batch_of(own.rows, dataset[list(own.rows)], plan.longest[micro])
+        data = dataset[list(own.rows)]
+        pairs = list(zip(data["prompt_ids"], data["chosen_ids"], data["rejected_ids"]))
+        margins = torch.tensor(data["margin"], dtype=torch.float32) if "margin" in self.further else None
+        return replace(collate_pairs(own.rows, pairs, plan.longest[micro]), margins=margins)
 
 
 PAIRS = Pairs()
-
-
-def batch_of(rows: tuple[int, ...], data: Mapping[str, Any], longest: int) -> PreferenceBatch:
-    """Collate the token IDs of pairs in columns."""
-    return collate_pairs(rows, list(zip(data["prompt_ids"], data["chosen_ids"], data["rejected_ids"])), longest)
 
 
 def collate_pairs(
@@ -100,13 +93,6 @@ def collate_pairs(
     firsts = [(prompt, first) for prompt, first, _ in pairs]
     seconds = [(prompt, second) for prompt, _, second in pairs]
     return PreferenceBatch(rows, collate(firsts + seconds, longest))
-
-
-def _split(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
-    """Split completions into ``(prompt, chosen, rejected)``."""
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        return split_texts(chosen, rejected)
-    return split_messages(chosen, rejected)  # type: ignore[arg-type]
 
 
 def _spoken_prompt(prompt: str, chosen: Any, rejected: Any) -> tuple[Text, Text, Text]:

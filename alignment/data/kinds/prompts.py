@@ -11,7 +11,7 @@ from datasets import Dataset, Value
 
 from alignment.config.errors import counted
 from alignment.data.batching import OnDevice
-from alignment.data.json_columns import finite, json_object, json_text
+from alignment.data.json_columns import json_text
 from alignment.data.kinds.base import Kind, Record
 from alignment.data.messages import Row, Text, required_prompt, template_variables, with_system
 from alignment.data.tokenization import Encoded, RowTokenizer, Source
@@ -58,10 +58,11 @@ class Prompts(Kind):
     def parse(self, row: Row, where: str, others: Row) -> Source:
         prompt = with_system(required_prompt(row, where), row, where)
         template = template_variables(row, where)
+        columns = ", ".join(f"{json.dumps(name)}: {json_text(name, value, where)}" for name, value in others.items())
         stored = {
             "prompt": json_text("prompt", prompt, where),
             "template": json_text("chat_template_kwargs", template, where),
-            "columns": json_object(finite(others), where),
+            "columns": f"{{{columns}}}",
         }
         return Source(prompt, (), where, template, stored)
 

@@ -6,15 +6,13 @@ import contextlib
 from dataclasses import replace
 
 import numpy as np
-import torch
-from datasets import Dataset, Value
+from datasets import Value
 
 from alignment.config.errors import DataError, show
-from alignment.data.kinds.pairs import Pairs, PreferenceBatch, batch_of
+from alignment.data.kinds.pairs import Pairs
 from alignment.data.messages import Row
 from alignment.data.targets.tokenized import TokenColumns, TokenFormat, read_whole
 from alignment.data.tokenization import Encoded, RowTokenizer, Source
-from alignment.data.windows import RowTable, WindowPlan
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -42,12 +40,6 @@ class ScoredPairs(Pairs):
     def read_tokens(self, row: Row, columns: TokenColumns, where: str, tokenizer: RowTokenizer) -> Encoded:
         ids = read_whole(row, columns, where, len(tokenizer.tokenizer))
         return replace(ids, further={"margin": margin_of(row, where)})
-
-    def collate(self, dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PreferenceBatch:
-        own = plan.micro_batches[micro][rank]
-        data = dataset[list(own.rows)]
-        margins = torch.tensor(data["margin"], dtype=torch.float32)
-        return replace(batch_of(own.rows, data, plan.longest[micro]), margins=margins)
 
 
 SCORED_PAIRS = ScoredPairs()
