@@ -268,7 +268,7 @@ def test_head_length() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_length": 0}, {"max_prompt_length": True}, {"max_completion_length": "9"}, {"truncation_mode": "end"}],
+    [{"max_length": 0}, {"max_prompt_length": True}, {"max_completion_length": 0}, {"truncation_mode": "end"}],
 )
 def test_invalid_limits(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=next(iter(options))):
