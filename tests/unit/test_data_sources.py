@@ -12,6 +12,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 from alignment.config.errors import DataError
+from alignment.data import readers, sources
 from alignment.data.sources import dataset_from_python, load_split, take
 
 ROWS = [{"prompt": f"p{i}", "completion": f"c{i}", "label": i % 2 == 0} for i in range(5)]
@@ -174,6 +175,30 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     changed = load_split(write(path, *ROWS[::-1]), None, "train")
     assert changed.to_list() == ROWS[::-1]
     assert first._fingerprint == again._fingerprint != changed._fingerprint
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_a_known_file_is_not_parsed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    path, parsed = tmp_path / f"data.{suffix}", []
+    rows = [{**row, "seed": str(tmp_path)} for row in ROWS]  # content that no cache has
+    if suffix == "jsonl":
+        write(path, *rows)
+    else:
+        Dataset.from_list(rows).to_csv(str(path), index=False)
+    read = readers.read_rows
+
+    def counted(path: Path) -> Any:
+        for row in read(path):
+            parsed.append(row)
+            yield row
+
+    monkeypatch.setattr(readers, "read_rows", counted)
+    monkeypatch.setattr(sources, "read_rows", counted)
+    first = load_split(str(path), None, "train")
+    assert len(parsed) == 2 * len(rows)  # to infer types, and to store them
+    again = load_split(str(path.rename(tmp_path / f"renamed.{suffix}")), None, "train")
+    assert len(parsed) == 2 * len(rows) and again.to_list() == first.to_list() == rows
+    assert again.features == first.features
 
 
 def test_python_objects() -> None:
