@@ -54,18 +54,12 @@ def cache_name(dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits, oth
     settings = {"version": FORMAT_VERSION, "kind": [kind.name, asdict(kind)], "limits": asdict(limits)}
     settings |= {"tokenizer": describe_tokenizer(tokenizer), "others": list(others)}
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    arrow = dataset.with_format("arrow")
-    for start in range(0, len(arrow), _ROWS):
-        digest.update(_table_bytes(arrow[start : start + _ROWS]))
+    for rows in dataset.with_format("arrow").iter(_ROWS):
+        table, sink = rows.combine_chunks().replace_schema_metadata(None), pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        digest.update(memoryview(sink.getvalue()))
     return f"{kind.name}-{digest.hexdigest()}"
-
-
-def _table_bytes(table: pa.Table) -> memoryview:
-    table = table.combine_chunks().replace_schema_metadata(None)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return memoryview(sink.getvalue())
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
@@ -221,28 +215,23 @@ def _build(
             desc="Tokenizing",
         )
     reasons = mapped.data.column("dropped").to_pylist()
-    keep = [index for index, reason in enumerate(reasons) if reason is None]
-    kept = mapped.select(keep)
-    report = _report(reasons, kept)
+    kept = mapped.select([index for index, reason in enumerate(reasons) if reason is None])
+    labels = kept["label"][:] if "label" in kept.column_names else []
+    report = DataReport(
+        rows_in=len(reasons),
+        rows_out=len(kept),
+        dropped=dict(sorted(Counter(filter(None, reasons)).items())),
+        prompts_cut=sum(kept["prompt_cut"][:]),
+        completions_cut=sum(kept["completions_cut"][:]),
+        desirable=sum(labels),
+        undesirable=len(labels) - sum(labels),
+    )
     _check_report(report, mapper.where, strict)
     with _progress_bars(False):
         kept.remove_columns("dropped").save_to_disk(str(work / "data"))
     report.save(work / "report.json")
     del mapped, kept
     shutil.rmtree(scratch)
-
-
-def _report(reasons: list[str | None], kept: Dataset) -> DataReport:
-    labels = kept["label"][:] if "label" in kept.column_names else []
-    return DataReport(
-        rows_in=len(reasons),
-        rows_out=len(kept),
-        dropped=dict(sorted(Counter(reason for reason in reasons if reason is not None).items())),
-        prompts_cut=sum(kept["prompt_cut"][:]),
-        completions_cut=sum(kept["completions_cut"][:]),
-        desirable=sum(labels),
-        undesirable=len(labels) - sum(labels),
-    )
 
 
 def _read_report(path: Path) -> DataReport:

@@ -20,7 +20,8 @@ import alignment.methods.cpo
 import alignment.methods.kto
 from alignment import CPOConfig, CPOTrainer, DPOTrainer, KTOConfig, KTOTrainer
 from alignment.config.errors import OptionError, OutputError, TrainingError
-from alignment.data.batching import Batch, MicroBatches, UnpairedBatch, collate
+from alignment.data.batching import Batch, MicroBatches, collate
+from alignment.data.kinds.unpaired import UnpairedBatch
 from alignment.engines.scoring import ScoringEngine
 from alignment.models.tasks import CAUSAL_LM
 from alignment.references.engine import EngineReference
