@@ -127,9 +127,7 @@ def test_datasets_with_other_columns_can_be_mixed(tmp_path: Path) -> None:
 NAN = float("nan")
 
 
-def test_columns_of_types_that_json_does_not_support_are_dropped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_additional_columns_never_make_a_dataset_invalid(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given = {
         "score": Value("float32"), "seen": List(Value("float64")), "image": Image(),
         "packed": List({"raw": Value("binary")}), "price": Value("decimal128(5, 2)"),
@@ -237,6 +235,18 @@ def test_pairs_with_equal_completions_are_dropped(tmp_path: Path, kind: Any) -> 
         "chosen and rejected are identical": 2 * each,
         "chosen and rejected are identical after truncation": each,
     }
+
+
+@pytest.mark.parametrize("kind", [SCORED_PAIRS, PAIRS, UNPAIRED])
+def test_equal_completions_of_conversations_are_dropped(tmp_path: Path, kind: Any) -> None:
+    """Otherwise, KTO would see a completion as desirable and as undesirable."""
+    answer, other = ({"role": "assistant", "content": text} for text in ("a", "b"))
+    same = [(None, [USER, answer]), (None, [answer]), ([USER], [answer]), ([USER], [USER, answer]), ("hi", [answer])]
+    rows: list[dict[str, Any]] = [{"prompt": prompt, "chosen": said, "rejected": said} for prompt, said in same]
+    prepared = made([*rows, {"prompt": [USER], "chosen": [answer], "rejected": [other]}], tmp_path, kind)
+    each = 1 + (kind is UNPAIRED)
+    assert prepared.dataset["row"][:] == [len(same)] * each
+    assert prepared.report.dropped == {"chosen and rejected are identical": len(same) * each}
 
 
 def test_margins_of_a_csv_file_and_under_another_name(tmp_path: Path) -> None:
