@@ -10,16 +10,15 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from datasets import Features, Json, Value
 
-from alignment.config.errors import DataError, one_line, show, type_name
+from alignment.config.errors import DataError, one_line, show
 from alignment.data.json_columns import json_text
 
-TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected")
 LABELS = {"true": True, "false": False}
 _PLAIN = {str: "string", bool: "bool", int: "int64", float: "float64"}
 _MARK = b"\xef\xbb\xbf"  # a byte order mark
@@ -39,22 +38,23 @@ def read_rows(path: Path) -> Placed:
         raise DataError(f"{path}: cannot be read: {one_line(error)}") from error
 
 
-def infer_features(rows: Iterable[tuple[str, dict[str, Any]]]) -> Features:
-    """Infer a feature for each key: a primitive type if it holds the values of all rows, otherwise JSON.
-
-    Raises:
-        DataError: a known column mixes a valid type with an invalid one, such as booleans and strings in label.
-    """
-    seen: dict[str, dict[type, tuple[str, Any]]] = {}  # key → type → first place and value
-    for place, row in rows:
+def infer_features(rows: Placed) -> Features:
+    """Infer a feature for each key: a primitive type if it holds the values of all rows, otherwise JSON."""
+    seen: dict[str, set[type]] = {}
+    for _, row in rows:
         for key, value in row.items():
-            types = seen.setdefault(key, {})
-            if (stored := _type(value)) not in types:
-                types[stored] = (place, value)
-    for key, types in seen.items():
-        types.pop(type(None), None)
-        _check_mixture(key, types)
-    return Features({key: _feature([*types]) for key, types in seen.items()})
+            types = seen.setdefault(key, set())
+            if value is not None:
+                large = type(value) is int and not -(2**63) <= value < 2**63
+                types.add(object if large or type(value) not in _PLAIN else type(value))
+    return Features({key: _feature(types) for key, types in seen.items()})
+
+
+def _feature(types: set[type]) -> Any:
+    if types == {int, float}:  # NaN, with which pandas represents missing values, makes integers floats
+        types = {float}
+    plain = [_PLAIN.get(one) for one in types or {str}]
+    return Json() if plain[1:] or plain[0] is None else Value(plain[0])
 
 
 def encode(row: dict[str, Any], features: Features, place: str) -> dict[str, Any]:
@@ -75,58 +75,31 @@ def encoded_rows(paths: list[str], features: Features) -> Iterator[dict[str, Any
             yield encode(row, features, place)
 
 
-def _type(value: object) -> type:
-    """Return the type of a value in a column: a primitive type, None's, or object for values stored as JSON."""
-    fits = type(value) is not int or -(2**63) <= value < 2**63  # type: ignore[operator]
-    return type(value) if value is None or (type(value) in _PLAIN and fits) else object
-
-
-def _feature(types: list[type]) -> Any:
-    if not types:
-        return Value("string")
-    if {*types} == {int, float}:  # NaN, with which pandas represents missing values, makes integers floats
-        return Value("float64")
-    return Value(_PLAIN[types[0]]) if len(types) == 1 and types[0] in _PLAIN else Json()
-
-
-def _check_mixture(key: str, types: dict[type, tuple[str, Any]]) -> None:
-    """Report the first value of an invalid type in a column that also has values of a valid type."""
-    right: tuple[type, ...] = ()
-    if key == "label":
-        right, wanted = (bool,), "true or false"
-    elif key in TEXT_COLUMNS:
-        right, wanted = (str, object), "a string or a list of messages"
-    else:
-        return
-    wrong = [one for one in types if one not in right]
-    good = [one for one in types if one in right]
-    if wrong and good:
-        place, value = types[wrong[0]]
-        raise DataError(
-            f"{place}: {key} is {show(value)}, but other rows have {type_name(types[good[0]][1])}; expected {wanted}"
-        )
-
-
 def _json_rows(path: Path) -> Placed:
     """Yield the rows of a file with one object per line, or with a single list of objects."""
     with path.open("rb") as file:
         first = next((text for line in file if (text := line.removeprefix(_MARK).strip())), b"")
         file.seek(0)
         if first.startswith(b"["):
-            data = file.read()
-            escaped = b"\\ud" in data.lower()
-            for number, row in enumerate(_parsed(data, path, 1), start=1):
-                yield _checked(f"{path}, row {number}", row, escaped)
-            return
-        for number, line in enumerate(file, start=1):
-            if text := line.strip():
-                yield _checked(f"{path}, line {number}", _parsed(text, path, number), b"\\ud" in text.lower())
+            rows = (
+                (f"{path}, row {number}", row) for number, row in enumerate(_parsed(file.read(), path, 1), start=1)
+            )
+        else:
+            lines = ((number, text) for number, line in enumerate(file, start=1) if (text := line.strip()))
+            rows = ((f"{path}, line {number}", _parsed(text, path, number)) for number, text in lines)
+        for place, row in rows:
+            if not isinstance(row, dict):
+                raise DataError(f"{place}: the row is {show(row)}; expected an object with one entry per column")
+            yield place, row
 
 
 def _parsed(data: bytes, path: Path, line: int) -> Any:
-    """Parse JSON that starts at a line of a file."""
+    """Parse JSON that starts at a line of a file. Its strings can be encoded (an unpaired ``\\ud83d`` cannot)."""
     try:
-        return json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        found = json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        if b"\\ud" in data.lower():
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
+        return found
     except json.JSONDecodeError as error:
         raise DataError(
             f"{path}, line {line + error.lineno - 1}: invalid JSON: {error.msg} (column {error.colno}); "
@@ -135,26 +108,16 @@ def _parsed(data: bytes, path: Path, line: int) -> Any:
     except UnicodeDecodeError as error:
         line += data.count(b"\n", 0, error.start)
         raise DataError(f"{path}, line {line}: not UTF-8 text: {error.reason}; save the file as UTF-8") from error
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{path}, line {line}: a string contains an unpaired surrogate (\\ud… escape); fix or remove it"
+        ) from error
     except ValueError as error:
         raise DataError(f"{path}, line {line}: invalid JSON: {one_line(error)}") from error
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value; use null or a number")
-
-
-def _checked(place: str, row: object, escaped: bool) -> tuple[str, dict[str, Any]]:
-    """Check that the row is an object whose strings can be encoded (an unpaired surrogate ``\\ud83d`` cannot)."""
-    if not isinstance(row, dict):
-        raise DataError(f"{place}: the row is {show(row)}; expected an object with one entry per column")
-    if escaped:
-        try:
-            json.dumps(row, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{place}: a string contains an unpaired surrogate (\\ud… escape); fix or remove it"
-            ) from error
-    return place, row
 
 
 def _csv_rows(path: Path) -> Placed:

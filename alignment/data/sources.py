@@ -84,7 +84,9 @@ def dataset_from_python(value: object) -> Dataset:
     if not value:
         raise DataError("dataset is an empty list; pass at least one row")
     rows = list(_checked_rows(value, None, "dataset"))
-    features = _features(rows, "dataset")
+    features = infer_features(iter(rows))
+    if not features:
+        raise DataError("the rows of the dataset have no columns; pass dicts with prompt, completion, label, …")
     encoded = [encode(row, features, place) for place, row in rows]
     try:
         return Dataset.from_dict({key: [row[key] for row in encoded] for key in features}, features=features)
@@ -115,7 +117,9 @@ def from_stream(
     given = _streamed(islice(stream.with_format(None), rows), where)
     with TemporaryDirectory(prefix=".stream-", dir=folder) as scratch:
         path = Path(scratch) / "rows"
-        features = _features(_spooled(_checked_rows(given, columns, where), path), where)
+        features = infer_features(_spooled(_checked_rows(given, columns, where), path))
+        if not features:
+            raise DataError(f"{where}: the stream has no rows with usable columns; pass another stream")
         kwargs, fingerprint = {"path": str(path), "features": features}, file_hash(path).hex()
         return _guarded(
             where,
@@ -141,13 +145,6 @@ def _checked_rows(rows: Iterable[Any], columns: Collection[str] | None, where: s
             raise DataError(f"{place}: the row is {show(row)}; expected a dict of column names to values")
         check_no_images(row, place)
         yield place, {name: value for name, value in row.items() if columns is None or name in columns}
-
-
-def _features(rows: Iterable[tuple[str, dict[str, Any]]], where: str) -> Features:
-    features = infer_features(rows)
-    if not features:
-        raise DataError(f"{where}: there are no rows with usable columns; pass rows with prompt, completion, label, …")
-    return features
 
 
 def _spooled(rows: Placed, path: Path) -> Placed:

@@ -58,16 +58,12 @@ def broken() -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("stream", "said"),
     [
-        (stream_of([]), "there are no rows"),
-        (stream_of([{"other": 1}]), "there are no rows with usable columns"),
+        (stream_of([]), "the stream has no rows"),
+        (stream_of([{"other": 1}]), "the stream has no rows with usable columns"),
         (IterableDataset.from_generator(broken), "the stream failed after row 2: the line was cut"),
         (
             stream_of([*unpaired_rows(2), {"prompt": {1}}]),
             r"row 3: prompt is .1. \(of type set\), which cannot be stored: .* use values that JSON supports",
-        ),
-        (
-            stream_of([*unpaired_rows(2), {"label": 1}]),
-            r"row 3: label is 1 \(an integer\), but other rows have a boolean",
         ),
     ],
 )
