@@ -121,7 +121,7 @@ DATA = [
     Case("kto without labels", ("missing column label", "prompt, completion"), data=UNLABELED),
     Case(
         "label is a text",
-        ("@data.jsonl, line 5: label is 'yes' (a string)", "true or false"),
+        ("@data.jsonl, row 5: label is 'yes' (a string)", "true or false"),
         data=[*unpaired_rows(4), {"prompt": "ab", "completion": "cd", "label": "yes"}],
     ),
     Case(
@@ -131,7 +131,7 @@ DATA = [
     ),
     Case(
         "content is a number",
-        ("@data.jsonl, line 2: prompt[0].content is 7 (an integer)", "string"),
+        ("@data.jsonl, row 2: prompt[0].content is 7 (an integer)", "string"),
         data=[CHAT, {**CHAT, "prompt": [{"role": "user", "content": 7}]}],
     ),
     Case(

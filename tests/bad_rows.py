@@ -84,7 +84,7 @@ TEXTS = [
         {"dataset_name": "@x.jsonl"},
         make=lambda folder, models: os.mkfifo(folder / "x.jsonl"),
     ),
-    Case("rows: no path and no name", ("cannot be loaded",), {"dataset_name": "a/b/c/d"}),
+    Case("rows: no path and no name", ("cannot be read",), {"dataset_name": "a/b/c/d"}),
     Case("rows: offline", ("Couldn't reach 'nobody/nothing' on the Hub",), {"dataset_name": "nobody/nothing"}),
     Case("rows: address", ("file or folder does not exist",), {"dataset_name": "https://example.com/x.jsonl"}),
     Case("rows: no such slice", ("split 'train[:x]' is not valid",), {"dataset_train_split": "train[:x]"}),

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import tempfile
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +21,7 @@ import pyarrow as pa
 from datasets import Dataset
 from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from alignment.config.errors import DataError, ModelError, OutputError, one_line
+from alignment.config.errors import DataError, OutputError, one_line
 from alignment.data.columns import arranged
 from alignment.data.kinds.base import TRUNCATED, Kind
 from alignment.data.report import DataReport
@@ -131,22 +129,19 @@ def prepare(
         raise DataError(f"{where}: contains no rows; pass a dataset with rows")
     target = cache_dir / cache_name(dataset, kind, tokenizer, limits, others)
     if target.is_dir():
-        _check_report(_read_report(target), where, strict)
+        _check_report(DataReport.load(target), where, strict)
         return target
     rows = RowTokenizer(tokenizer, whole=kind.whole)
     mapper = RowMapper(rows, kind, limits, where, column_map, dataset.features, others)
-    work = cache_dir / f".{target.name.rpartition('-')[2]}.{uuid.uuid4().hex[:8]}"
     try:
-        work.mkdir(parents=True)
-        _build(dataset, mapper, work, num_proc, progress, strict)
-        _publish(work, target)
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".", dir=cache_dir) as scratch:
+            _build(dataset, mapper, Path(scratch), target, num_proc, progress, strict)
     except OSError as error:
         raise OutputError(
             f"{cache_dir}: the tokenized data cannot be written: {one_line(error)}; free disk space or choose another "
             "folder"
         ) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return target
 
 
@@ -177,29 +172,19 @@ def load_prepared(path: Path) -> Prepared:
         dataset = datasets.load_from_disk(str(path / "data"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: the tokenized data cannot be read: {one_line(error)}; delete the folder") from error
-    return Prepared(dataset.remove_columns([*TRUNCATED]), _read_report(path), dataset.select_columns([*TRUNCATED]))
-
-
-def check_vocabulary(tokenizer: Any, vocab_size: int, model: str = "the model") -> None:
-    """Check that every token ID has an embedding. ``vocab_size`` is the number of embeddings of ``model``.
-
-    Raises:
-        ModelError: the tokenizer has more tokens than the model.
-    """
-    size = len(tokenizer)
-    if size > vocab_size:
-        raise ModelError(
-            f"the tokenizer has {size} tokens, but {model}'s vocab_size is {vocab_size}; "
-            f"use the model's own tokenizer, or resize the embeddings to {size} and save the model"
-        )
+    return Prepared(dataset.remove_columns([*TRUNCATED]), DataReport.load(path), dataset.select_columns([*TRUNCATED]))
 
 
 def _build(
-    dataset: Dataset, mapper: RowMapper, work: Path, num_proc: int | None, progress: bool, strict: bool
+    dataset: Dataset,
+    mapper: RowMapper,
+    scratch: Path,
+    target: Path,
+    num_proc: int | None,
+    progress: bool,
+    strict: bool,
 ) -> None:
-    """Write the remaining rows and the report to ``work``."""
-    scratch = work / "scratch"
-    scratch.mkdir()
+    """Write the remaining rows and the report to ``target``, through a temporary folder."""
     with _progress_bars(progress):
         mapped = dataset.map(
             mapper,
@@ -211,7 +196,7 @@ def _build(
             num_proc=num_proc,
             cache_file_name=str(scratch / "rows.arrow"),
             load_from_cache_file=False,
-            new_fingerprint=work.name.split(".")[1],  # avoids pickling the tokenizer to compute one
+            new_fingerprint=target.name.rpartition("-")[2],  # avoids pickling the tokenizer to compute one
             desc="Tokenizing",
         )
     reasons = mapped.data.column("dropped").to_pylist()
@@ -227,18 +212,15 @@ def _build(
         undesirable=len(labels) - sum(labels),
     )
     _check_report(report, mapper.where, strict)
+    made = scratch / "made"
     with _progress_bars(False):
-        kept.remove_columns("dropped").save_to_disk(str(work / "data"))
-    report.save(work / "report.json")
-    del mapped, kept
-    shutil.rmtree(scratch)
-
-
-def _read_report(path: Path) -> DataReport:
+        kept.remove_columns("dropped").save_to_disk(str(made / "data"))
+    report.save(made)
     try:
-        return DataReport.load(path / "report.json")
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path}: its report.json cannot be read: {one_line(error)}; delete the folder") from error
+        made.rename(target)
+    except OSError:  # if another process was faster, its identical folder is used
+        if not target.is_dir():
+            raise
 
 
 def _check_report(report: DataReport, where: str, strict: bool) -> None:
@@ -253,15 +235,6 @@ def _check_report(report: DataReport, where: str, strict: bool) -> None:
             f"{where}: {sum(report.dropped.values())} of {report.rows_in} rows would be dropped ({report.drops()}); "
             "fix them, or set strict_data: false"
         )
-
-
-def _publish(work: Path, target: Path) -> None:
-    """Rename the finished folder. If another process was faster, its identical folder is used."""
-    try:
-        work.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
 
 
 @contextmanager

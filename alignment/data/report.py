@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from alignment.config.errors import counted
+from alignment.config.errors import DataError, counted, one_line
 
 NOT_DRAWN = "not sampled (proportions of the mixture)"
 
@@ -54,14 +54,23 @@ class DataReport:
         ordered = sorted(self.dropped.items(), key=lambda item: (-item[1], item[0]))
         return "; ".join(f"{count} × {reason}" for reason, count in ordered)
 
-    def save(self, path: Path) -> None:
-        """Write the report as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+    def save(self, folder: Path) -> None:
+        """Write the report to ``report.json``."""
+        (folder / "report.json").write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path) -> DataReport:
-        """Load a report written by :meth:`save`."""
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
+    def load(cls, folder: Path) -> DataReport:
+        """Load a report written by :meth:`save`.
+
+        Raises:
+            DataError: the file is missing or damaged.
+        """
+        try:
+            return cls(**json.loads((folder / "report.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(
+                f"{folder}: its report.json cannot be read: {one_line(error)}; delete the folder"
+            ) from error
 
     def drawn(self, rows: int, desirable: int, prompts_cut: int, completions_cut: int) -> DataReport:
         """Return the report after sampling ``rows`` rows for a mixture, with the counts of these rows."""

@@ -77,7 +77,6 @@ class RowTokenizer:
         self._added = {i: (token.content, token.special) for i, token in tokenizer.added_tokens_decoder.items()}
         self._special = {i for i, (_, special) in self._added.items() if special} | set(tokenizer.all_special_ids)
         self._special.discard(getattr(tokenizer, "unk_token_id", None))  # represents text and does not end a turn
-        self._blank: dict[int, bool] = {}
         self._roles, self._distinguishes = set(ROLES), False
         if self.eos is None:
             logger.warning(
@@ -182,10 +181,8 @@ class RowTokenizer:
         return bool(content) and not said.rstrip().endswith(content)
 
     def _is_blank(self, token: int) -> bool:
-        if token not in self._blank:
-            known = token in self._added or token in self._special
-            self._blank[token] = not known and not self.tokenizer.decode([token]).strip()
-        return self._blank[token]
+        known = token in self._added or token in self._special
+        return not known and not self.tokenizer.decode([token]).strip()
 
     def with_context(self, row: Encoded) -> Encoded:
         """Add a context token if the prompt is empty, or use the common first token of the completions as context."""

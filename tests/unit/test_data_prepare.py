@@ -20,10 +20,11 @@ from alignment.data.kinds.completions import COMPLETIONS
 from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED, prompt_key
-from alignment.data.prepare import Prepared, cache_name, check_vocabulary, load_prepared, prepare
+from alignment.data.prepare import Prepared, cache_name, load_prepared, prepare
 from alignment.data.report import DataReport
 from alignment.data.sources import dataset_from_python, load_split
 from alignment.data.truncation import Limits
+from alignment.models.vocabulary import check_vocabulary
 from alignment.training.data import limits_of
 
 KTO = [
@@ -308,13 +309,17 @@ def test_a_folder_that_cannot_be_written_or_read(tmp_path: Path) -> None:
         prepare(data, UNPAIRED, char_tokenizer(), Limits(), "data", tmp_path / "cache", progress=False)
 
 
-def test_a_finished_folder_of_another_process_is_used(tmp_path: Path) -> None:
-    work, target = tmp_path / "work", tmp_path / "target"
-    for folder in (work, target):
-        folder.mkdir()
-        (folder / "report.json").write_text(folder.name)
-    module._publish(work, target)
-    assert (target / "report.json").read_text() == "target"
+def test_a_finished_folder_of_another_process_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = DataReport.save
+
+    def overtaken(report: DataReport, folder: Path) -> None:
+        save(report, folder)
+        target = tmp_path / cache_name(dataset_from_python(KTO), UNPAIRED, char_tokenizer(), Limits())
+        (target / "theirs").mkdir(parents=True)
+
+    monkeypatch.setattr(DataReport, "save", overtaken)
+    path = prepare(dataset_from_python(KTO), UNPAIRED, char_tokenizer(), Limits(), "data", tmp_path, progress=False)
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name] and (path / "theirs").is_dir()
 
 
 def test_vocabulary() -> None:
