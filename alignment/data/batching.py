@@ -69,8 +69,8 @@ class Batch(OnDevice):
     """Sequences for one forward pass.
 
     Attributes:
-        inputs: what the model gets as keyword arguments, each (B, T) int64 and padded on the right: ``input_ids``, and
-            ``attention_mask``, 1 for tokens and 0 for padding.
+        inputs: what the model gets as keyword arguments: ``input_ids`` (B, T) int64, padded on the right, and
+            ``attention_mask`` (B, T) int64, 1 for tokens and 0 for padding. Others have B rows as well.
         positions: (N,) int64 indices into the flattened (B*T) positions: the position before each scored token.
         targets: (N,) int64, the scored completion tokens.
         segments: (N,) int64, the sequence to which each scored token belongs.

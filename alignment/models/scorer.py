@@ -95,9 +95,9 @@ class DecoderScorer(Scorer):
         """Score the hidden states at ``positions``. Log-probs are those of the tokens ``targets``.
 
         Args:
-            inputs: keyword arguments of the model, each (B, T) and padded on the right: ``input_ids``, and
-                ``attention_mask``, 1 for tokens and 0 for padding, which only a load-balancing loss uses, see
-                :attr:`reads_mask`.
+            inputs: keyword arguments of the model with B rows each: ``input_ids`` (B, T), padded on the right, and
+                ``attention_mask`` (B, T), 1 for tokens and 0 for padding, which only a load-balancing loss uses, see
+                :attr:`reads_mask`. Any others are passed on.
             positions: (N,) int64 indices into the flattened (B*T) hidden states: for log-probs the position *before*
                 each target, for rewards the position of the sequence's last token.
             targets: (N,) int64 token IDs.
@@ -117,7 +117,8 @@ class DecoderScorer(Scorer):
         assert decoder is not None
         parts, start = [], 0
         for rows, width in blocks:
-            block = {name: value[start : start + rows, :width] for name, value in given.items()}
+            block = {name: value[start : start + rows] for name, value in given.items()}
+            block = {name: value[:, :width] if value.shape[1] == length else value for name, value in block.items()}
             start += rows
             with self.packing():
                 outputs = decoder(**block, use_cache=False, return_dict=True, **moe)
