@@ -8,15 +8,18 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset
+from datasets import Dataset, Features
 
 from alignment.config.errors import DataError, listing
 from alignment.config.options_data import MAPPED_COLUMNS
-from alignment.data.json_columns import foreign_columns
 from alignment.data.kinds.base import Kind
 
 logger = logging.getLogger(__name__)
 _IMAGES = ("image", "images")
+_FOREIGN = (
+    *(pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view),
+    *(pa.types.is_decimal, pa.types.is_duration, pa.types.is_interval),
+)
 
 
 def used_columns(kind: Kind, column_map: Mapping[str, str] | None) -> set[str] | None:
@@ -92,3 +95,17 @@ def _holds_something(column: pa.ChunkedArray) -> bool:
     if pa.types.is_list(values) or pa.types.is_large_list(values):
         return bool(pc.sum(pc.list_value_length(column)).as_py())
     return column.null_count < len(column)
+
+
+def foreign_columns(features: Features) -> list[str]:
+    """Return the columns whose types JSON does not support. Images, audio and video are bytes with a path."""
+
+    def is_foreign(stored: pa.DataType) -> bool:
+        if isinstance(stored, pa.BaseExtensionType):
+            stored = stored.storage_type
+        if pa.types.is_dictionary(stored):
+            stored = stored.value_type
+        inner = [stored.field(number).type for number in range(stored.num_fields)]
+        return any(is_one(stored) for is_one in _FOREIGN) or any(map(is_foreign, inner))
+
+    return [field.name for field in features.arrow_schema if is_foreign(field.type)]

@@ -23,8 +23,8 @@ from datasets.utils import are_progress_bars_disabled, disable_progress_bars, en
 
 from alignment.config.errors import DataError, OutputError, one_line
 from alignment.data.columns import arranged
-from alignment.data.kinds.base import TRUNCATED, Kind
-from alignment.data.report import DataReport
+from alignment.data.kinds.base import Kind
+from alignment.data.report import DataReport, counts
 from alignment.data.row_mapper import RowMapper
 from alignment.data.tokenization import RowTokenizer
 from alignment.data.truncation import Limits
@@ -80,14 +80,10 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Tokenized rows with :attr:`Kind.features` (``row`` is the source row, counted from 0), and their report.
-
-    ``truncated`` has columns with the number of truncated prompts and completions of each row.
-    """
+    """Tokenized rows with :attr:`Kind.features` (``row`` is the source row, counted from 0), and their report."""
 
     dataset: Dataset
     report: DataReport
-    truncated: Dataset
 
 
 def prepare(
@@ -172,7 +168,7 @@ def load_prepared(path: Path) -> Prepared:
         dataset = datasets.load_from_disk(str(path / "data"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: the tokenized data cannot be read: {one_line(error)}; delete the folder") from error
-    return Prepared(dataset.remove_columns([*TRUNCATED]), DataReport.load(path), dataset.select_columns([*TRUNCATED]))
+    return Prepared(dataset, DataReport.load(path))
 
 
 def _build(
@@ -201,16 +197,8 @@ def _build(
         )
     reasons = mapped.data.column("dropped").to_pylist()
     kept = mapped.select([index for index, reason in enumerate(reasons) if reason is None])
-    labels = kept["label"][:] if "label" in kept.column_names else []
-    report = DataReport(
-        rows_in=len(reasons),
-        rows_out=len(kept),
-        dropped=dict(sorted(Counter(filter(None, reasons)).items())),
-        prompts_cut=sum(kept["prompt_cut"][:]),
-        completions_cut=sum(kept["completions_cut"][:]),
-        desirable=sum(labels),
-        undesirable=len(labels) - sum(labels),
-    )
+    dropped = dict(sorted(Counter(filter(None, reasons)).items()))
+    report = DataReport(rows_in=len(reasons), dropped=dropped, **counts(kept))
     _check_report(report, mapper.where, strict)
     made = scratch / "made"
     with _progress_bars(False):

@@ -2,22 +2,24 @@
 
 The generic loaders convert strings that look like dates to timestamps, and ``"true"`` to ``true`` in a column that
 also has booleans. These readers keep every value as it is in the file and report errors with file and line. Columns of
-a single primitive type are stored with this type, all others as JSON.
+a single primitive type are stored with this type, all others as JSON: there, dates and times become ISO strings, and
+non-finite numbers, with which pandas represents missing values, become null.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from datetime import date, time
 from pathlib import Path
 from typing import Any, NoReturn
 
 from datasets import Features, Json, Value
 
 from alignment.config.errors import DataError, one_line, show
-from alignment.data.json_columns import json_text
 
 LABELS = {"true": True, "false": False}
 _PLAIN = {str: "string", bool: "bool", int: "int64", float: "float64"}
@@ -73,6 +75,36 @@ def encoded_rows(paths: list[str], features: Features) -> Iterator[dict[str, Any
     for path in paths:
         for place, row in read_rows(Path(path)):
             yield encode(row, features, place)
+
+
+def json_text(name: str, value: object, where: str) -> str:
+    """Encode the value in column ``name`` as JSON; ``where`` names its row in messages.
+
+    Raises:
+        DataError: the value cannot be represented in JSON.
+    """
+    try:
+        return json.dumps(_finite(value), allow_nan=False, default=_iso_text)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{where}: {name} is {show(value)}, which cannot be stored: {one_line(error)}; use values that JSON "
+            "supports (strings, numbers, lists, objects), or remove the column"
+        ) from error
+
+
+def _iso_text(value: object) -> str:
+    if isinstance(value, (date, time)):
+        return value.isoformat()
+    raise TypeError(f"a value of type {type(value).__name__} is not JSON")
+
+
+def _finite(value: Any) -> Any:
+    """Return the value with every non-finite number replaced with null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 def _json_rows(path: Path) -> Placed:

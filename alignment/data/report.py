@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from datasets import Dataset
 
 from alignment.config.errors import DataError, counted, one_line
 
@@ -72,20 +74,12 @@ class DataReport:
                 f"{folder}: its report.json cannot be read: {one_line(error)}; delete the folder"
             ) from error
 
-    def drawn(self, rows: int, desirable: int, prompts_cut: int, completions_cut: int) -> DataReport:
-        """Return the report after sampling ``rows`` rows for a mixture, with the counts of these rows."""
-        if rows == self.rows_out:
-            return self
-        labeled = bool(self.desirable + self.undesirable)
-        return replace(
-            self,
-            rows_out=rows,
-            dropped={**self.dropped, NOT_DRAWN: self.rows_out - rows},
-            prompts_cut=prompts_cut,
-            completions_cut=completions_cut,
-            desirable=desirable if labeled else 0,
-            undesirable=rows - desirable if labeled else 0,
-        )
+
+def counts(rows: Dataset) -> dict[str, int]:
+    """Return what a report counts in tokenized rows."""
+    labels = rows["label"][:] if "label" in rows.column_names else []
+    cut = {"prompts_cut": sum(rows["prompt_cut"][:]), "completions_cut": sum(rows["completions_cut"][:])}
+    return {"rows_out": len(rows), **cut, "desirable": sum(labels), "undesirable": len(labels) - sum(labels)}
 
 
 def joined(reports: Sequence[DataReport]) -> DataReport:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from datasets import Features, Json
+from datasets import Features, Json, Value
 
 from alignment.config.errors import DataError
-from alignment.data.kinds.base import BOOKKEEPING, Kind
+from alignment.data.kinds.base import Kind
 from alignment.data.messages import without_nulls
 from alignment.data.readers import LABELS
 from alignment.data.tokenization import Encoded, RowTokenizer, Source
@@ -41,7 +41,7 @@ class RowMapper:
     ) -> None:
         self.tokenizer, self.kind, self.limits = tokenizer, kind, limits
         self.where, self.column_map, self.others = where, column_map, others
-        self.features = Features({**kind.features, **BOOKKEEPING})
+        self.features = Features({**kind.features, "dropped": Value("string")})
         self._tokens = kind.tokens.find(given)
         # Arrow adds null entries so that all objects have the same keys; JSON columns are unchanged.
         self._filled = {name for name, feature in given.items() if not _holds_json(feature)} - {*others}

@@ -20,8 +20,7 @@ import datasets
 from datasets import Dataset, Features, IterableDataset
 
 from alignment.config.errors import DataError, listing, one_line, show
-from alignment.data.columns import check_no_images
-from alignment.data.json_columns import foreign_columns
+from alignment.data.columns import check_no_images, foreign_columns
 from alignment.data.readers import Placed, encode, encoded_rows, infer_features, read_rows
 from alignment.internals.datasets import cache_folder, cause_of, data_files_by_split, slices, was_saved
 from alignment.reporting.durable import write_json

@@ -94,7 +94,8 @@ def sequences(trainer: AlignmentTrainer) -> list[dict[str, Any]]:
     assert trainer.data.train is not None
     rows = []
     for row in trainer.data.train.dataset:
-        sides: dict[str, Any] = {name: value for name, value in row.items() if name not in ("row", "prompt_key")}
+        without = ("row", "prompt_key", "prompt_cut", "completions_cut")
+        sides: dict[str, Any] = {name: value for name, value in row.items() if name not in without}
         if trainer.method.kind == SCORED_PAIRS:
             prompt = sides.pop("prompt_ids")
             sides |= {name: prompt + sides[name] for name in ("chosen_ids", "rejected_ids")}

@@ -125,7 +125,8 @@ def test_token_ids_of_completions(tmp_path: Path) -> None:
     pair = {"chosen_ids": [4, 5, 6], "rejected_ids": [4, 7, 6], "margin": 2.0}
     older = {"input_ids_chosen": [9, 4], "input_ids_rejected": [8, 4], "attention_mask_chosen": [1, 1]}
     rows = made([pair], tmp_path, SCORED_PAIRS).dataset
-    assert rows[0] == {"prompt_ids": [4], "chosen_ids": [5, 6], "rejected_ids": [7, 6], "row": 0, "margin": 2.0}
+    expected = {"prompt_ids": [4], "chosen_ids": [5, 6], "rejected_ids": [7, 6], "row": 0, "margin": 2.0}
+    assert rows[0] == expected | {"prompt_cut": False, "completions_cut": 0}
     assert made([older], tmp_path, SCORED_PAIRS).dataset[0]["chosen_ids"] == [9, 4]  # no context token is added
     three = {"prompt_input_ids": [4], "chosen_input_ids": [5], "rejected_input_ids": [6, 7]}
     assert made([three], tmp_path, PAIRS).dataset[0]["rejected_ids"] == [6, 7]

@@ -32,7 +32,6 @@ ROWS = Dataset.from_list(
         {"prompt_ids": [20, 21, 22, 23], "completion_ids": [24, 25], "scored": None, "first": False, "row": 2},
         {"prompt_ids": [30], "completion_ids": [31], "scored": None, "first": True, "row": 3},
     ],
-    features=COMPLETIONS.features,
 )
 BFD = Packing("bfd", 8)
 

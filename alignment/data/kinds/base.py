@@ -20,8 +20,7 @@ from alignment.data.windows import RowTable, WindowPlan
 Record = dict[str, Any]
 IDS = List(Value("int32"))
 TEMPLATE = ("tools", "chat_template_kwargs")  # columns with variables for the chat template
-TRUNCATED = {"prompt_cut": Value("bool"), "completions_cut": Value("int8")}
-BOOKKEEPING = {"dropped": Value("string"), **TRUNCATED}
+TRUNCATED = {"prompt_cut": Value("bool"), "completions_cut": Value("int8")}  # what was truncated in a row
 
 
 @dataclass(frozen=True)
@@ -60,19 +59,13 @@ class Kind(ABC):
     def features(self) -> Features:
         """The features of tokenized rows."""
         ids = dict.fromkeys(("prompt_ids", *self.completions), IDS)
-        return Features({**ids, **self.further, "row": Value("int64")})
+        return Features({**ids, **self.further, "row": Value("int64"), **TRUNCATED})
 
     def check_columns(self, names: Collection[str], there: Collection[str], where: str, method: str) -> None:
-        """Check that a dataset has all columns of one format.
-
-        Args:
-            names: its columns, by their expected names.
-            there: its columns by their original names, for messages.
-            where: name of the dataset in messages.
-            method: name of the method in messages.
+        """Check that ``names``, the columns of a dataset by their expected names, contain those of one format.
 
         Raises:
-            DataError: columns are missing.
+            DataError: columns are missing; it lists the columns ``there``, by their original names.
         """
         missing = {form: [name for name in form if name not in names] for form in self.formats}
         begun = [form for form in self.formats if len(missing[form]) < len(form)] or self.formats[:1]

@@ -11,9 +11,9 @@ from datasets import Dataset, Value
 
 from alignment.config.errors import counted
 from alignment.data.batching import OnDevice
-from alignment.data.json_columns import json_text
 from alignment.data.kinds.base import Kind, Record
 from alignment.data.messages import Row, Text, required_prompt, template_variables, with_system
+from alignment.data.readers import json_text
 from alignment.data.tokenization import Encoded, RowTokenizer, Source
 from alignment.data.truncation import Fitted, Limits
 from alignment.data.windows import RowTable, WindowPlan
