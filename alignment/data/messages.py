@@ -160,7 +160,11 @@ def template_variables(row: Row, where: str) -> dict[str, Any]:
     Raises:
         DataError: ``tools`` is not a list, or ``chat_template_kwargs`` is not an object.
     """
-    extra, tools = (_parsed(row, key, where) for key in ("chat_template_kwargs", "tools"))
+    extra, tools = row.get("chat_template_kwargs"), row.get("tools")
+    if isinstance(extra, str):
+        extra = _json(extra, f"{where}: chat_template_kwargs") if extra.strip() else None
+    if isinstance(tools, str):
+        tools = _json(tools, f"{where}: tools") if tools.strip() else None
     if extra is not None and not isinstance(extra, Mapping):
         raise DataError(f"{where}: chat_template_kwargs is {show(extra)}; expected an object with template variables")
     variables = {key: value for key, value in (extra or {}).items() if value is not None}
@@ -176,14 +180,11 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _parsed(row: Row, key: str, where: str) -> Any:
-    value = row.get(key)
-    if not isinstance(value, str):
-        return value
+def _json(text: str, name: str) -> Any:
     try:
-        return json.loads(value) if value.strip() else None
+        return json.loads(text)
     except ValueError as error:
-        raise DataError(f"{where}: {key} is {show(value)}, which is not valid JSON: {one_line(error)}") from error
+        raise DataError(f"{name} is {show(text)}, which is not valid JSON: {one_line(error)}") from error
 
 
 def _message(message: object, where: str) -> Message:
@@ -224,21 +225,15 @@ def _part(part: object, where: str) -> str:
 
 
 def _spoken(turn: Mapping[str, Any], where: str) -> Message:
-    """Convert a ShareGPT turn to a message."""
+    """Convert a ShareGPT turn to a message. Calls of functions are a JSON string."""
     speaker, value = turn["from"], turn.get("value")
     if not isinstance(speaker, str) or speaker not in _SPEAKERS:
         raise DataError(f"{where}.from is {show(speaker)}; expected one of {listing(_SPEAKERS)}")
     if not isinstance(value, str):
         raise DataError(f"{where}.value is {show(value)}; expected a string")
-    return _calling(value, where) if speaker == "function_call" else {"role": _SPEAKERS[speaker], "content": value}
-
-
-def _calling(value: str, where: str) -> Message:
-    """Convert a JSON string that describes one or more function calls to an assistant message."""
-    try:
-        calls = json.loads(value)
-    except ValueError as error:
-        raise DataError(f"{where}.value is {show(value)}, which is not valid JSON: {one_line(error)}") from error
+    if speaker != "function_call":
+        return {"role": _SPEAKERS[speaker], "content": value}
+    calls = _json(value, f"{where}.value")
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, dict) and "name" in call and "arguments" in call for call in calls):
         raise DataError(f'{where}.value is {show(value)}; expected a call such as {{"name": …, "arguments": …}}')

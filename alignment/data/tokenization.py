@@ -253,23 +253,19 @@ class RowTokenizer:
 
     def render(self, messages: list[Message], source: Source, **options: bool) -> str:
         """Render messages. Null content is omitted, or replaced with an empty string if the template requires it."""
-        if all(message["content"] is not None for message in messages):
-            return self._applied(messages, source, options)
-        try:
+        forms = [messages]
+        if any(message["content"] is None for message in messages):
             without = [{key: value for key, value in message.items() if value is not None} for message in messages]
-            return self._applied(without, source, options)
-        except DataError:
-            filled = [{**message, "content": message["content"] or ""} for message in messages]
-            return self._applied(filled, source, options)
-
-    def _applied(self, messages: list[Message], source: Source, options: Mapping[str, bool]) -> str:
-        try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **{**source.template, **options}))
-        except Exception as error:  # a template is user code and may raise anything
-            raise DataError(
-                f"{source.place}: the chat template of tokenizer {self.name} failed: {one_line(error)}; "
-                "fix the roles and contents of the row, or the template"
-            ) from error
+            forms = [without, [{**message, "content": message["content"] or ""} for message in messages]]
+        for form in forms:
+            try:
+                return str(self.tokenizer.apply_chat_template(form, tokenize=False, **{**source.template, **options}))
+            except Exception as error:  # a template is user code and may raise anything
+                failure = error
+        raise DataError(
+            f"{source.place}: the chat template of tokenizer {self.name} failed: {one_line(failure)}; "
+            "fix the roles and contents of the row, or the template"
+        ) from failure
 
 
 def leading_specials(tokenizer: Any) -> list[int]:

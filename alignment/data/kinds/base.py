@@ -109,9 +109,7 @@ class Kind(ABC):
     def record(self, fitted: Fitted, pair: str | None = None) -> Record:
         """Return the columns that all tokenized rows have. A row that is dropped has no tokens, but a reason.
 
-        Args:
-            fitted: its tokens.
-            pair: a reason to drop both completions of a pair.
+        The reason is that of one of its sequences, or ``pair``, a reason to drop both completions of a pair.
         """
         reasons = (pair if pair == IDENTICAL else None, *fitted.reasons, pair)
         dropped = next(filter(None, reasons), None)
