@@ -45,7 +45,7 @@ PARTS: list[tuple[Any, str, str]] = [
     (PolicyEngine, "backward", "  backward (recomputes the layers)"),
     (logprobs, "_head_gradients", "    head: gradient of its weight"),
     (PolicyEngine, "step", "  optimizer"),
-    (batching, "collate", "collation (outside the step)"),
+    (batching.MicroBatches, "__getitem__", "collation (outside the step)"),
 ]
 OPERATIONS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),

@@ -21,7 +21,8 @@ from alignment.config import checks
 from alignment.config.fields import option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions
-from alignment.data.batching import Batch, Collate, PreferenceBatch, collate_preference
+from alignment.data.batching import Batch
+from alignment.data.kinds.pairs import PAIRS, PreferenceBatch
 from alignment.engines.scoring import SequenceOutput
 from alignment.objectives.likelihood import nll
 from alignment.reporting.metrics import REWARDS, add_rewards, add_sides, sides
@@ -61,14 +62,9 @@ def odds_ratio_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
 class ORPOMethod(Method[PreferenceBatch]):
     """One forward pass scores both completions of every pair."""
 
-    kind = "preference"
-    completions = ("chosen_ids", "rejected_ids")
+    kind = PAIRS
     metrics = (*REWARDS, *sides("logps"), "nll_loss", "log_odds_ratio")
     options: ORPOConfig
-
-    @property
-    def collate(self) -> Collate:
-        return collate_preference
 
     def scored(self, batch: PreferenceBatch) -> Batch:
         return batch.pairs

@@ -80,7 +80,7 @@ DATA = [
     Case("empty file", ("@data.jsonl", "contains no rows"), data=""),
     Case(
         "label is a text",
-        ("@data.jsonl, line 5: label is 'yes' (a string)", "true or false"),
+        ("@data.jsonl, row 5: label is 'yes' (a string)", "true or false"),
         data=[*unpaired_rows(4), {"prompt": "ab", "completion": "cd", "label": "yes"}],
     ),
     Case(

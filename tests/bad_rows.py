@@ -44,7 +44,7 @@ TEXTS = [
         {"dataset_name": "@x.jsonl"},
         make=lambda folder, models: os.mkfifo(folder / "x.jsonl"),
     ),
-    Case("rows: no path and no name", ("cannot be loaded",), {"dataset_name": "a/b/c/d"}),
+    Case("rows: no path and no name", ("cannot be read",), {"dataset_name": "a/b/c/d"}),
     Case("rows: offline", ("Couldn't reach 'nobody/nothing' on the Hub",), {"dataset_name": "nobody/nothing"}),
     Case("rows: empty slice", ("(split train[:0]): contains no rows",), {"dataset_train_split": "train[:0]"}),
 ]

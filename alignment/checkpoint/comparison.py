@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -12,8 +11,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from alignment.config.errors import DataError, OptionError, setting
 from alignment.config.options_export import ExportOptions
-from alignment.data.formats import preference_row, prompt_completion_row
-from alignment.data.messages import DropRow
+from alignment.data.kinds.completions import COMPLETIONS
+from alignment.data.kinds.pairs import PAIRS
 from alignment.data.sources import load_split
 from alignment.data.tokenization import RowTokenizer, Source
 from alignment.models.tasks import CLASSIFIER, Task
@@ -78,11 +77,5 @@ def sample_rows(options: ExportOptions, tokenizer: Any, config: PretrainedConfig
 def _dataset(name: str) -> Iterator[Source]:
     """The rows of a dataset in any supported format; of pairs, the chosen completion."""
     for number, row in enumerate(load_split(name, None, "train"), 1):
-        where = f"{name}, row {number}"
-        with contextlib.suppress(DropRow):
-            if row.get("chosen") is None:
-                one = prompt_completion_row(row, where)
-                yield Source(one.prompt, (one.completion,), where, one.template)
-            else:
-                pair = preference_row(row, where)
-                yield Source(pair.prompt, (pair.chosen,), where, pair.template)
+        kind = COMPLETIONS if row.get("chosen") is None else PAIRS
+        yield kind.parse(row, f"{name}, row {number}", {})

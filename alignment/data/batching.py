@@ -6,7 +6,7 @@ sequences, never with rows of a matrix, so that several sequences could share a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from alignment.data.packing.rows import PackedRows
 from alignment.data.transfer import transferred
-from alignment.data.windows import MicroBatch, RowTable, WindowPlan, WindowSampler
+from alignment.data.windows import RowTable, WindowPlan, WindowSampler
 
 # Cost of an additional pass through the model, in padded tokens.
 _BLOCK_COST = 256
@@ -40,26 +40,28 @@ class OnDevice:
     """Base class of batches whose tensors move to a device together, in one asynchronous copy."""
 
     def to(self: Self, device: torch.device, leave: Collection[str] = ()) -> Self:
-        """Return the batch with all tensors on ``device``, except those in the fields named in ``leave``."""
-        return self._with(iter(transferred(self._tensors(leave), device)), leave)
+        """Return the batch with all tensors on ``device``, except those in fields and inputs named in ``leave``."""
+        tensors: list[Tensor] = []
 
-    def _tensors(self, leave: Collection[str]) -> list[Tensor]:
-        """Return the tensors of this batch and of nested batches, in the order of the fields."""
-        found: list[Tensor] = []
-        for value in self._moving(leave).values():
-            found += [value] if isinstance(value, Tensor) else value._tensors(leave)
-        return found
+        def collected(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor
 
-    def _with(self: Self, tensors: Iterator[Tensor], leave: Collection[str]) -> Self:
-        """Return the batch with its tensors replaced, in the order of :meth:`_tensors`."""
-        values = self._moving(leave).items()
-        return replace(
-            self, **{n: next(tensors) if isinstance(v, Tensor) else v._with(tensors, leave) for n, v in values}
-        )
+        _replaced(self, collected, leave)
+        moved = iter(transferred(tensors, device))
+        return _replaced(self, lambda _: next(moved), leave)
 
-    def _moving(self, leave: Collection[str]) -> dict[str, Tensor | OnDevice]:
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in leave}
-        return {name: value for name, value in values.items() if isinstance(value, (Tensor, OnDevice))}
+
+def _replaced(value: Any, change: Callable[[Tensor], Tensor], leave: Collection[str]) -> Any:
+    """Return a batch with every tensor replaced, in nested batches and mappings too, in the order of the fields."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, OnDevice):
+        entries = {field.name: getattr(value, field.name) for field in fields(value)}
+        return replace(value, **{n: _replaced(v, change, leave) for n, v in entries.items() if n not in leave})
+    if isinstance(value, dict):
+        return {name: each if name in leave else _replaced(each, change, leave) for name, each in value.items()}
+    return value
 
 
 @dataclass(frozen=True)
@@ -67,19 +69,17 @@ class Batch(OnDevice):
     """Sequences for one forward pass.
 
     Attributes:
-        input_ids: (B, T) int64, padded on the right.
-        attention_mask: (B, T) int64, 1 for tokens and 0 for padding.
+        inputs: what the model gets as keyword arguments: ``input_ids`` (B, T) int64, padded on the right, and
+            ``attention_mask`` (B, T) int64, 1 for tokens and 0 for padding. Others have B rows as well.
         positions: (N,) int64 indices into the flattened (B*T) positions: the position before each scored token.
         targets: (N,) int64, the scored completion tokens.
         segments: (N,) int64, the sequence to which each scored token belongs.
         lengths: (S,) int64, the number of scored tokens of each sequence.
         longest: largest N on any rank in this forward pass.
-        blocks: ``(rows, width)`` of groups of consecutive rows of ``input_ids``; everything beyond the width is
-            padding.
+        blocks: ``(rows, width)`` of groups of consecutive rows of the inputs; everything beyond the width is padding.
     """
 
-    input_ids: Tensor
-    attention_mask: Tensor
+    inputs: dict[str, Tensor]
     positions: Tensor
     targets: Tensor
     segments: Tensor
@@ -90,7 +90,7 @@ class Batch(OnDevice):
     @property
     def tokens(self) -> int:
         """The number of tokens without padding, including prompts."""
-        return int(self.attention_mask.sum()) if len(self.lengths) else 0
+        return int(self.inputs["attention_mask"].sum()) if len(self.lengths) else 0
 
 
 def collate(
@@ -125,8 +125,7 @@ def collate(
     empty = torch.zeros(0, dtype=torch.long)
     lengths = torch.tensor([len(each) for each in targets], dtype=torch.long)
     return Batch(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
+        inputs={"input_ids": input_ids, "attention_mask": attention_mask},
         positions=torch.cat(positions) if positions else empty,
         targets=torch.cat(targets) if targets else empty,
         segments=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
@@ -175,142 +174,15 @@ def cut_into_blocks(widths: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(reversed(blocks))
 
 
-@dataclass(frozen=True)
-class UnpairedBatch(OnDevice):
-    """Completions with a label, for KTO.
-
-    Attributes:
-        rows: row IDs.
-        partners: (R,) IDs of the rows whose completions are used in the mismatched sequences; -1: none.
-        labels: (R,) bool.
-        matched: R sequences, each prompt with its own completion.
-        mismatched: K <= R sequences, each prompt that has a partner with the partner's completion.
-        joint: the R + K sequences of both, for a single pass without gradients.
-    """
-
-    rows: tuple[int, ...]
-    partners: tuple[int, ...]
-    labels: Tensor
-    matched: Batch
-    mismatched: Batch
-    joint: Batch
-
-
-@dataclass(frozen=True)
-class PreferenceBatch(OnDevice):
-    """Pairs: ``pairs`` has 2P sequences, the chosen completions first; ``margins`` is (P,) fp32 or None."""
-
-    rows: tuple[int, ...]
-    pairs: Batch
-    margins: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class CompletionBatch(OnDevice):
-    """Completions for SFT: ``completions`` has one sequence per entry of ``rows``, in which a pack may be repeated."""
-
-    rows: tuple[int, ...]
-    completions: Batch
-
-
-@dataclass(frozen=True)
-class PromptBatch(OnDevice):
-    """Prompts for which completions are generated, as token IDs. There is nothing to score yet, so no tensors."""
-
-    rows: tuple[int, ...]
-    prompts: tuple[tuple[int, ...], ...]
-
-
-# Collates one rank's micro-batch: (dataset, table, plan, index of the micro-batch, rank). The dataset is PackedRows if
-# packing is used.
+# Collates one rank's micro-batch: (dataset, table, plan, index of the micro-batch, rank); see Kind.collate.
 Collate = Callable[[Any, RowTable, WindowPlan, int, int], AnyBatch]
 
 
-def collate_unpaired(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> UnpairedBatch:
-    """Collate one rank's micro-batch of labeled completions."""
-    own: MicroBatch = plan.micro_batches[micro][rank]
-    data = dataset[list(own.rows)]
-    matched = list(zip(data["prompt_ids"], data["completion_ids"]))
-    paired = [i for i, partner in enumerate(own.partners) if partner >= 0]
-    others = dataset[[own.partners[i] for i in paired]]["completion_ids"] if paired else []
-    kept = table.mismatched_completion(np.array(own.rows, dtype=np.int64), np.array(own.partners, dtype=np.int64))
-    mismatched = [(matched[i][0], other[: kept[i]]) for i, other in zip(paired, others)]
-    longest, longest_mismatched = plan.longest[micro], plan.longest_mismatched[micro]
-    return UnpairedBatch(
-        rows=own.rows,
-        partners=own.partners,
-        labels=torch.tensor(data["label"], dtype=torch.bool),
-        matched=collate(matched, longest),
-        mismatched=collate(mismatched, longest_mismatched),
-        joint=collate(matched + mismatched, longest + longest_mismatched),
-    )
-
-
-def collate_preference(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PreferenceBatch:
-    """Collate one rank's micro-batch of (chosen, rejected) pairs."""
-    own = plan.micro_batches[micro][rank]
-    return _pairs_of(own, dataset[list(own.rows)], plan.longest[micro])
-
-
-def collate_preference_margin(
-    dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int
-) -> PreferenceBatch:
-    """Collate one rank's micro-batch of (chosen, rejected, margin)."""
-    own = plan.micro_batches[micro][rank]
-    data = dataset[list(own.rows)]
-    margins = torch.tensor(data["margin"], dtype=torch.float32)
-    return replace(_pairs_of(own, data, plan.longest[micro]), margins=margins)
-
-
-def collate_preference_ids(
-    rows: tuple[int, ...], pairs: Sequence[tuple[TokenIds, TokenIds, TokenIds]], longest: int
-) -> PreferenceBatch:
-    """Collate pairs of token IDs.
-
-    Args:
-        rows: (P,) row IDs, for messages.
-        pairs: P tuples of prompt, first and second completion; P may be 0.
-        longest: largest number of completion tokens on any rank in this forward pass.
-    """
-    firsts = [(prompt, first) for prompt, first, _ in pairs]
-    seconds = [(prompt, second) for prompt, _, second in pairs]
-    return PreferenceBatch(rows, collate(firsts + seconds, longest))
-
-
-def _pairs_of(own: MicroBatch, data: Mapping[str, Any], longest: int) -> PreferenceBatch:
-    return collate_preference_ids(
-        own.rows, list(zip(data["prompt_ids"], data["chosen_ids"], data["rejected_ids"])), longest
-    )
-
-
-def collate_completion(
-    dataset: Dataset | PackedRows, table: RowTable, plan: WindowPlan, micro: int, rank: int
-) -> CompletionBatch:
-    """Collate one rank's micro-batch of completions for SFT. Sequences of packs are handled like those of rows."""
-    own = plan.micro_batches[micro][rank]
-    data = dataset[list(own.rows)]
-    sequences = list(zip(data["prompt_ids"], data["completion_ids"]))
-    rows = tuple(data.get("pack", own.rows))
-    return CompletionBatch(rows, collate(sequences, plan.longest[micro], data.get("scored")))
-
-
-def collate_prompts(dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PromptBatch:
-    """Collate one rank's share of a window's prompts."""
-    own = plan.micro_batches[micro][rank]
-    prompts = dataset[list(own.rows)]["prompt_ids"] if own.rows else []
-    return PromptBatch(own.rows, tuple(map(tuple, prompts)))
-
-
 class MicroBatches(Sequence[AnyBatch]):
-    """One rank's micro-batches of a plan, collated on access."""
+    """One rank's micro-batches of a plan, collated on access. The dataset is PackedRows if packing is used."""
 
     def __init__(
-        self,
-        function: Collate,
-        dataset: Dataset | PackedRows,
-        table: RowTable,
-        plan: WindowPlan,
-        rank: int,
+        self, function: Collate, dataset: Dataset | PackedRows, table: RowTable, plan: WindowPlan, rank: int
     ) -> None:
         self.function, self.dataset, self.table, self.plan, self.rank = function, dataset, table, plan, rank
 

@@ -1,26 +1,22 @@
-"""Normalize texts to what chat templates accept: a string, or a list of ``{role, content}`` messages.
+"""Read the texts of a row: each is a string, or a list of the ``{role, content}`` messages that chat templates accept.
 
 Also accepted are ShareGPT's ``{from, value}`` turns, a single message that is not in a list, content as a list of text
-parts, and the assistant's tool calls, whose content may be null. This module also extracts the implicit prompt, the
-common prefix of ``chosen`` and ``rejected``.
+parts, and the assistant's tool calls, whose content may be null. All texts of a row have the same form. Every invalid
+value raises a :class:`~alignment.config.errors.DataError` that names the row, the key, the value and the fix.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from alignment.config.errors import DataError, listing, one_line, show, type_name
 
-HH_TURN = "\n\nAssistant:"  # the turn marker of Anthropic's HH dataset
-IDENTICAL = "chosen and rejected are identical"
-CUT_ALIKE = "chosen and rejected are identical after truncation"
-
 # Chat templates may know others, such as ipython.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
+Row = Mapping[str, Any]
 Message = dict[str, Any]
 Text = str | list[Message]
 # ShareGPT's speaker names -> roles of chat templates.
@@ -33,78 +29,13 @@ _SPEAKERS = {
 }
 
 
-class DropRow(Exception):
-    """Raised for a row that cannot be used and is dropped; the data report counts dropped rows by ``reason``."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+def without_prompt(prompt: Text, completion: Text) -> Text:
+    """Return messages without the prompt, which many published datasets repeat in completions; strings unchanged."""
+    chat = isinstance(prompt, list) and len(completion) > len(prompt)
+    return completion[len(prompt) :] if chat and completion[: len(prompt)] == prompt else completion
 
 
-def split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Split two texts with a common prefix into ``(prompt, chosen, rejected)``. Neither completion becomes empty.
-
-    The prompt ends after the last common ``\\n\\nAssistant:``; without one, before the last common whitespace, which
-    then belongs to the completions, so that no word is split. A common prefix of one word gives an empty prompt.
-
-    Raises:
-        DropRow: the texts are identical.
-    """
-    if chosen == rejected:
-        raise DropRow(IDENTICAL)
-    common = os.path.commonprefix([chosen, rejected])
-    room = min(len(chosen), len(rejected))  # a prompt of at least this length would leave the shorter completion empty
-    cut = _turn_end(common, room)
-    if cut is None:
-        cut = _word_boundary(chosen, rejected, len(common))
-    return chosen[:cut], chosen[cut:], rejected[cut:]
-
-
-def split_messages(
-    chosen: list[Message], rejected: list[Message]
-) -> tuple[list[Message], list[Message], list[Message]]:
-    """Split two conversations into ``(prompt, chosen, rejected)``. The prompt is their common leading messages.
-
-    At least one message is left in each completion.
-
-    Raises:
-        DropRow: the conversations are identical.
-    """
-    if chosen == rejected:
-        raise DropRow(IDENTICAL)
-    shared = 0
-    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
-        shared += 1
-    return chosen[:shared], chosen[shared:], rejected[shared:]
-
-
-def without_prompt(prompt: list[Message], messages: list[Message]) -> list[Message]:
-    """Return ``messages`` without the prompt, which many published datasets repeat at the start of completions."""
-    repeats = len(messages) > len(prompt) and messages[: len(prompt)] == prompt
-    return messages[len(prompt) :] if repeats else messages
-
-
-def _turn_end(common: str, room: int) -> int | None:
-    """Return the end of the last ``HH_TURN`` in ``common`` that leaves both completions non-empty, if any."""
-    start = common.rfind(HH_TURN)
-    while start >= 0:
-        if start + len(HH_TURN) < room:
-            return start + len(HH_TURN)
-        start = common.rfind(HH_TURN, 0, start + len(HH_TURN) - 1)
-    return None
-
-
-def _word_boundary(chosen: str, rejected: str, length: int) -> int:
-    """Return the start of the last whitespace at or before ``length`` that occurs in both texts."""
-    cut = min(length, len(chosen) - 1, len(rejected) - 1)
-    while cut > 0 and not (chosen[cut].isspace() and rejected[cut].isspace()):
-        cut -= 1
-    while cut > 0 and chosen[cut - 1].isspace():
-        cut -= 1
-    return max(cut, 0)
-
-
-def text_of(row: Mapping[str, Any], key: str, where: str) -> Text:
+def text_of(row: Row, key: str, where: str) -> Text:
     """Return the text in column ``key``; ``where`` names the row in messages.
 
     Raises:
@@ -122,7 +53,7 @@ def text_of(row: Mapping[str, Any], key: str, where: str) -> Text:
     return [_message(message, f"{where}: {key}[{number}]") for number, message in enumerate(value)]
 
 
-def completion_of(row: Mapping[str, Any], key: str, where: str) -> Text:
+def completion_of(row: Row, key: str, where: str) -> Text:
     """Return the completion in column ``key``.
 
     Raises:
@@ -134,7 +65,7 @@ def completion_of(row: Mapping[str, Any], key: str, where: str) -> Text:
     return text
 
 
-def check_same_kind(where: str, **texts: Text) -> None:
+def check_same_form(where: str, **texts: Text) -> None:
     """Check that two texts are both strings or both messages.
 
     Raises:
@@ -148,25 +79,92 @@ def check_same_kind(where: str, **texts: Text) -> None:
         raise DataError(f"{where}: {first} is {type_name(one)} but {second} is {type_name(other)}; {remedy}")
 
 
-def split_conversation(row: Mapping[str, Any], key: str, where: str) -> tuple[list[Message], list[Message]]:
-    """Split a conversation into the prompt and a completion, its final assistant message.
+def prompt_of(row: Row, where: str) -> Text | None:
+    """Return the row's prompt, followed by its ``query`` on a new line, or None if it has no prompt.
+
+    Raises:
+        DataError: see :func:`text_of`; or there is a query, and one of the two is not a string.
+    """
+    prompt = None if row.get("prompt") is None else text_of(row, "prompt", where)
+    query = row.get("query")
+    if query in (None, ""):
+        return prompt
+    if not isinstance(prompt, str) or not isinstance(query, str):
+        raise DataError(
+            f"{where}: query is {show(query)} and prompt is {show(row.get('prompt'))}; expected strings; fix them, or "
+            "remove query from column_map"
+        )
+    return f"{prompt}\n{query}" if prompt else query
+
+
+def required_prompt(row: Row, where: str) -> Text:
+    """Return the row's prompt, see :func:`prompt_of`, which may be empty but not missing."""
+    prompt = prompt_of(row, where)
+    if prompt is None:
+        raise DataError(f'{where}: prompt is missing; every row must have one (use "" or [] for an empty prompt)')
+    return prompt
+
+
+def with_system(prompt: Text, row: Row, where: str) -> Text:
+    """Return the prompt, preceded by the system message in column ``system`` if present.
+
+    Raises:
+        DataError: the system message is not a string, the prompt is one, or it already has a system message.
+    """
+    system = row.get("system")
+    if system in (None, ""):
+        return prompt
+    if not isinstance(system, str):
+        raise DataError(f"{where}: system is {show(system)}; expected a string")
+    if not isinstance(prompt, list):
+        raise DataError(f"{where}: system requires a conversation, but prompt is a string; convert prompt to messages")
+    if prompt and prompt[0]["role"] == "system":
+        raise DataError(f"{where}: system is set, but the messages already start with a system message; remove one")
+    return [{"role": "system", "content": system}, *prompt]
+
+
+def answered(row: Row, where: str) -> tuple[Text, Text]:
+    """Return the prompt and the completion of a row with ``prompt, completion``."""
+    prompt = required_prompt(row, where)
+    completion = completion_of({"completion": None, **row}, "completion", where)
+    check_same_form(where, prompt=prompt, completion=completion)
+    return with_system(prompt, row, where), without_prompt(prompt, completion)
+
+
+def conversation(row: Row, key: str, where: str) -> tuple[Text, Text]:
+    """Return the prompt and the completion, which is the final assistant message, of a row with ``messages``.
 
     Raises:
         DataError: the value is not a conversation, or the last message is not the assistant's.
     """
+    refuse_mapped(row, key, where, "query")
     text = completion_of(row, key, where)
     if isinstance(text, str):
         raise DataError(f"{where}: {key} is {show(text)}; expected a list of {{role, content}} messages")
-    return text[:-1], text[-1:]
+    return with_system(text[:-1], row, where), text[-1:]
 
 
-def template_variables(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+def refuse_mapped(row: Row, key: str, where: str, *names: str) -> None:
+    """Reject values of mapped columns that cannot be added to the text in column ``key``."""
+    for name in names:
+        if row.get(name) not in (None, ""):
+            raise DataError(
+                f"{where}: {name} is {show(row[name])}, but the row has {key} and no prompt to add it to; "
+                f"remove {name} from column_map"
+            )
+
+
+def template_variables(row: Row, where: str) -> dict[str, Any]:
     """Return the row's variables for the chat template. Both columns may contain JSON strings.
 
     Raises:
         DataError: ``tools`` is not a list, or ``chat_template_kwargs`` is not an object.
     """
-    extra, tools = (_parsed(row, key, where) for key in ("chat_template_kwargs", "tools"))
+    extra, tools = row.get("chat_template_kwargs"), row.get("tools")
+    if isinstance(extra, str):
+        extra = _json(extra, f"{where}: chat_template_kwargs") if extra.strip() else None
+    if isinstance(tools, str):
+        tools = _json(tools, f"{where}: tools") if tools.strip() else None
     if extra is not None and not isinstance(extra, Mapping):
         raise DataError(f"{where}: chat_template_kwargs is {show(extra)}; expected an object with template variables")
     variables = {key: value for key, value in (extra or {}).items() if value is not None}
@@ -182,14 +180,11 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _parsed(row: Mapping[str, Any], key: str, where: str) -> Any:
-    value = row.get(key)
-    if not isinstance(value, str):
-        return value
+def _json(text: str, name: str) -> Any:
     try:
-        return json.loads(value) if value.strip() else None
+        return json.loads(text)
     except ValueError as error:
-        raise DataError(f"{where}: {key} is {show(value)}, which is not valid JSON: {one_line(error)}") from error
+        raise DataError(f"{name} is {show(text)}, which is not valid JSON: {one_line(error)}") from error
 
 
 def _message(message: object, where: str) -> Message:
@@ -230,21 +225,15 @@ def _part(part: object, where: str) -> str:
 
 
 def _spoken(turn: Mapping[str, Any], where: str) -> Message:
-    """Convert a ShareGPT turn to a message."""
+    """Convert a ShareGPT turn to a message. Calls of functions are a JSON string."""
     speaker, value = turn["from"], turn.get("value")
     if not isinstance(speaker, str) or speaker not in _SPEAKERS:
         raise DataError(f"{where}.from is {show(speaker)}; expected one of {listing(_SPEAKERS)}")
     if not isinstance(value, str):
         raise DataError(f"{where}.value is {show(value)}; expected a string")
-    return _calling(value, where) if speaker == "function_call" else {"role": _SPEAKERS[speaker], "content": value}
-
-
-def _calling(value: str, where: str) -> Message:
-    """Convert a JSON string that describes one or more function calls to an assistant message."""
-    try:
-        calls = json.loads(value)
-    except ValueError as error:
-        raise DataError(f"{where}.value is {show(value)}, which is not valid JSON: {one_line(error)}") from error
+    if speaker != "function_call":
+        return {"role": _SPEAKERS[speaker], "content": value}
+    calls = _json(value, f"{where}.value")
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, dict) and "name" in call and "arguments" in call for call in calls):
         raise DataError(f'{where}.value is {show(value)}; expected a call such as {{"name": …, "arguments": …}}')

@@ -7,7 +7,7 @@ numbers in messages. Only tokenized rows are mixed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -16,7 +16,7 @@ from datasets import Dataset, concatenate_datasets
 
 from alignment.config.errors import DataError
 from alignment.data.prepare import Prepared
-from alignment.data.report import DataReport
+from alignment.data.report import NOT_DRAWN, DataReport, counts
 
 
 @dataclass(frozen=True)
@@ -85,22 +85,17 @@ def mixed(
     """
     if len(parts) == 1:
         return parts[0][1].dataset, [parts[0][1].report]
-    counts = shares([(name, len(part.dataset), weight) for name, part, weight in parts], most)
+    used = shares([(name, len(part.dataset), weight) for name, part, weight in parts], most)
     datasets, reports = [], []
-    for number, ((_, part, _), count) in enumerate(zip(parts, counts)):
-        dataset, truncated = part.dataset, part.truncated
+    for number, ((_, part, _), count) in enumerate(zip(parts, used)):
+        dataset, report = part.dataset, part.report
         if count < len(dataset):
-            drawn = draw(dataset.with_format("numpy")["row"][:], count, (seed, number))
-            dataset, truncated = dataset.select(drawn), truncated.select(drawn)
+            dropped = {**report.dropped, NOT_DRAWN: len(dataset) - count}
+            dataset = dataset.select(draw(dataset.with_format("numpy")["row"][:], count, (seed, number)))
+            report = replace(report, dropped=dropped, **counts(dataset))
         datasets.append(dataset)
-        desirable = _total(dataset, "label") if "label" in dataset.column_names else 0
-        cut = (_total(truncated, name) for name in ("prompt_cut", "completions_cut"))
-        reports.append(part.report.drawn(count, desirable, *cut))
+        reports.append(report)
     return concatenate_datasets(datasets), reports
-
-
-def _total(dataset: Dataset, column: str) -> int:
-    return int(dataset.with_format("numpy")[column][:].sum())
 
 
 def draw(rows: np.ndarray, count: int, seed: Sequence[int]) -> np.ndarray:

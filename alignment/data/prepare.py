@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import tempfile
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,64 +21,43 @@ import pyarrow as pa
 from datasets import Dataset
 from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from alignment.config.errors import DataError, ModelError, OutputError, one_line
-from alignment.config.options_data import COLUMNS, MAPPED_COLUMNS
-from alignment.data.columns import arranged, extra_columns, mapped_columns
-from alignment.data.formats import Kind
-from alignment.data.report import DataReport
-from alignment.data.row_mapper import TRUNCATED, RowMapper
-from alignment.data.targets.rules import USUAL, RowRules
-from alignment.data.targets.tokenized import token_columns
+from alignment.config.errors import DataError, OutputError, one_line
+from alignment.data.columns import arranged
+from alignment.data.kinds.base import Kind
+from alignment.data.report import DataReport, counts
+from alignment.data.row_mapper import RowMapper
 from alignment.data.tokenization import RowTokenizer
 from alignment.data.truncation import Limits
 from alignment.internals.transformers import tokenizer_options
 
-FORMAT_VERSION = 7  # increase it if the same input is tokenized or stored differently
+FORMAT_VERSION = 8  # increase it if the same input is tokenized or stored differently
 _ROWS = 1000  # rows hashed at a time; part of the hash
 _BATCH = 256  # rows per call of the tokenizer
 
 
-def cache_name(
-    dataset: Dataset,
-    kind: Kind,
-    tokenizer: Any,
-    limits: Limits,
-    extra: Sequence[str] = (),
-    rules: RowRules = USUAL,
-) -> str:
+def cache_name(dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits, others: Sequence[str] = ()) -> str:
     """Return the name of a tokenized dataset, such as ``preference-3f…``: a hash of everything that determines it.
 
     The content of the rows is hashed rather than the dataset's fingerprint: two processes that load the same file get
     the same name, and a modified file gets a new one regardless of its timestamp.
 
     Args:
-        dataset: the rows, with their expected column names.
+        dataset: the rows, with the columns that are used, by their expected names.
         kind: kind of rows.
         tokenizer: the tokenizer, of which everything that affects token IDs is hashed.
         limits: lengths in tokens.
-        extra: columns that are only passed to reward functions.
-        rules: which tokens contribute to the loss.
+        others: columns that the kind does not know and keeps.
     """
     digest = hashlib.blake2b(digest_size=16)
-    settings: dict[str, Any] = {"version": FORMAT_VERSION, "kind": kind, "limits": asdict(limits)}
-    settings |= {"tokenizer": describe_tokenizer(tokenizer)} | ({"extra": list(extra)} if extra else {})
-    settings |= {} if rules == USUAL else {"rules": asdict(rules)}
+    settings = {"version": FORMAT_VERSION, "kind": [kind.name, asdict(kind)], "limits": asdict(limits)}
+    settings |= {"tokenizer": describe_tokenizer(tokenizer), "others": list(others)}
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    tokens = token_columns(kind, dataset.column_names)
-    known = [*COLUMNS, *MAPPED_COLUMNS, *extra, *(tokens.names if tokens else ())]
-    columns = [name for name in dict.fromkeys(known) if name in dataset.column_names]
-    arrow = dataset.select_columns(columns).with_format("arrow")
-    for start in range(0, len(arrow), _ROWS):
-        digest.update(_table_bytes(arrow[start : start + _ROWS]))
-    return f"{kind}-{digest.hexdigest()}"
-
-
-def _table_bytes(table: pa.Table) -> memoryview:
-    table = table.combine_chunks().replace_schema_metadata(None)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return memoryview(sink.getvalue())
+    for rows in dataset.with_format("arrow").iter(_ROWS):
+        table, sink = rows.combine_chunks().replace_schema_metadata(None), pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        digest.update(memoryview(sink.getvalue()))
+    return f"{kind.name}-{digest.hexdigest()}"
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
@@ -103,14 +80,10 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Tokenized rows (columns as in :data:`FEATURES`; ``row`` is the source row, counted from 0) and their report.
-
-    ``truncated`` has columns with the number of truncated prompts and completions of each row.
-    """
+    """Tokenized rows with :attr:`Kind.features` (``row`` is the source row, counted from 0), and their report."""
 
     dataset: Dataset
     report: DataReport
-    truncated: Dataset
 
 
 def prepare(
@@ -126,13 +99,12 @@ def prepare(
     progress: bool = True,
     strict: bool = False,
     method: str = "training",
-    rules: RowRules = USUAL,
 ) -> Path:
     """Validate, tokenize and truncate ``dataset``, and return the folder with the result, which may be cached.
 
     Args:
         dataset: rows of any accepted format.
-        kind: kind of rows, see :data:`~alignment.data.formats.Kind`.
+        kind: kind of rows.
         tokenizer: a transformers tokenizer.
         limits: lengths in tokens.
         where: name of the data in messages, such as the file name.
@@ -142,35 +114,30 @@ def prepare(
         progress: whether to show a progress bar.
         strict: raise an error instead of dropping rows.
         method: name of the method in messages.
-        rules: which tokens contribute to the loss.
 
     Raises:
         DataError: a column is missing, a row is invalid, no rows are left, or (``strict``) rows would be dropped.
         OutputError: the folder cannot be written.
     """
-    column_map = mapped_columns(column_map, kind, dataset.column_names, where, rules)
-    dataset = arranged(dataset, column_map, kind, where, method, rules)
+    column_map = column_map or {}
+    dataset, others = arranged(dataset, column_map, kind, where, method)
     if len(dataset) == 0:
         raise DataError(f"{where}: contains no rows; pass a dataset with rows")
-    extra = extra_columns(dataset, column_map, kind)
-    target = cache_dir / cache_name(dataset, kind, tokenizer, limits, extra, rules)
+    target = cache_dir / cache_name(dataset, kind, tokenizer, limits, others)
     if target.is_dir():
-        _check_report(_read_report(target), kind, where, strict)
+        _check_report(DataReport.load(target), where, strict)
         return target
-    rows = RowTokenizer(tokenizer, whole=kind == "preference_margin")
-    mapper = RowMapper(rows, kind, limits, where, column_map, dataset.features, extra, rules)
-    work = cache_dir / f".{target.name.removeprefix(kind + '-')}.{uuid.uuid4().hex[:8]}"
+    rows = RowTokenizer(tokenizer, whole=kind.whole)
+    mapper = RowMapper(rows, kind, limits, where, column_map, dataset.features, others)
     try:
-        work.mkdir(parents=True)
-        _build(dataset, mapper, work, num_proc, progress, strict)
-        _publish(work, target)
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".", dir=cache_dir) as scratch:
+            _build(dataset, mapper, Path(scratch), target, num_proc, progress, strict)
     except OSError as error:
         raise OutputError(
             f"{cache_dir}: the tokenized data cannot be written: {one_line(error)}; free disk space or choose another "
             "folder"
         ) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return target
 
 
@@ -201,29 +168,19 @@ def load_prepared(path: Path) -> Prepared:
         dataset = datasets.load_from_disk(str(path / "data"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: the tokenized data cannot be read: {one_line(error)}; delete the folder") from error
-    return Prepared(dataset.remove_columns([*TRUNCATED]), _read_report(path), dataset.select_columns([*TRUNCATED]))
-
-
-def check_vocabulary(tokenizer: Any, vocab_size: int, model: str = "the model") -> None:
-    """Check that every token ID has an embedding. ``vocab_size`` is the number of embeddings of ``model``.
-
-    Raises:
-        ModelError: the tokenizer has more tokens than the model.
-    """
-    size = len(tokenizer)
-    if size > vocab_size:
-        raise ModelError(
-            f"the tokenizer has {size} tokens, but {model}'s vocab_size is {vocab_size}; "
-            f"use the model's own tokenizer, or resize the embeddings to {size} and save the model"
-        )
+    return Prepared(dataset, DataReport.load(path))
 
 
 def _build(
-    dataset: Dataset, mapper: RowMapper, work: Path, num_proc: int | None, progress: bool, strict: bool
+    dataset: Dataset,
+    mapper: RowMapper,
+    scratch: Path,
+    target: Path,
+    num_proc: int | None,
+    progress: bool,
+    strict: bool,
 ) -> None:
-    """Write the remaining rows and the report to ``work``."""
-    scratch = work / "scratch"
-    scratch.mkdir()
+    """Write the remaining rows and the report to ``target``, through a temporary folder."""
     with _progress_bars(progress):
         mapped = dataset.map(
             mapper,
@@ -235,60 +192,37 @@ def _build(
             num_proc=num_proc,
             cache_file_name=str(scratch / "rows.arrow"),
             load_from_cache_file=False,
-            new_fingerprint=work.name.split(".")[1],  # avoids pickling the tokenizer to compute one
+            new_fingerprint=target.name.rpartition("-")[2],  # avoids pickling the tokenizer to compute one
             desc="Tokenizing",
         )
     reasons = mapped.data.column("dropped").to_pylist()
-    keep = [index for index, reason in enumerate(reasons) if reason is None]
-    kept = mapped.select(keep)
-    report = _report(mapper.kind, reasons, kept)
-    _check_report(report, mapper.kind, mapper.where, strict)
+    kept = mapped.select([index for index, reason in enumerate(reasons) if reason is None])
+    dropped = dict(sorted(Counter(filter(None, reasons)).items()))
+    report = DataReport(rows_in=len(reasons), dropped=dropped, **counts(kept))
+    _check_report(report, mapper.where, strict)
+    made = scratch / "made"
     with _progress_bars(False):
-        kept.remove_columns("dropped").save_to_disk(str(work / "data"))
-    report.save(work / "report.json")
-    del mapped, kept
-    shutil.rmtree(scratch)
-
-
-def _report(kind: Kind, reasons: list[str | None], kept: Dataset) -> DataReport:
-    labels = kept["label"][:] if kind == "unpaired_preference" else []
-    return DataReport(
-        rows_in=len(reasons),
-        rows_out=len(kept),
-        dropped=dict(sorted(Counter(reason for reason in reasons if reason is not None).items())),
-        prompts_cut=sum(kept["prompt_cut"][:]),
-        completions_cut=sum(kept["completions_cut"][:]),
-        desirable=sum(labels),
-        undesirable=len(labels) - sum(labels),
-    )
-
-
-def _read_report(path: Path) -> DataReport:
+        kept.remove_columns("dropped").save_to_disk(str(made / "data"))
+    report.save(made)
     try:
-        return DataReport.load(path / "report.json")
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path}: its report.json cannot be read: {one_line(error)}; delete the folder") from error
+        made.rename(target)
+    except OSError:  # if another process was faster, its identical folder is used
+        if not target.is_dir():
+            raise
 
 
-def _check_report(report: DataReport, kind: Kind, where: str, strict: bool) -> None:
+def _check_report(report: DataReport, where: str, strict: bool) -> None:
     if not report.rows_out:
-        remedy = "increase max_length" + (", decrease max_new_tokens," if kind == "prompt_only" else "")
         rows = "the only row was" if report.rows_in == 1 else f"all {report.rows_in} rows were"
-        raise DataError(f"{where}: {rows} dropped ({report.drops()}); {remedy} or fix the rows")
+        raise DataError(
+            f"{where}: {rows} dropped ({report.drops()}); increase max_length (and decrease max_new_tokens if the "
+            "policy generates completions), or fix the rows"
+        )
     if strict and report.dropped:
         raise DataError(
             f"{where}: {sum(report.dropped.values())} of {report.rows_in} rows would be dropped ({report.drops()}); "
             "fix them, or set strict_data: false"
         )
-
-
-def _publish(work: Path, target: Path) -> None:
-    """Rename the finished folder. If another process was faster, its identical folder is used."""
-    try:
-        work.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
 
 
 @contextmanager

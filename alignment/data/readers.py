@@ -2,28 +2,30 @@
 
 The generic loaders convert strings that look like dates to timestamps, and ``"true"`` to ``true`` in a column that
 also has booleans. These readers keep every value as it is in the file and report errors with file and line. Columns of
-a single primitive type are stored with this type, all others as JSON.
+a single primitive type are stored with this type, all others as JSON: there, dates and times become ISO strings, and
+non-finite numbers, with which pandas represents missing values, become null.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from datetime import date, time
 from pathlib import Path
 from typing import Any, NoReturn
 
 from datasets import Features, Json, Value
 
-from alignment.config.errors import DataError, one_line, show, type_name
+from alignment.config.errors import DataError, one_line, show
 
-TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected")
-LABEL_COLUMN = "label"
-_PLAIN = {"text": "string", "bool": "bool", "int": "int64", "float": "float64"}
-_LABELS = {"true": True, "false": False}
+LABELS = {"true": True, "false": False}
+_PLAIN = {str: "string", bool: "bool", int: "int64", float: "float64"}
+_MARK = b"\xef\xbb\xbf"  # a byte order mark
 
-Placed = Iterator[tuple[str, dict[str, Any]]]  # ("FILE line 3", row)
+Placed = Iterator[tuple[str, dict[str, Any]]]  # ("FILE, line 3", row)
 
 
 def read_rows(path: Path) -> Placed:
@@ -33,151 +35,117 @@ def read_rows(path: Path) -> Placed:
         DataError: a line cannot be read, is not an object, or contains an unpaired surrogate.
     """
     try:
-        if path.suffix.lower() == ".csv":
-            yield from _csv_rows(path)
-        elif _is_json_list(path):
-            yield from _json_list_rows(path)
-        else:
-            yield from _json_line_rows(path)
+        yield from _csv_rows(path) if path.suffix.lower() == ".csv" else _json_rows(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {one_line(error)}") from error
 
 
-def infer_features(rows: Iterable[tuple[str, dict[str, Any]]]) -> Features:
-    """Infer a feature for each key: its primitive type if all rows have the same, otherwise JSON. Nulls are ignored.
+def infer_features(rows: Placed) -> Features:
+    """Infer a feature for each key: a primitive type if it holds the values of all rows, otherwise JSON."""
+    seen: dict[str, set[type]] = {}
+    for _, row in rows:
+        for key, value in row.items():
+            types = seen.setdefault(key, set())
+            if value is not None:
+                large = type(value) is int and not -(2**63) <= value < 2**63
+                types.add(object if large or type(value) not in _PLAIN else type(value))
+    return Features({key: _feature(types) for key, types in seen.items()})
+
+
+def _feature(types: set[type]) -> Any:
+    if types == {int, float}:  # NaN, with which pandas represents missing values, makes integers floats
+        types = {float}
+    plain = [_PLAIN.get(one) for one in types or {str}]
+    return Json() if plain[1:] or plain[0] is None else Value(plain[0])
+
+
+def encode(row: dict[str, Any], features: Features, place: str) -> dict[str, Any]:
+    """Encode a row for the dataset writer, without changing values: one entry per feature, JSON columns as strings.
 
     Raises:
-        DataError: a known column mixes a valid type with an invalid one, such as booleans and strings in label.
+        DataError: a value cannot be represented in JSON.
     """
-    seen: dict[str, dict[str, tuple[str, Any]]] = {}  # key → kind → first place and value
-    for place, row in rows:
-        for key, value in row.items():
-            kind = _kind(value)
-            if kind == "json" and key in TEXT_COLUMNS:
-                _check_contents(place, key, value)
-            kinds = seen.setdefault(key, {})
-            if kind not in kinds:
-                kinds[kind] = (place, value)
-    for key, kinds in seen.items():
-        _check_mixture(key, kinds)
-    return Features({key: _feature(set(kinds) - {"null"}) for key, kinds in seen.items()})
-
-
-def encode(row: dict[str, Any], features: Features) -> dict[str, Any]:
-    """Encode a row for the dataset writer, without changing values: one entry per feature, JSON columns as strings."""
-    out: dict[str, Any] = {}
-    for key, feature in features.items():
-        value = row.get(key)
-        out[key] = json.dumps(value, allow_nan=False) if isinstance(feature, Json) and value is not None else value
-    return out
+    out = {key: row.get(key) for key in features}
+    json_columns = (key for key, feature in features.items() if isinstance(feature, Json) and out[key] is not None)
+    return out | {key: json_text(key, out[key], place) for key in json_columns}
 
 
 def encoded_rows(paths: list[str], features: Features) -> Iterator[dict[str, Any]]:
     """Yield the encoded rows of several files, for ``Dataset.from_generator``."""
     for path in paths:
-        for _, row in read_rows(Path(path)):
-            yield encode(row, features)
+        for place, row in read_rows(Path(path)):
+            yield encode(row, features, place)
 
 
-def _kind(value: object) -> str:
-    if value is None:
-        return "null"
-    if type(value) is int and not -(2**63) <= value < 2**63:
-        return "json"
-    return {bool: "bool", int: "int", float: "float", str: "text"}.get(type(value), "json")
+def json_text(name: str, value: object, where: str) -> str:
+    """Encode the value in column ``name`` as JSON; ``where`` names its row in messages.
 
-
-def _feature(kinds: set[str]) -> Any:
-    if not kinds:
-        return Value("string")
-    return Value(_PLAIN[next(iter(kinds))]) if len(kinds) == 1 and kinds <= _PLAIN.keys() else Json()
-
-
-def _check_mixture(key: str, kinds: dict[str, tuple[str, Any]]) -> None:
-    """Report the first value of an invalid type in a column that also has values of a valid type."""
-    if key == LABEL_COLUMN:
-        right, wanted = {"bool"}, "true or false"
-    elif key in TEXT_COLUMNS:
-        right, wanted = {"text", "json"}, "a string or a list of messages"
-    else:
-        return
-    wrong = [kind for kind in kinds if kind not in right | {"null"}]
-    good = [kind for kind in kinds if kind in right]
-    if wrong and good:
-        place, value = kinds[wrong[0]]
+    Raises:
+        DataError: the value cannot be represented in JSON.
+    """
+    try:
+        return json.dumps(_finite(value), allow_nan=False, default=_iso_text)
+    except (TypeError, ValueError) as error:
         raise DataError(
-            f"{place}: {key} is {show(value)}, but other rows have {type_name(kinds[good[0]][1])}; expected {wanted}"
-        )
+            f"{where}: {name} is {show(value)}, which cannot be stored: {one_line(error)}; use values that JSON "
+            "supports (strings, numbers, lists, objects), or remove the column"
+        ) from error
 
 
-def _check_contents(place: str, key: str, value: object) -> None:
-    """Report a message whose content is a number or a boolean, which no method supports."""
-    for number, message in enumerate(value if isinstance(value, list) else []):
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, (bool, int, float)):
-            raise DataError(f"{place}: {key}[{number}].content is {show(content)}; expected a string")
+def _iso_text(value: object) -> str:
+    if isinstance(value, (date, time)):
+        return value.isoformat()
+    raise TypeError(f"a value of type {type(value).__name__} is not JSON")
 
 
-def _is_json_list(path: Path) -> bool:
+def _finite(value: Any) -> Any:
+    """Return the value with every non-finite number replaced with null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def _json_rows(path: Path) -> Placed:
+    """Yield the rows of a file with one object per line, or with a single list of objects."""
     with path.open("rb") as file:
-        for line in file:
-            text = line.removeprefix(b"\xef\xbb\xbf").strip()
-            if text:
-                return text.startswith(b"[")
-    return False
+        first = next((text for line in file if (text := line.removeprefix(_MARK).strip())), b"")
+        file.seek(0)
+        if first.startswith(b"["):
+            rows = (
+                (f"{path}, row {number}", row) for number, row in enumerate(_parsed(file.read(), path, 1), start=1)
+            )
+        else:
+            lines = ((number, text) for number, line in enumerate(file, start=1) if (text := line.strip()))
+            rows = ((f"{path}, line {number}", _parsed(text, path, number)) for number, text in lines)
+        for place, row in rows:
+            if not isinstance(row, dict):
+                raise DataError(f"{place}: the row is {show(row)}; expected an object with one entry per column")
+            yield place, row
 
 
-def _json_list_rows(path: Path) -> Placed:
-    data = path.read_bytes()
+def _parsed(data: bytes, path: Path, line: int) -> Any:
+    """Parse JSON that starts at a line of a file. Its strings can be encoded (an unpaired ``\\ud83d`` cannot)."""
     try:
-        rows = json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {error.lineno}: invalid JSON: {error.msg}; fix the file") from error
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}, line {line}: not UTF-8 text: {error.reason}; save the file as UTF-8") from error
-    except ValueError as error:
-        raise DataError(f"{path}: invalid JSON: {one_line(error)}") from error
-    for number, row in enumerate(rows, start=1):
-        yield _checked(f"{path}, row {number}", row, escapes=b"\\ud" in data.lower())
-
-
-def _json_line_rows(path: Path) -> Placed:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            place = f"{path}, line {number}"
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if line.strip():
-                yield _checked(place, _json_line(place, line), escapes=b"\\ud" in line.lower())
-
-
-def _json_line(place: str, line: bytes) -> object:
-    try:
-        return json.loads(line.decode("utf-8").rstrip(), parse_constant=_refuse_constant)
+        found = json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        if b"\\ud" in data.lower():
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
+        return found
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{place}: invalid JSON: {error.msg} (column {error.colno}); "
+            f"{path}, line {line + error.lineno - 1}: invalid JSON: {error.msg} (column {error.colno}); "
             "expected one object per line, or a single list of objects"
         ) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 text: {error.reason}; save the file as UTF-8") from error
+        line += data.count(b"\n", 0, error.start)
+        raise DataError(f"{path}, line {line}: not UTF-8 text: {error.reason}; save the file as UTF-8") from error
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{path}, line {line}: a string contains an unpaired surrogate (\\ud… escape); fix or remove it"
+        ) from error
     except ValueError as error:
-        raise DataError(f"{place}: invalid JSON: {one_line(error)}") from error
-
-
-def _checked(place: str, row: object, escapes: bool) -> tuple[str, dict[str, Any]]:
-    """Check that the row is an object whose strings can be encoded (an unpaired surrogate ``\\ud83d`` cannot)."""
-    if not isinstance(row, dict):
-        raise DataError(f"{place}: the row is {show(row)}; expected an object with one entry per column")
-    if escapes:
-        try:
-            json.dumps(row, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{place}: a string contains an unpaired surrogate (\\ud… escape); fix or remove it"
-            ) from error
-    return place, row
+        raise DataError(f"{path}, line {line}: invalid JSON: {one_line(error)}") from error
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -187,47 +155,33 @@ def _refuse_constant(name: str) -> NoReturn:
 def _csv_rows(path: Path) -> Placed:
     """Yield the rows of a CSV file. All cells are strings, except that ``label`` must be true or false."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default of 128 KiB is too small for long conversations
+    header: list[str] = []
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
-        header: list[str] | None = None
-        while True:
-            first = reader.line_num + 1
-            place = f"{path}, line {first}"
-            try:
-                cells = next(reader, None)
-            except csv.Error as error:
-                raise DataError(f"{place}: invalid CSV: {one_line(error)}") from error
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}: not UTF-8 text near line {first}: {error.reason}; save the file as UTF-8"
-                ) from error
-            if cells is None:
-                return
-            if not cells:
-                continue
-            if header is None:
-                header = _header(place, cells)
-            elif len(cells) != len(header):
-                raise DataError(
-                    f"{place}: the row has {len(cells)} cells, but the header has {len(header)}; quote cells with "
-                    "commas"
-                )
-            else:
-                yield place, _csv_row(place, header, cells)
-
-
-def _header(place: str, cells: list[str]) -> list[str]:
-    twice = [name for name in cells if cells.count(name) > 1]
-    if twice:
-        raise DataError(f"{place}: the header contains column {twice[0]!r} twice; rename one")
-    return cells
+        reader, line = csv.reader(file, strict=True), 1  # the line on which the next row starts
+        try:
+            for cells in reader:
+                place, line = f"{path}, line {line}", reader.line_num + 1
+                if header and cells:
+                    yield place, _csv_row(place, header, cells)
+                elif twice := [name for name in cells if cells.count(name) > 1]:
+                    raise DataError(f"{place}: the header contains column {twice[0]!r} twice; rename one")
+                header = header or cells
+        except csv.Error as error:
+            raise DataError(f"{path}, line {line}: invalid CSV: {one_line(error)}") from error
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path}: not UTF-8 text near line {line}: {error.reason}; save the file as UTF-8"
+            ) from error
 
 
 def _csv_row(place: str, header: list[str], cells: list[str]) -> dict[str, Any]:
-    row: dict[str, Any] = dict(zip(header, cells, strict=True))
-    if LABEL_COLUMN in row:
-        word = row[LABEL_COLUMN]
-        if word.strip().lower() not in _LABELS:
-            raise DataError(f"{place}: label is {show(word)}; expected true or false")
-        row[LABEL_COLUMN] = _LABELS[word.strip().lower()]
+    if len(cells) != len(header):
+        raise DataError(
+            f"{place}: the row has {len(cells)} cells, but the header has {len(header)}; quote cells with commas"
+        )
+    row: dict[str, Any] = dict(zip(header, cells))
+    if "label" in row:
+        if (word := row["label"].strip().lower()) not in LABELS:
+            raise DataError(f"{place}: label is {show(row['label'])}; expected true or false")
+        row["label"] = LABELS[word]
     return row

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from alignment.config.errors import counted
+from datasets import Dataset
+
+from alignment.config.errors import DataError, counted, one_line
 
 NOT_DRAWN = "not sampled (proportions of the mixture)"
 
@@ -43,49 +45,46 @@ class DataReport:
             parts.append(f"{sum(self.dropped.values())} dropped: {self.drops()}")
         parts.append(f"{self.prompts_cut} prompts and {self.completions_cut} completions truncated")
         if self.packs:
-            parts.append(self._packed())
+            full = self.pack_tokens / (self.packs * self.pack_length)
+            parts.append(f"{counted(self.packs, 'pack')} of up to {self.pack_length} tokens, {full:.0%} full")
+        if self.pack_left_out:
+            parts.append(f"{self.pack_left_out} sequences without completion tokens omitted")
         return ", ".join(parts)
-
-    def _packed(self) -> str:
-        full = self.pack_tokens / (self.packs * self.pack_length)
-        without = f", {self.pack_left_out} sequences without completion tokens omitted" if self.pack_left_out else ""
-        return f"{counted(self.packs, 'pack')} of up to {self.pack_length} tokens, {full:.0%} full{without}"
 
     def drops(self) -> str:
         """Return the reasons for dropped rows with their counts, most frequent first."""
         ordered = sorted(self.dropped.items(), key=lambda item: (-item[1], item[0]))
         return "; ".join(f"{count} × {reason}" for reason, count in ordered)
 
-    def save(self, path: Path) -> None:
-        """Write the report as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+    def save(self, folder: Path) -> None:
+        """Write the report to ``report.json``."""
+        (folder / "report.json").write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path) -> DataReport:
-        """Load a report written by :meth:`save`."""
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
+    def load(cls, folder: Path) -> DataReport:
+        """Load a report written by :meth:`save`.
 
-    def drawn(self, rows: int, desirable: int, prompts_cut: int, completions_cut: int) -> DataReport:
-        """Return the report after sampling ``rows`` rows for a mixture, with the counts of these rows."""
-        if rows == self.rows_out:
-            return self
-        labeled = bool(self.desirable + self.undesirable)
-        return replace(
-            self,
-            rows_out=rows,
-            dropped={**self.dropped, NOT_DRAWN: self.rows_out - rows},
-            prompts_cut=prompts_cut,
-            completions_cut=completions_cut,
-            desirable=desirable if labeled else 0,
-            undesirable=rows - desirable if labeled else 0,
-        )
+        Raises:
+            DataError: the file is missing or damaged.
+        """
+        try:
+            return cls(**json.loads((folder / "report.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(
+                f"{folder}: its report.json cannot be read: {one_line(error)}; delete the folder"
+            ) from error
+
+
+def counts(rows: Dataset) -> dict[str, int]:
+    """Return what a report counts in tokenized rows."""
+    labels = rows["label"][:] if "label" in rows.column_names else []
+    cut = {"prompts_cut": sum(rows["prompt_cut"][:]), "completions_cut": sum(rows["completions_cut"][:])}
+    return {"rows_out": len(rows), **cut, "desirable": sum(labels), "undesirable": len(labels) - sum(labels)}
 
 
 def joined(reports: Sequence[DataReport]) -> DataReport:
     """Combine the reports of several datasets."""
-    dropped: Counter[str] = Counter()
-    for report in reports:
-        dropped.update(report.dropped)
+    dropped = sum((Counter(report.dropped) for report in reports), Counter[str]())
     names = ("rows_in", "rows_out", "prompts_cut", "completions_cut", "desirable", "undesirable")
     sums = {name: sum(getattr(report, name) for report in reports) for name in names}
     return DataReport(dropped=dict(sorted(dropped.items())), **sums)

@@ -1,14 +1,16 @@
 """Load a file, folder, Hub name, Python object or stream into a ``datasets.Dataset``.
 
 JSON, JSON Lines and CSV files are read by ``readers``; Parquet and Arrow files, saved datasets and Hub datasets by the
-``datasets`` library. The columns are interpreted in ``formats``.
+``datasets`` library. The columns are interpreted by a kind of rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+import pickle
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,11 +20,10 @@ import datasets
 from datasets import Dataset, Features, IterableDataset
 
 from alignment.config.errors import DataError, listing, one_line, show
-from alignment.config.options_data import COLUMNS
-from alignment.data.columns import PROMPT_COLUMNS, check_no_images
-from alignment.data.json_columns import foreign_columns, json_object, storable, storable_rows, tell_left_out
-from alignment.data.readers import encode, encoded_rows, infer_features, read_rows
-from alignment.internals.datasets import cause_of, data_files_by_split, slices, was_saved
+from alignment.data.columns import check_no_images, foreign_columns
+from alignment.data.readers import Placed, encode, encoded_rows, infer_features, read_rows
+from alignment.internals.datasets import cache_folder, cause_of, data_files_by_split, slices, was_saved
+from alignment.reporting.durable import write_json
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 _EXACT = (".json", ".jsonl", ".csv")
@@ -53,7 +54,9 @@ def load_split(name: str, config: str | None, split: str) -> Dataset:
     elif name.startswith((".", "/", "~")) or path.suffix.lower() in SUFFIXES:
         raise DataError(f"{name}: file or folder does not exist; set dataset_name to an existing one")
     else:
-        dataset = _load_hub(name, config, split)
+        label = f"dataset {name}" + (f" (config {config})" if config else "") + f", split {split}"
+        remedy = "; set dataset_name to a file, a folder or a Hub name"
+        dataset = _guarded(label, lambda: datasets.load_dataset(name, config, split=split), remedy)
     if len(dataset) == 0:
         raise DataError(f"{name} (split {split}): contains no rows; choose a file or split with rows")
     return dataset
@@ -67,10 +70,8 @@ def take(dataset: Dataset, n: int | None) -> Dataset:
 def dataset_from_python(value: object) -> Dataset:
     """Return a dataset passed by the user: a ``Dataset``, or a list of dictionaries, which keep their types.
 
-    Unused columns of a list that cannot be represented in JSON are dropped with a warning.
-
     Raises:
-        DataError: ``value`` is a dictionary of splits, an empty list, or of another type.
+        DataError: ``value`` is a dictionary of splits, an empty list, or of another type, or it cannot be stored.
     """
     if isinstance(value, Dataset):
         return value
@@ -81,23 +82,83 @@ def dataset_from_python(value: object) -> Dataset:
         raise DataError(f"dataset is of type {type(value).__name__}; expected a datasets.Dataset or a list of dicts")
     if not value:
         raise DataError("dataset is an empty list; pass at least one row")
-    for number, row in enumerate(value, start=1):
-        if not isinstance(row, dict) or not all(isinstance(key, str) for key in row):
-            raise DataError(
-                f"dataset, row {number}: the row is {show(row)}; expected a dict of column names to values"
-            )
-    features = infer_features((f"dataset, row {number}", row) for number, row in enumerate(value, start=1))
+    rows = list(_checked_rows(value, None, "dataset"))
+    features = infer_features(iter(rows))
     if not features:
         raise DataError("the rows of the dataset have no columns; pass dicts with prompt, completion, label, …")
+    encoded = [encode(row, features, place) for place, row in rows]
     try:
-        further = [name for name in features if name not in COLUMNS]
-        value, features = storable_rows(value, features, further, "dataset")
-        rows = [encode(row, features) for row in value]
-        return Dataset.from_dict({key: [row[key] for row in rows] for key in features}, features=features)
+        return Dataset.from_dict({key: [row[key] for row in encoded] for key in features}, features=features)
     except (TypeError, ValueError) as error:
         raise DataError(
             f"dataset is a list that cannot be stored: {one_line(error)}; use values that JSON supports"
         ) from error
+
+
+def from_stream(
+    stream: IterableDataset, rows: int | None, columns: Collection[str] | None, where: str, folder: Path
+) -> Dataset:
+    """Create a dataset of (up to) the first ``rows`` rows of a stream, without holding all of them in memory.
+
+    Args:
+        stream: the stream, which is read once from its start.
+        rows: number of rows; None for all.
+        columns: the columns to keep; None for all.
+        where: name of the data in messages.
+        folder: folder for a temporary file.
+
+    Raises:
+        DataError: the stream has no rows, fails, or has values in a used column that JSON does not support.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if columns is None and stream.features is not None:  # before reading, because images would be decoded
+        stream = stream.remove_columns(foreign_columns(stream.features))
+    given = _streamed(islice(stream.with_format(None), rows), where)
+    with TemporaryDirectory(prefix=".stream-", dir=folder) as scratch:
+        path = Path(scratch) / "rows"
+        features = infer_features(_spooled(_checked_rows(given, columns, where), path))
+        if not features:
+            raise DataError(f"{where}: the stream has no rows with usable columns; pass another stream")
+        kwargs, fingerprint = {"path": str(path), "features": features}, file_hash(path).hex()
+        return _guarded(
+            where,
+            lambda: Dataset.from_generator(_read, features=features, gen_kwargs=kwargs, fingerprint=fingerprint),
+        )
+
+
+def _streamed(rows: Iterable[Any], where: str) -> Iterator[Any]:
+    number = 0
+    try:
+        for row in rows:
+            number += 1
+            yield row
+    except Exception as error:  # any error of the user's generator or the network
+        raise DataError(f"{where}: the stream failed after row {number}: {one_line(error)}") from error
+
+
+def _checked_rows(rows: Iterable[Any], columns: Collection[str] | None, where: str) -> Placed:
+    """Yield rows, restricted to ``columns``, with the place of each."""
+    for number, row in enumerate(rows, start=1):
+        place = f"{where}, row {number}"
+        if not isinstance(row, dict) or not all(isinstance(key, str) for key in row):
+            raise DataError(f"{place}: the row is {show(row)}; expected a dict of column names to values")
+        check_no_images(row, place)
+        yield place, {name: value for name, value in row.items() if columns is None or name in columns}
+
+
+def _spooled(rows: Placed, path: Path) -> Placed:
+    """Write rows to ``path`` as they arrive."""
+    with path.open("wb") as file:
+        for placed in rows:
+            pickle.dump(placed, file)
+            yield placed
+
+
+def _read(path: str, features: Features) -> Iterator[dict[str, Any]]:
+    with open(path, "rb") as file, contextlib.suppress(EOFError):
+        while True:
+            place, row = pickle.load(file)
+            yield encode(row, features, place)
 
 
 def _select(name: str, parts: dict[str, Any], split: str) -> Dataset:
@@ -136,20 +197,21 @@ def _load_part(name: str, part: Part) -> Dataset:
 
 
 def _read_exactly(name: str, paths: list[Path]) -> Dataset:
-    """Read files in two passes, the first one to infer types and find errors. The result is cached by file content."""
-    features = infer_features(placed for path in paths for placed in read_rows(path))
-    if not features:
-        raise DataError(f"{name}: contains no rows; choose a file with rows")
+    """Read files once to infer types and find errors, and once to store them; never again with the same content."""
     digest = hashlib.blake2b(str(_READER_VERSION).encode(), digest_size=16)
     for path in paths:
         digest.update(path.suffix.lower().encode())
         digest.update(file_hash(path))
-    return Dataset.from_generator(
-        encoded_rows,
-        features=features,
-        gen_kwargs={"paths": [str(path) for path in paths], "features": features},
-        fingerprint=digest.hexdigest(),
-    )
+    key = digest.hexdigest()
+    memory = cache_folder() / "deepspeed-alignment" / "columns" / f"{key}.json"
+    if not memory.exists():
+        found = infer_features(placed for path in paths for placed in read_rows(path))
+        if not found:
+            raise DataError(f"{name}: contains no rows; choose a file with rows")
+        write_json(memory, found.to_dict())
+    features = Features.from_dict(json.loads(memory.read_text(encoding="utf-8")))
+    kwargs = {"paths": [str(path) for path in paths], "features": features}
+    return Dataset.from_generator(encoded_rows, features=features, gen_kwargs=kwargs, fingerprint=key)
 
 
 def file_hash(path: Path) -> bytes:
@@ -177,88 +239,14 @@ def _folder_parts(folder: Path) -> dict[str, Any]:
     return {split: names for split, names in parts.items() if names}
 
 
-def _guarded(name: str, load: Callable[[], Any]) -> Any:
-    """Run a loader, and convert any error caused by a corrupt file to a DataError that names the file."""
+def _guarded(name: str, load: Callable[[], Any], remedy: str = "") -> Any:
+    """Run a loader, and convert any error to a DataError that names the data."""
     try:
         return load()
     except DataError:
         raise
-    except Exception as error:  # the library raises many classes for corrupt files
+    except Exception as error:  # the library raises many classes for corrupt files, and for the Hub
         cause = cause_of(error)
         if isinstance(cause, DataError):
             raise cause from error
-        raise DataError(f"{name}: cannot be read: {one_line(cause or error)}") from error
-
-
-def _load_hub(name: str, config: str | None, split: str) -> Dataset:
-    label = f"dataset {name}" + (f" (config {config})" if config else "") + f", split {split}"
-    try:
-        return datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # network, name, config and split errors all have their own classes
-        raise DataError(
-            f"{label}: cannot be loaded: {one_line(error)}; set dataset_name to a file, a folder or a Hub name"
-        ) from error
-
-
-def from_stream(
-    stream: IterableDataset, rows: int | None, columns: Iterable[str] | None, where: str, folder: Path
-) -> Dataset:
-    """Create a dataset of (up to) the first ``rows`` rows of a stream, without holding all of them in memory.
-
-    Args:
-        stream: the stream, which is read once from its start.
-        rows: number of rows; None for all.
-        columns: the columns to keep; None for the prompt columns and all others that can be represented in JSON, with
-            dates and times as ISO strings.
-        where: name of the data in messages.
-        folder: folder for a temporary file.
-
-    Raises:
-        DataError: the stream has no rows, fails, or has values in a used column that JSON does not support.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".stream-", dir=folder) as scratch:
-        path = Path(scratch) / "rows.jsonl"
-        left_out: set[str] = set()
-        if columns is None and stream.features is not None:  # before reading, because images would be decoded
-            left_out.update(foreign_columns(stream.features))
-            stream = stream.remove_columns([*left_out])
-        wanted = None if columns is None else set(columns)
-        found = infer_features(_spooled(stream, rows, wanted, where, path, left_out))
-        tell_left_out(left_out, where)
-        features = Features({name: feature for name, feature in found.items() if name not in left_out})
-        if not features:
-            raise DataError(f"{where}: the stream has no rows with usable columns; pass another stream")
-        given = {"path": str(path), "features": features}
-        return Dataset.from_generator(_read, features=features, gen_kwargs=given, fingerprint=file_hash(path).hex())
-
-
-def _spooled(
-    stream: IterableDataset, rows: int | None, columns: set[str] | None, where: str, path: Path, left_out: set[str]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Write the rows to ``path`` as they arrive, and yield each with its location for messages.
-
-    Columns that cannot be represented in JSON are added to ``left_out``.
-    """
-    number = 0
-    with path.open("w", encoding="utf-8") as file:
-        try:
-            for number, row in enumerate(islice(stream.with_format(None), rows), start=1):
-                place = f"{where}, row {number}"
-                check_no_images(row, place)
-                if columns is None:
-                    kept = storable(row, row.keys() - PROMPT_COLUMNS, place, left_out)
-                else:
-                    kept = {name: value for name, value in row.items() if name in columns}
-                file.write(json_object(kept, place, dates=columns is None) + "\n")
-                yield place, kept
-        except DataError:
-            raise
-        except Exception as error:  # any error of the user's generator or the network
-            raise DataError(f"{where}: the stream failed after row {number}: {one_line(error)}") from error
-
-
-def _read(path: str, features: Features) -> Iterator[dict[str, Any]]:
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            yield encode(json.loads(line), features)
+        raise DataError(f"{name}: cannot be read: {one_line(cause or error)}{remedy}") from error

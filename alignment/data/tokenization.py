@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 from alignment.config.errors import DataError, did_you_mean, listing, one_line, show
-from alignment.data.formats import Text
-from alignment.data.messages import ROLES, Message
+from alignment.data.messages import ROLES, Message, Text
 
 logger = logging.getLogger(__name__)
 
@@ -25,20 +24,32 @@ _MARK = "alignment-marks-this-place"  # replaces a message's content to find its
 
 @dataclass(frozen=True)
 class Source:
-    """A prompt with its completions, if any: all strings, or all messages. ``place`` names the row in errors."""
+    """A row as text: a prompt with its completions, if any, which are all strings or all messages.
+
+    Attributes:
+        prompt, completions: the texts.
+        place: name of the row in errors.
+        template: variables for the chat template, such as ``tools``.
+        further: what a kind of rows has beside texts, such as labels.
+    """
 
     prompt: Text
     completions: tuple[Text, ...]
     place: str
-    template: Mapping[str, Any]
+    template: Mapping[str, Any] = field(default_factory=dict)
+    further: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token IDs. The prompt is empty only if the row must be dropped because there is no context token."""
+    """A row as token IDs, with what it has beside them: see :class:`Source`.
+
+    The prompt is empty only if the row must be dropped because there is no context token.
+    """
 
     prompt: list[int]
     completions: list[list[int]]
+    further: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RowTokenizer:
@@ -66,7 +77,6 @@ class RowTokenizer:
         self._added = {i: (token.content, token.special) for i, token in tokenizer.added_tokens_decoder.items()}
         self._special = {i for i, (_, special) in self._added.items() if special} | set(tokenizer.all_special_ids)
         self._special.discard(getattr(tokenizer, "unk_token_id", None))  # represents text and does not end a turn
-        self._blank: dict[int, bool] = {}
         self._roles, self._distinguishes = set(ROLES), False
         if self.eos is None:
             logger.warning(
@@ -80,12 +90,9 @@ class RowTokenizer:
             DataError: a row is conversational but there is no chat template, or the template fails, renders every
                 row alike or does not know a role.
         """
-        texts = [self._chat_texts(source) if _is_chat(source) else _plain_texts(source) for source in sources]
-        flat = [text for group in texts for text in group]
-        ids = iter(self.ids(flat))
-        return [
-            self._assemble(source, [next(ids) for _ in group]) for source, group in zip(sources, texts, strict=True)
-        ]
+        texts = [self._texts(source) for source in sources]
+        ids = iter(self.ids([text for group in texts for text in group]))
+        return [self._assemble(source, list(islice(ids, len(group)))) for source, group in zip(sources, texts)]
 
     def head_length(self, prompt: list[int]) -> int:
         """Return the number of leading special tokens of a prompt, such as BOS."""
@@ -101,16 +108,15 @@ class RowTokenizer:
         return [list(ids) for ids in batch["input_ids"]]
 
     def _assemble(self, source: Source, ids: list[list[int]]) -> Encoded:
-        chat = _is_chat(source)
-        if not chat:
-            ids = [self._with_leading(text) for text in ids]
-        prompt, *fulls = ids
-        if chat and not self.whole:
-            fulls = [self._end_turn(full, text) for full, text in zip(fulls, source.completions, strict=True)]
-        elif not chat:
+        if isinstance(source.prompt, str):
+            prompt, *fulls = [self._with_leading(text) for text in ids]
             fulls = [self._end_text(full) for full in fulls]
+        else:
+            prompt, *fulls = ids
+            if not self.whole:
+                fulls = [self._end_turn(full, text) for full, text in zip(fulls, source.completions, strict=True)]
         border = common_length(prompt, fulls)
-        return self.with_context(prompt[:border], [full[border:] for full in fulls])
+        return self.with_context(Encoded(prompt[:border], [full[border:] for full in fulls], source.further))
 
     def _with_leading(self, ids: list[int]) -> list[int]:
         """Ensure exactly one set of leading special tokens, even if the text itself starts with them or with BOS."""
@@ -175,28 +181,29 @@ class RowTokenizer:
         return bool(content) and not said.rstrip().endswith(content)
 
     def _is_blank(self, token: int) -> bool:
-        if token not in self._blank:
-            known = token in self._added or token in self._special
-            self._blank[token] = not known and not self.tokenizer.decode([token]).strip()
-        return self._blank[token]
+        known = token in self._added or token in self._special
+        return not known and not self.tokenizer.decode([token]).strip()
 
-    def with_context(self, prompt: list[int], completions: list[list[int]]) -> Encoded:
+    def with_context(self, row: Encoded) -> Encoded:
         """Add a context token if the prompt is empty, or use the common first token of the completions as context."""
-        if prompt or self.whole or not all(completions):
-            return Encoded(prompt, completions)
-        if len({completion[0] for completion in completions}) == 1:
-            return Encoded(completions[0][:1], [completion[1:] for completion in completions])
+        if row.prompt or self.whole or not all(row.completions):
+            return row
+        if len({completion[0] for completion in row.completions}) == 1:
+            first, rest = row.completions[0][:1], [completion[1:] for completion in row.completions]
+            return replace(row, prompt=first, completions=rest)
         context = self.bos if self.bos is not None else self.eos
-        return Encoded([] if context is None else [context], completions)
+        return row if context is None else replace(row, prompt=[context])
 
-    def _chat_texts(self, source: Source) -> list[str]:
+    def _texts(self, source: Source) -> list[str]:
         """Return the rendered prompt, followed by the rendered prompt + completion of every completion."""
+        if isinstance(source.prompt, str):
+            return [source.prompt, *(source.prompt + str(completion) for completion in source.completions)]
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"{source.place}: the row is conversational, but tokenizer {self.name} has no chat template; "
                 "set tokenizer.chat_template, use an instruct model, or use rows with strings"
             )
-        prompt: list[Any] = list(source.prompt)
+        prompt: list[Any] = source.prompt
         for messages in (prompt, *source.completions):
             self._check_roles(messages, source.place)
         self._check_template([*prompt, *(source.completions[0] if source.completions else ())], source)
@@ -246,23 +253,19 @@ class RowTokenizer:
 
     def render(self, messages: list[Message], source: Source, **options: bool) -> str:
         """Render messages. Null content is omitted, or replaced with an empty string if the template requires it."""
-        if all(message["content"] is not None for message in messages):
-            return self._applied(messages, source, options)
-        try:
+        forms = [messages]
+        if any(message["content"] is None for message in messages):
             without = [{key: value for key, value in message.items() if value is not None} for message in messages]
-            return self._applied(without, source, options)
-        except DataError:
-            filled = [{**message, "content": message["content"] or ""} for message in messages]
-            return self._applied(filled, source, options)
-
-    def _applied(self, messages: list[Message], source: Source, options: Mapping[str, bool]) -> str:
-        try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **{**source.template, **options}))
-        except Exception as error:  # a template is user code and may raise anything
-            raise DataError(
-                f"{source.place}: the chat template of tokenizer {self.name} failed: {one_line(error)}; "
-                "fix the roles and contents of the row, or the template"
-            ) from error
+            forms = [without, [{**message, "content": message["content"] or ""} for message in messages]]
+        for form in forms:
+            try:
+                return str(self.tokenizer.apply_chat_template(form, tokenize=False, **{**source.template, **options}))
+            except Exception as error:  # a template is user code and may raise anything
+                failure = error
+        raise DataError(
+            f"{source.place}: the chat template of tokenizer {self.name} failed: {one_line(failure)}; "
+            "fix the roles and contents of the row, or the template"
+        ) from failure
 
 
 def leading_specials(tokenizer: Any) -> list[int]:
@@ -274,15 +277,6 @@ def leading_specials(tokenizer: Any) -> list[int]:
             if whole[start : start + len(body)] == body:
                 return whole[:start]
     return []
-
-
-def _is_chat(source: Source) -> bool:
-    return not isinstance(source.prompt, str)
-
-
-def _plain_texts(source: Source) -> list[str]:
-    prompt = str(source.prompt)
-    return [prompt, *(prompt + str(completion) for completion in source.completions)]
 
 
 def common_length(prompt: list[int], fulls: list[list[int]]) -> int:

@@ -30,22 +30,16 @@ def transferred(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]
         return list(tensors)
     if device.type == "meta":  # nothing to copy
         return [tensor.to(device) for tensor in tensors]
-    starts, size = _layout(away)
+    starts, size = [], 0  # in bytes
+    for tensor in away:
+        starts.append(size)
+        size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
     packed = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     for start, tensor in zip(starts, away, strict=True):
         _view(packed, start, tensor).copy_(tensor)
     there = packed.to(device, non_blocking=True)
     arrived = (_view(there, start, tensor) for start, tensor in zip(starts, away, strict=True))
     return [tensor if tensor.device == device else next(arrived) for tensor in tensors]
-
-
-def _layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Return the offset of each tensor and the total size, in bytes."""
-    starts, end = [], 0
-    for tensor in tensors:
-        starts.append(end)
-        end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-    return starts, end
 
 
 def _view(packed: Tensor, start: int, like: Tensor) -> Tensor:

@@ -5,25 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from alignment.config.errors import OptionError, counted
-
 EMPTY = "the completion is empty"
 NO_ROOM = "no space left for the completion (the prompt fills max_length)"
 NO_CONTEXT = "no context before the completion (empty prompt, and the tokenizer has no BOS or EOS token)"
-NO_START = "no tokens to start from (empty prompt, and the tokenizer has no BOS or EOS token)"
-TRUNCATION_MODES = ("keep_end", "keep_start")
+IDENTICAL = "chosen and rejected are identical"
+CUT_ALIKE = "chosen and rejected are identical after truncation"
 PROMPT_LENGTH = 512  # tokens of the prompt that are kept in a row longer than max_length
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Lengths in tokens, None for no limit. ``truncation_mode`` selects the end of a long prompt to keep.
+    """Lengths of at least 1 token, None for no limit. ``truncation_mode`` selects the end of a long prompt to keep.
 
     Without ``max_prompt_length``, ``shorten_prompts`` cuts the prompt of a row that is longer than ``max_length``: to
     512 tokens, or to half of ``max_length`` if that is 512 or less.
-
-    Raises:
-        OptionError: a length below 1, or an unknown mode.
     """
 
     max_length: int | None = None
@@ -32,21 +27,13 @@ class Limits:
     truncation_mode: str = "keep_end"
     shorten_prompts: bool = False
 
-    def __post_init__(self) -> None:
-        for key in ("max_length", "max_prompt_length", "max_completion_length"):
-            value = getattr(self, key)
-            if value is not None and (type(value) is not int or value < 1):
-                raise OptionError(f"{key}={value!r}: expected an integer of at least 1, or null for no limit")
-        if self.truncation_mode not in TRUNCATION_MODES:
-            raise OptionError(f"truncation_mode={self.truncation_mode!r}: expected keep_end or keep_start")
-
 
 @dataclass(frozen=True)
 class Fitted:
     """A prompt and its completions, truncated to the limits.
 
     ``reasons[i]`` is None, or the reason why completion i cannot be used (it is then empty); ``cut[i]`` tells whether
-    it was truncated. For a prompt without completions, ``reasons[0]`` is None or the reason why it cannot be used.
+    it was truncated.
     """
 
     prompt: list[int]
@@ -67,9 +54,16 @@ def fit(prompt: list[int], completions: Sequence[list[int]], limits: Limits, hea
         alone: whether completions are allowed without a prompt.
     """
     limited = [completion[: limits.max_completion_length] for completion in completions]
-    longest = max(map(len, limited), default=0)
-    kept = _cut_prompt(prompt, _prompt_limit(len(prompt) + longest, limits), limits.truncation_mode, head)
-    room = longest if limits.max_length is None else limits.max_length - len(kept)
+    longest, most, whole = max(map(len, limited), default=0), limits.max_prompt_length, limits.max_length
+    if most is None and limits.shorten_prompts and whole is not None and len(prompt) + longest > whole:
+        most = PROMPT_LENGTH if whole > PROMPT_LENGTH else whole // 2
+    kept = prompt
+    if most is not None and len(prompt) > most:
+        if limits.truncation_mode == "keep_start" or most <= head:
+            kept = prompt[:most]
+        else:
+            kept = prompt[:head] + prompt[len(prompt) - (most - head) :]
+    room = longest if whole is None else whole - len(kept)
     fitted: list[list[int]] = []
     reasons: list[str | None] = []
     for completion in limited:
@@ -78,29 +72,3 @@ def fit(prompt: list[int], completions: Sequence[list[int]], limits: Limits, hea
         reasons.append(reason)
     cut = [not reason and len(new) < len(old) for new, old, reason in zip(fitted, completions, reasons, strict=True)]
     return Fitted(kept, len(kept) < len(prompt), fitted, cut, reasons)
-
-
-def fit_prompt(prompt: list[int], limits: Limits) -> Fitted:
-    """Check a prompt without completions. It is never truncated: a prompt that is too long is dropped."""
-    most, reason = limits.max_prompt_length, None
-    if not prompt:
-        reason = NO_START
-    elif most is not None and len(prompt) > most:
-        reason = f"prompt longer than {counted(most, 'token')}"
-    return Fitted(prompt, False, [], [], [reason])
-
-
-def _prompt_limit(row: int, limits: Limits) -> int | None:
-    """Return the maximum length of the prompt of a row of ``row`` tokens."""
-    most = limits.max_length
-    if limits.max_prompt_length is not None or not limits.shorten_prompts or most is None or row <= most:
-        return limits.max_prompt_length
-    return PROMPT_LENGTH if most > PROMPT_LENGTH else most // 2
-
-
-def _cut_prompt(prompt: list[int], most: int | None, mode: str, head: int) -> list[int]:
-    if most is None or len(prompt) <= most:
-        return prompt
-    if mode == "keep_start" or most <= head:
-        return prompt[:most]
-    return prompt[:head] + prompt[len(prompt) - (most - head) :]

@@ -177,7 +177,7 @@ def plan_window(
         group = order[start : start + per_rank * world_size]
         start += len(group)
         shares = [group[rank::world_size] for rank in range(world_size)]
-        micro_batches.append(tuple(MicroBatch(_ids(rows[s]), _ids(partners[s])) for s in shares))
+        micro_batches.append(tuple(MicroBatch(tuple(rows[s].tolist()), tuple(partners[s].tolist())) for s in shares))
         longest.append(max(int(table.targets[rows[s]].sum()) for s in shares))
         longest_mismatched.append(max(int(mismatched[s].sum()) for s in shares))
     counts = WindowCounts(
@@ -188,10 +188,6 @@ def plan_window(
         sequence_tokens=int((table.prompt[rows, None] + table.completions[rows]).sum()),
     )
     return WindowPlan(epoch, step, tuple(micro_batches), tuple(longest), tuple(longest_mismatched), counts)
-
-
-def _ids(rows: Rows) -> tuple[int, ...]:
-    return tuple(int(row) for row in rows)
 
 
 class WindowSampler:
@@ -267,15 +263,9 @@ class WindowSampler:
             assert self.table.prompt_key is not None
             local = derangement(self.table.prompt_key[rows], self._rng(_PARTNERS, epoch, step))
             partners = np.where(local >= 0, rows[local], -1)
+        ranks, size, tokens = self.world_size, self.batch_size, self.max_tokens
         return plan_window(
-            self.table,
-            rows,
-            partners,
-            world_size=self.world_size,
-            batch_size=self.batch_size,
-            max_tokens=self.max_tokens,
-            epoch=epoch,
-            step=step,
+            self.table, rows, partners, world_size=ranks, batch_size=size, max_tokens=tokens, epoch=epoch, step=step
         )
 
     def advance(self) -> None:
@@ -286,15 +276,9 @@ class WindowSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run: the next window."""
-        return {
-            "epoch": self.epoch,
-            "step": self.step,
-            "seed": self.seed,
-            "rows": len(self.table),
-            "window": self.window,
-            "stratify": self.stratify,
-            "partners": "of the window" if self.partners is None else "of the whole set",
-        }
+        names = ("epoch", "step", "seed", "window", "stratify")
+        partners = "of the window" if self.partners is None else "of the whole set"
+        return {name: getattr(self, name) for name in names} | {"rows": len(self.table), "partners": partners}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved position.
@@ -331,17 +315,16 @@ def set_partners(table: RowTable, seed: int, draw: bool) -> Rows:
 def row_table(dataset: Dataset, completions: Sequence[str], max_length: int | None) -> RowTable:
     """Read lengths, labels and prompt keys of a tokenized dataset from Arrow, without decoding the tokens."""
     further = (name for name in ("label", "prompt_key", "scored") if name in dataset.column_names)
-    wanted = ["prompt_ids", *completions, *further]
-    pieces: dict[str, list[np.ndarray]] = {name: [] for name in wanted}
+    pieces: dict[str, list[np.ndarray]] = {name: [] for name in ("prompt_ids", *completions, *further)}
     # In pieces, because a dataset with sampled rows copies the rows that are read.
     for table in dataset.with_format("arrow").iter(_PIECE):
         for name, arrays in pieces.items():
             column = table[name]
             if name == "scored":
-                arrays.append(_scored(column, pc.list_value_length(table[completions[0]]).to_numpy()))
-                continue
-            lengths = pc.list_value_length(column) if name.endswith("_ids") else column
-            arrays.append(lengths.to_numpy())
+                found = _scored(column, pc.list_value_length(table[completions[0]]).to_numpy())
+            else:
+                found = (pc.list_value_length(column) if name.endswith("_ids") else column).to_numpy()
+            arrays.append(found)
     columns = {name: np.concatenate(arrays) for name, arrays in pieces.items()}
     tokens = np.array([columns[name] for name in completions], dtype=np.int64)  # empty for prompts without completions
     scored = columns.get("scored")

@@ -105,8 +105,7 @@ class ScoringEngine:
         """
         # If weights are gathered for each pass, every rank must make the same number of passes.
         blocks = () if self.partitioned else batch.blocks
-        mask = batch.attention_mask if self.scorer.reads_mask else None
-        output = self.engine(batch.input_ids, mask, batch.positions, batch.targets, batch.longest, stats, blocks)
+        output = self.engine(batch.inputs, batch.positions, batch.targets, batch.longest, stats, blocks)
         zeros = output.scores.new_zeros(batch.lengths.shape[0])
         scores, *measured = (
             zeros.index_add(0, batch.segments, part) for part in (output.scores, *(output.stats or ()))

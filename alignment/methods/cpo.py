@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from alignment.data.batching import Batch, Collate, PreferenceBatch, collate_preference
+from alignment.data.batching import Batch
+from alignment.data.kinds.pairs import PAIRS, PreferenceBatch
 from alignment.data.report import DataReport
 from alignment.data.shown.rows import Columns, as_labeled_pairs
 from alignment.engines.scoring import SequenceOutput
@@ -20,14 +21,9 @@ from alignment.training.trainer import AlignmentTrainer
 class CPOMethod(Method[PreferenceBatch]):
     """Scores both completions of every pair in one forward pass; averages the NLL over the window's chosen tokens."""
 
-    kind = "preference"
-    completions = ("chosen_ids", "rejected_ids")
+    kind = PAIRS
     metrics = (*REWARDS, *sides("logps", "logits"), "nll_loss", "entropy")
     options: CPOConfig
-
-    @property
-    def collate(self) -> Collate:
-        return collate_preference
 
     def shown(self, rows: Columns) -> dict[str, list[Any]]:
         return as_labeled_pairs(rows)

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from alignment.data.batching import Batch, Collate, PreferenceBatch, collate_preference
+from alignment.data.batching import Batch
+from alignment.data.kinds.pairs import PAIRS, PreferenceBatch
 from alignment.data.report import DataReport
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.dpo_options import DPOConfig
@@ -22,14 +23,9 @@ from alignment.training.trainer import AlignmentTrainer
 class DPOMethod(Method[PreferenceBatch]):
     """Scores both completions of every pair with the reference in one pass, then with the policy."""
 
-    kind = "preference"
-    completions = ("chosen_ids", "rejected_ids")
+    kind = PAIRS
     metrics = (*REWARDS, *sides("logps", "logits"), "entropy")
     options: DPOConfig
-
-    @property
-    def collate(self) -> Collate:
-        return collate_preference
 
     @property
     def needs_reference(self) -> bool:

@@ -7,7 +7,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from alignment.data.batching import Batch, Collate, UnpairedBatch, collate_unpaired
+from alignment.data.batching import Batch
+from alignment.data.kinds.unpaired import UNPAIRED, UnpairedBatch
 from alignment.data.report import DataReport
 from alignment.data.windows import WindowCounts
 from alignment.engines.collectives import sum_over_ranks
@@ -37,17 +38,12 @@ class _Known(NamedTuple):
 class KTOMethod(Method[UnpairedBatch]):
     """Estimates KTO's reference point, the KL of the *whole window*, before it computes any gradient."""
 
-    kind = "unpaired_preference"
-    completions = ("completion_ids",)
+    kind = UNPAIRED
     metrics = ("kl", "entropy", *sides("rewards", "logps", "logits"))
     untrained = ("mismatched", "joint")
     logs_sums = True
     reduced_windows = "windows_without_kl"
     options: KTOConfig
-
-    @property
-    def collate(self) -> Collate:
-        return collate_unpaired
 
     @property
     def needs_reference(self) -> bool:

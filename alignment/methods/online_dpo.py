@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alignment.config.errors import OptionError, counted
-from alignment.data.batching import Batch, Collate, collate_prompts
+from alignment.data.batching import Batch
+from alignment.data.kinds.prompts import PROMPTS
 from alignment.data.windows import WindowCounts
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.online_dpo_options import OnlineDPOConfig
@@ -32,8 +33,7 @@ MOST_WITHOUT_PAIRS = 0.25  # share of windows without a pair
 class OnlineDPOMethod(Method[RankedBatch]):
     """Trains on pairs that :class:`OnlineWindowPass` generates for the prompts of a window."""
 
-    kind = "prompt_only"
-    completions = ()
+    kind = PROMPTS
     metrics = (
         *(f"objective/{what}" for what in ("kl", "entropy", "non_score_reward", "rlhf_reward")),
         *(*REWARDS, *sides("logps"), "entropy"),
@@ -43,10 +43,6 @@ class OnlineDPOMethod(Method[RankedBatch]):
     )
     reduced_windows = "windows_without_pairs"
     options: OnlineDPOConfig
-
-    @property
-    def collate(self) -> Collate:
-        return collate_prompts
 
     @property
     def needs_reference(self) -> bool:

@@ -10,7 +10,9 @@ import numpy as np
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PredictionOutput
 
-from alignment.data.batching import Batch, Collate, PreferenceBatch, collate_preference_margin, ends
+from alignment.data.batching import Batch, ends
+from alignment.data.kinds.pairs import PreferenceBatch
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.shown.rows import Columns, as_scored_pairs
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.reward_options import RewardConfig
@@ -30,15 +32,10 @@ _ROWS_LOOKED_AT = 1000  # to find out which tokens sequences end with
 class RewardMethod(Method[PreferenceBatch]):
     """Scores both completions of every pair at their last tokens in one forward pass."""
 
-    kind = "preference_margin"
-    completions = ("chosen_ids", "rejected_ids")
+    kind = SCORED_PAIRS
     metrics = (*REWARDS, "mean_reward")
     task = REWARD_MODEL
     options: RewardConfig
-
-    @property
-    def collate(self) -> Collate:
-        return collate_preference_margin
 
     def shown(self, rows: Columns) -> dict[str, list[Any]]:
         return as_scored_pairs(rows)

@@ -9,12 +9,12 @@ import torch
 from datasets import IterableDataset
 
 from alignment.config.errors import OptionError
-from alignment.data.batching import Batch, Collate, CompletionBatch, collate_completion
+from alignment.data.batching import Batch
+from alignment.data.kinds.completions import CompletionBatch, Completions
 from alignment.data.packing.packs import Packing
 from alignment.data.shown.rows import Columns, as_language_modeling
 from alignment.data.sources import dataset_from_python
 from alignment.data.targets.formatting import Format, formatted
-from alignment.data.targets.rules import RowRules
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.sft_options import SFTConfig
 from alignment.objectives.table import Loss
@@ -27,30 +27,24 @@ from alignment.training.trainer import AlignmentTrainer
 class SFTMethod(Method[CompletionBatch]):
     """Averages the loss over all trained tokens of the window."""
 
-    kind = "prompt_completion"
-    completions = ("completion_ids",)
     metrics = ("entropy", "mean_token_accuracy")
     options: SFTConfig
 
     @property
-    def collate(self) -> Collate:
-        return collate_completion
+    def kind(self) -> Completions:  # type: ignore[override]
+        options = self.options
+        return Completions(
+            options.completion_only_loss,
+            options.assistant_only_loss,
+            options.dataset_text_field,
+            tokenized=bool((options.dataset_kwargs or {}).get("skip_prepare_dataset")),
+        )
 
     def shown(self, rows: Columns) -> dict[str, list[Any]]:
         return as_language_modeling(rows)
 
     def scored(self, batch: CompletionBatch) -> Batch:
         return batch.completions
-
-    @property
-    def rules(self) -> RowRules:
-        options = self.options
-        return RowRules(
-            options.completion_only_loss,
-            options.assistant_only_loss,
-            options.dataset_text_field,
-            tokenized=bool((options.dataset_kwargs or {}).get("skip_prepare_dataset")),
-        )
 
     def packing(self, trains: bool) -> Packing | None:
         options = self.options
@@ -114,8 +108,9 @@ class _Formatting(DataPreparation):
 
     def one(self, source: Any, limit: int | None, where: str, *, trains: bool = False) -> PreparedData:
         if self.function is not None:
+            assert isinstance(self.args, SFTConfig)
             where = getattr(source, "where", where)
-            source = _Formatted(source, self.function, where, self.method.rules.text_field)
+            source = _Formatted(source, self.function, where, self.args.dataset_text_field)
         return super().one(source, limit, where, trains=trains)
 
 

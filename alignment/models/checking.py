@@ -43,10 +43,11 @@ def check_scorer(scorer: CompletionScorer, device: torch.device) -> None:
             # which modules read the weights of other modules (as DoRA does), so that it fetches them in later passes.
             steps = torch.arange(ids.numel(), device=device).view_as(ids)[:, :-1].flatten()
             targets = ids[:, 1:].flatten()
-            ours = scorer(ids, torch.ones_like(ids), steps, targets, len(steps)).scores
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            ours = scorer(inputs, steps, targets, len(steps)).scores
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
             extremes = torch.cat([logits.argmax(-1), logits.argmin(-1)])
-            further = scorer(ids, torch.ones_like(ids), steps.repeat(2), extremes, len(extremes)).scores
+            further = scorer(inputs, steps.repeat(2), extremes, len(extremes)).scores
             targets, ours = torch.cat([targets, extremes]), torch.cat([ours, further])
     except AlignmentError:  # also a ValueError, but with a message for the user
         raise

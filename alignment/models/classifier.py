@@ -9,6 +9,7 @@ pass and cannot be trained.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -97,8 +98,7 @@ class WholeScorer(Scorer):
 
     def forward(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
+        inputs: Mapping[str, Tensor],
         positions: Tensor,
         targets: Tensor,
         longest: int,
@@ -106,9 +106,9 @@ class WholeScorer(Scorer):
         blocks: tuple[tuple[int, int], ...] = (),
     ) -> ScorerOutput:
         """Score the rows that contain ``positions``. For the arguments, see :meth:`DecoderScorer.forward`."""
-        scores = self.model(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0]
+        scores = self.model(**inputs).logits[:, 0]
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        rows = positions.div(input_ids.shape[1], rounding_mode="floor")
+        rows = positions.div(inputs["input_ids"].shape[1], rounding_mode="floor")
         return ScorerOutput(scores.index_select(0, rows), scores.new_zeros(()), None)
 
 
@@ -135,7 +135,8 @@ def check_reward_scorer(scorer: Scorer, device: torch.device) -> None:
     ends = torch.tensor([7, 12], device=device)
     with without_dropout(scorer):
         try:
-            ours = scorer(batch, mask, ends, batch.view(-1)[ends], 2).scores
+            inputs = {"input_ids": batch, "attention_mask": mask}
+            ours = scorer(inputs, ends, batch.view(-1)[ends], 2).scores
             theirs = torch.cat([model(input_ids=part).logits[:, 0] for part in (ids, ids[:, :5])])
         except (ValueError, TypeError) as error:
             raise ModelError(f"model {type(model).__name__} cannot score a padded batch: {error}") from error

@@ -7,7 +7,7 @@ differentiable output silently halves ZeRO-1/2 gradients.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -55,7 +55,7 @@ class Scorer(nn.Module):
 
     @property
     def reads_mask(self) -> bool:
-        """Whether :meth:`forward` uses the attention mask. If not, the mask may be None."""
+        """Whether :meth:`forward` uses the attention mask. If not, the mask may be missing, or on another device."""
         return True
 
 
@@ -85,8 +85,7 @@ class DecoderScorer(Scorer):
 
     def forward(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
+        inputs: Mapping[str, Tensor],
         positions: Tensor,
         targets: Tensor,
         longest: int,
@@ -96,9 +95,9 @@ class DecoderScorer(Scorer):
         """Score the hidden states at ``positions``. Log-probs are those of the tokens ``targets``.
 
         Args:
-            input_ids: (B, T) int64, padded on the right.
-            attention_mask: (B, T) int64, 1 for tokens and 0 for padding; only used by a load-balancing loss, see
-                :attr:`reads_mask`.
+            inputs: keyword arguments of the model with B rows each: ``input_ids`` (B, T), padded on the right, and
+                ``attention_mask`` (B, T), 1 for tokens and 0 for padding, which only a load-balancing loss uses, see
+                :attr:`reads_mask`. Any others are passed on.
             positions: (N,) int64 indices into the flattened (B*T) hidden states: for log-probs the position *before*
                 each target, for rewards the position of the sequence's last token.
             targets: (N,) int64 token IDs.
@@ -107,25 +106,29 @@ class DecoderScorer(Scorer):
             blocks: ``(rows, width)`` of groups of consecutive rows that are passed through the model separately,
                 without the padding beyond their width. Empty: all rows together, as a load-balancing loss requires.
         """
+        given = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        count, length = given["input_ids"].shape
         if self.balancing_loss is not None or self.one_pass or not blocks:
-            blocks = ((input_ids.shape[0], input_ids.shape[1]),)
+            blocks = ((count, length),)
         moe = {} if self.balancing_loss is None else {"output_router_logits": True}
         # Without a mask, attention takes its causal fast path. With padding on the right, no scored position attends
         # to a pad token, so the mask would not change any score; only the load-balancing loss needs it.
         decoder = decoder_of(self.model)  # not an attribute: the module would be registered under two names
         assert decoder is not None
-        parts = []
-        for rows, (_, width) in zip(input_ids.split([count for count, _ in blocks]), blocks):
+        parts, start = [], 0
+        for rows, width in blocks:
+            block = {name: value[start : start + rows] for name, value in given.items()}
+            block = {name: value[:, :width] if value.shape[1] == length else value for name, value in block.items()}
+            start += rows
             with self.packing():
-                outputs = decoder(input_ids=rows[:, :width], use_cache=False, return_dict=True, **moe)
-            parts.append(nn.functional.pad(outputs.last_hidden_state, (0, 0, 0, input_ids.shape[1] - width)))
+                outputs = decoder(**block, use_cache=False, return_dict=True, **moe)
+            parts.append(nn.functional.pad(outputs.last_hidden_state, (0, 0, 0, length - width)))
         states = torch.cat(parts)
         states = states.reshape(-1, states.shape[-1]).index_select(0, positions)
         scores, measured = self._scores(states, targets, longest, stats)
         aux_loss = scores.new_zeros(())
         if self.balancing_loss is not None:
-            assert attention_mask is not None
-            aux_loss = self.balancing_loss(outputs.router_logits, attention_mask)
+            aux_loss = self.balancing_loss(outputs.router_logits, inputs["attention_mask"])
         return ScorerOutput(scores, aux_loss, measured)
 
     @abstractmethod

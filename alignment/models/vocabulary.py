@@ -1,4 +1,4 @@
-"""Add tokens to a model's vocabulary: those of another tokenizer's chat template, and embeddings for them.
+"""Compare a model's vocabulary with a tokenizer, and add tokens to it: those of another tokenizer's chat template.
 
 New embeddings are initialized with the mean of the existing ones. Without random numbers, they are the same on every
 rank, at every ZeRO stage and in every run. (``mean_resizing`` of transformers samples around the mean, with 1e-9 of
@@ -15,10 +15,25 @@ import torch
 from torch import Tensor, nn
 from transformers import AddedToken, PretrainedConfig, PreTrainedModel
 
+from alignment.config.errors import ModelError
 from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.internals.transformers import loading
 
 MULTIPLE = 64  # the number of embeddings is rounded up to a multiple of this, as in TRL
+
+
+def check_vocabulary(tokenizer: Any, vocab_size: int, model: str = "the model") -> None:
+    """Check that every token ID has an embedding. ``vocab_size`` is the number of embeddings of ``model``.
+
+    Raises:
+        ModelError: the tokenizer has more tokens than the model.
+    """
+    size = len(tokenizer)
+    if size > vocab_size:
+        raise ModelError(
+            f"the tokenizer has {size} tokens, but {model}'s vocab_size is {vocab_size}; "
+            f"use the model's own tokenizer, or resize the embeddings to {size} and save the model"
+        )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alignment.data.batching import TokenIds
-from alignment.data.json_columns import PromptRow, prompt_row
+from alignment.data.kinds.prompts import PromptRow, prompt_row
 from alignment.rewards.samples import Samples, continues, spoken
 from alignment.rollout.backend import Completion
 from alignment.rollout.texts import continuations

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alignment.data.batching import PreferenceBatch, collate_preference_ids
+from alignment.data.kinds.pairs import PreferenceBatch, collate_pairs
 from alignment.data.windows import RowTable, WindowPlan, plan_window
 from alignment.online.completions import Generated
 from alignment.online.ranking import Ranking
@@ -71,7 +71,7 @@ def ranked_batches(pairs: Sequence[Pair], plan: WindowPlan, rank: int, beta: flo
     batches = []
     for micro, shares in enumerate(plan.micro_batches):
         own = [pairs[number] for number in shares[rank].rows]
-        batch = collate_preference_ids(
+        batch = collate_pairs(
             tuple(pair.row for pair in own),
             [(pair.prompt, pair.chosen, pair.rejected) for pair in own],
             plan.longest[micro],

@@ -15,7 +15,7 @@ from alignment.config.dtypes import DtypePlan
 from alignment.config.errors import OptionError, setting
 from alignment.config.lookup import load_callable
 from alignment.config.options_online import CLASSIFIER_OPTIONS, OnlineOptions
-from alignment.data.json_columns import prompt_row
+from alignment.data.kinds.prompts import prompt_row
 from alignment.models.source import ModelSource
 from alignment.online.arguments import (
     given_judge,

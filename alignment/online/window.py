@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from alignment.checkpoint.run_folder import COMPLETIONS
 from alignment.config.options_online import OnlineOptions
-from alignment.data.batching import AnyBatch, PromptBatch
+from alignment.data.batching import AnyBatch
+from alignment.data.kinds.prompts import PromptBatch
 from alignment.data.windows import WindowPlan
 from alignment.engines.collectives import gathered
 from alignment.engines.rng import seeded

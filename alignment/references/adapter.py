@@ -67,7 +67,7 @@ class AdapterReferencePlan:
         policy, model = reference.policy, reference.policy.scorer.model
         ids = probe_ids(model, 8, policy.device)
         steps = torch.arange(7, device=policy.device)
-        arguments = (ids, torch.ones_like(ids), steps, ids[0, 1:], 7)
+        arguments = ({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, steps, ids[0, 1:], 7)
         with policy.inference():
             now = policy.scorer(*arguments).scores
             with computing_with(model, reference.given.adapter):

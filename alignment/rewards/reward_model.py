@@ -16,7 +16,6 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.placement import plan_frozen
 from alignment.data.batching import collate, ends
 from alignment.data.messages import Text
-from alignment.data.prepare import check_vocabulary
 from alignment.data.tokenization import RowTokenizer, Source
 from alignment.engines.collectives import device, largest_numbers
 from alignment.engines.scoring import FrozenEngine, checked
@@ -26,6 +25,7 @@ from alignment.models.leaves import mark_leaves, unmark_leaves
 from alignment.models.quantization import plan_quantization
 from alignment.models.source import ModelSource, model_source
 from alignment.models.tasks import CLASSIFIER
+from alignment.models.vocabulary import check_vocabulary
 from alignment.rewards.callables import raise_together
 from alignment.rewards.samples import Samples, one_turn, spoken
 from alignment.run.ranks import world_size

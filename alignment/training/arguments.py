@@ -17,7 +17,6 @@ from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import mixture_parts
 from alignment.config.registry import option_names
-from alignment.data.formats import Kind
 from alignment.data.shown.rows import Collator
 from alignment.internals.datasets import was_saved
 from alignment.models.source import ModelSource, check_positions, model_source
@@ -32,15 +31,11 @@ _REFUSED = {
 }
 
 
-# Collators of transformers and TRL that only pad rows of one kind and leave every token unchanged.
-_OF_PAIRS = ("DataCollatorForPreference", "DPODataCollatorWithPadding", "DataCollatorWithPadding")
-_PADS_ONLY: dict[Kind, tuple[str, ...]] = {
-    "unpaired_preference": ("DataCollatorForUnpairedPreference", "DPODataCollatorWithPadding"),
-    "preference": _OF_PAIRS,
-    "preference_margin": (*_OF_PAIRS, "RewardDataCollatorWithPadding"),
-    "prompt_completion": ("DataCollatorWithPadding",),
-    "prompt_only": ("DPODataCollatorWithPadding", "DataCollatorWithPadding"),
-}
+# Collators of transformers and TRL that only pad rows, and leave every token unchanged.
+_PADS_ONLY = (
+    *("DataCollatorForUnpairedPreference", "DataCollatorForPreference", "DPODataCollatorWithPadding"),
+    *("DataCollatorWithPadding", "RewardDataCollatorWithPadding"),
+)
 
 
 def refuse_arguments(arguments: dict[str, Any]) -> None:
@@ -57,15 +52,15 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
             raise OptionError(f"{name}: {_REFUSED[name]}")
 
 
-def check_collator(collator: Any, kind: Kind) -> None:
+def check_collator(collator: Any) -> None:
     """Refuse a collator that may do more than pad; rows are not padded here.
 
     Raises:
-        OptionError: if it is not one of the known collators for rows of this kind.
+        OptionError: if it is not one of the known collators.
     """
     known = isinstance(collator, Collator) or (
         type(collator).__module__.partition(".")[0] in ("transformers", "trl")
-        and type(collator).__name__ in _PADS_ONLY[kind]
+        and type(collator).__name__ in _PADS_ONLY
     )
     if collator is not None and not known:
         raise OptionError(

@@ -21,7 +21,7 @@ from alignment.checkpoint.run_folder import check_filled, fills
 from alignment.config.errors import DataError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import HasLengths, SequenceOptions, mixture_parts, tested_parts
-from alignment.data.columns import stream_columns
+from alignment.data.columns import used_columns
 from alignment.data.mixture import Mixture, Part, mixed
 from alignment.data.packing.packs import Packing, Packs, pack_rows
 from alignment.data.packing.rows import PackedRows
@@ -292,10 +292,7 @@ def _tokenized(
                 f"{asked}: not supported for {part.where}, an IterableDataset, since log-probs are stored by row; "
                 "pass a Dataset, or set another ref_placement"
             )
-        rows, columns = (
-            _rows_of_stream(part.where, limit, options, packing),
-            stream_columns(column_map, method.kind, method.rules),
-        )
+        rows, columns = _rows_of_stream(part.where, limit, options, packing), used_columns(method.kind, column_map)
         read = functools.partial(from_stream, data, rows, columns, part.where, folder)
         data = retries(part.where, read)
     return prepare(
@@ -309,7 +306,6 @@ def _tokenized(
         num_proc=options.dataset_num_proc,
         strict=options.strict_data,
         method=options.TITLE,
-        rules=method.rules,
         progress=not options.disable_tqdm,
     )
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, get_args
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
-from alignment.data.batching import Batch, BatchT, Collate
-from alignment.data.formats import Kind
+from alignment.data.batching import Batch, BatchT
+from alignment.data.kinds.base import Kind
 from alignment.data.packing.packs import Packing
 from alignment.data.report import DataReport
 from alignment.data.shown.rows import Columns, as_stored
-from alignment.data.targets.rules import RowRules
 from alignment.data.windows import WindowCounts
 from alignment.engines.phases import Phases
 from alignment.engines.scoring import ScoringEngine, SequenceOutput
@@ -96,7 +95,6 @@ class Method(ABC, Generic[BatchT]):
 
     Attributes:
         kind: the kind of rows that it needs.
-        completions: columns of tokenized rows that contain completions.
         metrics: names of its metrics other than the loss.
         task: the task of the trained model.
         needs_tokens: whether :meth:`losses` also needs the log-prob of each completion token.
@@ -106,8 +104,7 @@ class Method(ABC, Generic[BatchT]):
         reduced_windows: name of the count of windows that :meth:`check_window` reports.
     """
 
-    kind: ClassVar[Kind]
-    completions: ClassVar[tuple[str, ...]]
+    kind: Kind
     metrics: ClassVar[tuple[str, ...]]
     task: ClassVar[Task] = CAUSAL_LM
     needs_tokens: ClassVar[bool] = False
@@ -117,22 +114,17 @@ class Method(ABC, Generic[BatchT]):
     trains_adapters: bool = False
 
     def __init__(self, options: AlignmentConfig) -> None:
-        if self.kind not in get_args(Kind):
-            raise OptionError(
-                f"method {options.method}: {type(self).__name__}.kind is {self.kind!r}, not a kind of rows; set one "
-                f"of {', '.join(get_args(Kind))}"
-            )
         self.options = options
+        if not isinstance(self.kind, Kind):
+            raise OptionError(
+                f"method {options.method}: {type(self).__name__}.kind is {self.kind!r}, not a kind of rows; set an "
+                "object of a module in alignment.data.kinds, such as alignment.data.kinds.pairs.PAIRS"
+            )
 
     @property
-    @abstractmethod
-    def collate(self) -> Collate:
-        """The function that collates rows into batches."""
-
-    @property
-    def rules(self) -> RowRules:
-        """The rules for which tokens of a row are trained on."""
-        return RowRules()
+    def completions(self) -> tuple[str, ...]:
+        """Columns of tokenized rows that contain completions."""
+        return self.kind.completions
 
     def packing(self, trains: bool) -> Packing | None:
         """Return how rows for training or evaluation are packed; None without packing."""

@@ -232,7 +232,7 @@ class ReferenceStores:
         method = self.context.method
         found = torch.zeros((len(part), self._width), dtype=torch.float32, device=device())
         with self.context.phases("precompute") as record:
-            for batch in MicroBatches(method.collate, data.dataset, data.table, plan, rank()):
+            for batch in MicroBatches(method.kind.collate, data.dataset, data.table, plan, rank()):
                 asked, ids = method.reference_sequences(batch, data.key)
                 rows, columns = places(ids, len(method.completions))
                 found[(rows - part.start).to(found.device), columns.to(found.device)] = engine.sequence_logps(

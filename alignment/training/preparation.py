@@ -14,11 +14,11 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import TokenizerOptions
 from alignment.config.options_online import OnlineOptions
 from alignment.config.translated import accelerate, sections
-from alignment.data.prepare import check_vocabulary
 from alignment.engines.optimizers import check_optimization
 from alignment.models.adapters.merged import merge_live
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM
+from alignment.models.vocabulary import check_vocabulary
 from alignment.planning.engines import EnginePlan, check_alike, plan_engines, with_reference
 from alignment.run.console import tell
 from alignment.run.retries import Retries

@@ -134,7 +134,7 @@ class AlignmentTrainer(TrainerSurface):
     ) -> None:
         check_overrides(type(self), AlignmentTrainer)
         refuse_arguments(unsupported)
-        check_collator(data_collator, self.method_class.kind)
+        check_collator(data_collator)
         callbacks, datasets = check_callbacks(callbacks), (train_dataset, eval_dataset)
         given = GivenModels(model, ref_model, None, peft_config, optimizers, (processing_class, tokenizer))
         adapter_names = (model_adapter_name, ref_adapter_name)

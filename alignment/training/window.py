@@ -191,7 +191,7 @@ class WindowPass:
         local = result.local
         if self.aux_coefficient is not None:
             # A product of batch means has no exact sum over micro-batches, so each is weighted by its share of tokens.
-            tokens = scored.attention_mask.sum() if batch.rows else 0
+            tokens = scored.inputs["attention_mask"].sum() if batch.rows else 0
             share = output.aux_loss * (tokens / window.counts.sequence_tokens)
             local = local + self.aux_coefficient * share
             window.sums.add_part("aux_loss", share)

@@ -23,7 +23,7 @@ def windows_of_epoch(
     """Yield the plan and this rank's micro-batches of the windows from the sampler's position up to ``last``."""
     workers = context.args.dataloader_num_workers
     loader = DataLoader(
-        EpochWindows(context.method.collate, data.batched, sampler, sampler.epoch, rank()),
+        EpochWindows(context.method.kind.collate, data.batched, sampler, sampler.epoch, rank()),
         batch_size=None,
         sampler=range(sampler.step, last),
         num_workers=workers,

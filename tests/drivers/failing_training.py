@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import alignment.cli.train
-import alignment.data.batching
+import alignment.data.kinds.unpaired
 import alignment.methods.kto
 import alignment.training.trainer
 from alignment.config.errors import DataError
@@ -32,7 +32,7 @@ def killed(*args: Any, **kwargs: Any) -> None:
 
 
 PLACES = {
-    "data": (alignment.methods.kto, "collate_unpaired", collate),
+    "data": (alignment.data.kinds.unpaired.Unpaired, "collate", collate),
     "loss": (alignment.methods.kto, "kto_loss", loss),
     "killed": (torch.nn.Embedding, "__init__", killed),
 }

@@ -45,10 +45,24 @@ def test_scores_are_the_same_and_padding_is_not_computed(tmp_path: Path, monkeyp
     scorer.model.model.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    fixed = (batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.longest)
+    fixed = (batch.inputs, batch.positions, batch.targets, batch.longest)
     whole, cut = scorer(*fixed).scores, scorer(*fixed, blocks=batch.blocks).scores
     assert widths == [(5, 64), (1, 64), (1, 61), (2, 12), (1, 7)]
     assert torch.allclose(whole, cut, atol=1e-5) and whole.std() > 0.1
+
+
+def test_further_inputs_reach_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of images or of packed rows would, without a change in the engine or the scorer."""
+    monkeypatch.setattr(batching, "_BLOCK_COST", 1)
+    batch = collate([([1, 2], [3, 4, 5, 6]), ([7], [8])], longest=5)
+    scorer = CompletionScorer(AutoModelForCausalLM.from_pretrained(make_model(tmp_path))).eval()
+    places = torch.arange(6).expand(2, 6)
+    usual, given, other = (
+        scorer({**batch.inputs, **more}, batch.positions, batch.targets, 5, blocks=batch.blocks).scores
+        for more in ({}, {"position_ids": places}, {"position_ids": places * 0})
+    )
+    assert len(batch.blocks) == 2 and torch.equal(usual, given)
+    assert float((usual - other).abs().max()) > 1e-4
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

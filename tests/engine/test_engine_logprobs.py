@@ -54,7 +54,7 @@ def test_logps_and_gradients(tmp_path: Path, kind: str, stage: int) -> None:
 
     trainer, policy = policy_engine(path, tmp_path / "out", stage)
     batch = collate(SEQUENCES, 20)
-    output = policy.engine(batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.longest)
+    output = policy.engine(batch.inputs, batch.positions, batch.targets, batch.longest)
     error = ((output.scores - expected).abs() / expected.abs().clamp(min=1)).detach()
     assert float(error.max()) <= 1e-5
     policy.backward((weights.float() * output.scores).sum(), last=True)

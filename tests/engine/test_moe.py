@@ -76,10 +76,10 @@ def own_balancing_loss(path: str, trainer: AlignmentTrainer) -> tuple[list[Tenso
     assert trainer.data.sampler is not None and trainer.data.train is not None
     data, plan = trainer.data.train, trainer.data.sampler.plan(0, 0)
     losses, tokens = [], []
-    for batch in MicroBatches(trainer.method.collate, data.dataset, data.table, plan, 0):
+    for batch in MicroBatches(trainer.method.kind.collate, data.dataset, data.table, plan, 0):
         scored = trainer.method.scored(batch)
-        mask = scored.attention_mask
-        output = model(input_ids=scored.input_ids, attention_mask=mask, output_router_logits=True)
+        mask = scored.inputs["attention_mask"]
+        output = model(input_ids=scored.inputs["input_ids"], attention_mask=mask, output_router_logits=True)
         losses.append(load_balancing_loss_func(output.router_logits, 4, 2, mask))
         tokens.append(int(mask.sum()))
         assert tokens[-1] < mask.numel(), "without padding, the mask would have no effect"
@@ -182,17 +182,25 @@ def test_a_dense_model_has_nothing_to_balance(tmp_path: Path) -> None:
         balancing_loss(AutoModelForCausalLM.from_pretrained(dense))
 
 
+def inputs(ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """The inputs of a model."""
+    return {"input_ids": ids, "attention_mask": mask}
+
+
 def test_padding_does_not_count(path: str) -> None:
     scorer = CompletionScorer(AutoModelForCausalLM.from_pretrained(path), router_aux_loss=True).requires_grad_(False)
     ids, none = torch.arange(3, 15)[None], torch.zeros(0, dtype=torch.long)
-    alone = scorer(ids, torch.ones_like(ids), none, none, 0).aux_loss
+    alone = scorer(inputs(ids, torch.ones_like(ids)), none, none, 0).aux_loss
     wide = torch.nn.functional.pad(ids, (0, 9))
     mask = torch.nn.functional.pad(torch.ones_like(ids), (0, 9))
-    padded = scorer(wide, mask, none, none, 0)
+    padded = scorer(inputs(wide, mask), none, none, 0)
     assert float(padded.aux_loss) == pytest.approx(float(alone), rel=1e-6)
-    assert float(scorer(wide, torch.ones_like(wide), none, none, 0).aux_loss) != pytest.approx(float(alone), rel=1e-3)
+    assert float(scorer(inputs(wide, torch.ones_like(wide)), none, none, 0).aux_loss) != pytest.approx(
+        float(alone), rel=1e-3
+    )
     assert padded.scores.shape == (0,)
-    assert float(CompletionScorer(AutoModelForCausalLM.from_pretrained(path))(ids, ids, none, none, 0).aux_loss) == 0.0
+    dense = CompletionScorer(AutoModelForCausalLM.from_pretrained(path))
+    assert float(dense(inputs(ids, ids), none, none, 0).aux_loss) == 0.0
 
 
 def test_evaluation_logs_it_too(path: str, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def row_rewards(trainer: AlignmentTrainer, beta: float) -> list[tuple[bool, floa
     found = []
     models = trainer.engines.window_pass.models
     for micro in range(len(plan.micro_batches)):
-        batch: Any = trainer.method.collate(data.dataset, data.table, plan, micro, 0)
+        batch: Any = trainer.method.kind.collate(data.dataset, data.table, plan, micro, 0)
         with models.policy.inference():
             ratios = models.policy.sequence_scores(batch.matched)
         assert models.reference is not None

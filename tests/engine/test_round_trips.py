@@ -20,6 +20,7 @@ from alignment.checkpoint.export import export
 from alignment.cli.parsing import parse
 from alignment.config.errors import ModelError
 from alignment.config.options_export import ExportOptions
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.sources import load_split
 from alignment.reporting.status_file import read_status
 from alignment.training.trainer import AlignmentTrainer
@@ -93,8 +94,9 @@ def sequences(trainer: AlignmentTrainer) -> list[dict[str, Any]]:
     assert trainer.data.train is not None
     rows = []
     for row in trainer.data.train.dataset:
-        sides: dict[str, Any] = {name: value for name, value in row.items() if name not in ("row", "prompt_key")}
-        if trainer.method.kind == "preference_margin":
+        without = ("row", "prompt_key", "prompt_cut", "completions_cut")
+        sides: dict[str, Any] = {name: value for name, value in row.items() if name not in without}
+        if trainer.method.kind == SCORED_PAIRS:
             prompt = sides.pop("prompt_ids")
             sides |= {name: prompt + sides[name] for name in ("chosen_ids", "rejected_ids")}
         rows.append(sides)

@@ -20,7 +20,8 @@ import alignment.methods.cpo
 import alignment.methods.kto
 from alignment import CPOConfig, CPOTrainer, DPOTrainer, KTOConfig, KTOTrainer
 from alignment.config.errors import OptionError, OutputError, TrainingError
-from alignment.data.batching import Batch, MicroBatches, UnpairedBatch, collate
+from alignment.data.batching import Batch, MicroBatches, collate
+from alignment.data.kinds.unpaired import UnpairedBatch
 from alignment.engines.scoring import ScoringEngine
 from alignment.models.tasks import CAUSAL_LM
 from alignment.references.engine import EngineReference
@@ -104,10 +105,12 @@ def test_no_sequence_is_longer_than_max_length(paths: dict[str, str], tmp_path: 
     trainer = KTOTrainer(model=paths["policy"], args=args, train_dataset=rows)
     data, sampler = trainer.data.train, trainer.data.sampler
     assert data is not None and sampler is not None
-    (batch,) = MicroBatches(trainer.method.collate, data.dataset, data.table, sampler.plan(0, 0), 0)
+    (batch,) = MicroBatches(trainer.method.kind.collate, data.dataset, data.table, sampler.plan(0, 0), 0)
     assert isinstance(batch, UnpairedBatch)
     whole = data.table.prompt + data.table.completions[:, 0]
-    assert whole.max() == batch.matched.input_ids.shape[1] < 24 == batch.mismatched.input_ids.shape[1]
+    assert (
+        whole.max() == batch.matched.inputs["input_ids"].shape[1] < 24 == batch.mismatched.inputs["input_ids"].shape[1]
+    )
 
 
 def test_log_probs_of_a_loss_of_means_are_per_token(paths: dict[str, str], tmp_path: Path) -> None:
@@ -198,7 +201,7 @@ def test_stage_2_policy_with_a_stage_3_reference(paths: dict[str, str], tmp_path
     for name, engine in engines.items():
         plain = load(paths[name]).eval()
         with torch.no_grad():
-            logits = plain(batch.input_ids).logits.log_softmax(-1).reshape(-1, plain.config.vocab_size)
+            logits = plain(batch.inputs["input_ids"]).logits.log_softmax(-1).reshape(-1, plain.config.vocab_size)
         expected = torch.zeros(2).index_add(0, batch.segments, logits[batch.positions, batch.targets])
         torch.testing.assert_close(engine.sequence_scores(batch), expected, rtol=1e-5, atol=1e-5)
         engine.close()
@@ -259,7 +262,7 @@ def test_saved_folders_load_with_the_trained_weights(paths: dict[str, str], tmp_
     again = AutoModelForCausalLM.from_pretrained(folder)
     assert again.dtype == torch.float32 and AutoTokenizer.from_pretrained(folder)("hello")["input_ids"]
     with torch.no_grad():
-        logits = again(batch.input_ids).logits.log_softmax(-1).reshape(-1, again.config.vocab_size)
+        logits = again(batch.inputs["input_ids"]).logits.log_softmax(-1).reshape(-1, again.config.vocab_size)
     found = torch.zeros(2).index_add(0, batch.segments, logits[batch.positions, batch.targets])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert AutoModelForCausalLM.from_pretrained(folder / "checkpoint-5") is not None

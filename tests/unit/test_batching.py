@@ -12,20 +12,16 @@ from torch.utils.data import DataLoader
 
 from alignment.data.batching import (
     Batch,
-    Collate,
     EpochWindows,
     MicroBatches,
-    PreferenceBatch,
-    PromptBatch,
-    UnpairedBatch,
     collate,
-    collate_preference,
-    collate_preference_ids,
-    collate_preference_margin,
-    collate_prompts,
-    collate_unpaired,
     ends,
 )
+from alignment.data.kinds.base import Kind
+from alignment.data.kinds.pairs import PAIRS, PreferenceBatch, collate_pairs
+from alignment.data.kinds.prompts import PROMPTS, PromptBatch
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS
+from alignment.data.kinds.unpaired import UNPAIRED, UnpairedBatch
 from alignment.data.windows import (
     MicroBatch,
     RowTable,
@@ -36,7 +32,7 @@ from alignment.data.windows import (
     row_table,
 )
 
-UNPAIRED = Dataset.from_dict(
+LABELED_ROWS = Dataset.from_dict(
     {
         "prompt_ids": [[10, 11], [20], [30, 31, 32], [40, 41]],
         "completion_ids": [[12, 13, 14], [21, 22], [33], [42, 43, 44, 45]],
@@ -45,7 +41,7 @@ UNPAIRED = Dataset.from_dict(
         "row": [0, 1, 2, 3],
     }
 )
-PAIRED = Dataset.from_dict(
+PAIRED_ROWS = Dataset.from_dict(
     {
         "prompt_ids": [[10, 11], [20], [30]],
         "chosen_ids": [[12, 13], [21], [31, 32]],
@@ -67,6 +63,8 @@ def tensors(batch: Any) -> dict[str, Any]:
         value = getattr(batch, field.name)
         if isinstance(value, torch.Tensor):
             found[field.name] = (str(value.dtype), value.tolist())
+        elif isinstance(value, dict):
+            found |= {name: (str(leaf.dtype), leaf.tolist()) for name, leaf in value.items()}
         elif isinstance(value, Batch):
             found |= {f"{field.name}.{name}": leaf for name, leaf in tensors(value).items()}
         else:
@@ -76,8 +74,8 @@ def tensors(batch: Any) -> dict[str, Any]:
 
 def test_collate_a_small_batch() -> None:
     batch = collate([([1, 2], [3, 4, 5]), ([6], [7])], longest=6)
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]]
-    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
+    assert batch.inputs["input_ids"].tolist() == [[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]]
+    assert batch.inputs["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
     assert batch.positions.tolist() == [1, 2, 3, 5]
     assert batch.targets.tolist() == [3, 4, 5, 7]
     assert batch.segments.tolist() == [0, 0, 0, 1]
@@ -93,15 +91,20 @@ def test_every_target_follows_its_position() -> None:
         ids = torch.randint(1, 99, (prompt + completion,), generator=generator).tolist()
         sequences.append((ids[:prompt], ids[prompt:]))
     batch = collate(sequences, longest=0)
-    assert torch.equal(batch.input_ids.flatten()[batch.positions + 1], batch.targets)
+    assert torch.equal(batch.inputs["input_ids"].flatten()[batch.positions + 1], batch.targets)
     for number, (prompt, completion) in enumerate(sequences):
         assert batch.targets[batch.segments == number].tolist() == completion
-        assert batch.input_ids[number][batch.attention_mask[number] == 1].tolist() == [*prompt, *completion]
+        assert batch.inputs["input_ids"][number][batch.inputs["attention_mask"][number] == 1].tolist() == [
+            *prompt,
+            *completion,
+        ]
 
 
 def test_an_empty_batch_is_an_unscored_dummy_token() -> None:
     batch = collate([], longest=8)
-    assert batch.input_ids.tolist() == batch.attention_mask.flatten()[None].sub(1).tolist() == [[0]]
+    assert (
+        batch.inputs["input_ids"].tolist() == batch.inputs["attention_mask"].flatten()[None].sub(1).tolist() == [[0]]
+    )
     for part in (batch.positions, batch.targets, batch.segments, batch.lengths):
         assert part.tolist() == [] and part.dtype == torch.int64
     assert batch.longest == 8
@@ -117,11 +120,14 @@ def test_ends_are_the_last_tokens_for_any_row_order() -> None:
     batch = collate(sequences, longest=9)
     assert len(batch.blocks) == 2  # the rows are not in the order of the sequences
     found = ends(batch)
-    assert found.targets.tolist() == found.input_ids.flatten()[found.positions].tolist() == [3, 701, 6]
-    last = [int(batch.attention_mask[p // batch.input_ids.shape[1]].sum()) - 1 for p in found.positions.tolist()]
-    assert (found.positions % batch.input_ids.shape[1]).tolist() == last
+    assert found.targets.tolist() == found.inputs["input_ids"].flatten()[found.positions].tolist() == [3, 701, 6]
+    last = [
+        int(batch.inputs["attention_mask"][p // batch.inputs["input_ids"].shape[1]].sum()) - 1
+        for p in found.positions.tolist()
+    ]
+    assert (found.positions % batch.inputs["input_ids"].shape[1]).tolist() == last
     assert (found.segments.tolist(), found.lengths.tolist(), found.longest) == ([0, 1, 2], [1, 1, 1], 3)
-    assert found.input_ids is batch.input_ids and found.blocks == batch.blocks
+    assert found.inputs["input_ids"] is batch.inputs["input_ids"] and found.blocks == batch.blocks
     assert batch.longest == 9 and ends(batch, longest=5).longest == 5
 
 
@@ -133,30 +139,30 @@ def test_a_batch_without_sequences_has_no_ends() -> None:
 
 
 def test_unpaired_rows_with_partners() -> None:
-    table = row_table(UNPAIRED, ("completion_ids",), max_length=4)
+    table = row_table(LABELED_ROWS, ("completion_ids",), max_length=4)
     plan = planned(MicroBatch((1, 3, 0), (0, -1, 3)))
-    batch = collate_unpaired(UNPAIRED, table, plan, 0, 0)
+    batch = UNPAIRED.collate(LABELED_ROWS, table, plan, 0, 0)
     assert batch.rows == (1, 3, 0)
     assert batch.labels.tolist() == [False, False, True] and batch.labels.dtype == torch.bool
-    assert batch.matched.input_ids.tolist() == [
+    assert batch.matched.inputs["input_ids"].tolist() == [
         [20, 21, 22, 0, 0, 0],
         [40, 41, 42, 43, 44, 45],
         [10, 11, 12, 13, 14, 0],
     ]
     # Row 1 has space for three tokens of row 0's completion; row 3 has no partner; row 0 has space for two of row 3's.
-    assert batch.mismatched.input_ids.tolist() == [[20, 12, 13, 14], [10, 11, 42, 43]]
+    assert batch.mismatched.inputs["input_ids"].tolist() == [[20, 12, 13, 14], [10, 11, 42, 43]]
     assert batch.mismatched.targets.tolist() == [12, 13, 14, 42, 43]
     assert (batch.matched.longest, batch.mismatched.longest, batch.joint.longest) == (9, 4, 13)
 
 
 def test_joint_is_matched_then_mismatched() -> None:
-    table = row_table(UNPAIRED, ("completion_ids",), max_length=None)
-    batch = collate_unpaired(UNPAIRED, table, planned(MicroBatch((2, 0), (0, 2))), 0, 0)
+    table = row_table(LABELED_ROWS, ("completion_ids",), max_length=None)
+    batch = UNPAIRED.collate(LABELED_ROWS, table, planned(MicroBatch((2, 0), (0, 2))), 0, 0)
     parts = (batch.matched, batch.mismatched)
     assert batch.joint.lengths.tolist() == [1, 3, 3, 1]
     assert batch.joint.targets.tolist() == torch.cat([part.targets for part in parts]).tolist()
     assert batch.joint.segments.tolist() == [0, 1, 1, 1, 2, 2, 2, 3]
-    assert [row[:4] for row in batch.joint.input_ids.tolist()] == [
+    assert [row[:4] for row in batch.joint.inputs["input_ids"].tolist()] == [
         [30, 31, 32, 33],
         [10, 11, 12, 13],
         [30, 31, 32, 12],
@@ -165,40 +171,45 @@ def test_joint_is_matched_then_mismatched() -> None:
 
 
 def test_pairs_have_the_chosen_completions_first() -> None:
-    table = row_table(PAIRED, ("chosen_ids", "rejected_ids"), None)
-    batch = collate_preference(PAIRED, table, planned(MicroBatch((1, 0), (-1, -1))), 0, 0)
+    table = row_table(PAIRED_ROWS, ("chosen_ids", "rejected_ids"), None)
+    batch = PAIRS.collate(PAIRED_ROWS, table, planned(MicroBatch((1, 0), (-1, -1))), 0, 0)
     assert batch.rows == (1, 0)
-    assert batch.pairs.input_ids.tolist() == [[20, 21, 0, 0], [10, 11, 12, 13], [20, 22, 23, 24], [10, 11, 14, 0]]
+    assert batch.pairs.inputs["input_ids"].tolist() == [
+        [20, 21, 0, 0],
+        [10, 11, 12, 13],
+        [20, 22, 23, 24],
+        [10, 11, 14, 0],
+    ]
     assert batch.pairs.lengths.tolist() == [1, 2, 3, 1] and batch.pairs.longest == 9
 
 
 def test_pairs_with_margins() -> None:
-    data = PAIRED.add_column("margin", [0.5, 0.0, -1.0])
+    data = PAIRED_ROWS.add_column("margin", [0.5, 0.0, -1.0])
     table = row_table(data, ("chosen_ids", "rejected_ids"), None)
     plan = planned(MicroBatch((2, 0), (-1, -1)), MicroBatch((), ()))
-    batch = collate_preference_margin(data, table, plan, 0, 0)
-    assert tensors(batch) == tensors(collate_preference(data, table, plan, 0, 0)) | {
+    batch = SCORED_PAIRS.collate(data, table, plan, 0, 0)
+    assert tensors(batch) == tensors(PAIRS.collate(data, table, plan, 0, 0)) | {
         "margins": ("torch.float32", [-1.0, 0.5])
     }
     moved = batch.to(torch.device("meta"))
     assert moved.margins is not None and moved.margins.is_meta
-    assert tensors(collate_preference_margin(data, table, plan, 0, 1))["margins"] == ("torch.float32", [])
+    assert tensors(SCORED_PAIRS.collate(data, table, plan, 0, 1))["margins"] == ("torch.float32", [])
 
 
 def test_pairs_of_ids_equal_those_of_a_dataset() -> None:
-    table = row_table(PAIRED, ("chosen_ids", "rejected_ids"), None)
-    own = collate_preference(PAIRED, table, planned(MicroBatch((1, 0), (-1, -1))), 0, 0)
-    given = collate_preference_ids((1, 0), [([20], [21], [22, 23, 24]), ((10, 11), (12, 13), (14,))], 9)
+    table = row_table(PAIRED_ROWS, ("chosen_ids", "rejected_ids"), None)
+    own = PAIRS.collate(PAIRED_ROWS, table, planned(MicroBatch((1, 0), (-1, -1))), 0, 0)
+    given = collate_pairs((1, 0), [([20], [21], [22, 23, 24]), ((10, 11), (12, 13), (14,))], 9)
     assert tensors(given) == tensors(own) and given.margins is None
-    nothing = collate_preference_ids((), [], 3)
+    nothing = collate_pairs((), [], 3)
     assert nothing.pairs.lengths.tolist() == [] and nothing.pairs.longest == 3
 
 
-PROMPTS = Dataset.from_dict({"prompt_ids": [[1, 2], [3], [4, 5, 6], [7, 8]], "row": [0, 1, 2, 3]})
+PROMPT_ROWS = Dataset.from_dict({"prompt_ids": [[1, 2], [3], [4, 5, 6], [7, 8]], "row": [0, 1, 2, 3]})
 
 
 def test_prompts_are_planned_by_their_own_length() -> None:
-    table = row_table(PROMPTS, (), 10)
+    table = row_table(PROMPT_ROWS, (), 10)
     assert table.prompt.tolist() == [2, 1, 3, 2] and table.completions.shape == (4, 0)
     plan = evaluation_plan(table, world_size=2, batch_size=1, seed=0, draw_partners=False)
     assert [[share.rows for share in shares] for shares in plan.micro_batches] == [[(2,), (0,)], [(3,), (1,)]]
@@ -213,55 +224,56 @@ def test_prompts_are_planned_by_their_own_length() -> None:
 
 def test_prompts_are_collated_as_ids() -> None:
     plan = planned(MicroBatch((2, 0), (-1, -1)), MicroBatch((), ()))
-    table = row_table(PROMPTS, (), None)
-    assert collate_prompts(PROMPTS, table, plan, 0, 0) == PromptBatch((2, 0), ((4, 5, 6), (1, 2)))
-    assert collate_prompts(PROMPTS, table, plan, 0, 1) == PromptBatch((), ())
+    table = row_table(PROMPT_ROWS, (), None)
+    assert PROMPTS.collate(PROMPT_ROWS, table, plan, 0, 0) == PromptBatch((2, 0), ((4, 5, 6), (1, 2)))
+    assert PROMPTS.collate(PROMPT_ROWS, table, plan, 0, 1) == PromptBatch((), ())
 
 
-@pytest.mark.parametrize(("function", "data"), [(collate_unpaired, UNPAIRED), (collate_preference, PAIRED)])
-def test_a_rank_without_rows_gets_a_dummy(function: Collate, data: Dataset) -> None:
-    completions = ("completion_ids",) if data is UNPAIRED else ("chosen_ids", "rejected_ids")
+@pytest.mark.parametrize(("kind", "data"), [(UNPAIRED, LABELED_ROWS), (PAIRS, PAIRED_ROWS)])
+def test_a_rank_without_rows_gets_a_dummy(kind: Kind, data: Dataset) -> None:
     plan = planned(MicroBatch((0,), (-1,)), MicroBatch((), ()))
-    batch = function(data, row_table(data, completions, None), plan, 0, 1)
+    batch = kind.collate(data, row_table(data, kind.completions, None), plan, 0, 1)
     assert batch.rows == ()
     parts = [batch.pairs] if isinstance(batch, PreferenceBatch) else [batch.matched, batch.mismatched, batch.joint]
     for part in parts:
-        assert part.input_ids.shape == (1, 1) and part.lengths.tolist() == []
+        assert part.inputs["input_ids"].shape == (1, 1) and part.lengths.tolist() == []
     if isinstance(batch, UnpairedBatch):
         assert batch.labels.tolist() == [] and batch.labels.dtype == torch.bool
 
 
 def test_to_moves_every_tensor_and_nothing_else() -> None:
-    table = row_table(UNPAIRED, ("completion_ids",), None)
-    batch = collate_unpaired(UNPAIRED, table, planned(MicroBatch((2, 0), (0, 2))), 0, 0)
+    table = row_table(LABELED_ROWS, ("completion_ids",), None)
+    batch = UNPAIRED.collate(LABELED_ROWS, table, planned(MicroBatch((2, 0), (0, 2))), 0, 0)
     moved = batch.to(torch.device("meta"))
     assert moved.labels.is_meta and moved.rows == batch.rows and not batch.labels.is_meta
     for name in ("matched", "mismatched", "joint"):
         part = getattr(moved, name)
-        assert all(v.is_meta for v in vars(part).values() if isinstance(v, torch.Tensor))
+        assert all(v.is_meta for v in (*vars(part).values(), *part.inputs.values()) if isinstance(v, torch.Tensor))
         assert part.longest == getattr(batch, name).longest
     assert tensors(batch.to(torch.device("cpu"))) == tensors(batch)
 
 
 def test_row_table() -> None:
-    table = row_table(UNPAIRED, ("completion_ids",), 30)
+    table = row_table(LABELED_ROWS, ("completion_ids",), 30)
     assert (table.prompt.tolist(), table.completions.tolist()) == ([2, 1, 3, 2], [[3], [2], [1], [4]])
-    assert table.labels is not None and table.labels.dtype == bool and table.labels.tolist() == UNPAIRED["label"][:]
+    assert (
+        table.labels is not None and table.labels.dtype == bool and table.labels.tolist() == LABELED_ROWS["label"][:]
+    )
     assert table.prompt_key is not None and table.prompt_key.tolist() == [5, 6, 7, 5]
     assert (table.max_length, len(table)) == (30, 4)
-    pairs = row_table(PAIRED, ("chosen_ids", "rejected_ids"), None)
+    pairs = row_table(PAIRED_ROWS, ("chosen_ids", "rejected_ids"), None)
     assert pairs.completions.tolist() == [[2, 1], [1, 3], [2, 1]]
     assert pairs.labels is None and pairs.prompt_key is None and pairs.max_length is None
-    chosen = row_table(UNPAIRED.select([3, 1]), ("completion_ids",), None)
+    chosen = row_table(LABELED_ROWS.select([3, 1]), ("completion_ids",), None)
     assert chosen.prompt.tolist() == [2, 1] and chosen.completions.tolist() == [[4], [2]]
 
 
 def micro_batches(table: RowTable, plan: WindowPlan) -> MicroBatches:
-    return MicroBatches(collate_unpaired, UNPAIRED, table, plan, 0)
+    return MicroBatches(UNPAIRED.collate, LABELED_ROWS, table, plan, 0)
 
 
 def test_micro_batches_are_collated_on_access() -> None:
-    table = row_table(UNPAIRED, ("completion_ids",), None)
+    table = row_table(LABELED_ROWS, ("completion_ids",), None)
     sampler = WindowSampler(table, world_size=1, batch_size=1, accumulation=3, seed=0, draw_partners=True)
     batches = micro_batches(table, sampler.plan(0, 0))
     assert len(batches) == 3
@@ -273,12 +285,12 @@ def test_micro_batches_are_collated_on_access() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_loader_returns_the_same_windows_with_and_without_workers(rank: int) -> None:
-    rows = UNPAIRED.select([i % 4 for i in range(13)])
+    rows = LABELED_ROWS.select([i % 4 for i in range(13)])
     table = row_table(rows, ("completion_ids",), 6)
     sampler = WindowSampler(table, world_size=2, batch_size=2, accumulation=1, seed=3, draw_partners=True)
     found = []
     for workers in (0, 2):
-        data = EpochWindows(collate_unpaired, rows, sampler, 1, rank)
+        data = EpochWindows(UNPAIRED.collate, rows, sampler, 1, rank)
         loader: DataLoader[Any] = DataLoader(data, batch_size=None, sampler=range(1, 4), num_workers=workers)
         found.append([(plan, [tensors(batch) for batch in batches]) for plan, batches in loader])
     assert len(data) == 4

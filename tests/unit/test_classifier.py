@@ -84,10 +84,9 @@ def alone(model: PreTrainedModel, sequences: list[list[int]]) -> Tensor:
 def batched(scorer: Any, sequences: list[list[int]], blocks: bool = False) -> Tensor:
     """Return a scorer's (S,) scores of all sequences in one padded batch."""
     batch = ends(collate([(ids[:-1], ids[-1:]) for ids in sequences], len(sequences)))
-    widths = batch.attention_mask.sum(1).tolist()
+    widths = batch.inputs["attention_mask"].sum(1).tolist()
     return scorer(
-        batch.input_ids,
-        batch.attention_mask,
+        batch.inputs,
         batch.positions,
         batch.targets,
         batch.longest,

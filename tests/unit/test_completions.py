@@ -11,7 +11,7 @@ from transformers import TrainerControl, TrainerState
 from transformers.integrations import TensorBoardCallback, WandbCallback
 
 from alignment import KTOConfig
-from alignment.data.json_columns import PromptRow
+from alignment.data.kinds.prompts import PromptRow
 from alignment.online.completion_log import CompletionLog
 from alignment.online.completions import Generated
 from alignment.online.ranking import Ranking

@@ -11,18 +11,23 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+from data_tokenizers import char_tokenizer
 from datasets import Json, Value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignment.config.errors import DataError
-from alignment.data.columns import check_columns
-from alignment.data.formats import margin_of, unpaired_rows
-from alignment.data.messages import HH_TURN, split_messages, split_texts
+from alignment.config.options_data import TRUNCATION_MODES
+from alignment.data.kinds.completions import COMPLETIONS
+from alignment.data.kinds.pairs import HH_TURN, PAIRS, split_messages, split_texts
+from alignment.data.kinds.prompts import PROMPTS
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS, margin_of
+from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.readers import infer_features
 from alignment.data.report import DataReport, joined
 from alignment.data.sources import load_split
-from alignment.data.truncation import EMPTY, NO_CONTEXT, NO_ROOM, TRUNCATION_MODES, Limits, fit, fit_prompt
+from alignment.data.tokenization import Encoded, RowTokenizer
+from alignment.data.truncation import EMPTY, NO_CONTEXT, NO_ROOM, Limits, fit
 
 LENGTH = st.one_of(st.none(), st.integers(1, 9))
 TOKENS = st.integers(0, 9).map(lambda count: list(range(100, 100 + count)))
@@ -61,7 +66,9 @@ def test_a_row_as_long_as_all_of_its_limits_is_unchanged(mode: str) -> None:
 
 @pytest.mark.parametrize(("most", "usable"), [(None, True), (4, True), (3, True), (2, False)])
 def test_a_prompt_alone_at_its_limit(most: int | None, usable: bool) -> None:
-    assert (fit_prompt([1, 2, 3], Limits(max_prompt_length=most)).reasons == [None]) == usable
+    tokenizer = RowTokenizer(char_tokenizer())
+    (record,) = PROMPTS.records(Encoded([1, 2, 3], []), Limits(max_prompt_length=most), tokenizer)
+    assert (record["dropped"] is None) == usable and record["prompt_ids"] == ([1, 2, 3] if usable else [])
 
 
 WORDS = st.text(alphabet="ab \n", max_size=8)
@@ -135,13 +142,8 @@ def test_labels_in_a_summary(desirable: int, undesirable: int, said: str) -> Non
     report = DataReport(7, 4, {"b": 1, "a": 1, "c": 1}, 1, 2, desirable, undesirable)
     assert said in report.summary() and (" (" in report.summary()) == bool(desirable + undesirable)
     assert report.drops() == "1 × a; 1 × b; 1 × c"
-    assert report.drawn(4, 1, 1, 2) is report
-    taken = report.drawn(3, 1, 1, 2)
-    labeled = bool(desirable + undesirable)
-    assert (taken.rows_out, taken.desirable, taken.undesirable) == (3, 1 if labeled else 0, 2 if labeled else 0)
-    assert taken.rows_in == taken.rows_out + sum(taken.dropped.values())
-    both = joined([report, taken])
-    assert (both.rows_in, both.rows_out, both.completions_cut, both.dropped["a"]) == (14, 7, 4, 2)
+    both = joined([report, report])
+    assert (both.rows_in, both.rows_out, both.completions_cut, both.dropped["a"]) == (14, 8, 4, 2)
 
 
 def test_the_columns_that_each_kind_of_rows_needs() -> None:
@@ -151,15 +153,15 @@ def test_the_columns_that_each_kind_of_rows_needs() -> None:
         names = {name for name, there in zip(known, chosen) if there}
         pair, answered = {"chosen", "rejected"} <= names, {"prompt", "completion"} <= names or "messages" in names
         fits = {
-            "preference": pair,
-            "preference_margin": pair,
-            "unpaired_preference": pair or ("label" in names and answered),
-            "prompt_completion": answered or "text" in names,
-            "prompt_only": "prompt" in names,
+            PAIRS: pair,
+            SCORED_PAIRS: pair,
+            UNPAIRED: pair or ("label" in names and answered),
+            COMPLETIONS: answered or "text" in names,
+            PROMPTS: "prompt" in names,
         }
         for kind, enough in fits.items():
             with contextlib.nullcontext() if enough else pytest.raises(DataError, match="^data: "):
-                check_columns(sorted(names), kind, "data")  # type: ignore[arg-type]
+                kind.check_columns(names, sorted(names), "data", "training")
 
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -183,7 +185,7 @@ LABELED = {"prompt": "q", "completion": "a", "label": True}
 )
 def test_invalid_values_of_a_row(row: dict[str, Any], key: str) -> None:
     with pytest.raises(DataError, match=f"^row 1: {key} "):
-        unpaired_rows(row, "row 1")
+        UNPAIRED.parse(row, "row 1", {})
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def test_invalid_values_of_a_row(row: dict[str, Any], key: str) -> None:
     ],
 )
 def test_rows_of_either_kind(row: dict[str, Any], count: int) -> None:
-    assert len(unpaired_rows(row, "row 1")) == count
+    assert len(UNPAIRED.parse(row, "row 1", {}).completions) == count
 
 
 LARGEST = float(np.finfo(np.float32).max)

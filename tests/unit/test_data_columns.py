@@ -13,7 +13,9 @@ from datasets import Dataset
 from alignment.cli.parsing import parse
 from alignment.config.errors import DataError, OptionError
 from alignment.data.columns import arranged
-from alignment.data.formats import prompt_completion_row, unpaired_rows
+from alignment.data.kinds.completions import COMPLETIONS
+from alignment.data.kinds.pairs import PAIRS
+from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.prepare import load_prepared, prepare
 from alignment.data.sources import dataset_from_python, load_split
 from alignment.data.truncation import Limits
@@ -24,9 +26,7 @@ TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}
 ROW = {"instruction": "do", "input": "it", "output": "ok", "kto_tag": True}
 
 
-def texts(
-    rows: Any, column_map: dict[str, str] | None, folder: Path, kind: Any = "unpaired_preference"
-) -> list[list[str]]:
+def texts(rows: Any, column_map: dict[str, str] | None, folder: Path, kind: Any = UNPAIRED) -> list[list[str]]:
     """Return the decoded columns of every prepared row."""
     tokenizer = char_tokenizer(template=PLAIN)
     data = rows if isinstance(rows, Dataset) else dataset_from_python(rows)
@@ -44,34 +44,32 @@ def test_alpaca_columns(tmp_path: Path) -> None:
 
 def test_alpaca_pairs(tmp_path: Path) -> None:
     row = {"instruction": "do", "input": "it", "chosen": "ok", "rejected": "no"}
-    assert texts([row], {"prompt": "instruction", "query": "input"}, tmp_path, "preference") == [
+    assert texts([row], {"prompt": "instruction", "query": "input"}, tmp_path, PAIRS) == [
         ["do\nit", "ok</s>", "no</s>"]
     ]
 
 
 def test_a_mapped_column_replaces_a_column_of_the_same_name(tmp_path: Path) -> None:
     row = {"prompt": "aa", "question": "cc", "chosen": "d", "rejected": "e", "query": "ff", "system": "g"}
-    assert texts([row], None, tmp_path, "preference") == [
+    assert texts([row], None, tmp_path, PAIRS) == [
         ["aa", "d</s>", "e</s>"]
     ]  # query and system are only used if they are mapped
-    assert texts([row], {"prompt": "question"}, tmp_path, "preference") == [["cc", "d</s>", "e</s>"]]
+    assert texts([row], {"prompt": "question"}, tmp_path, PAIRS) == [["cc", "d</s>", "e</s>"]]
     swapped = {"chosen": "rejected", "rejected": "chosen"}
-    assert texts([row], swapped, tmp_path, "preference") == [["aa", "e</s>", "d</s>"]]
-    assert texts([row], {"prompt": "prompt", "query": "query"}, tmp_path, "preference") == [
-        ["aa\nff", "d</s>", "e</s>"]
-    ]
+    assert texts([row], swapped, tmp_path, PAIRS) == [["aa", "e</s>", "d</s>"]]
+    assert texts([row], {"prompt": "prompt", "query": "query"}, tmp_path, PAIRS) == [["aa\nff", "d</s>", "e</s>"]]
 
 
 def test_a_mapped_column_is_only_available_under_its_new_name() -> None:
     data = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c", "label": True}])
-    made = arranged(data, {"completion": "chosen"}, "unpaired_preference", "data")
+    made, _ = arranged(data, {"completion": "chosen"}, UNPAIRED, "data")
     assert made.to_list() == [{"prompt": "a", "label": True, "rejected": "c", "completion": "b"}]
 
 
 def test_a_renamed_column_is_missing_under_its_old_name() -> None:
     data = Dataset.from_list([{"chosen": "b", "rejected": "c"}])
     with pytest.raises(DataError, match="^data: missing column chosen; .*; columns: chosen, rejected; "):
-        arranged(data, {"prompt": "chosen"}, "preference", "data")
+        arranged(data, {"prompt": "chosen"}, PAIRS, "data")
 
 
 def test_system_column(tmp_path: Path) -> None:
@@ -92,9 +90,7 @@ def test_labels_of_csv_files(tmp_path: Path) -> None:
     path.write_text("instruction,input,output,kto_tag\ndo,it,ok,True\ndo,,no,false\n")
     dataset = load_split(str(path), None, "train")
     tokenizer = char_tokenizer()
-    made = prepare(
-        dataset, "unpaired_preference", tokenizer, Limits(), "data", tmp_path, column_map=ALPACA, progress=False
-    )
+    made = prepare(dataset, UNPAIRED, tokenizer, Limits(), "data", tmp_path, column_map=ALPACA, progress=False)
     assert load_prepared(made).dataset["label"][:] == [True, False]
     path.write_text("instruction,input,output,kto_tag\ndo,it,ok,yes\n")
     with pytest.raises(
@@ -108,27 +104,27 @@ def test_labels_of_csv_files(tmp_path: Path) -> None:
     [
         (
             {"prompt": "question"},
-            "preference",
+            PAIRS,
             "column_map maps prompt to column 'question', which does not exist; columns: a, inst",
         ),
         (
             {"prompt": "instruction"},
-            "preference",
+            PAIRS,
             "missing columns chosen, rejected; .*; columns: a, instruction; if your",
         ),
         (
             {"prompt": "instruction", "completion": "a"},
-            "unpaired_preference",
-            "missing column label .* set column_map",
+            UNPAIRED,
+            "missing column label; .* set column_map",
         ),
         (
-            None,
-            "prompt_completion",
-            "training requires prompt and completion, .* columns: a, instruction; .* set column_map",
+            {},
+            COMPLETIONS,
+            "missing columns prompt, completion; training requires .* columns: a, instruction; .* set column_map",
         ),
     ],
 )
-def test_missing_columns_are_named(names: dict[str, str] | None, kind: Any, said: str) -> None:
+def test_missing_columns_are_named(names: dict[str, str], kind: Any, said: str) -> None:
     with pytest.raises(DataError, match=f"^data: {said}"):
         arranged(Dataset.from_list([{"a": "b", "instruction": "c"}]), names, kind, "data")
 
@@ -137,22 +133,22 @@ def test_query_requires_strings() -> None:
     row = {"prompt": [{"role": "user", "content": "a"}], "query": "b", "completion": "c", "label": True}
     for prompt in (row["prompt"], None):
         with pytest.raises(DataError, match="^row 1: query is 'b' .* and prompt is .*; expected strings"):
-            unpaired_rows({**row, "prompt": prompt}, "row 1")
+            UNPAIRED.parse({**row, "prompt": prompt}, "row 1", {})
 
 
 MAPPED_IN_VAIN = [
-    (unpaired_rows, {"messages": TURNS, "label": True, "query": "b"}, "query is 'b' .* the row has messages"),
-    (prompt_completion_row, {"messages": TURNS, "query": "b"}, "query is 'b' .* the row has messages"),
-    (prompt_completion_row, {"text": "a", "query": "b"}, "query is 'b' .* the row has text"),
-    (prompt_completion_row, {"text": "a", "system": "b"}, "system is 'b' .* the row has text"),
+    (UNPAIRED, {"messages": TURNS, "label": True, "query": "b"}, "query is 'b' .* the row has messages"),
+    (COMPLETIONS, {"messages": TURNS, "query": "b"}, "query is 'b' .* the row has messages"),
+    (COMPLETIONS, {"text": "a", "query": "b"}, "query is 'b' .* the row has text"),
+    (COMPLETIONS, {"text": "a", "system": "b"}, "system is 'b' .* the row has text"),
 ]
 
 
-@pytest.mark.parametrize(("convert", "row", "said"), MAPPED_IN_VAIN)
-def test_a_mapped_text_is_never_ignored(convert: Any, row: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("kind", "row", "said"), MAPPED_IN_VAIN)
+def test_a_mapped_text_is_never_ignored(kind: Any, row: dict[str, Any], said: str) -> None:
     with pytest.raises(DataError, match=f"^row 1: {said} .*; remove (query|system) from column_map$"):
-        convert(row, "row 1")
-    assert convert({**row, "query": "", "system": None}, "row 1")  # an empty value adds nothing
+        kind.parse(row, "row 1", {})
+    assert kind.parse({**row, "query": "", "system": None}, "row 1", {})  # an empty value adds nothing
 
 
 def test_column_map_from_every_source_of_options(tmp_path: Path) -> None:
@@ -184,10 +180,10 @@ def test_invalid_maps(names: Any, said: str) -> None:
 
 def test_rows_of_both_kinds_in_one_dataset() -> None:
     nulls = dict.fromkeys(("prompt", "completion", "label", "chosen", "rejected"))
-    pair = unpaired_rows({**nulls, "prompt": "p", "chosen": "a", "rejected": "b"}, "row 1")
-    assert [(row.completion, row.label) for row in pair] == [("a", True), ("b", False)]
-    [single] = unpaired_rows({**nulls, "prompt": "p", "completion": "c", "label": False}, "row 1")
-    assert (single.completion, single.label) == ("c", False)
+    pair = UNPAIRED.parse({**nulls, "prompt": "p", "chosen": "a", "rejected": "b"}, "row 1", {})
+    assert (pair.completions, pair.further) == (("a", "b"), {"labels": [True, False]})
+    single = UNPAIRED.parse({**nulls, "prompt": "p", "completion": "c", "label": False}, "row 1", {})
+    assert (single.completions, single.further) == (("c",), {"labels": [False]})
     both = {"prompt": "p", "completion": "c", "label": True, "chosen": "a", "rejected": "b"}
     for row, said in (
         (both, "both completion, label and chosen, rejected are set; keep one of the two"),
@@ -196,4 +192,4 @@ def test_rows_of_both_kinds_in_one_dataset() -> None:
         ({**nulls, "prompt": "p", "chosen": "c", "label": True}, "rejected is missing"),
     ):
         with pytest.raises(DataError, match=f"^row 1: {said}"):
-            unpaired_rows(row, "row 1")
+            UNPAIRED.parse(row, "row 1", {})

@@ -7,9 +7,22 @@ from typing import Any
 import pytest
 
 from alignment.config.errors import DataError
-from alignment.data.columns import check_columns
-from alignment.data.formats import Preference, UnpairedPreference, preference_row, unpaired_rows
-from alignment.data.messages import IDENTICAL, DropRow
+from alignment.data.kinds.base import Kind
+from alignment.data.kinds.pairs import PAIRS
+from alignment.data.kinds.unpaired import UNPAIRED
+from alignment.data.tokenization import Source
+
+
+def pair_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Prompt, chosen and rejected completion of a row."""
+    source = PAIRS.parse(row, "row 1", {})
+    return (source.prompt, *source.completions)
+
+
+def labeled(row: dict[str, Any]) -> Source:
+    """A row for KTO as text."""
+    return UNPAIRED.parse(row, "row 1", {})
+
 
 U, V = {"role": "user", "content": "hello"}, {"role": "user", "content": "bye"}
 A, B = {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}
@@ -50,7 +63,7 @@ S = {"role": "system", "content": "be brief"}
     ],
 )
 def test_implicit_prompt_of_strings(chosen: str, rejected: str, expected: tuple[str, str, str]) -> None:
-    assert preference_row({"chosen": chosen, "rejected": rejected}, "row 1") == Preference(*expected)
+    assert pair_of({"chosen": chosen, "rejected": rejected}) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,54 +79,32 @@ def test_implicit_prompt_of_strings(chosen: str, rejected: str, expected: tuple[
     ],
 )
 def test_implicit_prompt_of_conversations(chosen: Any, rejected: Any, expected: Any) -> None:
-    assert preference_row({"chosen": chosen, "rejected": rejected}, "row 1") == Preference(*expected)
-
-
-@pytest.mark.parametrize("same", ["one two", "", [A], [U, A]])
-def test_identical_completions_without_prompt_are_dropped(same: Any) -> None:
-    for convert in (preference_row, unpaired_rows):
-        with pytest.raises(DropRow) as caught:
-            convert({"chosen": same, "rejected": same, "prompt": None}, "row 1")
-        assert caught.value.reason == IDENTICAL
-
-
-@pytest.mark.parametrize(("prompt", "same"), [("a", "b"), ([U], [A]), ([U], [U, A]), ("hello", [A])])
-def test_identical_completions_of_a_prompt_are_dropped(prompt: Any, same: Any) -> None:
-    """Otherwise, KTO would see a completion as desirable and as undesirable."""
-    for convert in (preference_row, unpaired_rows):
-        with pytest.raises(DropRow) as caught:
-            convert({"prompt": prompt, "chosen": same, "rejected": same}, "row 1")
-        assert caught.value.reason == IDENTICAL
+    assert pair_of({"chosen": chosen, "rejected": rejected}) == expected
 
 
 def test_a_string_prompt_with_conversations() -> None:
     system = {"role": "system", "content": "be kind"}
-    found = preference_row({"prompt": " hello", "chosen": [system, U, A], "rejected": [system, U, B]}, "row 1")
-    assert (found.prompt, found.chosen, found.rejected) == ([system, U], [A], [B])
-    alone = preference_row({"prompt": "hello", "chosen": [A], "rejected": [B]}, "row 1")
-    assert (alone.prompt, alone.chosen, alone.rejected) == ([U], [A], [B])
+    found = pair_of({"prompt": " hello", "chosen": [system, U, A], "rejected": [system, U, B]})
+    assert found == ([system, U], [A], [B])
+    assert pair_of({"prompt": "hello", "chosen": [A], "rejected": [B]}) == ([U], [A], [B])
     with pytest.raises(DataError, match="prompt is a string but chosen is a list"):
-        preference_row({"prompt": "bye", "chosen": [U, A], "rejected": [U, B]}, "row 1")
+        pair_of({"prompt": "bye", "chosen": [U, A], "rejected": [U, B]})
 
 
 def test_explicit_prompts() -> None:
-    kept = preference_row({"prompt": "a b", "chosen": "a b c", "rejected": "a b d"}, "row 1")
-    assert kept == Preference("a b", "a b c", "a b d")  # strings are unchanged
-    repeated = preference_row({"prompt": [S, U], "chosen": [S, U, A], "rejected": [B]}, "row 1")
-    assert repeated == Preference([S, U], [A], [B])
-    assert preference_row({"prompt": [A], "chosen": [A], "rejected": [B]}, "row 1") == Preference([A], [A], [B])
-    [row] = unpaired_rows({"prompt": [U], "completion": [U, A], "label": True}, "row 1")
-    assert row == UnpairedPreference([U], [A], True)
+    kept = pair_of({"prompt": "a b", "chosen": "a b c", "rejected": "a b d"})
+    assert kept == ("a b", "a b c", "a b d")  # strings are unchanged
+    assert pair_of({"prompt": [S, U], "chosen": [S, U, A], "rejected": [B]}) == ([S, U], [A], [B])
+    assert pair_of({"prompt": [A], "chosen": [A], "rejected": [B]}) == ([A], [A], [B])
+    row = labeled({"prompt": [U], "completion": [U, A], "label": True})
+    assert row == Source([U], ([A],), "row 1", further={"labels": [True]})
 
 
 def test_unpaired_rows() -> None:
-    assert unpaired_rows({"prompt": "", "completion": "b", "label": False}, "row 1") == [
-        UnpairedPreference("", "b", False)
-    ]
-    assert unpaired_rows({"prompt": "q", "chosen": "a", "rejected": "b"}, "row 1") == [
-        UnpairedPreference("q", "a", True),
-        UnpairedPreference("q", "b", False),
-    ]
+    one = labeled({"prompt": "", "completion": "b", "label": False})
+    assert one == Source("", ("b",), "row 1", further={"labels": [False]})
+    both = labeled({"prompt": "q", "chosen": "a", "rejected": "b"})
+    assert both == Source("q", ("a", "b"), "row 1", further={"labels": [True, False]})
 
 
 def test_nulls_are_removed_from_messages_and_template_options_are_kept() -> None:
@@ -125,7 +116,7 @@ def test_nulls_are_removed_from_messages_and_template_options_are_kept() -> None
         "tools": [{"type": "function"}],
         "chat_template_kwargs": {"enable_thinking": False, "other": None},
     }
-    pair = preference_row(row, "row 1")
+    pair = PAIRS.parse(row, "row 1", {})
     assert pair.prompt == [{**U, "name": "Ann"}]
     assert pair.template == {"enable_thinking": False, "tools": [{"type": "function"}]}
 
@@ -157,7 +148,7 @@ BAD_UNPAIRED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "message"), BAD_UNPAIRED)
 def test_invalid_unpaired_rows(change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"^data.jsonl, row 12: ({message})") as caught:
-        unpaired_rows({**GOOD, **change}, "data.jsonl, row 12")
+        UNPAIRED.parse({**GOOD, **change}, "data.jsonl, row 12", {})
     assert "\n" not in str(caught.value)
 
 
@@ -174,12 +165,12 @@ def test_invalid_unpaired_rows(change: dict[str, Any], message: str) -> None:
 )
 def test_invalid_pairs(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"^row 3: {message}"):
-        preference_row(row, "row 3")
+        PAIRS.parse(row, "row 3", {})
 
 
 def test_long_values_are_shortened_in_messages() -> None:
     with pytest.raises(DataError) as caught:
-        unpaired_rows({**GOOD, "label": "x\n" * 500}, "row 1")
+        labeled({**GOOD, "label": "x\n" * 500})
     assert len(str(caught.value)) < 150
     assert "\n" not in str(caught.value)
 
@@ -189,33 +180,22 @@ def test_long_values_are_shortened_in_messages() -> None:
     [
         (
             ["prompt", "completion", "label"],
-            "preference",
-            "training requires chosen and rejected, but the columns are prompt, comp",
+            PAIRS,
+            "missing columns chosen, rejected; .*; columns: prompt, comp",
         ),
-        (["prompt", "completion", "label"], "preference", "use a method for unpaired data"),
-        (
-            ["prompt", "chosen"],
-            "preference",
-            "missing column rejected; training requires chosen and rejected; columns: prompt, chosen",
-        ),
-        (["text"], "preference", "missing columns chosen, rejected; .*; columns: text"),
-        (["prompt", "completion"], "unpaired_preference", r"missing column label \(label is true"),
+        (["prompt", "chosen"], PAIRS, "missing column rejected; training requires .*; columns: prompt, chosen"),
+        (["text"], PAIRS, "missing columns chosen, rejected; .*; columns: text"),
+        (["prompt", "completion"], UNPAIRED, "missing column label;"),
         (
             ["completion", "label"],
-            "unpaired_preference",
-            "missing column prompt; training requires prompt, completion and label",
+            UNPAIRED,
+            "missing column prompt; training requires prompt and comp",
         ),
-        (["prompt", "rejected"], "unpaired_preference", "missing column chosen"),
-        (["text"], "unpaired_preference", "missing columns prompt, completion, label .* columns: text"),
-        ([], "unpaired_preference", "columns: none"),
+        (["prompt", "rejected"], UNPAIRED, "missing column chosen"),
+        (["text"], UNPAIRED, "missing columns prompt, completion, label; .* columns: text"),
+        ([], UNPAIRED, "columns: none"),
     ],
 )
-def test_missing_columns(columns: list[str], kind: Any, message: str) -> None:
+def test_missing_columns(columns: list[str], kind: Kind, message: str) -> None:
     with pytest.raises(DataError, match=f"^data.jsonl: .*{message}"):
-        check_columns(columns, kind, "data.jsonl")
-
-
-def test_sufficient_columns() -> None:
-    check_columns(["prompt", "completion", "label", "extra"], "unpaired_preference", "x")
-    check_columns(["chosen", "rejected"], "unpaired_preference", "x")
-    check_columns(["chosen", "rejected", "completion"], "preference", "x")
+        kind.check_columns(columns, columns, "data.jsonl", "training")

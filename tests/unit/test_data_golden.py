@@ -22,9 +22,13 @@ if __name__ == "__main__":
 from data_tokenizers import CHATML, DEFAULT_SYSTEM, ENDED, MARKED, PLAIN, THINK, THINK_OPEN, TOOLS, readable_tokenizer  # noqa: E402
 from datasets import Dataset, DatasetDict  # noqa: E402
 
+from alignment.data.kinds.completions import COMPLETIONS, Completions  # noqa: E402
+from alignment.data.kinds.pairs import PAIRS  # noqa: E402
+from alignment.data.kinds.prompts import PROMPTS  # noqa: E402
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS  # noqa: E402
+from alignment.data.kinds.unpaired import UNPAIRED  # noqa: E402
 from alignment.data.prepare import load_prepared, prepare  # noqa: E402
 from alignment.data.sources import dataset_from_python, load_split  # noqa: E402
-from alignment.data.targets.rules import USUAL, RowRules  # noqa: E402
 from alignment.data.truncation import Limits  # noqa: E402
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "tokenization.txt"
@@ -49,7 +53,7 @@ TOKENIZERS: dict[str, Any] = {
     "think block in every last answer": {"template": THINK},
     "think block opened by the generation prompt": {"template": THINK_OPEN},
 }
-NAMED = RowRules(text_field="said")
+NAMED = Completions(text_field="said")
 U, A, B = "what is the cat", "the cat is red", "no"
 
 
@@ -77,24 +81,21 @@ class Case:
     tokenizer: str
     rows: tuple[dict[str, Any], ...]
     column_map: dict[str, str] = field(default_factory=dict)
-    rules: RowRules = USUAL
 
 
 def labeled(title: str, tokenizer: str, prompt: Any, completion: Any, **more: Any) -> Case:
     """A case with one desirable row."""
-    return Case(
-        title, "unpaired_preference", tokenizer, ({"prompt": prompt, "completion": completion, "label": True, **more},)
-    )
+    return Case(title, UNPAIRED, tokenizer, ({"prompt": prompt, "completion": completion, "label": True, **more},))
 
 
 def pair(title: str, tokenizer: str, **row: Any) -> Case:
     """A case with one pair."""
-    return Case(title, "preference", tokenizer, (row,))
+    return Case(title, PAIRS, tokenizer, (row,))
 
 
 def asked(title: str, tokenizer: str, prompt: Any, **more: Any) -> Case:
     """A case with one prompt."""
-    return Case(title, "prompt_only", tokenizer, ({"prompt": prompt, **more},))
+    return Case(title, PROMPTS, tokenizer, ({"prompt": prompt, **more},))
 
 
 ALPACA = {"prompt": "instruction", "query": "input", "completion": "output", "label": "kto_tag"}
@@ -141,11 +142,11 @@ CASES = [
         chat_template_kwargs={"enable_thinking": False},
     ),
     labeled("KTO, generation prompt that is no prefix", "think block opened by the generation prompt", [USER], [GOOD]),
-    Case("KTO, messages and label", "unpaired_preference", "ChatML", ({"messages": [USER, BAD], "label": False},)),
-    Case("KTO, a pair", "unpaired_preference", "ChatML", ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},)),
+    Case("KTO, messages and label", UNPAIRED, "ChatML", ({"messages": [USER, BAD], "label": False},)),
+    Case("KTO, a pair", UNPAIRED, "ChatML", ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},)),
     Case(
         "KTO, labeled rows and pairs in one file",
-        "unpaired_preference",
+        UNPAIRED,
         "no template, no BOS",
         (
             {"prompt": U, "completion": " " + B, "label": False},
@@ -154,7 +155,7 @@ CASES = [
     ),
     Case(
         "KTO, columns as LLaMA-Factory's Alpaca files have them",
-        "unpaired_preference",
+        UNPAIRED,
         "no template, no BOS",
         (
             {"instruction": "what is", "input": "the cat", "output": A, "kto_tag": True},
@@ -164,14 +165,14 @@ CASES = [
     ),
     Case(
         "KTO, columns as LLaMA-Factory's ShareGPT files have them",
-        "unpaired_preference",
+        UNPAIRED,
         "ChatML",
         ({"conversations": [turn("human", U), turn("gpt", A)], "system": "say yes", "kto_tag": True},),
         {"messages": "conversations", "label": "kto_tag", "system": "system"},
     ),
     Case(
         "KTO, ShareGPT's calls of functions",
-        "unpaired_preference",
+        UNPAIRED,
         "ChatML with tools",
         (
             {
@@ -199,91 +200,84 @@ CASES = [
     pair("CPO, answers that repeat the prompt", "ChatML", prompt=[USER], chosen=[USER, GOOD], rejected=[USER, BAD]),
     Case(
         "CPO, columns as LLaMA-Factory's ShareGPT files have them",
-        "preference",
+        PAIRS,
         "ChatML",
         (SHAREGPT_ROW,),
         {"prompt": "conversations"},
     ),
-    Case("SFT, prompt and completion", "prompt_completion", "ChatML", ({"prompt": [USER], "completion": [GOOD]},)),
-    Case("SFT, a conversation", "prompt_completion", "ChatML", ({"messages": [USER, GOOD]},)),
-    Case("SFT, text", "prompt_completion", "no template, BOS", ({"text": A},)),
-    Case("SFT, text in another column", "prompt_completion", "no template, BOS", ({"said": A},), rules=NAMED),
+    Case("SFT, prompt and completion", COMPLETIONS, "ChatML", ({"prompt": [USER], "completion": [GOOD]},)),
+    Case("SFT, a conversation", COMPLETIONS, "ChatML", ({"messages": [USER, GOOD]},)),
+    Case("SFT, text", COMPLETIONS, "no template, BOS", ({"text": A},)),
+    Case("SFT, text in another column", NAMED, "no template, BOS", ({"said": A},)),
     Case(
         "SFT, the prompt too",
-        "prompt_completion",
+        Completions(completion_only=False),
         "ChatML",
         ({"prompt": [USER], "completion": [GOOD]},),
-        rules=RowRules(completion_only=False),
     ),
     Case(
         "SFT, the last answer of a conversation",
-        "prompt_completion",
+        Completions(completion_only=True),
         "ChatML",
         ({"messages": [USER, BAD, USER, GOOD]},),
-        rules=RowRules(completion_only=True),
     ),
     Case(
         "SFT, ShareGPT's turns",
-        "prompt_completion",
+        COMPLETIONS,
         "ChatML",
         ({"conversations": [turn("human", U), turn("gpt", A)]},),
     ),
     Case(
         "SFT, what the assistant says",
-        "prompt_completion",
+        Completions(assistant_only=True),
         "ChatML",
         ({"messages": [USER, BAD, USER, GOOD]},),
-        rules=RowRules(assistant_only=True),
     ),
     Case(
         "SFT, what the assistant says",
-        "prompt_completion",
+        Completions(assistant_only=True),
         "ChatML that marks the assistant's turns",
         ({"messages": [USER, BAD, USER, GOOD]},),
-        rules=RowRules(assistant_only=True),
     ),
     Case(
         "SFT, what the assistant says",
-        "prompt_completion",
+        Completions(assistant_only=True),
         "think block in every last answer",
         ({"messages": [USER, BAD, USER, GOOD]},),
-        rules=RowRules(assistant_only=True),
     ),
     Case(
         "SFT, a conversation",
-        "prompt_completion",
+        COMPLETIONS,
         "ChatML that ends conversations with EOS",
         ({"messages": [USER, GOOD]},),
     ),
     Case(
         "SFT, what the assistant says",
-        "prompt_completion",
+        Completions(assistant_only=True),
         "ChatML that ends conversations with EOS",
         ({"messages": [USER, BAD, USER, GOOD]},),
-        rules=RowRules(assistant_only=True),
     ),
     Case(
         "SFT, what the assistant says in a completion of several turns",
-        "prompt_completion",
+        Completions(assistant_only=True),
         "ChatML",
         ({"prompt": [USER, BAD, USER], "completion": [GOOD, USER, BAD]},),
-        rules=RowRules(assistant_only=True),
     ),
     Case(
         "Reward model, strings",
-        "preference_margin",
+        SCORED_PAIRS,
         "no template, no BOS",
         ({"prompt": U, "chosen": " " + A, "rejected": " " + B},),
     ),
     Case(
         "Reward model, messages with a margin",
-        "preference_margin",
+        SCORED_PAIRS,
         "ChatML",
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD], "margin": 0.5},),
     ),
     Case(
         "Reward model, messages",
-        "preference_margin",
+        SCORED_PAIRS,
         "ChatML that ends conversations with EOS",
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD]},),
     ),
@@ -308,7 +302,7 @@ CASES = [
     asked("Online DPO, other columns", "no template, no BOS", U, completion="red", label=True, system="a column"),
     Case(
         "Online DPO, columns with other names",
-        "prompt_only",
+        PROMPTS,
         "ChatML",
         ({"conversations": [turn("human", U)], "system": "say yes", "prompt": "not this", "answer": ["red"]},),
         {"prompt": "conversations", "system": "system"},
@@ -328,10 +322,9 @@ def tokenized(
     tokenizer: Any,
     column_map: dict[str, str],
     folder: Path,
-    rules: RowRules = USUAL,
 ) -> list[str]:
     """Return a line for every completion of a dataset, or for every prompt if it has no completions."""
-    options: Any = {"column_map": column_map, "progress": False, "rules": rules}
+    options: Any = {"column_map": column_map, "progress": False}
     path = prepare(dataset, kind, tokenizer, Limits(), "data", folder, **options)
     return [line for row in load_prepared(path).dataset for line in _answers(tokenizer, row)]
 
@@ -357,7 +350,7 @@ def _learned(tokenizer: Any, ids: list[int], scored: list[bool] | None) -> str:
 def block(case: Case, folder: Path) -> str:
     """Return the case's block of the table."""
     tokenizer = readable_tokenizer(**TOKENIZERS[case.tokenizer])
-    lines = tokenized(dataset_from_python(list(case.rows)), case.kind, tokenizer, case.column_map, folder, case.rules)
+    lines = tokenized(dataset_from_python(list(case.rows)), case.kind, tokenizer, case.column_map, folder)
     given = [f"  {json.dumps(row)}" for row in case.rows]
     renamed = [f"  column_map: {json.dumps(case.column_map)}"] if case.column_map else []
     return "\n".join([f"{case.title} ({case.tokenizer})", *given, *renamed, *lines]) + "\n"
@@ -377,7 +370,7 @@ def test_the_table_matches_the_code(tmp_path: Path) -> None:
 
 def test_every_line_of_the_table_has_one_start_and_one_end() -> None:
     lines = [line[4:] for line in GOLDEN.read_text("utf-8").splitlines() if line[:4] in ("  + ", "  - ")]
-    answered = [case for case in CASES if case.kind != "prompt_only"]
+    answered = [case for case in CASES if case.kind != PROMPTS]
     assert len(lines) == sum(len(case.rows) * (1 + ("chosen" in case.rows[-1])) for case in answered) - 1
     wholes = 0
     for line in lines:
@@ -391,7 +384,7 @@ def test_every_line_of_the_table_has_one_start_and_one_end() -> None:
 
 def test_every_prompt_of_the_table_has_one_start_and_no_end() -> None:
     lines = [line[4:] for line in GOLDEN.read_text("utf-8").splitlines() if line[:4] == "  ? "]
-    assert len(lines) == sum(len(case.rows) for case in CASES if case.kind == "prompt_only")
+    assert len(lines) == sum(len(case.rows) for case in CASES if case.kind == PROMPTS)
     for line in lines:
         assert line.count("<s>") == line.startswith("<s>")
         assert "||" not in line and (line == "</s>" or not line.endswith(("</s>", "<|im_end|>")))
@@ -425,7 +418,7 @@ def test_from_file_to_tokens(form: str, tmp_path: Path) -> None:
         path.mkdir()
         (path / "train.jsonl").write_text(plain)
     tokenizer = readable_tokenizer()
-    lines = tokenized(load_split(str(path), None, "train"), "unpaired_preference", tokenizer, {}, tmp_path / "cache")
+    lines = tokenized(load_split(str(path), None, "train"), UNPAIRED, tokenizer, {}, tmp_path / "cache")
     assert lines == [
         "  + what|·is|·the|·cat || ·the|·cat|·is|·red|</s>",
         "  - what|·is|·the|·cat || ·no|</s>",

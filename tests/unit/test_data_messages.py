@@ -10,7 +10,12 @@ from data_tokenizers import CHATML, PLAIN, TOOLS, byte_tokenizer, char_tokenizer
 from datasets import Dataset
 
 from alignment.config.errors import DataError
-from alignment.data.messages import split_conversation, template_variables, text_of, without_nulls
+from alignment.data.kinds.completions import COMPLETIONS
+from alignment.data.kinds.pairs import PAIRS
+from alignment.data.kinds.prompts import PROMPTS
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS
+from alignment.data.kinds.unpaired import UNPAIRED
+from alignment.data.messages import conversation, template_variables, text_of, without_nulls
 from alignment.data.prepare import load_prepared, prepare
 from alignment.data.sources import dataset_from_python
 from alignment.data.tokenization import RowTokenizer, Source
@@ -93,23 +98,23 @@ def test_invalid_messages(given: dict[str, Any], said: str) -> None:
 
 def test_conversations_end_with_the_assistant() -> None:
     answer = {"role": "assistant", "content": "a"}
-    assert split_conversation({"messages": [USER, answer]}, "messages", "row 1") == ([USER], [answer])
+    assert conversation({"messages": [USER, answer]}, "messages", "row 1") == ([USER], [answer])
     for messages, said in (([USER], "has role 'user' .* expected 'assistant'"), ("hi", "messages is 'hi'")):
         with pytest.raises(DataError, match=f"^row 1: .*{said}"):
-            split_conversation({"messages": messages}, "messages", "row 1")
+            conversation({"messages": messages}, "messages", "row 1")
 
 
 @pytest.mark.parametrize("ending", ["user", "asistant"])
 @pytest.mark.parametrize(
     ("kind", "rows", "key"),
     [
-        ("unpaired_preference", {"prompt": [USER], "completion": 0, "label": True}, "completion"),
-        ("unpaired_preference", {"prompt": [USER], "chosen": 1, "rejected": 0}, "rejected"),
-        ("prompt_completion", {"prompt": [USER], "completion": 0}, "completion"),
-        ("preference", {"prompt": [USER], "chosen": 0, "rejected": 1}, "chosen"),
-        ("preference", {"prompt": "hi", "chosen": 1, "rejected": 0}, "rejected"),
-        ("preference", {"chosen": 0, "rejected": 1}, "chosen"),  # with the prompt, and both end with the same message
-        ("preference_margin", {"chosen": 1, "rejected": 0}, "rejected"),
+        (UNPAIRED, {"prompt": [USER], "completion": 0, "label": True}, "completion"),
+        (UNPAIRED, {"prompt": [USER], "chosen": 1, "rejected": 0}, "rejected"),
+        (COMPLETIONS, {"prompt": [USER], "completion": 0}, "completion"),
+        (PAIRS, {"prompt": [USER], "chosen": 0, "rejected": 1}, "chosen"),
+        (PAIRS, {"prompt": "hi", "chosen": 1, "rejected": 0}, "rejected"),
+        (PAIRS, {"chosen": 0, "rejected": 1}, "chosen"),  # with the prompt, and both end with the same message
+        (SCORED_PAIRS, {"chosen": 1, "rejected": 0}, "rejected"),
     ],
 )
 def test_completions_end_with_the_assistant(
@@ -128,9 +133,7 @@ def test_unknown_roles_are_refused(tmp_path: Path) -> None:
         rows = [{"prompt": [USER], "completion": ANSWER, "label": True}]
         rows += [{**rows[0], "prompt": [USER, {"role": role, "content": "a"}], **more}]
         tokenizer = byte_tokenizer(template=template)
-        path = prepare(
-            dataset_from_python(rows), "unpaired_preference", tokenizer, Limits(), "data", tmp_path, progress=False
-        )
+        path = prepare(dataset_from_python(rows), UNPAIRED, tokenizer, Limits(), "data", tmp_path, progress=False)
         return len(load_prepared(path).dataset)
 
     for role in ("system", "developer", "user", "assistant", "tool", "function"):
@@ -148,11 +151,11 @@ def test_unknown_roles_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", ["the same", "{% for m in messages %}{{ m.role }}{% endfor %}"])
-@pytest.mark.parametrize("kind", ["unpaired_preference", "preference", "preference_margin", "prompt_only"])
+@pytest.mark.parametrize("kind", [UNPAIRED, PAIRS, SCORED_PAIRS, PROMPTS])
 def test_a_template_that_renders_every_row_alike_is_refused(tmp_path: Path, kind: Any, template: str) -> None:
     other = [{**ANSWER[0], "content": "other"}]
-    row = {"prompt": [USER], "completion": ANSWER, "label": True} if kind == "unpaired_preference" else {}
-    row = row or {"prompt": [USER], **({} if kind == "prompt_only" else {"chosen": ANSWER, "rejected": other})}
+    row = {"prompt": [USER], "completion": ANSWER, "label": True} if kind == UNPAIRED else {}
+    row = row or {"prompt": [USER], **({} if kind == PROMPTS else {"chosen": ANSWER, "rejected": other})}
     with pytest.raises(DataError, match="^data, row 1: the chat template .* renders every row alike"):
         tokenizer = byte_tokenizer(template=template)
         prepare(dataset_from_python([row]), kind, tokenizer, Limits(), "data", tmp_path, progress=False)
@@ -182,7 +185,7 @@ def rendered(template: str, *messages: dict[str, Any]) -> str:
     tokenizer = char_tokenizer(template=template)
     *prompt, answer = messages
     rows = RowTokenizer(tokenizer)
-    return rows._chat_texts(Source(prompt, ([answer],), "row 1", {}))[1]
+    return rows._texts(Source(prompt, ([answer],), "row 1", {}))[1]
 
 
 def test_null_content_in_templates() -> None:
@@ -219,9 +222,7 @@ def test_templates_do_not_see_nulls_added_by_arrow(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(TOOLS)
     read = []
     for number, data in enumerate((dataset_from_python(rows), Dataset.from_list(rows))):
-        path = prepare(
-            data, "unpaired_preference", tokenizer, Limits(), "data", tmp_path / str(number), progress=False
-        )
+        path = prepare(data, UNPAIRED, tokenizer, Limits(), "data", tmp_path / str(number), progress=False)
         read.append(load_prepared(path).dataset.to_list())
     assert Dataset.from_list(rows)[0]["tools"][0]["function"]["arguments"] == {"x": 1, "y": None}
     assert read[0] == read[1]
@@ -232,7 +233,5 @@ def test_templates_do_not_see_nulls_added_by_arrow(tmp_path: Path) -> None:
 def test_a_row_without_tools_passes_none_to_the_template(tmp_path: Path) -> None:
     rows = [{"prompt": [USER], "completion": [{"role": "assistant", "content": "so"}], "label": True, "tools": []}]
     tokenizer = char_tokenizer(template="{% if tools is not none and tools is defined %}TOOLS{% endif %}" + PLAIN)
-    path = prepare(
-        dataset_from_python(rows), "unpaired_preference", tokenizer, Limits(), "data", tmp_path, progress=False
-    )
+    path = prepare(dataset_from_python(rows), UNPAIRED, tokenizer, Limits(), "data", tmp_path, progress=False)
     assert tokenizer.decode(load_prepared(path).dataset[0]["prompt_ids"]).startswith("user: hi")

@@ -19,7 +19,7 @@ from alignment.config.errors import DataError, OptionError
 from alignment.config.options_data import MixturePart, mixture_parts
 from alignment.data.mixture import draw, mixed, shares
 from alignment.data.prepare import Prepared
-from alignment.data.report import NOT_DRAWN, DataReport, joined
+from alignment.data.report import NOT_DRAWN, DataReport, counts, joined
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,9 @@ def test_rows_of_one_source_row_are_sampled_together() -> None:
 
 def test_parts_of_the_same_size_sample_different_rows() -> None:
     """Otherwise, corresponding rows of two datasets would be selected together."""
-    rows = Dataset.from_dict({"prompt_ids": [[number] for number in range(40)], "row": range(40)})
-    part = Prepared(
-        rows, DataReport(40, 40), Dataset.from_dict({"prompt_cut": [False] * 40, "completions_cut": [0] * 40})
-    )
+    cut = {"prompt_cut": [False] * 40, "completions_cut": [0] * 40}
+    rows = Dataset.from_dict({"prompt_ids": [[number] for number in range(40)], "row": range(40), **cut})
+    part = Prepared(rows, DataReport(40, 40))
     dataset, _ = mixed([("a", part, 1.0), ("b", part, 1.0)], 40, seed=42)
     drawn = dataset["row"][:]
     assert len(drawn) == 40 and drawn[:20] != drawn[20:]
@@ -91,13 +90,18 @@ def test_every_row_is_sampled_with_equal_probability() -> None:
 
 
 def test_reports() -> None:
+    cut = {"prompt_cut": [True] + [False] * 7, "completions_cut": [1, 1] + [0] * 6}
+    rows = Dataset.from_dict({"label": [True] * 5 + [False] * 3, "row": range(8), **cut})
     report = DataReport(10, 8, {"empty": 2}, 1, 2, 5, 3)
-    assert report.drawn(8, 5, 1, 2) == report
-    fewer = report.drawn(6, 4, 0, 1)
-    assert fewer == DataReport(10, 6, {"empty": 2, NOT_DRAWN: 2}, 0, 1, 4, 2)
-    assert fewer.rows_in == fewer.rows_out + sum(fewer.dropped.values())
-    assert joined([fewer, report]) == DataReport(20, 14, {"empty": 4, NOT_DRAWN: 2}, 1, 3, 9, 5)
-    assert DataReport(4, 4).drawn(2, 0, 0, 0) == DataReport(4, 2, {NOT_DRAWN: 2})
+    assert counts(rows) == {key: vars(report)[key] for key in counts(rows)}
+    whole, (same, fewer) = mixed([("a", Prepared(rows, report), 1.0), ("b", Prepared(rows, report), 0.5)], None, 1)
+    assert same == report and len(whole) == 12
+    taken = whole.select(range(8, 12))
+    assert fewer == DataReport(
+        10, 4, {"empty": 2, NOT_DRAWN: 4}, **{n: v for n, v in counts(taken).items() if n != "rows_out"}
+    )
+    assert fewer.rows_in == fewer.rows_out + sum(fewer.dropped.values()) and 0 < fewer.desirable < 4
+    assert joined([fewer, report]).dropped == {"empty": 4, NOT_DRAWN: 4} and joined([fewer, report]).rows_out == 12
 
 
 def test_parts_of_the_option() -> None:

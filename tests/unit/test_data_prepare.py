@@ -16,11 +16,15 @@ from datasets import Dataset
 from alignment import CPOConfig, DPOConfig, KTOConfig, RewardConfig, SFTConfig
 from alignment.config.errors import DataError, ModelError, OutputError
 from alignment.data import prepare as module
-from alignment.data.prepare import Prepared, cache_name, check_vocabulary, load_prepared, prepare
+from alignment.data.kinds.completions import COMPLETIONS
+from alignment.data.kinds.pairs import PAIRS
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS
+from alignment.data.kinds.unpaired import UNPAIRED, prompt_key
+from alignment.data.prepare import Prepared, cache_name, load_prepared, prepare
 from alignment.data.report import DataReport
-from alignment.data.row_mapper import FEATURES, prompt_key
 from alignment.data.sources import dataset_from_python, load_split
 from alignment.data.truncation import Limits
+from alignment.models.vocabulary import check_vocabulary
 from alignment.training.data import limits_of
 
 KTO = [
@@ -28,7 +32,7 @@ KTO = [
     {"prompt": "x" * 9, "completion": "cdefg", "label": False},
     {"prompt": "xy", "completion": "e", "label": False},
 ]
-PAIRS = [
+PAIRED = [
     {"prompt": "xy", "chosen": "cd", "rejected": "e"},
     {"prompt": None, "chosen": "same", "rejected": "same"},
     {"prompt": "x" * 9, "chosen": "c", "rejected": "defgh"},
@@ -45,8 +49,8 @@ def run(rows: list[Any], kind: Any, folder: Path, limits: Limits | None = None, 
 def test_unpaired_columns_and_report(tmp_path: Path) -> None:
     tokenizer = char_tokenizer(before=("<s>",))
     limits = Limits(max_length=8, max_prompt_length=5)
-    prepared = run(KTO, "unpaired_preference", tmp_path, limits, tokenizer=tokenizer)
-    assert prepared.dataset.features == FEATURES["unpaired_preference"]
+    prepared = run(KTO, UNPAIRED, tmp_path, limits, tokenizer=tokenizer)
+    assert prepared.dataset.features == UNPAIRED.features
     decoded = [(tokenizer.decode(r["prompt_ids"]), tokenizer.decode(r["completion_ids"])) for r in prepared.dataset]
     assert decoded == [("<s>xy", "cd</s>"), ("<s>xxxx", "cde"), ("<s>xy", "e</s>")]
     assert prepared.dataset["label"][:] == [True, False, False]
@@ -60,7 +64,7 @@ def test_unpaired_columns_and_report(tmp_path: Path) -> None:
 
 
 def test_prompt_key_is_the_same_everywhere() -> None:
-    code = "from alignment.data.row_mapper import prompt_key; print(prompt_key([1, 2, 3]))"
+    code = "from alignment.data.kinds.unpaired import prompt_key; print(prompt_key([1, 2, 3]))"
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(Path(module.__file__).parents[2])}
     out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert int(out.stdout) == prompt_key([1, 2, 3]) == -7044357283931317034
@@ -68,8 +72,8 @@ def test_prompt_key_is_the_same_everywhere() -> None:
 
 
 def test_pairs_and_drops(tmp_path: Path) -> None:
-    prepared = run(PAIRS, "preference", tmp_path, Limits(max_length=10))
-    assert prepared.dataset.features == FEATURES["preference"]
+    prepared = run(PAIRED, PAIRS, tmp_path, Limits(max_length=10))
+    assert prepared.dataset.features == PAIRS.features
     assert prepared.dataset["row"][:] == [0]
     reasons = {
         "chosen and rejected are identical": 1,
@@ -77,12 +81,12 @@ def test_pairs_and_drops(tmp_path: Path) -> None:
     }
     assert prepared.report == DataReport(3, 1, reasons)
     assert "2 dropped: 1 × chosen and rejected are identical; 1 × no space" in prepared.report.summary()
-    cut = run(PAIRS, "preference", tmp_path, Limits(max_length=12)).report
+    cut = run(PAIRED, PAIRS, tmp_path, Limits(max_length=12)).report
     assert (cut.rows_out, cut.completions_cut) == (2, 1)
 
 
 def test_pairs_for_kto_become_two_rows_with_one_prompt(tmp_path: Path) -> None:
-    prepared = run(PAIRS, "unpaired_preference", tmp_path)
+    prepared = run(PAIRED, UNPAIRED, tmp_path)
     assert prepared.dataset["row"][:] == [0, 0, 2, 2]
     assert prepared.dataset["label"][:] == [True, False, True, False]
     keys = prepared.dataset["prompt_key"][:]
@@ -95,8 +99,8 @@ def test_pairs_for_kto_become_two_rows_with_one_prompt(tmp_path: Path) -> None:
 def test_a_single_completion_of_a_pair_may_be_dropped_only_for_kto(tmp_path: Path) -> None:
     rows = [{"prompt": "x", "chosen": "c", "rejected": ""}, {"prompt": "xy", "chosen": "c", "rejected": "d"}]
     tokenizer = char_tokenizer(before=("<s>",), eos=None)
-    assert run(rows, "unpaired_preference", tmp_path, tokenizer=tokenizer).dataset["label"][:] == [True, True, False]
-    paired = run(rows, "preference", tmp_path, tokenizer=tokenizer)
+    assert run(rows, UNPAIRED, tmp_path, tokenizer=tokenizer).dataset["label"][:] == [True, True, False]
+    paired = run(rows, PAIRS, tmp_path, tokenizer=tokenizer)
     assert paired.report.dropped == {"the completion is empty": 1}
     assert paired.dataset["row"][:] == [1]
 
@@ -104,12 +108,12 @@ def test_a_single_completion_of_a_pair_may_be_dropped_only_for_kto(tmp_path: Pat
 def lengths(folder: Path, method: type[Any], prompt: int, sizes: list[int], **options: Any) -> list[tuple[int, ...]]:
     """Return (prompt, completions) of the records of one row, in tokens; the row's lengths include EOS."""
     texts = [letter * (size - 1) for letter, size in zip("cd", sizes)]
-    kinds: dict[Any, Any] = {KTOConfig: "unpaired_preference", SFTConfig: "prompt_completion"}
-    kinds |= {RewardConfig: "preference_margin"}
+    kinds: dict[Any, Any] = {KTOConfig: UNPAIRED, SFTConfig: COMPLETIONS}
+    kinds |= {RewardConfig: SCORED_PAIRS}
     row: dict[str, Any] = {"prompt": "x" * prompt}
     row |= dict(zip(("chosen", "rejected"), texts)) if len(sizes) == 2 else {"completion": texts[0], "label": True}
     limits = limits_of(method("out", **options))
-    made = run([row], kinds.get(method, "preference"), folder, limits, tokenizer=char_tokenizer()).dataset
+    made = run([row], kinds.get(method, PAIRS), folder, limits, tokenizer=char_tokenizer()).dataset
     names = [name for name in made.column_names if name.endswith("_ids")]
     return [tuple(len(record[name]) for name in names) for record in made]
 
@@ -148,7 +152,7 @@ def test_prompts_are_cut_in_rows_that_are_too_long(
 def test_the_rows_of_a_pair_are_cut_separately_for_kto(tmp_path: Path) -> None:
     assert lengths(tmp_path, KTOConfig, 900, [124, 125]) == [(900, 124), (512, 125)]
     row = {"prompt": "x" * 900, "chosen": "c" * 123, "rejected": "d" * 124}
-    keys = run([row], "unpaired_preference", tmp_path, limits_of(KTOConfig("out"))).dataset["prompt_key"][:]
+    keys = run([row], UNPAIRED, tmp_path, limits_of(KTOConfig("out"))).dataset["prompt_key"][:]
     assert keys[0] == keys[1]  # still the same prompt, of which the other row cannot be the partner
 
 
@@ -161,7 +165,7 @@ def test_other_methods_cut_prompts_by_an_explicit_limit_only(tmp_path: Path) -> 
             lengths(tmp_path, method, 1024, sizes)
 
 
-@pytest.mark.parametrize("kind", ["unpaired_preference", "preference"])
+@pytest.mark.parametrize("kind", [UNPAIRED, PAIRS])
 def test_the_number_of_processes_does_not_matter(tmp_path: Path, kind: Any) -> None:
     rows = [
         {"prompt": f"question {i % 7}", "chosen": "the answer " * (i % 5), "rejected": f"mat {i}"} for i in range(41)
@@ -186,32 +190,32 @@ def test_the_number_of_processes_does_not_matter(tmp_path: Path, kind: Any) -> N
 def test_errors_in_workers_are_the_same(tmp_path: Path, processes: int | None) -> None:
     rows = [*KTO * 4, {"prompt": "x", "completion": "c", "label": None}]
     with pytest.raises(DataError, match="^data, row 13: label is null; expected true or false$"):
-        run(rows, "unpaired_preference", tmp_path, num_proc=processes)
+        run(rows, UNPAIRED, tmp_path, num_proc=processes)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_second_run_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = char_tokenizer(before=("<s>",))
     data = dataset_from_python(KTO)
-    path = prepare(data, "unpaired_preference", tokenizer, Limits(), "data", tmp_path, progress=False)
-    assert path.name == cache_name(data, "unpaired_preference", tokenizer, Limits())
+    path = prepare(data, UNPAIRED, tokenizer, Limits(), "data", tmp_path, progress=False)
+    assert path.name == cache_name(data, UNPAIRED, tokenizer, Limits())
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [path.name]
     assert sorted(entry.name for entry in path.iterdir()) == ["data", "report.json"]
     monkeypatch.setattr(module, "_build", lambda *args: pytest.fail("built again"))
     tokenizer(["other", "texts"], padding=False, truncation=True, max_length=2)  # leaves settings in the tokenizer
     again = dataset_from_python(json.loads(json.dumps(KTO)))
-    assert prepare(again, "unpaired_preference", tokenizer, Limits(), "data", tmp_path) == path
+    assert prepare(again, UNPAIRED, tokenizer, Limits(), "data", tmp_path) == path
 
 
 def test_the_cache_name_depends_on_all_inputs(tmp_path: Path) -> None:
-    def name(rows: list[Any] = KTO, kind: Any = "unpaired_preference", tokenizer: Any = None, **limits: Any) -> str:
+    def name(rows: list[Any] = KTO, kind: Any = UNPAIRED, tokenizer: Any = None, **limits: Any) -> str:
         return cache_name(dataset_from_python(rows), kind, tokenizer or char_tokenizer(), Limits(**limits))
 
     template = char_tokenizer(template=CHATML)
     names = [
         name(),
         name(KTO[::-1]),
-        name(kind="preference"),
+        name(kind=PAIRS),
         name(max_length=5),
         name(max_prompt_length=5),
         name(truncation_mode="keep_start"),
@@ -222,7 +226,11 @@ def test_the_cache_name_depends_on_all_inputs(tmp_path: Path) -> None:
         name(tokenizer=template),
     ]
     assert len(set(names)) == len(names)
-    assert name() == name([{**row, "unused": 3} for row in KTO])
+    paths = {
+        prepare(dataset_from_python(rows), UNPAIRED, char_tokenizer(), Limits(), "data", tmp_path, progress=False)
+        for rows in (KTO, [{**row, "unused": 3} for row in KTO])
+    }
+    assert len(paths) == 1
 
 
 def test_the_cache_name_depends_on_the_content_of_a_file(tmp_path: Path) -> None:
@@ -230,20 +238,18 @@ def test_the_cache_name_depends_on_the_content_of_a_file(tmp_path: Path) -> None
     names = []
     for label in (True, False, True):
         path.write_text(json.dumps({"prompt": "x", "completion": "c", "label": label}))
-        names.append(
-            cache_name(load_split(str(path), None, "train"), "unpaired_preference", char_tokenizer(), Limits())
-        )
+        names.append(cache_name(load_split(str(path), None, "train"), UNPAIRED, char_tokenizer(), Limits()))
     assert names[0] == names[2] != names[1]
     renamed = path.rename(tmp_path / "renamed.jsonl")
     dataset = load_split(str(renamed), None, "train")
-    assert cache_name(dataset, "unpaired_preference", char_tokenizer(), Limits()) == names[0]
+    assert cache_name(dataset, UNPAIRED, char_tokenizer(), Limits()) == names[0]
 
 
 def test_the_cache_name_depends_on_every_row() -> None:
     """Rows are hashed a thousand at a time."""
     rows = [{"prompt": str(number), "completion": "c", "label": True} for number in range(1500)]
     names = {
-        cache_name(Dataset.from_list(given), "unpaired_preference", char_tokenizer(), Limits())
+        cache_name(Dataset.from_list(given), UNPAIRED, char_tokenizer(), Limits())
         for given in (rows, rows[:1400], [*rows[:-1], {**rows[-1], "label": False}])
     }
     assert len(names) == 3
@@ -255,7 +261,7 @@ def test_dataset_formats_and_selections(tmp_path: Path) -> None:
     shuffled = plain.select([2, 0])
     tokenizer = char_tokenizer()
     paths = [
-        prepare(data, "unpaired_preference", tokenizer, Limits(), "data", tmp_path, progress=False)
+        prepare(data, UNPAIRED, tokenizer, Limits(), "data", tmp_path, progress=False)
         for data in (plain, formatted, shuffled)
     ]
     assert paths[0] == paths[1] != paths[2]
@@ -264,54 +270,56 @@ def test_dataset_formats_and_selections(tmp_path: Path) -> None:
 
 def test_strict_data_and_no_rows_left(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^data: 1 of 3 rows would be dropped \(1 × chosen and .*strict_data: false"):
-        run(PAIRS, "preference", tmp_path, strict=True)
+        run(PAIRED, PAIRS, tmp_path, strict=True)
     assert list(tmp_path.iterdir()) == []
-    run(PAIRS, "preference", tmp_path)
+    run(PAIRED, PAIRS, tmp_path)
     with pytest.raises(DataError, match="would be dropped"):  # also from the cache
-        run(PAIRS, "preference", tmp_path, strict=True)
+        run(PAIRED, PAIRS, tmp_path, strict=True)
     with pytest.raises(DataError, match=r"^data: all 3 rows were dropped \(2 × no space .*; 1 × chosen"):
-        run(PAIRS, "preference", tmp_path, Limits(max_length=2))
+        run(PAIRED, PAIRS, tmp_path, Limits(max_length=2))
 
 
 def test_columns_are_checked_first(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="training requires chosen and rejected, .* use a method for unpaired data"):
-        run(KTO, "preference", tmp_path)
+    with pytest.raises(DataError, match="missing columns chosen, rejected; training requires"):
+        run(KTO, PAIRS, tmp_path)
     with pytest.raises(DataError, match="^data: contains no rows"):
         empty = Dataset.from_dict({"chosen": [], "rejected": []})
-        prepare(empty, "preference", char_tokenizer(), Limits(), "data", tmp_path)
+        prepare(empty, PAIRS, char_tokenizer(), Limits(), "data", tmp_path)
     assert list(tmp_path.iterdir()) == []
-    assert cache_name(Dataset.from_dict({"a": [1]}), "preference", char_tokenizer(), Limits()).startswith(
-        "preference-"
-    )
+    assert cache_name(Dataset.from_dict({"a": [1]}), PAIRS, char_tokenizer(), Limits()).startswith("preference-")
 
 
 def test_conversations_need_a_template(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "c"}]}]
     with pytest.raises(DataError, match="^data, row 1: the row is conversational, .* has no chat template"):
-        run([{**rows[0], "label": True}], "unpaired_preference", tmp_path, tokenizer=char_tokenizer())
+        run([{**rows[0], "label": True}], UNPAIRED, tmp_path, tokenizer=char_tokenizer())
 
 
 def test_a_folder_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(OutputError, match="file: the tokenized data cannot be written"):
-        run(KTO, "unpaired_preference", file)
+        run(KTO, UNPAIRED, file)
     with pytest.raises(DataError, match="delete the folder"):
         load_prepared(tmp_path / "missing")
     data = dataset_from_python(KTO)
-    path = prepare(data, "unpaired_preference", char_tokenizer(), Limits(), "data", tmp_path / "cache", progress=False)
+    path = prepare(data, UNPAIRED, char_tokenizer(), Limits(), "data", tmp_path / "cache", progress=False)
     (path / "report.json").write_text("{")
     with pytest.raises(DataError, match="report.json cannot be read: .*; delete the folder"):
-        prepare(data, "unpaired_preference", char_tokenizer(), Limits(), "data", tmp_path / "cache", progress=False)
+        prepare(data, UNPAIRED, char_tokenizer(), Limits(), "data", tmp_path / "cache", progress=False)
 
 
-def test_a_finished_folder_of_another_process_is_used(tmp_path: Path) -> None:
-    work, target = tmp_path / "work", tmp_path / "target"
-    for folder in (work, target):
-        folder.mkdir()
-        (folder / "report.json").write_text(folder.name)
-    module._publish(work, target)
-    assert (target / "report.json").read_text() == "target"
+def test_a_finished_folder_of_another_process_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = DataReport.save
+
+    def overtaken(report: DataReport, folder: Path) -> None:
+        save(report, folder)
+        target = tmp_path / cache_name(dataset_from_python(KTO), UNPAIRED, char_tokenizer(), Limits())
+        (target / "theirs").mkdir(parents=True)
+
+    monkeypatch.setattr(DataReport, "save", overtaken)
+    path = prepare(dataset_from_python(KTO), UNPAIRED, char_tokenizer(), Limits(), "data", tmp_path, progress=False)
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name] and (path / "theirs").is_dir()
 
 
 def test_vocabulary() -> None:

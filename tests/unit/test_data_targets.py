@@ -11,19 +11,24 @@ from data_tokenizers import CHATML, PLAIN, char_tokenizer, readable_tokenizer
 from datasets import Dataset, IterableDataset
 
 from alignment.config.errors import DataError, OptionError
-from alignment.data.batching import collate, collate_completion
+from alignment.data.batching import collate
+from alignment.data.kinds.completions import COMPLETIONS, Completions
+from alignment.data.kinds.pairs import PAIRS
+from alignment.data.kinds.prompts import PROMPTS
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS
+from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.prepare import Prepared, load_prepared, prepare
 from alignment.data.shown.rows import as_language_modeling
 from alignment.data.sources import dataset_from_python
 from alignment.data.targets.formatting import formatted
-from alignment.data.targets.rules import USUAL, Learned, RowRules, divided
+from alignment.data.targets.rules import divided
 from alignment.data.truncation import Limits
 from alignment.data.windows import evaluation_plan, row_table
 
 SAID = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
 
 
-def made(rows: Any, folder: Path, kind: Any = "prompt_completion", tokenizer: Any = None, **options: Any) -> Prepared:
+def made(rows: Any, folder: Path, kind: Any = COMPLETIONS, tokenizer: Any = None, **options: Any) -> Prepared:
     """Prepare rows."""
     data = rows if isinstance(rows, Dataset) else dataset_from_python(rows)
     limits = Limits(options.pop("max_length", None))
@@ -37,10 +42,14 @@ def learned(prepared: Prepared) -> list[tuple[Any, ...]]:
 
 
 def test_a_sequence_is_split_before_the_first_token_in_the_loss() -> None:
-    assert divided([4, 5, 6], [True] * 3) == Learned([4], [5, 6], first=True)
-    assert divided([4, 5, 6, 7], [True, False, True, False]) == Learned([4, 5], [6, 7], [True, False], True)
-    assert divided([4, 5, 6], [False, False, True]) == Learned([4, 5], [6])
-    assert divided([4, 5], [False, False]) == Learned([4, 5], [])
+    def parts(learned: list[bool]) -> tuple[Any, ...]:
+        found = divided(range(4, 4 + len(learned)), learned)
+        return (found.prompt, *found.completions, *found.further.values())
+
+    assert parts([True] * 3) == ([4], [5, 6], None, True)
+    assert parts([True, False, True, False]) == ([4, 5], [6, 7], [True, False], True)
+    assert parts([False, False, True]) == ([4, 5], [6], None, False)
+    assert parts([False, False]) == ([4, 5], [], None, False)
 
 
 def test_token_ids_are_used_unchanged(tmp_path: Path) -> None:
@@ -48,7 +57,7 @@ def test_token_ids_are_used_unchanged(tmp_path: Path) -> None:
     assert learned(made([ids], tmp_path)) == [([4], [5, 6, 7], None)]
     masks = {"completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 1, 0, 1]}
     assert learned(made([ids | masks], tmp_path)) == [([4], [5, 6, 7], [True, False, True])]
-    own = made([ids | masks], tmp_path, rules=RowRules(completion_only=False))
+    own = made([ids | masks], tmp_path, kind=Completions(completion_only=False))
     assert learned(own) == [([4], [5, 6, 7], [True, False, True])]
     labels = {"labels": [-100, -100, 6, -100]}  # they take precedence over masks
     assert learned(made([ids | masks | labels], tmp_path)) == [([4, 5], [6, 7], [True, False])]
@@ -86,39 +95,44 @@ def test_invalid_token_ids_are_refused(row: Any, says: str, tmp_path: Path) -> N
 
 def test_options_that_do_not_fit_the_rows_are_refused(tmp_path: Path) -> None:
     ids = {"input_ids": [4, 5]}
-    for rules, row, says in [
-        (RowRules(completion_only=True), ids, "requires completion_mask or labels"),
-        (RowRules(assistant_only=True), ids, "requires assistant_masks or labels"),
-        (RowRules(completion_only=True), {"text": "ab"}, "text is plain text; use the columns prompt and completion"),
-        (RowRules(assistant_only=True), {"text": "ab"}, "requires a conversation, but this row is plain text"),
-        (RowRules(text_field="said"), {"prompt": "ab"}, "dataset_text_field='said': this column does not exist"),
-        (RowRules(tokenized=True), {"text": "ab"}, "skip_prepare_dataset requires tokenized rows"),
-        (RowRules(tokenized=True), {**ids, "assistant_masks": [0, 1]}, "Add a 'labels' column"),
+    for kind, row, says in [
+        (Completions(completion_only=True), ids, "requires completion_mask or labels"),
+        (Completions(assistant_only=True), ids, "requires assistant_masks or labels"),
+        (
+            Completions(completion_only=True),
+            {"text": "ab"},
+            "text is plain text; use the columns prompt and completion",
+        ),
+        (Completions(assistant_only=True), {"text": "ab"}, "requires a conversation, but this row is plain text"),
+        (Completions(text_field="said"), {"prompt": "ab"}, "missing column completion; .* or said"),
+        (Completions(tokenized=True), {"text": "ab"}, "skip_prepare_dataset requires tokenized rows"),
+        (Completions(tokenized=True), {**ids, "assistant_masks": [0, 1]}, "Add a 'labels' column"),
     ]:
         with pytest.raises(DataError, match=says):
-            made([row], tmp_path, rules=rules)
-    assert learned(made([ids], tmp_path, rules=RowRules(tokenized=True))) == [([4], [5], None)]
+            made([row], tmp_path, kind)
+    assert learned(made([ids], tmp_path, kind=Completions(tokenized=True))) == [([4], [5], None)]
 
 
 def test_a_template_without_end_of_turn_does_not_mark_the_assistants_tokens(tmp_path: Path) -> None:
-    rules, rows = RowRules(assistant_only=True), [{"messages": SAID * 2}]
+    kind, rows = Completions(assistant_only=True), [{"messages": SAID * 2}]
     with pytest.raises(DataError, match="does not mark the assistant's tokens"):
-        made(rows, tmp_path, tokenizer=char_tokenizer(template=PLAIN), rules=rules)
-    once = made([{"messages": SAID}], tmp_path, tokenizer=char_tokenizer(template=PLAIN), rules=rules)
+        made(rows, tmp_path, tokenizer=char_tokenizer(template=PLAIN), kind=kind)
+    once = made([{"messages": SAID}], tmp_path, tokenizer=char_tokenizer(template=PLAIN), kind=kind)
     assert char_tokenizer().decode(once.dataset[0]["completion_ids"]) == " ba\n</s>"
 
 
 def test_token_ids_of_completions(tmp_path: Path) -> None:
     pair = {"chosen_ids": [4, 5, 6], "rejected_ids": [4, 7, 6], "margin": 2.0}
     older = {"input_ids_chosen": [9, 4], "input_ids_rejected": [8, 4], "attention_mask_chosen": [1, 1]}
-    rows = made([pair], tmp_path, "preference_margin").dataset
-    assert rows[0] == {"prompt_ids": [4], "chosen_ids": [5, 6], "rejected_ids": [7, 6], "row": 0, "margin": 2.0}
-    assert made([older], tmp_path, "preference_margin").dataset[0]["chosen_ids"] == [9, 4]  # no context token is added
+    rows = made([pair], tmp_path, SCORED_PAIRS).dataset
+    expected = {"prompt_ids": [4], "chosen_ids": [5, 6], "rejected_ids": [7, 6], "row": 0, "margin": 2.0}
+    assert rows[0] == expected | {"prompt_cut": False, "completions_cut": 0}
+    assert made([older], tmp_path, SCORED_PAIRS).dataset[0]["chosen_ids"] == [9, 4]  # no context token is added
     three = {"prompt_input_ids": [4], "chosen_input_ids": [5], "rejected_input_ids": [6, 7]}
-    assert made([three], tmp_path, "preference").dataset[0]["rejected_ids"] == [6, 7]
+    assert made([three], tmp_path, PAIRS).dataset[0]["rejected_ids"] == [6, 7]
     for prompts in ("prompt_ids", "prompt_input_ids"):  # the columns of DPO: completions without prompts
         with pytest.raises(DataError, match=f"^data: .* read as complete sequences, but column {prompts!r}"):
-            made([pair | {prompts: [9]}], tmp_path, "preference_margin")
+            made([pair | {prompts: [9]}], tmp_path, SCORED_PAIRS)
 
 
 def test_token_ids_of_every_method(tmp_path: Path) -> None:
@@ -126,38 +140,38 @@ def test_token_ids_of_every_method(tmp_path: Path) -> None:
     pair = {"chosen_ids": [7, 8, 9], "rejected_ids": [8, 9]}
     limits = Limits(max_length=4, max_prompt_length=2, max_completion_length=1)
     for kind, row, expected in (
-        ("unpaired_preference", {"prompt_ids": [4, 5, 6], "completion_ids": [7, 8], "label": True}, [[5, 6], [7]]),
-        ("preference", {"prompt_ids": [4, 5, 6], **pair}, [[5, 6], [7], [8]]),
-        ("preference_margin", pair, [[], [7], [8]]),
-        ("prompt_completion", {"input_ids": [4, 5, 6], "labels": [-100, -100, 6]}, [[4, 5], [6]]),
+        (UNPAIRED, {"prompt_ids": [4, 5, 6], "completion_ids": [7, 8], "label": True}, [[5, 6], [7]]),
+        (PAIRS, {"prompt_ids": [4, 5, 6], **pair}, [[5, 6], [7], [8]]),
+        (SCORED_PAIRS, pair, [[], [7], [8]]),
+        (COMPLETIONS, {"input_ids": [4, 5, 6], "labels": [-100, -100, 6]}, [[4, 5], [6]]),
     ):
         path = prepare(dataset_from_python([row]), kind, char_tokenizer(), limits, "data", tmp_path, progress=False)
         data = load_prepared(path).dataset
         assert [data[0][name] for name in data.column_names if name.endswith("_ids")] == expected
     same = {"prompt_ids": [4], "chosen_ids": [7, 8], "rejected_ids": [7, 8]}
-    assert made([same, same | {"rejected_ids": [9]}], tmp_path, "preference").dataset["row"][:] == [1]
+    assert made([same, same | {"rejected_ids": [9]}], tmp_path, PAIRS).dataset["row"][:] == [1]
     with pytest.raises(DataError, match="^data: missing column prompt"):
-        made([{"prompt_ids": [4, 5]}], tmp_path, "prompt_only")
+        made([{"prompt_ids": [4, 5]}], tmp_path, PROMPTS)
 
 
 def test_labels_tell_where_the_prompt_in_a_completions_column_ends(tmp_path: Path) -> None:
     one = {"prompt_input_ids": [4], "completion_input_ids": [4, 5, 6], "label": True}
-    row = made([one | {"completion_labels": [-100, 5, 6]}], tmp_path, "unpaired_preference").dataset[0]
+    row = made([one | {"completion_labels": [-100, 5, 6]}], tmp_path, UNPAIRED).dataset[0]
     assert (row["prompt_ids"], row["completion_ids"], row["label"]) == ([4], [5, 6], True)
     pair = {"prompt_input_ids": [4, 9], "chosen_input_ids": [4, 9, 5], "rejected_input_ids": [4, 9, 6, 7]}
     labels = {"chosen_labels": [-100, -100, 5], "rejected_labels": [-100, -100, 6, 7]}
-    row = made([pair | labels], tmp_path, "preference").dataset[0]
+    row = made([pair | labels], tmp_path, PAIRS).dataset[0]
     assert (row["prompt_ids"], row["chosen_ids"], row["rejected_ids"]) == ([4, 9], [5], [6, 7])
     padded = {
         "chosen_input_ids": [0, 4, 9, 5],
         "chosen_attention_mask": [0, 1, 1, 1],
         "chosen_labels": [-100, -100, -100, 5],
     }
-    assert made([pair | labels | padded], tmp_path, "preference").dataset[0]["chosen_ids"] == [5]
+    assert made([pair | labels | padded], tmp_path, PAIRS).dataset[0]["chosen_ids"] == [5]
     stored = {"prompt_ids": [4], "chosen_ids": [4, 5], "rejected_ids": [4, 6]}  # these names contain no prompt
-    assert made([stored], tmp_path, "preference").dataset[0]["chosen_ids"] == [4, 5]
+    assert made([stored], tmp_path, PAIRS).dataset[0]["chosen_ids"] == [4, 5]
     alone = pair | {"chosen_input_ids": [4, 9, 5], "rejected_input_ids": [6]}  # the other one has no prompt
-    assert made([alone], tmp_path, "preference").dataset[0]["chosen_ids"] == [4, 9, 5]
+    assert made([alone], tmp_path, PAIRS).dataset[0]["chosen_ids"] == [4, 9, 5]
 
 
 @pytest.mark.parametrize(
@@ -175,13 +189,13 @@ def test_labels_tell_where_the_prompt_in_a_completions_column_ends(tmp_path: Pat
 def test_columns_that_may_or_may_not_contain_the_prompt_are_refused(labels: Any, says: str, tmp_path: Path) -> None:
     pair = {"prompt_input_ids": [4], "chosen_input_ids": [4, 5], "rejected_input_ids": [4, 6]}
     with pytest.raises(DataError, match=f"^data, row 1: .*{says}"):
-        made([pair | labels], tmp_path, "preference")
+        made([pair | labels], tmp_path, PAIRS)
 
 
 def test_a_reward_model_uses_the_complete_template(tmp_path: Path) -> None:
     tokenizer = readable_tokenizer(template=CHATML)
     other = [SAID[0], {**SAID[-1], "content": "no"}]
-    row = made([{"chosen": SAID, "rejected": other}], tmp_path, "preference_margin", tokenizer).dataset[0]
+    row = made([{"chosen": SAID, "rejected": other}], tmp_path, SCORED_PAIRS, tokenizer).dataset[0]
     for name, messages in (("chosen_ids", SAID), ("rejected_ids", other)):
         assert row["prompt_ids"] + row[name] == tokenizer.apply_chat_template(messages)["input_ids"]
 
@@ -189,15 +203,15 @@ def test_a_reward_model_uses_the_complete_template(tmp_path: Path) -> None:
 def test_images_are_refused_but_empty_columns_are_not(tmp_path: Path) -> None:
     row = {"prompt": "a", "completion": "b", "label": True}
     with pytest.raises(DataError, match="column 'images' contains images"):
-        made([row | {"images": []}, row | {"images": ["a.png"]}], tmp_path, "unpaired_preference")
+        made([row | {"images": []}, row | {"images": ["a.png"]}], tmp_path, UNPAIRED)
     plain = Dataset.from_list([row | {"images": []}])
-    assert len(made(plain, tmp_path, "unpaired_preference").dataset) == 1
+    assert len(made(plain, tmp_path, UNPAIRED).dataset) == 1
     with pytest.raises(DataError, match=r"with_transform\(\) is not supported"):
-        made(plain.with_transform(lambda batch: batch), tmp_path, "unpaired_preference")
+        made(plain.with_transform(lambda batch: batch), tmp_path, UNPAIRED)
     with pytest.raises(
         DataError, match=r"also with skip_prepare_dataset.*Dataset\.map\(\)"
     ):  # the option with which TRL allows it
-        made(plain.with_transform(lambda batch: batch), tmp_path, "prompt_completion")
+        made(plain.with_transform(lambda batch: batch), tmp_path, COMPLETIONS)
 
 
 def test_means_are_over_the_tokens_in_the_loss(tmp_path: Path) -> None:
@@ -211,11 +225,11 @@ def test_means_are_over_the_tokens_in_the_loss(tmp_path: Path) -> None:
     assert table.completions.tolist() == [[3], [1], [2]] and table.targets.tolist() == [[2], [1], [2]]
     plan = evaluation_plan(table, world_size=1, batch_size=3, seed=0, draw_partners=False)
     assert plan.counts.first_completion_tokens == 5 and plan.longest == (5,)
-    batch: Any = collate_completion(data, table, plan, 0, 0)
+    batch: Any = COMPLETIONS.collate(data, table, plan, 0, 0)
     order = [batch.rows.index(row) for row in range(3)]
     assert batch.completions.lengths[order].tolist() == [2, 1, 2]
     assert batch.completions.targets.tolist() == [t for row in batch.rows for t in ([5, 7], [9], [5, 6])[row]]
-    flat = batch.completions.input_ids.flatten()
+    flat = batch.completions.inputs["input_ids"].flatten()
     assert flat[batch.completions.positions + 1].tolist() == batch.completions.targets.tolist()
     assert np.array_equal(row_table(data.select([1, 2]), ("completion_ids",), None).targets, [[1], [2]])
     assert collate([([1], [2, 3])], 1, [[False, True]]).targets.tolist() == [3]
@@ -237,24 +251,21 @@ def test_a_formatting_function_returns_the_text_of_a_row(tmp_path: Path) -> None
 
 def test_the_cache_name_depends_on_the_tokens_in_the_loss(tmp_path: Path) -> None:
     data = dataset_from_python([{"messages": SAID}])
-    rules = (USUAL, RowRules(completion_only=True), RowRules(completion_only=False), RowRules(assistant_only=True))
+    own = [COMPLETIONS, Completions(True), Completions(False), Completions(assistant_only=True)]
     options: Any = {"progress": False}
     tokenizer = readable_tokenizer(template=CHATML)
-    names = [
-        prepare(data, "prompt_completion", tokenizer, Limits(), "data", tmp_path, rules=each, **options).name
-        for each in rules
-    ]
+    names = [prepare(data, each, tokenizer, Limits(), "data", tmp_path, **options).name for each in own]
     assert len({*names}) == 4
 
 
 def test_generation_marks_of_a_template_are_used(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.role }} {% generation %}{{ m.content }}{% endgeneration %}.{% endfor %}"
     tokenizer = char_tokenizer(template=template)
-    rules, rows = RowRules(assistant_only=True), [{"messages": [{"role": "user", "content": "ab"}]}]
-    row = made(rows, tmp_path, tokenizer=tokenizer, rules=rules).dataset[0]
+    kind, rows = Completions(assistant_only=True), [{"messages": [{"role": "user", "content": "ab"}]}]
+    row = made(rows, tmp_path, tokenizer=tokenizer, kind=kind).dataset[0]
     assert tokenizer.decode(row["completion_ids"]) == "ab.</s>" and row["scored"] == [True, False, False]
 
 
 def test_a_reward_model_adds_no_context_to_completions(tmp_path: Path) -> None:
-    row = made([{"prompt": "", "chosen": "a", "rejected": "b"}], tmp_path, "preference_margin").dataset[0]
+    row = made([{"prompt": "", "chosen": "a", "rejected": "b"}], tmp_path, SCORED_PAIRS).dataset[0]
     assert row["prompt_ids"] == [] and char_tokenizer().decode(row["chosen_ids"]) == "a</s>"

@@ -11,6 +11,7 @@ from data_tokenizers import CHATML, PLAIN, byte_tokenizer, char_tokenizer, word_
 from alignment.config.errors import DataError, OptionError
 from alignment.data.tokenization import Encoded, RowTokenizer, Source
 from alignment.data.truncation import EMPTY, NO_CONTEXT, NO_ROOM, Limits, fit
+from alignment.methods.kto_options import KTOConfig
 
 BOS = ("<s>",)
 
@@ -196,7 +197,7 @@ def test_templates_run_in_a_sandbox_and_rows_are_no_templates() -> None:
             encode(char_tokenizer(template=code), [user("x")], [assistant("c")])
     rows = RowTokenizer(char_tokenizer(template=PLAIN))
     source = Source([user("{{ 7 * 6 }}")], ([assistant("{% raw %}")],), "row 1", {})
-    assert rows._chat_texts(source)[1] == "user: {{ 7 * 6 }}\nassistant: {% raw %}\n"
+    assert rows._texts(source)[1] == "user: {{ 7 * 6 }}\nassistant: {% raw %}\n"
 
 
 def test_tokenizer_without_eos_warns_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -267,8 +268,8 @@ def test_head_length() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_length": 0}, {"max_prompt_length": True}, {"max_completion_length": "9"}, {"truncation_mode": "end"}],
+    [{"max_length": 0}, {"max_prompt_length": True}, {"max_completion_length": 0}, {"truncation_mode": "end"}],
 )
 def test_invalid_limits(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=next(iter(options))):
-        Limits(**options)
+        KTOConfig("out", **options)

@@ -183,7 +183,7 @@ ARCHITECTURES = {
 
 def scored(scorer: CompletionScorer, ids: Tensor) -> Tensor:
     length = ids.shape[1]
-    return scorer(ids, torch.ones_like(ids), torch.arange(length - 1), ids[0, 1:], length - 1).scores
+    return scorer({"input_ids": ids}, torch.arange(length - 1), ids[0, 1:], length - 1).scores
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -14,7 +14,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from alignment.data.json_columns import PromptRow
+from alignment.data.kinds.prompts import PromptRow
 from alignment.data.report import DataReport
 from alignment.data.windows import RowTable, WindowCounts, WindowPlan
 from alignment.objectives.dpo import dpo_loss
@@ -107,7 +107,7 @@ def test_each_pair_is_assigned_once(world: int, size: int, max_tokens: int | Non
             targets = batch.pairs.targets.split(batch.pairs.lengths.tolist())
             assert [tuple(part.tolist()) for part in targets] == [p.chosen for p in own] + [p.rejected for p in own]
             if max_tokens is not None and chosen > 1:
-                assert batch.pairs.input_ids.numel() <= max_tokens
+                assert batch.pairs.inputs["input_ids"].numel() <= max_tokens
             elif max_tokens is None:
                 assert chosen <= size
 

@@ -10,14 +10,13 @@ import torch
 from datasets import Dataset
 
 from alignment.config.errors import DataError, OptionError
-from alignment.data.batching import collate_completion
 from alignment.data.columns import arranged
+from alignment.data.kinds.completions import COMPLETIONS
 from alignment.data.packing import packs as packs_module
 from alignment.data.packing.best_fit import best_fit
 from alignment.data.packing.packs import Packing, Packs, pack_rows
 from alignment.data.packing.rows import PackedRows
 from alignment.data.report import DataReport
-from alignment.data.row_mapper import FEATURES
 from alignment.data.shown.rows import Collator
 from alignment.data.windows import evaluation_plan
 from alignment.methods.sft import SFTMethod
@@ -33,7 +32,6 @@ ROWS = Dataset.from_list(
         {"prompt_ids": [20, 21, 22, 23], "completion_ids": [24, 25], "scored": None, "first": False, "row": 2},
         {"prompt_ids": [30], "completion_ids": [31], "scored": None, "first": True, "row": 3},
     ],
-    features=FEATURES["prompt_completion"],
 )
 BFD = Packing("bfd", 8)
 
@@ -148,14 +146,14 @@ def test_batches_contain_sequences() -> None:
     packs, rows = packed(BFD)
     plan = evaluation_plan(packs.table, world_size=1, batch_size=2, seed=0, draw_partners=False)
     assert plan.counts.first_completion_tokens == 8 and plan.counts.sequence_tokens == 17 and plan.counts.rows == 3
-    batch = collate_completion(rows, packs.table, plan, 0, 0)
+    batch = COMPLETIONS.collate(rows, packs.table, plan, 0, 0)
     sequences = batch.completions
     assert batch.rows == (0, 0, 1) and sequences.lengths.tolist() == [2, 1, 3] and sequences.longest == 6
     assert sequences.targets.tolist() == [24, 25, 31, 2, 3, 4] and sequences.tokens == 13
-    before = sequences.input_ids.flatten()[sequences.positions]
+    before = sequences.inputs["input_ids"].flatten()[sequences.positions]
     assert before.tolist() == [23, 24, 30, 1, 2, 3]
     dealt = evaluation_plan(packs.table, world_size=4, batch_size=1, seed=0, draw_partners=False)
-    idle = collate_completion(rows, packs.table, dealt, 0, 3)
+    idle = COMPLETIONS.collate(rows, packs.table, dealt, 0, 3)
     assert idle.rows == () and idle.completions.tokens == 0, "three packs for four ranks"
 
 
@@ -183,7 +181,7 @@ def test_the_report_contains_the_utilization_of_packs() -> None:
 def test_packed_datasets_are_refused() -> None:
     packs = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "seq_lengths": [2, 1]}])
     with pytest.raises(DataError, match=r"^packs.json: the rows are already packed .*set packing: true"):
-        arranged(packs, {}, "prompt_completion", "packs.json")
+        arranged(packs, {}, COMPLETIONS, "packs.json")
 
 
 @pytest.mark.parametrize(

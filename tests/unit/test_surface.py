@@ -278,13 +278,13 @@ def test_options_set_after_the_trainer_was_created() -> None:
 
 def test_collators_that_only_pad_are_accepted() -> None:
     padding = transformers.DataCollatorWithPadding.__new__(transformers.DataCollatorWithPadding)
-    check_collator(None, "preference")
-    check_collator(Collator(0), "prompt_completion")
-    check_collator(padding, "preference_margin")
+    check_collator(None)
+    check_collator(Collator(0))
+    check_collator(padding)
     masking = transformers.DataCollatorForLanguageModeling.__new__(transformers.DataCollatorForLanguageModeling)
     for collator in (masking, lambda rows: rows, type("DataCollatorWithPadding", (), {})()):
         with pytest.raises(OptionError, match="data_collator: .* would not be called"):
-            check_collator(collator, "prompt_completion")
+            check_collator(collator)
 
 
 def test_metrics_are_printed_and_saved_as_in_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from alignment.data import transfer
-from alignment.data.batching import UnpairedBatch, collate
+from alignment.data.batching import collate
+from alignment.data.kinds.unpaired import UnpairedBatch
 from alignment.data.transfer import transferred
 from tools.waits.device import DEVICE, HOST, StandIn, on_host
 
@@ -72,9 +73,10 @@ def test_a_batch_moves_all_tensors_except_excluded_fields() -> None:
         moved = given.to(DEVICE, ("joint", "mismatched", "attention_mask"))
         assert not stand_in.waits
         assert moved.joint is given.joint and moved.mismatched is given.mismatched
-        assert not on_host(moved.labels) and not on_host(moved.matched.targets)
-        assert moved.matched.attention_mask is given.matched.attention_mask
-    for name in ("input_ids", "positions", "targets", "segments", "lengths"):
+        assert not any(map(on_host, (moved.labels, moved.matched.targets, moved.matched.inputs["input_ids"])))
+        assert moved.matched.inputs["attention_mask"] is given.matched.inputs["attention_mask"]
+    assert torch.equal(moved.matched.inputs["input_ids"], given.matched.inputs["input_ids"])
+    for name in ("positions", "targets", "segments", "lengths"):
         assert torch.equal(getattr(moved.matched, name), getattr(given.matched, name)), name
     assert replace(moved, labels=given.labels, matched=given.matched) == given
 

@@ -42,7 +42,8 @@ class PackedRows:
         found: dict[str, list[Any]] = {name: [] for name in ("prompt_ids", "completion_ids", "scored", "pack")}
         for sequence in self.sequences(numbers):
             parts = divided(sequence.ids, sequence.learned)
-            for name, value in zip(found, (parts.prompt, parts.completion, parts.scored, sequence.pack)):
+            values = (parts.prompt, parts.completions[0], parts.further["scored"], sequence.pack)
+            for name, value in zip(found, values):
                 found[name].append(value)
         return found
 

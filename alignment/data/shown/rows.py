@@ -13,11 +13,11 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from alignment.data.row_mapper import BOOKKEEPING
+from alignment.data.kinds.base import TRUNCATED
 from alignment.data.targets.tokenized import IGNORED
 from alignment.data.windows import RowTable, WindowPlan
 
-_BOOKKEEPING = ("row", "prompt_key", *BOOKKEEPING)
+_BOOKKEEPING = ("row", "prompt_key", *TRUNCATED)
 Columns = Mapping[str, list[Any]]
 
 

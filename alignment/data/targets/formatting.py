@@ -9,7 +9,6 @@ from datasets import Dataset, Features, IterableDataset, Value
 
 from alignment.config.errors import DataError, OptionError, show
 from alignment.config.lookup import FAILURES, raised
-from alignment.data.targets.tokenized import token_columns
 
 Format = Callable[[Mapping[str, Any]], str]
 
@@ -31,7 +30,7 @@ def formatted(
     """
     if not callable(function):
         raise OptionError(f"formatting_func={show(function)}: expected a function that maps a row to a string")
-    if token_columns("prompt_completion", data.column_names or ()):
+    if "input_ids" in (data.column_names or ()):
         raise OptionError(
             f"formatting_func: the rows of {where} are already tokenized; remove formatting_func, or pass text"
         )

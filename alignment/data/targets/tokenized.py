@@ -11,34 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from alignment.config.errors import DataError, listing, show
-from alignment.data.formats import Kind
-from alignment.data.targets.rules import Learned, RowRules, divided
+from alignment.data.targets.rules import divided
+from alignment.data.tokenization import Encoded, common_length
 
 IGNORED = -100  # the label of a token that is not in the loss
 _MASKS = ("completion_mask", "assistant_masks")
-# The columns of each kind, in all spellings, in the order in which rows use them.
-_SPELLINGS: dict[Kind, tuple[tuple[str, ...], ...]] = {
-    "prompt_completion": (("input_ids",),),
-    "preference_margin": (
-        ("chosen_ids", "rejected_ids"),
-        ("chosen_input_ids", "rejected_input_ids"),
-        ("input_ids_chosen", "input_ids_rejected"),
-    ),
-    "preference": (
-        ("prompt_ids", "chosen_ids", "rejected_ids"),
-        ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids"),
-    ),
-    "unpaired_preference": (
-        ("prompt_ids", "completion_ids", "label"),
-        ("prompt_input_ids", "completion_input_ids", "label"),
-    ),
-}
-_BESIDE: dict[Kind, tuple[str, ...]] = {
-    "prompt_completion": ("labels", *_MASKS),
-    "preference_margin": ("margin",),
-    "preference": ("chosen_labels", "rejected_labels"),
-    "unpaired_preference": ("completion_labels",),
-}
+_PACKED = "seq_lengths"  # the lengths of the sequences of a pack
 
 
 @dataclass(frozen=True)
@@ -61,28 +39,64 @@ class TokenColumns:
         return (*self.ids, *(name for name in self.masks if name), *self.beside)
 
 
-def token_columns(kind: Kind, there: Collection[str]) -> TokenColumns | None:
-    """Return the columns of tokenized rows of a kind, or None if the data does not have all columns of a spelling."""
-    for spelling in _SPELLINGS.get(kind, ()):
-        if all(name in there for name in spelling):
-            ids = tuple(name for name in spelling if name != "label")
-            masks = tuple(next((mask for mask in _mask_names(name) if mask in there), None) for name in ids)
-            further = ("label",) if "label" in spelling else ()
-            return TokenColumns(ids, masks, further + tuple(n for n in _BESIDE.get(kind, ()) if n in there))
-    return None
+@dataclass(frozen=True)
+class TokenFormat:
+    """The columns of tokenized rows of one kind.
 
-
-def check_tokenized(columns: TokenColumns | None, where: str, there: Iterable[str]) -> None:
-    """Check that rows need no preparation, as ``skip_prepare_dataset`` requires, and that no mask is ignored.
-
-    Args:
-        columns: the token ID columns that were found.
-        where: name of the data in messages.
-        there: all columns, for messages.
-
-    Raises:
-        DataError: there are no token IDs, or there are masks that would have to be converted to labels.
+    Attributes:
+        spellings: the token ID columns in the order in which rows use them, in each accepted spelling.
+        beside: further columns that are used.
+        required: columns among ``beside`` without which rows do not count as tokenized.
+        whole: whether completions are complete sequences, with the prompt.
+        demanded: whether rows must already be tokenized (``skip_prepare_dataset``).
     """
+
+    spellings: tuple[tuple[str, ...], ...] = ()
+    beside: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    whole: bool = False
+    demanded: bool = False
+
+    @property
+    def names(self) -> set[str]:
+        """All columns that may be used, in any spelling."""
+        ids = {name for spelling in self.spellings for name in spelling}
+        return ids | {mask for name in ids for mask in _mask_names(name)} | {*self.beside}
+
+    def find(self, there: Collection[str]) -> TokenColumns | None:
+        """Return the columns to use, or None if the data does not have all columns of a spelling."""
+        for ids in self.spellings:
+            if all(name in there for name in (*ids, *self.required)):
+                masks = tuple(next((mask for mask in _mask_names(name) if mask in there), None) for name in ids)
+                return TokenColumns(ids, masks, tuple(name for name in self.beside if name in there))
+        return None
+
+    def check(self, there: Collection[str], where: str) -> None:
+        """Check for what no single row shows.
+
+        Raises:
+            DataError: rows need preparation that is skipped, masks would be ignored, complete sequences are beside
+                prompts, or rows are packs.
+        """
+        columns = self.find(there)
+        if self.demanded:
+            _check_demanded(columns, where, there)
+        for name in ("prompt_ids", "prompt_input_ids"):
+            if columns is not None and self.whole and name in there:
+                raise DataError(
+                    f"{where}: {listing(columns.ids)} are read as complete sequences, but column {name!r} suggests "
+                    f"that they are completions only; remove {name!r} if they contain the prompt, or pass the rows as "
+                    "text"
+                )
+        if columns is not None and not columns.ids[1:] and _PACKED in there:
+            raise DataError(
+                f"{where}: the rows are already packed ({_PACKED!r}), so their sequences would attend to one another; "
+                "pass the original rows and set packing: true"
+            )
+
+
+def _check_demanded(columns: TokenColumns | None, where: str, there: Iterable[str]) -> None:
+    """Check that rows need no preparation, and that no mask is ignored."""
     if columns is None:
         raise DataError(
             f"{where}: skip_prepare_dataset requires tokenized rows (input_ids, and labels unless all tokens are in "
@@ -95,31 +109,23 @@ def check_tokenized(columns: TokenColumns | None, where: str, there: Iterable[st
         )
 
 
-def check_whole(columns: TokenColumns, where: str, there: Collection[str]) -> None:
-    """Check that columns that are read as whole sequences are not completions beside a column of prompts.
-
-    Raises:
-        DataError: there is a column of prompts.
-    """
-    for name in ("prompt_ids", "prompt_input_ids"):
-        if name in there:
-            raise DataError(
-                f"{where}: {listing(columns.ids)} are read as complete sequences, but column {name!r} suggests that "
-                f"they are completions only; remove {name!r} if they contain the prompt, or pass the rows as text"
-            )
-
-
-def all_token_columns(kind: Kind) -> set[str]:
-    """Return all columns that tokenized rows of a kind may use, in any spelling."""
-    ids = {name for spelling in _SPELLINGS.get(kind, ()) for name in spelling}
-    return ids | {mask for name in ids for mask in _mask_names(name)} | {*_BESIDE.get(kind, ())}
-
-
 def _mask_names(column: str) -> tuple[str, ...]:
     """Return the possible names of the attention mask of a token ID column."""
     if "input_ids" in column:
         return (column.replace("input_ids", "attention_mask"),)
     return (column.removesuffix("_ids") + "_attention_mask", column.removesuffix("_ids") + "_mask")
+
+
+def read_whole(row: Mapping[str, Any], columns: TokenColumns, where: str, vocabulary: int) -> Encoded:
+    """Read complete sequences. What they have in common is the prompt; each completion keeps at least one token.
+
+    Raises:
+        DataError: a value is not a list of valid token IDs, or a mask has another length.
+    """
+    sequences = read_ids(row, columns, where, vocabulary)
+    room = min(map(len, sequences)) - 1
+    shared = common_length(sequences[0][: max(room, 0)], sequences)
+    return Encoded(sequences[0][:shared], [ids[shared:] for ids in sequences])
 
 
 def read_ids(row: Mapping[str, Any], columns: TokenColumns, where: str, vocabulary: int) -> list[list[int]]:
@@ -137,10 +143,8 @@ def read_ids(row: Mapping[str, Any], columns: TokenColumns, where: str, vocabula
     return [_seen(row, name, mask, None, where, vocabulary)[0] for name, mask in zip(columns.ids, columns.masks)]
 
 
-def read_completions(
-    kind: Kind, row: Mapping[str, Any], columns: TokenColumns, where: str, vocabulary: int
-) -> list[list[int]]:
-    """Return the token IDs of a row's prompt and of its completions, whose columns may also contain the prompt.
+def read_completions(row: Mapping[str, Any], columns: TokenColumns, where: str, vocabulary: int) -> Encoded:
+    """Read a prompt and its completions, whose columns may also contain the prompt.
 
     Raises:
         DataError: see :func:`read_ids`; labels do not exclude the prompt and nothing else; or there are no labels, and
@@ -172,9 +176,9 @@ def read_completions(
         raise DataError(
             f"{where}: {columns.ids[0]} is a prefix of {listing(names)}, and no labels exclude it, so it is ambiguous "
             f"whether they contain the prompt; add {listing(names.values())} with {IGNORED} for the prompt's tokens, "
-            f"or rename columns without prompts to {listing(_SPELLINGS[kind][0][: len(columns.ids)])}"
+            f"or rename columns without prompts to {listing(name.replace('_input', '') for name in columns.ids)}"
         )
-    return [prompt, *completions]
+    return Encoded(prompt, completions)
 
 
 def _seen(
@@ -212,9 +216,14 @@ def _beside(row: Mapping[str, Any], name: str, ids: str, length: int, where: str
 
 
 def learned_row(
-    row: Mapping[str, Any], columns: TokenColumns, rules: RowRules, where: str, vocabulary: int
-) -> Learned:
-    """Read a tokenized row of ``prompt_completion``. Its labels, or else its masks, select the tokens in the loss.
+    row: Mapping[str, Any],
+    columns: TokenColumns,
+    where: str,
+    vocabulary: int,
+    completion_only: bool | None,
+    assistant_only: bool,
+) -> Encoded:
+    """Read a tokenized sequence. Its labels, or else its masks, select the tokens in the loss.
 
     Raises:
         DataError: see :func:`read_ids`; or labels differ from the row's tokens.
@@ -222,24 +231,31 @@ def learned_row(
     (name,), (mask,) = columns.ids, columns.masks
     ids = _ids(row, name, where, vocabulary)
     seen = None if mask is None else _beside(row, mask, name, len(ids), where)
-    learned = _learned(row, ids, name, rules, where)
+    learned = _learned(row, ids, name, where, completion_only, assistant_only)
     if seen is not None:
         ids, learned = ([v for v, kept in zip(values, seen) if kept] for values in (ids, learned))  # type: ignore[assignment]
     return divided(ids, learned)
 
 
-def _learned(row: Mapping[str, Any], ids: Sequence[int], name: str, rules: RowRules, where: str) -> list[bool]:
+def _learned(
+    row: Mapping[str, Any],
+    ids: Sequence[int],
+    name: str,
+    where: str,
+    completion_only: bool | None,
+    assistant_only: bool,
+) -> list[bool]:
     learned = _labeled(row, "labels", ids, name, where)
     if learned is not None:
         return learned
     masks = [_beside(row, mask, name, len(ids), where) for mask in _MASKS]
-    if rules.completion_only is False:
+    if completion_only is False:
         masks[0] = None
-    if rules.completion_only and masks[0] is None:
+    if completion_only and masks[0] is None:
         raise DataError(
             f"{where}: completion_only_loss requires completion_mask or labels for tokenized rows; add one to {name}"
         )
-    if rules.assistant_only and masks[1] is None:
+    if assistant_only and masks[1] is None:
         raise DataError(
             f"{where}: assistant_only_loss requires assistant_masks or labels for tokenized rows; add one to {name}"
         )

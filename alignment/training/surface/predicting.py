@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from alignment.data.batching import PreferenceBatch
+from alignment.data.kinds.pairs import PreferenceBatch
 from alignment.engines.collectives import gathered
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData

@@ -147,7 +147,7 @@ class TrainerSurface:
         return {name: self._shown(data, given[name]) for name, data in self.data.eval.items()}
 
     def _shown(self, data: PreparedData, given: Any) -> Any:
-        if self.method.kind == "prompt_only" and not callable(given):
+        if self.method.kind.keeps_columns and not callable(given):
             return given
         return shown_rows(data, self.method)
 
@@ -193,7 +193,7 @@ class TrainerSurface:
 
     def _batches(self, data: PreparedData, plans: Callable[[], Iterator[WindowPlan]], size: int) -> PlannedBatches:
         def rows() -> Dataset:
-            own = data is self.data.train and self.method.kind != "prompt_only"
+            own = data is self.data.train and not self.method.kind.keeps_columns
             return self.train_dataset if own else shown_rows(data, self.method)
 
         return PlannedBatches(rows, plans, rank(), self.data_collator, data.table, size)

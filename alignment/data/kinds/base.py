@@ -1,0 +1,134 @@
+"""What a kind of rows defines: its columns and formats, its text, its tokens, what is stored, and its batches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from datasets import Dataset, Features, List, Value
+
+from alignment.config.errors import DataError, listing
+from alignment.data.batching import AnyBatch
+from alignment.data.messages import Row
+from alignment.data.targets.tokenized import TokenColumns, TokenFormat, read_completions
+from alignment.data.tokenization import Encoded, RowTokenizer, Source
+from alignment.data.truncation import CUT_ALIKE, IDENTICAL, Fitted, Limits, fit
+from alignment.data.windows import RowTable, WindowPlan
+
+Record = dict[str, Any]
+IDS = List(Value("int32"))
+TEMPLATE = ("tools", "chat_template_kwargs")  # columns with variables for the chat template
+TRUNCATED = {"prompt_cut": Value("bool"), "completions_cut": Value("int8")}  # what was truncated in a row
+
+
+@dataclass(frozen=True)
+class Kind(ABC):
+    """A kind of rows; an object without state, except for options that decide how rows are read.
+
+    Attributes:
+        name: its name, part of the names of cached data.
+        formats: the columns of each accepted format, the usual one first.
+        optional: further columns that its rows may have.
+        tokens: the columns of rows that are already tokenized.
+        completions: columns of tokenized rows that contain completions.
+        further: features of tokenized rows other than token IDs and ``row``.
+        whole: whether sequences are scored at their last token, so that they need no context (reward models).
+        keeps_columns: whether columns that it does not know are kept.
+    """
+
+    name: ClassVar[str]
+    optional: ClassVar[tuple[str, ...]] = ("prompt", *TEMPLATE)
+    tokens: ClassVar[TokenFormat] = TokenFormat()
+    completions: ClassVar[tuple[str, ...]] = ()
+    further: ClassVar[Mapping[str, Any]] = {}
+    whole: ClassVar[bool] = False
+    keeps_columns: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def formats(self) -> tuple[tuple[str, ...], ...]: ...
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that its rows may have, by their expected names."""
+        return tuple(dict.fromkeys([*(name for form in self.formats for name in form), *self.optional]))
+
+    @property
+    def features(self) -> Features:
+        """The features of tokenized rows."""
+        ids = dict.fromkeys(("prompt_ids", *self.completions), IDS)
+        return Features({**ids, **self.further, "row": Value("int64"), **TRUNCATED})
+
+    def check_columns(self, names: Collection[str], there: Collection[str], where: str, method: str) -> None:
+        """Check that ``names``, the columns of a dataset by their expected names, contain those of one format.
+
+        Raises:
+            DataError: columns are missing; it lists the columns ``there``, by their original names.
+        """
+        missing = {form: [name for name in form if name not in names] for form in self.formats}
+        begun = [form for form in self.formats if len(missing[form]) < len(form)] or self.formats[:1]
+        if least := min((missing[form] for form in begun), key=len):
+            plural, needs = "s" if least[1:] else "", ", or ".join(" and ".join(form) for form in self.formats)
+            raise DataError(
+                f"{where}: missing column{plural} {listing(least)}; {method} requires {needs}; columns: "
+                f"{listing(there)}; if your columns have other names, set column_map"
+            )
+
+    @abstractmethod
+    def parse(self, row: Row, where: str, others: Row) -> Source:
+        """Convert a row of any accepted format to text.
+
+        Args:
+            row: the row. Columns that only other rows use are null.
+            where: name of the row in messages, such as ``data.jsonl, row 12``.
+            others: the row's other columns, if :attr:`keeps_columns`.
+
+        Raises:
+            DataError: the row is invalid.
+        """
+
+    def read_tokens(self, row: Row, columns: TokenColumns, where: str, tokenizer: RowTokenizer) -> Encoded:
+        """Read a row that is already tokenized.
+
+        Raises:
+            DataError: the row is invalid.
+        """
+        return tokenizer.with_context(read_completions(row, columns, where, len(tokenizer.tokenizer)))
+
+    def encode(self, sources: Sequence[Source], tokenizer: RowTokenizer) -> list[Encoded]:
+        """Convert rows to token IDs; see :meth:`RowTokenizer.encode`."""
+        return tokenizer.encode(sources)
+
+    def records(self, row: Encoded, limits: Limits, tokenizer: RowTokenizer) -> list[Record]:
+        """Return the tokenized rows, truncated to the limits, that a row becomes: one, unless a kind divides rows."""
+        fitted = fit(row.prompt, row.completions, limits, tokenizer.head_length(row.prompt), self.whole)
+        return [{**row.further, **self.record(fitted, alike(row.completions, fitted.completions))}]
+
+    def record(self, fitted: Fitted, pair: str | None = None) -> Record:
+        """Return the columns that all tokenized rows have. A row that is dropped has no tokens, but a reason.
+
+        The reason is that of one of its sequences, or ``pair``, a reason to drop both completions of a pair.
+        """
+        reasons = (pair if pair == IDENTICAL else None, *fitted.reasons, pair)
+        dropped = next(filter(None, reasons), None)
+        kept = dropped is None
+        return {
+            "prompt_ids": fitted.prompt if kept else [],
+            **{name: ids if kept else [] for name, ids in zip(self.completions, fitted.completions)},
+            "dropped": dropped,
+            "prompt_cut": kept and fitted.prompt_cut,
+            "completions_cut": sum(fitted.cut) if kept else 0,
+        }
+
+    @abstractmethod
+    def collate(self, dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> AnyBatch:
+        """Collate one rank's micro-batch ``micro`` of a plan."""
+
+
+def alike(whole: Sequence[list[int]], fitted: Sequence[list[int]]) -> str | None:
+    """Return why a pair must be dropped: its completions are identical, as they are or truncated."""
+    if len(whole) < 2 or fitted[0] != fitted[1]:
+        return None
+    return IDENTICAL if whole[0] == whole[1] else CUT_ALIKE

@@ -1,0 +1,134 @@
+"""Target completions, for SFT: prompt and completion, conversations, or plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from datasets import Dataset, List, Value
+
+from alignment.config.errors import DataError
+from alignment.data import messages
+from alignment.data.batching import Batch, OnDevice, collate
+from alignment.data.kinds.base import Kind, Record
+from alignment.data.messages import Row
+from alignment.data.packing.rows import PackedRows
+from alignment.data.targets.rules import divided
+from alignment.data.targets.tokenized import TokenColumns, TokenFormat, learned_row
+from alignment.data.targets.turns import assistant_mask
+from alignment.data.tokenization import Encoded, RowTokenizer, Source
+from alignment.data.truncation import Limits
+from alignment.data.windows import RowTable, WindowPlan
+
+
+@dataclass(frozen=True)
+class CompletionBatch(OnDevice):
+    """Completions: ``completions`` has one sequence per entry of ``rows``, in which a pack may be repeated."""
+
+    rows: tuple[int, ...]
+    completions: Batch
+
+
+@dataclass(frozen=True)
+class Completions(Kind):
+    """A target completion.
+
+    Attributes:
+        completion_only: whether the loss covers the completion only (True) or all tokens (False). None: the completion
+            of rows with prompt and completion, all tokens of a conversation or a text.
+        assistant_only: restrict the loss further, to the assistant's messages.
+        text_field: name of the text column.
+        tokenized: whether rows must already be tokenized.
+    """
+
+    name = "prompt_completion"
+    completions = ("completion_ids",)
+    further = {
+        "scored": List(Value("bool")),  # mask of completion tokens in the loss; null for all
+        "first": Value("bool"),  # whether labels include the first token, which is never in the loss
+    }
+    completion_only: bool | None = None
+    assistant_only: bool = False
+    text_field: str = "text"
+    tokenized: bool = False
+
+    @property
+    def formats(self) -> tuple[tuple[str, ...], ...]:
+        return (("prompt", "completion"), *((name,) for name in self._whole_rows))
+
+    @property
+    def _whole_rows(self) -> tuple[str, ...]:
+        """The columns that each contain a complete row; ShareGPT's name of a conversation is ``conversations``."""
+        return ("messages", self.text_field, "conversations")
+
+    @property
+    def tokens(self) -> TokenFormat:  # type: ignore[override]
+        return TokenFormat(
+            (("input_ids",),), beside=("labels", "completion_mask", "assistant_masks"), demanded=self.tokenized
+        )
+
+    def parse(self, row: Row, where: str, others: Row) -> Source:
+        """Convert a row with ``prompt, completion``, with ``messages`` or with ``text``.
+
+        Raises:
+            DataError: the row is invalid, or plain text would have to be split into prompt and completion.
+        """
+        template = messages.template_variables(row, where)
+        if row.get("completion") is not None:
+            prompt, completion = messages.answered(row, where)
+            return Source(prompt, (completion,), where, template, {"all": self.completion_only is False})
+        key = next((key for key in self._whole_rows if row.get(key) is not None), None)
+        if key is None:
+            instead = ", or ".join(self._whole_rows)
+            raise DataError(f"{where}: completion is missing; every row must have prompt and completion, or {instead}")
+        if self.completion_only and isinstance(row[key], str):
+            raise DataError(
+                f"{where}: completion_only_loss requires a separate completion, but {key} is plain text; use "
+                "the columns prompt and completion"
+            )
+        if self.completion_only:
+            prompt, completion = messages.conversation(row, key, where)
+            return Source(prompt, (completion,), where, template)
+        text, prompt = messages.text_of(row, key, where), ""
+        if isinstance(text, str):
+            messages.refuse_mapped(row, key, where, "query", "system")
+        else:
+            messages.refuse_mapped(row, key, where, "query")
+            text, prompt = messages.with_system(text, row, where), []
+        return Source(prompt, (text,), where, template, {"all": True})
+
+    def read_tokens(self, row: Row, columns: TokenColumns, where: str, tokenizer: RowTokenizer) -> Encoded:
+        size = len(tokenizer.tokenizer)
+        return learned_row(row, columns, where, size, self.completion_only, self.assistant_only)
+
+    def encode(self, sources: Sequence[Source], tokenizer: RowTokenizer) -> list[Encoded]:
+        """Convert rows to token IDs, and divide each before the first token in the loss."""
+        return [self._learned(source, ids, tokenizer) for source, ids in zip(sources, tokenizer.encode(sources))]
+
+    def _learned(self, source: Source, ids: Encoded, tokenizer: RowTokenizer) -> Encoded:
+        everything = bool(source.further.get("all"))
+        if not (everything or self.assistant_only):
+            return Encoded(ids.prompt, ids.completions, {"scored": None, "first": False})
+        sequence = [*ids.prompt, *ids.completions[0]]
+        learned = assistant_mask(tokenizer, source, sequence) if self.assistant_only else [True] * len(sequence)
+        if not everything:
+            learned[: len(ids.prompt)] = [False] * len(ids.prompt)
+        return divided(sequence, learned)
+
+    def records(self, row: Encoded, limits: Limits, tokenizer: RowTokenizer) -> list[Record]:
+        (record,) = super().records(row, limits, tokenizer)
+        dropped, scored = record["dropped"], record["scored"]
+        return [record | {"scored": None if dropped or scored is None else scored[: len(record["completion_ids"])]}]
+
+    def collate(
+        self, dataset: Dataset | PackedRows, table: RowTable, plan: WindowPlan, micro: int, rank: int
+    ) -> CompletionBatch:
+        """Collate one rank's micro-batch. Sequences of packs are handled like those of rows."""
+        own = plan.micro_batches[micro][rank]
+        data = dataset[list(own.rows)]
+        sequences = list(zip(data["prompt_ids"], data["completion_ids"]))
+        rows = tuple(data.get("pack", own.rows))
+        return CompletionBatch(rows, collate(sequences, plan.longest[micro], data.get("scored")))
+
+
+COMPLETIONS = Completions()

@@ -1,0 +1,153 @@
+"""Pairs of a chosen and a rejected completion, for CPO and DPO, with or without a prompt."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from alignment.config.errors import DataError
+from alignment.data import messages
+from alignment.data.batching import Batch, OnDevice, TokenIds, collate
+from alignment.data.kinds.base import Kind
+from alignment.data.messages import Message, Row, Text
+from alignment.data.targets.tokenized import TokenFormat
+from alignment.data.tokenization import Source
+from alignment.data.windows import RowTable, WindowPlan
+
+HH_TURN = "\n\nAssistant:"  # the turn marker of Anthropic's HH dataset
+
+
+@dataclass(frozen=True)
+class PreferenceBatch(OnDevice):
+    """Pairs: ``pairs`` has 2P sequences, the chosen completions first; ``margins`` is (P,) fp32 or None."""
+
+    rows: tuple[int, ...]
+    pairs: Batch
+    margins: Tensor | None = None
+
+
+class Pairs(Kind):
+    """A chosen and a rejected completion."""
+
+    name = "preference"
+    formats = (("chosen", "rejected"),)
+    completions = ("chosen_ids", "rejected_ids")
+    tokens = TokenFormat(
+        (("prompt_ids", "chosen_ids", "rejected_ids"), ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids")),
+        beside=("chosen_labels", "rejected_labels"),
+    )
+
+    def parse(self, row: Row, where: str, others: Row) -> Source:
+        """Convert a row with ``chosen``, ``rejected`` and, optionally, ``prompt``.
+
+        Without a prompt column, the prompt is the common prefix of both completions. Messages of the prompt that are
+        repeated in the completions are removed from them.
+
+        Raises:
+            DataError: the row is invalid.
+        """
+        for key in ("chosen", "rejected"):
+            if row.get(key) is None:
+                raise DataError(f"{where}: {key} is missing; every row must have chosen and rejected")
+        chosen, rejected = messages.completion_of(row, "chosen", where), messages.completion_of(row, "rejected", where)
+        messages.check_same_form(where, chosen=chosen, rejected=rejected)
+        prompt = messages.prompt_of(row, where)
+        if prompt is None:
+            split: Any = split_texts if isinstance(chosen, str) else split_messages
+            prompt, chosen, rejected = split(chosen, rejected)
+        elif isinstance(prompt, str) and not isinstance(chosen, str):
+            prompt, chosen, rejected = _spoken_prompt(prompt, chosen, rejected)
+        messages.check_same_form(where, prompt=prompt, chosen=chosen)
+        answers = messages.without_prompt(prompt, chosen), messages.without_prompt(prompt, rejected)
+        return Source(
+            messages.with_system(prompt, row, where), answers, where, messages.template_variables(row, where)
+        )
+
+    def collate(self, dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PreferenceBatch:
+        own = plan.micro_batches[micro][rank]
+        data = dataset[list(own.rows)]
+        pairs = list(zip(data["prompt_ids"], data["chosen_ids"], data["rejected_ids"]))
+        margins = torch.tensor(data["margin"], dtype=torch.float32) if "margin" in self.further else None
+        return replace(collate_pairs(own.rows, pairs, plan.longest[micro]), margins=margins)
+
+
+PAIRS = Pairs()
+
+
+def collate_pairs(
+    rows: tuple[int, ...], pairs: Sequence[tuple[TokenIds, TokenIds, TokenIds]], longest: int
+) -> PreferenceBatch:
+    """Collate pairs of token IDs.
+
+    Args:
+        rows: (P,) row IDs, for messages.
+        pairs: P tuples of prompt, first and second completion; P may be 0.
+        longest: largest number of completion tokens on any rank in this forward pass.
+    """
+    firsts = [(prompt, first) for prompt, first, _ in pairs]
+    seconds = [(prompt, second) for prompt, _, second in pairs]
+    return PreferenceBatch(rows, collate(firsts + seconds, longest))
+
+
+def _spoken_prompt(prompt: str, chosen: Any, rejected: Any) -> tuple[Text, Text, Text]:
+    """Handle a string prompt with conversational completions: it is a user message in both or precedes both."""
+    if chosen[0]["role"] == rejected[0]["role"] == "assistant":
+        return [{"role": "user", "content": prompt}], chosen, rejected
+    shared, better, worse = split_messages(chosen, rejected)
+    asked = [message["content"] for message in shared if message["role"] == "user"]
+    if prompt.strip() in [str(content).strip() for content in asked]:
+        return shared, better, worse
+    return prompt, chosen, rejected
+
+
+def split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Split two texts with a common prefix into ``(prompt, chosen, rejected)``. Neither completion becomes empty.
+
+    The prompt ends after the last common ``\\n\\nAssistant:``; without one, before the last common whitespace, which
+    then belongs to the completions, so that no word is split. A common prefix of one word gives an empty prompt.
+    """
+    common = os.path.commonprefix([chosen, rejected])
+    room = min(len(chosen), len(rejected))  # a prompt of at least this length would leave the shorter completion empty
+    cut = _turn_end(common, room)
+    if cut is None:
+        cut = _word_boundary(chosen, rejected, len(common))
+    return chosen[:cut], chosen[cut:], rejected[cut:]
+
+
+def split_messages(
+    chosen: list[Message], rejected: list[Message]
+) -> tuple[list[Message], list[Message], list[Message]]:
+    """Split two conversations into ``(prompt, chosen, rejected)``. The prompt is their common leading messages.
+
+    At least one message is left in each completion.
+    """
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+        shared += 1
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _turn_end(common: str, room: int) -> int | None:
+    """Return the end of the last ``HH_TURN`` in ``common`` that leaves both completions non-empty, if any."""
+    start = common.rfind(HH_TURN)
+    while start >= 0:
+        if start + len(HH_TURN) < room:
+            return start + len(HH_TURN)
+        start = common.rfind(HH_TURN, 0, start + len(HH_TURN) - 1)
+    return None
+
+
+def _word_boundary(chosen: str, rejected: str, length: int) -> int:
+    """Return the start of the last whitespace at or before ``length`` that occurs in both texts."""
+    cut = min(length, len(chosen) - 1, len(rejected) - 1)
+    while cut > 0 and not (chosen[cut].isspace() and rejected[cut].isspace()):
+        cut -= 1
+    while cut > 0 and chosen[cut - 1].isspace():
+        cut -= 1
+    return max(cut, 0)

@@ -1,0 +1,91 @@
+"""Prompts for which the policy generates completions, for Online DPO, with columns for reward functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset, Value
+
+from alignment.config.errors import counted
+from alignment.data.batching import OnDevice
+from alignment.data.kinds.base import Kind, Record
+from alignment.data.messages import Row, Text, required_prompt, template_variables, with_system
+from alignment.data.readers import json_text
+from alignment.data.tokenization import Encoded, RowTokenizer, Source
+from alignment.data.truncation import Fitted, Limits
+from alignment.data.windows import RowTable, WindowPlan
+
+_NO_START = "no tokens to start from (empty prompt, and the tokenizer has no BOS or EOS token)"
+_STORED = ("prompt", "template", "columns")  # as JSON, with the same types in every dataset of a mixture
+
+
+@dataclass(frozen=True)
+class PromptBatch(OnDevice):
+    """Prompts as token IDs. There is nothing to score yet, so no tensors."""
+
+    rows: tuple[int, ...]
+    prompts: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A prompt with the data that reward functions and models need.
+
+    Attributes:
+        row: the source row, counted from 0.
+        prompt: the prompt as text: a string or messages.
+        template: variables for the chat template, such as ``tools``.
+        columns: the user's other columns by name, for reward functions.
+    """
+
+    row: int
+    prompt: Text
+    template: Mapping[str, Any]
+    columns: Mapping[str, Any]
+
+
+class Prompts(Kind):
+    """A prompt. Other columns are stored with it, and never make a dataset invalid."""
+
+    name = "prompt_only"
+    formats = (("prompt",),)
+    further = {name: Value("string") for name in _STORED}
+    keeps_columns = True
+
+    def parse(self, row: Row, where: str, others: Row) -> Source:
+        prompt = with_system(required_prompt(row, where), row, where)
+        template = template_variables(row, where)
+        columns = ", ".join(f"{json.dumps(name)}: {json_text(name, value, where)}" for name, value in others.items())
+        stored = {
+            "prompt": json_text("prompt", prompt, where),
+            "template": json_text("chat_template_kwargs", template, where),
+            "columns": f"{{{columns}}}",
+        }
+        return Source(prompt, (), where, template, stored)
+
+    def records(self, row: Encoded, limits: Limits, tokenizer: RowTokenizer) -> list[Record]:
+        """Return one record. A prompt is never truncated: one that is too long is dropped."""
+        most, reason = limits.max_prompt_length, None
+        if not row.prompt:
+            reason = _NO_START
+        elif most is not None and len(row.prompt) > most:
+            reason = f"prompt longer than {counted(most, 'token')}"
+        return [{**row.further, **self.record(Fitted(row.prompt, False, [], [], [reason]))}]
+
+    def collate(self, dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PromptBatch:
+        own = plan.micro_batches[micro][rank]
+        prompts = dataset[list(own.rows)]["prompt_ids"] if own.rows else []
+        return PromptBatch(own.rows, tuple(map(tuple, prompts)))
+
+
+PROMPTS = Prompts()
+
+
+def prompt_row(dataset: Dataset, index: int) -> PromptRow:
+    """Read row ``index`` of a tokenized dataset of prompts."""
+    stored = dataset[index]
+    prompt, template, columns = (json.loads(stored[name]) for name in _STORED)
+    return PromptRow(int(stored["row"]), prompt, template, columns)
