@@ -13,7 +13,7 @@ from typing import Any
 
 from alignment.cli.guarded import guarded
 from alignment.cli.output import leave_with_help, surviving_closed_output
-from alignment.config.fields import convert
+from alignment.config.fields import checked_text, choices_of, hints
 from alignment.config.options_export import ExportOptions
 from alignment.engines.launch_env import hush_libraries
 from alignment.run.activity import ACTIVITY, Limits
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
 
 def _run(source: str, out: str, **given: Any) -> None:
     options = ExportOptions(**given)
-    source, out = (convert(name, value, str) for name, value in (("source", source), ("out", out)))
+    source, out = (checked_text(name, value) for name, value in (("source", source), ("out", out)))
     hush_libraries()
     # Exporting a large model takes hours on a slow disk, and no other rank waits for this process: never time out.
     ACTIVITY.limits = Limits(least=math.inf, first=math.inf)
@@ -77,7 +77,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
             group = bits if field.name in ("load_in_4bit", "load_in_8bit") else parser
             group.add_argument(name, action="store_true", help=text)
             continue
-        choices = ("true", "false") if default is True else field.metadata.get("choices")
+        choices = ("true", "false") if default is True else choices_of(hints(ExportOptions)[field.name]) or None
         shown = "" if default is None else f" [{str(default).lower() if default is True else default}]"
         kind = int if type(default) is int else str
         parser.add_argument(name, type=kind, default=default, choices=choices, help=text + shown)

@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from alignment.config.errors import Leaving, OptionError, did_you_mean, setting
-from alignment.config.fields import option_fields
+from alignment.config.fields import once_per_class, option_fields
 from alignment.config.lookup import FAILURES, load_named, raised
 
 GROUP = "alignment.methods"
@@ -129,9 +129,10 @@ def name_of(options: Any) -> str:
     return str(vars(options).get(_NAME, options.method))
 
 
-def option_names(cls: OptionsClass) -> set[str]:
+@once_per_class
+def option_names(cls: OptionsClass) -> frozenset[str]:
     """Return the names of all options of a method."""
-    return {field.name for field in option_fields(cls)}
+    return frozenset(field.name for field in option_fields(cls))
 
 
 def _imported(path: str) -> Any:

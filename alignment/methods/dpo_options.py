@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge, Lt
 
 from alignment.config import checks
 from alignment.config.compatibility.trl import DPOCompatibility
-from alignment.config.errors import OptionError, did_you_mean, setting
-from alignment.config.fields import Texts, option
+from alignment.config.errors import did_you_mean, refuse
+from alignment.config.fields import Count, Positive, option
 from alignment.config.options import AlignmentConfig
-from alignment.config.options_data import TRUNCATION_MODES, SequenceOptions
+from alignment.config.options_data import SequenceOptions, Truncation
 from alignment.config.options_model import ReferenceOptions
 from alignment.config.registry import Paper
 
@@ -50,45 +52,39 @@ class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentCo
     }
     SHORTEN_PROMPTS: ClassVar[bool] = False
 
-    max_prompt_length: int | None = option(
+    max_prompt_length: Count | None = option(
         None, "Maximum length of the prompt, in tokens. If unset, only `max_length` applies."
     )
-    truncation_mode: str = option(
-        "keep_start", "Which part of an overlong prompt to keep: `keep_end` or `keep_start`.", choices=TRUNCATION_MODES
+    truncation_mode: Truncation = option(
+        "keep_start", "Which part of an overlong prompt to keep: `keep_end` or `keep_start`."
     )
-    loss_type: Texts = option(
+    loss_type: list[str] | str | None = option(
         "sigmoid", "Loss: `sigmoid`, `hinge` or `ipo` (with log-probs averaged over tokens).", several=True
     )
-    beta: float = option(0.1, "Strength of the regularization toward the reference; tau for `ipo`.")
-    label_smoothing: float = option(
+    beta: Positive = option(0.1, "Strength of the regularization toward the reference; tau for `ipo`.")
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = option(
         0.0, "Assumed probability that the labels of a pair are swapped by mistake. For `sigmoid` only."
     )
 
     def resolve(self) -> None:
-        """Check the options of DPO; a list with a single loss becomes that loss."""
-        checks.check_lengths(self, rows_per_unit=2)
-        checks.positive(self, "beta")
-        checks.need_reference(self, "DPO")
-        checks.refuse_labels(self, "DPO")
-        self._check_loss()
-        if not 0 <= self.label_smoothing < 0.5:
-            raise OptionError(
-                f"{setting('label_smoothing', self.label_smoothing)}: must be at least 0 and less than 0.5"
-            )
-        if self.label_smoothing and self.loss_type != "sigmoid":
-            raise OptionError(
-                f"{setting('label_smoothing', self.label_smoothing)}: has no effect with "
-                f"{setting('loss_type', self.loss_type)}; remove it, or set loss_type to sigmoid"
-            )
-
-    def _check_loss(self) -> None:
-        given = setting("loss_type", self.loss_type)
+        """Translate ``precompute_ref_log_probs``; a list with a single loss becomes that loss."""
+        checks.resolve_reference(self)
+        if self.loss_type is None:
+            self.loss_type = "sigmoid"
         if isinstance(self.loss_type, list):
             if len(self.loss_type) != 1:
-                raise OptionError(f"{given}: combining several losses is not supported; set one of them")
+                refuse(self, "loss_type", "combining several losses is not supported; set one of them")
             (self.loss_type,) = self.loss_type
+
+    def check(self) -> None:
+        """Check the options of DPO."""
+        checks.check_lengths(self, rows_per_unit=2)
+        checks.need_reference(self, "DPO")
+        checks.refuse_labels(self, "DPO")
         if self.loss_type in _ELSEWHERE:
-            raise OptionError(f"{given}: not supported; set one of {', '.join(DPO_LOSS_TYPES)}")
+            refuse(self, "loss_type", f"not supported; set one of {', '.join(DPO_LOSS_TYPES)}")
         if self.loss_type not in DPO_LOSS_TYPES:
             near = did_you_mean(str(self.loss_type), DPO_LOSS_TYPES)
-            raise OptionError(f"{given}: unknown loss; set one of {', '.join(DPO_LOSS_TYPES)}{near}")
+            refuse(self, "loss_type", f"unknown loss; set one of {', '.join(DPO_LOSS_TYPES)}{near}")
+        if self.label_smoothing and self.loss_type != "sigmoid":
+            refuse(self, "label_smoothing loss_type", "label smoothing is for loss_type: sigmoid only; remove it")

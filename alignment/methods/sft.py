@@ -9,6 +9,7 @@ import torch
 from datasets import IterableDataset
 
 from alignment.config.errors import OptionError
+from alignment.config.fields import keywords
 from alignment.data.batching import Batch, Collate, CompletionBatch, collate_completion
 from alignment.data.packing.packs import Packing
 from alignment.data.shown.rows import Columns, as_language_modeling
@@ -49,7 +50,7 @@ class SFTMethod(Method[CompletionBatch]):
             options.completion_only_loss,
             options.assistant_only_loss,
             options.dataset_text_field,
-            tokenized=bool((options.dataset_kwargs or {}).get("skip_prepare_dataset")),
+            tokenized=bool(keywords(options.dataset_kwargs).get("skip_prepare_dataset")),
         )
 
     def packing(self, trains: bool) -> Packing | None:

@@ -14,6 +14,7 @@ from alignment.checkpoint.fingerprints import code_fingerprint, model_fingerprin
 from alignment.checkpoint.run_folder import COMPLETIONS
 from alignment.config.dtypes import DtypePlan
 from alignment.config.errors import OptionError, setting
+from alignment.config.fields import keywords
 from alignment.config.options_online import CLASSIFIER_OPTIONS, OnlineOptions
 from alignment.data.json_columns import prompt_row
 from alignment.engines.scoring import ScoringEngine
@@ -90,7 +91,7 @@ class OnlineResources(Resources):
         cards: Cards | None = None,
     ) -> None:
         self.options, self.dtypes, self.beta, self.cards = options, dtypes, beta, cards
-        check_generation_kwargs(options.generation_kwargs or {})
+        check_generation_kwargs(keywords(options.generation_kwargs))
         if options.ds3_gather_for_generation is not None and stage != 3:
             raise OptionError(
                 f"{setting('ds3_gather_for_generation', options.ds3_gather_for_generation)}: has no effect with ZeRO "
@@ -221,7 +222,7 @@ class OnlineResources(Resources):
             top_k=options.top_k,
             min_p=options.min_p,
             repetition_penalty=options.repetition_penalty,
-            extra=options.generation_kwargs or {},
+            extra=keywords(options.generation_kwargs),
         )
 
     @property

@@ -19,6 +19,7 @@ from datasets import Dataset, IterableDataset
 
 from alignment.checkpoint.run_folder import check_filled, fills
 from alignment.config.errors import DataError, OptionError, setting
+from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import HasLengths, SequenceOptions, mixture_parts, tested_parts
 from alignment.data.columns import stream_columns
@@ -282,7 +283,7 @@ def _tokenized(
 ) -> Path:
     """Return the folder with the tokenized rows of one part."""
     folder = tokenized_folder()
-    column_map = options.column_map if part.column_map is None else part.column_map
+    column_map = keywords(options.column_map) if part.column_map is None else part.column_map
     data = retries(part.where, part.load)
     if isinstance(data, IterableDataset):
         if options.ref_placement == "precomputed":

@@ -561,9 +561,10 @@ def test_names_match_transformers() -> None:
     from transformers.trainer_utils import SchedulerType
     from transformers.training_args import OptimizerNames
 
-    from alignment.config.checks import SCHEDULES
+    from alignment.config.fields import choices_of
+    from alignment.config.options_training import Schedule
     from alignment.config.refusals import KNOWN_OPTIMIZERS
 
-    assert set(SCHEDULES) == {member.value for member in SchedulerType}
+    assert set(choices_of(Schedule)) == {member.value for member in SchedulerType}
     own = {"deepspeed_cpu_adam", "deepspeed_fused_adam"}
     assert set(KNOWN_OPTIMIZERS) - own == {member.value for member in OptimizerNames}

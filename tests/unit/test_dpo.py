@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from alignment.methods.online_dpo_options import ONLINE_DPO_LOSS_TYPES
+from alignment.config.fields import choices_of, hints
+from alignment.methods.online_dpo_options import OnlineDPOConfig
 from alignment.objectives.dpo import DPO_LOSS_TYPES, dpo_loss
 
 CASES: list[dict[str, Any]] = [
@@ -179,4 +180,4 @@ def test_what_is_refused() -> None:
 
 
 def test_options_name_losses_that_exist() -> None:
-    assert set(ONLINE_DPO_LOSS_TYPES) <= set(DPO_LOSS_TYPES)
+    assert set(choices_of(hints(OnlineDPOConfig)["loss_type"])) <= set(DPO_LOSS_TYPES)

@@ -206,7 +206,7 @@ def test_options_of_jobs_and_methods_do_not_overlap() -> None:
         ("--save_strategy no", "save_strategy='no'"),
         ("--save_only_model", "save_only_model=True"),
         ("--push_to_hub --hub_token hf_mine", "--hub_token=<hidden>"),
-        ("--beta -1", "beta=-1.0"),
+        ("--beta -1", "beta=-1"),
         ("--bata 1", "bata='1'"),
     ],
 )

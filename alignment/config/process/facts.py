@@ -6,11 +6,12 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     import torch
 
+LogLevel: TypeAlias = Literal["passive", "detail", "debug", "info", "warning", "error", "critical"]
 # transformers' names of log levels, except "passive", which does not change the library's own level.
 LEVELS = {
     "detail": logging.DEBUG,
@@ -28,8 +29,8 @@ class ProcessFacts:
     if TYPE_CHECKING:
         warmup_steps: float
         warmup_ratio: float
-        log_level: str
-        log_level_replica: str
+        log_level: LogLevel
+        log_level_replica: LogLevel
 
         @property
         def n_gpu(self) -> int: ...
