@@ -24,7 +24,7 @@ OPTIONS = [
     Case("wrong type", ("learning_rate='fast'", "a number"), {"learning_rate": "fast"}),
     Case("unknown loss", ("loss_type='ktoo'", "kto, apo_zero_unpaired"), {"loss_type": "ktoo"}),
     Case("other method's loss", ("loss_type='simpo'", "kto, apo_zero_unpaired"), {"loss_type": "simpo"}),
-    Case("beta of zero", ("beta=0.0", "greater than 0"), {"beta": "0"}),
+    Case("beta of zero", ("beta=0:", "greater than 0"), {"beta": "0"}),
     Case("negative beta", ("beta=-0.5", "greater than 0"), {"beta": "-0.5"}, method="cpo"),
     Case("empty batch", ("per_device_train_batch_size=0", "at least 1"), {"per_device_train_batch_size": "0"}),
     Case("other method's option", ("simpo_gamma='1'", "of method cpo"), {"simpo_gamma": "1"}),

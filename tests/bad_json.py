@@ -72,7 +72,7 @@ JSON = [
     ),
     option("empty mixture", "dataset_mixture", "{}", "dataset_mixture is empty", dataset_name=None),
     option(
-        "negative weight", "dataset_mixture", '{"@data.jsonl": -1}', "weight=-1.0: must be greater", dataset_name=None
+        "negative weight", "dataset_mixture", '{"@data.jsonl": -1}', "weight=-1: must be greater", dataset_name=None
     ),
     option("word as weight", "dataset_mixture", '{"@data.jsonl": "x"}', "weight='x': expected a", dataset_name=None),
 ]

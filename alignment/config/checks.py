@@ -53,9 +53,11 @@ def need_reference(options: Any, method: str, *, known_rows: bool = True) -> Non
         method: name of the method, for messages.
         known_rows: whether the rows to score are known before training.
     """
-    possible = [name for name in REF_PLACEMENTS if name != "none" and (known_rows or name != "precomputed")]
-    if options.ref_placement is not None and options.ref_placement not in possible:
-        why = "requires a reference" if options.ref_placement == "none" else "scores its own completions"
+    impossible = {"none": "requires a reference"}
+    if not known_rows:
+        impossible["precomputed"] = "scores completions that are generated during training"
+    if why := impossible.get(options.ref_placement):
+        possible = [name for name in REF_PLACEMENTS if name not in impossible]
         refuse(options, "ref_placement", f"{method} {why}; set one of {listing(possible)}")
     if getattr(options, "precompute_ref_batch_size", None) is not None and options.ref_placement != "precomputed":
         refuse(options, "precompute_ref_batch_size", "has no effect without ref_placement: precomputed; remove it")

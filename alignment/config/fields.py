@@ -8,11 +8,11 @@ JSON string a mapping. :func:`option_error` is the message of a value that canno
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import json
 import os
-import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -303,8 +303,8 @@ def option_error(cls: Any, error: ValidationError, given: Mapping[str, Any], whe
     if "value_error" in found:
         return OptionError(f"{text}: {found['value_error']['error']}")
     if found.keys() & {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}:
-        value = _plain_value(value) if isinstance(value, str) else value
-        return OptionError(f"{setting(where + name, value)}: must be {_range(hint)}")
+        text = text.replace("'", "") if isinstance(value, str) else text  # from the command line
+        return OptionError(f"{text}: must be {_range(hint)}")
     if "finite_number" in found:
         return OptionError(f"{text}: expected a finite number")
     if value is None:
@@ -327,35 +327,27 @@ def parse_optim_args(value: str | dict[str, Any] | None) -> dict[str, Any]:
     """Parse further arguments of the optimizer.
 
     Args:
-        value: a mapping, ``"key=value,key=value"`` (numbers, booleans, ``none`` and bracketed lists are converted), or
-            None.
+        value: a mapping, ``"key=value,key=value"`` with Python's literals, unquoted words, ``true``, ``false`` and
+            ``none``, or None.
 
     Raises:
-        OptionError: a part without ``=``, or a duplicate key.
+        OptionError: a part that is not ``key=value``, or a duplicate key.
     """
     if not isinstance(value, str):
         return dict(value or {})
-    result: dict[str, Any] = {}
-    for part in re.split(r",(?![^(\[]*[)\]])", value):  # a comma inside brackets belongs to the value
-        key, equals, text = (piece.strip() for piece in part.partition("="))
-        if not (key and equals and text):
-            raise OptionError(
-                f"{setting('optim_args', value)}: {part.strip()!r} is not key=value; write key=value,key=value"
-            )
-        if key in result:
-            raise OptionError(f"{setting('optim_args', value)}: duplicate key {key!r}; remove one of them")
-        result[key] = _plain_value(text)
-    return result
-
-
-def _plain_value(text: str) -> Any:
-    """Convert a text to a number, boolean, list or None if it is one; otherwise return it."""
     try:
-        return float(text) if any(c in text for c in ".eE") else int(text)
-    except ValueError:
-        pass
-    if text.lower() in ("true", "false", "none"):
-        return {"true": True, "false": False, "none": None}[text.lower()]
-    if text[0] in "([" and text[-1] in ")]":
-        return tuple(_plain_value(part.strip()) for part in text[1:-1].split(",") if part.strip())
-    return text
+        call: Any = ast.parse(f"dict({value})", mode="eval").body
+        found = [(part.arg, _literal(part.value)) for part in call.keywords]
+        if call.args or None in dict(found) or len(dict(found)) < len(found):
+            raise ValueError
+    except (SyntaxError, ValueError, AttributeError):
+        raise OptionError(f"{setting('optim_args', value)}: expected key=value,key=value, each key once") from None
+    return dict(found)
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return a constant, or a word as text. Raises ValueError for other expressions."""
+    if isinstance(node, ast.Name):
+        return {"true": True, "false": False, "none": None}.get(node.id.lower(), node.id)
+    value = ast.literal_eval(node)
+    return tuple(value) if isinstance(value, list) else value

@@ -44,9 +44,7 @@ _ELSEWHERE = {
 
 @dataclass(kw_only=True)
 class DataOptions:
-    """Datasets and the order of rows."""
-
-    TITLE: ClassVar[str] = "Data"
+    """Data."""
 
     dataset_name: Free[Shared[str | None]] = option(
         None, "Dataset: a file, a folder or a Hub name. Required on the command line."
@@ -126,9 +124,8 @@ class HasLengths(Protocol):
 
 @dataclass(kw_only=True)
 class SequenceOptions:
-    """Lengths in tokens, for methods that train on given completions."""
+    """Lengths."""
 
-    TITLE: ClassVar[str] = "Lengths"
     SHORTEN_PROMPTS: ClassVar[bool] = True  # whether the default of `max_prompt_length` cuts prompts of longer rows
 
     max_length: Annotated[int, Ge(2)] | None = option(
@@ -163,9 +160,7 @@ class SequenceOptions:
 
 @dataclass(kw_only=True)
 class TokenizerOptions:
-    """Changes to the tokenizer that a model is trained and saved with."""
-
-    TITLE: ClassVar[str] = "Tokenizer"
+    """Tokenizer."""
 
     eos_token: str | None = option(
         None, "Token of the vocabulary that ends texts and turns. Defaults to the tokenizer's end-of-sequence token."

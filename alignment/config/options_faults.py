@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 
@@ -15,9 +15,7 @@ from alignment.config.fields import Count, Free, Late, Natural, NotNegative, Pos
 
 @dataclass(kw_only=True)
 class FaultOptions:
-    """Non-finite losses, failing reads, ranks that die or hang."""
-
-    TITLE: ClassVar[str] = "Faults and hangs"
+    """Faults and hangs."""
 
     on_bad_step: Late[Free[Literal["stop", "skip"]]] = option(
         "stop",

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from alignment.config.errors import OptionError, refuse, setting
 from alignment.config.fields import (
@@ -36,9 +36,7 @@ FOUR_BITS = (
 
 @dataclass(kw_only=True)
 class ModelOptions:
-    """The policy and the reference."""
-
-    TITLE: ClassVar[str] = "Model and reference"
+    """Model and reference."""
 
     model_name_or_path: Free[Shared[str | None]] = option(
         None, "Model to train: a folder or a Hub name. Required on the command line."
@@ -96,9 +94,7 @@ class ModelOptions:
 
 @dataclass(kw_only=True)
 class PrecisionOptions:
-    """Dtypes and the device."""
-
-    TITLE: ClassVar[str] = "Precision and device"
+    """Precision and device."""
 
     dtype: Free[Shared[Literal["auto", "bfloat16", "float16", "float32"] | None]] = option(
         None,
@@ -118,9 +114,7 @@ class PrecisionOptions:
 
 @dataclass(kw_only=True)
 class AdapterOptions:
-    """LoRA and quantized base weights."""
-
-    TITLE: ClassVar[str] = "Adapters and quantization"
+    """Adapters and quantization."""
 
     use_peft: Shared[bool] = option(False, "Train LoRA adapters instead of the full model.")
     lora_r: Shared[Count] = option(16, "Rank of the LoRA matrices.")
@@ -170,9 +164,7 @@ class AdapterOptions:
 
 @dataclass(kw_only=True)
 class ReferenceOptions:
-    """Further options of the reference, for methods whose rows are known before training."""
-
-    TITLE: ClassVar[str] = "Reference"
+    """Reference."""
 
     precompute_ref_log_probs: bool = option(False, "Alias of `ref_placement: precomputed`.")
     precompute_ref_batch_size: Free[Count | None] = option(

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from annotated_types import Ge, Gt, Le
 
@@ -23,9 +23,7 @@ CLASSIFIER_OPTIONS = ("reward_batch_size", "reward_placement", "reward_deepspeed
 
 @dataclass(kw_only=True)
 class RolloutOptions:
-    """Completions sampled from the policy."""
-
-    TITLE: ClassVar[str] = "Rollout"
+    """Rollout."""
 
     max_length: Annotated[int, Ge(2)] = option(
         512,
@@ -74,9 +72,7 @@ class RolloutOptions:
 
 @dataclass(kw_only=True)
 class RewardOptions:
-    """What scores completions: a reward model and reward functions, or a judge."""
-
-    TITLE: ClassVar[str] = "Rewards"
+    """Rewards."""
 
     reward_model_path: Free[str | None] = option(
         None,

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from annotated_types import Ge, Le
 from pydantic import BeforeValidator
@@ -40,9 +40,7 @@ def _latest(value: Any) -> Any:
 
 @dataclass(kw_only=True)
 class TrainingOptions:
-    """Steps, optimizer and schedule."""
-
-    TITLE: ClassVar[str] = "Training"
+    """Training."""
 
     per_device_train_batch_size: Free[Count] = option(
         8, "Micro-batch size: number of rows per device and forward pass.", older=("per_gpu_train_batch_size",)
@@ -86,9 +84,7 @@ class TrainingOptions:
 
 @dataclass(kw_only=True)
 class MemoryOptions:
-    """The DeepSpeed engine, and options that trade time for memory."""
-
-    TITLE: ClassVar[str] = "Engine and memory"
+    """Engine and memory."""
 
     deepspeed: Free[dict[str, Any] | str | None] = option(
         None, "DeepSpeed JSON of the policy: a path, a name in `ds_configs/` or a mapping. Defaults to `zero2`."
@@ -110,8 +106,6 @@ class MemoryOptions:
 @dataclass(kw_only=True)
 class LoggingOptions:
     """Logging and evaluation."""
-
-    TITLE: ClassVar[str] = "Logging and evaluation"
 
     logging_strategy: Late[Free[Strategy]] = option("steps", "When to log: `no`, `steps` or `epoch`.")
     logging_steps: Late[Free[Steps]] = option(
@@ -146,9 +140,7 @@ class LoggingOptions:
 
 @dataclass(kw_only=True)
 class SavingOptions:
-    """Output folder, checkpoints and the Hub."""
-
-    TITLE: ClassVar[str] = "Saving and the Hub"
+    """Saving and the Hub."""
 
     overwrite_output_dir: Free[bool] = option(
         False,
