@@ -105,6 +105,8 @@ class AlignmentConfig(
             for field in option_fields(cls):
                 if field.default_factory is not dataclasses.MISSING:
                     given.setdefault(field.name, field.default_factory())
+                elif field.default is dataclasses.MISSING and field.name not in given:
+                    raise OptionError(f"{field.name} is required; set it")
                 vars(self)[field.name] = field.default
             vars(self).update(validated(cls, {name: value_here(name, value) for name, value in given.items()}))
             self.__post_init__()

@@ -14,9 +14,9 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from alignment.config.errors import Leaving, OptionError, did_you_mean, setting
+from alignment.config.errors import OptionError, did_you_mean, setting
 from alignment.config.fields import once_per_class, option_fields
-from alignment.config.lookup import FAILURES, load_named, raised
+from alignment.config.lookup import load_named, running
 
 GROUP = "alignment.methods"
 _NAME = "_method_name"  # attribute of options: the name by which their method was requested
@@ -151,12 +151,6 @@ def _imported_entry(entry: EntryPoint) -> Any:
             f"{setting('method', entry.name)}: provided by several packages; set method to one of "
             f"{', '.join([entry.value, *several])}"
         )
-    try:
+    advice = "fix or uninstall the package that provides it"
+    with running(f"{setting('method', entry.name)}: importing {entry.value}", advice):
         return entry.load()
-    except Leaving:
-        raise
-    except FAILURES as error:
-        raise OptionError(
-            f"{setting('method', entry.name)}: importing {entry.value} raised {raised(error)}; fix or uninstall the "
-            "package that provides it"
-        ) from error

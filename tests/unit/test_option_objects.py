@@ -6,11 +6,12 @@ import copy
 import dataclasses
 import pickle
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from alignment import KTOConfig
+from alignment import KTOConfig, ModelConfig, ScriptArguments, TrlParser
 from alignment.config.errors import OptionError
 from alignment.config.fields import SHARED, marked, option, option_fields, validated
 from alignment.config.options import AlignmentConfig
@@ -42,6 +43,21 @@ def test_copies_have_the_same_values(method: str) -> None:
     assert dataclasses.replace(options.sealed(), seed="7").seed == 7, "a new object is not sealed"
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_trl_parser(method: str, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("learning_rate: 5e-7\nmodel_init_kwargs: {revision: a}\nreport_to: [none]\n")
+    parser = TrlParser((ScriptArguments, METHODS[method], ModelConfig))
+    line = "--output_dir o --model_name_or_path m --optim_args a=1 --eval_strategy epoch"
+    script, options, model = parser.parse_args_and_config([f"--config={tmp_path / 'own.yaml'}", *line.split()])
+    expected = METHODS[method](
+        "o", learning_rate=5e-7, model_init_kwargs={"revision": "a"}, report_to=["none"], optim_args="a=1",
+        eval_strategy="epoch",
+    )  # fmt: skip
+    assert values(options) == values(expected) and model.model_name_or_path == "m" and script.dataset_name is None
+    with pytest.raises(OptionError, match="^learning_rate=-1.0: must be at least 0$"):
+        parser.parse_args_and_config(["--learning_rate", "-1"])
+
+
 def test_options_shared_with_scripts_are_hidden_from_dataclasses() -> None:
     hidden = option_names(KTOConfig) - {field.name for field in dataclasses.fields(KTOConfig)}
     assert hidden == marked(KTOConfig, SHARED) and {"model_name_or_path", "lora_r", "dataset_name"} <= hidden
@@ -49,6 +65,13 @@ def test_options_shared_with_scripts_are_hidden_from_dataclasses() -> None:
 
 class Settings:
     """A class of a script's own."""
+
+
+@dataclass(kw_only=True)
+class Strict(KTOConfig):
+    """A subclass with an option that has no default."""
+
+    needed: str
 
 
 @dataclass
@@ -69,6 +92,8 @@ def test_a_standard_dataclass_is_validated_as_well() -> None:
     made = Derived("out", steps_between="3", settings=Settings(), learning_rate="1e-5")
     assert (made.steps_between, made.learning_rate, made.names) == (3, 1e-5, [])
     assert Derived().names is not Derived().names
+    with pytest.raises(OptionError, match="^needed is required; set it$"):
+        Strict("out")
     for name, value in (("steps_between", True), ("settings", 3), ("beta", 0), ("steps_betwen", 3), ("max_length", 1)):
         with pytest.raises(OptionError, match=f"^{name}={value}: "):
             Derived("out", **{name: value})
