@@ -106,15 +106,6 @@ def option_fields(cls: Any) -> list[dataclasses.Field[Any]]:
     return [field for name, field in declared.items() if name in shown or "help" in field.metadata]
 
 
-def hide_shared(cls: Any) -> None:
-    """Treat the :data:`Shared` options of a class as ``InitVar`` does: hidden, but kept by ``dataclasses.replace``.
-
-    ``HfArgumentParser`` would reject the arguments that a script's own class declares as well.
-    """
-    for name in marked(cls, SHARED):
-        cls.__dataclass_fields__[name]._field_type = dataclasses._FIELD_INITVAR  # type: ignore[attr-defined]
-
-
 @once_per_class
 def hints(cls: Any) -> dict[str, Any]:
     """Return the annotations of a class's fields."""

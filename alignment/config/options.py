@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,28 +23,19 @@ from alignment.config.compatibility.model_kwargs import read_keywords
 from alignment.config.compatibility.names import older_names, read_names, value_here
 from alignment.config.compatibility.training_arguments import TransformersOptions
 from alignment.config.compatibility.verdicts import judged_names, refuse_values, verdict_of
-from alignment.config.dtypes import planned
 from alignment.config.errors import OptionError, setting, without_secrets
-from alignment.config.fields import EARLY, LATE, Free, convert, hide_shared, marked, option_fields, validated
+from alignment.config.fields import EARLY, LATE, SHARED, Free, convert, marked, option_fields, validated
 from alignment.config.options_data import DataOptions
 from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
 from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
-from alignment.config.process.facts import ProcessFacts
+from alignment.config.process_facts import LEVELS, ProcessFacts
 from alignment.config.registry import Paper, name_of, option_names
 from alignment.config.translated import accelerate, sections
-from alignment.internals.transformers import parallel_mode
+from alignment.internals.dataclass_fields import hide_field
 
 _OUTPUT_DIR = "trainer_output"  # transformers' default
 _OPEN = "_open"  # attribute of a trainer's options: the names of those that may still be set
-
-
-def _environment_int(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise OptionError(f"environment variable {name}={text!r}: expected an integer; unset it") from None
 
 
 def _is_greater_better(metric: str | None) -> bool | None:
@@ -223,34 +215,6 @@ class AlignmentConfig(
         return self.per_device_eval_batch_size or self.per_device_train_batch_size
 
     @property
-    def process_index(self) -> int:
-        """Rank of this process."""
-        return _environment_int("RANK", 0)
-
-    @property
-    def local_process_index(self) -> int:
-        """Local rank of this process on its host."""
-        return _environment_int("LOCAL_RANK", 0)
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        machine = planned()
-        return _environment_int("WORLD_SIZE", 1) if machine is None else machine.ranks
-
-    @property
-    def n_gpu(self) -> int:
-        """Number of GPUs of this process: 1 or 0."""
-        return int(dtypes.uses_cuda(self))
-
-    @property
-    def parallel_mode(self) -> Any:
-        """transformers' ``ParallelMode``, for callbacks; transformers must be imported already."""
-        if self.world_size > 1:
-            return parallel_mode("DISTRIBUTED")
-        return parallel_mode("NOT_DISTRIBUTED" if self.n_gpu else "NOT_PARALLEL")
-
-    @property
     def resolved_bf16(self) -> bool:
         """Whether the compute dtype is bfloat16, according to options and machine but not the DeepSpeed JSON."""
         return dtypes.compute_dtype(self) == "bfloat16"
@@ -259,6 +223,25 @@ class AlignmentConfig(
     def resolved_fp16(self) -> bool:
         """Whether the compute dtype is float16, according to options and machine but not the DeepSpeed JSON."""
         return dtypes.compute_dtype(self) == "float16"
+
+    def get_process_log_level(self) -> int:
+        """Return the level for the loggers of a script, as in the module ``logging``.
+
+        This is ``log_level`` on rank 0 and ``log_level_replica`` on other ranks, or the level of transformers if that
+        is ``passive``.
+        """
+        name = self.log_level if self.should_log else self.log_level_replica
+        if name in LEVELS:
+            return LEVELS[name]
+        from transformers.utils import logging as transformers_logging
+
+        return int(transformers_logging.get_verbosity())
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Return the number of warmup steps; a fraction of the training steps is rounded up, as in transformers."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return math.ceil(num_training_steps * (self.warmup_steps or self.warmup_ratio))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all options as plain values, ``method`` first, with secrets replaced by their names."""
@@ -280,4 +263,5 @@ class AlignmentConfig(
         return json.dumps(self.to_dict(), indent=2, default=str)
 
 
-hide_shared(AlignmentConfig)
+for _name in marked(AlignmentConfig, SHARED):
+    hide_field(AlignmentConfig.__dataclass_fields__[_name])

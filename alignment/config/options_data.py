@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from annotated_types import Ge
 
@@ -104,22 +104,6 @@ class DataOptions:
         "Print the resolved options, the DeepSpeed JSON, the numbers of rows kept and dropped, lengths and the first "
         "rows, then exit.",
     )
-
-
-@runtime_checkable
-class HasLengths(Protocol):
-    """The lengths in tokens that rows are truncated to, as options or derived from options."""
-
-    truncation_mode: Any
-
-    @property
-    def max_length(self) -> int | None: ...
-
-    @property
-    def max_prompt_length(self) -> int | None: ...
-
-    @property
-    def max_completion_length(self) -> int | None: ...
 
 
 @dataclass(kw_only=True)

@@ -46,7 +46,14 @@ PYTHONS = (
         for kind in (object, type, types.FunctionType, types.ModuleType, types.TracebackType, BaseException, dict)
         for name in dir(kind)
     }
-    | {*dir(builtins), "__version__", "__file__", "__path__", "__dataclass_fields__"}
+    | {
+        *dir(builtins),
+        "__version__",
+        "__file__",
+        "__path__",
+        "__dataclass_fields__",
+        "__pydantic_config__",
+    }  # documented
     | {"_replace", "_asdict"}
 )  # the last of named tuples
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from alignment.config.compatibility.verdicts import accepted, only
 from alignment.config.fields import Keywords
-from alignment.config.process.facts import LogLevel
+from alignment.config.process_facts import LogLevel
 
 _ENGINE = "Has no effect: DeepSpeed reduces the gradients."
 _LOADER = "Affects speed only: batches are planned for the whole step and collated in order."
