@@ -249,7 +249,7 @@ DEEPSPEED = [
     deepspeed_case(
         "contradicting format",
         {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}},
-        "bf16.enabled=true in the DeepSpeed JSON contradicts dtype='float32'",
+        "bf16.enabled=true in the DeepSpeed JSON: contradicts dtype='float32'",
         dtype="float32",
     ),
     deepspeed_case(

@@ -27,7 +27,10 @@ _PAIRS = (
     ("judge", "reward_funcs"),
 )
 # Values, besides null and false, that leave the choice to the counterpart.
-_UNSET = {"max_steps": -1, "dtype": "auto", "rollout_backend": "auto", "train_sampling_strategy": "random"}
+_UNSET = {
+    "max_steps": -1, "dtype": "auto", "rollout_backend": "auto", "train_sampling_strategy": "random",
+    "resume_from_checkpoint": "",
+}  # fmt: skip
 
 
 def without_counterparts(cls: type, recipe: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -446,8 +446,8 @@ _MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True
         ({"bf16": True}, {"fp16": {"enabled": True}}, ["fp16.enabled=true", "bf16=True"]),
         ({"fp16": False}, {"fp16": {"enabled": True}}, ["fp16.enabled=true", "fp16=False"]),
         ({}, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ["bf16.enabled=true", "fp16.enabled=true"]),
-        ({}, {"bf16": {"enabled": "yes"}}, ["bf16.enabled='yes'"]),
-        ({}, {"bf16": True}, ["bf16=True", "expected an object"]),
+        ({}, {"bf16": {"enabled": "yes"}}, ['bf16.enabled="yes"']),
+        ({}, {"bf16": True}, ["bf16=true", "expected an object"]),
         (
             {"bf16": True, "learning_rate": 1e-6},
             {"zero_optimization": {"stage": 2}, "bf16": _MASTERS},
@@ -461,9 +461,9 @@ _MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": _MASTERS},
             ["bf16_master_weights_and_grads", "CPU Adam"],
         ),
-        ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp32"}}, ["grad_accum_dtype='fp32'", "stage 0"]),
-        ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp8"}}, ["grad_accum_dtype='fp8'", '"bf16"']),
-        ({}, {"data_types": {"grad_accum_dtype": "bf16"}}, ["grad_accum_dtype='bf16'", "float32"]),
+        ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp32"}}, ['grad_accum_dtype="fp32"', "stage 0"]),
+        ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp8"}}, ['grad_accum_dtype="fp8"', '"bf16"']),
+        ({}, {"data_types": {"grad_accum_dtype": "bf16"}}, ['grad_accum_dtype="bf16"', "float32"]),
     ],
 )
 def test_refused_plans(options: dict[str, Any], base: dict[str, Any], said: list[str]) -> None:

@@ -356,6 +356,7 @@ def test_every_public_name_is_there() -> None:
         ("kto\nprecompute_ref_log_probs: true", "--ref_placement offload", {"precompute_ref_log_probs": False}),
         ("kto\ndataset_mixture: [a, b]", "--dataset_config c", {"dataset_mixture": None}),
         ("kto\noverwrite_output_dir: true", "--resume_from_checkpoint auto", {"overwrite_output_dir": False}),
+        ("kto\noverwrite_output_dir: true", "--resume_from_checkpoint false", {"overwrite_output_dir": True}),
         ("kto\nuse_peft: true\nlora_r: 4", "--adapter_name_or_path a", {"use_peft": True, "lora_r": 16}),
         ("kto\nuse_peft: true\nlora_r: 4", "--use_peft false", {"use_peft": False}),
         ("online_dpo\nreward_model_path: a", "--judge b.py:c", {"judge": "b.py:c", "reward_model_path": None}),
