@@ -35,7 +35,8 @@ from alignment.config.translated import accelerate, sections
 from alignment.internals.dataclass_fields import hide_field
 
 _OUTPUT_DIR = "trainer_output"  # transformers' default
-_OPEN = "_open"  # attribute of a trainer's options: the names of those that may still be set
+# Attributes of options: whether they are as they were resolved, and of a trainer's options, which may still be set.
+_RESOLVED, _OPEN = "_resolved", "_open"
 
 
 def _is_greater_better(metric: str | None) -> bool | None:
@@ -102,6 +103,7 @@ class AlignmentConfig(
                 vars(self)[field.name] = field.default
             vars(self).update(validated(cls, {name: value_here(name, value) for name, value in given.items()}))
             self.__post_init__()
+            vars(self)[_RESOLVED] = True
 
         def __getattr__(self, name: str) -> Any:
             """Return an option by its older name."""
@@ -125,8 +127,13 @@ class AlignmentConfig(
             if name == "metric_for_best_model" and self.greater_is_better == _is_greater_better(getattr(self, name)):
                 vars(self)["greater_is_better"] = _is_greater_better(value)
             super().__setattr__(name, value)
+            vars(self)[_RESOLVED] = False
 
     def __post_init__(self) -> None:
+        self._resolve()
+        self._check_all()
+
+    def _resolve(self) -> None:
         if "LOCAL_RANK" in os.environ:  # like transformers: scripts test for local_rank 0
             self.local_rank = self.local_process_index
         if self.output_dir is None:
@@ -141,7 +148,6 @@ class AlignmentConfig(
             self.eval_steps = self.logging_steps
         self._name_best_metric()
         self.resolve()
-        self._check_all()
 
     def _translate(self) -> None:
         """Set options from the settings of other programs. Idempotent."""
@@ -162,7 +168,10 @@ class AlignmentConfig(
         self.check()
 
     def resolve(self) -> None:
-        """Resolve the method's own options that depend on each other. Called once, when the options are created."""
+        """Resolve the method's own options that depend on each other.
+
+        Called when the options are created, and by a trainer only if options were set since.
+        """
 
     def check(self) -> None:
         """Check combinations of the method's own options, without changing them."""
@@ -173,7 +182,7 @@ class AlignmentConfig(
     def sealed(self) -> Self:
         """Return a copy for a trainer, of which only options that it has not read yet can be set.
 
-        Options that were set since this object was created are converted and checked.
+        Options that were set since this object was created are converted, resolved and checked.
 
         Raises:
             OptionError: one of them is invalid.
@@ -185,7 +194,10 @@ class AlignmentConfig(
         for name, value in validated(cls, {name: value_here(name, value) for name, value in values.items()}).items():
             if value != values[name] or not isinstance(values[name], type(value)):
                 vars(result)[name] = value
-        result._translate()
+        if vars(self)[_RESOLVED]:
+            result._translate()  # a mapping may have changed
+        else:
+            result._resolve()
         result._check_all()
         vars(result)[_OPEN] = marked(cls, LATE) | marked(cls, EARLY) | judged_names(cls)
         return result
@@ -197,7 +209,8 @@ class AlignmentConfig(
 
     def engines_built(self) -> None:
         """Refuse from now on the options that engines are built with."""
-        vars(self)[_OPEN] = vars(self)[_OPEN] - marked(type(self), EARLY)
+        if _OPEN in vars(self):
+            vars(self)[_OPEN] -= marked(type(self), EARLY)
 
     @property
     def window_size(self) -> int:

@@ -104,6 +104,9 @@ def test_options_are_resolved_once() -> None:
     made = Derived("out")
     made.sealed().check_late()
     assert Derived.calls == 1
+    made.precompute_ref_log_probs, made.eval_steps = True, None
+    assert made.sealed().ref_placement == "precomputed" and made.sealed().eval_steps == 10, "set since"
+    assert made.ref_placement is None and made.eval_steps is None
 
 
 def test_a_trainers_options_do_not_change_the_callers() -> None:
