@@ -41,7 +41,7 @@ def resolve_reference(options: Any) -> None:
     """
     if options.precompute_ref_log_probs:
         if options.ref_placement not in (None, "precomputed"):
-            refuse(options, "precompute_ref_log_probs ref_placement", "contradict each other; remove one of them")
+            refuse(options, "precompute_ref_log_probs ref_placement", "they contradict each other; remove one of them")
         options.ref_placement = "precomputed"
 
 
@@ -156,7 +156,7 @@ def _check_output(options: Any) -> None:
         if getattr(options, name) == asked and options.eval_strategy == "no":
             refuse(options, name, "requires evaluations; set eval_strategy to steps or epoch")
     if options.overwrite_output_dir and options.resume_from_checkpoint:
-        why = "contradict each other: a restart would move its own checkpoints away; remove one of them"
+        why = "they contradict each other: a restart would move its own checkpoints away; remove one of them"
         refuse(options, "resume_from_checkpoint overwrite_output_dir", why)
     if options.greater_is_better is not None and options.metric_for_best_model is None:
         refuse(options, "greater_is_better", "has no effect without metric_for_best_model; set both, or remove it")

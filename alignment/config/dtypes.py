@@ -98,7 +98,7 @@ def requested_dtype(options: Any) -> str | None:
         OptionError: the options contradict each other.
     """
     if options.bf16 and options.fp16:
-        refuse(options, "bf16 fp16", "contradict each other; remove one of them")
+        refuse(options, "bf16 fp16", "they contradict each other; remove one of them")
     if options.dtype in (None, "auto"):
         if options.bf16 or options.fp16:
             return BF16 if options.bf16 else FP16
@@ -106,7 +106,7 @@ def requested_dtype(options: Any) -> str | None:
     for flag, name in (("bf16", BF16), ("fp16", FP16)):
         value = getattr(options, flag)
         if value is not None and value != (options.dtype == name):
-            both = "contradict each other; remove one of them (master weights are in fp32 in either case)"
+            both = "they contradict each other; remove one of them (master weights are in fp32 in either case)"
             refuse(options, f"dtype {flag}", both)
     return str(options.dtype)
 

@@ -188,7 +188,7 @@ def check_adapters(options: Any) -> None:
     elif not options.use_peft and (changed := _changed(options, LORA)):
         refuse(options, changed, "has no effect without adapters; set use_peft: true")
     if options.load_in_4bit and options.load_in_8bit:
-        refuse(options, "load_in_4bit load_in_8bit", "contradict each other; remove one of them")
+        refuse(options, "load_in_4bit load_in_8bit", "they contradict each other; remove one of them")
     in_4bit = options.load_in_4bit or options.ref_load_in_4bit or getattr(options, "reward_load_in_4bit", False)
     if not in_4bit and (changed := _changed(options, FOUR_BITS)):
         refuse(options, changed, "has no effect without 4-bit weights; set load_in_4bit: true")
