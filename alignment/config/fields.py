@@ -131,7 +131,6 @@ def _parts(hint: Any) -> Iterator[Any]:
         yield hint
 
 
-@once_per_class
 def members(hint: Any) -> tuple[Any, ...]:
     """Return the types of the values of an annotation: ``str | dict[str, Any] | None`` gives str, dict, NoneType."""
     parts = list(_parts(hint))
@@ -293,7 +292,7 @@ def option_error(cls: Any, error: ValidationError, given: Mapping[str, Any], whe
     found = {each["type"]: each.get("ctx", {}) for each in error.errors(include_url=False) if each["loc"][0] == name}
     if "value_error" in found:
         return OptionError(f"{text}: {found['value_error']['error']}")
-    if found.keys() & {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}:
+    if _range(hint) and found.keys() & {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}:
         text = text.replace("'", "") if isinstance(value, str) else text  # from the command line
         return OptionError(f"{text}: must be {_range(hint)}")
     if "finite_number" in found:
@@ -304,6 +303,8 @@ def option_error(cls: Any, error: ValidationError, given: Mapping[str, Any], whe
         return OptionError(f"{text}: expected one of {listing(choices)}{did_you_mean(str(value), choices)}")
     expected = " or ".join(text for kind, text in _EXPECTED.items() if kind in members(hint))
     expected = expected.replace("strings", "numbers") if "list[float]" in str(hint) else expected
+    if not expected or not first["type"].endswith(("_type", "_parsing", "_parsing_size", "_from_float")):
+        return OptionError(f"{text}: {' '.join(first['msg'].split())}")  # of a type or constraint of a script
     instead = "; remove it to unset it" if default is None else f", such as {str(default)!r}"
     return OptionError(f"{text}: expected {expected}{instead}")
 

@@ -117,7 +117,9 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
         """Translate ``use_transformers_paged`` to ``rollout_backend``."""
         if self.use_transformers_paged:
             if self.rollout_backend not in ("auto", "continuous"):
-                refuse(self, "use_transformers_paged rollout_backend", "they contradict each other; remove one of them")
+                refuse(
+                    self, "use_transformers_paged rollout_backend", "they contradict each other; remove one of them"
+                )
             self.rollout_backend = "continuous"
 
     def check(self) -> None:

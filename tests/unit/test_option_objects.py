@@ -7,8 +7,9 @@ import dataclasses
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import pydantic
 import pytest
 
 from alignment import KTOConfig, ModelConfig, ScriptArguments, TrlParser
@@ -81,6 +82,8 @@ class Derived(KTOConfig):
     steps_between: int = option(2, "An option.")
     settings: Settings | None = option(None, "An object.")
     names: list[str] = dataclasses.field(default_factory=list)
+    tone: Annotated[str, pydantic.Field(pattern="^[a-z]+$")] = "calm"
+    weight: Annotated[float, pydantic.Field(gt=0)] = 1.0
     calls = 0
 
     def resolve(self) -> None:
@@ -94,9 +97,20 @@ def test_a_standard_dataclass_is_validated_as_well() -> None:
     assert Derived().names is not Derived().names
     with pytest.raises(OptionError, match="^needed is required; set it$"):
         Strict("out")
-    for name, value in (("steps_between", True), ("settings", 3), ("beta", 0), ("steps_betwen", 3), ("max_length", 1)):
-        with pytest.raises(OptionError, match=f"^{name}={value}: "):
+    for name, value in (
+        ("weight", 0),
+        ("steps_between", True),
+        ("settings", 3),
+        ("beta", 0),
+        ("steps_betwen", 3),
+        ("max_length", 1),
+    ):
+        with pytest.raises(OptionError, match=f"^{name}={value}: .{{9}}"):
             Derived("out", **{name: value})
+    with pytest.raises(OptionError, match=r"^tone='A': String should match pattern '\^\[a-z\]\+\$'$"):
+        Derived("out", tone="A")
+    with pytest.raises(OptionError, match="^settings=3: Input should be an instance of Settings$"):
+        Derived("out", settings=3)  # type: ignore[arg-type]
 
 
 def test_options_are_resolved_once() -> None:
