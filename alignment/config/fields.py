@@ -106,6 +106,20 @@ def option_fields(cls: Any) -> list[dataclasses.Field[Any]]:
     return [field for name, field in declared.items() if name in shown or "help" in field.metadata]
 
 
+def hide_shared(cls: Any) -> None:
+    """Replace the :data:`Shared` fields of a dataclass by an ``InitVar`` with a default, as its subclasses inherit it.
+
+    ``dataclasses.fields`` omits it, so that ``HfArgumentParser`` does not add an argument that another class of a
+    script adds as well, but ``dataclasses.replace`` passes its value on. With such an annotation in the class itself,
+    type checkers would not know the attribute.
+    """
+    for name in marked(cls, SHARED):
+        old = cls.__dataclass_fields__[name]
+        field = dataclasses.field(default=old.default, metadata=old.metadata, repr=old.repr, kw_only=True)
+        made: Any = dataclasses.make_dataclass(cls.__name__, [(name, dataclasses.InitVar, field)])
+        cls.__dataclass_fields__[name] = made.__dataclass_fields__[name]
+
+
 @once_per_class
 def hints(cls: Any) -> dict[str, Any]:
     """Return the annotations of a class's fields."""

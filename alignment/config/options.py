@@ -24,7 +24,7 @@ from alignment.config.compatibility.names import older_names, read_names, value_
 from alignment.config.compatibility.training_arguments import TransformersOptions
 from alignment.config.compatibility.verdicts import judged_names, refuse_values, verdict_of
 from alignment.config.errors import OptionError, setting, without_secrets
-from alignment.config.fields import EARLY, LATE, SHARED, Free, convert, marked, option_fields, validated
+from alignment.config.fields import EARLY, LATE, Free, convert, hide_shared, marked, option_fields, validated
 from alignment.config.options_data import DataOptions
 from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
@@ -32,7 +32,6 @@ from alignment.config.options_training import LoggingOptions, MemoryOptions, Sav
 from alignment.config.process_facts import LEVELS, ProcessFacts
 from alignment.config.registry import Paper, name_of, option_names
 from alignment.config.translated import accelerate, sections
-from alignment.internals.dataclass_fields import hide_field
 
 _OUTPUT_DIR = "trainer_output"  # transformers' default
 # Attributes of options: whether they are as they were resolved, and of a trainer's options, which may still be set.
@@ -276,5 +275,4 @@ class AlignmentConfig(
         return json.dumps(self.to_dict(), indent=2, default=str)
 
 
-for _name in marked(AlignmentConfig, SHARED):
-    hide_field(AlignmentConfig.__dataclass_fields__[_name])
+hide_shared(AlignmentConfig)
