@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alignment.config import checks
-from alignment.config.fields import option
+from alignment.config.fields import Positive, option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions
 from alignment.data.batching import Batch
@@ -38,14 +38,13 @@ class ORPOConfig(SequenceOptions, AlignmentConfig):
     method: ClassVar[str] = "orpo"
 
     learning_rate: float = option(8e-6, "Peak learning rate.")
-    beta: float = option(
+    beta: Positive = option(
         0.1, "Weight of the odds ratio relative to the likelihood of the chosen completions (lambda)."
     )
 
-    def resolve(self) -> None:
+    def check(self) -> None:
         """Check the lengths; there is no reference model."""
         checks.check_lengths(self, rows_per_unit=2)
-        checks.positive(self, "beta")
         checks.refuse_reference(self, "ORPO")
 
 

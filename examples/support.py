@@ -23,7 +23,6 @@ from typing import Any
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 
 from alignment import SFTConfig, SFTTrainer
-from alignment.config.fields import SaveStrategy
 from alignment.internals.bitsandbytes import hush_missing_kernel
 
 END = "<|end|>"
@@ -107,7 +106,7 @@ def start_model(rows: list[Row], folder: Path) -> None:
         deepspeed="zero0",
         use_cpu=True,
         gradient_checkpointing=False,
-        save_strategy=SaveStrategy.NO,
+        save_strategy="no",
         disable_tqdm=True,
     )
     print("training the initial model: 12 epochs; a minute or two on two idle cores", flush=True)

@@ -51,6 +51,6 @@ JSON = [
         "the same column twice", "column_map", '{"prompt": "a", "completion": "a"}', "'a' is mapped to both prompt and"
     ),
     option(
-        "negative weight", "dataset_mixture", '{"@data.jsonl": -1}', "weight=-1.0: must be greater", dataset_name=None
+        "negative weight", "dataset_mixture", '{"@data.jsonl": -1}', "weight=-1: must be greater", dataset_name=None
     ),
 ]

@@ -10,7 +10,6 @@ from transformers import TrainerState
 
 from alignment.checkpoint.manifest import Manifest
 from alignment.config.errors import CheckpointError, OptionError, did_you_mean, setting
-from alignment.config.fields import SaveStrategy
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import from_first_rank, on_first_rank
 
@@ -39,7 +38,7 @@ class BestModel:
     @property
     def saves(self) -> bool:
         """Whether each new best is saved, independently of ``save_strategy``."""
-        return self.args.load_best_model_at_end or self.args.save_strategy == SaveStrategy.BEST
+        return self.args.load_best_model_at_end or self.args.save_strategy == "best"
 
     @property
     def folder(self) -> Path | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from alignment.cli.guarded import guarded
 from alignment.cli.output import parse_arguments
-from alignment.config.fields import convert
+from alignment.config.fields import checked_text, choices_of, hints
 from alignment.config.options_export import ExportOptions
 from alignment.config.options_faults import FaultOptions
 from alignment.engines.launch_env import hush_libraries
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
 
 def _run(source: str, out: str, **given: Any) -> None:
     options = ExportOptions(**given)
-    source, out = (convert(name, value, str) for name, value in (("source", source), ("out", out)))
+    source, out = (checked_text(name, value) for name, value in (("source", source), ("out", out)))
     hush_libraries()
     # Exporting a large model takes hours on a slow disk, and no other rank waits for this process: never time out.
     ACTIVITY.limits = FaultOptions(hang_timeout=math.inf, hang_timeout_first=math.inf)
@@ -67,7 +67,7 @@ def _parser(program: str) -> ArgumentParser:
             group = bits if field.name.startswith("load_in_") else parser
             group.add_argument(name, action="store_true", help=text)
             continue
-        choices = ("true", "false") if default is True else field.metadata.get("choices")
+        choices = ("true", "false") if default is True else choices_of(hints(ExportOptions)[field.name]) or None
         shown = "" if default is None else f" [{str(default).lower() if default is True else default}]"
         kind = int if type(default) is int else str
         parser.add_argument(name, type=kind, default=default, choices=choices, help=text + shown)

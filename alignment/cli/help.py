@@ -25,12 +25,17 @@ A boolean option without VALUE is set to true. Pass mappings as JSON."""
 
 
 def grouped_fields(cls: type) -> Iterator[tuple[type, list[dataclasses.Field[Any]]]]:
-    """Yield each group (a class with a ``TITLE``) of an options class with its fields, base classes first."""
+    """Yield each group (a class that declares options) of an options class with its fields, base classes first."""
     fields = {field.name: field for field in option_fields(cls) if verdict_of(field) is None}
     for part in reversed(cls.__mro__):
         own = [fields[name] for name in inspect.get_annotations(part) if name in fields]
         if own:
             yield part, own
+
+
+def title_of(group: type) -> str:
+    """Return the title of a group: its ``TITLE``, or else its docstring."""
+    return str(vars(group).get("TITLE") or (group.__doc__ or "").partition(".")[0])
 
 
 def default_text(field: dataclasses.Field[Any]) -> str:
@@ -50,7 +55,7 @@ def help_text(methods: Mapping[str, type[AlignmentConfig]], program: str = "laun
     for group, fields in groups.items():
         owners = " | ".join(name for name, cls in methods.items() if issubclass(cls, group))
         whose = "" if issubclass(AlignmentConfig, group) else f" (--method {owners})"
-        lines += [f"\n{vars(group)['TITLE']}{whose}:", *map(_entry, fields)]
+        lines += [f"\n{title_of(group)}{whose}:", *map(_entry, fields)]
     return "\n".join(lines)
 
 

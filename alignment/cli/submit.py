@@ -17,7 +17,6 @@ from alignment.cli.parsing import Parser, parse, read_arguments
 from alignment.cli.slurm import Job, SlurmError, call, check, submit
 from alignment.config.dtypes import Machine, planning_for
 from alignment.config.errors import AlignmentError, OptionError, OutputError, counted, setting
-from alignment.config.fields import SaveStrategy
 from alignment.config.options import AlignmentConfig
 
 _ABOUT = """\
@@ -56,7 +55,7 @@ _NO_RESUME = "a requeued job resumes from its newest checkpoint, and there would
 # Options of a run that a job cannot have: value and reason.
 _UNUSABLE = {
     "overwrite_output_dir": (True, "a requeued job resumes its own run, which this option would move away; remove it"),
-    "save_strategy": (SaveStrategy.NO, f"{_NO_RESUME} save_strategy: steps"),
+    "save_strategy": ("no", f"{_NO_RESUME} save_strategy: steps"),
     "save_only_model": (True, f"{_NO_RESUME} save_only_model: false"),
 }
 
@@ -173,7 +172,7 @@ def _arguments(rest: list[str], job: Namespace) -> tuple[list[str], AlignmentCon
             "folder; remove it, and merge the best run with deepspeed-alignment export"
         )
     resume = options.resume_from_checkpoint
-    if resume is None or resume is True:
+    if resume in (None, "latest"):
         return rest, options
     return [*rest, "--resume_from_checkpoint", resume or "false"], options  # the script may not find it in the recipe
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from alignment.config.compatibility.names import value_here
-from alignment.config.fields import convert, hints
+from alignment.config.fields import validated
 from alignment.config.options_model import FOUR_BITS, LORA
 
 # Either option of a pair replaces the other one.
@@ -27,7 +27,10 @@ _PAIRS = (
     ("judge", "reward_funcs"),
 )
 # Values, besides null and false, that leave the choice to the counterpart.
-_UNSET = {"max_steps": -1, "dtype": "auto", "rollout_backend": "auto", "train_sampling_strategy": "random"}
+_UNSET = {
+    "max_steps": -1, "dtype": "auto", "rollout_backend": "auto", "train_sampling_strategy": "random",
+    "resume_from_checkpoint": "",
+}  # fmt: skip
 
 
 def without_counterparts(cls: type, recipe: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +47,7 @@ def without_counterparts(cls: type, recipe: dict[str, Any], given: dict[str, Any
     Raises:
         OptionError: a value on the command line is of the wrong type.
     """
-    values = {name: convert(name, value_here(name, value), hints(cls)[name]) for name, value in given.items()}
+    values = validated(cls, {name: value_here(name, value) for name, value in given.items()})
     effective = {
         name for name, value in values.items() if not (value is None or value is False or value == _UNSET.get(name))
     }

@@ -6,12 +6,13 @@ The plan depends on the machine of the run, which need not be the machine that m
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
-from alignment.config.errors import OptionError, counted, setting
+from alignment.config.errors import OptionError, counted, refuse, setting
 
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
 _SECTION = {BF16: "bf16", FP16: "fp16"}
@@ -97,7 +98,7 @@ def requested_dtype(options: Any) -> str | None:
         OptionError: the options contradict each other.
     """
     if options.bf16 and options.fp16:
-        raise OptionError("bf16=True and fp16=True contradict each other; remove one of them")
+        refuse(options, "bf16 fp16", "they contradict each other; remove one of them")
     if options.dtype in (None, "auto"):
         if options.bf16 or options.fp16:
             return BF16 if options.bf16 else FP16
@@ -105,10 +106,8 @@ def requested_dtype(options: Any) -> str | None:
     for flag, name in (("bf16", BF16), ("fp16", FP16)):
         value = getattr(options, flag)
         if value is not None and value != (options.dtype == name):
-            raise OptionError(
-                f"{setting('dtype', options.dtype)} and {setting(flag, value)} contradict each other; remove one of "
-                f"them (master weights are in fp32 in either case)"
-            )
+            both = "they contradict each other; remove one of them (master weights are in fp32 in either case)"
+            refuse(options, f"dtype {flag}", both)
     return str(options.dtype)
 
 
@@ -171,14 +170,19 @@ def _note(options: Any, compute: str, asked: bool) -> str | None:
     )
 
 
+def _refuse(key: str, value: Any, why: str) -> NoReturn:
+    """Raise :class:`OptionError` for a value of the DeepSpeed JSON."""
+    raise OptionError(f"{key}={json.dumps(value)} in the DeepSpeed JSON: {why}")
+
+
 def _explicit(ds_config: dict[str, Any], section: str, key: str = "enabled") -> Any:
     """Return a value of a section of the JSON, or None if it is absent or "auto"."""
     value = ds_config.get(section) or {}
     if not isinstance(value, dict):
-        raise OptionError(f"{section}={value!r} in the DeepSpeed JSON: expected an object, such as {{{key!r}: …}}")
+        _refuse(section, value, f'expected an object, such as {{"{key}": …}}')
     value = value.get(key)
     if key == "enabled" and value not in (None, "auto") and not isinstance(value, bool):
-        raise OptionError(f'{section}.enabled={value!r} in the DeepSpeed JSON: expected true, false or "auto"')
+        _refuse(f"{section}.enabled", value, 'expected true, false or "auto"')
     return None if value == "auto" else value
 
 
@@ -187,10 +191,8 @@ def check_against_json(compute: str, source: str, ds_config: dict[str, Any]) -> 
     for name, section in _SECTION.items():
         enabled = _explicit(ds_config, section)
         if enabled is not None and enabled != (compute == name):
-            raise OptionError(
-                f"{section}.enabled={str(enabled).lower()} in the DeepSpeed JSON contradicts {source} (compute dtype "
-                f'{compute}); set it to "auto" or change one of them'
-            )
+            why = f'contradicts {source} (compute dtype {compute}); set it to "auto" or change one of them'
+            _refuse(f"{section}.enabled", enabled, why)
 
 
 def _source(options: Any) -> str:
@@ -209,11 +211,9 @@ def _compute(options: Any, ds_config: dict[str, Any]) -> str:
         return requested
     bf16, fp16 = _explicit(ds_config, "bf16"), _explicit(ds_config, "fp16")
     if bf16 and fp16:
-        raise OptionError(
-            "bf16.enabled=true and fp16.enabled=true in the DeepSpeed JSON contradict each other; remove one of them"
-        )
+        _refuse("bf16.enabled", True, "contradicts fp16.enabled=true; remove one of them")
     if fp16 and options.fp16 is False:
-        raise OptionError("fp16.enabled=true in the DeepSpeed JSON contradicts fp16=False; remove one of them")
+        _refuse("fp16.enabled", True, "contradicts fp16=False; remove one of them")
     if bf16 or fp16:
         return BF16 if bf16 else FP16
     compute = compute_dtype(options)
@@ -228,47 +228,34 @@ def _accumulate(compute: str, stage: Any, ds_config: dict[str, Any]) -> str:
         return compute
     accumulate = _LONG.get(value) if isinstance(value, str) else None
     if accumulate not in (compute, FP32):
-        raise OptionError(
-            f"data_types.grad_accum_dtype={value!r} in the DeepSpeed JSON: with the compute dtype {compute}, expected "
-            f'"{SHORT[compute]}", "fp32" or "auto"'
-        )
+        why = f'with the compute dtype {compute}, expected "{SHORT[compute]}", "fp32" or "auto"'
+        _refuse("data_types.grad_accum_dtype", value, why)
     if stage == 0 and accumulate != compute:
-        raise OptionError(
-            f"data_types.grad_accum_dtype={value!r} in the DeepSpeed JSON: ZeRO stage 0 supports accumulation in the "
-            f"compute dtype ({compute}) only; set zero_optimization.stage to 2 or 3"
-        )
+        why = f"ZeRO stage 0 supports accumulation in the compute dtype ({compute}) only"
+        _refuse("data_types.grad_accum_dtype", value, f"{why}; set zero_optimization.stage to 2 or 3")
     return accumulate
 
 
 def _master(compute: str, stage: Any, options: Any, ds_config: dict[str, Any]) -> str:
     """Return the dtype of the master weights: fp32, unless the JSON requests bf16 and training is possible in it."""
+    unsupported = "requires DeepSpeed's CPU Adam, which is not supported yet"
     if _explicit(ds_config, "fp16", "fp16_master_weights_and_grads"):
-        raise OptionError(
-            "fp16.fp16_master_weights_and_grads=true in the DeepSpeed JSON: requires DeepSpeed's CPU Adam, which is "
-            "not supported yet; remove it (master weights are in fp32)"
-        )
-    bf16_states = _explicit(ds_config, "bf16", "bf16_optimizer_states")
+        why = f"{unsupported}; remove it (master weights are in fp32)"
+        _refuse("fp16.fp16_master_weights_and_grads", True, why)
+    states, key = _explicit(ds_config, "bf16", "bf16_optimizer_states"), "bf16.bf16_master_weights_and_grads"
     if not _explicit(ds_config, "bf16", "bf16_master_weights_and_grads"):
-        if bf16_states:
-            raise OptionError(
-                "bf16.bf16_optimizer_states=true in the DeepSpeed JSON: requires bf16_master_weights_and_grads; "
-                "remove it"
-            )
+        if states:
+            _refuse("bf16.bf16_optimizer_states", True, "requires bf16_master_weights_and_grads; remove it")
         return FP32
-    key = "bf16.bf16_master_weights_and_grads=true in the DeepSpeed JSON"
     if compute != BF16 or stage == 0:
-        raise OptionError(f"{key}: requires bf16=True and ZeRO stage 1, 2 or 3; remove it")
+        _refuse(key, True, "requires bf16=True and ZeRO stage 1, 2 or 3; remove it")
     if options.learning_rate < LEAST_RATE_FOR_BF16_MASTERS:
-        raise OptionError(
-            f"{key} with {setting('learning_rate', options.learning_rate)}: bf16 master weights lose updates smaller "
-            f"than about 2^-9 of a weight, so almost nothing is learned below a learning rate of "
-            f"{LEAST_RATE_FOR_BF16_MASTERS:g}; remove it"
-        )
-    if not bf16_states or _explicit(ds_config, "zero_optimization", "offload_optimizer"):
-        raise OptionError(
-            f"{key}: with fp32 or offloaded optimizer states, requires DeepSpeed's CPU Adam, which is not supported "
-            f"yet; set bf16.bf16_optimizer_states without offload_optimizer, or remove it"
-        )
+        rate = f"{setting('learning_rate', options.learning_rate)}, below about {LEAST_RATE_FOR_BF16_MASTERS:g}"
+        why = "lose updates smaller than about 2^-9 of a weight, so almost nothing is learned"
+        _refuse(key, True, f"bf16 master weights {why} with {rate}; remove it")
+    if not states or _explicit(ds_config, "zero_optimization", "offload_optimizer"):
+        why = f"with fp32 or offloaded optimizer states, {unsupported}"
+        _refuse(key, True, f"{why}; set bf16.bf16_optimizer_states without offload_optimizer, or remove it")
     return BF16
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
 
 SECRETS = frozenset({"hub_token", "push_to_hub_token", "token", "use_auth_token", "api_key"})
 _LONGEST = 60
@@ -78,6 +78,11 @@ def setting(name: str, value: Any) -> str:
     text = "<hidden>" if name in SECRETS else repr(shown)
     name = name if len(name) <= 100 else name[:97] + "…"
     return f"{name}={text if len(text) <= 100 else text[:97] + '…'}"
+
+
+def refuse(options: Any, names: str, why: str) -> NoReturn:
+    """Raise :class:`OptionError` for the values of options, named in a text of one or several words."""
+    raise OptionError(f"{' and '.join(setting(name, getattr(options, name)) for name in names.split())}: {why}")
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

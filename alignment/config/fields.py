@@ -1,111 +1,97 @@
-"""How an option is declared, and the one typed conversion of its value, from YAML, the command line or Python.
+"""How an option is declared, and how pydantic validates its value, from YAML, the command line or Python.
 
-pydantic converts values to the declared type of the field: ``"5e-7"`` becomes a number, ``"true"`` a boolean, a JSON
-string a mapping. For invalid values, the error names the key, the value and the expected type in one line.
+An option is a field of a standard dataclass: a plain default, the help text in its metadata, and the rest in its
+annotation: type, range, and the marks below. transformers' ``HfArgumentParser`` reads the type and the metadata, and
+strips the rest. :func:`validated` converts values to these types: ``"5e-7"`` becomes a number, ``"true"`` a boolean, a
+JSON string a mapping. :func:`option_error` is the message of a value that cannot be converted or is out of range.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import json
-import math
 import os
-import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar, cast
 
-from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, core_schema
+from typing_extensions import TypedDict
 
-from alignment.config.errors import OptionError, did_you_mean, one_line, setting
-
-
-class Strategy(str, Enum):
-    """When something happens during training.
-
-    Names and values are those of transformers' ``IntervalStrategy``, and members of the two compare equal, so that
-    transformers' callbacks accept it although this layer does not import transformers.
-    """
-
-    NO = "no"
-    STEPS = "steps"
-    EPOCH = "epoch"
-
-    def __str__(self) -> str:
-        return self.value
-
-
-class SaveStrategy(str, Enum):
-    """When the model is saved, with the values of transformers' ``SaveStrategy``."""
-
-    NO = "no"
-    STEPS = "steps"
-    EPOCH = "epoch"
-    BEST = "best"
-
-    def __str__(self) -> str:
-        return self.value
-
-
-class Read(NamedTuple):
-    """Annotates a type that ``HfArgumentParser`` can parse with the type that values are converted to."""
-
-    hint: Any
-
+from alignment.config.errors import OptionError, did_you_mean, listing, one_line, setting
 
 _Type = TypeVar("_Type")
-_Class = TypeVar("_Class", bound=type)
-if TYPE_CHECKING:
-    Shared: TypeAlias = Annotated[_Type, "hidden"]
-    Keywords: TypeAlias = dict[str, Any] | None
-    TextOrKeywords: TypeAlias = str | dict[str, Any] | None
-    Texts: TypeAlias = str | list[str]
-    OptionalTexts: TypeAlias = str | list[str] | None
-    TextKeywords: TypeAlias = dict[str, str] | None
-    ListOrKeywords: TypeAlias = list[Any] | dict[str, Any] | None
-    Numbers: TypeAlias = float | list[float]
-    TextOrTruth: TypeAlias = str | bool | None
-else:
-    # An option that scripts also declare in argument classes of their own, which HfArgumentParser then fills. It is an
-    # InitVar, which `dataclasses.fields` omits and `dataclasses.replace` preserves.
-    Shared = dataclasses.InitVar
-    Keywords = Annotated[dict[str, Any] | str | None, Read(dict[str, Any] | None)]
-    TextOrKeywords = Annotated[dict[str, Any] | str | None, Read(str | dict[str, Any] | None)]
-    Texts = Annotated[str, Read(str | list[str])]
-    OptionalTexts = Annotated[str | None, Read(str | list[str] | None)]
-    TextKeywords = Annotated[dict[str, str] | str | None, Read(dict[str, str] | None)]
-    ListOrKeywords = Annotated[str | None, Read(list[Any] | dict[str, Any] | None)]
-    Numbers = Annotated[float, Read(float | list[float])]
-    TextOrTruth = Annotated[str | None, Read(str | bool | None)]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# Marks of options.
+SHARED = "also declared by the argument classes of scripts"
+LATE = "may be set on a trainer until it trains"
+EARLY = "may be set on a trainer until its engines are built"
+FREE = "may differ when a run is resumed"  # it affects only rounding, or fingerprints cover it, or it sets the length
+_JSON = "a text is JSON"
+_LOSS = "a name in the table LOSSES of the class"
+Shared: TypeAlias = Annotated[_Type, SHARED]
+Late: TypeAlias = Annotated[_Type, LATE]
+Early: TypeAlias = Annotated[_Type, EARLY]
+Free: TypeAlias = Annotated[_Type, FREE]
+
+
+def once_per_class(function: _Function) -> _Function:
+    """Cache what a function returns for a class."""
+    return cast(_Function, functools.cache(function))
+
+
+class OrList:
+    """Marks a number that may also be a list of such numbers, a type that ``HfArgumentParser`` does not support."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        one = handler(source)
+        return core_schema.union_schema([one, core_schema.list_schema(one)])
+
+
+def _whole_or_share(value: float) -> float:
+    """Return a number of steps as an integer, or a fraction of all steps as it is."""
+    if value > 1 and value != int(value):
+        raise OptionError("expected an integer number of optimizer steps, or a fraction of all steps less than 1")
+    return value if 0 < value < 1 else int(value)
+
+
+Count: TypeAlias = Annotated[int, Ge(1)]
+Natural: TypeAlias = Annotated[int, Ge(0)]
+Positive: TypeAlias = Annotated[float, Gt(0)]
+NotNegative: TypeAlias = Annotated[float, Ge(0)]
+Share: TypeAlias = Annotated[float, Ge(0), Lt(1)]
+Steps: TypeAlias = Annotated[float, Gt(0), AfterValidator(_whole_or_share)]
+WarmupSteps: TypeAlias = Annotated[float, Ge(0), AfterValidator(_whole_or_share)]
+Strategy: TypeAlias = Literal["no", "steps", "epoch"]
+LossName: TypeAlias = Annotated[str, _LOSS]  # a subclass that extends the table extends the type
+# The second of several types is the one that HfArgumentParser converts to. A value is never a text: it is parsed.
+Keywords: TypeAlias = Annotated[dict[str, Any] | str | None, _JSON]
+TextKeywords: TypeAlias = Annotated[dict[str, str] | str | None, _JSON]
+ListOrKeywords: TypeAlias = Annotated[dict[str, Any] | str | list[Any] | None, _JSON]
 
 
 def option(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    older: tuple[str, ...] = (),
-    several: bool = False,
-    switch: bool = False,
+    default: Any, help: str, *, older: tuple[str, ...] = (), several: bool = False, switch: bool = False,
     shown: bool = True,
-) -> Any:
+) -> Any:  # fmt: skip
     """Declare an option as a dataclass field, whose metadata ``HfArgumentParser`` passes on to ``argparse``.
 
     Args:
         default: default value.
         help: help text.
-        choices: possible values of a string.
         older: aliases, which accept the same values.
-        several: whether the command line accepts several values.
+        several: whether ``HfArgumentParser`` accepts several values of a type other than ``list``.
         switch: whether the option without a value means true on the command line, although it can be unset.
         shown: false for secrets, which are omitted when options are printed.
     """
     metadata: dict[str, Any] = {"help": help}
-    if choices is not None:
-        metadata["choices"] = choices
     if older:
         metadata["aliases"] = [f"--{name}" for name in older]
     if several:
@@ -115,17 +101,6 @@ def option(
     return dataclasses.field(default=default, metadata=metadata, repr=shown)
 
 
-def sharing(cls: _Class) -> _Class:
-    """Class decorator, applied before ``@dataclass``, that replaces :data:`Shared` annotations by the type they hold.
-
-    ``typing.get_type_hints`` of Python 3.10 does not support ``InitVar``.
-    """
-    for name, text in cls.__annotations__.items():
-        if text.startswith("Shared["):
-            cls.__annotations__[name] = text[len("Shared[") : -1]
-    return cls
-
-
 def option_fields(cls: Any) -> list[dataclasses.Field[Any]]:
     """Return the options of a class or object, including :data:`Shared` ones, which ``dataclasses.fields`` omits."""
     shown = {field.name for field in dataclasses.fields(cls)}
@@ -133,67 +108,73 @@ def option_fields(cls: Any) -> list[dataclasses.Field[Any]]:
     return [field for name, field in declared.items() if name in shown or "help" in field.metadata]
 
 
-def keeping_shared(post_init: Callable[[Any], None]) -> Callable[..., None]:
-    """Wrap a ``__post_init__`` to store the values of :data:`Shared` options, which ``__init__`` passes in order."""
+def hide_shared(cls: Any) -> None:
+    """Replace the :data:`Shared` fields of a dataclass by an ``InitVar`` with a default, as its subclasses inherit it.
 
-    @functools.wraps(post_init)
-    def with_shared(self: Any, *shared: Any) -> None:
-        shown = {field.name for field in dataclasses.fields(self)}
-        names = [field.name for field in option_fields(self) if field.name not in shown]
-        vars(self).update(zip(names, shared))
-        post_init(self)
+    ``dataclasses.fields`` omits it, so that ``HfArgumentParser`` does not add an argument that another class of a
+    script adds as well, but ``dataclasses.replace`` passes its value on. With such an annotation in the class itself,
+    type checkers would not know the attribute.
+    """
+    for name in marked(cls, SHARED):
+        old = cls.__dataclass_fields__[name]
+        field = dataclasses.field(default=old.default, metadata=old.metadata, repr=old.repr, kw_only=True)
+        made: Any = dataclasses.make_dataclass(cls.__name__, [(name, dataclasses.InitVar, field)])
+        cls.__dataclass_fields__[name] = made.__dataclass_fields__[name]
 
-    return with_shared
+
+@once_per_class
+def hints(cls: Any) -> dict[str, Any]:
+    """Return the annotations of a class's fields; a :data:`LossName` is a ``Literal`` of the class's losses."""
+    found = typing.get_type_hints(cls, include_extras=True)
+    for name, hint in found.items():
+        if _LOSS in (parts := [*_parts(hint)]):
+            losses = cast(Any, Literal)[tuple(cls.LOSSES)]
+            found[name] = losses | None if types.NoneType in parts else losses
+    return found
+
+
+@once_per_class
+def marked(cls: Any, mark: str) -> frozenset[str]:
+    """Return the names of a class's options that have a mark, there or in a class that declares them first."""
+    return frozenset(name for base in cls.__mro__ for name, hint in hints(base).items() if mark in _parts(hint))
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """Yield the plain types of an annotation, its marks and its constraints."""
+    if typing.get_origin(hint) is Annotated:
+        inner, *further = typing.get_args(hint)
+        yield from further
+        yield from _parts(inner)
+    elif typing.get_origin(hint) in (typing.Union, types.UnionType):
+        for part in typing.get_args(hint):
+            yield from _parts(part)
+    else:
+        yield hint
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """Return the types of the values of an annotation: ``str | dict[str, Any] | None`` gives str, dict, NoneType."""
+    parts = list(_parts(hint))
+    kinds = [typing.get_origin(part) or part for part in parts if isinstance(part, type) or typing.get_args(part)]
+    kinds += [list for part in parts if isinstance(part, OrList)]
+    return tuple(kind for kind in kinds if kind is not str or _JSON not in parts)
+
+
+def choices_of(hint: Any) -> tuple[str, ...]:
+    """Return the values of a ``Literal``; none for other annotations."""
+    return tuple(
+        value for part in _parts(hint) if typing.get_origin(part) is Literal for value in typing.get_args(part)
+    )
+
+
+def keywords(value: Any) -> dict[str, Any]:
+    """Return the mapping of an option, empty if it is unset. (A text was parsed when the options were created.)"""
+    return value or {}
 
 
 def words(text: str) -> tuple[str, ...]:
     """Split a text into words, to write a long list of names readably."""
     return tuple(text.split())
-
-
-_EXPECTED = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    dict: "a mapping (JSON on the command line)",
-    list: "a list of strings",
-    Strategy: "one of no, steps, epoch",
-    SaveStrategy: "one of no, steps, epoch, best",
-}
-
-
-@functools.cache
-def hints(cls: Any) -> dict[str, Any]:
-    """Return the types that the values of a class's fields are converted to."""
-    declared = typing.get_type_hints(cls, include_extras=True)
-    return {name: _read(hint) for name, hint in declared.items()}
-
-
-def _read(hint: Any) -> Any:
-    further = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
-    return next((each.hint for each in further if isinstance(each, Read)), hint)
-
-
-@functools.cache
-def _adapter(hint: Any) -> TypeAdapter[Any]:
-    try:
-        return TypeAdapter(hint)
-    except PydanticSchemaGenerationError:  # a class that a script uses in a subclass of our configurations
-        return TypeAdapter(Any)
-
-
-def members(hint: Any) -> tuple[type, ...]:
-    """Return the plain types of an annotation: ``str | dict[str, Any] | None`` gives ``(str, dict, NoneType)``."""
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    parts = typing.get_args(hint) if union else (hint,)
-    return tuple(typing.get_origin(part) or part for part in parts)
-
-
-def expected(hint: Any) -> str:
-    """Describe a type in words."""
-    words = " or ".join(_EXPECTED[part] for part in members(hint) if part in _EXPECTED)
-    return words.replace("strings", "numbers") if "list[float]" in str(hint) else words
 
 
 def parse_json(text: str) -> Any:
@@ -227,112 +208,159 @@ def _refuse_constant(name: str) -> NoReturn:
     raise OptionError(f"{name} is not a JSON value; write a number, or remove the key")
 
 
-def _prepared(value: Any, kinds: tuple[type, ...]) -> Any:
-    """Convert notations that pydantic would misread."""
-    if isinstance(value, os.PathLike) and str in kinds:
-        return os.fspath(value)
-    if value is False and {Strategy, SaveStrategy} & set(kinds):
-        return "no"  # YAML 1.1 reads a bare `no` as false
-    if isinstance(value, Enum):
-        return value.value  # transformers' enums too, whose values are the same
-    if isinstance(value, str):
-        if type(None) in kinds and str not in kinds and value.strip().lower() in ("none", "null"):
-            return None
-        if {str, bool} <= set(kinds) and value.strip().lower() in ("true", "false"):
-            return value.strip().lower() == "true"  # a string is valid too, but not what the user means
-        opening = value.lstrip()[:1]
-        if (dict in kinds and (opening == "{" or str not in kinds)) or (list in kinds and opening == "["):
-            return parse_json(value)
+def validated(cls: Any, given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Return values of options of a dataclass, converted to their types.
+
+    Args:
+        cls: the dataclass.
+        given: values by name.
+        where: prefix of the names in messages.
+
+    Raises:
+        OptionError: the first unknown name or invalid value.
+    """
+    known = hints(cls)
+    plain = {name: _plain(where + name, value, known.get(name)) for name, value in given.items()}
+    try:
+        return _adapter(cls).validate_python(plain)
+    except ValidationError as error:
+        raise option_error(cls, error, given, where) from None
+
+
+def convert(cls: Any, name: str, value: Any) -> Any:
+    """Return the value of an option of a dataclass, converted to its type. Raises :class:`OptionError` if invalid."""
+    return validated(cls, {name: value})[name]
+
+
+@once_per_class
+def _adapter(cls: Any) -> TypeAdapter[dict[str, Any]]:
+    names = [field.name for field in option_fields(cls)]
+    table = TypedDict(cls.__name__, {name: hints(cls)[name] for name in names}, total=False)  # type: ignore[misc]
+    # A script may use classes of its own in a subclass of our configurations.
+    config = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+    table.__pydantic_config__ = config  # type: ignore[attr-defined]
+    return TypeAdapter(cast(type[dict[str, Any]], table))
+
+
+def checked_text(name: str, value: str) -> str:
+    """Return a text. Raises :class:`OptionError` if it cannot be passed on, for example as a path."""
+    if "\0" in value:
+        raise OptionError(f"{setting(name, value)}: contains a NUL character; remove it")
+    if any("\ud800" <= sign <= "\udfff" for sign in value):
+        raise OptionError(f"{setting(name, value)}: is not valid UTF-8; rename it")
     return value
 
 
-def _refusal(name: str, value: Any, hint: Any, default: Any) -> OptionError:
-    """Return the error for a value of the wrong type."""
-    text = f"{setting(name, value)}: expected {expected(hint)}"
-    if value is None:
-        return OptionError(f"{setting(name, value)}: cannot be empty; remove it to use the default, {str(default)!r}")
-    if default is None:
-        return OptionError(f"{text}; remove it to unset it")
-    return OptionError(f"{text}, such as {str(default)!r}")
+_MISREAD = object()  # takes the place of a value that pydantic would accept, but with another meaning
 
 
-def convert(name: str, value: Any, hint: Any, default: Any = None) -> Any:
-    """Convert a value to the type ``hint``.
-
-    Raises:
-        OptionError: the value is invalid; the message names key, value and expected type.
-    """
+def _plain(name: str, value: Any, hint: Any) -> Any:
+    """Return a value as pydantic reads it in the meaning that it has here."""
     kinds = members(hint)
-    numeric_only = (int in kinds or float in kinds) and bool not in kinds
-    # pydantic would convert these to numbers, strings and lists.
-    if (isinstance(value, bool) and numeric_only) or isinstance(value, (bytes, set)):
-        raise _refusal(name, value, hint, default)
-    if isinstance(value, str) and "\0" in value:
-        raise OptionError(f"{setting(name, value)}: contains a NUL character; remove it")
-    if isinstance(value, str) and any("\ud800" <= sign <= "\udfff" for sign in value):
-        raise OptionError(f"{setting(name, value)}: is not valid UTF-8; rename it")
-    try:
-        result = _adapter(hint).validate_python(_prepared(value, kinds))
-    except (ValidationError, json.JSONDecodeError):
-        raise _refusal(name, value, hint, default) from None
-    except OptionError as error:
-        raise OptionError(f"{setting(name, value)}: {error}") from None
-    if isinstance(result, float) and not math.isfinite(result):
-        raise OptionError(f"{setting(name, value)}: expected a finite number")
-    return result
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    value = value.value if isinstance(value, Enum) else value  # transformers' enums
+    if value is False and "no" in choices_of(hint):
+        return "no"  # YAML 1.1 reads a bare `no` as false
+    if isinstance(value, (bytes, set)) or (isinstance(value, bool) and bool not in kinds and {int, float} & {*kinds}):
+        return _MISREAD
+    if not isinstance(value, str):
+        return value
+    checked_text(name, value)
+    if value in choices_of(hint):
+        return value
+    if types.NoneType in kinds and str not in kinds and value.strip().lower() in ("none", "null"):
+        return None
+    opening = value.lstrip()[:1]
+    if (dict in kinds and (opening == "{" or str not in kinds)) or (list in kinds and opening == "["):
+        try:
+            found = parse_json(value)
+        except json.JSONDecodeError:
+            return _MISREAD
+        except OptionError as error:
+            raise OptionError(f"{setting(name, value)}: {error}") from None
+        return _MISREAD if isinstance(found, str) else found
+    return value
+
+
+_EXPECTED = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    dict: "a mapping (JSON on the command line)",
+    list: "a list of strings",
+}
+_LIMITS = {Ge: ("at least", "ge"), Gt: ("greater than", "gt"), Le: ("at most", "le"), Lt: ("less than", "lt")}
+
+
+def option_error(cls: Any, error: ValidationError, given: Mapping[str, Any], where: str = "") -> OptionError:
+    """Return the message of the first invalid value: name, value, and the expected type, range or nearest name.
+
+    Args:
+        cls: dataclass of the options.
+        error: what pydantic found.
+        given: values by name.
+        where: prefix of the names in messages.
+    """
+    first = error.errors(include_url=False)[0]
+    name = str(first["loc"][0])
+    text, value = setting(where + name, given[name]), given[name]
+    if first["type"] == "extra_forbidden":
+        known = [field.name for field in option_fields(cls)]
+        return OptionError(f"{text}: no such key{did_you_mean(name, known) or f'; expected one of {listing(known)}'}")
+    hint = hints(cls)[name]
+    default = next(field.default for field in option_fields(cls) if field.name == name)
+    found = {each["type"]: each.get("ctx", {}) for each in error.errors(include_url=False) if each["loc"][0] == name}
+    if "value_error" in found:
+        return OptionError(f"{text}: {found['value_error']['error']}")
+    if _range(hint) and found.keys() & {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}:
+        text = text.replace("'", "") if isinstance(value, str) else text  # from the command line
+        return OptionError(f"{text}: must be {_range(hint)}")
+    if "finite_number" in found:
+        return OptionError(f"{text}: expected a finite number")
+    if value is None:
+        return OptionError(f"{text}: cannot be empty; remove it to use the default, {str(default)!r}")
+    if choices := choices_of(hint):
+        return OptionError(f"{text}: expected one of {listing(choices)}{did_you_mean(str(value), choices)}")
+    expected = " or ".join(text for kind, text in _EXPECTED.items() if kind in members(hint))
+    expected = expected.replace("strings", "numbers") if "list[float]" in str(hint) else expected
+    if not expected or not first["type"].endswith(("_type", "_parsing", "_parsing_size", "_from_float")):
+        return OptionError(f"{text}: {' '.join(first['msg'].split())}")  # of a type or constraint of a script
+    instead = "; remove it to unset it" if default is None else f", such as {str(default)!r}"
+    return OptionError(f"{text}: expected {expected}{instead}")
+
+
+def _range(hint: Any) -> str:
+    """Return the range of a number: ``at least 0 and less than 1``."""
+    limits = [(*_LIMITS[type(part)], part) for part in _parts(hint) if type(part) in _LIMITS]
+    return " and ".join(f"{text} {getattr(part, name)}" for text, name, part in limits)
 
 
 def parse_optim_args(value: str | dict[str, Any] | None) -> dict[str, Any]:
     """Parse further arguments of the optimizer.
 
     Args:
-        value: a mapping, ``"key=value,key=value"`` (numbers, booleans, ``none`` and bracketed lists are converted), or
-            None.
+        value: a mapping, ``"key=value,key=value"`` with Python's literals, unquoted words, ``true``, ``false`` and
+            ``none``, or None.
 
     Raises:
-        OptionError: a part without ``=``, or a duplicate key.
+        OptionError: a part that is not ``key=value``, or a duplicate key.
     """
     if not isinstance(value, str):
         return dict(value or {})
-    result: dict[str, Any] = {}
-    for part in re.split(r",(?![^(\[]*[)\]])", value):  # a comma inside brackets belongs to the value
-        key, equals, text = (piece.strip() for piece in part.partition("="))
-        if not (key and equals and text):
-            raise OptionError(
-                f"{setting('optim_args', value)}: {part.strip()!r} is not key=value; write key=value,key=value"
-            )
-        if key in result:
-            raise OptionError(f"{setting('optim_args', value)}: duplicate key {key!r}; remove one of them")
-        result[key] = _plain_value(text)
-    return result
-
-
-def _plain_value(text: str) -> Any:
-    """Convert a text to a number, boolean, list or None if it is one; otherwise return it."""
     try:
-        return float(text) if any(c in text for c in ".eE") else int(text)
-    except ValueError:
-        pass
-    if text.lower() in ("true", "false", "none"):
-        return {"true": True, "false": False, "none": None}[text.lower()]
-    if text[0] in "([" and text[-1] in ")]":
-        return tuple(_plain_value(part.strip()) for part in text[1:-1].split(",") if part.strip())
-    return text
+        call: Any = ast.parse(f"dict({value})", mode="eval").body
+        found = [(part.arg, _literal(part.value)) for part in call.keywords]
+        if call.args or None in dict(found) or len(dict(found)) < len(found):
+            raise ValueError
+    except (SyntaxError, ValueError, AttributeError):
+        raise OptionError(f"{setting('optim_args', value)}: expected key=value,key=value, each key once") from None
+    return dict(found)
 
 
-def convert_options(options: Any) -> None:
-    """Convert every option in place, and check those that have choices.
-
-    Raises:
-        OptionError: the first invalid value.
-    """
-    declared = hints(options.__class__)
-    for field in option_fields(options):
-        value = convert(field.name, getattr(options, field.name), declared[field.name], field.default)
-        choices = field.metadata.get("choices")
-        if choices is not None and value is not None and value not in choices:
-            raise OptionError(
-                f"{setting(field.name, value)}: expected one of {', '.join(choices)}"
-                f"{did_you_mean(str(value), choices)}"
-            )
-        setattr(options, field.name, value)
+def _literal(node: ast.expr) -> Any:
+    """Return a constant, or a word as text. Raises ValueError for other expressions."""
+    if isinstance(node, ast.Name):
+        return {"true": True, "false": False, "none": None}.get(node.id.lower(), node.id)
+    value = ast.literal_eval(node)
+    return tuple(value) if isinstance(value, list) else value

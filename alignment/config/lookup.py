@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -93,6 +94,21 @@ def raised(error: BaseException) -> str:
     return f"{said} ({Path(last.filename).name}, line {last.lineno})"
 
 
+@contextlib.contextmanager
+def running(what: str, advice: str) -> Iterator[None]:
+    """Report an exception of a user's code in this context as an error of the option that names it.
+
+    Raises:
+        OptionError: ``WHAT raised ERROR; ADVICE``.
+    """
+    try:
+        yield
+    except Leaving:
+        raise
+    except FAILURES as error:
+        raise OptionError(f"{what} raised {raised(error)}; {advice}") from error
+
+
 def _is_foreign(filename: str) -> bool:
     return Path(filename).parent not in _CALLERS and "importlib" not in filename
 
@@ -115,13 +131,11 @@ def _from_file(path: Path, where: str) -> ModuleType:
     sys.path.insert(0, str(path.parent))
     try:
         # Not with the loader, which would write bytecode next to the user's file.
-        exec(compile(source, str(path), "exec"), module.__dict__)
-    except Leaving:
+        with running(f"{where}: importing {path.name}", "fix that file"):
+            exec(compile(source, str(path), "exec"), module.__dict__)
+    except BaseException:
         del sys.modules[private]
         raise
-    except FAILURES as error:
-        del sys.modules[private]
-        raise OptionError(f"{where}: importing {path.name} raised {raised(error)}; fix that file") from error
     finally:
         with contextlib.suppress(ValueError):
             sys.path.remove(str(path.parent))
@@ -129,18 +143,16 @@ def _from_file(path: Path, where: str) -> ModuleType:
 
 
 def _from_package(name: str, where: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            raise OptionError(
-                f"{where}: no module named {error.name!r}; install it, or pass a file as file.py:name"
-            ) from error
-        raise OptionError(f"{where}: importing {name} raised {raised(error)}; fix that module") from error
-    except Leaving:
-        raise
-    except FAILURES as error:
-        raise OptionError(f"{where}: importing {name} raised {raised(error)}; fix that module") from error
+    with running(f"{where}: importing {name}", "fix that module"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            missing = error
+    raise OptionError(
+        f"{where}: no module named {missing.name!r}; install it, or pass a file as file.py:name"
+    ) from missing
 
 
 def load_callable(given: str, option: str, method: str | None = None) -> Any:
@@ -156,20 +168,10 @@ def load_callable(given: str, option: str, method: str | None = None) -> Any:
     """
     where, found = setting(option, given), load_named(given, option)
     if isinstance(found, type):
-        found = _instance(found, where)
+        with running(f"{where}: {found.__name__}()", "it must be possible to create without arguments"):
+            found = found()
     if not callable(found) and not (method is not None and callable(getattr(found, method, None))):
         wanted = "a function or class" if method is None else f"a function, or a class with a method {method!r}"
         name = given.rpartition(":")[2]
         raise OptionError(f"{where}: {name} is {show(found)}; expected {wanted}")
     return found
-
-
-def _instance(kind: type, where: str) -> Any:
-    try:
-        return kind()
-    except Leaving:
-        raise
-    except FAILURES as error:
-        raise OptionError(
-            f"{where}: {kind.__name__}() raised {raised(error)}; it must be possible to create without arguments"
-        ) from error

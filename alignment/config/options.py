@@ -1,7 +1,8 @@
 """The options shared by all methods, and the properties that callbacks read.
 
-These are dataclasses of this project, not transformers' ``TrainingArguments``: nothing here initializes devices or
-processes. Every field is read outside this package or rejected by :mod:`alignment.config.refusals`.
+Options are standard dataclasses, composed of sections and validated by pydantic (:mod:`alignment.config.fields`),
+not transformers' ``TrainingArguments``: nothing here initializes devices or processes. Creating an object converts the
+values, resolves those that depend on others, and checks them, once. A trainer works on a copy that is sealed.
 """
 
 from __future__ import annotations
@@ -9,58 +10,45 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import Self
 
 from alignment.config import checks, dtypes, refusals
 from alignment.config.compatibility.model_kwargs import read_keywords
 from alignment.config.compatibility.names import older_names, read_names, value_here
 from alignment.config.compatibility.training_arguments import TransformersOptions
-from alignment.config.compatibility.verdicts import refuse_values, verdict_of
-from alignment.config.dtypes import planned
-from alignment.config.errors import OptionError, without_secrets
-from alignment.config.fields import SaveStrategy, convert_options, keeping_shared, option_fields
+from alignment.config.compatibility.verdicts import judged_names, refuse_values, verdict_of
+from alignment.config.errors import OptionError, setting, without_secrets
+from alignment.config.fields import EARLY, LATE, Free, convert, hide_shared, marked, option_fields, validated
 from alignment.config.options_data import DataOptions
 from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
 from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
-from alignment.config.process.facts import ProcessFacts
-from alignment.config.registry import Paper, name_of
+from alignment.config.process_facts import LEVELS, ProcessFacts
+from alignment.config.registry import Paper, name_of, option_names
 from alignment.config.translated import accelerate, sections
-from alignment.internals.transformers import parallel_mode
 
 _OUTPUT_DIR = "trainer_output"  # transformers' default
-_GIVEN, _SETTLED = "_given", "_settled"  # attributes with the values before and after options were resolved
+# Attributes of options: whether they are as they were resolved, and of a trainer's options, which may still be set.
+_RESOLVED, _OPEN = "_resolved", "_open"
 
 
-def _environment_int(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise OptionError(f"environment variable {name}={text!r}: expected an integer; unset it") from None
+def _is_greater_better(metric: str | None) -> bool | None:
+    return None if metric is None else not metric.endswith("loss")
 
 
-def _held(value: Any) -> Any:
-    """Copy the lists and mappings of a value, so that later changes of them have no effect; items are not copied."""
+def _copied(value: Any) -> Any:
+    """Copy the lists and mappings of a value; other objects are not copied."""
     if isinstance(value, dict):
-        return {key: _held(each) for key, each in value.items()}
-    return [_held(each) for each in value] if isinstance(value, list) else value
-
-
-class _ByName(type):
-    """Checks names before the generated ``__init__``, whose TypeError could not suggest the right name."""
-
-    if not TYPE_CHECKING:
-
-        def __call__(cls, *args: Any, **given: Any) -> Any:
-            if given.get("method") == cls.method:  # as in to_dict()
-                del given["method"]
-            refusals.check_names(cls, given)
-            return super().__call__(*args, **read_names(cls, given))
+        result = copy.copy(value)
+        result.update({key: _copied(each) for key, each in value.items()})
+        return result
+    return [_copied(each) for each in value] if isinstance(value, list) else value
 
 
 @dataclass(kw_only=True)
@@ -76,7 +64,6 @@ class AlignmentConfig(
     ModelOptions,
     TransformersOptions,
     ProcessFacts,
-    metaclass=_ByName,
 ):
     """Base class of the options of all methods. Use a method's class, such as ``KTOConfig`` or ``CPOConfig``.
 
@@ -91,22 +78,31 @@ class AlignmentConfig(
     # TRL's defaults where they differ, for the reference page on TRL's options.
     TRL_DEFAULTS: ClassVar[Mapping[str, str]] = {"optim": "adamw_torch_fused"}
 
-    output_dir: str | None = dataclasses.field(
+    output_dir: Free[str | None] = dataclasses.field(
         default=None, kw_only=False, metadata={"help": "Folder for the model, checkpoints, logs and resolved options."}
     )
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__post_init__" in vars(cls):
-            cls.__post_init__ = keeping_shared(vars(cls)["__post_init__"])  # type: ignore[method-assign]
-
-    @keeping_shared
-    def __post_init__(self) -> None:
-        vars(self)[_GIVEN] = self.values()
-        self._settle()
-        vars(self)[_SETTLED] = self.values()
-
     if not TYPE_CHECKING:
+
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            super().__init_subclass__(**kwargs)
+            cls.__init__ = vars(cls).get("__init__", AlignmentConfig.__init__)  # which ``@dataclass`` keeps
+
+        def __init__(self, output_dir: Any = None, **given: Any) -> None:
+            cls = type(self)
+            if given.get("method") == cls.method:  # as in to_dict()
+                del given["method"]
+            refusals.check_names(cls, given)
+            given = read_names(cls, {"output_dir": output_dir, **given})
+            for field in option_fields(cls):
+                if field.default_factory is not dataclasses.MISSING:
+                    given.setdefault(field.name, field.default_factory())
+                elif field.default is dataclasses.MISSING and field.name not in given:
+                    raise OptionError(f"{field.name} is required; set it")
+                vars(self)[field.name] = field.default
+            vars(self).update(validated(cls, {name: value_here(name, value) for name, value in given.items()}))
+            self.__post_init__()
+            vars(self)[_RESOLVED] = True
 
         def __getattr__(self, name: str) -> Any:
             """Return an option by its older name."""
@@ -115,66 +111,105 @@ class AlignmentConfig(
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return getattr(self, here)
 
-    def values(self) -> dict[str, Any]:
-        """Return the current values of all options by name."""
-        return {field.name: _held(getattr(self, field.name)) for field in option_fields(self)}
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Set an option, by its older name too. The options of a trainer refuse those that it has read."""
+            name = older_names(type(self)).get(name, name)
+            still_open = vars(self).get(_OPEN)
+            if still_open is not None and name in option_names(type(self)):
+                if name not in still_open:
+                    read = "built its engines" if name in marked(type(self), EARLY) else "was created"
+                    raise OptionError(
+                        f"{setting(name, value)}: too late to take effect after the trainer {read}; set options "
+                        "before, or create a new trainer"
+                    )
+                value = convert(type(self), name, value_here(name, value))
+            if name == "metric_for_best_model" and self.greater_is_better == _is_greater_better(getattr(self, name)):
+                vars(self)["greater_is_better"] = _is_greater_better(value)
+            super().__setattr__(name, value)
+            vars(self)[_RESOLVED] = False
 
-    def check_again(self) -> None:
-        """Check and resolve the options again if any were set after construction.
+    def __post_init__(self) -> None:
+        self._resolve()
+        self._check_all()
 
-        Raises:
-            OptionError: a new value is invalid.
-        """
-        settled, now = vars(self)[_SETTLED], self.values()
-        changed = {name: value for name, value in now.items() if value != settled[name]}
-        older = {name: vars(self)[name] for name in older_names(type(self)) if name in vars(self)}
-        if not changed and not older:
-            return
-        fresh = copy.copy(self)
-        vars(fresh).update({**vars(self)[_GIVEN], **read_names(type(self), {**changed, **older})})
-        AlignmentConfig.__post_init__(fresh)
-        for name in older:
-            del vars(self)[name]
-        vars(self).update({name: value for name, value in vars(fresh).items() if name not in older})
-
-    def _settle(self) -> None:
-        """Convert and check all options, and resolve those that depend on others."""
-        for field in option_fields(self):
-            setattr(self, field.name, value_here(field.name, getattr(self, field.name)))
-        convert_options(self)
+    def _resolve(self) -> None:
         if "LOCAL_RANK" in os.environ:  # like transformers: scripts test for local_rank 0
             self.local_rank = self.local_process_index
         if self.output_dir is None:
             self.output_dir = _OUTPUT_DIR
-        accelerate.translate(self)
-        sections.translate(self)
-        self._expand_folders()
-        refusals.refuse_not_yet(self)
-        refuse_values(self)
-        read_keywords(self)
-        checks.check_shared(self)
+        for name in ("output_dir", "merged_output_dir"):  # a shell does not expand `~` in `--output_dir=~/runs`
+            given = getattr(self, name)
+            setattr(self, name, given if given is None else os.path.expanduser(given))
+        self._translate()
         if self.per_device_eval_batch_size is None:
             self.per_device_eval_batch_size = self.per_device_train_batch_size
         if self.eval_steps is None:
             self.eval_steps = self.logging_steps
-        chooses = self.load_best_model_at_end or self.save_strategy == SaveStrategy.BEST
-        if chooses and self.metric_for_best_model is None:
-            self.metric_for_best_model = "loss"
-        if self.greater_is_better is None and self.metric_for_best_model is not None:
-            self.greater_is_better = not self.metric_for_best_model.endswith("loss")
+        self._name_best_metric()
         self.resolve()
 
-    def _expand_folders(self) -> None:
-        """Expand `~` in output folders, which a shell does not do in `--output_dir=~/runs`."""
-        for name in ("output_dir", "merged_output_dir"):
-            given = getattr(self, name)
-            setattr(self, name, given if given is None else os.path.expanduser(given))
+    def _translate(self) -> None:
+        """Set options from the settings of other programs. Idempotent."""
+        accelerate.translate(self)
+        sections.translate(self)
+        read_keywords(self)
+
+    def _name_best_metric(self) -> None:
+        if self.metric_for_best_model is None and (self.load_best_model_at_end or self.save_strategy == "best"):
+            self.metric_for_best_model = "loss"
+        if self.greater_is_better is None:
+            self.greater_is_better = _is_greater_better(self.metric_for_best_model)
+
+    def _check_all(self) -> None:
+        refusals.refuse_not_yet(self)
+        refuse_values(self)
+        checks.check_shared(self)
+        self.check()
 
     def resolve(self) -> None:
-        """Check the method's own options, and resolve those that depend on each other."""
+        """Resolve the method's own options that depend on each other.
+
+        Called when the options are created, and by a trainer only if options were set since.
+        """
+
+    def check(self) -> None:
+        """Check combinations of the method's own options, without changing them."""
 
     def check_named(self) -> None:
         """Require the options that a script may pass as objects instead."""
+
+    def sealed(self) -> Self:
+        """Return a copy for a trainer, of which only options that it has not read yet can be set.
+
+        Options that were set since this object was created are converted, resolved and checked.
+
+        Raises:
+            OptionError: one of them is invalid.
+        """
+        result = copy.copy(self)
+        vars(result).update({name: _copied(value) for name, value in vars(self).items()})
+        vars(result).pop(_OPEN, None)
+        cls, values = type(self), {field.name: getattr(self, field.name) for field in option_fields(self)}
+        for name, value in validated(cls, {name: value_here(name, value) for name, value in values.items()}).items():
+            if value != values[name] or not isinstance(values[name], type(value)):
+                vars(result)[name] = value
+        if vars(self)[_RESOLVED]:
+            result._translate()  # a mapping may have changed
+        else:
+            result._resolve()
+        result._check_all()
+        vars(result)[_OPEN] = marked(cls, LATE) | marked(cls, EARLY) | judged_names(cls)
+        return result
+
+    def check_late(self) -> None:
+        """Check the options of a trainer that trains, some of which may have been set since it was created."""
+        self._name_best_metric()
+        self._check_all()
+
+    def engines_built(self) -> None:
+        """Refuse from now on the options that engines are built with."""
+        if _OPEN in vars(self):
+            vars(self)[_OPEN] -= marked(type(self), EARLY)
 
     @property
     def window_size(self) -> int:
@@ -192,34 +227,6 @@ class AlignmentConfig(
         return self.per_device_eval_batch_size or self.per_device_train_batch_size
 
     @property
-    def process_index(self) -> int:
-        """Rank of this process."""
-        return _environment_int("RANK", 0)
-
-    @property
-    def local_process_index(self) -> int:
-        """Local rank of this process on its host."""
-        return _environment_int("LOCAL_RANK", 0)
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        machine = planned()
-        return _environment_int("WORLD_SIZE", 1) if machine is None else machine.ranks
-
-    @property
-    def n_gpu(self) -> int:
-        """Number of GPUs of this process: 1 or 0."""
-        return int(dtypes.uses_cuda(self))
-
-    @property
-    def parallel_mode(self) -> Any:
-        """transformers' ``ParallelMode``, for callbacks; transformers must be imported already."""
-        if self.world_size > 1:
-            return parallel_mode("DISTRIBUTED")
-        return parallel_mode("NOT_DISTRIBUTED" if self.n_gpu else "NOT_PARALLEL")
-
-    @property
     def resolved_bf16(self) -> bool:
         """Whether the compute dtype is bfloat16, according to options and machine but not the DeepSpeed JSON."""
         return dtypes.compute_dtype(self) == "bfloat16"
@@ -229,6 +236,25 @@ class AlignmentConfig(
         """Whether the compute dtype is float16, according to options and machine but not the DeepSpeed JSON."""
         return dtypes.compute_dtype(self) == "float16"
 
+    def get_process_log_level(self) -> int:
+        """Return the level for the loggers of a script, as in the module ``logging``.
+
+        This is ``log_level`` on rank 0 and ``log_level_replica`` on other ranks, or the level of transformers if that
+        is ``passive``.
+        """
+        name = self.log_level if self.should_log else self.log_level_replica
+        if name in LEVELS:
+            return LEVELS[name]
+        from transformers.utils import logging as transformers_logging
+
+        return int(transformers_logging.get_verbosity())
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Return the number of warmup steps; a fraction of the training steps is rounded up, as in transformers."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return math.ceil(num_training_steps * (self.warmup_steps or self.warmup_ratio))
+
     def to_dict(self) -> dict[str, Any]:
         """Return all options as plain values, ``method`` first, with secrets replaced by their names."""
         values: dict[str, Any] = {"method": name_of(self)}
@@ -236,7 +262,7 @@ class AlignmentConfig(
             value = getattr(self, field.name)
             if field.name == "local_rank" or (verdict_of(field) is not None and value == field.default):
                 continue  # process state, or an option of another library without effect that is not set
-            values[field.name] = without_secrets(field.name, value.value if isinstance(value, Enum) else value)
+            values[field.name] = without_secrets(field.name, value)
         return values
 
     def to_sanitized_dict(self) -> dict[str, Any]:
@@ -247,3 +273,6 @@ class AlignmentConfig(
     def to_json_string(self) -> str:
         """Return :meth:`to_dict` as indented JSON."""
         return json.dumps(self.to_dict(), indent=2, default=str)
+
+
+hide_shared(AlignmentConfig)

@@ -5,14 +5,27 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from alignment.config.errors import OptionError, did_you_mean, setting
-from alignment.config.fields import ListOrKeywords, Shared, TextKeywords, convert, hints, option, sharing
+from annotated_types import Ge
 
-TRUNCATION_MODES = ("keep_end", "keep_start")
+from alignment.config.errors import OptionError, did_you_mean, refuse, setting
+from alignment.config.fields import (
+    Count,
+    Free,
+    Late,
+    ListOrKeywords,
+    Natural,
+    Positive,
+    Shared,
+    TextKeywords,
+    keywords,
+    option,
+    validated,
+)
+
+Truncation: TypeAlias = Literal["keep_end", "keep_start"]
 COLUMNS = (
     "prompt", "completion", "label", "chosen", "rejected", "margin", "tools", "chat_template_kwargs", "messages",
     "text",
@@ -29,29 +42,26 @@ _ELSEWHERE = {
 }
 
 
-@sharing
 @dataclass(kw_only=True)
 class DataOptions:
-    """Datasets and the order of rows."""
+    """Data."""
 
-    TITLE: ClassVar[str] = "Data"
-
-    dataset_name: Shared[str | None] = option(
+    dataset_name: Free[Shared[str | None]] = option(
         None, "Dataset: a file, a folder or a Hub name. Required on the command line."
     )
-    dataset_config: Shared[str | None] = option(None, "Configuration name of a Hub dataset.")
-    dataset_train_split: Shared[str] = option("train", "Split to train on.")
-    dataset_test_split: Shared[str | None] = option(
+    dataset_config: Free[Shared[str | None]] = option(None, "Configuration name of a Hub dataset.")
+    dataset_train_split: Free[Shared[str]] = option("train", "Split to train on.")
+    dataset_test_split: Free[Shared[str | None]] = option(
         None, "Split to evaluate on. If unset, only parts of a mixture with a `test_split` are evaluated on."
     )
-    dataset_mixture: ListOrKeywords = option(
+    dataset_mixture: Free[ListOrKeywords] = option(
         None,
         "Several datasets instead of `dataset_name`: a mapping from name to weight, or a list of mappings with "
         "`dataset_name` and optionally `dataset_config`, `split`, `test_split`, `weight` and `column_map`. The "
         "weights are the proportions of the mixture: as many rows as possible are sampled in these proportions, "
         "without repetition, with the seed of the row order. Without weights, all rows are used.",
     )
-    column_map: TextKeywords = option(
+    column_map: Free[TextKeywords] = option(
         None,
         "Mapping from expected column names to names in the data, such as `{prompt: instruction, query: input, "
         "completion: output, label: kto_tag}`. A mapped column replaces a column that already has the expected name. "
@@ -59,26 +69,25 @@ class DataOptions:
         "that ends with the completion), `text`, `tools`, `chat_template_kwargs`. Two more are read only if they are "
         "mapped: `query` (a text to append to the prompt) and `system` (a system message to prepend to it).",
     )
-    max_train_samples: int | None = option(
+    max_train_samples: Free[Count | None] = option(
         None,
         "Maximum number of training rows to use, from the start of the dataset. For a mixture, the maximum applies to "
         "all parts together and keeps their proportions.",
     )
-    max_eval_samples: int | None = option(
+    max_eval_samples: Free[Count | None] = option(
         None, "Maximum number of evaluation rows to use, from the start of the dataset."
     )
-    dataset_num_proc: int | None = option(None, "Number of processes for tokenization. Affects speed only.")
-    dataloader_num_workers: int = option(
+    dataset_num_proc: Free[Count | None] = option(None, "Number of processes for tokenization. Affects speed only.")
+    dataloader_num_workers: Late[Free[Natural]] = option(
         0, "Number of worker processes that collate batches. If 0, the training process collates them."
     )
-    train_sampling_strategy: str = option(
+    train_sampling_strategy: Literal["random", "sequential"] = option(
         "random",
         "Order of the training rows: `random` (reshuffled every epoch with `data_seed`) or `sequential` (the order of "
         "the dataset).",
-        choices=("random", "sequential"),
     )
     dataloader_drop_last: bool = option(False, "Drop the last window of an epoch if it is incomplete.")
-    max_tokens_per_batch: int | None = option(
+    max_tokens_per_batch: Free[Count | None] = option(
         None,
         "Maximum number of tokens in a micro-batch, padding included. Windows are split into micro-batches "
         "accordingly, instead of by `per_device_train_batch_size`. Passes without gradients may use up to twice as "
@@ -89,68 +98,53 @@ class DataOptions:
         "Give every window the same share of desirable rows as the dataset, to within one row. For methods with "
         "labels.",
     )
-    strict_data: bool = option(False, "Raise an error if a row has to be dropped.")
-    dry_run: bool = option(
+    strict_data: Free[bool] = option(False, "Raise an error if a row has to be dropped.")
+    dry_run: Free[bool] = option(
         False,
         "Print the resolved options, the DeepSpeed JSON, the numbers of rows kept and dropped, lengths and the first "
         "rows, then exit.",
     )
 
 
-@runtime_checkable
-class HasLengths(Protocol):
-    """The lengths in tokens that rows are truncated to, as options or derived from options."""
-
-    truncation_mode: Any
-
-    @property
-    def max_length(self) -> int | None: ...
-
-    @property
-    def max_prompt_length(self) -> int | None: ...
-
-    @property
-    def max_completion_length(self) -> int | None: ...
-
-
 @dataclass(kw_only=True)
 class SequenceOptions:
-    """Lengths in tokens, for methods that train on given completions."""
+    """Lengths."""
 
-    TITLE: ClassVar[str] = "Lengths"
     SHORTEN_PROMPTS: ClassVar[bool] = True  # whether the default of `max_prompt_length` cuts prompts of longer rows
 
-    max_length: int | None = option(
+    max_length: Annotated[int, Ge(2)] | None = option(
         1024,
         "Maximum length of prompt and completion together, in tokens. If `null`, the number of positions that the "
         "model and the reference support; no limit if their configurations have none.",
         older=("max_seq_length",),
     )
-    max_prompt_length: int | None = option(
+    max_prompt_length: Count | None = option(
         None,
         "Maximum length of the prompt, in tokens. If unset, only prompts of rows longer than `max_length` are cut, to "
         "512 tokens, or to half of `max_length` if that is 512 or less.",
     )
-    max_completion_length: int | None = option(
+    max_completion_length: Count | None = option(
         None, "Maximum length of the completion, in tokens. If unset, only `max_length` applies."
     )
-    truncation_mode: str = option(
-        "keep_end", "Which part of an overlong prompt to keep: `keep_end` or `keep_start`.", choices=TRUNCATION_MODES
+    truncation_mode: Truncation = option(
+        "keep_end", "Which part of an overlong prompt to keep: `keep_end` or `keep_start`."
     )
-    generate_during_eval: bool = option(
+    generate_during_eval: Free[bool] = option(
         False,
         "At each evaluation, sample completions of the policy and the reference for the first distinct prompts of "
         "each evaluation set, and write them to `completions.jsonl`, the terminal and the reporting integrations.",
     )
-    num_completions_to_log: int = option(8, "Number of prompts to sample completions for (`generate_during_eval`).")
-    max_new_tokens: int = option(256, "Maximum length of these completions, in tokens (`generate_during_eval`).")
+    num_completions_to_log: Free[Count] = option(
+        8, "Number of prompts to sample completions for (`generate_during_eval`)."
+    )
+    max_new_tokens: Free[Count] = option(
+        256, "Maximum length of these completions, in tokens (`generate_during_eval`)."
+    )
 
 
 @dataclass(kw_only=True)
 class TokenizerOptions:
-    """Changes to the tokenizer that a model is trained and saved with."""
-
-    TITLE: ClassVar[str] = "Tokenizer"
+    """Tokenizer."""
 
     eos_token: str | None = option(
         None, "Token of the vocabulary that ends texts and turns. Defaults to the tokenizer's end-of-sequence token."
@@ -165,14 +159,14 @@ class TokenizerOptions:
     )
 
 
-def check_column_map(key: str, value: dict[str, str] | None) -> None:
+def check_column_map(key: str, value: dict[str, str] | str | None) -> None:
     """Check a ``column_map``; ``key`` names the option in messages.
 
     Raises:
         OptionError: a name that no method expects (the mapping may be inverted), or a column that is mapped twice.
     """
     names: dict[str, str] = {}
-    for name, column in (value or {}).items():
+    for name, column in keywords(value).items():
         if name not in (*COLUMNS, *MAPPED_COLUMNS):
             raise OptionError(
                 f"{setting(key, value)}: {name!r} is not an expected column name{_column_hint(name, column)}"
@@ -204,14 +198,11 @@ class MixturePart:
     dataset_config: str | None = None
     split: str | None = None
     test_split: str | None = None
-    weight: float | None = None
+    weight: Positive | None = None
     column_map: dict[str, str] | None = None
 
 
-_MIXTURE_KEYS = tuple(field.name for field in dataclasses.fields(MixturePart))
-
-
-def mixture_parts(value: list[Any] | dict[str, Any]) -> list[MixturePart]:
+def mixture_parts(value: list[Any] | dict[str, Any] | str) -> list[MixturePart]:
     """Parse ``dataset_mixture``: a list of names or mappings, or a mapping from name to weight.
 
     Raises:
@@ -245,34 +236,18 @@ def check_mixture(options: Any) -> None:
     mixture_parts(options.dataset_mixture)
     for name in ("dataset_name", "dataset_config"):
         if getattr(options, name) is not None:
-            raise OptionError(
-                f"{setting(name, getattr(options, name))}: dataset_mixture is set as well; "
-                f"remove one of them, or add the dataset to the mixture: {{dataset_name: …}}"
-            )
+            also = "dataset_mixture is set as well; remove one of them, or add the dataset to the mixture"
+            refuse(options, name, f"{also}: {{dataset_name: …}}")
 
 
 def _mixture_part(where: str, item: Any) -> MixturePart:
     given = {"dataset_name": item} if isinstance(item, str) else item
     if not isinstance(given, dict):
-        raise OptionError(
-            f"{setting(where, item)}: expected a name, or a mapping with the keys {', '.join(_MIXTURE_KEYS)}"
-        )
-    for key in given:
-        if key not in _MIXTURE_KEYS:
-            raise OptionError(f"{where}.{setting(str(key), given[key])}: no such key{_key_hint(str(key))}")
-    if not given.get("dataset_name"):
+        keys = ", ".join(field.name for field in dataclasses.fields(MixturePart))
+        raise OptionError(f"{setting(where, item)}: expected a name, or a mapping with the keys {keys}")
+    values = validated(MixturePart, {str(key): value for key, value in given.items()}, f"{where}.")
+    if not values.get("dataset_name"):
         raise OptionError(f"{where}: dataset_name is missing; set it to a file, a folder or a Hub name")
-    declared = hints(MixturePart)
-    values = {key: convert(f"{where}.{key}", value, declared[key]) for key, value in given.items()}
     part = MixturePart(**values)
-    if part.weight is not None and not (part.weight > 0 and math.isfinite(part.weight)):
-        raise OptionError(
-            f"{where}.{setting('weight', part.weight)}: must be greater than 0; set a positive number, or remove the "
-            "part"
-        )
     check_column_map(f"{where}.column_map", part.column_map)
     return part
-
-
-def _key_hint(key: str) -> str:
-    return did_you_mean(key, _MIXTURE_KEYS) or f"; expected one of {', '.join(_MIXTURE_KEYS)}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from alignment.config.errors import OptionError, setting
-from alignment.config.fields import convert_options, option
+from alignment.config.fields import Natural, option, validated
 
 
 @dataclass
@@ -18,11 +18,10 @@ class ExportOptions:
         OptionError: an option is invalid, or excludes another one.
     """
 
-    dtype: str = option(
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto",
         "dtype of the exported weights; auto: the dtype of a full model; for an adapter, the dtype that it was "
         "trained in if recorded, otherwise that of its base model",
-        choices=("auto", "bfloat16", "float16", "float32"),
     )
     base: str | None = option(None, "folder or Hub name of an adapter's base model, instead of the one it names")
     revision: str | None = option(None, "revision of an adapter's base model on the Hub")
@@ -32,17 +31,15 @@ class ExportOptions:
         "for adapters trained with this package)",
     )
     load_in_8bit: bool = option(False, "the same for 8-bit base weights")
-    bnb_4bit_quant_type: str = option("nf4", "quantization type of the 4-bit weights", choices=("nf4", "fp4"))
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "quantization type of the 4-bit weights")
     use_bnb_nested_quant: bool = option(True, "whether nested quantization was used for the 4-bit weights")
     dataset_name: str | None = option(None, "file, folder or Hub name of rows to compare on [built-in texts]")
-    samples: int = option(8, "number of rows to compare on; 0 to skip")
+    samples: Natural = option(8, "number of rows to compare on; 0 to skip")
     max_shard_size: str = option("5GB", "maximum size of a weight file, such as 500MB")
     trust_remote_code: bool = option(False, "allow models and tokenizers to run their own Python code")
 
     def __post_init__(self) -> None:
-        convert_options(self)
-        if self.samples < 0:
-            raise OptionError(f"{setting('samples', self.samples)}: expected 0 or more")
+        vars(self).update(validated(type(self), vars(self)))
         if not re.fullmatch(r"[1-9]\d*[KMG]i?B", self.max_shard_size):
             size = setting("max_shard_size", self.max_shard_size)
             raise OptionError(f"{size}: expected a size such as 5GB or 500MB")

@@ -7,14 +7,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any, Literal, TypeAlias, get_args
 
-from alignment.config.errors import OptionError, setting
-from alignment.config.fields import Keywords, Shared, TextOrKeywords, option, option_fields, sharing
-from alignment.config.placement import PLACEMENTS
+from alignment.config.errors import OptionError, refuse, setting
+from alignment.config.fields import (
+    Count,
+    Early,
+    Free,
+    Keywords,
+    Late,
+    NotNegative,
+    Share,
+    Shared,
+    option,
+    option_fields,
+)
 
-REF_PLACEMENTS = ("none", "adapter", *PLACEMENTS, "precomputed")
-DTYPES = ("auto", "bfloat16", "float16", "float32")
+RefPlacement: TypeAlias = Literal["none", "adapter", "offload", "sharded", "replica", "precomputed"]
+REF_PLACEMENTS: tuple[str, ...] = get_args(RefPlacement)
 LORA = (
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save",
     "use_rslora", "use_dora",
@@ -24,37 +34,33 @@ FOUR_BITS = (
 )  # fmt: skip
 
 
-@sharing
 @dataclass(kw_only=True)
 class ModelOptions:
-    """The policy and the reference."""
+    """Model and reference."""
 
-    TITLE: ClassVar[str] = "Model and reference"
-
-    model_name_or_path: Shared[str | None] = option(
+    model_name_or_path: Free[Shared[str | None]] = option(
         None, "Model to train: a folder or a Hub name. Required on the command line."
     )
     model_init_kwargs: Keywords = option(
         None, "Further arguments of `from_pretrained` for the policy (JSON on the command line).", shown=False
     )
-    trust_remote_code: Shared[bool] = option(False, "Allow models and tokenizers to run their own Python code.")
+    trust_remote_code: Free[Shared[bool]] = option(False, "Allow models and tokenizers to run their own Python code.")
     attn_implementation: Shared[str | None] = option(
         None, "Attention implementation: `sdpa`, `eager`, `flash_attention_2` or any other in transformers."
     )
-    ref_model_name_or_path: str | None = option(None, "Reference model. Defaults to the initial policy.")
+    ref_model_name_or_path: Free[str | None] = option(None, "Reference model. Defaults to the initial policy.")
     ref_model_init_kwargs: Keywords = option(
         None, "Further arguments of `from_pretrained` for the reference. Defaults to those of the policy.", shown=False
     )
-    ref_placement: str | None = option(
+    ref_placement: Free[RefPlacement | None] = option(
         None,
         "Where the reference's log-probs come from: `adapter` (the policy with its adapters disabled, or replaced by "
         "a frozen copy; the default with adapters), `replica` (replicated on every device; the default on CPU), "
         "`sharded` (ZeRO-3, parameters on the devices), `offload` (ZeRO-3, parameters in host memory) or "
         "`precomputed` (computed once and stored on disk). On GPUs, defaults to the first of `replica`, `sharded` and "
         "`offload` that fits in memory.",
-        choices=REF_PLACEMENTS,
     )
-    ref_deepspeed: TextOrKeywords = option(
+    ref_deepspeed: Free[dict[str, Any] | str | None] = option(
         None,
         "DeepSpeed JSON of the reference engine: a path, a name in `ds_configs/` or a mapping. Defaults to that of "
         "the placement.",
@@ -64,7 +70,7 @@ class ModelOptions:
         "Load the reference in 4-bit. If unset and the reference is the initial policy, it is loaded like the policy.",
         switch=True,
     )
-    disable_dropout: bool = option(
+    disable_dropout: Early[bool] = option(
         True, "Set all dropout probabilities of policy and reference to 0, including those of adapters."
     )
     use_liger_kernel: bool = option(
@@ -76,49 +82,44 @@ class ModelOptions:
     liger_kernel_config: Keywords = option(
         None, 'Liger kernels to use, by name, such as `{"rope": false}`. Defaults to all except the fused losses.'
     )
-    use_liger_loss: bool = option(False, "Accepted for compatibility; has no effect, as the log-prob head is fused.")
-    router_aux_loss_coef: float | None = option(
+    use_liger_loss: Free[bool] = option(
+        False, "Accepted for compatibility; has no effect, as the log-prob head is fused."
+    )
+    router_aux_loss_coef: NotNegative | None = option(
         None,
         "Weight of the load-balancing loss of MoE models; requires `output_router_logits`. Defaults to the model's "
         "value.",
     )
 
 
-@sharing
 @dataclass(kw_only=True)
 class PrecisionOptions:
-    """Dtypes and the device."""
+    """Precision and device."""
 
-    TITLE: ClassVar[str] = "Precision and device"
-
-    dtype: Shared[str | None] = option(
+    dtype: Free[Shared[Literal["auto", "bfloat16", "float16", "float32"] | None]] = option(
         None,
         "Compute dtype if `bf16` and `fp16` are unset. `auto` or unset: bf16 on GPUs that support it natively, fp16 "
         "on GPUs that only emulate bf16 (Volta, Turing), fp32 on CPUs.",
-        choices=DTYPES,
         older=("torch_dtype",),
     )
-    bf16: bool | None = option(
+    bf16: Free[bool | None] = option(
         None, "Compute in bfloat16. Defaults to true if all GPUs in use support it natively.", switch=True
     )
-    fp16: bool | None = option(None, "Compute in float16 with dynamic loss scaling.", switch=True)
-    tf32: bool | None = option(
+    fp16: Free[bool | None] = option(None, "Compute in float16 with dynamic loss scaling.", switch=True)
+    tf32: Early[bool | None] = option(
         None, "Allow TF32 in fp32 matrix multiplications (Ampere or newer). Defaults to torch's setting.", switch=True
     )
-    use_cpu: bool = option(False, "Train on the CPU even if a GPU is available.", older=("no_cuda",))
+    use_cpu: Free[bool] = option(False, "Train on the CPU even if a GPU is available.", older=("no_cuda",))
 
 
-@sharing
 @dataclass(kw_only=True)
 class AdapterOptions:
-    """LoRA and quantized base weights."""
-
-    TITLE: ClassVar[str] = "Adapters and quantization"
+    """Adapters and quantization."""
 
     use_peft: Shared[bool] = option(False, "Train LoRA adapters instead of the full model.")
-    lora_r: Shared[int] = option(16, "Rank of the LoRA matrices.")
-    lora_alpha: Shared[int] = option(32, "Scale of LoRA: the update is multiplied by `lora_alpha / lora_r`.")
-    lora_dropout: Shared[float] = option(
+    lora_r: Shared[Count] = option(16, "Rank of the LoRA matrices.")
+    lora_alpha: Shared[Count] = option(32, "Scale of LoRA: the update is multiplied by `lora_alpha / lora_r`.")
+    lora_dropout: Shared[Share] = option(
         0.05, "Dropout probability of the adapters' inputs. Has an effect only with `disable_dropout: false`."
     )
     lora_target_modules: Shared[str | list[str] | None] = option(
@@ -133,7 +134,7 @@ class AdapterOptions:
     )
     use_rslora: Shared[bool] = option(False, "Rank-stabilized LoRA: scale by `lora_alpha / sqrt(lora_r)`.")
     use_dora: Shared[bool] = option(False, "Weight-decomposed LoRA (DoRA).")
-    adapter_name_or_path: str | None = option(
+    adapter_name_or_path: Free[str | None] = option(
         None, "PEFT adapter of this model to continue training: a folder or a Hub name."
     )
     model_adapter_name: str | None = option(
@@ -147,29 +148,26 @@ class AdapterOptions:
     )
     load_in_4bit: Shared[bool] = option(False, "Load the base model in 4-bit (QLoRA).")
     load_in_8bit: Shared[bool] = option(False, "Load the base model in 8-bit.")
-    bnb_4bit_quant_type: Shared[str] = option("nf4", "Quantization type of 4-bit weights.", choices=("nf4", "fp4"))
-    bnb_4bit_compute_dtype: str | None = option(
-        None, "Dtype for computation with 4-bit weights. Defaults to the compute dtype.", choices=DTYPES[1:]
+    bnb_4bit_quant_type: Shared[Literal["nf4", "fp4"]] = option("nf4", "Quantization type of 4-bit weights.")
+    bnb_4bit_compute_dtype: Literal["bfloat16", "float16", "float32"] | None = option(
+        None, "Dtype for computation with 4-bit weights. Defaults to the compute dtype."
     )
-    bnb_4bit_quant_storage: Shared[str | None] = option(
+    bnb_4bit_quant_storage: Shared[Literal["bfloat16", "float16", "float32", "uint8"] | None] = option(
         None,
         "Storage dtype of packed 4-bit weights. Defaults to the compute dtype, which ZeRO-3 requires.",
-        choices=(*DTYPES[1:], "uint8"),
     )
     use_bnb_nested_quant: Shared[bool] = option(True, "Also quantize the quantization constants of 4-bit weights.")
-    merged_output_dir: str | None = option(
+    merged_output_dir: Late[Free[str | None]] = option(
         None, "After training, also save the model with its adapters merged to this folder."
     )
 
 
 @dataclass(kw_only=True)
 class ReferenceOptions:
-    """Further options of the reference, for methods whose rows are known before training."""
-
-    TITLE: ClassVar[str] = "Reference"
+    """Reference."""
 
     precompute_ref_log_probs: bool = option(False, "Alias of `ref_placement: precomputed`.")
-    precompute_ref_batch_size: int | None = option(
+    precompute_ref_batch_size: Free[Count | None] = option(
         None,
         "Batch size per device for `ref_placement: precomputed`. Defaults to `per_device_eval_batch_size`.",
     )
@@ -180,33 +178,20 @@ def check_adapters(options: Any) -> None:
     """Check the options for adapters and quantization, as far as possible without a model.
 
     Raises:
-        OptionError: an option without effect, a value out of range, or quantization without bitsandbytes.
+        OptionError: an option without effect, or quantization without bitsandbytes.
     """
-    for name in ("lora_r", "lora_alpha"):
-        if getattr(options, name) < 1:
-            raise OptionError(f"{setting(name, getattr(options, name))}: must be at least 1")
-    if not 0 <= options.lora_dropout < 1:
-        raise OptionError(f"{setting('lora_dropout', options.lora_dropout)}: must be at least 0 and less than 1")
     if options.adapter_name_or_path is not None:
         changed = _changed(options, (*LORA, "use_peft"))
         if changed not in (None, "use_peft"):
             path = setting("adapter_name_or_path", options.adapter_name_or_path)
-            raise OptionError(
-                f"{setting(changed, getattr(options, changed))}: has no effect with {path}, which has its own "
-                "settings; remove it"
-            )
+            refuse(options, changed, f"has no effect with {path}, which has its own settings; remove it")
     elif not options.use_peft and (changed := _changed(options, LORA)):
-        raise OptionError(
-            f"{setting(changed, getattr(options, changed))}: has no effect without adapters; set use_peft: true"
-        )
+        refuse(options, changed, "has no effect without adapters; set use_peft: true")
     if options.load_in_4bit and options.load_in_8bit:
-        raise OptionError("load_in_4bit=True and load_in_8bit=True contradict each other; remove one of them")
+        refuse(options, "load_in_4bit load_in_8bit", "they contradict each other; remove one of them")
     in_4bit = options.load_in_4bit or options.ref_load_in_4bit or getattr(options, "reward_load_in_4bit", False)
     if not in_4bit and (changed := _changed(options, FOUR_BITS)):
-        raise OptionError(
-            f"{setting(changed, getattr(options, changed))}: has no effect without 4-bit weights; set "
-            "load_in_4bit: true"
-        )
+        refuse(options, changed, "has no effect without 4-bit weights; set load_in_4bit: true")
     for name in ("load_in_4bit", "load_in_8bit", "ref_load_in_4bit", "reward_load_in_4bit"):
         if getattr(options, name, False) and find_spec("bitsandbytes") is None:
             raise OptionError(f"{name}=True requires bitsandbytes; run pip install bitsandbytes, or remove {name}")

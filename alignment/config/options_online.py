@@ -5,16 +5,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+from annotated_types import Ge, Gt, Le
 
 from alignment.config import checks, dtypes
-from alignment.config.errors import OptionError, setting
-from alignment.config.fields import Keywords, OptionalTexts, TextOrKeywords, option
+from alignment.config.errors import OptionError, refuse, setting
+from alignment.config.fields import Count, Free, Keywords, Natural, NotNegative, Positive, keywords, option
 from alignment.config.options import AlignmentConfig
-from alignment.config.placement import PLACEMENTS
 
-ROLLOUT_BACKENDS = ("auto", "continuous", "generate", "vllm")
-REWARD_PLACEMENTS = tuple(PLACEMENTS)
+FrozenPlacement: TypeAlias = Literal["offload", "sharded", "replica"]
+REWARD_PLACEMENTS: tuple[str, ...] = get_args(FrozenPlacement)
 _REWARD_OPTIONS = ("reward_model_path", "reward_funcs", "reward_weights", "missing_eos_penalty")
 CUMULATIVE = ("top_p", "typical_p", "top_h")  # transformers implements them with a cumulative sum of probabilities
 CLASSIFIER_OPTIONS = ("reward_batch_size", "reward_placement", "reward_deepspeed", "reward_load_in_4bit")
@@ -22,67 +23,62 @@ CLASSIFIER_OPTIONS = ("reward_batch_size", "reward_placement", "reward_deepspeed
 
 @dataclass(kw_only=True)
 class RolloutOptions:
-    """Completions sampled from the policy."""
+    """Rollout."""
 
-    TITLE: ClassVar[str] = "Rollout"
-
-    max_length: int = option(
+    max_length: Annotated[int, Ge(2)] = option(
         512,
         "Maximum length of prompt and completion together, in tokens. Prompts longer than `max_length - "
         "max_new_tokens` are dropped, not truncated.",
     )
-    max_new_tokens: int = option(64, "Maximum length of a completion, in tokens.")
-    num_generations: int = option(
+    max_new_tokens: Count = option(64, "Maximum length of a completion, in tokens.")
+    num_generations: Annotated[int, Ge(2)] = option(
         2, "Number of completions to sample per prompt. If more than 2, the best and the worst form the pair."
     )
-    temperature: float = option(0.9, "Sampling temperature.")
-    top_p: float = option(
+    temperature: Positive = option(0.9, "Sampling temperature.")
+    top_p: Annotated[float, Gt(0), Le(1)] = option(
         1.0, "Sample from the smallest set of most likely tokens with at least this total probability. 1: all tokens."
     )
-    top_k: int = option(0, "Sample from this number of most likely tokens. 0: all tokens.")
-    min_p: float | None = option(
+    top_k: Natural = option(0, "Sample from this number of most likely tokens. 0: all tokens.")
+    min_p: Annotated[float, Ge(0), Le(1)] | None = option(
         None,
         "Sample from tokens with at least this probability relative to that of the most likely token. Unset: all "
         "tokens.",
     )
-    repetition_penalty: float = option(1.0, "Penalty on tokens that already occur in the sequence. 1: no penalty.")
+    repetition_penalty: Positive = option(1.0, "Penalty on tokens that already occur in the sequence. 1: no penalty.")
     generation_kwargs: Keywords = option(
         None, "Further arguments of transformers' `GenerationConfig`, such as `no_repeat_ngram_size`."
     )
-    rollout_backend: str = option(
+    rollout_backend: Literal["auto", "continuous", "generate", "vllm"] = option(
         "auto",
         "Generation backend: `generate` (left-padded batches), `continuous` (transformers' continuous batching) or "
         "`auto` (the faster one on this device that supports the model and the requested logits processors).",
-        choices=ROLLOUT_BACKENDS,
     )
     use_transformers_paged: bool = option(False, "Alias of `rollout_backend: continuous`.")
-    rollout_batch_size: int | None = option(
+    rollout_batch_size: Count | None = option(
         None,
         "Number of completions generated at the same time on each device. Defaults to as many as fit in memory with "
         "their KV cache.",
     )
-    ds3_gather_for_generation: bool | None = option(
+    ds3_gather_for_generation: Free[bool | None] = option(
         None,
         "With ZeRO-3, gather the full policy once per rollout (`true`), or layer by layer for every token (`false`). "
         "By default, the policy is gathered if weights and KV cache fit in four fifths of every device's free memory.",
     )
-    log_completions: int = option(
+    log_completions: Free[Natural] = option(
         1, "Write prompts, completions and scores to `completions.jsonl` every N logs. 0: never."
     )
-    num_completions_to_log: int = option(8, "Number of prompts to write each time.")
+    num_completions_to_log: Free[Count] = option(8, "Number of prompts to write each time.")
 
 
 @dataclass(kw_only=True)
 class RewardOptions:
-    """What scores completions: a reward model and reward functions, or a judge."""
+    """Rewards."""
 
-    TITLE: ClassVar[str] = "Rewards"
-
-    reward_model_path: str | None = option(
+    reward_model_path: Free[str | None] = option(
         None,
         "Reward model: folder or Hub name of a sequence classifier with one label. To train one, use method `reward`.",
     )
-    reward_funcs: OptionalTexts = option(
+    reward_funcs: Free[list[str] | str | None] = option(
         None,
         "Python functions that score completions, as `file.py:function` or `package.module:function`.",
         several=True,
@@ -90,25 +86,24 @@ class RewardOptions:
     reward_weights: list[float] | None = option(
         None, "Weights of the rewards in their sum, that of the reward model first. Defaults to 1 for each."
     )
-    judge: TextOrKeywords = option(
+    judge: Free[dict[str, Any] | str | None] = option(
         None,
         "Judge that compares pairs of completions, instead of rewards: `file.py:name` of a function that takes "
         "`(prompts, pairs)` and returns 0, 1 or -1 for each pair; a mapping for a model at an OpenAI-compatible "
         "endpoint, such as `{base_url: http://localhost:8000/v1, model: NAME}`; or `openai`, `hf` or `pair_rm`. See "
         "docs/guides/rewards.md.",
     )
-    missing_eos_penalty: float | None = option(
+    missing_eos_penalty: NotNegative | None = option(
         None, "Penalty to subtract from the score of a completion that does not end with an end-of-sequence token."
     )
-    reward_batch_size: int | None = option(
+    reward_batch_size: Free[Count | None] = option(
         None, "Batch size of the reward model. Defaults to twice `per_device_train_batch_size`."
     )
-    reward_placement: str | None = option(
+    reward_placement: Free[FrozenPlacement | None] = option(
         None,
         "Placement of the reward model: `offload`, `sharded` or `replica`, as for `ref_placement`.",
-        choices=REWARD_PLACEMENTS,
     )
-    reward_deepspeed: TextOrKeywords = option(
+    reward_deepspeed: Free[dict[str, Any] | str | None] = option(
         None, "DeepSpeed JSON of the reward model's engine: a path, a name in `ds_configs/` or a mapping."
     )
     reward_load_in_4bit: bool | None = option(None, "Load the reward model in 4-bit.", switch=True)
@@ -116,12 +111,25 @@ class RewardOptions:
 
 @dataclass(kw_only=True)
 class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
-    """Base class of the options of online methods. A method's ``resolve`` calls :meth:`check_online`."""
+    """Base class of the options of online methods, whose ``resolve`` and ``check`` call those of this class."""
 
-    def check_online(self) -> None:
+    def resolve(self) -> None:
+        """Translate ``use_transformers_paged`` to ``rollout_backend``."""
+        if self.use_transformers_paged:
+            if self.rollout_backend not in ("auto", "continuous"):
+                refuse(
+                    self, "use_transformers_paged rollout_backend", "they contradict each other; remove one of them"
+                )
+            self.rollout_backend = "continuous"
+
+    def check(self) -> None:
         """Check the options for sampling, lengths and scoring."""
-        self._check_sampling()
         checks.check_lengths(self, rows_per_unit=2)
+        if self.max_length <= self.max_new_tokens:
+            new = setting("max_new_tokens", self.max_new_tokens)
+            refuse(self, "max_length", f"leaves no tokens for the prompt with {new}; set a greater max_length")
+        if self.full_determinism and dtypes.uses_cuda(self):
+            self._check_deterministic()
         if self.judge is not None:
             self.check_judge(self.judge if isinstance(self.judge, str) else str(self.judge.get("model")))
 
@@ -148,40 +156,9 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
                 "reward_funcs (file.py:function) or judge"
             )
 
-    def _check_sampling(self) -> None:
-        if self.use_transformers_paged:
-            if self.rollout_backend not in ("auto", "continuous"):
-                raise OptionError(
-                    f"use_transformers_paged=True and {setting('rollout_backend', self.rollout_backend)} contradict "
-                    "each other; remove one of them"
-                )
-            self.rollout_backend = "continuous"
-        checks.at_least(self, 1, "max_new_tokens", "rollout_batch_size", "reward_batch_size", "num_completions_to_log")
-        checks.at_least(self, 2, "num_generations")
-        checks.at_least(self, 0, "top_k", "log_completions", "missing_eos_penalty")
-        checks.positive(self, "repetition_penalty")
-        if not self.temperature > 0:
-            raise OptionError(
-                f"{setting('temperature', self.temperature)}: must be greater than 0, as greedy completions of a "
-                "prompt are all the same"
-            )
-        if not 0 < self.top_p <= 1:
-            raise OptionError(
-                f"{setting('top_p', self.top_p)}: must be greater than 0 and at most 1; set 1.0 for all tokens"
-            )
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise OptionError(f"{setting('min_p', self.min_p)}: must be between 0 and 1; remove it to disable it")
-        if self.full_determinism and dtypes.uses_cuda(self):
-            self._check_deterministic()
-        if self.max_length <= self.max_new_tokens:
-            raise OptionError(
-                f"{setting('max_length', self.max_length)}: leaves no tokens for the prompt with "
-                f"{setting('max_new_tokens', self.max_new_tokens)}; set max_length to more than max_new_tokens"
-            )
-
     def _check_deterministic(self) -> None:
         """Reject sampling that calls ``torch.cumsum``, which has no deterministic kernel for CUDA."""
-        given = {"top_p": self.top_p if self.top_p < 1 else None, **(self.generation_kwargs or {})}
+        given = {"top_p": self.top_p if self.top_p < 1 else None, **keywords(self.generation_kwargs)}
         for name in CUMULATIVE:
             if given.get(name) is not None:
                 instead = "set top_p: 1.0" if name == "top_p" else "remove it"
@@ -199,7 +176,7 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
                     "without rewards; remove one of them"
                 )
         if self.num_generations > 2:
-            raise OptionError(
-                f"{setting('num_generations', self.num_generations)}: a judge compares two completions; set it to 2, "
-                "or use reward_funcs or reward_model_path"
-            )
+            refuse(
+                self, "num_generations",
+                "a judge compares two completions; set it to 2, or use reward_funcs or reward_model_path",
+            )  # fmt: skip

@@ -5,38 +5,64 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, Any, Literal, TypeAlias
 
-from alignment.config.fields import Keywords, SaveStrategy, Strategy, TextOrKeywords, TextOrTruth, Texts, option
+from annotated_types import Ge, Le
+from pydantic import BeforeValidator
+
+from alignment.config.fields import (
+    Count,
+    Early,
+    Free,
+    Keywords,
+    Late,
+    Natural,
+    NotNegative,
+    Positive,
+    Share,
+    Steps,
+    Strategy,
+    WarmupSteps,
+    option,
+)
+
+# transformers' SchedulerType; a test compares the two.
+Schedule: TypeAlias = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+    "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
+]  # fmt: skip
+
+
+def _latest(value: Any) -> Any:
+    """Return the checkpoint that a truth value asks for; false overrides that of a recipe."""
+    return {"true": "latest", "false": ""}.get(str(value).strip().lower(), value)
 
 
 @dataclass(kw_only=True)
 class TrainingOptions:
-    """Steps, optimizer and schedule."""
+    """Training."""
 
-    TITLE: ClassVar[str] = "Training"
-
-    per_device_train_batch_size: int = option(
+    per_device_train_batch_size: Free[Count] = option(
         8, "Micro-batch size: number of rows per device and forward pass.", older=("per_gpu_train_batch_size",)
     )
-    per_device_eval_batch_size: int | None = option(
+    per_device_eval_batch_size: Free[Count | None] = option(
         None,
         "Micro-batch size of evaluation. Defaults to `per_device_train_batch_size`.",
         older=("per_gpu_eval_batch_size",),
     )
-    gradient_accumulation_steps: int = option(1, "Number of micro-batches per optimizer step on each device.")
-    learning_rate: float = option(1e-6, "Peak learning rate.")
-    weight_decay: float = option(0.0, "Decoupled weight decay.")
-    adam_beta1: float = option(0.9, "AdamW's decay rate of the first moment.")
-    adam_beta2: float = option(0.999, "AdamW's decay rate of the second moment.")
-    adam_epsilon: float = option(1e-8, "AdamW's epsilon for numerical stability.")
-    max_grad_norm: float = option(1.0, "Maximum global gradient norm, for clipping. 0: no clipping.")
-    num_train_epochs: float = option(3.0, "Number of training epochs.")
-    max_steps: int = option(-1, "Number of optimizer steps. If positive, overrides `num_train_epochs`.")
-    lr_scheduler_type: str = option("linear", "Learning rate schedule, by its name in transformers.")
-    lr_scheduler_kwargs: Keywords = option(None, "Further arguments of the schedule.")
-    warmup_ratio: float = option(0.0, "Fraction of the steps over which the learning rate increases from 0.")
-    warmup_steps: float = option(0, "Number of warmup steps, or a fraction of all steps if less than 1.")
+    gradient_accumulation_steps: Free[Count] = option(1, "Number of micro-batches per optimizer step on each device.")
+    learning_rate: Early[NotNegative] = option(1e-6, "Peak learning rate.")
+    weight_decay: Early[NotNegative] = option(0.0, "Decoupled weight decay.")
+    adam_beta1: Early[Share] = option(0.9, "AdamW's decay rate of the first moment.")
+    adam_beta2: Early[Share] = option(0.999, "AdamW's decay rate of the second moment.")
+    adam_epsilon: Early[Positive] = option(1e-8, "AdamW's epsilon for numerical stability.")
+    max_grad_norm: NotNegative = option(1.0, "Maximum global gradient norm, for clipping. 0: no clipping.")
+    num_train_epochs: Late[Free[Positive]] = option(3.0, "Number of training epochs.")
+    max_steps: Late[Free[int]] = option(-1, "Number of optimizer steps. If positive, overrides `num_train_epochs`.")
+    lr_scheduler_type: Early[Schedule] = option("linear", "Learning rate schedule, by its name in transformers.")
+    lr_scheduler_kwargs: Early[Keywords] = option(None, "Further arguments of the schedule.")
+    warmup_ratio: Early[Share] = option(0.0, "Fraction of the steps over which the learning rate increases from 0.")
+    warmup_steps: Early[WarmupSteps] = option(0, "Number of warmup steps, or a fraction of all steps if less than 1.")
     optim: str = option(
         "adamw_torch",
         "Optimizer: `adamw_torch` (fused; alias `adamw_torch_fused`); `adamw_8bit`, `paged_adamw_8bit` or "
@@ -44,12 +70,12 @@ class TrainingOptions:
         "`lion`, `ademamix` and `rmsprop_bnb`; `deepspeed_cpu_adam` or `deepspeed_fused_adam` (compiled at first "
         "use); `sgd`; `rmsprop`; or `adafactor` (`zero0` only).",
     )
-    optim_args: TextOrKeywords = option(
+    optim_args: dict[str, Any] | str | None = option(
         None, "Further arguments of the optimizer: `key=value,key=value` or a mapping."
     )
-    seed: int = option(42, "Random seed.")
-    data_seed: int | None = option(None, "Random seed of the row order. Defaults to `seed`.")
-    full_determinism: bool = option(
+    seed: Annotated[int, Ge(0), Le(2**32 - 1)] = option(42, "Random seed.")
+    data_seed: Natural | None = option(None, "Random seed of the row order. Defaults to `seed`.")
+    full_determinism: Early[bool] = option(
         False,
         "Use deterministic kernels only, for bitwise reproducible runs. Slower. On a GPU, Online DPO cannot sample "
         "with `top_p` then.",
@@ -58,127 +84,125 @@ class TrainingOptions:
 
 @dataclass(kw_only=True)
 class MemoryOptions:
-    """The DeepSpeed engine, and options that trade time for memory."""
+    """Engine and memory."""
 
-    TITLE: ClassVar[str] = "Engine and memory"
-
-    deepspeed: TextOrKeywords = option(
+    deepspeed: Free[dict[str, Any] | str | None] = option(
         None, "DeepSpeed JSON of the policy: a path, a name in `ds_configs/` or a mapping. Defaults to `zero2`."
     )
-    gradient_checkpointing: bool = option(
+    gradient_checkpointing: Free[bool] = option(
         True,
         "Recompute activations in the backward pass instead of storing them.",
         older=("activation_checkpointing",),
     )
-    gradient_checkpointing_kwargs: Keywords = option(
+    gradient_checkpointing_kwargs: Free[Keywords] = option(
         None,
         "Arguments of torch's checkpoint function, if `gradient_checkpointing` is on.",
         older=("activation_checkpointing_kwargs",),
     )
-    activation_offloading: bool = option(False, "Offload activations to host memory until the backward pass.")
-    auto_find_batch_size: bool = option(False, "Halve the micro-batch size after running out of memory.")
+    activation_offloading: Free[bool] = option(False, "Offload activations to host memory until the backward pass.")
+    auto_find_batch_size: Free[bool] = option(False, "Halve the micro-batch size after running out of memory.")
 
 
 @dataclass(kw_only=True)
 class LoggingOptions:
     """Logging and evaluation."""
 
-    TITLE: ClassVar[str] = "Logging and evaluation"
-
-    logging_strategy: Strategy = option(Strategy.STEPS, "When to log: `no`, `steps` or `epoch`.")
-    logging_steps: float = option(
+    logging_strategy: Late[Free[Strategy]] = option("steps", "When to log: `no`, `steps` or `epoch`.")
+    logging_steps: Late[Free[Steps]] = option(
         10, "Number of optimizer steps between logs, or a fraction of all steps if less than 1."
     )
-    logging_first_step: bool = option(False, "Also log the first step.")
-    report_to: Texts = option(
+    logging_first_step: Late[Free[bool]] = option(False, "Also log the first step.")
+    report_to: Free[str | list[str]] = option(
         "none",
         "transformers' reporting integrations, such as `tensorboard` or `wandb`; `all` for all that are installed.",
-        several=True,
     )
-    run_name: str | None = option(None, "Name of the run for logging.")
-    disable_tqdm: bool = option(False, "Disable progress bars.")
-    include_num_input_tokens_seen: bool = option(False, "Track the number of tokens seen in the trainer's state.")
-    include_tokens_per_second: bool = option(False, "Log the number of training tokens per second and device.")
-    eval_strategy: Strategy = option(
-        Strategy.NO, "When to evaluate: `no`, `steps` or `epoch`.", older=("evaluation_strategy",)
+    run_name: Late[Free[str | None]] = option(None, "Name of the run for logging.")
+    disable_tqdm: Late[Free[bool]] = option(False, "Disable progress bars.")
+    include_num_input_tokens_seen: Late[Free[bool]] = option(
+        False, "Track the number of tokens seen in the trainer's state."
     )
-    eval_steps: float | None = option(
+    include_tokens_per_second: Late[Free[bool]] = option(
+        False, "Log the number of training tokens per second and device."
+    )
+    eval_strategy: Late[Free[Strategy]] = option(
+        "no", "When to evaluate: `no`, `steps` or `epoch`.", older=("evaluation_strategy",)
+    )
+    eval_steps: Late[Free[Steps | None]] = option(
         None,
         "Number of optimizer steps between evaluations, or a fraction of all steps if less than 1. Defaults to "
         "`logging_steps`.",
     )
-    eval_delay: float = option(
+    eval_delay: Late[Free[NotNegative]] = option(
         0, "Number of epochs or steps, depending on `eval_strategy`, before the first evaluation."
     )
-    eval_on_start: bool = option(False, "Also evaluate before the first step.")
+    eval_on_start: Late[Free[bool]] = option(False, "Also evaluate before the first step.")
 
 
 @dataclass(kw_only=True)
 class SavingOptions:
-    """Output folder, checkpoints and the Hub."""
+    """Saving and the Hub."""
 
-    TITLE: ClassVar[str] = "Saving and the Hub"
-
-    overwrite_output_dir: bool = option(
+    overwrite_output_dir: Free[bool] = option(
         False,
         "Allow an output folder that is not empty. Files of an earlier run are moved to a subfolder `previous-N`.",
     )
-    save_strategy: SaveStrategy = option(
-        SaveStrategy.STEPS,
+    save_strategy: Late[Free[Literal["no", "steps", "epoch", "best"]]] = option(
+        "steps",
         "When to save the model: `no`, `steps`, `epoch` or `best` (after every evaluation that is the best so far).",
     )
-    save_steps: float = option(
+    save_steps: Late[Free[Steps]] = option(
         500, "Number of optimizer steps between checkpoints, or a fraction of all steps if less than 1."
     )
-    save_total_limit: int | None = option(
+    save_total_limit: Late[Free[Count | None]] = option(
         None, "Maximum number of checkpoints to keep; older ones are deleted, but never the newest and the best."
     )
-    save_only_model: bool = option(
+    save_only_model: Late[Free[bool]] = option(
         False, "Save only the model in checkpoints. A run cannot be resumed from such a checkpoint."
     )
-    load_best_model_at_end: bool = option(
+    load_best_model_at_end: Late[Free[bool]] = option(
         False,
         "Load the weights with the best evaluation at the end of training. Each new best model is saved, regardless "
         "of `save_strategy`.",
     )
-    metric_for_best_model: str | None = option(
+    metric_for_best_model: Late[str | None] = option(
         None, "Evaluation metric that determines the best model. Defaults to `loss` if a best model is requested."
     )
-    greater_is_better: bool | None = option(
+    greater_is_better: Late[bool | None] = option(
         None, "Whether a greater metric is better. Defaults to true unless its name ends with `loss`."
     )
-    resume_from_checkpoint: TextOrTruth = option(
+    resume_from_checkpoint: Late[Free[Annotated[str | None, BeforeValidator(_latest)]]] = option(
         None,
         "Checkpoint folder to resume from, or `latest` (or `true`) for the latest complete checkpoint in "
         "`output_dir`. With `latest`, training starts from the beginning if there is no checkpoint.",
     )
-    resume_anyway: bool = option(
+    resume_anyway: Late[Free[bool]] = option(
         False,
         "Resume even if data, models or options differ from those of the checkpoint. The differences are listed.",
     )
-    push_to_hub: bool = option(
+    push_to_hub: Free[bool] = option(
         False, "Upload the model to the Hugging Face Hub at the end, and during training according to `hub_strategy`."
     )
-    hub_model_id: str | None = option(
+    hub_model_id: Free[str | None] = option(
         None,
         "Repository to upload to: `owner/name`, or a name in your own namespace. Defaults to the name of "
         "`output_dir`.",
         older=("push_to_hub_model_id",),
     )
-    hub_token: str | None = option(
+    hub_token: Free[str | None] = option(
         None,
         "Access token for the Hub; never logged or saved. Defaults to `HF_TOKEN` or the token of `hf auth login`.",
         older=("push_to_hub_token",),
         shown=False,
     )
-    hub_private_repo: bool | None = option(
+    hub_private_repo: Free[bool | None] = option(
         None, "Create the repository as private if it does not exist. Defaults to the setting of its owner."
     )
-    hub_strategy: str = option(
+    hub_strategy: Free[Literal["end", "every_save", "checkpoint", "all_checkpoints"]] = option(
         "every_save",
         "What to upload: the model, at the `end` or at `every_save`; or, at every save, the model with the last "
         "`checkpoint` or with `all_checkpoints`.",
-        choices=("end", "every_save", "checkpoint", "all_checkpoints"),
     )
-    hub_always_push: bool = option(False, "Upload every save, even if an earlier upload is still in progress.")
-    hub_revision: str | None = option(None, "Branch to upload to; created if it does not exist. Defaults to `main`.")
+    hub_always_push: Free[bool] = option(False, "Upload every save, even if an earlier upload is still in progress.")
+    hub_revision: Free[str | None] = option(
+        None, "Branch to upload to; created if it does not exist. Defaults to `main`."
+    )

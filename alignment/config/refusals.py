@@ -1,17 +1,15 @@
 """Options that are not supported, each with a reason and the closest alternative.
 
-There are two tables: options that exist but of which only some values are supported (``NOT_YET``), and names that are
-not options of this project (``REMOVED``).
+``NOT_YET`` are options that exist, ``REMOVED`` names that are not options of this project.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 from alignment.config.compatibility.names import older_names
-from alignment.config.errors import OptionError, did_you_mean, setting
+from alignment.config.errors import OptionError, did_you_mean, listing, refuse, setting
 from alignment.config.fields import words
 from alignment.config.registry import METHODS, option_names
 
@@ -45,41 +43,22 @@ OTHER_OPTIMIZERS = {
 KNOWN_OPTIMIZERS = (*WORKING_OPTIMIZERS, *OTHER_OPTIMIZERS, "adagrad")
 
 
-@dataclass(frozen=True)
-class NotYet:
-    """An option of which only the ``allowed`` values are supported; others are rejected with ``reason``.
-
-    ``partial`` is true if the allowed values differ in effect, so that the option is read.
-    """
-
-    allowed: tuple[Any, ...]
-    reason: str
-    instead: str
-    partial: bool = False
-
-
-_SYNC = "a reference that follows the policy is not supported yet"
-
-NOT_YET: dict[str, NotYet] = {
-    "optim": NotYet(
-        WORKING_OPTIMIZERS, "this optimizer is not supported yet", "the closest supported one is", partial=True
+# Options that support one value only, as nothing reads them yet: the value, the reason, and what to set instead.
+NOT_YET: dict[str, tuple[Any, str, str]] = {
+    "sync_ref_model": (
+        False,
+        "a reference that follows the policy is not supported yet",
+        "remove it to keep the initial policy as the reference",
     ),
-    "sync_ref_model": NotYet((False,), _SYNC, "remove it to keep the initial policy as the reference"),
-    "activation_offloading": NotYet(
-        (False,), "offloading activations is not supported yet", "set gradient_checkpointing=true instead"
+    "activation_offloading": (
+        False, "offloading activations is not supported yet", "set gradient_checkpointing=true instead",
     ),
-    "auto_find_batch_size": NotYet(
-        (False,),
+    "auto_find_batch_size": (
+        False,
         "finding the batch size automatically is not supported yet",
         "set per_device_train_batch_size=1 and increase gradient_accumulation_steps instead",
     ),
-    "rollout_backend": NotYet(
-        ("auto", "continuous", "generate"),
-        "generation with vLLM is not supported yet",
-        "set auto, continuous or generate",
-        partial=True,
-    ),
-}
+}  # fmt: skip
 
 REMOVED: dict[str, str] = {
     "tpu": "TPUs are not supported; use a GPU or the CPU",
@@ -109,34 +88,29 @@ _REMOVED_PREFIXES = {
 
 def refused_fields() -> set[str]:
     """Return the names of the options that support their default only, as nothing reads them yet."""
-    return {name for name, entry in NOT_YET.items() if not entry.partial}
+    return set(NOT_YET)
 
 
 def refuse_not_yet(options: Any) -> None:
     """Raise :class:`OptionError` for the first option whose value is not supported yet."""
-    for name, entry in NOT_YET.items():
-        value = getattr(options, name, entry.allowed[0])
-        # False == 0 in Python: compare the types as well.
-        if any(value == allowed and type(value) is type(allowed) for allowed in entry.allowed):
-            continue
-        instead = entry.instead
-        if name == "optim":
-            if value not in KNOWN_OPTIMIZERS:
-                close = did_you_mean(value, KNOWN_OPTIMIZERS)
-                raise OptionError(
-                    f"{setting(name, value)}: unknown optimizer; set one of {', '.join(WORKING_OPTIMIZERS)}{close}"
-                )
-            instead += " sgd" if "sgd" in value else " adamw_8bit" if "bit" in value else " adamw_torch"
-            if value == "adagrad":
-                raise OptionError(
-                    f"{setting(name, value)}: Adagrad does not work with ZeRO's sharded parameter groups, so it is "
-                    "not supported yet; set rmsprop"
-                )
-            raise OptionError(
-                f"{setting(name, value)}: optimizers of the package {OTHER_OPTIMIZERS[value]} are not supported yet; "
-                f"{instead}"
-            )
-        raise OptionError(f"{setting(name, value)}: {entry.reason}; {instead}")
+    for name, (only, reason, instead) in NOT_YET.items():
+        if getattr(options, name, only) != only:
+            refuse(options, name, f"{reason}; {instead}")
+    if getattr(options, "rollout_backend", "auto") == "vllm":
+        instead = "set auto, continuous or generate"
+        refuse(options, "rollout_backend", f"generation with vLLM is not supported yet; {instead}")
+    optim = options.optim
+    if optim in WORKING_OPTIMIZERS:
+        return
+    if optim == "adagrad":
+        why = "Adagrad does not work with ZeRO's sharded parameter groups, so it is not supported yet"
+        refuse(options, "optim", f"{why}; set rmsprop")
+    if optim not in OTHER_OPTIMIZERS:
+        known = f"{listing(WORKING_OPTIMIZERS)}{did_you_mean(optim, KNOWN_OPTIMIZERS)}"
+        refuse(options, "optim", f"unknown optimizer; set one of {known}")
+    nearest = "sgd" if "sgd" in optim else "adamw_8bit" if "bit" in optim else "adamw_torch"
+    why = f"optimizers of the package {OTHER_OPTIMIZERS[optim]} are not supported yet"
+    refuse(options, "optim", f"{why}; the closest supported one is {nearest}")
 
 
 def unknown_option(method: str, name: str, value: Any, known: Collection[str] = ()) -> OptionError:
@@ -154,9 +128,9 @@ def unknown_option(method: str, name: str, value: Any, known: Collection[str] = 
     return OptionError(f"{text}: unknown option{did_you_mean(name, known) or '; --help lists the options'}")
 
 
-def check_names(cls: type, values: dict[str, Any]) -> None:
-    """Raise :class:`OptionError` for the first name that is not a field of ``cls``."""
-    known = option_names(cls)
+def check_names(cls: Any, values: dict[str, Any]) -> None:
+    """Raise :class:`OptionError` for the first name that is neither an option of ``cls`` nor an alias of one."""
+    known = option_names(cls) | older_names(cls).keys()
     for name, value in values.items():
-        if name not in known and name not in older_names(cls):
-            raise unknown_option(getattr(cls, "method", ""), name, value, known)
+        if name not in known:
+            raise unknown_option(cls.method, name, value, known)

@@ -14,9 +14,9 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from alignment.config.errors import Leaving, OptionError, did_you_mean, setting
-from alignment.config.fields import option_fields
-from alignment.config.lookup import FAILURES, load_named, raised
+from alignment.config.errors import OptionError, did_you_mean, setting
+from alignment.config.fields import once_per_class, option_fields
+from alignment.config.lookup import load_named, running
 
 GROUP = "alignment.methods"
 _NAME = "_method_name"  # attribute of options: the name by which their method was requested
@@ -129,9 +129,10 @@ def name_of(options: Any) -> str:
     return str(vars(options).get(_NAME, options.method))
 
 
-def option_names(cls: OptionsClass) -> set[str]:
+@once_per_class
+def option_names(cls: OptionsClass) -> frozenset[str]:
     """Return the names of all options of a method."""
-    return {field.name for field in option_fields(cls)}
+    return frozenset(field.name for field in option_fields(cls))
 
 
 def _imported(path: str) -> Any:
@@ -150,12 +151,6 @@ def _imported_entry(entry: EntryPoint) -> Any:
             f"{setting('method', entry.name)}: provided by several packages; set method to one of "
             f"{', '.join([entry.value, *several])}"
         )
-    try:
+    advice = "fix or uninstall the package that provides it"
+    with running(f"{setting('method', entry.name)}: importing {entry.value}", advice):
         return entry.load()
-    except Leaving:
-        raise
-    except FAILURES as error:
-        raise OptionError(
-            f"{setting('method', entry.name)}: importing {entry.value} raised {raised(error)}; fix or uninstall the "
-            "package that provides it"
-        ) from error

@@ -19,7 +19,7 @@ from transformers import get_scheduler
 
 from alignment.config.dtypes import planned, uses_cuda
 from alignment.config.errors import OptionError
-from alignment.config.fields import parse_optim_args
+from alignment.config.fields import keywords, parse_optim_args
 from alignment.config.translated.sections import has_optimizer
 from alignment.engines.compile_lock import compiling
 from alignment.internals.bitsandbytes import counts_in_32_bits, is_paged, stores_8_bits
@@ -261,7 +261,7 @@ def build_scheduler(optimizer: Optimizer, options: AlignmentConfig, steps: int) 
         OptionError: ``lr_scheduler_kwargs`` is not valid for the schedule.
     """
     warmup = options.get_warmup_steps(steps)
-    arguments = dict(options.lr_scheduler_kwargs or {})
+    arguments = dict(keywords(options.lr_scheduler_kwargs))
     by_logarithm = arguments.get("warmup_type") == "log"  # the default of DeepSpeed's schedules; not in transformers
     if by_logarithm:
         del arguments["warmup_type"]

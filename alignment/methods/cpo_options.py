@@ -8,16 +8,16 @@ from typing import ClassVar
 
 from alignment.config import checks
 from alignment.config.compatibility.trl import CPOCompatibility
-from alignment.config.errors import OptionError, setting
-from alignment.config.fields import option
+from alignment.config.errors import refuse
+from alignment.config.fields import LossName, NotNegative, Positive, option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions
 from alignment.config.registry import Paper
-from alignment.methods.losses import check_losses, listed, papers, without_effect
+from alignment.methods.losses import check_losses, listed, papers, refuse_unread
 from alignment.objectives import cpo
 from alignment.objectives.table import Loss
 
-_UNREAD = {"simpo_gamma": 0.5, "alpha": 0.0}
+_UNREAD = {"simpo_gamma": 0.5, "alpha": 0.0}  # defaults, also with losses that do not read them
 
 
 @dataclass(kw_only=True)
@@ -37,12 +37,12 @@ class CPOConfig(SequenceOptions, CPOCompatibility, AlignmentConfig):
         "https://arxiv.org/abs/2401.08417",
     )
 
-    loss_type: str = option("sigmoid", f"Loss: {listed(LOSSES)}.", choices=tuple(LOSSES))
-    beta: float = option(0.1, "Inverse temperature of the loss; tau for `ipo`.")
+    loss_type: LossName = option("sigmoid", f"Loss: {listed(LOSSES)}.")
+    beta: Positive = option(0.1, "Inverse temperature of the loss; tau for `ipo`.")
     label_smoothing: float = option(
         0.0, "Assumed probability that the labels of a pair are swapped by mistake. Not for `hinge` and `ipo`."
     )
-    cpo_alpha: float | None = option(
+    cpo_alpha: NotNegative | None = option(
         None, "Weight of the NLL of chosen completions. Defaults to 1.0, or to 0.0 for `alphapo`."
     )
     simpo_gamma: float | None = option(
@@ -54,24 +54,20 @@ class CPOConfig(SequenceOptions, CPOCompatibility, AlignmentConfig):
     )
 
     def resolve(self) -> None:
-        """Check the options of CPO, and set those whose defaults depend on the loss."""
-        checks.check_lengths(self, rows_per_unit=2)
-        checks.positive(self, "beta")
-        checks.at_least(self, 0, "cpo_alpha")
-        checks.refuse_reference(self, "CPO")
-        self._read_ratio()
-        check_losses(self, (self.loss_type,), **_UNREAD)
+        """Set ``simpo_gamma``, ``alpha`` and ``cpo_alpha`` depending on the loss."""
+        if self.gamma_beta_ratio is not None:
+            margin = self.gamma_beta_ratio * self.beta
+            if self.simpo_gamma not in (None, margin):
+                refuse(self, "gamma_beta_ratio simpo_gamma", "both set the margin; remove one of them")
+            self.simpo_gamma = margin
         for name, default in {**_UNREAD, "cpo_alpha": 1.0, **self.LOSSES[self.loss_type].defaults}.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
 
-    def _read_ratio(self) -> None:
-        if self.gamma_beta_ratio is None:
-            return
-        if "simpo_gamma" not in self.LOSSES[self.loss_type].reads:
-            raise without_effect(self, "gamma_beta_ratio", "simpo_gamma")
-        margin = self.gamma_beta_ratio * self.beta
-        if self.simpo_gamma not in (None, margin):
-            both = " and ".join(setting(name, getattr(self, name)) for name in ("gamma_beta_ratio", "simpo_gamma"))
-            raise OptionError(f"{both} both set the margin; remove one of them")
-        self.simpo_gamma = margin
+    def check(self) -> None:
+        """Check the options of CPO."""
+        checks.check_lengths(self, rows_per_unit=2)
+        checks.refuse_reference(self, "CPO")
+        if self.gamma_beta_ratio is not None and "simpo_gamma" not in self.LOSSES[self.loss_type].reads:
+            refuse_unread(self, "gamma_beta_ratio", "simpo_gamma")
+        check_losses(self, (self.loss_type,), **_UNREAD)

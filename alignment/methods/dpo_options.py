@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from alignment.config import checks
 from alignment.config.compatibility.trl import DPOCompatibility
-from alignment.config.errors import OptionError, counted, did_you_mean, setting
-from alignment.config.fields import Texts, option
+from alignment.config.errors import counted, did_you_mean, listing, refuse, setting
+from alignment.config.fields import Count, Positive, option
 from alignment.config.options import AlignmentConfig
-from alignment.config.options_data import TRUNCATION_MODES, SequenceOptions
+from alignment.config.options_data import SequenceOptions, Truncation
 from alignment.config.options_model import ReferenceOptions
 from alignment.config.registry import Paper
 from alignment.methods.losses import check_losses, listed, papers
@@ -41,17 +41,19 @@ class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentCo
     )
     SHORTEN_PROMPTS: ClassVar[bool] = False
 
-    max_prompt_length: int | None = option(
+    max_prompt_length: Count | None = option(
         None, "Maximum length of the prompt, in tokens. If unset, only `max_length` applies."
     )
-    truncation_mode: str = option(
-        "keep_start", "Which part of an overlong prompt to keep: `keep_end` or `keep_start`.", choices=TRUNCATION_MODES
+    truncation_mode: Truncation = option(
+        "keep_start", "Which part of an overlong prompt to keep: `keep_end` or `keep_start`."
     )
-    loss_type: Texts = option("sigmoid", f"Loss, or several losses to add up: {listed(LOSSES)}.", several=True)
+    loss_type: list[str] | str | None = option(
+        "sigmoid", f"Loss, or several losses to add up: {listed(LOSSES)}.", several=True
+    )
     loss_weights: list[float] | None = option(
         None, "Weights of the losses in `loss_type`. Defaults to 1 for each.", several=True
     )
-    beta: float = option(0.1, "Strength of the regularization toward the reference; tau for `ipo`.")
+    beta: Positive = option(0.1, "Strength of the regularization toward the reference; tau for `ipo`.")
     label_smoothing: float = option(
         0.0,
         "Assumed probability that the labels of a pair are swapped by mistake. For `sigmoid`, `robust` and "
@@ -60,37 +62,39 @@ class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentCo
     discopop_tau: float = option(0.05, "Temperature of `discopop`.")
 
     def resolve(self) -> None:
-        """Check the options of DPO; a list with a single loss becomes that loss."""
-        checks.check_lengths(self, rows_per_unit=2)
-        checks.positive(self, "beta")
-        checks.need_reference(self, "DPO")
-        checks.refuse_labels(self, "DPO")
+        """Translate ``precompute_ref_log_probs``; a list with a single loss becomes that loss."""
+        checks.resolve_reference(self)
+        if self.loss_type is None:
+            self.loss_type = "sigmoid"
         if isinstance(self.loss_type, list) and len(self.loss_type) == 1:
             (self.loss_type,) = self.loss_type
-        names = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
-        self._check_names(names)
-        check_losses(self, names)
 
-    def _check_names(self, names: list[str]) -> None:
-        given, known = setting("loss_type", self.loss_type), ", ".join(self.LOSSES)
+    def check(self) -> None:
+        """Check the options of DPO."""
+        checks.check_lengths(self, rows_per_unit=2)
+        checks.need_reference(self, "DPO")
+        checks.refuse_labels(self, "DPO")
+        names, known = self._names(), listing(self.LOSSES)
         for name in names:
             if name in _ELSEWHERE:
-                raise OptionError(f"{given}: {name!r} {_ELSEWHERE[name]}; set one of {known}")
+                refuse(self, "loss_type", f"{name!r} {_ELSEWHERE[name]}; set one of {known}")
             if name not in self.LOSSES:
                 near = did_you_mean(name, self.LOSSES)
-                raise OptionError(f"{given}: unknown loss {name!r}; set one of {known}{near}")
+                refuse(self, "loss_type", f"unknown loss {name!r}; set one of {known}{near}")
         if not names:
-            raise OptionError(f"{given}: no loss; set one of {known}")
-        if self.loss_weights is None:
-            return
-        weights = setting("loss_weights", self.loss_weights)
-        if len(self.loss_weights) != len(names):
-            raise OptionError(f"{weights}: expected {counted(len(names), 'weight')}, one for each loss in {given}")
-        if min(self.loss_weights) <= 0:
-            raise OptionError(f"{weights}: must be greater than 0; remove a loss instead of setting its weight to 0")
+            refuse(self, "loss_type", f"no loss; set one of {known}")
+        if self.loss_weights is not None and len(self.loss_weights) != len(names):
+            each = f"one for each loss in {setting('loss_type', self.loss_type)}"
+            refuse(self, "loss_weights", f"expected {counted(len(names), 'weight')}, {each}")
+        if self.loss_weights is not None and min(self.loss_weights) <= 0:
+            refuse(self, "loss_weights", "must be greater than 0; remove a loss instead of setting its weight to 0")
+        check_losses(self, names)
+
+    def _names(self) -> list[str]:
+        return self.loss_type if isinstance(self.loss_type, list) else [self.loss_type or "sigmoid"]
 
     @property
     def losses(self) -> list[tuple[str, float]]:
         """The names of the losses to add up, with their weights."""
-        names = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
+        names = self._names()
         return list(zip(names, self.loss_weights or [1.0] * len(names)))

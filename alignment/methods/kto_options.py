@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from alignment.config import checks
 from alignment.config.compatibility.trl import KTOCompatibility
-from alignment.config.errors import OptionError
-from alignment.config.fields import option
+from alignment.config.errors import refuse
+from alignment.config.fields import LossName, Positive, option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions
 from alignment.config.options_model import ReferenceOptions
@@ -40,23 +40,25 @@ class KTOConfig(ReferenceOptions, SequenceOptions, KTOCompatibility, AlignmentCo
         "train_sampling_strategy": "sequential",
     }
 
-    loss_type: str = option("kto", f"Loss: {listed(LOSSES)}.", choices=tuple(LOSSES))
-    beta: float = option(0.1, "Strength of the regularization toward the reference.")
+    loss_type: LossName = option("kto", f"Loss: {listed(LOSSES)}.")
+    beta: Positive = option(0.1, "Strength of the regularization toward the reference.")
     desirable_weight: float = option(1.0, "Loss weight of desirable rows.")
     undesirable_weight: float = option(1.0, "Loss weight of undesirable rows.")
 
     def resolve(self) -> None:
+        """Translate ``precompute_ref_log_probs``."""
+        checks.resolve_reference(self)
+
+    def check(self) -> None:
         """Check the options of KTO."""
         checks.check_lengths(self, rows_per_unit=1)
-        checks.positive(self, "beta")
         check_losses(self, (self.loss_type,))
         if self.desirable_weight == self.undesirable_weight == 0:
-            raise OptionError(
-                "desirable_weight=0.0 and undesirable_weight=0.0: the loss would always be 0; set one above 0"
-            )
+            refuse(self, "desirable_weight undesirable_weight", "the loss would always be 0; set one above 0")
         checks.need_reference(self, "KTO")
         if "kl" in self.LOSSES[self.loss_type].needs and self.window_size == 1:
-            raise OptionError(
-                "gradient_accumulation_steps=1 with per_device_train_batch_size=1 on one rank: KTO needs at least two "
-                "rows per step to estimate the KL; set gradient_accumulation_steps to 2 or more (16 recommended)"
-            )
+            refuse(
+                self, "gradient_accumulation_steps per_device_train_batch_size",
+                "KTO needs at least two rows per step to estimate the KL; set gradient_accumulation_steps to 2 or "
+                "more (16 recommended)",
+            )  # fmt: skip

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from alignment.config.errors import OptionError, setting
+from alignment.config.errors import refuse, setting
 from alignment.config.fields import option_fields
 from alignment.config.registry import Paper
 from alignment.objectives.table import Loss
@@ -41,15 +41,14 @@ def check_losses(options: Any, chosen: Sequence[str], **unread: float) -> None:
         if value is None:
             continue
         if not readers and value != defaults[name]:
-            raise without_effect(options, name)
+            refuse_unread(options, name)
         for one in readers:
             if not losses[one].reads[name].allows(value):
-                allowed = losses[one].reads[name].phrase
-                raise OptionError(f"{setting(name, value)}: must be {allowed} with loss_type={one!r}")
+                refuse(options, name, f"must be {losses[one].reads[name].phrase} with loss_type={one!r}")
 
 
-def without_effect(options: Any, name: str, sets: str = "") -> OptionError:
-    """Return the error for an option that no selected loss reads.
+def refuse_unread(options: Any, name: str, sets: str = "") -> NoReturn:
+    """Raise :class:`OptionError` for an option that no selected loss reads.
 
     Args:
         options: options of the run, with a table ``LOSSES``.
@@ -57,7 +56,5 @@ def without_effect(options: Any, name: str, sets: str = "") -> OptionError:
         sets: name of the option that losses read, if ``name`` only sets it.
     """
     readers = ", ".join(one for one, loss in options.LOSSES.items() if (sets or name) in loss.reads)
-    return OptionError(
-        f"{setting(name, getattr(options, name))}: has no effect with {setting('loss_type', options.loss_type)}; "
-        f"remove it, or set loss_type to one of {readers}"
-    )
+    chosen = setting("loss_type", options.loss_type)
+    refuse(options, name, f"has no effect with {chosen}; remove it, or set loss_type to one of {readers}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Gt
 
 from alignment.config import checks
 from alignment.config.compatibility.trl import OnlineDPOCompatibility
-from alignment.config.errors import OptionError, setting
-from alignment.config.fields import Numbers, option
+from alignment.config.errors import refuse
+from alignment.config.fields import Count, Early, Free, LossName, NotNegative, OrList, option
 from alignment.config.options_online import OnlineOptions
 from alignment.config.registry import Paper
 from alignment.methods.losses import listed, papers
@@ -35,30 +37,30 @@ class OnlineDPOConfig(OnlineOptions, OnlineDPOCompatibility):
     )
     TRL_DEFAULTS: ClassVar[Mapping[str, str]] = {**OnlineOptions.TRL_DEFAULTS, "ds3_gather_for_generation": "true"}
 
-    learning_rate: float = option(5e-7, "Peak learning rate.")
-    loss_type: str = option("sigmoid", f"Loss: {listed(LOSSES)}.", choices=tuple(LOSSES))
-    beta: Numbers = option(
+    learning_rate: Early[NotNegative] = option(5e-7, "Peak learning rate.")
+    loss_type: LossName = option("sigmoid", f"Loss: {listed(LOSSES)}.")
+    beta: Annotated[float, Gt(0), OrList()] = option(
         0.1,
         "Strength of the regularization toward the reference, or a list with a value per epoch, of which the last "
         "applies to all further epochs.",
         several=True,
     )
-    max_windows_without_pairs: int | None = option(
+    max_windows_without_pairs: Free[Count | None] = option(
         20,
         "Stop the run after this number of windows in a row without a pair to train on, from which the model learns "
         "nothing. `null`: never.",
     )
 
-    def resolve(self) -> None:
+    def check(self) -> None:
         """Check the options of Online DPO."""
-        self.check_online()
-        checks.at_least(self, 1, "max_windows_without_pairs")
-        if not self.betas or not all(beta > 0 for beta in self.betas):
-            raise OptionError(f"{setting('beta', self.beta)}: must be greater than 0")
+        super().check()
+        if not self.betas:
+            refuse(self, "beta", "cannot be empty; set a number")
         checks.need_reference(self, "Online DPO", known_rows=False)
         checks.refuse_labels(self, "Online DPO")
 
     @property
     def betas(self) -> tuple[float, ...]:
         """The beta of each epoch; the last value applies to all further epochs."""
-        return tuple(self.beta) if isinstance(self.beta, list) else (self.beta,)
+        beta: Any = self.beta
+        return tuple(beta) if isinstance(beta, list) else (beta,)

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from alignment.config import checks
 from alignment.config.compatibility.trl import RewardCompatibility
-from alignment.config.errors import OptionError
-from alignment.config.fields import option
+from alignment.config.errors import refuse
+from alignment.config.fields import Count, Early, NotNegative, option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions, TokenizerOptions
 from alignment.config.registry import Paper
@@ -31,18 +31,17 @@ class RewardConfig(TokenizerOptions, SequenceOptions, RewardCompatibility, Align
     TRL_DEFAULTS: ClassVar[Mapping[str, str]] = {**AlignmentConfig.TRL_DEFAULTS, "learning_rate": "0.0001"}
     SHORTEN_PROMPTS: ClassVar[bool] = False
 
-    learning_rate: float = option(1e-5, "Peak learning rate.")
-    max_prompt_length: int | None = option(
+    learning_rate: Early[NotNegative] = option(1e-5, "Peak learning rate.")
+    max_prompt_length: Count | None = option(
         None, "Maximum length of the prompt, in tokens. If unset, only `max_length` applies."
     )
-    center_rewards_coefficient: float | None = option(
+    center_rewards_coefficient: NotNegative | None = option(
         None, "Weight of a loss term that centers the rewards of a pair at 0; 0.01 is common. If unset, not added."
     )
 
-    def resolve(self) -> None:
+    def check(self) -> None:
         """Check the options of reward model training."""
         checks.check_lengths(self, rows_per_unit=2)
-        checks.at_least(self, 0, "center_rewards_coefficient")
         if self.generate_during_eval:
-            raise OptionError("generate_during_eval=True: a reward model does not generate completions; remove it")
+            refuse(self, "generate_during_eval", "a reward model does not generate completions; remove it")
         checks.refuse_reference(self, "reward model training")

@@ -9,6 +9,7 @@ import torch
 from datasets import IterableDataset
 
 from alignment.config.errors import OptionError
+from alignment.config.fields import keywords
 from alignment.data.batching import Batch
 from alignment.data.kinds.completions import CompletionBatch, Completions
 from alignment.data.packing.packs import Packing
@@ -37,7 +38,7 @@ class SFTMethod(Method[CompletionBatch]):
             options.completion_only_loss,
             options.assistant_only_loss,
             options.dataset_text_field,
-            tokenized=bool((options.dataset_kwargs or {}).get("skip_prepare_dataset")),
+            tokenized=bool(keywords(options.dataset_kwargs).get("skip_prepare_dataset")),
         )
 
     def shown(self, rows: Columns) -> dict[str, list[Any]]:

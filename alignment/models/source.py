@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from alignment.config.errors import ModelError, OptionError, first_line
+from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
 from alignment.internals.transformers import asks_for_trust
 from alignment.models.kernels import liger_type, put_liger_kernels
@@ -187,7 +188,7 @@ class ModelSource:
         model = self._loaded(options, dtype, ds_config, device)
         # Only a reward model can have a type without kernels; other models have been rejected before.
         if options.use_liger_kernel and liger_type(self.config) is not None:
-            put_liger_kernels(model, options.liger_kernel_config)
+            put_liger_kernels(model, keywords(options.liger_kernel_config))
         return model
 
     def _loaded(

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from alignment.checkpoint.fingerprints import code_fingerprint, model_fingerprint
 from alignment.config.dtypes import DtypePlan
 from alignment.config.errors import OptionError, setting
+from alignment.config.fields import keywords
 from alignment.config.lookup import load_callable
 from alignment.config.options_online import CLASSIFIER_OPTIONS, OnlineOptions
 from alignment.data.kinds.prompts import prompt_row
@@ -81,7 +82,7 @@ class OnlineResources(Resources):
         cards: Cards | None = None,
     ) -> None:
         self.options, self.dtypes, self.beta, self.cards = options, dtypes, beta, cards
-        check_generation_kwargs(options.generation_kwargs or {})
+        check_generation_kwargs(keywords(options.generation_kwargs))
         if options.ds3_gather_for_generation is not None and stage != 3:
             raise OptionError(
                 f"{setting('ds3_gather_for_generation', options.ds3_gather_for_generation)}: has no effect with ZeRO "

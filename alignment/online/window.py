@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from alignment.checkpoint.run_folder import COMPLETIONS
+from alignment.config.fields import keywords
 from alignment.config.options_online import OnlineOptions
 from alignment.data.batching import AnyBatch
 from alignment.data.kinds.prompts import PromptBatch
@@ -59,7 +60,7 @@ def sampling_of(options: OnlineOptions, model: PreTrainedModel, tokenizer: Any) 
         top_k=options.top_k,
         min_p=options.min_p,
         repetition_penalty=options.repetition_penalty,
-        extra=options.generation_kwargs or {},
+        extra=keywords(options.generation_kwargs),
     )
 
 

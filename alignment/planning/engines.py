@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from alignment.config.deepspeed import load_deepspeed_config, policy_config, source_of
+from alignment.config.deepspeed import load_deepspeed_config, policy_config
 from alignment.config.dtypes import DtypePlan, plan_dtypes, planned, uses_cuda
 from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_online import OnlineOptions
 from alignment.config.placement import PLACEMENTS, placement_of, plan_frozen
-from alignment.config.translated.sections import check_translated, without_sections
+from alignment.config.translated.sections import without_sections
 from alignment.engines.collectives import gathered
 from alignment.models.adapters.given import Given
 from alignment.models.adapters.plan import plan_adapters
@@ -123,7 +123,6 @@ def plan_engines(
     own = reference is policy
     notes = check_kernels(options, (policy, None if own else reference))
     base = load_deepspeed_config(options.deepspeed, "zero2")
-    check_translated(options, base, source_of(base))
     base = without_sections(base)
     dtypes = plan_dtypes(options, base)
     world, width = world_size(), _width(policy)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from transformers.utils import is_kernels_available
 
 from alignment.config.errors import OptionError, did_you_mean, first_line, setting
+from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import device
 from alignment.internals.liger import LOSSES, kernels_by_type, left_out
@@ -90,7 +91,7 @@ def _check_liger(options: AlignmentConfig, sources: list[ModelSource]) -> None:
 
 
 def _check_names(options: AlignmentConfig, model_type: str, names: frozenset[str]) -> None:
-    for key, value in (options.liger_kernel_config or {}).items():
+    for key, value in keywords(options.liger_kernel_config).items():
         text = f"liger_kernel_config: {setting(key, value)}"
         if key in LOSSES and value:
             raise OptionError(f"{text}: Liger's losses are not used, as log-probs have their own head; remove it")

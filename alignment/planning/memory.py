@@ -15,7 +15,6 @@ from transformers import PretrainedConfig
 
 from alignment.config.dtypes import DtypePlan, planned
 from alignment.config.options import AlignmentConfig
-from alignment.config.options_data import HasLengths
 from alignment.config.options_online import OnlineOptions
 from alignment.engines.collectives import device, largest_numbers
 from alignment.engines.memory.devices import total_bytes
@@ -197,7 +196,7 @@ def _live(model: Census, itemsize: int) -> float:
 def _work(options: AlignmentConfig, policy: Census, itemsize: int, longest: int | None) -> float:
     """Return the bytes of activations and head tiles of two sequences per row: a pair, or a row and its mismatch."""
     if longest is None:
-        limit = options.max_length if isinstance(options, HasLengths) else None
+        limit = getattr(options, "max_length", None)
         longest = min(limit or _LONGEST, policy.positions)
     tokens = 2 * options.per_device_train_batch_size * longest
     layer = (29 + 8 * policy.inner / policy.hidden) * policy.hidden * itemsize / 2

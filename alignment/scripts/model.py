@@ -8,17 +8,16 @@ import dataclasses
 import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from alignment.config.errors import OptionError, setting
-from alignment.config.fields import option
+from alignment.config.fields import option, validated
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import BitsAndBytesConfig
 
-_DTYPES = ("auto", "bfloat16", "float16", "float32")
-_TASKS = ("CAUSAL_LM", "SEQ_CLS")
+Dtype: TypeAlias = Literal["auto", "bfloat16", "float16", "float32"]
 
 
 # transformers' HfArgumentParser can convert these annotations to arguments.
@@ -39,7 +38,7 @@ class ModelConfig:
 
     model_name_or_path: str | None = option(None, "Folder or Hub name of the model.")
     model_revision: str = option("main", "Branch, tag or commit of the model.")
-    dtype: str | None = option("float32", "Dtype of the loaded weights.", choices=_DTYPES)
+    dtype: Dtype | None = option("float32", "Dtype of the loaded weights.")
     trust_remote_code: bool = option(False, "Allow models and tokenizers to run their own Python code.")
     attn_implementation: str | None = option(
         None, "Attention implementation: `sdpa`, `eager`, `flash_attention_2` or any other in transformers."
@@ -48,28 +47,27 @@ class ModelConfig:
     lora_r: int = option(16, "Rank of the LoRA matrices.")
     lora_alpha: int = option(32, "Scale of LoRA: the update is multiplied by `lora_alpha / lora_r`.")
     lora_dropout: float = option(0.05, "Dropout probability of the adapters' inputs.")
-    lora_target_modules: list[str] | None = option(
-        None, "Names of the modules to adapt; `all-linear` for all linear layers."
+    lora_target_modules: list[str] | str | None = option(
+        None, "Names of the modules to adapt; `all-linear` for all linear layers.", several=True
     )
     lora_target_parameters: list[str] | None = option(None, "Names of parameters to adapt.")
     lora_modules_to_save: list[str] | None = option(None, "Modules to train fully and save with the adapters.")
-    lora_task_type: str = option("CAUSAL_LM", "Task type of PEFT: `SEQ_CLS` for a reward model.", choices=_TASKS)
+    lora_task_type: Literal["CAUSAL_LM", "SEQ_CLS"] = option(
+        "CAUSAL_LM", "Task type of PEFT: `SEQ_CLS` for a reward model."
+    )
     use_rslora: bool = option(False, "Rank-stabilized LoRA: scale by `lora_alpha / sqrt(lora_r)`.")
     use_dora: bool = option(False, "Weight-decomposed LoRA (DoRA).")
     load_in_8bit: bool = option(False, "Load the weights in 8-bit, to train adapters.")
     load_in_4bit: bool = option(False, "Load the weights in 4-bit, to train adapters.")
-    bnb_4bit_quant_type: str = option("nf4", "Quantization type of 4-bit weights.", choices=("fp4", "nf4"))
+    bnb_4bit_quant_type: Literal["fp4", "nf4"] = option("nf4", "Quantization type of 4-bit weights.")
     use_bnb_nested_quant: bool = option(False, "Also quantize the quantization constants of 4-bit weights.")
     bnb_4bit_quant_storage: str | None = option(None, "Storage dtype of packed 4-bit weights.")
-    torch_dtype: str | None = option(None, "Older name of `dtype`.", choices=_DTYPES)
+    torch_dtype: Dtype | None = option(None, "Older name of `dtype`.")
 
     def __post_init__(self) -> None:
         if self.load_in_8bit and self.load_in_4bit:
             raise OptionError("load_in_4bit=True and load_in_8bit=True contradict each other; remove one of them")
-        for each in dataclasses.fields(self):
-            value, choices = getattr(self, each.name), each.metadata.get("choices")
-            if choices and value is not None and value not in choices:
-                raise OptionError(f"{setting(each.name, value)}: expected one of {', '.join(choices)}")
+        vars(self).update(validated(type(self), vars(self)))
         if self.torch_dtype is not None:
             if self.dtype not in (None, "float32", self.torch_dtype):  # float32 is the default
                 raise OptionError(
@@ -79,7 +77,7 @@ class ModelConfig:
             self.dtype = self.torch_dtype
         self.torch_dtype = self.dtype
         if isinstance(self.lora_target_modules, list) and len(self.lora_target_modules) == 1:
-            self.lora_target_modules = self.lora_target_modules[0]  # type: ignore[assignment]
+            self.lora_target_modules = self.lora_target_modules[0]
 
 
 def get_peft_config(model_args: ModelConfig) -> PeftConfig | None:

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 from alignment.config.compatibility.model_kwargs import loading_keywords
 from alignment.config.compatibility.names import older_names
 from alignment.config.errors import OptionError, setting
+from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import mixture_parts
 from alignment.config.registry import option_names
@@ -91,8 +92,6 @@ def model_and_options(
         args = taken_over(args, kind)
     if args is not None and not isinstance(args, kind):
         raise OptionError(f"args: {trainer} expects a {kind.__name__}, not a {type(args).__name__}")
-    if args is not None:
-        args.check_again()
     model = model if model is not None else args.model_name_or_path if args is not None else None
     if model is None:
         raise OptionError(f"model: {trainer} has no model; pass a path or a model, or set model_name_or_path")
@@ -150,11 +149,11 @@ def with_quantization(
             "quantization_config: cannot be applied to a live model; pass the model's path, or load it "
             "with from_pretrained(quantization_config=...)"
         )
-    keywords = args.model_init_kwargs or {}
-    if keywords.get("quantization_config") is not None:
+    given = keywords(args.model_init_kwargs)
+    if given.get("quantization_config") is not None:
         raise OptionError("quantization_config: also set in model_init_kwargs; remove one")
     args = copy.copy(args)
-    args.model_init_kwargs = {**keywords, "quantization_config": quantization_config}
+    args.model_init_kwargs = {**given, "quantization_config": quantization_config}
     return args
 
 
@@ -356,5 +355,5 @@ def within_positions(options: AlignmentConfig, sources: tuple[ModelSource, ...])
     texts = [source.config.get_text_config() for source in sources]
     positions = [getattr(text, "max_position_embeddings", None) or 0 for text in texts]
     limited = copy.copy(options)
-    limited.max_length = min((number for number in positions if number > 0), default=None)  # type: ignore[attr-defined]
+    vars(limited)["max_length"] = min((number for number in positions if number > 0), default=None)
     return limited

@@ -19,8 +19,9 @@ from datasets import Dataset, IterableDataset
 
 from alignment.checkpoint.run_folder import check_filled, fills
 from alignment.config.errors import DataError, OptionError, setting
+from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
-from alignment.config.options_data import HasLengths, SequenceOptions, mixture_parts, tested_parts
+from alignment.config.options_data import SequenceOptions, mixture_parts, tested_parts
 from alignment.data.columns import used_columns
 from alignment.data.mixture import Mixture, Part, mixed
 from alignment.data.packing.packs import Packing, Packs, pack_rows
@@ -173,9 +174,8 @@ class RunData:
         return [*([] if self.train is None else [self.train]), *self.eval.values()]
 
 
-def limits_of(options: AlignmentConfig, packing: Packing | None = None) -> Limits:
+def limits_of(options: Any, packing: Packing | None = None) -> Limits:
     """Return the length limits for rows; rows that packing cuts are not cut before."""
-    assert isinstance(options, HasLengths)
     return Limits(
         max_length=None if packing is not None and packing.whole_rows else options.max_length,
         max_prompt_length=options.max_prompt_length,
@@ -282,7 +282,7 @@ def _tokenized(
 ) -> Path:
     """Return the folder with the tokenized rows of one part."""
     folder = tokenized_folder()
-    column_map = options.column_map if part.column_map is None else part.column_map
+    column_map = keywords(options.column_map) if part.column_map is None else part.column_map
     data = retries(part.where, part.load)
     if isinstance(data, IterableDataset):
         if options.ref_placement == "precomputed":

@@ -22,7 +22,6 @@ from alignment.checkpoint.best import BestModel
 from alignment.checkpoint.folder import checkpoint_folder
 from alignment.checkpoint.writer import CheckpointWriter
 from alignment.config.errors import RewardError, TrainingError
-from alignment.config.fields import Strategy
 from alignment.data.batching import AnyBatch
 from alignment.data.windows import WindowCounts, WindowPlan, WindowSampler
 from alignment.internals.torch import schedule_may_go_first
@@ -272,7 +271,7 @@ class TrainingLoop:
         self.boundary.ends = self.decision.stop and self.state.global_step < self.total_steps
 
     def _log_if_due(self) -> None:
-        ends = self._stops() and self.args.logging_strategy == Strategy.STEPS
+        ends = self._stops() and self.args.logging_strategy == "steps"
         if self.decision.log or (ends and self.history):
             self._log(asked=self.decision.log)
             self._decide()

@@ -207,6 +207,6 @@ def check_evaluation(args: AlignmentConfig, metrics: Iterable[str], evaluation: 
         check_best_metric(args, tuple(metrics), evaluation)
     elif args.eval_strategy != "no" or args.eval_on_start:
         raise OptionError(
-            f"eval_strategy: {args.eval_strategy.value} (eval_on_start: {args.eval_on_start}) requires evaluation "
+            f"eval_strategy: {args.eval_strategy} (eval_on_start: {args.eval_on_start}) requires evaluation "
             "data; set dataset_test_split, or pass eval_dataset"
         )

@@ -17,6 +17,7 @@ from alignment.checkpoint.engine_state import EngineState, ScheduleState
 from alignment.checkpoint.frozen import FrozenTensors
 from alignment.config.dtypes import SHORT
 from alignment.config.errors import OptionError
+from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import device, true_on_every_rank
 from alignment.engines.optimizers import build_optimizer, build_scheduler, check_counts, step_bytes
@@ -61,8 +62,8 @@ def build_engine(
     if training_steps is None:
         return checked(FrozenEngine(scorer, ds_config), task)
     if options.gradient_checkpointing:
-        enable_checkpointing(scorer.model, options.gradient_checkpointing_kwargs)
-        scorer.one_pass = bool((options.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
+        enable_checkpointing(scorer.model, keywords(options.gradient_checkpointing_kwargs))
+        scorer.one_pass = bool(keywords(options.gradient_checkpointing_kwargs).get("use_reentrant"))
         if scorer.one_pass and not all(parameter.requires_grad for parameter in scorer.parameters()):
             # Reentrant checkpointing only computes gradients if an input of the checkpoint requires one.
             scorer.model.enable_input_require_grads()
@@ -180,6 +181,7 @@ class RunEngines:
         self._frozen = FrozenTensors(policy.scorer.model)
         self._pass = self.resources.window_pass(context, self.models, self.aux_coefficient)
         self.resources.built(policy.scorer.model)
+        args.engines_built()
 
     def follow(self, schedule: LRScheduler) -> None:
         """Let the policy's learning rate follow another schedule of its optimizer."""

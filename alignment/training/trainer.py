@@ -75,7 +75,6 @@ from alignment.training.run_manifest import run_manifest
 from alignment.training.run_page import write_page
 from alignment.training.summary import write_report
 from alignment.training.surface.again import begin_again
-from alignment.training.surface.later import take_over
 from alignment.training.surface.overrides import check_attributes, check_overrides, check_saving
 from alignment.training.surface.positional import Order, taking_positions
 from alignment.training.surface.trainer_surface import TrainerSurface
@@ -159,7 +158,7 @@ class AlignmentTrainer(TrainerSurface):
         check_data_source(args, datasets[0])
         model, adapted = unwrapped(given.model)
         model, args = model_and_options(type(self).__name__, self.config_class, model, args)
-        args = with_adapter_names(with_quantization(args, model, quantization_config), *adapter_names)
+        args = with_adapter_names(with_quantization(args, model, quantization_config), *adapter_names).sealed()
         check_reporting(args.report_to)
         check_saving(type(self), AlignmentTrainer, saves=args.save_strategy != "no")
         check_rows_given(args, *datasets)
@@ -252,7 +251,6 @@ class AlignmentTrainer(TrainerSurface):
         handler.train_dataloader = self.get_train_dataloader() if self.data.train is not None else None
         handler.eval_dataloader = self.get_eval_dataloader() if self.data.eval else None
         self._manifest_before_building: Manifest | None = None  # set if engines were built before train()
-        self._options = self.args.values()
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -314,7 +312,7 @@ class AlignmentTrainer(TrainerSurface):
     def _check_training(self) -> tuple[PreparedData, WindowSampler]:
         """Check what may have been set since the trainer was created; return the training data and its windows."""
         check_attributes(self)
-        self._options = take_over(self.args, self._options, built=self.engines.ready)
+        self.args.check_late()
         check_saving(type(self), AlignmentTrainer, saves=self.args.save_strategy != "no")
         check_evaluation(self.args, self.metrics, self.data.eval)
         if self.data.train is None or self.data.sampler is None:

@@ -9,6 +9,7 @@ import pytest
 from pages.blocks import ROOT
 from pages.metrics import documented, matches
 
+from alignment.cli.help import grouped_fields, title_of
 from alignment.config.registry import METHODS
 from alignment.online.ranking import RewardRanker
 from alignment.reporting.metrics import means
@@ -69,7 +70,7 @@ def test_defaults_in_guides(method: str) -> None:
 def test_the_sections_of_each_method() -> None:
     """As the introduction of the page of options says."""
     everyone = set(METHODS)
-    titles = {name: {str(vars(base).get("TITLE")) for base in METHODS[name].__mro__} - {"None"} for name in METHODS}
+    titles = {name: {title_of(base) for base, _ in grouped_fields(METHODS[name])} for name in METHODS}
     sections = {title: {name for name in METHODS if title in titles[name]} for title in set().union(*titles.values())}
     for name in METHODS:
         assert sections.pop(METHODS[name].TITLE) == {name}

@@ -217,7 +217,7 @@ def test_the_key_has_everything_that_affects_the_log_probs(models: dict[str, str
     """And nothing else, so that sweeps over other options reuse the store."""
     trainer = make("KTO", models["policy"], None, tmp_path)
     own = key_of(trainer)
-    with mock.patch.object(trainer.args, "use_liger_kernel", True):  # refused without a GPU
+    with mock.patch.dict(vars(trainer.args), use_liger_kernel=True):  # refused without a GPU
         assert key_of(trainer)["model"] == {**own["model"], "liger": {}}
     assert list(own) == ["rows", "lengths", "partners", "mismatched", "model", "adapters", "dtype", "quantization"]
     for part, change in CHANGES:

@@ -577,10 +577,13 @@ def test_the_older_name_of_the_tokenizer(paths: dict[str, str], tmp_path: Path) 
 
 def test_options_set_on_a_trainer_are_checked_when_it_trains(paths: dict[str, str], tmp_path: Path) -> None:
     trainer = CPOTrainer(model=paths["policy"], args=CPOConfig(**options(tmp_path)), train_dataset=paired_rows(4))
-    trainer.args.learning_rate = "x"  # type: ignore[assignment]
     with pytest.raises(OptionError, match="^learning_rate='x'.*a number"):
+        trainer.args.learning_rate = "x"  # type: ignore[assignment]
+    trainer.args.load_best_model_at_end = True
+    with pytest.raises(OptionError, match="^load_best_model_at_end=True: requires evaluations"):
         trainer.train()
-    trainer.args.learning_rate, trainer.args.eval_strategy = 0.1, "epoch"  # type: ignore[assignment]
+    assert trainer.args.metric_for_best_model == "loss" and trainer.args.greater_is_better is False
+    trainer.args.learning_rate, trainer.args.eval_strategy = 0.1, "epoch"
     with pytest.raises(OptionError, match="eval_strategy: epoch .* requires evaluation data"):
         trainer.train()
 

@@ -71,7 +71,7 @@ def test_the_command_only_fills_the_stores(
     assert not (tmp_path / "out").exists()
     wrong = said(precompute, "--ref_placement", "replica", code=1)
     assert wrong[-1].startswith(
-        "error: precompute_ref_log_probs=True and ref_placement='replica' contradict each other"
+        "error: precompute_ref_log_probs=True and ref_placement='replica': they contradict each other"
     )
     wrong = said(precompute, "--precompute_ref_log_probs", "false", code=1)
     assert wrong[-1].startswith("error: ref_placement=None: has nothing to precompute")

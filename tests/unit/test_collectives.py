@@ -14,7 +14,7 @@ from alignment.engines import collectives
 from tools.ranks import RankServer
 
 # `barrier` has no tensor. ProcessFacts offers TRL's `main_process_first`, two layers below the collectives.
-ELSEWHERE = {("alignment/config/process/facts.py", "barrier")}
+ELSEWHERE = {("alignment/config/process_facts.py", "barrier")}
 NAMES = {
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
     *("broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter", "scatter"),

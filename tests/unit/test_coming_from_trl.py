@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from importlib import import_module
 from importlib.util import find_spec
@@ -285,12 +286,15 @@ def test_options_set_after_construction_are_checked_by_the_trainer() -> None:
     given.logging_steps = 5
     given.model_init_kwargs["device_map"] = "auto"
     given.max_seq_length = 9
-    _, options = model_and_options("KTOTrainer", KTOConfig, "m", given)
-    assert options is given and "max_seq_length" not in vars(options)
-    assert (options.learning_rate, options.eval_steps, options.max_length, options.dtype) == (1e-5, 5, 9, "bfloat16")
+    before = copy.deepcopy(given)
+    options = given.sealed()
+    assert given == before and given.learning_rate == "1e-5" and "max_seq_length" not in vars(given)
+    found = (options.learning_rate, options.logging_steps, options.max_length, options.dtype)
+    assert found == (1e-5, 5, 9, "bfloat16")
     given.gradient_checkpointing_kwargs["reentrant"] = True
+    assert options.gradient_checkpointing_kwargs == {"use_reentrant": False}
     with pytest.raises(OptionError, match="no argument 'reentrant'.*did you mean 'use_reentrant'"):
-        model_and_options("KTOTrainer", KTOConfig, "m", given)
+        given.sealed()
 
 
 def test_checkpointing_arguments_without_checkpointing() -> None:

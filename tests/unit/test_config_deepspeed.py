@@ -446,8 +446,8 @@ _MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True
         ({"bf16": True}, {"fp16": {"enabled": True}}, ["fp16.enabled=true", "bf16=True"]),
         ({"fp16": False}, {"fp16": {"enabled": True}}, ["fp16.enabled=true", "fp16=False"]),
         ({}, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ["bf16.enabled=true", "fp16.enabled=true"]),
-        ({}, {"bf16": {"enabled": "yes"}}, ["bf16.enabled='yes'"]),
-        ({}, {"bf16": True}, ["bf16=True", "expected an object"]),
+        ({}, {"bf16": {"enabled": "yes"}}, ['bf16.enabled="yes"']),
+        ({}, {"bf16": True}, ["bf16=true", "expected an object"]),
         (
             {"bf16": True, "learning_rate": 1e-6},
             {"zero_optimization": {"stage": 2}, "bf16": _MASTERS},
@@ -461,9 +461,9 @@ _MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": _MASTERS},
             ["bf16_master_weights_and_grads", "CPU Adam"],
         ),
-        ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp32"}}, ["grad_accum_dtype='fp32'", "stage 0"]),
-        ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp8"}}, ["grad_accum_dtype='fp8'", '"bf16"']),
-        ({}, {"data_types": {"grad_accum_dtype": "bf16"}}, ["grad_accum_dtype='bf16'", "float32"]),
+        ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp32"}}, ['grad_accum_dtype="fp32"', "stage 0"]),
+        ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp8"}}, ['grad_accum_dtype="fp8"', '"bf16"']),
+        ({}, {"data_types": {"grad_accum_dtype": "bf16"}}, ['grad_accum_dtype="bf16"', "float32"]),
     ],
 )
 def test_refused_plans(options: dict[str, Any], base: dict[str, Any], said: list[str]) -> None:
@@ -561,9 +561,10 @@ def test_names_match_transformers() -> None:
     from transformers.trainer_utils import SchedulerType
     from transformers.training_args import OptimizerNames
 
-    from alignment.config.checks import SCHEDULES
+    from alignment.config.fields import choices_of
+    from alignment.config.options_training import Schedule
     from alignment.config.refusals import KNOWN_OPTIMIZERS
 
-    assert set(SCHEDULES) == {member.value for member in SchedulerType}
+    assert set(choices_of(Schedule)) == {member.value for member in SchedulerType}
     own = {"deepspeed_cpu_adam", "deepspeed_fused_adam"}
     assert set(KNOWN_OPTIMIZERS) - own == {member.value for member in OptimizerNames}

@@ -16,7 +16,7 @@ from transformers.trainer_utils import IntervalStrategy
 from alignment.config import refusals
 from alignment.config.compatibility.verdicts import judged_names
 from alignment.config.errors import AlignmentError, OptionError
-from alignment.config.fields import SaveStrategy, Strategy, option_fields, parse_optim_args
+from alignment.config.fields import option_fields, parse_optim_args
 from alignment.config.registry import METHODS, option_names
 from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.dpo_options import DPOConfig
@@ -65,11 +65,11 @@ def test_home_is_expanded_in_output_folders(monkeypatch: pytest.MonkeyPatch) -> 
         ("merged_output_dir", Path("a/b"), "a/b"),
         ("deepspeed", Path("zero2.json"), "zero2.json"),
         ("optim_args", "momentum=0.9", "momentum=0.9"),
-        ("eval_strategy", "epoch", Strategy.EPOCH),
-        ("save_strategy", False, SaveStrategy.NO),
-        ("save_strategy", "epoch", SaveStrategy.EPOCH),
-        ("save_strategy", IntervalStrategy.EPOCH, SaveStrategy.EPOCH),
-        ("logging_strategy", "epoch", Strategy.EPOCH),
+        ("eval_strategy", "epoch", "epoch"),
+        ("save_strategy", False, "no"),
+        ("save_strategy", "epoch", "epoch"),
+        ("save_strategy", IntervalStrategy.EPOCH, "epoch"),
+        ("logging_strategy", "epoch", "epoch"),
         ("save_steps", 0.1, 0.1),
         ("save_steps", "10.0", 10),
         ("warmup_steps", 0.5, 0.5),
@@ -77,8 +77,9 @@ def test_home_is_expanded_in_output_folders(monkeypatch: pytest.MonkeyPatch) -> 
         ("report_to", ["none"], ["none"]),
         ("lr_scheduler_kwargs", {"power": 2.0}, {"power": 2.0}),
         ("max_steps", "-1", -1),
-        ("resume_from_checkpoint", False, False),
-        ("resume_from_checkpoint", "true", True),
+        ("resume_from_checkpoint", False, ""),
+        ("resume_from_checkpoint", "true", "latest"),
+        ("resume_from_checkpoint", True, "latest"),
         ("resume_from_checkpoint", "latest", "latest"),
     ],
 )
@@ -120,27 +121,27 @@ def test_wrong_type(name: str, given: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("cls", "options", "said"),
     [
-        (KTOConfig, {"beta": 0}, ["beta=0.0", "greater than 0"]),
+        (KTOConfig, {"beta": 0}, ["beta=0", "greater than 0"]),
         (CPOConfig, {"beta": -0.1}, ["beta=-0.1", "greater than 0"]),
         (KTOConfig, {"learning_rate": -1e-6}, ["learning_rate=-1e-06", "at least 0"]),
         (KTOConfig, {"per_device_train_batch_size": 0}, ["per_device_train_batch_size=0", "at least 1"]),
         (KTOConfig, {"per_device_eval_batch_size": 0}, ["per_device_eval_batch_size=0", "at least 1"]),
         (KTOConfig, {"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps=0", "at least 1"]),
-        (KTOConfig, {"logging_steps": 0}, ["logging_steps=0", "at least 1"]),
+        (KTOConfig, {"logging_steps": 0}, ["logging_steps=0", "greater than 0"]),
         (KTOConfig, {"save_steps": 1.5}, ["save_steps=1.5", "integer number of optimizer steps", "fraction"]),
         (KTOConfig, {"warmup_steps": -0.5}, ["warmup_steps=-0.5", "at least 0"]),
         (KTOConfig, {"save_strategy": "best"}, ["save_strategy='best'", "set eval_strategy"]),
-        (KTOConfig, {"eval_delay": -1}, ["eval_delay=-1.0", "at least 0"]),
+        (KTOConfig, {"eval_delay": -1}, ["eval_delay=-1", "at least 0"]),
         (KTOConfig, {"save_total_limit": -2}, ["save_total_limit=-2", "at least 1"]),
         (KTOConfig, {"max_prompt_length": 0}, ["max_prompt_length=0", "at least 1"]),
         (KTOConfig, {"max_completion_length": 0}, ["max_completion_length=0", "at least 1"]),
         (KTOConfig, {"max_length": 1}, ["max_length=1", "at least 2"]),
         (KTOConfig, {"max_steps": 0}, ["max_steps=0", "-1"]),
-        (KTOConfig, {"num_train_epochs": 0}, ["num_train_epochs=0.0", "greater than 0"]),
-        (KTOConfig, {"weight_decay": -1}, ["weight_decay=-1.0"]),
-        (KTOConfig, {"adam_beta2": 1}, ["adam_beta2=1.0", "less than 1"]),
-        (KTOConfig, {"adam_epsilon": 0}, ["adam_epsilon=0.0"]),
-        (KTOConfig, {"warmup_ratio": 1}, ["warmup_ratio=1.0", "less than 1"]),
+        (KTOConfig, {"num_train_epochs": 0}, ["num_train_epochs=0", "greater than 0"]),
+        (KTOConfig, {"weight_decay": -1}, ["weight_decay=-1", "at least 0"]),
+        (KTOConfig, {"adam_beta2": 1}, ["adam_beta2=1", "at least 0 and less than 1"]),
+        (KTOConfig, {"adam_epsilon": 0}, ["adam_epsilon=0", "greater than 0"]),
+        (KTOConfig, {"warmup_ratio": 1}, ["warmup_ratio=1", "at least 0 and less than 1"]),
         (KTOConfig, {"warmup_ratio": 0.1, "warmup_steps": 5}, ["warmup_ratio=0.1", "warmup_steps=5"]),
         (KTOConfig, {"lr_scheduler_type": "consine"}, ["lr_scheduler_type='consine'", "'cosine'"]),
         (KTOConfig, {"lr_scheduler_type": "reduce_lr_on_plateau"}, ["reduce_lr_on_plateau", "constant_with_warmup"]),
@@ -154,7 +155,7 @@ def test_wrong_type(name: str, given: Any, said: str) -> None:
         (KTOConfig, {"loss_type": "ktoo"}, ["loss_type='ktoo'", "kto, apo_zero_unpaired", "did you mean 'kto'"]),
         (KTOConfig, {"truncation_mode": "keep_start_"}, ["truncation_mode='keep_start_'", "'keep_start'"]),
         (KTOConfig, {"ref_placement": "none"}, ["ref_placement='none'", "KTO requires a reference"]),
-        (KTOConfig, {"desirable_weight": -1}, ["desirable_weight=-1.0"]),
+        (KTOConfig, {"desirable_weight": -1}, ["desirable_weight=-1", "at least 0"]),
         (KTOConfig, {"desirable_weight": 0, "undesirable_weight": 0}, ["desirable_weight=0.0", "undesirable_weight"]),
         (KTOConfig, {"max_tokens_per_batch": 1000}, ["max_tokens_per_batch=1000", "max_length=1024", "1024"]),
         (CPOConfig, {"max_tokens_per_batch": 2000}, ["max_tokens_per_batch=2000", "a pair", "2048"]),
@@ -188,7 +189,7 @@ def test_wrong_type(name: str, given: Any, said: str) -> None:
         (DPOConfig, {"label_smoothing": 0.1, "loss_type": "hinge"}, ["label_smoothing=0.1", "loss_type='hinge'"]),
         (DPOConfig, {"ref_placement": "none"}, ["ref_placement='none'", "DPO requires a reference"]),
         (DPOConfig, {"stratify_labels": True}, ["stratify_labels=True", "the rows of DPO have no labels"]),
-        (DPOConfig, {"beta": 0}, ["beta=0.0", "greater than 0"]),
+        (DPOConfig, {"beta": 0}, ["beta=0", "greater than 0"]),
         (DPOConfig, {"loss_weights": [1, 2]}, ["loss_weights=[1.0, 2.0]", "expected 1 weight", "loss_type='sigmoid'"]),
         (DPOConfig, {"loss_weights": [0]}, ["loss_weights=[0.0]", "greater than 0"]),
         (DPOConfig, {"loss_weights": []}, ["loss_weights=[]", "expected 1 weight"]),
@@ -197,8 +198,8 @@ def test_wrong_type(name: str, given: Any, said: str) -> None:
         (CPOConfig, {"label_smoothing": 0.1, "loss_type": "ipo"}, ["label_smoothing=0.1", "loss_type='ipo'"]),
         (CPOConfig, {"simpo_gamma": 1.0}, ["simpo_gamma=1.0", "loss_type='sigmoid'", "simpo"]),
         (CPOConfig, {"gamma_beta_ratio": 5}, ["gamma_beta_ratio=5.0", "loss_type='sigmoid'", "simpo, alphapo"]),
-        (CPOConfig, {"cpo_alpha": -1}, ["cpo_alpha=-1.0"]),
-        (CPOConfig, {"alpha": 0.1}, ["alpha=0.1", "loss_type='sigmoid'", "simpo, alphapo"]),
+        (CPOConfig, {"cpo_alpha": -1}, ["cpo_alpha=-1", "at least 0"]),
+        (CPOConfig, {"alpha": 0.1}, ["alpha=0.1", "no effect with loss_type='sigmoid'", "simpo, alphapo"]),
         (CPOConfig, {"alpha": 0.1, "loss_type": "ipo"}, ["alpha=0.1", "loss_type='ipo'"]),
         (CPOConfig, {"alpha": 0, "loss_type": "alphapo"}, ["alpha=0.0", "different from 0", "loss_type='alphapo'"]),
         (CPOConfig, {"stratify_labels": True}, ["stratify_labels=True", "labels"]),
@@ -206,15 +207,15 @@ def test_wrong_type(name: str, given: Any, said: str) -> None:
         (OnlineDPOConfig, {"judge": "a.py:b", "reward_funcs": "x.py:f"}, ["judge='a.py:b' and reward_funcs="]),
         (OnlineDPOConfig, {"judge": {"model": "m"}, "reward_weights": [1]}, ["judge='m' and reward_weights=[1.0]"]),
         (OnlineDPOConfig, {"num_generations": 1}, ["num_generations=1", "at least 2"]),
-        (OnlineDPOConfig, {"top_p": 0}, ["top_p=0.0", "greater than 0"]),
+        (OnlineDPOConfig, {"top_p": 0}, ["top_p=0", "greater than 0 and at most 1"]),
         (OnlineDPOConfig, {"top_p": 1.1}, ["top_p=1.1", "at most 1"]),
-        (OnlineDPOConfig, {"min_p": 1.1}, ["min_p=1.1", "between 0 and 1"]),
+        (OnlineDPOConfig, {"min_p": 1.1}, ["min_p=1.1", "at least 0 and at most 1"]),
         (OnlineDPOConfig, {"max_length": 64}, ["max_length=64", "max_new_tokens=64"]),
         (OnlineDPOConfig, {"max_length": None}, ["max_length=None"]),
-        (OnlineDPOConfig, {"missing_eos_penalty": -1}, ["missing_eos_penalty=-1.0", "at least 0"]),
+        (OnlineDPOConfig, {"missing_eos_penalty": -1}, ["missing_eos_penalty=-1", "at least 0"]),
         (OnlineDPOConfig, {"log_completions": -1}, ["log_completions=-1", "at least 0"]),
         (OnlineDPOConfig, {"max_windows_without_pairs": 0}, ["max_windows_without_pairs=0", "at least 1"]),
-        (OnlineDPOConfig, {"beta": [0.1, 0]}, ["beta=[0.1, 0.0]", "greater than 0"]),
+        (OnlineDPOConfig, {"beta": [0.1, 0]}, ["beta=[0.1, 0]", "greater than 0"]),
         (OnlineDPOConfig, {"use_transformers_paged": True, "rollout_backend": "generate"}, ["contradict"]),
         (CPOConfig, {"ref_model_name_or_path": "x"}, ["ref_model_name_or_path='x'", "does not use a reference"]),
         (CPOConfig, {"ref_placement": "replica"}, ["ref_placement='replica'", "does not use a reference"]),
@@ -276,7 +277,7 @@ _OTHER_VALUES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(refusals.NOT_YET))
+@pytest.mark.parametrize("name", sorted({*refusals.NOT_YET, "optim", "rollout_backend"}))
 def test_not_yet(name: str) -> None:
     value = _OTHER_VALUES.get(name, True)
     message = refused(OnlineDPOConfig if name == "rollout_backend" else KTOConfig, **{name: value})
@@ -289,8 +290,7 @@ def test_not_yet_defaults_are_accepted() -> None:
     for cls in METHODS.values():
         for field in option_fields(cls):
             if field.name in refusals.NOT_YET:
-                assert field.default in refusals.NOT_YET[field.name].allowed, field.name
-    assert refusals.refused_fields() == set(refusals.NOT_YET) - {"optim", "ref_placement", "rollout_backend"}
+                assert field.default is refusals.NOT_YET[field.name][0], field.name
     assert refusals.refused_fields() <= set().union(*map(option_names, METHODS.values()))
 
 
@@ -371,7 +371,7 @@ def test_defaults_that_depend_on_other_options(cls: type, given: dict[str, Any],
 
 @pytest.mark.parametrize("name", ["seed", "data_seed", "router_aux_loss_coef", "learning_rate", "weight_decay"])
 def test_numbers_that_must_not_be_negative(name: str) -> None:
-    with pytest.raises(OptionError, match=f"^{name}=-1.*: must be at least 0$"):
+    with pytest.raises(OptionError, match=f"^{name}=-1.*: must be at least 0( and at most 4294967295)?$"):
         KTOConfig("out", **{name: -1})
 
 
@@ -457,7 +457,7 @@ def test_bad_optim_args(text: str) -> None:
 
 def test_strategies_equal_those_of_transformers() -> None:
     options = KTOConfig("out", eval_strategy="steps")
-    assert options.eval_strategy == IntervalStrategy.STEPS and options.eval_strategy.value == "steps"
+    assert options.eval_strategy == IntervalStrategy.STEPS and type(options.eval_strategy) is str
     assert options.save_strategy != IntervalStrategy.NO and options.logging_strategy == IntervalStrategy.STEPS
     assert f"{options.eval_strategy}" == "steps" and options.eval_delay == 0
 

@@ -147,7 +147,7 @@ def test_bad_recipes(tmp_path: Path) -> None:
 
 def test_errors_of_overriding_values_do_not_name_the_recipe(tmp_path: Path) -> None:
     recipe = write(tmp_path, "method: kto\nbeta: 0.1\n")
-    assert refused([recipe, *NEEDED, "--beta", "-2"]).startswith("beta=-2.0: ")
+    assert refused([recipe, *NEEDED, "--beta", "-2"]).startswith("beta=-2: ")
 
 
 def test_missing_and_unreadable_recipes(tmp_path: Path) -> None:
@@ -228,6 +228,7 @@ def test_every_public_name_is_there() -> None:
         ("kto\nprecompute_ref_log_probs: true", "--ref_placement offload", {"precompute_ref_log_probs": False}),
         ("kto\ndataset_mixture: [a, b]", "--dataset_config c", {"dataset_mixture": None}),
         ("kto\noverwrite_output_dir: true", "--resume_from_checkpoint auto", {"overwrite_output_dir": False}),
+        ("kto\noverwrite_output_dir: true", "--resume_from_checkpoint false", {"overwrite_output_dir": True}),
         ("kto\nuse_peft: true\nlora_r: 4", "--adapter_name_or_path a", {"use_peft": True, "lora_r": 16}),
         ("kto\nuse_peft: true\nlora_r: 4", "--use_peft false", {"use_peft": False}),
         ("online_dpo\nreward_model_path: a", "--judge b.py:c", {"judge": "b.py:c", "reward_model_path": None}),
@@ -247,9 +248,9 @@ def test_an_option_replaces_its_counterpart_in_a_recipe(
 
 def test_counterparts_from_the_same_source_are_refused(tmp_path: Path) -> None:
     recipe = write(tmp_path, "method: cpo\nloss_type: simpo\nsimpo_gamma: 1.0\ngamma_beta_ratio: 0.3\n")
-    assert f"{recipe}: gamma_beta_ratio=0.3 and simpo_gamma=1.0 both" in refused([recipe, *NEEDED])
+    assert f"{recipe}: gamma_beta_ratio=0.3 and simpo_gamma=1.0: both" in refused([recipe, *NEEDED])
     both = ["--gamma_beta_ratio", "0.3", "--simpo_gamma", "0.5"]  # the default, but set
-    assert "gamma_beta_ratio=0.3 and simpo_gamma=0.5 both" in refused(["simpo", *NEEDED, *both])
+    assert "gamma_beta_ratio=0.3 and simpo_gamma=0.5: both" in refused(["simpo", *NEEDED, *both])
     twice = write(tmp_path, "method: cpo\ngamma: 1.0\nsimpo_gamma: 0.3\n")
     assert f"{twice}: gamma=1.0 and simpo_gamma=0.3 contradict" in refused([twice, *NEEDED])
 

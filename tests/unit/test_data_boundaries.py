@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignment.config.errors import DataError
-from alignment.config.options_data import TRUNCATION_MODES
+from alignment.config.fields import choices_of
+from alignment.config.options_data import Truncation
 from alignment.data.kinds.completions import COMPLETIONS
 from alignment.data.kinds.pairs import HH_TURN, PAIRS, split_messages, split_texts
 from alignment.data.kinds.prompts import PROMPTS
@@ -29,6 +30,7 @@ from alignment.data.sources import load_split
 from alignment.data.tokenization import Encoded, RowTokenizer
 from alignment.data.truncation import EMPTY, NO_CONTEXT, NO_ROOM, Limits, fit
 
+MODES = choices_of(Truncation)
 LENGTH = st.one_of(st.none(), st.integers(1, 9))
 TOKENS = st.integers(0, 9).map(lambda count: list(range(100, 100 + count)))
 
@@ -36,7 +38,7 @@ TOKENS = st.integers(0, 9).map(lambda count: list(range(100, 100 + count)))
 @settings(max_examples=300)
 @given(
     prompt=TOKENS, completions=st.lists(TOKENS, min_size=1, max_size=2), longest=LENGTH, prompt_most=st.integers(1, 9),
-    completion_most=LENGTH, mode=st.sampled_from(TRUNCATION_MODES), head=st.integers(0, 2), alone=st.booleans(),
+    completion_most=LENGTH, mode=st.sampled_from(MODES), head=st.integers(0, 2), alone=st.booleans(),
 )  # fmt: skip
 def test_every_limit_holds_and_nothing_else_is_cut(
     prompt: list[int], completions: list[list[int]], longest: int | None, prompt_most: int,
@@ -57,7 +59,7 @@ def test_every_limit_holds_and_nothing_else_is_cut(
         )
 
 
-@pytest.mark.parametrize("mode", TRUNCATION_MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_a_row_as_long_as_all_of_its_limits_is_unchanged(mode: str) -> None:
     fitted = fit([1, 2, 3], [[4, 5], [6]], Limits(5, 3, 2, mode), 1)
     assert (fitted.prompt, fitted.prompt_cut) == ([1, 2, 3], False)

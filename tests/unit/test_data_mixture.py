@@ -124,8 +124,8 @@ def test_parts_of_the_option() -> None:
         ([{"weight": 1}], r"dataset_mixture\[0\]: dataset_name is missing"),
         ([{"dataset_name": "a", "wight": 1}], r"dataset_mixture\[0\].wight=1: no such key; did you mean 'weight'"),
         ([{"dataset_name": "a", "weight": "x"}], r"dataset_mixture\[0\].weight='x': expected a number"),
-        ({"a": 0}, r"dataset_mixture\[0\].weight=0.0: must be greater than 0"),
-        ({"a": -1}, r"dataset_mixture\[0\].weight=-1.0: must be greater than 0"),
+        ({"a": 0}, r"dataset_mixture\[0\].weight=0: must be greater than 0"),
+        ({"a": -1}, r"dataset_mixture\[0\].weight=-1: must be greater than 0"),
         ([{"dataset_name": "a", "weight": 1}, "b"], "dataset_mixture: b has no weight, but other parts do"),
         (
             [{"dataset_name": "a", "column_map": {"text_a": "x"}}],

@@ -47,6 +47,7 @@ PYTHONS = (
         for name in dir(kind)
     }
     | {*dir(BaseException), *dir(dict), *dir(builtins), "__version__", "__file__", "__path__", "__dataclass_fields__"}
+    | {"__pydantic_config__"}  # documented
     | {"_replace", "_asdict", "_make"}
 )  # the last of named tuples
 

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 from alignment.config import dtypes  # noqa: E402
 from alignment.config.compatibility.verdicts import judged_names  # noqa: E402
 from alignment.config.errors import OptionError  # noqa: E402
-from alignment.config.fields import hints, members, option, option_fields  # noqa: E402
+from alignment.config.fields import choices_of, hints, members, option, option_fields  # noqa: E402
 from alignment.config.options import AlignmentConfig  # noqa: E402
 from alignment.config.refusals import refused_fields  # noqa: E402
 from alignment.config.registry import METHODS, option_names  # noqa: E402
@@ -123,7 +123,7 @@ def produced(options: AlignmentConfig) -> tuple[Any, ...]:
 
 def another_value(field: dataclasses.Field[Any], hint: Any) -> Any:
     """Return a value of the field's type that differs from its default."""
-    kinds, choices = members(hint), field.metadata.get("choices")
+    kinds, choices = members(hint), choices_of(hint)
     if choices:
         return next(choice for choice in choices if choice != field.default)
     if bool in kinds and isinstance(field.default, (bool, type(None))):

@@ -34,7 +34,7 @@ class Derived(KTOConfig):
 def test_additional_fields_of_a_script() -> None:
     thing = Unknown()
     options = Derived(further=thing, several={"one": thing}, number="4", dataset_name="rows")  # type: ignore[arg-type]
-    options.check_again()
+    options = options.sealed()
     assert (options.further, options.several, options.number) == (thing, {"one": thing}, 4)
     assert (options.learning_rate, options.dataset_name) == (1e-3, "rows")
 

@@ -179,7 +179,7 @@ def test_options_of_jobs_and_methods_do_not_overlap() -> None:
         ("--overwrite_output_dir true", "overwrite_output_dir=True"),
         ("--save_strategy no", "save_strategy='no'"),
         ("--push_to_hub --hub_token hf_mine", "--hub_token=<hidden>"),
-        ("--beta -1", "beta=-1.0"),
+        ("--beta -1", "beta=-1"),
         ("--bata 1", "bata='1'"),
     ],
 )

@@ -33,7 +33,6 @@ from alignment.data.shown.rows import (
 )
 from alignment.training.arguments import check_collator
 from alignment.training.surface.accelerator import Accelerator
-from alignment.training.surface.later import take_over
 from alignment.training.surface.overrides import NEVER_CALLED, check_overrides, check_saving
 from alignment.training.surface.positional import Order, arguments, online_arguments
 from alignment.training.surface.trainer_surface import TrainerSurface
@@ -246,34 +245,26 @@ def test_positional_arguments_of_online_dpo() -> None:
 
 
 def test_options_set_after_the_trainer_was_created() -> None:
-    args = KTOConfig("out", logging_steps=4)
-    before = args.values()
-    assert take_over(args, before, built=True) == before
-    args.logging_steps, args.learning_rate, args.do_eval = "3", 1e-5, True  # type: ignore[assignment]
-    now = take_over(args, before, built=False)
-    assert (args.logging_steps, args.eval_steps, now["eval_steps"]) == (3, 3, 3)
-    assert take_over(args, now, built=True) == now
-    for name, value, built, said in (
-        (
-            "learning_rate",
-            2e-5,
-            True,
-            "learning_rate=2e-05: learning_rate changed after the trainer built its engines",
-        ),
-        (
-            "max_length",
-            8,
-            False,
-            "max_length=8: max_length changed after the trainer was created, too late",
-        ),
-        ("learning_rate", "fast", False, "learning_rate='fast'.*a number"),
+    given = KTOConfig("out", logging_steps=4)
+    args = given.sealed()
+    args.logging_steps, args.learning_rate, args.do_eval, args.run_name = "3", 1e-5, True, None  # type: ignore[assignment]
+    assert (args.logging_steps, args.learning_rate, given.logging_steps, given.learning_rate) == (3, 1e-5, 4, 1e-6)
+    for name, value, said in (
+        ("max_length", 8, "^max_length=8: too late to take effect after the trainer was created"),
+        ("max_seq_length", 8, "^max_length=8: too late"),
+        ("learning_rate", "fast", "^learning_rate='fast'.*a number"),
+        ("logging_steps", 0, "^logging_steps=0: must be greater than 0"),
     ):
-        settled, before = getattr(args, name), args.values()
-        setattr(args, name, value)
         with pytest.raises(OptionError, match=said):
-            take_over(args, before, built=built)
-        setattr(args, name, settled)
-        args.check_again()
+            setattr(args, name, value)
+    args.engines_built()
+    with pytest.raises(OptionError, match="^learning_rate=2e-05: too late .* after the trainer built its engines"):
+        args.learning_rate = 2e-5
+    args.metric_for_best_model = "accuracy"
+    assert args.greater_is_better is True
+    args.load_best_model_at_end = True
+    with pytest.raises(OptionError, match="^load_best_model_at_end=True: requires evaluations"):
+        args.check_late()
 
 
 def test_collators_that_only_pad_are_accepted() -> None:

@@ -19,7 +19,7 @@ from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from alignment.cli.help import default_text, grouped_fields
+from alignment.cli.help import default_text, grouped_fields, title_of
 from alignment.config.options import AlignmentConfig
 from alignment.config.refusals import refused_fields
 from alignment.config.registry import METHODS
@@ -48,7 +48,7 @@ def groups_of(method: str) -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]
         if (method == SHARED) == issubclass(AlignmentConfig, group):
             working = [field for field in fields if field.name not in refused_fields()]
             if working:
-                yield vars(group)["TITLE"], working
+                yield title_of(group), working
 
 
 def _lines(method: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from alignment.cli.help import default_text, grouped_fields
+from alignment.cli.help import default_text, grouped_fields, title_of
 from alignment.config.refusals import refused_fields
 from alignment.config.registry import METHODS
 
@@ -58,7 +58,7 @@ def _groups() -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]:
             working = [field for field in fields if field.name not in refused_fields()]
             if group not in seen and working:
                 seen.add(group)
-                yield vars(group)["TITLE"], working
+                yield title_of(group), working
 
 
 def _table(title: str, fields: list[dataclasses.Field[Any]]) -> str:

@@ -28,11 +28,12 @@ TRL. The tables below list every option of TRL 0.12 to 1.16 and of transformers'
 
 No option is rejected at TRL's default. For a name that is in no table, the error suggests the closest known name.
 
-Options that you set after creating the configuration are checked again when the trainer is created. A trainer also
-accepts plain `TrainingArguments` and uses all of their values, as TRL does. `HfArgumentParser` can parse the
-configurations, also together with `ScriptArguments` and `ModelConfig`. In that case, the options that these classes
-declare (`dataset_name`, `model_name_or_path`, `dtype`, `trust_remote_code`, `lora_r` and others) are parsed into them
-only; set them on the configuration from Python, in a recipe or on the command line of this project.
+A configuration is checked and resolved when you create it; options that you set on it afterwards are checked when the
+trainer is created. The trainer works on a copy, `trainer.args`, and does not change yours. It also accepts plain
+`TrainingArguments` and uses all of their values, as TRL does. `HfArgumentParser` can parse the configurations, also
+together with `ScriptArguments` and `ModelConfig`. In that case, the options that these classes declare
+(`dataset_name`, `model_name_or_path`, `dtype`, `trust_remote_code`, `lora_r` and others) are parsed into them only;
+set them on the configuration from Python, in a recipe or on the command line of this project.
 
 The keys `dtype` (or `torch_dtype`), `attn_implementation`, `trust_remote_code`, `load_in_4bit` and `load_in_8bit` of
 `model_init_kwargs` set the options of the same names; a conflict with an option is an error. `dtype: float32` in
@@ -92,8 +93,8 @@ def _text(field: dataclasses.Field[Any]) -> str:
     if verdict is not None:
         return _verdict_text(verdict)
     if field.name in refused_fields():
-        entry = NOT_YET[field.name]
-        return f"*must be* {_values(entry.allowed)}: {entry.reason}; {entry.instead}"
+        only, reason, instead = NOT_YET[field.name]
+        return f"*must be* {_values((only,))}: {reason}; {instead}"
     return "*supported*"
 
 

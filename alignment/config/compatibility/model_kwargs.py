@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from alignment.config.errors import OptionError, is_placeholder, setting
+from alignment.config.fields import keywords
 
 # Keyword argument -> equivalent option.
 _OPTIONS = {
@@ -42,9 +43,9 @@ def read_keywords(options: Any) -> None:
             raise _contradiction(options, "ref_model_init_kwargs", key, name)
 
 
-def loading_keywords(given: Mapping[str, Any] | None) -> dict[str, Any]:
+def loading_keywords(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
     """Return the arguments to pass on to ``from_pretrained``: those that are no options and are set."""
-    left = {key: value for key, value in (given or {}).items() if key not in _OPTIONS and key != _DEVICE_MAP}
+    left = {key: value for key, value in keywords(given).items() if key not in _OPTIONS and key != _DEVICE_MAP}
     left = {key: value for key, value in left.items() if not is_placeholder(key, value)}
     return {key: value for key, value in left.items() if value is not None or key != "quantization_config"}
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from alignment.config.errors import OptionError, setting
-from alignment.config.fields import convert, hints, option_fields
+from alignment.config.fields import once_per_class, option_fields
 
 # Values of TRL or transformers -> values here. None: no value.
 _VALUES: dict[str, dict[Any, Any]] = {
@@ -24,13 +23,9 @@ _VALUES: dict[str, dict[Any, Any]] = {
 }
 
 
+@once_per_class
 def older_names(cls: Any) -> dict[str, str]:
     """Return the aliases of a class's options: older name -> name here."""
-    return _older_names(cls)
-
-
-@functools.cache
-def _older_names(cls: Any) -> dict[str, str]:
     return {
         alias.lstrip("-"): field.name for field in option_fields(cls) for alias in field.metadata.get("aliases", ())
     }
@@ -49,18 +44,13 @@ def read_names(cls: Any, given: dict[str, Any]) -> dict[str, Any]:
         value = result.pop(older)
         if value is None and name in result:
             continue  # an older name that a release of TRL still lists, at its default
-        if name in result and not _agree(cls, name, result[name], value):
+        if name in result and str(result[name]).lower() != str(value).lower():
             raise OptionError(
                 f"{setting(older, value)} and {setting(name, result[name])} contradict each other: {older} is an "
                 f"alias of {name}; remove {older}"
             )
         result[name] = value
     return result
-
-
-def _agree(cls: Any, name: str, one: Any, other: Any) -> bool:
-    hint = hints(cls)[name]
-    return bool(convert(name, value_here(name, one), hint) == convert(name, value_here(name, other), hint))
 
 
 def value_here(name: str, value: Any) -> Any:

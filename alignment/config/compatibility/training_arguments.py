@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from alignment.config.compatibility.verdicts import accepted, only
-from alignment.config.fields import Keywords, OptionalTexts, TextOrTruth
-from alignment.config.process.facts import LEVELS
+from alignment.config.fields import Keywords
+from alignment.config.process_facts import LogLevel
 
 _ENGINE = "Has no effect: DeepSpeed reduces the gradients."
 _LOADER = "Affects speed only: batches are planned for the whole step and collated in order."
@@ -20,7 +20,6 @@ _TRACKIO_INSTEAD = "set report_to to another integration, such as tensorboard"
 _NO_METRICS = "compute_metrics is not supported"
 _COMPILE = "torch.compile is not supported"
 _LEAVE = "remove it"
-_LOG_LEVELS = ("passive", *LEVELS)
 
 
 def _alone(options: Any) -> bool:
@@ -72,7 +71,7 @@ class DeviceArguments:
         None, "nccl", "gloo", reason="ranks communicate over NCCL on GPUs and over gloo on CPUs", instead=_LEAVE
     )
     ddp_timeout: int = accepted(1800, "Has no effect: `hang_timeout` ends a run in which a rank hangs.")
-    fsdp: OptionalTexts = only(
+    fsdp: list[str] | str | None = only(
         None, "", reason="FSDP is not supported", instead="set deepspeed to zero3, which also shards parameters"
     )
     fsdp_config: Keywords = only(None, reason="FSDP is not supported", instead="set deepspeed to zero3")
@@ -86,7 +85,7 @@ class DeviceArguments:
     parallelism_config: Any = only(
         None, reason="tensor, context and sequence parallelism are not supported", instead="set deepspeed to zero3"
     )
-    debug: OptionalTexts = only(
+    debug: list[str] | str | None = only(
         "", None, reason="debug modes are not supported", instead="set on_bad_step, which handles overflows"
     )
     local_rank: int = accepted(-1, "Has no effect: the local rank is read from the launcher's environment.")
@@ -104,7 +103,7 @@ class LoopArguments:
         instead="set label_smoothing with CPO or DPO",
     )
     neftune_noise_alpha: float | None = only(None, reason="embedding noise (NEFTune) is not supported", instead=_LEAVE)
-    optim_target_modules: OptionalTexts = only(
+    optim_target_modules: list[str] | str | None = only(
         None, reason="low-rank optimizers (GaLore, APOLLO) are not supported", instead="set optim: adamw_8bit"
     )
     use_cache: bool = accepted(
@@ -132,14 +131,10 @@ class ReportArguments:
 
     TITLE: ClassVar[str] = "Logging, evaluation, saving"
 
-    log_level: str = accepted(
-        "passive",
-        "Sets `get_process_log_level()` on rank 0 only; the run itself always prints on rank 0 only.",
-        choices=_LOG_LEVELS,
+    log_level: LogLevel = accepted(
+        "passive", "Sets `get_process_log_level()` on rank 0 only; the run itself always prints on rank 0 only."
     )
-    log_level_replica: str = accepted(
-        "warning", "Sets `get_process_log_level()` on the other ranks only.", choices=_LOG_LEVELS
-    )
+    log_level_replica: LogLevel = accepted("warning", "Sets `get_process_log_level()` on the other ranks only.")
     log_on_each_node: bool = accepted(
         True, "Has no effect: only rank 0 logs, to `log.jsonl` and the reporting integrations."
     )
@@ -150,7 +145,7 @@ class ReportArguments:
     project: str = accepted("huggingface", "Applies to trackio only, which is not supported.")
     trackio_space_id: str | None = only(None, reason=_TRACKIO, instead=_TRACKIO_INSTEAD)
     trackio_bucket_id: str | None = only(None, reason=_TRACKIO, instead=_TRACKIO_INSTEAD)
-    trackio_static_space_id: TextOrTruth = only(None, False, reason=_TRACKIO, instead=_TRACKIO_INSTEAD)
+    trackio_static_space_id: Any = only(None, False, reason=_TRACKIO, instead=_TRACKIO_INSTEAD)
     prediction_loss_only: bool = accepted(False, _NO_PREDICTIONS)
     eval_do_concat_batches: bool = accepted(True, _NO_PREDICTIONS)
     eval_use_gather_object: bool = accepted(False, _NO_PREDICTIONS)

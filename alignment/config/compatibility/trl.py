@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from alignment.config.compatibility.verdicts import accepted, only
-from alignment.config.fields import ListOrKeywords, OptionalTexts
+from alignment.config.fields import ListOrKeywords
 
 _PADDING = "Has no effect: padding is masked, whatever its width and token."
 _MARKED = "Has no effect: completions are marked by position, so labels are not padded."
@@ -149,6 +149,6 @@ class OnlineDPOCompatibility(WidthOptions):
     vllm_group_port: int = accepted(51216, _VLLM)
     vllm_tensor_parallel_size: int = accepted(1, _VLLM)
     vllm_enable_sleep_mode: bool = accepted(False, _VLLM)
-    cache_implementation: OptionalTexts = only(
+    cache_implementation: list[str] | str | None = only(
         None, "dynamic", reason="the rollout manages its own cache", instead="set rollout_backend"
     )

@@ -42,18 +42,16 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other) and (numbers or type(one) is type(other))
 
 
-def accepted(default: Any, reason: str, *, choices: tuple[str, ...] | None = None) -> Any:
+def accepted(default: Any, reason: str) -> Any:
     """Declare a field whose values are all accepted and have no effect.
 
     Args:
         default: default value.
         reason: a sentence that says why it has no effect.
-        choices: possible values of a string; None for any.
     """
     verdict = Verdict(reason)
     verdict.values, verdict.reason, verdict.instead, verdict.condition = None, reason, "", None
-    listed = {} if choices is None else {"choices": choices}
-    return dataclasses.field(default=default, metadata={"help": verdict, **listed})
+    return dataclasses.field(default=default, metadata={"help": verdict})
 
 
 def only(default: Any, *further: Any, reason: str, instead: str, when: Condition | None = None) -> Any:

@@ -7,7 +7,6 @@ option that is at its default, and are rejected if they contradict an option.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from alignment.config.deepspeed import LoadedConfig, load_deepspeed_config, source_of
@@ -59,22 +58,6 @@ def translate(options: Any) -> None:
     if options.deepspeed is not None:
         config = load_deepspeed_config(options.deepspeed, "")
         _translate(options, config, source_of(config))
-
-
-def check_translated(options: Any, config: dict[str, Any], where: str) -> None:
-    """Reject sections that the options do not reflect because ``deepspeed`` was set after construction.
-
-    Raises:
-        OptionError: names the first option that differs.
-    """
-    followed = copy.copy(options)
-    _translate(followed, config, where)
-    for name, value in vars(followed).items():
-        if value != getattr(options, name):
-            raise OptionError(
-                f"{where}: the sections {' and '.join(SECTIONS)} require {setting(name, value)}, but the options have "
-                f"{setting(name, getattr(options, name))}; pass deepspeed to the constructor of the options"
-            )
 
 
 def has_optimizer(deepspeed: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from alignment.config.errors import OptionError, setting
-from alignment.config.fields import convert, hints, option_fields
+from alignment.config.fields import convert, option_fields
 
 AUTO = "auto"
 
@@ -46,7 +46,7 @@ def take(options: Any, name: str, place: str, value: Any) -> None:
         OptionError: the option is set to another value, or the value has a wrong type.
     """
     try:
-        wanted = convert(name, value, hints(options.__class__)[name], default_of(options, name))
+        wanted = convert(type(options), name, value)
     except OptionError as error:
         raise OptionError(f"{place}: {error}") from None
     own = getattr(options, name)

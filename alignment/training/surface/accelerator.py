@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alignment.config.process.facts import ahead_of_others
+from alignment.config.process_facts import ahead_of_others
 from alignment.engines.collectives import barrier, device, gathered
 from alignment.run.ranks import local_rank, rank, world_size
 

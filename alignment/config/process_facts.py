@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
+import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from alignment.config.dtypes import planned, uses_cuda
+from alignment.config.errors import OptionError
+from alignment.internals.transformers import parallel_mode
 
 if TYPE_CHECKING:
     import torch
 
+LogLevel: TypeAlias = Literal["passive", "detail", "debug", "info", "warning", "error", "critical"]
 # transformers' names of log levels, except "passive", which does not change the library's own level.
 LEVELS = {
     "detail": logging.DEBUG,
@@ -22,23 +27,44 @@ LEVELS = {
 }
 
 
+def _environment_int(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise OptionError(f"environment variable {name}={text!r}: expected an integer; unset it") from None
+
+
 class ProcessFacts:
     """Properties of the options that depend on the process. torch is imported only when needed."""
 
-    if TYPE_CHECKING:
-        warmup_steps: float
-        warmup_ratio: float
-        log_level: str
-        log_level_replica: str
+    @property
+    def process_index(self) -> int:
+        """Rank of this process."""
+        return _environment_int("RANK", 0)
 
-        @property
-        def n_gpu(self) -> int: ...
+    @property
+    def local_process_index(self) -> int:
+        """Local rank of this process on its host."""
+        return _environment_int("LOCAL_RANK", 0)
 
-        @property
-        def process_index(self) -> int: ...
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        machine = planned()
+        return _environment_int("WORLD_SIZE", 1) if machine is None else machine.ranks
 
-        @property
-        def local_process_index(self) -> int: ...
+    @property
+    def n_gpu(self) -> int:
+        """Number of GPUs of this process: 1 or 0."""
+        return int(uses_cuda(self))
+
+    @property
+    def parallel_mode(self) -> Any:
+        """transformers' ``ParallelMode``, for callbacks; transformers must be imported already."""
+        if self.world_size > 1:
+            return parallel_mode("DISTRIBUTED")
+        return parallel_mode("NOT_DISTRIBUTED" if self.n_gpu else "NOT_PARALLEL")
 
     @property
     def device(self) -> torch.device:
@@ -61,25 +87,6 @@ class ProcessFacts:
     def place_model_on_device(self) -> bool:
         """Whether the engine moves the model to its device: always true."""
         return True
-
-    def get_process_log_level(self) -> int:
-        """Return the level for the loggers of a script, as in the module ``logging``.
-
-        This is ``log_level`` on rank 0 and ``log_level_replica`` on other ranks, or the level of transformers if that
-        is ``passive``.
-        """
-        name = self.log_level if self.should_log else self.log_level_replica
-        if name in LEVELS:
-            return LEVELS[name]
-        from transformers.utils import logging as transformers_logging
-
-        return int(transformers_logging.get_verbosity())
-
-    def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Return the number of warmup steps; a fraction of the training steps is rounded up, as in transformers."""
-        if self.warmup_steps >= 1:
-            return int(self.warmup_steps)
-        return math.ceil(num_training_steps * (self.warmup_steps or self.warmup_ratio))
 
     def main_process_first(self, local: bool = True, desc: str = "work") -> contextlib.AbstractContextManager[None]:
         """Run the body on the main process before the others, for example to fill a cache that they read. Collective.

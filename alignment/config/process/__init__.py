@@ -1,1 +1,0 @@
-"""Members of transformers' ``TrainingArguments`` about the process that scripts run in."""

@@ -1,0 +1,154 @@
+"""Options as objects: copies, subclasses, what resolves and checks them, and what a trainer's options refuse."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+import pytest
+
+from alignment import KTOConfig, ModelConfig, ScriptArguments, TrlParser
+from alignment.config.errors import OptionError
+from alignment.config.fields import SHARED, marked, option, option_fields, validated
+from alignment.config.options import AlignmentConfig
+from alignment.config.registry import METHODS, option_names
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+
+def values(options: Any) -> dict[str, Any]:
+    return {field.name: getattr(options, field.name) for field in option_fields(options)}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_copies_have_the_same_values(method: str) -> None:
+    """Those of options that ``dataclasses.fields`` omits, too, and those of a trainer."""
+    given = {"model_name_or_path": "m", "model_init_kwargs": {"revision": "a"}, "learning_rate": "1e-3"}
+    options = METHODS[method]("out", **given)
+    for one in (options, options.sealed()):
+        for other in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one), copy.copy(one), dataclasses.replace(one)):
+            assert type(other) is type(options) and values(other) == values(options)
+    deep = copy.deepcopy(options)
+    deep.model_init_kwargs["revision"] = "b"
+    assert options.model_init_kwargs == {"revision": "a"}
+    assert dataclasses.replace(options.sealed(), seed="7").seed == 7, "a new object is not sealed"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_trl_parser(method: str, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("learning_rate: 5e-7\nmodel_init_kwargs: {revision: a}\nreport_to: [none]\n")
+    parser = TrlParser((ScriptArguments, METHODS[method], ModelConfig))
+    line = "--output_dir o --model_name_or_path m --optim_args a=1 --eval_strategy epoch"
+    script, options, model = parser.parse_args_and_config([f"--config={tmp_path / 'own.yaml'}", *line.split()])
+    expected = METHODS[method](
+        "o", learning_rate=5e-7, model_init_kwargs={"revision": "a"}, report_to=["none"], optim_args="a=1",
+        eval_strategy="epoch",
+    )  # fmt: skip
+    assert values(options) == values(expected) and model.model_name_or_path == "m" and script.dataset_name is None
+    with pytest.raises(OptionError, match="^learning_rate=-1.0: must be at least 0$"):
+        parser.parse_args_and_config(["--learning_rate", "-1"])
+
+
+def test_options_shared_with_scripts_are_hidden_from_dataclasses() -> None:
+    hidden = option_names(KTOConfig) - {field.name for field in dataclasses.fields(KTOConfig)}
+    assert hidden == marked(KTOConfig, SHARED) and {"model_name_or_path", "lora_r", "dataset_name"} <= hidden
+
+
+class Settings:
+    """A class of a script's own."""
+
+
+@dataclass(kw_only=True)
+class Strict(KTOConfig):
+    """A subclass with an option that has no default."""
+
+    needed: str
+
+
+@dataclass
+class Derived(KTOConfig):
+    """What a user writes: a standard dataclass."""
+
+    steps_between: int = option(2, "An option.")
+    settings: Settings | None = option(None, "An object.")
+    names: list[str] = dataclasses.field(default_factory=list)
+    tone: Annotated[str, pydantic.Field(pattern="^[a-z]+$")] = "calm"
+    weight: Annotated[float, pydantic.Field(gt=0)] = 1.0
+    calls = 0
+
+    def resolve(self) -> None:
+        super().resolve()
+        Derived.calls += 1
+
+
+def test_a_standard_dataclass_is_validated_as_well() -> None:
+    made = Derived("out", steps_between="3", settings=Settings(), learning_rate="1e-5")
+    assert (made.steps_between, made.learning_rate, made.names) == (3, 1e-5, [])
+    assert Derived().names is not Derived().names
+    with pytest.raises(OptionError, match="^needed is required; set it$"):
+        Strict("out")
+    for name, value in (
+        ("weight", 0),
+        ("steps_between", True),
+        ("settings", 3),
+        ("beta", 0),
+        ("steps_betwen", 3),
+        ("max_length", 1),
+    ):
+        with pytest.raises(OptionError, match=f"^{name}={value}: .{{9}}"):
+            Derived("out", **{name: value})
+    with pytest.raises(OptionError, match=r"^tone='A': String should match pattern '\^\[a-z\]\+\$'$"):
+        Derived("out", tone="A")
+    with pytest.raises(OptionError, match="^settings=3: Input should be an instance of Settings$"):
+        Derived("out", settings=3)  # type: ignore[arg-type]
+
+
+def test_options_are_resolved_once() -> None:
+    Derived.calls = 0
+    made = Derived("out")
+    made.sealed().check_late()
+    assert Derived.calls == 1
+    made.precompute_ref_log_probs, made.eval_steps = True, None
+    assert made.sealed().ref_placement == "precomputed" and made.sealed().eval_steps == 10, "set since"
+    assert made.ref_placement is None and made.eval_steps is None
+
+
+def test_a_trainers_options_do_not_change_the_callers() -> None:
+    given = KTOConfig("out", model_init_kwargs={"a": {"b": 1}})
+    first, second = given.sealed(), given.sealed()
+    first.model_init_kwargs["a"]["b"] = 2
+    first.num_train_epochs = 9
+    assert given.model_init_kwargs == second.model_init_kwargs == {"a": {"b": 1}}
+    assert given.num_train_epochs == second.num_train_epochs == 3
+    given.beta = 0.7
+    assert (given.sealed().beta, second.beta) == (0.7, 0.1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_option_of_a_trainer_is_guarded(method: str) -> None:
+    options = METHODS[method]("out").sealed()
+    still_open = vars(options)["_open"]
+    assert {"run_name", "num_train_epochs", "learning_rate", "use_cache"} <= still_open
+    for name in option_names(type(options)) - still_open:
+        with pytest.raises(OptionError, match=f"^{name}=.*too late to take effect after the trainer was created"):
+            setattr(options, name, getattr(options, name))
+
+
+def test_values_are_validated_by_name() -> None:
+    @dataclass
+    class Part(AlignmentConfig):
+        weight: float = option(1.0, "A weight.")
+
+    assert validated(Part, {"weight": "2", "seed": 3.0}) == {"weight": 2.0, "seed": 3}
+    with pytest.raises(OptionError, match=r"^parts\[0\].weigth=2: no such key; did you mean 'weight'\?$"):
+        validated(Part, {"weigth": 2}, "parts[0].")
