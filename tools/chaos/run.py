@@ -87,9 +87,9 @@ class Chaos:
             else:
                 plan["event"] = POINTS[kill.point].event
         arguments, env = self.world.arguments(method, output_dir), {VARIABLE: json.dumps(plan)}
-        script, times = Path(__file__).with_name("rank.py"), {"timeout": _TIMEOUT_S, "grace": _GRACE_S}
+        script, run = Path(__file__).with_name("rank.py"), self.server.run
         try:
-            return self.server.run(script, *arguments, nproc=RANKS, env=env, check=False, **times)
+            return run(script, *arguments, nproc=RANKS, timeout=_TIMEOUT_S, grace=_GRACE_S, env=env, check=False)
         except RanksFailed as error:
             return error.outcome
 
