@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from oracle import dense
 from torch import Tensor
 from torch.testing import assert_close
+from transformers import HfArgumentParser
 
+from alignment.config.errors import OptionError
 from alignment.methods.cpo_options import CPOConfig
 from alignment.objectives import cpo, kto
 from alignment.objectives.kto import kto_kl, kto_kl_sums
 from alignment.objectives.likelihood import nll
-from alignment.objectives.pairs import PairResult
+from alignment.objectives.pairs import PairResult, hinge
+from alignment.objectives.table import Loss
 
 KTO_CASES: list[dict[str, Any]] = [
     {"loss_type": "kto", "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
@@ -366,3 +371,20 @@ def test_a_loss_of_cpo_reads_the_options_of_its_entry(name: str) -> None:
         else:
             with pytest.raises(TypeError, match=option):
                 cpo.cpo_loss(*values, loss, **{option: value})
+
+
+@dataclass(kw_only=True)
+class Further(CPOConfig):
+    """Options with a further loss."""
+
+    LOSSES: ClassVar[Mapping[str, Loss]] = {**CPOConfig.LOSSES, "steep": Loss(hinge)}
+
+
+def test_a_subclass_extends_the_losses_of_cpo() -> None:
+    """Without declaring the option again."""
+    [options] = HfArgumentParser(Further).parse_args_into_dataclasses(["--output_dir", "out", "--loss_type", "steep"])
+    assert options.loss_type == options.sealed().loss_type == "steep" and options.simpo_gamma == 0.5
+    with pytest.raises(OptionError, match=r"^loss_type='steeep': .* simpo, alphapo, steep; did you mean 'steep'\?$"):
+        Further("out", loss_type="steeep")
+    with pytest.raises(OptionError, match="^loss_type='steep': "):
+        CPOConfig("out", loss_type="steep")
