@@ -161,7 +161,7 @@ def check_same_run(checkpoint: Checkpoint, current: Manifest, *, anyway: bool) -
 def _defaults(method: str) -> dict[str, Any]:
     """Defaults of a method's options: what a version of the package did that did not have an option yet."""
     declared = option_fields(METHODS[method] if method in METHODS.entries else AlignmentConfig)
-    return {field.name: getattr(field.default, "value", field.default) for field in declared}
+    return {field.name: field.default for field in declared}
 
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any], compared: Callable[[Any], Any]) -> Iterator[str]:

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from typing import Any
 
 from alignment.config.compatibility.verdicts import verdict_of
@@ -42,7 +41,7 @@ def default_text(field: dataclasses.Field[Any]) -> str:
     """Return the default of an option as a user would write it."""
     if field.default is None:
         return "unset"
-    text = str(field.default.value if isinstance(field.default, Enum) else field.default)
+    text = str(field.default)
     return text.lower() if isinstance(field.default, bool) else text
 
 

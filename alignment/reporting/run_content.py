@@ -122,7 +122,7 @@ def _best_step(folder: Path, view: RunView, options: Record) -> int | None:
 
 def changed_options(options: Mapping[str, Any], declared: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the name, value and default ("" if unknown) of the options that differ from those of the class."""
-    defaults = {one.name: getattr(one.default, "value", one.default) for one in option_fields(declared)}
+    defaults = {one.name: one.default for one in option_fields(declared)}
     ignored = judged_names(declared)
     for name, value in options.items():
         if value is not None and value != defaults.get(name) and name not in ignored:
