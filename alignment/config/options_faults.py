@@ -34,13 +34,13 @@ class FaultOptions:
     retry_pause: Free[NotNegative] = option(
         5.0, "Seconds to wait before the first retry. The pause doubles with every further retry, up to 5 minutes."
     )
-    hang_timeout: Free[Positive] = option(
+    hang_timeout: Late[Free[Positive]] = option(
         600.0, "Seconds without progress after which a rank is considered hung and the run ends; see `hang_factor`."
     )
-    hang_timeout_first: Free[Positive] = option(
+    hang_timeout_first: Late[Free[Positive]] = option(
         3600.0, "`hang_timeout` for the first time that each phase (loading, rollout, save and others) runs."
     )
-    hang_factor: Free[Positive] = option(
+    hang_factor: Late[Free[Positive]] = option(
         5.0,
         "Extend `hang_timeout` in a phase to this multiple of the longest time without progress observed in it, if "
         "that is longer.",
