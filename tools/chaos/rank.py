@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -67,4 +66,4 @@ def main(plan: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(json.loads(os.environ[VARIABLE])))
+    main(json.loads(os.environ[VARIABLE]))

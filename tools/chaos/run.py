@@ -87,9 +87,11 @@ class Chaos:
             else:
                 plan["event"] = POINTS[kill.point].event
         arguments, env = self.world.arguments(method, output_dir), {VARIABLE: json.dumps(plan)}
-        script, times = Path(__file__).with_name("rank.py"), {"timeout": _TIMEOUT_S, "grace": _GRACE_S}
+        script = Path(__file__).with_name("rank.py")
         try:
-            return self.server.run(script, *arguments, nproc=RANKS, env=env, check=False, **times)
+            return self.server.run(
+                script, *arguments, nproc=RANKS, env=env, check=False, timeout=_TIMEOUT_S, grace=_GRACE_S
+            )
         except RanksFailed as error:
             return error.outcome
 
