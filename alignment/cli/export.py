@@ -17,7 +17,6 @@ from alignment.cli.output import parse_arguments
 from alignment.config.fields import checked_text, choices_of, hints
 from alignment.config.options_export import ExportOptions
 from alignment.config.options_faults import FaultOptions
-from alignment.engines.launch_env import hush_libraries
 from alignment.run.activity import ACTIVITY
 
 _ABOUT = """\
@@ -42,7 +41,6 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
 def _run(source: str, out: str, **given: Any) -> None:
     options = ExportOptions(**given)
     source, out = (checked_text(name, value) for name, value in (("source", source), ("out", out)))
-    hush_libraries()
     # Exporting a large model takes hours on a slow disk, and no other rank waits for this process: never time out.
     ACTIVITY.limits = FaultOptions(hang_timeout=math.inf, hang_timeout_first=math.inf)
     from alignment.checkpoint.export import export

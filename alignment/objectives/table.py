@@ -65,7 +65,7 @@ class Loss:
     defaults: Mapping[str, float] = field(default_factory=dict)
 
     def options(self, given: Any) -> dict[str, float]:
-        """Return the values of :attr:`reads` in the options ``given``."""
+        """Return the values of ``reads`` in the options ``given``."""
         return {name: getattr(given, name) for name in self.reads}
 
 

@@ -103,7 +103,7 @@ def write(text: str) -> None:
     bounded(lambda: (sys.stderr.write(f"{start}{text}\n"), sys.stderr.flush()), _WRITE_S)
 
 
-def tell(text: str) -> None:
+def write_beside_bars(text: str) -> None:
     """On rank 0, write a line to stderr during a run; its progress bars are redrawn below it."""
     tqdm = sys.modules.get("tqdm")
     put = sys.stderr.write if tqdm is None else lambda line: tqdm.tqdm.write(line, file=sys.stderr, end="")

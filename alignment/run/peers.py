@@ -88,8 +88,11 @@ class Peers(threading.Thread):
     def places(self) -> str:
         """Where the ranks are, as far as this one knows, for messages; the longest without progress is the first."""
         beats = sorted((-beat["idle"], _seen(other, beat)) for other, beat in self._beats.items() if not beat["left"])
-        own = f"rank {self.rank} (host {self._place['host']}) in {ACTIVITY.place}"
-        return "; ".join([*(seen for _, seen in beats[:_MOST_NAMED]), own])
+        return "; ".join([*(seen for _, seen in beats[:_MOST_NAMED]), self._own_place])
+
+    @property
+    def _own_place(self) -> str:
+        return f"rank {self.rank} (host {self._place['host']}) in {ACTIVITY.place}"
 
     def leave(self, failure: Ending | None = None) -> None:
         """Stop, once every rank has finished, or because this one has failed and its program continues.
@@ -159,7 +162,7 @@ class Peers(threading.Thread):
         if silent > ACTIVITY.limits.peer_timeout and not self.over.is_set():
             first = _seen(0, self._beats[0]) if 0 in self._beats else "rank 0"
             what = f"{'the launcher' if self._by_launcher else first} has not responded for {silent:.0f} s: {_DOWN}"
-            self.end(Ending(f"error: rank {self.rank} in {ACTIVITY.place}: {what}", stacks=True))
+            self.end(Ending(f"error: {self._own_place}: {what}", stacks=True))
 
     def _turn(self) -> None:
         """Publish a heartbeat, read those of others, and end the job if one of them cannot continue."""

@@ -20,7 +20,7 @@ from alignment.config.options_faults import FaultOptions
 from alignment.internals.torch import default_store
 from alignment.run.activity import ACTIVITY
 from alignment.run.deadlines import bounded
-from alignment.run.ending import Ending, end_with, ending_of, tell
+from alignment.run.ending import Ending, end_with, ending_of, write_beside_bars
 from alignment.run.peers import Peers
 from alignment.run.ranks import rank, world_size
 from alignment.run.requests import REQUESTS
@@ -106,7 +106,7 @@ class Protection:
         line = f"no progress for {idle:.0f} s (hang_timeout, hang_timeout_first): {who}; stack traces: hang-RANK.txt"
         if self._in_command or peers is not None:
             self.end(Ending(f"error: {line}", stacks=True))
-        tell(f"warning: {line}")
+        write_beside_bars(f"warning: {line}")
         write_stacks(ACTIVITY.folder, rank())
 
 

@@ -16,7 +16,7 @@ from time import monotonic
 from types import FrameType
 
 from alignment.run.activity import ACTIVITY
-from alignment.run.ending import tell
+from alignment.run.ending import write_beside_bars
 from alignment.run.processes import Process, launchers
 from alignment.run.requests import REQUESTS
 from alignment.run.stop import RunStopped, StopReason
@@ -120,7 +120,7 @@ class SignalWatch:
         if REQUESTS.deferring and not REQUESTS.done and reason not in (None, self._announced):
             self._announced = reason
             again = "; press Ctrl-C again to exit immediately" if reason is StopReason.SIGINT else ""
-            tell(f"{REQUESTS}: saving a checkpoint at the next safe point, then stopping{again}")
+            write_beside_bars(f"{REQUESTS}: saving a checkpoint at the next safe point, then stopping{again}")
 
 
 def _detach_child() -> None:

@@ -319,6 +319,27 @@ def test_a_request_at_the_last_step_changes_nothing(models: dict[str, str], tmp_
     assert not REQUESTS.reason, "the next run in this process is not asked to stop"
 
 
+def test_a_stop_in_the_evaluation_of_the_second_set(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume evaluates both sets, although the callbacks have heard of the first one."""
+
+    def trainer() -> AlignmentTrainer:
+        made = make("KTO", models, tmp_path, **RUN)
+        (data,) = made.data.eval.values()
+        made.data.eval = {"": data, "b": data}
+        return made
+
+    with monkeypatch.context() as patch:
+        in_evaluation(patch, 2)
+        stopped(trainer())
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=True)
+    resumed.close()
+    names = {name for entry in resumed.state.log_history if entry["step"] == 3 for name in entry}
+    assert {"eval_loss", "eval_b_loss"} <= names
+
+
 def test_the_stop_file(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It ends the run like Ctrl-C; a file from before the start is removed."""
     trainer = make("KTO", models, tmp_path, **RUN)

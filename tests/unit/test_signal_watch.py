@@ -24,7 +24,7 @@ class Hearing:
         self.ends: list[int] = []
         self.told: list[str] = []
         monkeypatch.setattr(signals, "monotonic", lambda: self.now)
-        monkeypatch.setattr(signals, "tell", self.told.append)
+        monkeypatch.setattr(signals, "write_beside_bars", self.told.append)
         self.watch = SignalWatch(lambda: self.ends.append(1))
         self.watch._taken = {signal.SIGTERM, signal.SIGINT}
 
