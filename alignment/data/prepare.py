@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from datasets import Dataset
 from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from alignment.config.errors import DataError, OutputError, one_line
+from alignment.config.options_data import COLUMNS, MAPPED_COLUMNS
 from alignment.data.columns import arranged
 from alignment.data.kinds.base import Kind
 from alignment.data.report import DataReport, counts
@@ -30,13 +31,14 @@ from alignment.data.tokenization import RowTokenizer
 from alignment.data.truncation import Limits
 from alignment.internals.transformers import tokenizer_options
 
-FORMAT_VERSION = 8  # increase it if the same input is tokenized or stored differently
+_TOKENS_VERSION = 7  # increase it if the same input is tokenized differently; part of what a resumed run compares
+_FORMAT_VERSION = 2  # increase it if tokenized rows are stored differently
 _ROWS = 1000  # rows hashed at a time; part of the hash
 _BATCH = 256  # rows per call of the tokenizer
 
 
-def cache_name(dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits, others: Sequence[str] = ()) -> str:
-    """Return the name of a tokenized dataset, such as ``preference-3f…``: a hash of everything that determines it.
+def data_key(dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits, others: Sequence[str] = ()) -> str:
+    """Return the key of a tokenized dataset, such as ``preference-3f…``: a hash of everything that determines it.
 
     The content of the rows is hashed rather than the dataset's fingerprint: two processes that load the same file get
     the same name, and a modified file gets a new one regardless of its timestamp.
@@ -49,15 +51,24 @@ def cache_name(dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits, oth
         others: columns that the kind does not know and keeps.
     """
     digest = hashlib.blake2b(digest_size=16)
-    settings = {"version": FORMAT_VERSION, "kind": [kind.name, asdict(kind)], "limits": asdict(limits)}
-    settings |= {"tokenizer": describe_tokenizer(tokenizer), "others": list(others)}
+    settings: dict[str, Any] = {"version": _TOKENS_VERSION, "kind": kind.name, "limits": asdict(limits)}
+    settings |= {"tokenizer": describe_tokenizer(tokenizer)} | ({"extra": list(others)} if others else {})
+    if (rules := asdict(kind)) != {field.name: field.default for field in fields(kind)}:
+        settings["rules"] = rules
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    for rows in dataset.with_format("arrow").iter(_ROWS):
+    order = [*COLUMNS, *MAPPED_COLUMNS, *others]
+    columns = sorted(dataset.column_names, key=lambda name: order.index(name) if name in order else len(order))
+    for rows in dataset.select_columns(columns).with_format("arrow").iter(_ROWS):
         table, sink = rows.combine_chunks().replace_schema_metadata(None), pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
         digest.update(memoryview(sink.getvalue()))
     return f"{kind.name}-{digest.hexdigest()}"
+
+
+def key_of(folder: Path) -> str:
+    """Return the key of the rows in a folder that :func:`prepare` returned."""
+    return folder.stem
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
@@ -123,7 +134,7 @@ def prepare(
     dataset, others = arranged(dataset, column_map, kind, where, method)
     if len(dataset) == 0:
         raise DataError(f"{where}: contains no rows; pass a dataset with rows")
-    target = cache_dir / cache_name(dataset, kind, tokenizer, limits, others)
+    target = cache_dir / f"{data_key(dataset, kind, tokenizer, limits, others)}.{_FORMAT_VERSION}"
     if target.is_dir():
         _check_report(DataReport.load(target), where, strict)
         return target
@@ -192,7 +203,7 @@ def _build(
             num_proc=num_proc,
             cache_file_name=str(scratch / "rows.arrow"),
             load_from_cache_file=False,
-            new_fingerprint=target.name.rpartition("-")[2],  # avoids pickling the tokenizer to compute one
+            new_fingerprint=key_of(target).rpartition("-")[2],  # avoids pickling the tokenizer to compute one
             desc="Tokenizing",
         )
     reasons = mapped.data.column("dropped").to_pylist()

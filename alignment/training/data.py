@@ -26,7 +26,7 @@ from alignment.data.columns import used_columns
 from alignment.data.mixture import Mixture, Part, mixed
 from alignment.data.packing.packs import Packing, Packs, pack_rows
 from alignment.data.packing.rows import PackedRows
-from alignment.data.prepare import check_cache, load_prepared, prepare
+from alignment.data.prepare import check_cache, key_of, load_prepared, prepare
 from alignment.data.report import DataReport, joined
 from alignment.data.sources import dataset_from_python, from_stream, load_split, take
 from alignment.data.truncation import Limits
@@ -239,7 +239,7 @@ def prepare_data(
     retries.counted(gathered(retries.taken()))
     dataset, reports = mixed(read, limit, order_seed(options))
     datasets_used = tuple(PreparedPart(name, report) for (name, _, _), report in zip(read, reports))
-    chosen = [(name, weight) for _, name, weight in made]
+    chosen = [(key_of(Path(name)), weight) for _, name, weight in made]
     made_of = (chosen, limit, order_seed(options), *(() if packing is None else (packing,)))
     key = hashlib.blake2b(repr(made_of).encode(), digest_size=16).hexdigest()
     if packing is None:

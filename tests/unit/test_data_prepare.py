@@ -20,7 +20,7 @@ from alignment.data.kinds.completions import COMPLETIONS
 from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED, prompt_key
-from alignment.data.prepare import Prepared, cache_name, load_prepared, prepare
+from alignment.data.prepare import Prepared, data_key, key_of, load_prepared, prepare
 from alignment.data.report import DataReport
 from alignment.data.sources import dataset_from_python, load_split
 from alignment.data.truncation import Limits
@@ -198,7 +198,7 @@ def test_second_run_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tokenizer = char_tokenizer(before=("<s>",))
     data = dataset_from_python(KTO)
     path = prepare(data, UNPAIRED, tokenizer, Limits(), "data", tmp_path, progress=False)
-    assert path.name == cache_name(data, UNPAIRED, tokenizer, Limits())
+    assert key_of(path) == data_key(data, UNPAIRED, tokenizer, Limits())
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [path.name]
     assert sorted(entry.name for entry in path.iterdir()) == ["data", "report.json"]
     monkeypatch.setattr(module, "_build", lambda *args: pytest.fail("built again"))
@@ -207,9 +207,9 @@ def test_second_run_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert prepare(again, UNPAIRED, tokenizer, Limits(), "data", tmp_path) == path
 
 
-def test_the_cache_name_depends_on_all_inputs(tmp_path: Path) -> None:
+def test_the_key_of_the_data_depends_on_all_inputs(tmp_path: Path) -> None:
     def name(rows: list[Any] = KTO, kind: Any = UNPAIRED, tokenizer: Any = None, **limits: Any) -> str:
-        return cache_name(dataset_from_python(rows), kind, tokenizer or char_tokenizer(), Limits(**limits))
+        return data_key(dataset_from_python(rows), kind, tokenizer or char_tokenizer(), Limits(**limits))
 
     template = char_tokenizer(template=CHATML)
     names = [
@@ -233,23 +233,23 @@ def test_the_cache_name_depends_on_all_inputs(tmp_path: Path) -> None:
     assert len(paths) == 1
 
 
-def test_the_cache_name_depends_on_the_content_of_a_file(tmp_path: Path) -> None:
+def test_the_key_of_the_data_depends_on_the_content_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     names = []
     for label in (True, False, True):
         path.write_text(json.dumps({"prompt": "x", "completion": "c", "label": label}))
-        names.append(cache_name(load_split(str(path), None, "train"), UNPAIRED, char_tokenizer(), Limits()))
+        names.append(data_key(load_split(str(path), None, "train"), UNPAIRED, char_tokenizer(), Limits()))
     assert names[0] == names[2] != names[1]
     renamed = path.rename(tmp_path / "renamed.jsonl")
     dataset = load_split(str(renamed), None, "train")
-    assert cache_name(dataset, UNPAIRED, char_tokenizer(), Limits()) == names[0]
+    assert data_key(dataset, UNPAIRED, char_tokenizer(), Limits()) == names[0]
 
 
-def test_the_cache_name_depends_on_every_row() -> None:
+def test_the_key_of_the_data_depends_on_every_row() -> None:
     """Rows are hashed a thousand at a time."""
     rows = [{"prompt": str(number), "completion": "c", "label": True} for number in range(1500)]
     names = {
-        cache_name(Dataset.from_list(given), UNPAIRED, char_tokenizer(), Limits())
+        data_key(Dataset.from_list(given), UNPAIRED, char_tokenizer(), Limits())
         for given in (rows, rows[:1400], [*rows[:-1], {**rows[-1], "label": False}])
     }
     assert len(names) == 3
@@ -286,7 +286,7 @@ def test_columns_are_checked_first(tmp_path: Path) -> None:
         empty = Dataset.from_dict({"chosen": [], "rejected": []})
         prepare(empty, PAIRS, char_tokenizer(), Limits(), "data", tmp_path)
     assert list(tmp_path.iterdir()) == []
-    assert cache_name(Dataset.from_dict({"a": [1]}), PAIRS, char_tokenizer(), Limits()).startswith("preference-")
+    assert data_key(Dataset.from_dict({"a": [1]}), PAIRS, char_tokenizer(), Limits()).startswith("preference-")
 
 
 def test_conversations_need_a_template(tmp_path: Path) -> None:
@@ -311,15 +311,18 @@ def test_a_folder_that_cannot_be_written_or_read(tmp_path: Path) -> None:
 
 def test_a_finished_folder_of_another_process_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = DataReport.save
+    other = tmp_path / "other"
+    usual = prepare(dataset_from_python(KTO), UNPAIRED, char_tokenizer(), Limits(), "data", other, progress=False)
+    cache = tmp_path / "cache"
+    target = cache / usual.name
 
     def overtaken(report: DataReport, folder: Path) -> None:
         save(report, folder)
-        target = tmp_path / cache_name(dataset_from_python(KTO), UNPAIRED, char_tokenizer(), Limits())
         (target / "theirs").mkdir(parents=True)
 
     monkeypatch.setattr(DataReport, "save", overtaken)
-    path = prepare(dataset_from_python(KTO), UNPAIRED, char_tokenizer(), Limits(), "data", tmp_path, progress=False)
-    assert [entry.name for entry in tmp_path.iterdir()] == [path.name] and (path / "theirs").is_dir()
+    path = prepare(dataset_from_python(KTO), UNPAIRED, char_tokenizer(), Limits(), "data", cache, progress=False)
+    assert [entry.name for entry in cache.iterdir()] == [path.name] and (path / "theirs").is_dir()
 
 
 def test_vocabulary() -> None:

@@ -14,6 +14,7 @@ from data_tokenizers import CHATML, char_tokenizer
 from datasets import Array2D, Dataset, Features, Image, IterableDataset, List, Value, concatenate_datasets
 
 from alignment.config.errors import DataError
+from alignment.config.options_data import COLUMNS
 from alignment.data.columns import arranged, used_columns
 from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.prompts import PROMPTS, PromptRow, prompt_row
@@ -180,10 +181,7 @@ def test_a_stream_keeps_every_column_of_prompts_only(tmp_path: Path) -> None:
         {"when": "2024-05-01T00:00:00", "answer": [1, None]},
         {"when": None, "answer": "two"},
     ]
-    assert used_columns(SCORED_PAIRS, {"prompt": "answer"}) == {
-        "prompt", "chosen", "rejected", "margin", "tools", "chat_template_kwargs", "answer",
-        *SCORED_PAIRS.tokens.names,
-    }  # fmt: skip
+    assert used_columns(SCORED_PAIRS, {"prompt": "answer"}) == {*COLUMNS, "answer", *SCORED_PAIRS.tokens.names}
     assert "margin" not in (used_columns(PAIRS, None) or set())
 
 

@@ -249,7 +249,7 @@ def test_a_formatting_function_returns_the_text_of_a_row(tmp_path: Path) -> None
         formatted(dataset_from_python([{"input_ids": [4, 5]}]), lambda row: "a", "data")
 
 
-def test_the_cache_name_depends_on_the_tokens_in_the_loss(tmp_path: Path) -> None:
+def test_the_key_of_the_data_depends_on_the_tokens_in_the_loss(tmp_path: Path) -> None:
     data = dataset_from_python([{"messages": SAID}])
     own = [COMPLETIONS, Completions(True), Completions(False), Completions(assistant_only=True)]
     options: Any = {"progress": False}

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from datasets import Dataset, Features, List, Value
 
 from alignment.config.errors import DataError, listing
+from alignment.config.options_data import COLUMNS
 from alignment.data.batching import AnyBatch
 from alignment.data.messages import Row
 from alignment.data.targets.tokenized import TokenColumns, TokenFormat, read_completions
@@ -52,8 +53,12 @@ class Kind(ABC):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that its rows may have, by their expected names."""
-        return tuple(dict.fromkeys([*(name for form in self.formats for name in form), *self.optional]))
+        """The columns that its rows may have, by their expected names.
+
+        Unless a kind keeps others, these include the columns of other kinds: unread, but part of the key of the data.
+        """
+        unread = () if self.keeps_columns else (name for name in COLUMNS if name != "margin")
+        return tuple(dict.fromkeys([*(name for form in self.formats for name in form), *self.optional, *unread]))
 
     @property
     def features(self) -> Features:
