@@ -151,7 +151,7 @@ def _scored(scorer: CompletionScorer, rows: Sequence[Tensor]) -> Tensor:
     mask = torch.stack([(torch.arange(longest) < len(row)).long() for row in rows])
     positions = torch.cat([torch.arange(len(row) - 1) + number * longest for number, row in enumerate(rows)])
     targets = torch.cat([row[1:] for row in rows])
-    scores: Tensor = scorer(ids, mask, positions, targets, len(targets)).scores
+    scores: Tensor = scorer({"input_ids": ids, "attention_mask": mask}, positions, targets, len(targets)).scores
     return scores
 
 
