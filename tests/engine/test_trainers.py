@@ -26,6 +26,7 @@ from alignment.models.tasks import CAUSAL_LM
 from alignment.references.engine import EngineReference
 from alignment.reporting.progress import Progress
 from alignment.training import data as data_setup
+from alignment.training import run_engines
 from alignment.training.run_engines import build_engine
 from alignment.training.trainer import AlignmentTrainer
 
@@ -286,10 +287,10 @@ def test_a_failed_start_leaves_nothing_behind(
     trainer = kto({**paths, "reference": reference}, tmp_path)
 
     def out_of_memory(*_: Any, **__: Any) -> None:
+        assert not any(parameter.requires_grad for parameter in reference.parameters()), "it is built first"
         raise MemoryError("no memory for the policy")
 
-    monkeypatch.setattr(type(trainer.planned.policy), "load", out_of_memory)
-    trainer.planned.reference.__dict__["load"] = lambda *_: reference
+    monkeypatch.setattr(run_engines, "build_engine", out_of_memory)
     with pytest.raises(MemoryError):
         trainer.train()
     assert all(parameter.requires_grad for parameter in reference.parameters())
