@@ -47,7 +47,7 @@ def main() -> None:
         told = signal.sigwait(SIGNALS)
         if todo == "save":
             time.sleep(3)
-        end(status, StopReason.of_signal(told))
+        end(status, StopReason[signal.Signals(told).name])
     status.update(state="finished")
 
 
