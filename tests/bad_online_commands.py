@@ -32,8 +32,6 @@ ONLINE = [
         judge="@judges.py:Judge",
         reward_funcs="@rewards.py:letters",
     ),
-    online("vllm", "rollout_backend='vllm'", "not supported yet", rollout_backend="vllm"),
-    online("greedy", "temperature=0:", "must be greater than 0", temperature="0"),
     online("no room", "max_length=96", "no tokens for the prompt", "max_new_tokens=96", max_new_tokens=str(POSITIONS)),
     online(
         "prompts too long",
@@ -44,9 +42,6 @@ ONLINE = [
         max_new_tokens="80",
     ),
     online("no prompt", "@data.jsonl: missing column prompt", "Online DPO", "text", data=[{"text": "a"}] * 2),
-    online("no such file", "reward_funcs='@none.py:f'", "cannot read", reward_funcs="@none.py:f"),
-    online("too many weights", "reward_weights: 2 weights for 1 reward sources (letters)", reward_weights="[1, 2]"),
-    online("batch of no reward model", "reward_batch_size", "without a reward model", reward_batch_size="4"),
     online("no reward model", "reward_model_path: folder '@none' does not exist", reward_model_path="@none"),
     online("language model as reward model", "reward_model_path", "score", "reward", reward_model_path="%good"),
     online("three labels", "reward_model_path", "num_labels=3", reward_model_path="%three-labels"),
@@ -64,18 +59,6 @@ ONLINE = [
         key="reward_deepspeed",
         method="online_dpo",
         reward_model_path="%classifier",
-    ),
-    Case(
-        "margin is no number",
-        ("@data.jsonl", "margin is", "number"),
-        data='{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "wide"}\n',
-        method="reward",
-    ),
-    Case(
-        "reference of a reward model",
-        ("ref_placement='replica': reward model training does not use a reference model",),
-        {"ref_placement": "replica"},
-        method="reward",
     ),
 ]
 

@@ -81,16 +81,9 @@ def policy_engine(
     further: dict[str, Any] | None = None,
     **loaded: Any,
 ) -> PolicyEngine:
-    """A policy at one of ``helpers.STAGES``.
+    """A policy at one of ``helpers.STAGES``; ``adapted`` puts adapters into it, ``made`` creates the optimizer.
 
-    Args:
-        model: path of the model.
-        stage: name of the stage.
-        adapted: given the model in its scorer and the engine's configuration, puts adapters into it.
-        made: creates the optimizer.
-        dtype: of the model.
-        further: further sections of the engine's configuration.
-        **loaded: further arguments of ``load_model``.
+    ``further`` are sections of the engine's configuration, ``loaded`` arguments of ``load_model``.
     """
     init_distributed(use_cpu=True)
     config = STAGES[stage] | {

@@ -1,8 +1,8 @@
 """A run's part toward SLURM, without training: it starts in a moment, and writes ``status.json`` as a run does.
 
 The batch script calls it in the place of Python: ``-m alignment COMMAND RECIPE --output_dir FOLDER …``. The variable
-``WORKER`` says what to do: ``wait`` for a signal; ``save``, which takes 3 seconds after it; ``late``, which takes
-until the job is told to end; or ``requeue``, which asks for it once and finishes. The command ``prepare`` is real.
+``WORKER`` says what to do: ``wait`` for a signal; ``save``, which takes 3 seconds after it; or ``requeue``, which asks
+for it once and finishes. The command ``prepare`` is real.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from alignment.reporting.status_file import RunStatus, StatusFile, read_status
+from alignment.reporting.status_file import RunStatus, StatusFile
 from alignment.run.stop import StopReason
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -35,23 +35,19 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     seen = {"arguments": sys.argv[4:], "restarts": restarts, "time": time.time()}
-    seen |= {"notice": os.environ.get("ALIGNMENT_STOP_NOTICE"), "host": os.uname().nodename}
+    seen |= {"notice": os.environ.get("ALIGNMENT_STOP_NOTICE")}
     with (folder / "attempts.jsonl").open("a") as file:
         file.write(json.dumps(seen) + "\n")
-    before = read_status(folder)
-    stalled = 1 + (before.stalled if before is not None else 0)
-    status = StatusFile(folder, RunStatus(job=os.environ["SLURM_JOB_ID"], restarts=restarts, stalled=stalled))
+    status = StatusFile(folder, RunStatus(job=os.environ["SLURM_JOB_ID"], restarts=restarts, stalled=1))
     status.update(state="running")
     todo = os.environ["WORKER"]
     if todo == "requeue" and not restarts:
         end(status, StopReason.SIGUSR1)
-    if todo == "wait" or (todo in ("save", "late") and not restarts):
+    if todo == "wait" or (todo == "save" and not restarts):
         told = signal.sigwait(SIGNALS)
         if todo == "save":
             time.sleep(3)
-        if todo == "late":
-            signal.sigwait([signal.SIGTERM])
-        end(status, StopReason.of_signal(told))
+        end(status, StopReason[signal.Signals(told).name])
     status.update(state="finished")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import nn
@@ -59,41 +58,35 @@ def test_optim_args() -> None:
         build_optimizer(nn.Linear(2, 2).requires_grad_(False), options())
 
 
-@pytest.mark.parametrize(
-    "more", [{"warmup_ratio": 0.2}, {"warmup_steps": 2}, {"warmup_steps": 2, "warmup_ratio": 0.0}]
-)
-def test_the_schedule_rises_and_falls(more: dict[str, Any]) -> None:
+def rates_of(steps: int, **more: Any) -> list[float]:
+    """The learning rates of a run, and the one after it."""
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=8.0)
-    scheduler = build_scheduler(optimizer, options(**more), steps=10)
-    rates = []
-    for _ in range(11):
+    scheduler, rates = build_scheduler(optimizer, options(**more), steps=steps), []
+    for _ in range(steps + 1):
         rates.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
-    assert rates == [0.0, 4.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
+    return rates
 
 
-@pytest.mark.parametrize("ratio", [0.03, 0.1, 0.25, 0.5])
-@pytest.mark.parametrize("steps", [1, 7, 11, 15, 30, 100])
+def test_the_schedule_rises_and_falls() -> None:
+    for more in ({"warmup_ratio": 0.2}, {"warmup_steps": 2}):
+        assert rates_of(10, **more) == [0.0, 4.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("ratio", [0.03, 0.25])
+@pytest.mark.parametrize("steps", [1, 7, 100])
 def test_warmup_steps_are_derived_from_a_ratio_as_in_transformers(tmp_path: Path, steps: int, ratio: float) -> None:
     """Rounded up: the first step with the full rate is the same."""
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=8.0)
-    scheduler = build_scheduler(optimizer, options(warmup_ratio=ratio), steps=steps)
+    rates = rates_of(steps, warmup_ratio=ratio)[:-1]
     theirs = TrainingArguments(output_dir=str(tmp_path), warmup_steps=ratio, use_cpu=True).get_warmup_steps(steps)
-    rates = []
-    for _ in range(steps):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
     assert theirs >= 1 and 8.0 not in rates[:theirs]
     assert theirs >= steps or rates[theirs] == 8.0
 
 
 def test_a_schedule_with_wrong_arguments() -> None:
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=8.0)
-    settings = options(lr_scheduler_type="cosine", lr_scheduler_kwargs={"no_such": 1})
     with pytest.raises(OptionError, match="^lr_scheduler_type 'cosine' with lr_scheduler_kwargs .*no_such"):
-        build_scheduler(optimizer, settings, steps=10)
+        rates_of(10, lr_scheduler_type="cosine", lr_scheduler_kwargs={"no_such": 1})
 
 
 def test_phases_add_up_even_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,16 +151,6 @@ def test_phases_of_a_gpu_are_timed_without_waiting_for_it(monkeypatch: pytest.Mo
         "step": {"seconds": 0.5, "tokens": 0, "peak_bytes": 7, "entries": 1},
     }
     assert FakeEvent.synchronized == 1
-
-
-def test_a_phase_on_a_cpu_has_the_peak_of_the_process() -> None:
-    """Even if it is over when the phase ends."""
-    phases = Phases(torch.device("cpu"))
-    before = psutil.Process().memory_info().rss
-    with phases("large"):
-        block = torch.ones(200 * 2**20 // 4)
-        del block
-    assert before + 180 * 2**20 < phases.records["large"].peak_bytes < 2**40
 
 
 def test_summaries_of_several_ranks() -> None:

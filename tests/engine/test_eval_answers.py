@@ -22,23 +22,16 @@ from tools.ranks import RankServer
 # New adapters are zero, so disabling them has no effect at the start.
 MOVED = {"learning_rate": 5.0, "eval_on_start": False}
 CASES: list[dict[str, Any]] = [
-    {
-        "name": "replica",
-        "method": "KTO",
-        "args": {"deepspeed": "stage0", "ref_placement": "replica"},
-        "reference": True,
-    },
-    {
-        "name": "sharded",
-        "method": "DPO",
-        "args": {"deepspeed": "stage3", "ref_placement": "sharded"},
-        "reference": True,
-    },
-    {"name": "offload", "method": "DPO", "args": {"deepspeed": "stage2", "ref_placement": "offload"}},
-    {"name": "adapter", "method": "KTO", "args": {"deepspeed": "stage2", **MOVED}, "lora": True},
-    {"name": "adapter-3", "method": "DPO", "args": {"deepspeed": "stage3", **MOVED}, "lora": True},
-    {"name": "none", "method": "CPO", "args": {"deepspeed": "stage3-offload"}},
-    {"name": "precomputed", "method": "DPO", "args": {"deepspeed": "stage0", "ref_placement": "precomputed"}},
+    {"name": name, "method": method, "args": {"deepspeed": stage, **args}, **more}
+    for name, method, stage, args, more in (
+        ("replica", "KTO", "stage0", {"ref_placement": "replica"}, {"reference": True}),
+        ("sharded", "DPO", "stage3", {"ref_placement": "sharded"}, {"reference": True}),
+        ("offload", "DPO", "stage2", {"ref_placement": "offload"}, {}),
+        ("adapter", "KTO", "stage2", MOVED, {"lora": True}),
+        ("adapter-3", "DPO", "stage3", MOVED, {"lora": True}),
+        ("none", "CPO", "stage3-offload", {}, {}),
+        ("precomputed", "DPO", "stage0", {"ref_placement": "precomputed"}, {}),
+    )
 ]
 
 

@@ -6,7 +6,6 @@ import gc
 import json
 import random
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,33 @@ def prompts(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return [{"prompt": text(rng, 2, 12), "wanted": rng.choice("abcde")} for _ in range(count)]
 
 
+CONSTRUCTOR = (
+    *("model", "args", "train_dataset", "eval_dataset", "processing_class", "ref_model", "judge"),
+    *("reward_funcs", "reward_model", "reward_processing_class", "reward_processing_classes"),
+)
+
+
 def arguments(folder: Path, **more: Any) -> OnlineDPOConfig:
     given = {"max_new_tokens": 8, "max_steps": 2, **more}
     return OnlineDPOConfig(**{k: v for k, v in options(folder, **given).items() if k != "max_prompt_length"})
 
 
+def online(paths: dict[str, str], folder: Path, rows: int = 4, **more: Any) -> OnlineDPOTrainer:
+    """A trainer with this number of prompts; ``more`` are arguments of the constructor, and options."""
+    given = {name: more.pop(name) for name in CONSTRUCTOR if name in more}
+    return OnlineDPOTrainer(
+        **{"model": paths["policy"], "args": arguments(folder, **more), "train_dataset": prompts(rows), **given}
+    )
+
+
 def letters(completions: list[str], wanted: list[str]) -> list[float]:
     """Count the letters from ``wanted`` to the end of the alphabet."""
     return [float(sum(letter >= one for letter in text)) for text, one in zip(completions, wanted, strict=True)]
+
+
+def table(folder: Path) -> list[dict[str, Any]]:
+    """The lines of the run's table of completions."""
+    return [json.loads(line) for line in (folder / "out" / "completions.jsonl").read_text().splitlines()]
 
 
 def logs(trainer: OnlineDPOTrainer) -> list[dict[str, float]]:
@@ -63,15 +81,9 @@ def test_a_script_for_trl_runs(paths: dict[str, str], tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(paths["policy"])
     reward_tokenizer = AutoTokenizer.from_pretrained(paths["classifier"])
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    trainer = OnlineDPOTrainer(
-        model=model,
-        ref_model=ref_model,
-        reward_model=reward_model,
-        args=arguments(tmp_path),
-        processing_class=tokenizer,
-        reward_processing_class=reward_tokenizer,
-        train_dataset=prompts(8),
-    )
+    models = {"model": model, "ref_model": ref_model, "reward_model": reward_model}
+    tokenizers = {"processing_class": tokenizer, "reward_processing_class": reward_tokenizer}
+    trainer = OnlineDPOTrainer(args=arguments(tmp_path), train_dataset=prompts(8), **models, **tokenizers)
     assert trainer.train().global_step == 2 and trainer.reward_weights.tolist() == [1.0]
     first, second = logs(trainer)
     assert first["loss"] == pytest.approx(0.693147, abs=1e-5) and first["objective/kl"] == pytest.approx(0, abs=1e-5)
@@ -88,19 +100,14 @@ def test_functions_weights_and_more_generations(paths: dict[str, str], tmp_path:
     async def brevity(completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
         return [None if len(ids) == 8 else -float(len(ids)) for ids in completion_ids]
 
-    weights = {"reward_weights": [1.0, 0.5], "missing_eos_penalty": 2.0}
-    trainer = OnlineDPOTrainer(
-        model=paths["policy"],
-        ref_model=paths["reference"],
-        reward_funcs=[letters, brevity],
-        args=arguments(tmp_path, num_generations=4, beta=[0.1, 0.3], **weights),
-        train_dataset=prompts(4),
-    )
+    given = {"num_generations": 4, "beta": [0.1, 0.3], "reward_weights": [1.0, 0.5], "missing_eos_penalty": 2.0}
+    sources = {"ref_model": paths["reference"], "reward_funcs": [letters, brevity]}
+    trainer = online(paths, tmp_path, **sources, **given)
     assert trainer.reward_weights.tolist() == [1.0, 0.5]
     trainer.train()
     first, second = logs(trainer)
     assert (first["beta"], second["beta"]) == (0.1, 0.3), "four prompts fill one window, so each step is an epoch"
-    said = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
+    said = table(tmp_path)
     assert [line["step"] for line in said] == [1] * 4 + [2] * 4
     for line in said:
         assert line["dropped"] is not None or line["chosen_score"] > line["rejected_score"]
@@ -119,13 +126,8 @@ def test_a_completion_ends_with_any_eos_of_tokenizer_and_model(paths: dict[str, 
     model = AutoModelForCausalLM.from_pretrained(paths["policy"])
     own = AutoTokenizer.from_pretrained(paths["policy"])
     model.generation_config.eos_token_id = [token for token in range(len(own)) if token != own.eos_token_id]
-    trainer = OnlineDPOTrainer(
-        model=model,
-        reward_funcs=lambda completion_ids: [float(ids[0]) for ids in completion_ids],
-        args=arguments(tmp_path, max_steps=1),
-        processing_class=own,
-        train_dataset=prompts(4),
-    )
+    first = {"reward_funcs": lambda completion_ids: [float(ids[0]) for ids in completion_ids]}
+    trainer = online(paths, tmp_path, model=model, processing_class=own, max_steps=1, **first)
     trainer.train()
     trainer.close()
     (log,) = logs(trainer)
@@ -140,18 +142,13 @@ def test_a_judge_that_fails_and_prefers_a_position(paths: dict[str, str], tmp_pa
             shown.extend(pairs)
             return [-1 if number == 0 else 0 for number in range(len(pairs))]
 
-    trainer = OnlineDPOTrainer(
-        model=paths["policy"], judge=First(), args=arguments(tmp_path, max_steps=1), train_dataset=prompts(4)
-    )
+    trainer = online(paths, tmp_path, judge=First(), max_steps=1)
     trainer.train()
     (log,) = logs(trainer)
     assert log["pairs/failed"] == 0.25 == log["pairs/dropped"] and len(shown) == 4
     assert "objective/scores" not in log and "objective/rlhf_reward" not in log
-    said = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
-    chosen = {line["chosen"] for line in said if line["dropped"] is None}
-    assert chosen == {pair[0] for pair in shown[1:]}, (
-        "the completions that the judge saw first and preferred are chosen"
-    )
+    chosen = {line["chosen"] for line in table(tmp_path) if line["dropped"] is None}
+    assert chosen == {pair[0] for pair in shown[1:]}, "those that the judge saw first and preferred"
     trainer.close()
 
 
@@ -173,13 +170,8 @@ def test_evaluation_computes_the_win_rate_against_the_initial_policy(
     source: dict[str, Any] = {"judge": later} if judged else {"reward_funcs": late}
     steps = {"max_steps": 12, "learning_rate": 2e-2, "eval_strategy": "steps", "eval_steps": 6, "logging_steps": 12}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "win_rate" if judged else "objective/scores"}
-    trainer = OnlineDPOTrainer(
-        model=paths["policy"],
-        args=arguments(tmp_path, per_device_train_batch_size=8, **steps, **best),
-        train_dataset=prompts(16),
-        eval_dataset=prompts(24, seed=1),
-        **source,
-    )
+    given = {"per_device_train_batch_size": 8, "eval_dataset": prompts(24, seed=1), **steps, **best, **source}
+    trainer = online(paths, tmp_path, 16, **given)
     trainer.train()
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(evaluations) == 2 and evaluations[-1]["eval_win_rate"] > 0.7
@@ -209,14 +201,9 @@ def test_a_window_without_pairs_advances_only_the_schedule(paths: dict[str, str]
         call = next(calls)
         return [-1 if call == 1 else 0 for _ in pairs]
 
-    steps = {"max_steps": 4, "lr_scheduler_type": "linear", "weight_decay": 0.5, "learning_rate": 1e-2}
-    saved = {"save_strategy": "steps", "save_steps": 1}
-    trainer = OnlineDPOTrainer(
-        model=paths["policy"],
-        judge=silent_at_second,
-        args=arguments(tmp_path, **steps, **saved),
-        train_dataset=prompts(8),
-    )
+    given = {"max_steps": 4, "lr_scheduler_type": "linear", "weight_decay": 0.5, "learning_rate": 1e-2}
+    given |= {"save_strategy": "steps", "save_steps": 1, "judge": silent_at_second}
+    trainer = online(paths, tmp_path, 8, **given)
     output = trainer.train()
     trainer.close()
     found = logs(trainer)
@@ -245,8 +232,7 @@ def test_a_run_without_pairs_ends_with_an_error(
     saved = {"save_strategy": "steps", "save_steps": 100, "max_steps": 9, "lr_scheduler_type": "constant"}
 
     def run(most: int | None, reward: Any, **more: Any) -> OnlineDPOTrainer:
-        args = arguments(tmp_path, **saved | more, max_windows_without_pairs=most)
-        return OnlineDPOTrainer(paths["policy"], reward_funcs=reward, args=args, train_dataset=prompts(8))
+        return online(paths, tmp_path, 8, reward_funcs=reward, max_windows_without_pairs=most, **saved | more)
 
     first = run(3, constant)
     with pytest.raises(TrainingError, match=r"^step 3: .*max_windows_without_pairs.* checkpoint-3$") as caught:
@@ -300,26 +286,18 @@ def _alive() -> dict[str, int]:
     return {"graphs": graphs, "caches": caches}
 
 
-@pytest.fixture
-def no_weights_gathered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, int]]]:
-    """Record what is alive in each call of the reference."""
-    found: list[dict[str, int]] = []
-    original = FrozenEngine.sequence_scores
+@pytest.mark.parametrize("stage", ["stage0", "stage3"])
+def test_score_and_reference_phases_hold_no_other_memory(
+    paths: dict[str, str], tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored, referenced, original = [], [], FrozenEngine.sequence_scores
+    gathered: list[int] = []
 
     def recorded(self: FrozenEngine, batch: Any) -> Any:
-        found.append(_alive())
+        referenced.append(_alive())
         return original(self, batch)
 
     monkeypatch.setattr(FrozenEngine, "sequence_scores", recorded)
-    yield found
-
-
-@pytest.mark.parametrize("stage", ["stage0", "stage3"])
-def test_score_and_reference_phases_hold_no_other_memory(
-    paths: dict[str, str], tmp_path: Path, stage: str, no_weights_gathered: list[dict[str, int]]
-) -> None:
-    scored: list[dict[str, int]] = []
-    gathered: list[int] = []
 
     def watching(completions: list[str], wanted: list[str]) -> list[float]:
         scored.append(_alive())
@@ -329,40 +307,31 @@ def test_score_and_reference_phases_hold_no_other_memory(
         assert bool(whole) == (stage == "stage3")
         return letters(completions, wanted)
 
-    trainer = OnlineDPOTrainer(
-        model=paths["policy"],
-        reward_funcs=watching,
-        args=arguments(tmp_path, deepspeed=STAGES[stage]),
-        train_dataset=prompts(8),
-    )
+    trainer = online(paths, tmp_path, 8, reward_funcs=watching, deepspeed=STAGES[stage])
     _alive()
     trainer.train()
-    assert len(scored) == 2 and len(no_weights_gathered) == 4
-    assert all(found == {"graphs": 0, "caches": 0} for found in (*scored, *no_weights_gathered))
+    assert len(scored) == 2 and len(referenced) == 4
+    assert all(found == {"graphs": 0, "caches": 0} for found in scored + referenced)
     assert gathered == [0, 0]
-    assert {name: record.entries for name, record in trainer.phases.records.items()} == {
-        **dict.fromkeys(("rollout", "score", "reference", "train", "step"), 2)
-    }
+    entries = {name: record.entries for name, record in trainer.phases.records.items()}
+    assert entries == dict.fromkeys(("rollout", "score", "reference", "train", "step"), 2)
     trainer.close()
 
 
 def test_contradicting_arguments_are_refused(paths: dict[str, str], tmp_path: Path) -> None:
-    common: dict[str, Any] = {"model": paths["policy"], "train_dataset": prompts(4)}
+    """Those that only Python can give; the others are in tests/bad_online_commands.py."""
     judge = {"judge": lambda prompts, pairs: [0]}
     for given, said in (
         ({}, "^reward_model: "),
-        ({**judge, "reward_funcs": letters}, "^judge: cannot be combined with reward_funcs"),
         ({**judge, "reward_model": "nowhere"}, "^judge: cannot be combined with reward_model"),
-        ({**judge, "reward_processing_class": object()}, "^judge: cannot be combined with reward_processing_class"),
+        ({**judge, "reward_processing_class": object()}, "^judge: .*reward_processing_class"),
         ({"reward_funcs": lambda completions, answer: [0.0]}, "argument 'answer'"),
         ({"judge": 3}, "judge"),
+        ({"reward_funcs": letters, "args": arguments(tmp_path, reward_funcs="a.py:f")}, "reward_funcs: set both"),
+        ({**judge, "missing_eos_penalty": 1.0}, "missing_eos_penalty=1.0: "),
     ):
         with pytest.raises(OptionError, match=said):
-            OnlineDPOTrainer(args=arguments(tmp_path), **common, **given)
-    with pytest.raises(OptionError, match="reward_funcs: set both"):
-        OnlineDPOTrainer(args=arguments(tmp_path, reward_funcs="a.py:f"), reward_funcs=letters, **common)
-    with pytest.raises(OptionError, match="missing_eos_penalty=1.0: "):
-        OnlineDPOTrainer(args=arguments(tmp_path, missing_eos_penalty=1.0), **judge, **common)
+            online(paths, tmp_path, **given)
 
 
 def test_weights_are_saved_if_a_reward_function_fails(paths: dict[str, str], tmp_path: Path) -> None:
@@ -373,8 +342,8 @@ def test_weights_are_saved_if_a_reward_function_fails(paths: dict[str, str], tmp
             raise RuntimeError("no answer")
         return letters(completions, wanted)
 
-    args = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=100)
-    trainer = OnlineDPOTrainer(model=paths["policy"], reward_funcs=failing, args=args, train_dataset=prompts(8))
+    saving = {"save_strategy": "steps", "save_steps": 100}
+    trainer = online(paths, tmp_path, 8, reward_funcs=failing, max_steps=4, **saving)
     said = r"^step 3: .*RuntimeError: no answer.* The weights of step 2 are saved in checkpoint-2$"
     with pytest.raises(RewardError, match=said):
         trainer.train()
@@ -386,9 +355,9 @@ def test_each_reward_model_has_its_own_tokenizer_and_engine(paths: dict[str, str
     reward = AutoModelForSequenceClassification.from_pretrained(paths["classifier"])
     policy = AutoModelForCausalLM.from_pretrained(paths["policy"])
     own = AutoTokenizer.from_pretrained(paths["classifier"])
-    common: dict[str, Any] = {"train_dataset": prompts(4), "processing_class": own, "args": arguments(tmp_path)}
+    common: dict[str, Any] = {"model": policy, "processing_class": own}
     both = {"reward_funcs": [letters, reward]}
-    trainer = OnlineDPOTrainer(policy, reward_processing_classes=[None, own], **both, **common)
+    trainer = online(paths, tmp_path, **common, **both, reward_processing_classes=[None, own])
     assert trainer.resources.classifiers[0].rows.tokenizer is own
     one: dict[str, Any] = {"reward_model": reward, "reward_processing_class": own}
     for given, said in (
@@ -398,12 +367,10 @@ def test_each_reward_model_has_its_own_tokenizer_and_engine(paths: dict[str, str
         ({"reward_funcs": [reward, reward], "reward_processing_classes": [own, own]}, "already used"),
         ({**one, "reward_model": policy}, "already used"),
         ({**one, "reward_model": letters}, "pass functions as reward_funcs"),
+        ({**one, "ds3_gather_for_generation": True}, "ds3_gather_for_generation=True: "),
     ):
         with pytest.raises(OptionError, match=said):
-            OnlineDPOTrainer(policy, **common, **given)
-    common["args"] = arguments(tmp_path, ds3_gather_for_generation=True)
-    with pytest.raises(OptionError, match="ds3_gather_for_generation=True: "):
-        OnlineDPOTrainer(policy, **common, **one)
+            online(paths, tmp_path, **common, **given)
 
 
 def test_conversations_and_columns_reach_functions(paths: dict[str, str], tmp_path: Path) -> None:
@@ -414,13 +381,8 @@ def test_conversations_and_columns_reach_functions(paths: dict[str, str], tmp_pa
         return [float(number) for number in range(len(prompts))]
 
     rows = [{"prompt": [{"role": "user", "content": f"say {n}"}], "answer": [n], "tag": None} for n in range(4)]
-    trainer = OnlineDPOTrainer(
-        model=paths["policy"],
-        reward_funcs=watching,
-        args=arguments(tmp_path, max_steps=1),
-        processing_class=char_tokenizer(template=PLAIN),
-        train_dataset=rows,
-    )
+    given = {"processing_class": char_tokenizer(template=PLAIN), "train_dataset": rows, "max_steps": 1}
+    trainer = online(paths, tmp_path, reward_funcs=watching, **given)
     trainer.train()
     assert sorted(answer[0] for answer in seen["answer"]) == [0, 0, 1, 1, 2, 2, 3, 3] and seen["tag"] == [None] * 8
     for prompt, completion, answer in zip(seen["prompts"], seen["completions"], seen["answer"], strict=True):

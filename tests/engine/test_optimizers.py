@@ -67,10 +67,9 @@ def test_they_are_built_as_by_transformers(optim: str, tmp_path: Path) -> None:
     assert args[0] == args[1] and getattr(made, "is_paged", None) == getattr(theirs, "is_paged", None)
 
 
-@pytest.mark.parametrize("optim", ["galore_adamw", "adamw_torch_4bit", "schedule_free_sgd"])
-def test_other_packages_are_named(optim: str) -> None:
-    with pytest.raises(OptionError, match=f"optim='{optim}': optimizers of the package {OTHER_OPTIMIZERS[optim]}"):
-        CPOConfig("out", optim=optim)
+def test_other_packages_are_named() -> None:
+    with pytest.raises(OptionError, match=f"^optim='galore_adamw': .*{OTHER_OPTIMIZERS['galore_adamw']}"):
+        CPOConfig("out", optim="galore_adamw")
 
 
 def test_options_without_effect() -> None:
@@ -109,12 +108,11 @@ def test_adam_starts_at_step_0(model: str, tmp_path: Path, bf16: bool) -> None:
         assert courses[stage] == pytest.approx(courses["stage2"], rel=2e-3 if bf16 else 1e-5), stage
 
 
-@pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"])
+@pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_32bit"])
 def test_states_have_the_bits_of_the_name(optim: str) -> None:
     layer = nn.Linear(128, 64)
-    made = build_optimizer(layer, CPOConfig(output_dir="out", optim=optim, adam_beta1=0.8))
-    assert isinstance(made, bitsandbytes.optim.AdamW) and made.defaults["betas"] == (0.8, 0.999)
-    assert made.is_paged == optim.startswith("paged")
+    made = build_optimizer(layer, CPOConfig(output_dir="out", optim=optim))
+    assert isinstance(made, bitsandbytes.optim.AdamW) and made.is_paged == optim.startswith("paged")
     layer(torch.ones(1, 128)).sum().backward()
     made.step()
     wanted = torch.uint8 if "8bit" in optim else torch.float32
@@ -196,22 +194,15 @@ def test_adafactor_needs_unsharded_matrices(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("optim", "file", "said"),
-    [
-        ("deepspeed_cpu_adam", "zero2", "zero2_offload"),
-        ("deepspeed_fused_adam", "zero2_offload", "deepspeed_cpu_adam"),
-    ],
+    ("optim", "file"), [("deepspeed_cpu_adam", "zero2"), ("deepspeed_fused_adam", "zero2_offload")]
 )
-def test_optimizers_for_the_other_kind_of_memory(
-    optim: str, file: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_optimizers_for_the_other_kind_of_memory(optim: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args = CPOConfig(output_dir="out", optim=optim, bf16=True)
     base = deepspeed_json.load_deepspeed_config(file, "zero2")
     plan = plan_dtypes(args, base)
     monkeypatch.setattr(deepspeed_json, "uses_cuda", lambda options: True)
-    with pytest.raises(OptionError, match="^optim=") as caught:
+    with pytest.raises(OptionError, match=f"^optim='{optim}'"):
         deepspeed_json.policy_config(args, base, plan, 1, 64)
-    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("optim", OWN)

@@ -28,15 +28,11 @@ from alignment.rollout.engine import RolloutEngine, choose_backend
 from alignment.rollout.generate import _READERS
 from alignment.rollout.processors import ACCEPTED, _NoModel, check_generation_kwargs, generation_config
 
-REFUSED = [
-    ("top_p", 0.5, "it is a separate option; set top_p outside generation_kwargs"),
-    ("num_beams", 2, "set num_generations"),
-    ("stop_strings", ["."], "set max_new_tokens"),
-    ("no_repeat_ngram", 3, "transformers has no such key; did you mean 'no_repeat_ngram_size'"),
-    ("typical_p", -0.5, "generation_kwargs: typical_p=-0.5: .*has to be a float > 0 and < 1"),
-    ("epsilon_cutoff", 7.0, "generation_kwargs: epsilon_cutoff=7.0: transformers ignores this value"),
-    ("sequence_bias", {"a": 1}, "generation_kwargs: sequence_bias"),
-]
+# The last two are refused by transformers.
+REFUSED = {
+    "top_p": 0.5, "num_beams": 2, "stop_strings": ["."], "no_repeat_ngram": 3, "epsilon_cutoff": 7.0,
+    "typical_p": -0.5, "sequence_bias": {"a": 1},
+}  # fmt: skip
 # A value of each key, and a condition on the resulting completion of the prompt.
 WORKS: dict[str, Any] = {
     "min_new_tokens": (6, lambda prompt, ids: len(ids) >= 6),
@@ -82,11 +78,10 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Any:
     made.close()
 
 
-@pytest.mark.parametrize("key, value, message", REFUSED, ids=[key for key, _, _ in REFUSED])
-def test_rejected_keys(key: str, value: Any, message: str) -> None:
-    with pytest.raises(OptionError, match=message) as caught:
-        check_generation_kwargs({key: value})
-    assert f"generation_kwargs: {key}=" in str(caught.value) and "\n" not in str(caught.value)
+@pytest.mark.parametrize("key", REFUSED)
+def test_rejected_keys(key: str) -> None:
+    with pytest.raises(OptionError, match=f"^generation_kwargs: {key}="):
+        check_generation_kwargs({key: REFUSED[key]})
 
 
 def test_every_accepted_key_is_tried() -> None:
@@ -145,35 +140,33 @@ def test_choice_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_backend("auto", model, sampling(repetition_penalty=1.2)).name == "generate"
 
 
+STATE = MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9)
+COMPRESSED = DeepseekV3Config(num_hidden_layers=1, hidden_size=8, vocab_size=9, first_k_dense_replace=1)
+
+
 @pytest.mark.parametrize(
     "config, more, reason",
     [
         (tiny_config("tied"), {"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
         (tiny_config("tied"), {"extra": {"min_new_tokens": 2}}, "MinNewTokensLengthLogitsProcessor"),
         (tiny_config("capped"), {}, "eager"),
-        (MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9), {}, "MambaForCausalLM"),
-        (
-            DeepseekV3Config(num_hidden_layers=1, hidden_size=8, vocab_size=9, first_k_dense_replace=1),
-            {},
-            "the cache of DeepseekV3ForCausalLM",
-        ),
+        (STATE, {}, "MambaForCausalLM"),
+        (COMPRESSED, {}, "DeepseekV3ForCausalLM"),
+        (None, {}, "transformers 5.0.0"),
     ],
-    ids=["penalty", "least", "eager", "state", "compressed"],
+    ids=["penalty", "least", "eager", "state", "compressed", "older transformers"],
 )
-def test_rejected_continuous_batching(config: PretrainedConfig, more: dict[str, Any], reason: str) -> None:
+def test_rejected_continuous_batching(
+    config: PretrainedConfig | None, more: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if config is None:
+        older = SimpleNamespace(__version__="5.0.0", ContinuousBatchingConfig=object)
+        monkeypatch.setattr(continuous, "transformers", older)
+        config = tiny_config("tied")
     model = bare(config, "eager" if config.model_type in ("gemma2", "mamba") else "sdpa")
-    with pytest.raises(OptionError, match=f"rollout_backend='continuous': .*{reason}"):
+    with pytest.raises(OptionError, match=f"^rollout_backend='continuous': .*{reason}"):
         choose_backend("continuous", model, sampling(**more))
     assert choose_backend("auto", model, sampling(**more)).name == "generate"
-
-
-def test_a_release_of_transformers_with_older_continuous_batching(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = SimpleNamespace(__version__="5.0.0", ContinuousBatchingConfig=object)
-    monkeypatch.setattr(continuous, "transformers", older)
-    model = bare(tiny_config("tied"))
-    with pytest.raises(OptionError, match=r"'continuous': transformers 5\.0\.0 "):
-        choose_backend("continuous", model, sampling())
-    assert choose_backend("auto", model, sampling()).name == "generate"
 
 
 def test_a_request_is_split_by_completions_longest_prompts_first() -> None:
@@ -224,7 +217,7 @@ def rollout(policy: PolicyEngine, batch_size: int, **more: Any) -> list[list[Com
 @pytest.mark.parametrize("name", READ)
 def test_a_batch_gives_the_completions_of_its_single_prompts(policy: PolicyEngine, name: str) -> None:
     together, alone = rollout(policy, 8, **READ[name]), rollout(policy, 1, **READ[name])
-    assert [[one.ids for one in both] for both in together] == [[one.ids for one in both] for both in alone]
+    assert together == alone
     assert together != rollout(policy, 8), "the processor should matter"
     assert "_get_logits_processor" not in vars(policy.scorer.model)
 
@@ -232,9 +225,8 @@ def test_a_batch_gives_the_completions_of_its_single_prompts(policy: PolicyEngin
 def test_prompts_of_one_length_keep_their_own_scores(policy: PolicyEngine) -> None:
     """A processor receives the rows of equal padding together."""
     more = {"prompts": [[0, 5], [0, 9], [0, 31], [0, 7, 8, 9]], "extra": {"no_repeat_ngram_size": 1}}
-    together, alone = (rollout(policy, size, **more) for size in (8, 1))
-    assert [[one.ids for one in both] for both in together] == [[one.ids for one in both] for both in alone]
-    assert len({one.ids for both in together for one in both}) == 4
+    together = rollout(policy, 8, **more)
+    assert together == rollout(policy, 1, **more) and len({one.ids for both in together for one in both}) == 4
 
 
 @pytest.mark.parametrize("key", [*ACCEPTED, "repetition_penalty"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import io
 import os
@@ -106,26 +105,17 @@ def test_a_bad_command_prints_one_line_and_changes_nothing(
     assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("place", ["a file", "in no folder"])
 def test_a_cache_that_cannot_be_written(
-    place: str,
-    models: Path,
-    loads: list[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    models: Path, loads: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    cache = tmp_path / "cache"
-    if place == "a file":
-        cache.touch()
-    else:
-        cache = Path("/proc/self/cache")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache))
-    with pytest.raises(SystemExit) as leaving:
-        main(command(Case("cache", ()), tmp_path, models))
-    line = the_error(capfd.readouterr().err)
-    assert leaving.value.code == 1 and f"{cache}: the datasets cache cannot be written" in line
-    assert "HF_DATASETS_CACHE" in line and loads == []
+    (tmp_path / "file").touch()
+    for cache in (tmp_path / "file", Path("/proc/self/cache")):
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache))
+        with pytest.raises(SystemExit) as leaving:
+            main(command(Case("cache", ()), tmp_path, models))
+        line = the_error(capfd.readouterr().err)
+        assert leaving.value.code == 1 and f"{cache}: the datasets cache cannot be written" in line
+        assert "HF_DATASETS_CACHE" in line and loads == []
 
 
 def test_rows_that_the_terminal_cannot_show(
@@ -161,15 +151,13 @@ def test_weights_that_lack_a_tensor_are_not_completed_at_random(
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["status.json"]
 
 
-@pytest.mark.parametrize("name", ["unknown option", pytest.param("torn file", marks=pytest.mark.ci)])
 def test_the_real_command_prints_the_same(
-    name: str,
     models: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     launch: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    argv = command(next(case for case in CASES if case.name == name), tmp_path, models)
+    argv = command(next(case for case in CASES if case.name == "unknown option"), tmp_path, models)
     before = tree(tmp_path)
     done = launch(ROOT / "launch" / "train.py", *argv, launcher="python", cwd=tmp_path)
     assert done.returncode == 1
@@ -208,31 +196,29 @@ def live_model() -> PreTrainedModel:
 
 
 UNSUPPORTED = ("compute_metrics", "preprocess_logits_for_metrics", "data_collator", "model_init")
+ENDLESS = IterableDataset.from_generator(lambda: iter(unpaired_rows(4)))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "place"),
     [
-        ({"callbacks": [print]}, "callbacks: builtin_function_or_method is not a transformers TrainerCallback"),
-        ({"peft_config": {"r": 8}}, "peft_config: dict is not a PEFT configuration"),
+        ({"callbacks": [print]}, "callbacks: builtin_function_or_method"),
+        ({"peft_config": {"r": 8}}, "peft_config: dict"),
         *(({name: len}, f"{name}: ") for name in UNSUPPORTED),
-        ({"args": CPOConfig("out")}, "args: KTOTrainer expects a KTOConfig, not a CPOConfig"),
-        ({"model": None}, "model: KTOTrainer has no model"),
-        ({"model": 7}, "model_name_or_path: int is neither a path nor a transformers model"),
-        ({"processing_class": "gpt2"}, "processing_class: str is not a transformers tokenizer"),
+        ({"args": CPOConfig("out")}, "args: KTOTrainer expects a KTOConfig"),
+        ({"model": None}, "model: "),
+        ({"model": 7}, "model_name_or_path: int"),
+        ({"processing_class": "gpt2"}, "processing_class: str"),
         ({"optimizers": (object(), None)}, "optimizers: requires a live model"),
-        ({"train_dataset": {"train": unpaired_rows(4)}}, "dataset is a dictionary of splits (train)"),
-        (
-            {"train_dataset": IterableDataset.from_generator(lambda: iter(unpaired_rows(4)))},
-            "may be endless; set max_steps",
-        ),
-        ({"train_dataset": [{**CHAT, "label": "yes"}]}, "train_dataset, row 1: label is 'yes' (a string)"),
+        ({"train_dataset": {"train": unpaired_rows(4)}}, "dataset is a dictionary of splits"),
+        ({"train_dataset": ENDLESS}, "train_dataset: .*max_steps"),
+        ({"train_dataset": [{**CHAT, "label": "yes"}]}, "train_dataset, row 1: label is 'yes'"),
     ],
 )
 def test_arguments_of_the_constructor(
-    arguments: dict[str, Any], says: str, kto: Callable[..., KTOTrainer], loads: list[Any], tmp_path: Path
+    arguments: dict[str, Any], place: str, kto: Callable[..., KTOTrainer], loads: list[Any], tmp_path: Path
 ) -> None:
-    assert says in refusal(lambda: kto(**{"train_dataset": unpaired_rows(4), **arguments}))
+    assert re.match(place, refusal(lambda: kto(**{"train_dataset": unpaired_rows(4), **arguments})))
     assert loads == []
     assert not any(tmp_path.iterdir())
 
@@ -262,17 +248,19 @@ def test_arguments_of_the_reference_default_to_those_of_the_policy(tmp_path: Pat
 
 
 def test_calls_with_missing_requirements(kto: Callable[..., KTOTrainer], loads: list[Any], tmp_path: Path) -> None:
-    assert refusal(kto).startswith("`train_dataset` is required; for evaluation only, pass eval_dataset")
     judged, full = kto(eval_dataset=unpaired_rows(4)), kto(train_dataset=unpaired_rows(4))
-    assert refusal(judged.train).startswith("train_dataset: required for training")
-    assert refusal(full.evaluate).startswith("eval_dataset: required for evaluation")
-    said = refusal(functools.partial(full.train, resume_from_checkpoint="checkpoint-4"))
-    assert said.startswith("resume_from_checkpoint='checkpoint-4': no such folder")
-    assert "label is 3 (an integer)" in refusal(
-        lambda: full.evaluate([{"prompt": "ab", "completion": "cd", "label": 3}])
-    )
-    assert refusal(lambda: full.evaluate(unpaired_rows(2), ignore_keys=["logits"])).startswith("ignore_keys=")
-    assert refusal(full.push_to_hub).startswith("push_to_hub: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set")
-    assert refusal(lambda: full.add_callback(3)).startswith("callbacks: int is not a transformers TrainerCallback")
+    wrong = [{"prompt": "ab", "completion": "cd", "label": 3}]
+    calls: dict[str, Callable[[], Any]] = {
+        "`train_dataset` is required": kto,
+        "train_dataset: ": judged.train,
+        "eval_dataset: ": full.evaluate,
+        "resume_from_checkpoint='checkpoint-4': ": lambda: full.train(resume_from_checkpoint="checkpoint-4"),
+        ".*label is 3": lambda: full.evaluate(wrong),
+        "ignore_keys=": lambda: full.evaluate(unpaired_rows(2), ignore_keys=["logits"]),
+        "push_to_hub: ": full.push_to_hub,
+        "callbacks: int": lambda: full.add_callback(3),  # type: ignore[arg-type]
+    }
+    for place, call in calls.items():
+        assert re.match(place, refusal(call)), place
     assert loads == []
     assert not any(tmp_path.iterdir())

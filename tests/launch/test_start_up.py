@@ -17,7 +17,7 @@ from tools.ranks.client import environment
 ANSWER_S = 0.8
 ANSWERS = """
 import json, resource, sys
-from alignment.cli.train import main
+from alignment.cli.commands import main
 try:
     main(sys.argv[1:])
 except SystemExit as leaving:
@@ -26,23 +26,9 @@ except SystemExit as leaving:
 """
 LIBRARIES = {"torch", "deepspeed", "transformers", "datasets", "numpy"}
 # A run that trains all weights by rows needs none of these before its report is drawn.
-UNUSED = {
-    "peft",
-    "bitsandbytes",
-    "matplotlib",
-    "tensorboard",
-    "wandb",
-    "functorch.compile",
-    "networkx",
-    "torch._inductor.compile_fx",
-    "torch._inductor.lowering",
-}
-ONLINE = (
-    "alignment.rollout",
-    "alignment.rewards",
-    "alignment.online",
-    "alignment.methods.online_dpo",
-)
+UNUSED = {"peft", "bitsandbytes", "matplotlib", "tensorboard", "wandb", "functorch.compile", "networkx"}
+UNUSED |= {"torch._inductor.compile_fx", "torch._inductor.lowering"}
+ONLINE = ("alignment.rollout", "alignment.rewards", "alignment.online", "alignment.methods.online_dpo")
 
 
 def python(code: str, *arguments: object) -> str:
@@ -59,13 +45,17 @@ def online(modules: list[str]) -> list[str]:
 
 @pytest.mark.parametrize(
     "arguments, code",
-    [(["--help"], 0), (["--method", "kto", "--help"], 0), (["--method", "kto", "--learning_rat", "1"], 1)],
-    ids=["help", "help-kto", "misspelled"],
+    [
+        ("train --help", 0),
+        ("train --method kto --learning_rat 1", 1),
+        ("submit kto --dataset_name rows.jsonl --output_dir out --print", 0),
+    ],
+    ids=["help", "misspelled", "submit"],
 )
-def test_errors_about_options_import_no_library(arguments: list[str], code: int) -> None:
+def test_errors_about_options_import_no_library(arguments: str, code: int) -> None:
     seconds = []
     for _ in range(3):  # other processes can slow it down, but never speed it up
-        answer = json.loads(python(ANSWERS, *arguments).splitlines()[-1])
+        answer = json.loads(python(ANSWERS, *arguments.split()).splitlines()[-1])
         assert answer[0] == code and LIBRARIES.isdisjoint(answer[2])
         seconds.append(answer[1])
         if seconds[-1] < ANSWER_S:
@@ -77,22 +67,10 @@ def test_errors_about_options_import_no_library(arguments: list[str], code: int)
 def test_a_kto_run_only_imports_what_it_needs(tmp_path: Path, launch: Launch) -> None:
     make_model(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(8)))
-    options = {
-        "method": "kto",
-        "model_name_or_path": tmp_path / "model",
-        "dataset_name": tmp_path / "rows.jsonl",
-        "output_dir": tmp_path / "out",
-        "max_length": 64,
-        "save_strategy": "no",
-    }
+    options = f"--method kto --model_name_or_path {tmp_path}/model --dataset_name {tmp_path}/rows.jsonl"
+    options += f" --output_dir {tmp_path}/out --max_length 64 --save_strategy no --disable_tqdm"
     found = tmp_path / "modules.json"
-    done = launch(
-        ROOT / "tests" / "drivers" / "first_step.py",
-        found,
-        *(part for name, value in options.items() for part in (f"--{name}", value)),
-        "--disable_tqdm",
-        launcher="python",
-    )
+    done = launch(ROOT / "tests" / "drivers" / "first_step.py", found, *options.split(), launcher="python")
     assert found.is_file(), done.stderr
     modules = json.loads(found.read_text())
     assert {"torch", "deepspeed", "transformers.trainer_callback", "alignment.methods.kto"} <= set(modules)

@@ -9,6 +9,7 @@ import importlib
 import json
 import re
 import subprocess
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -209,10 +210,6 @@ def _check_call(block: Block, node: ast.Call, names: dict[str, Any]) -> None:
             raise BlockError(f"{block.name}: {called.__name__} has no option {keyword.arg!r}")
 
 
-def _check_json(block: Block) -> None:
-    json.loads(block.text)
-
-
 def _check_jsonl(block: Block) -> None:
     for number, line in enumerate(block.text.splitlines(), block.line + 1):
         try:
@@ -223,13 +220,8 @@ def _check_jsonl(block: Block) -> None:
 
 def _check_yaml(block: Block) -> None:
     content = yaml.safe_load(block.text)
-    if isinstance(content, dict) and isinstance(content.get("method"), str) and content["method"] in METHODS:
-        _check_recipe(block)
-
-
-def _check_recipe(block: Block) -> None:
-    import tempfile
-
+    if not isinstance(content, dict) or content.get("method") not in METHODS:
+        return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(block.text)
@@ -240,17 +232,13 @@ def _check_recipe(block: Block) -> None:
         raise BlockError(f"{block.name}: {cls.method} has no option {', '.join(sorted(unknown))}")
 
 
-def _check_toml(block: Block) -> None:
-    tomllib.loads(block.text)
-
-
-_CHECKS: dict[str, Callable[[Block], None]] = {
+_CHECKS: dict[str, Callable[[Block], object]] = {
     "bash": _check_shell,
     "console": _check_shell,
     "python": _check_python,
-    "json": _check_json,
+    "json": lambda block: json.loads(block.text),
     "jsonl": _check_jsonl,
     "yaml": _check_yaml,
-    "toml": _check_toml,
+    "toml": lambda block: tomllib.loads(block.text),
     "text": lambda block: None,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 LAUNCHERS = ("deepspeed", "torchrun", "srun", "accelerate", "python", "python3", "sbatch", "nohup", "mpirun")
 _KEYWORDS = {"do", "then", "else", "time", "!", "exec", "env", "nohup", "(", "{", "if", "while", "until"}
 _SCRIPT = re.compile(r"(?:\S*/)?launch/(?:slurm/)?(\w+)\.(?:py|sbatch)")
-_HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+_HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1(?=.*?\n)(.*?\n)*?\s*\2$", re.MULTILINE)
+_SUBSTITUTION = re.compile(r"\$\([^()]*\)")
+_COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
 _REDIRECTION = re.compile(r"(?:\d+|&)?(?:>>|>|<)(?:&\d|.*)")
 _RANKS = re.compile(r"(?:--num_gpus|--nproc_per_node|--nproc-per-node|--ntasks)[= ](\d+)")
 
@@ -71,9 +74,12 @@ def _named(words: list[str], name: list[str], ranks: int) -> Command:
 
 
 def simple_commands(script: str) -> Iterator[list[str]]:
-    """Return the words of each simple command, without preceding assignments, keywords and redirections."""
-    for segment in _segments(script):
-        words = shlex.split(segment, comments=True)
+    """Return the words of each simple command, without here-documents, assignments, keywords and redirections."""
+    text = _HEREDOC.sub("", _SUBSTITUTION.sub("VALUE", script.replace("\\\n", " ")))
+    lexer = shlex.shlex(_COMMENT.sub("", text), posix=True, punctuation_chars=";&|\n")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    for ends, group in itertools.groupby(lexer, lambda word: not word.strip(";&|\n")):
+        words = [] if ends else list(group)
         while words and (words[0] in _KEYWORDS or re.match(r"[A-Za-z_]\w*=", words[0])):
             del words[0]
         if kept := list(_without_redirections(words)):
@@ -88,41 +94,3 @@ def _without_redirections(words: list[str]) -> Iterator[str]:
                 next(rest, None)
             continue
         yield word
-
-
-def _segments(script: str) -> Iterator[str]:
-    """Split a script without here-documents at newlines, ``;``, ``&`` and ``|`` outside quotes and ``$(…)``."""
-    segment, quote, depth, comment = "", "", 0, False
-    text, index = script.replace("\\\n", " "), 0
-    while index < len(text):
-        char, before, after = text[index], text[index - 1 : index], text[index + 1 : index + 2]
-        if comment and char != "\n":
-            pass
-        elif quote:
-            segment += char
-            if char == "\\" and quote == '"':
-                segment, index = segment + after, index + 1
-            elif char == quote:
-                quote = ""
-        elif char == "\\":
-            segment, index = segment + char + after, index + 1
-        elif char in "'\"":
-            segment, quote = segment + char, char
-        elif char == "#" and (not before or before.isspace()):
-            comment = True
-        elif char in "()":
-            depth = max(0, depth + (1 if char == "(" else -1))
-            segment += char
-        elif char == "\n" or (char in ";&|" and not depth and not (char == "&" and ">" in (before, after))):
-            yield segment
-            here = _HEREDOC.search(segment) if char == "\n" else None
-            segment, comment, depth = "", False, depth if char != "\n" else 0
-            if here:
-                end = re.compile(rf"^\s*{here[2]}\s*$", re.MULTILINE).search(text, index)
-                index = end.end() - 1 if end else len(text)
-        else:
-            segment += char
-        index += 1
-    if quote:
-        raise ValueError(f"no closing {quote} in: {segment.strip()[:80]}")
-    yield segment

@@ -15,7 +15,7 @@ from alignment.data.kinds.prompts import PromptRow
 from alignment.online.completion_log import CompletionLog
 from alignment.online.completions import Generated
 from alignment.online.ranking import Ranking
-from alignment.reporting.completions import CompletionTable, as_text, markdown
+from alignment.reporting.completions import CompletionTable, as_text
 from alignment.rollout.backend import Completion
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\nthere"}]
@@ -34,13 +34,7 @@ def test_the_file_has_one_line_per_row(tmp_path: Path) -> None:
     table.write(5, [])
     lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
     assert lines == [
-        {
-            "step": 3,
-            "prompt": "system: Be brief.\nuser: Hi\nthere",
-            "chosen": "é|*x*",
-            "score": None,
-            "dropped": "tied",
-        },
+        {"step": 3, "prompt": TEXT, "chosen": "é|*x*", "score": None, "dropped": "tied"},
         {"step": 3, "prompt": "p", "chosen": "<b>_c_", "score": 0.125, "dropped": None},
         {"step": 4, "prompt": "p", "chosen": "c", "score": None, "dropped": None},
     ]
@@ -72,12 +66,6 @@ def test_messages_as_text() -> None:
     assert as_text([call]) == "assistant: {'function': {'name': 'f'}}"
     assert as_text([{"role": "user", "content": "Hi"}]) == "user: Hi"
     assert (as_text("text"), as_text(None), as_text(0.5), as_text([])) == ("text", None, 0.5, "")
-
-
-def test_texts_are_escaped_in_the_markdown_table() -> None:
-    lines = markdown([{"step": 1, "text": "a|b\n# *c* <i>", "score": 1 / 3, "none": None}]).splitlines()
-    assert lines[:2] == ["| step | text | score | none |", "| --- | --- | --- | --- |"]
-    assert lines[2:] == ["| 1 | a&#124;b<br>&#35; &#42;c&#42; &lt;i&gt; | 0.3333 |  |"]
 
 
 def test_tensorboard_gets_text(tmp_path: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import alignment
 from alignment.cli.parsing import parse, without_local_rank
 from alignment.cli.recipes import read_recipe
 from alignment.config.compatibility.model_kwargs import loading_keywords
@@ -15,7 +15,6 @@ from alignment.config.compatibility.verdicts import judged_names
 from alignment.config.errors import OptionError
 from alignment.config.lookup import packaged, packaged_names
 from alignment.config.registry import METHODS, option_names
-from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.kto_options import KTOConfig
 
 NEEDED = ["--output_dir", "out", "--dataset_name", "rows.jsonl", "--model_name_or_path", "m"]
@@ -105,6 +104,7 @@ def test_command_line_forms(tmp_path: Path) -> None:
 
 
 def test_the_last_of_repeated_options_is_used(tmp_path: Path) -> None:
+    """And the command line's method instead of the recipe's."""
     recipe = write(tmp_path, "method: cpo\nmax_seq_length: 300\n")
     options = parse([recipe, *NEEDED, "--beta", "0.1", "--method=kto", "--beta=0.3"])
     assert (options.method, options.beta, options.max_length) == ("kto", 0.3, 300)
@@ -112,26 +112,22 @@ def test_the_last_of_repeated_options_is_used(tmp_path: Path) -> None:
     assert parse(online).reward_funcs == "c.py:c"
 
 
-def test_command_line_method_wins(tmp_path: Path) -> None:
-    assert isinstance(parse([write(tmp_path, "method: kto\n"), "--method", "cpo", *NEEDED]), CPOConfig)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "place"),
     [
-        (["--betta", "0.1"], ["betta='0.1'", "did you mean 'beta'"]),
-        (["--evaluation_strategy", "steps"], ["eval_strategy='steps'", "set dataset_test_split"]),
-        (["--max_seq_length", "8", "--max_length", "9"], ["max_seq_length='8' and max_length='9'", "alias"]),
-        (["--beta", "0.1", "0.2"], ["beta=['0.1', '0.2']", "expected a number"]),
-        (["--method", "ktoo"], ["method='ktoo'", "did you mean 'kto'"]),
-        (["--eval_on_start"], ["eval_on_start=True", "set dataset_test_split"]),
-        (["--model_init_kwargs", "{a: 1"], ["model_init_kwargs='{a: 1'", "JSON"]),
+        ("--betta 0.1", "betta='0.1'.*did you mean 'beta'"),
+        ("--evaluation_strategy steps", "eval_strategy='steps'"),
+        ("--max_seq_length 8 --max_length 9", "max_seq_length='8' and max_length='9'"),
+        ("--beta 0.1 0.2", r"beta=\['0.1', '0.2'\]"),
+        ("--method ktoo", "method='ktoo'.*did you mean 'kto'"),
+        ("--eval_on_start", "eval_on_start=True"),
+        ("--model_init_kwargs {a:", "model_init_kwargs='{a:'"),
+        ("--beta -2", "beta=-2.0: "),  # it does not name the recipe, whose value is replaced
     ],
 )
-def test_bad_command_lines(tmp_path: Path, arguments: list[str], said: list[str]) -> None:
-    message = refused([write(tmp_path, "method: kto\n"), *NEEDED, *arguments])
-    for part in said:
-        assert part in message
+def test_bad_command_lines(tmp_path: Path, arguments: str, place: str) -> None:
+    message = refused([write(tmp_path, "method: kto\nbeta: 0.1\n"), *NEEDED, *arguments.split()])
+    assert re.match(place, message), message
 
 
 def test_options_required_on_the_command_line() -> None:
@@ -143,11 +139,6 @@ def test_bad_recipes(tmp_path: Path) -> None:
     """The others are in tests/bad_recipes.py."""
     for text, said in (("beta: 1\n", "method is missing"), ("method: kto\ntraining:\n  betta: 1\n", "betta=1")):
         assert f"recipe.yaml: {said}" in refused([write(tmp_path, text), *NEEDED])
-
-
-def test_errors_of_overriding_values_do_not_name_the_recipe(tmp_path: Path) -> None:
-    recipe = write(tmp_path, "method: kto\nbeta: 0.1\n")
-    assert refused([recipe, *NEEDED, "--beta", "-2"]).startswith("beta=-2: ")
 
 
 def test_missing_and_unreadable_recipes(tmp_path: Path) -> None:
@@ -209,20 +200,14 @@ def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert "(--method kto)" in text and "(--method cpo)" in text and "[1e-06]" in text
 
 
-def test_every_public_name_is_there() -> None:
-    assert all(getattr(alignment, name) is not None for name in alignment.__all__)
-
-
 @pytest.mark.parametrize(
     ("recipe", "given", "expected"),
     [
         ("cpo\nloss_type: simpo\nsimpo_gamma: 1.0", "--gamma_beta_ratio 0.5 --beta 3", {"simpo_gamma": 1.5}),
         ("cpo\nloss_type: simpo\ngamma_beta_ratio: 0.2", "--simpo_gamma 0.5", {"gamma_beta_ratio": None}),
         ("cpo\nloss_type: simpo\ngamma_beta_ratio: 0.2", "--simpo_gamma null --beta 3", {"simpo_gamma": 0.2 * 3.0}),
-        ("cpo\nloss_type: simpo\nsimpo_gamma: 1.0", "--simpo_gamma null", {"simpo_gamma": 0.5}),
         ("kto\nwarmup_ratio: 0.1", "--warmup_steps 10", {"warmup_steps": 10, "warmup_ratio": 0.0}),
         ("kto\nmax_steps: 10", "--num_train_epochs 3", {"max_steps": -1, "num_train_epochs": 3.0}),
-        ("kto\nnum_train_epochs: 2", "--max_steps -1", {"max_steps": -1, "num_train_epochs": 2.0}),
         ("kto\nbf16: true", "--dtype float32", {"bf16": None, "dtype": "float32"}),
         ("kto\ntrain_sampling_strategy: sequential", "--stratify_labels", {"train_sampling_strategy": "random"}),
         ("kto\nprecompute_ref_log_probs: true", "--ref_placement offload", {"precompute_ref_log_probs": False}),
@@ -232,11 +217,7 @@ def test_every_public_name_is_there() -> None:
         ("kto\nuse_peft: true\nlora_r: 4", "--adapter_name_or_path a", {"use_peft": True, "lora_r": 16}),
         ("kto\nuse_peft: true\nlora_r: 4", "--use_peft false", {"use_peft": False}),
         ("online_dpo\nreward_model_path: a", "--judge b.py:c", {"judge": "b.py:c", "reward_model_path": None}),
-        (
-            "online_dpo\njudge: b\nrollout_backend: vllm",
-            "--use_transformers_paged",
-            {"rollout_backend": "continuous"},
-        ),
+        ("online_dpo\njudge: b\nrollout_backend: vllm", "--use_transformers_paged", {"rollout_backend": "continuous"}),
     ],
 )
 def test_an_option_replaces_its_counterpart_in_a_recipe(
@@ -255,12 +236,10 @@ def test_counterparts_from_the_same_source_are_refused(tmp_path: Path) -> None:
     assert f"{twice}: gamma=1.0 and simpo_gamma=0.3 contradict" in refused([twice, *NEEDED])
 
 
-@pytest.mark.parametrize("value", ["-1e-6", "-inf", "-.5"])
-def test_a_negative_number_is_a_value(value: str) -> None:
-    number = float(value)
-    for form in (["--learning_rate", value], [f"--learning_rate={value}"]):
-        assert refused(["kto", *NEEDED, *form]).startswith(("learning_rate=-", "learning_rate='-inf'"))
-    if abs(number) < 1e9:
-        weights = ["--reward_funcs", "a.py:b", "c.py:d", "--reward_weights", "1", value]
-        assert parse(["online_dpo", *NEEDED, *weights]).reward_weights == [1.0, number]
-    assert value in refused(["kto", *NEEDED[:2], value])
+def test_a_negative_number_is_a_value() -> None:
+    for value in ("-1e-6", "-inf", "-.5"):
+        for form in (["--learning_rate", value], [f"--learning_rate={value}"]):
+            assert refused(["kto", *NEEDED, *form]).startswith("learning_rate=")
+        assert value in refused(["kto", *NEEDED[:2], value])
+    weights = ["--reward_funcs", "a.py:b", "c.py:d", "--reward_weights", "1", "-.5"]
+    assert parse(["online_dpo", *NEEDED, *weights]).reward_weights == [1.0, -0.5]

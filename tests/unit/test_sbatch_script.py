@@ -115,10 +115,6 @@ def script(tmp_path: Path) -> Script:
     return Script(tmp_path)
 
 
-def test_it_is_valid_bash() -> None:
-    assert subprocess.run(["bash", "-n", SCRIPT], capture_output=True, check=True).stderr == b""
-
-
 # What it starts -----------------------------------------------------------------------------------------------------
 
 
@@ -154,8 +150,7 @@ def test_setup_runs_first_and_its_failure_ends_the_job(script: Script) -> None:
 @pytest.mark.parametrize(
     ("container", "mounts", "before"),
     [
-        ("apptainer:/a b.sif", "", ["apptainer", "exec", "--nv", "--bind", "CWD", "--pwd", "CWD", "/a b.sif"]),
-        ("apptainer:a.sif", "/data", ["apptainer", "exec", "--nv", "--bind", "CWD,/data", "--pwd", "CWD", "a.sif"]),
+        ("apptainer:/a b.sif", "/x", ["apptainer", "exec", "--nv", "--bind", "CWD,/x", "--pwd", "CWD", "/a b.sif"]),
         ("pyxis:a.sqsh", "/data:/d,/home", ["--container-image=a.sqsh", "--container-workdir=CWD",
                                             "--container-mounts=CWD:CWD,/data:/d,/home:/home"]),
     ],
@@ -166,23 +161,16 @@ def test_containers(script: Script, container: str, mounts: str, before: list[st
     assert ran.srun[python - len(before) : python] == [part.replace("CWD", str(script.folder)) for part in before]
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"ALIGNMENT_CONTAINER": "image.sif"}, "ALIGNMENT_CONTAINER=image.sif: expected"),
-        ({"ALIGNMENT_MAX_STALLED": "08"}, "ALIGNMENT_MAX_STALLED=08: expected"),
-    ],
-)
-def test_invalid_settings(script: Script, variables: dict[str, str], message: str) -> None:
-    assert script.run(**variables).failed(message)
+def test_invalid_settings(script: Script) -> None:
+    assert script.run(ALIGNMENT_CONTAINER="image.sif").failed("ALIGNMENT_CONTAINER=image.sif: ")
+    assert script.run(ALIGNMENT_MAX_STALLED="08").failed("ALIGNMENT_MAX_STALLED=08: ")
 
 
 @pytest.mark.parametrize(
     ("line", "folder"),
     [
         ("  output_dir: 'runs/a b'  # where", "runs/a b"), ("  output_dir:   runs/kto # x", "runs/kto"),
-        ('output_dir: "/a b/#x"', "/a b/#x"), ("output_dir: '/a #b: {c}'", "/a #b: {c}"), ("output_dir: a ", "a"),
-        ("output_dir: runs/kto\r", "runs/kto"), ("output_dir: ../größe a", "../größe a"),
+        ('output_dir: "/a b/#x"', "/a b/#x"), ("output_dir: ../größe a\r", "../größe a"),
     ],
 )  # fmt: skip
 def test_the_output_folder_of_a_recipe(script: Script, line: str, folder: str) -> None:
@@ -195,17 +183,14 @@ def test_the_output_folder_of_a_recipe(script: Script, line: str, folder: str) -
 @pytest.mark.parametrize(
     "line",
     [
-        "output_dir : runs/kto", "{saving: {output_dir: runs/kto}}", "output_dir: &a runs", "output_dir: 'it''s'",
-        "output_dir: |", "output_dir: 2026", "output_dir: runs\n    /kto", "output_dir:\n    runs/kto",
-        "output_dir: a\n  output_dir: b", "\ufeffoutput_dir: a",
+        "{saving: {output_dir: runs/kto}}", "output_dir: &a runs", "output_dir: 'it''s'", "output_dir: |",
+        "output_dir: runs\n    /kto", "output_dir: a\n  output_dir: b",
     ],
 )  # fmt: skip
 def test_an_output_folder_in_yaml_that_the_script_does_not_support(script: Script, line: str) -> None:
     """Only Python could parse these lines; a partial match would be another folder."""
-    start = "" if line[0] in "{\ufeff" else "saving:\n  "
-    (script.folder / "own.yaml").write_text(f"{start}{line}\n", encoding="utf-8")
-    ran = script.run("own.yaml")
-    assert ran.failed("own.yaml line ") and 'supports only lines "output_dir: VALUE"' in ran.out
+    (script.folder / "own.yaml").write_text(f"{'' if line[0] == '{' else 'saving:'}\n  {line}\n")
+    assert script.run("own.yaml").failed("own.yaml line ")
 
 
 @pytest.mark.parametrize("line", ["output_dir:", "merged_output_dir: x  # output_dir: x"])
@@ -214,19 +199,17 @@ def test_no_folder_is_an_error(script: Script, line: str) -> None:
     assert script.run("own.yaml", "--output_dir", "--beta", "1").failed("output_dir is set neither in the arguments")
 
 
-@pytest.mark.parametrize("recipe", [False, True], ids=["argument", "recipe"])
-def test_the_home_in_a_folder(script: Script, recipe: bool) -> None:
+def test_the_home_in_a_folder(script: Script) -> None:
     """The shell does not expand `--output_dir=~/x`; the run would write where the script does not look."""
-    (script.folder / "own.yaml").write_text("output_dir: ~/out\n" if recipe else "beta: 1\n")
-    given = [] if recipe else ["--output_dir=~/out"]
-    ran = script.run("own.yaml", *given, status=PREEMPTED, code=85, HOME=str(script.folder))
-    assert f"--output_dir {script.folder}/out " in ran.started and ran.scontrol == "requeue 12\n"
+    (script.folder / "own.yaml").write_text("output_dir: ~/out\n")
+    for given in ([], ["--output_dir=~/out"]):
+        ran = script.run("own.yaml", *given, status=PREEMPTED, code=85, HOME=str(script.folder))
+        assert f"--output_dir {script.folder}/out " in ran.started and ran.scontrol == "requeue 12\n"
 
 
 def test_an_array_task_has_its_own_seed_folder_and_job_id(script: Script) -> None:
     array = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "11"}
-    for seed in (["--seed", "4"], ["--seed=4"]):
-        assert script.run("kto", "--output_dir", "out", *seed, **array).failed("a job array sets --seed itself")
+    assert script.run("kto", "--output_dir", "out", "--seed=4", **array).failed("a job array sets --seed itself")
     (script.folder / "out" / "seed-3").mkdir()
     fake = f"echo '{json.dumps(PREEMPTED, indent=2)}' >out/seed-3/status.json; exit 85"
     ran = script.ran(script.start(fake=fake, **array))
@@ -235,19 +218,16 @@ def test_an_array_task_has_its_own_seed_folder_and_job_id(script: Script) -> Non
     assert (script.calls / "squeue").read_text().count("--job 11_3 ") == 2, "of this task alone"
 
 
-def test_a_resume_without_a_value(script: Script) -> None:
-    """For `train`, this means the latest checkpoint."""
-    expected = "train kto --beta 0.2 --output_dir out --resume_from_checkpoint latest"
-    for order in ("--resume_from_checkpoint --output_dir out", "--output_dir out --resume_from_checkpoint"):
-        assert script.run("kto", *order.split(), "--beta", "0.2").started == expected
-
-
-def test_an_explicit_checkpoint_applies_to_the_first_attempt(script: Script) -> None:
+def test_the_checkpoint_to_resume_from(script: Script) -> None:
+    """An explicit one applies to the first attempt; without a value, the option means the latest, as for `train`."""
     (script.folder / "own.yaml").write_text("output_dir: out\nresume_from_checkpoint: c/9\n")
     for given in (["--resume_from_checkpoint", "c/9"], ["--resume_from_checkpoint=c/9"], []):
         assert script.run("own.yaml", *given).started.endswith(" c/9")
         assert script.run("own.yaml", *given, SLURM_RESTART_COUNT="1").started.endswith(" latest")
-    assert script.run("own.yaml", "--resume_from_checkpoint", "other").started.endswith(" other")
+    for order in ("--resume_from_checkpoint --output_dir out", "--output_dir out --resume_from_checkpoint"):
+        assert script.run("kto", *order.split(), "--beta", "0.2").started.endswith(
+            "out --resume_from_checkpoint latest"
+        )
 
 
 # When it requeues its job -------------------------------------------------------------------------------------------
@@ -279,28 +259,21 @@ def test_status_of_earlier_attempts_is_ignored(script: Script) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "requeued"),
+    ("state", "term", "requeued"),
     [
-        ("COMPLETING None", False), ("COMPLETING TimeLimit", True), ("COMPLETING PartitionTimeLimit", False),
+        ("COMPLETING None", False, False), ("COMPLETING PartitionTimeLimit", False, False),
+        ("RUNNING None", True, False), ("COMPLETING TimeLimit", False, True), ("COMPLETING TimeLimit", True, True),
     ],
 )  # fmt: skip
 def test_a_job_that_was_cancelled_while_its_run_saved_is_not_requeued(
-    script: Script, state: str, requeued: bool
+    script: Script, state: str, term: bool, requeued: bool
 ) -> None:
-    """A job that SLURM ends at its time limit is completing too, with that as the reason."""
-    (script.calls / "state").write_text(state)
-    ran = script.run(status=PREEMPTED, code=85)
-    assert (ran.code, ran.scontrol) == ((0, "requeue 12\n") if requeued else (85, "")), ran.out
-    assert ("not requeued: the job was cancelled or terminated" in ran.out) is not requeued
-
-
-@pytest.mark.parametrize(("state", "requeued"), [("RUNNING None", False), ("COMPLETING TimeLimit", True)])
-def test_term_while_the_run_saves(script: Script, state: str, requeued: bool) -> None:
-    """From a user, or from SLURM at the time limit, if saving takes longer than the notice."""
+    """TERM comes from a user, or from SLURM at the time limit, if saving takes longer than the notice."""
     (script.calls / "state").write_text(state)
     (script.folder / "left.json").write_text(json.dumps(PREEMPTED, indent=2))
-    ran = script.signaled(SAVES, signal.SIGTERM)
+    ran = script.signaled(SAVES, *[signal.SIGTERM] * term)
     assert (ran.code, ran.scontrol) == ((0, "requeue 12\n") if requeued else (85, "")), ran.out
+    assert ("not requeued: the job was cancelled or terminated" in ran.out) is not requeued
 
 
 def test_a_file_stop_ends_the_job(script: Script) -> None:
@@ -311,7 +284,6 @@ def test_a_file_stop_ends_the_job(script: Script) -> None:
     assert (ran.code, ran.scontrol) == (85, "") and "not requeued: out/STOP exists; to resume, remove it" in ran.out
     assert script.run(SLURM_RESTART_COUNT="1").failed("out/STOP exists; to resume, remove it")
     assert script.run(SLURM_RESTART_COUNT="1", SLURM_JOB_ID="13").srun, "it was meant for the job before"
-    assert script.run().srun
     stop.unlink()
     assert script.run(SLURM_RESTART_COUNT="1").srun
 
@@ -333,18 +305,12 @@ def test_a_job_that_slurm_requeues_is_limited_as_well(script: Script) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("status", [PREEMPTED | {"signal": "SIGTERM"}, None], ids=["while training", "in its start"])
-def test_a_preempted_job_with_a_grace_period_waits_for_its_end(
-    script: Script, status: dict[str, object] | None
-) -> None:
+def test_a_preempted_job_with_a_grace_period_waits_for_its_end(script: Script) -> None:
     """SLURM requeues it at that time; a job that ends before counts as failed."""
     (script.calls / "grace").touch()
-    ran = script.run(status=status, code=85)
+    ran = script.run(status=PREEMPTED | {"signal": "SIGTERM"}, code=85)
     assert (ran.code, ran.scontrol) == (85, "")
     assert (script.calls / "squeue").read_text().count("--job 12") == 2
-    (script.calls / "squeue").unlink()
-    script.run(code=0)
-    assert not (script.calls / "squeue").exists()
 
 
 def test_term_is_not_passed_on_and_usr1_is(script: Script) -> None:

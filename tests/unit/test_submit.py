@@ -83,10 +83,9 @@ def test_every_value_of_the_header(tmp_path: Path, capsys: pytest.CaptureFixture
     }  # fmt: skip
     passed_on = {"exclusive": "", "constraint": "ib", "comment": "", "a 'b' #c": ""}
     assert header(script) == own | passed_on
-    assert {f"export ALIGNMENT_PYTHON={sys.executable}", "export ALIGNMENT_COMMAND=train"} < set(script.splitlines())
-    assert {"export ALIGNMENT_STOP_NOTICE=300", "unset ALIGNMENT_SETUP ALIGNMENT_CONTAINER ALIGNMENT_MOUNTS"} < set(
-        script.splitlines()
-    )
+    exports = {f"ALIGNMENT_PYTHON={sys.executable}", "ALIGNMENT_COMMAND=train", "ALIGNMENT_STOP_NOTICE=300"}
+    assert {f"export {each}" for each in exports} < set(script.splitlines())
+    assert "unset ALIGNMENT_SETUP ALIGNMENT_CONTAINER ALIGNMENT_MOUNTS\n" in script
     plain = header(printed(capsys, "--gpus", "0"))
     assert plain["ntasks-per-node"] == "1" and plain["output"] == f"{tmp_path}/out/kto-%j.out"
     assert not {"gpus-per-node", "mem", "partition", "account", "qos", "array"} & set(plain)
@@ -123,33 +122,14 @@ def test_the_output_folder_and_the_checkpoint_of_a_recipe(tmp_path: Path, capsys
         assert f"\nset -- {shlex.join(arguments.split())} {expected.replace('HOME', str(Path.home()))}\n" in out
 
 
-OUTSIDE = """
-import os
-from dataclasses import dataclass
-from alignment.config.fields import option
-from alignment.methods.sft_options import SFTConfig
-
-@dataclass(kw_only=True)
-class Options(SFTConfig):
-    method = "own"
-    odds: float = option(0.5, "An option that no other method has.")
-
-class Trainer:
-    config_class = Options
-
-os.environ["SET_BY_A_LIBRARY"] = "1"
-"""
-
-
-def test_a_third_party_method(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "own.py").write_text(OUTSIDE)
-    given = shlex.split("--method own.py:Trainer --model_name_or_path m --dataset_name rows.jsonl --output_dir out")
-    code, out, _ = run(capsys, *given, "--odds", "0.3", "--print")
-    assert code == 0 and " --odds 0.3 --output_dir out\n" in out
-    code, _, err = run(capsys, *given, "--odds", "high", "--print")
-    assert code == 1 and "odds='high'" in err
+def test_a_third_party_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    method = (ROOT / "examples" / "orpo.py").read_text() + "\nimport os\nos.environ['SET_BY_A_LIBRARY'] = '1'\n"
+    (tmp_path / "own.py").write_text(method)
+    given = shlex.split("--method own.py:ORPOTrainer --model_name_or_path m --dataset_name a.jsonl --output_dir out")
+    code, out, _ = run(capsys, *given, "--beta", "0.3", "--print")
+    assert code == 0 and " --beta 0.3 --output_dir out\n" in out
+    code, _, err = run(capsys, *given, "--beta", "high", "--print")
+    assert code == 1 and "beta='high'" in err
     assert "SET_BY_A_LIBRARY" not in submit_command.os.environ, "it would be in that of the job"
 
 
@@ -166,12 +146,9 @@ def test_options_of_jobs_and_methods_do_not_overlap() -> None:
     ("arguments", "place"),
     [
         ("--nodes 0", "--nodes='0'"),
-        ("--gpus a100", "--gpus='a100'"),
         ("--signal TERM@60", "--signal='TERM@60'"),
-        ("--container image.sif", "--container='image.sif'"),
         ("--mounts /data", "--mounts='/data'"),
         ("--job-name a\\b", "'--job-name=a\\\\b'"),
-        ("--prepare-time 5", "--prepare-time='5'"),
         ("--prepare-sbatch=-H", "--prepare-sbatch=['-H']"),
         ("--prepare --sbatch=--dep=singleton", "--sbatch='--dep=singleton'"),
         ("--seeds 1-2 --seed 4", "--seed=4"),
@@ -179,7 +156,6 @@ def test_options_of_jobs_and_methods_do_not_overlap() -> None:
         ("--overwrite_output_dir true", "overwrite_output_dir=True"),
         ("--save_strategy no", "save_strategy='no'"),
         ("--push_to_hub --hub_token hf_mine", "--hub_token=<hidden>"),
-        ("--beta -1", "beta=-1"),
         ("--bata 1", "bata='1'"),
     ],
 )
@@ -216,14 +192,8 @@ def test_a_job_is_submitted_and_described(slurm: Path, tmp_path: Path, capsys: p
     """sbatch gets the options as arguments as well, because its variables override the header of a script."""
     code, out, err = run(capsys, *TRAIN, "--nodes", "2", "--gpus", "8", "--", "--constraint", "a b")
     assert (code, err) == (0, "")
-    assert out.splitlines() == [
-        "submitted job 40: 2 nodes with 8 GPUs each",
-        f"  follow   da status {tmp_path}/out/kto",
-        f"  log      tail -F {tmp_path}/out/kto-40.out",
-        f"  stop     touch {tmp_path}/out/kto/STOP    (saves a checkpoint)",
-        "  cancel   scancel 40    (saves a checkpoint if SLURM's KillWait is long enough)",
-        "  resume   run the same command again",
-    ]
+    said = "submitted job 40: ", f"status {tmp_path}/out/kto\n", f"tail -F {tmp_path}/out/kto-40.out\n", "scancel 40"
+    assert all(each in out for each in (*said, f"touch {tmp_path}/out/kto/STOP")), out
     options = " ".join(
         f"--{name}={value}".rstrip("=") for name, value in header((slurm / "given-0").read_text()).items()
     ).replace("--constraint --a b", "--constraint a b")
@@ -236,14 +206,8 @@ def test_a_job_is_submitted_and_described(slurm: Path, tmp_path: Path, capsys: p
 def test_sbatch_judges_first(slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (slurm / "refuses").write_text("test-only.*nodes=4")
     code, out, err = run(capsys, *TRAIN, "--nodes", "4", "--prepare")
-    assert (code, out, err) == (1, "", "error: sbatch --test-only: sbatch: error: Invalid qos\n")
+    assert (code, out) == (1, "") and err.startswith("error: sbatch --test-only: ")
     assert "--parsable" not in (slurm / "called").read_text() and not (tmp_path / "out").exists()
-
-
-def test_sbatch_prints_no_id(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (slurm / "bin" / "sbatch").write_text("#!/bin/bash\necho slurm 22.05\n")
-    code, out, err = run(capsys, *TRAIN, "--", "--version")
-    assert (code, out) == (1, "") and err.startswith("error: sbatch --parsable: expected the ID of the job")
 
 
 def test_prepare_comes_first(slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,11 +267,3 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     code, out, err = run(capsys, *TRAIN, "--prepare")
     assert (code, out, called[-1]) == (130, "", ("scancel", "40"))
     assert err.splitlines()[-1] == "interrupted: check `squeue --me` for a submitted job"
-
-
-def test_submit_does_not_import_torch() -> None:
-    code = f"import sys; from alignment.cli.commands import main\ntry: main({['submit', *TRAIN, '--print']!r})\n"
-    code += "except SystemExit as end: assert not end.code\nassert 'torch' not in sys.modules"
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, text=True, capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("#!/bin/bash")
