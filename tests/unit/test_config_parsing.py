@@ -122,7 +122,7 @@ def test_the_last_of_repeated_options_is_used(tmp_path: Path) -> None:
         ("--method ktoo", "method='ktoo'.*did you mean 'kto'"),
         ("--eval_on_start", "eval_on_start=True"),
         ("--model_init_kwargs {a:", "model_init_kwargs='{a:'"),
-        ("--beta -2", "beta=-2.0: "),  # it does not name the recipe, whose value is replaced
+        ("--beta -2", "beta=-2: "),  # it does not name the recipe, whose value is replaced
     ],
 )
 def test_bad_command_lines(tmp_path: Path, arguments: str, place: str) -> None:
