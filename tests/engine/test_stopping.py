@@ -340,6 +340,43 @@ def test_a_stop_in_the_evaluation_of_the_second_set(
     assert {"eval_loss", "eval_b_loss"} <= names
 
 
+class Evaluates(TrainerCallback):
+    """Evaluates at an event of the step after the second one; ``ask`` requests a stop before."""
+
+    def __init__(self, trainer: AlignmentTrainer, event: str, ask: Callable[[], None]) -> None:
+        self.trainer, self.ask, self.done = trainer, ask, False
+        setattr(self, event, self.hear)
+
+    def hear(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step in (2, 3) and not self.done:
+            self.done = True
+            self.ask()
+            self.trainer.evaluate()
+
+
+@pytest.mark.parametrize("event", ["on_optimizer_step", pytest.param("on_step_end", marks=pytest.mark.ci)])
+def test_an_evaluation_of_a_callback_is_not_abandoned(event: str, models: dict[str, str], tmp_path: Path) -> None:
+    """The stop waits for the end of the step: no step is taken twice after a resume, and nothing due is lost."""
+
+    def trainer(folder: str, ask: Callable[[], None]) -> AlignmentTrainer:
+        made = make("KTO", models, tmp_path / folder, **RUN)
+        made.add_callback(Evaluates(made, event, ask))
+        return made
+
+    whole = trainer("whole", lambda: None)
+    whole.train()
+    whole.close()
+    halted = trainer("stopped", terminate)
+    step = 3 if event == "on_optimizer_step" else 2
+    assert f"after step {step}: checkpoint-{step} is complete" in str(stopped(halted))
+    again = make("KTO", models, tmp_path / "stopped", **RUN)
+    again.train(resume_from_checkpoint="latest")
+    again.close()
+    assert logged(again) == logged(whole)
+    last = "checkpoint-6/model.safetensors"
+    assert (again.output_dir / last).read_bytes() == (whole.output_dir / last).read_bytes()
+
+
 def test_the_stop_file(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It ends the run like Ctrl-C; a file from before the start is removed."""
     trainer = make("KTO", models, tmp_path, **RUN)
