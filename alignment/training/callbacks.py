@@ -161,7 +161,7 @@ class Events:
         self.handler = callback_handler(everyone, processing_class)
 
     def __call__(self, event: str, **kwargs: Any) -> None:
-        """Notify every callback of ``event``, such as ``on_step_end``; an evaluation that it starts is not abandoned."""
+        """Notify every callback of ``event``, such as ``on_step_end``; an evaluation that it starts is not cut."""
         before, REQUESTS.in_callback = REQUESTS.in_callback, True
         try:
             self.control = getattr(self.handler, event)(self.args, self.state, self.control, **kwargs)
