@@ -56,18 +56,16 @@ def restore(checkpoint: Checkpoint, engines: TrainedEngines, state: RunState, cu
         )
         shared.pop("rollout", None)  # memory limits differ with the number of ranks
     with together():
-        name = frozen_file(sources[0], ranks)
-        if name in manifest.files:
+        if (name := frozen_file(sources[0], ranks)) in manifest.files:
             engines.frozen.restore(TensorFile(folder / name))
         state.load(shared, former[0] if same_ranks else state.redistributed(former, rank()))
-    # A schedule that is not a function of the step keeps its restored state.
-    scheduler = policy.scheduler
-    if (current.options, current.total_steps) != (manifest.options, manifest.total_steps):
-        if isinstance(scheduler, LambdaLR):
+    scheduler, changed = policy.scheduler, current.total_steps != manifest.total_steps
+    if changed or current.options != manifest.options:
+        if isinstance(scheduler, LambdaLR):  # a schedule that is not a function of the step keeps its restored state
             restore_group_settings(policy, own_groups)
             scheduler.base_lrs = own_peaks
             take_scheduled_rates(scheduler)
-        if current.total_steps != manifest.total_steps:
+        if changed:
             tell(
                 f"resume_from_checkpoint: total steps changed from {manifest.total_steps} to {current.total_steps}; "
                 f"the schedule covers all of them, so the learning rate is now {policy.learning_rate:.4g}"

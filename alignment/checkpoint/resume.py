@@ -101,8 +101,7 @@ def choose(output_dir: Path, asked: str | bool, current: Manifest, *, anyway: bo
     """Return the newest intact checkpoint, after comparing its checksums; None starts a new run. Collective.
 
     Args:
-        output_dir: the run's output folder.
-        asked: as for :func:`find`.
+        output_dir, asked: as for :func:`find`.
         current: the manifest of checkpoints of the current run.
         anyway: accept different settings, which are only listed.
 
@@ -118,8 +117,6 @@ def choose(output_dir: Path, asked: str | bool, current: Manifest, *, anyway: bo
                 share = checkpoint.manifest.share(rank(), world_size())
                 checkpoint.manifest.check_contents(checkpoint.folder, share)
         except CheckpointError as damage:
-            if asked not in (True, LATEST):
-                raise
             problems.append(str(damage))
             continue
         for problem in problems:
@@ -142,9 +139,11 @@ def check_same_run(checkpoint: Checkpoint, current: Manifest, *, anyway: bool) -
             f"{before.window}; set per_device_train_batch_size, gradient_accumulation_steps and the number of ranks "
             f"so that their product is {before.window}"
         )
-    unknown = {name: value for name, value in _defaults(current.method).items() if name in current.options}
+    declared = option_fields(METHODS[current.method] if current.method in METHODS.entries else AlignmentConfig)
+    defaults = {one.name: getattr(one.default, "value", one.default) for one in declared}
+    added = {name: value for name, value in defaults.items() if name in current.options}  # since it was written
     differences = [
-        *_differences({**unknown, **before.options}, current.options, lambda value: value),
+        *_differences({**added, **before.options}, current.options, lambda value: value),
         *_differences(before.fingerprints, current.fingerprints, without_path),
     ]
     if current.total_steps < before.total_steps:
@@ -156,12 +155,6 @@ def check_same_run(checkpoint: Checkpoint, current: Manifest, *, anyway: bool) -
         )
     for difference in differences:
         tell(f"resume_anyway: {difference}")
-
-
-def _defaults(method: str) -> dict[str, Any]:
-    """Defaults of a method's options: what a version of the package did that did not have an option yet."""
-    declared = option_fields(METHODS[method] if method in METHODS.entries else AlignmentConfig)
-    return {field.name: getattr(field.default, "value", field.default) for field in declared}
 
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any], compared: Callable[[Any], Any]) -> Iterator[str]:

@@ -22,9 +22,9 @@ from alignment.checkpoint.folder import checkpoints
 from alignment.checkpoint.run_state import RunState
 from alignment.config.errors import TrainingError
 from alignment.training.loop import TrainingLoop
+from alignment.training.bad_steps import BadStep
 from alignment.training.run_state import Totals
 from alignment.training.trainer import AlignmentTrainer
-from alignment.training.window import NonFiniteLoss
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 METHODS = ("KTO", "CPO", "DPO", "SFT", "Reward", "OnlineDPO", "OnlineDPO-judge")
@@ -166,7 +166,7 @@ def test_a_run_resumes_from_a_rescued_checkpoint(
     def failing(loop: TrainingLoop, *given: Any) -> Any:
         if loop.state.global_step == 4:
             torch.rand(3)
-            raise NonFiniteLoss("the loss of this window is nan")
+            raise BadStep("the loss of this window is nan", "non-finite loss")
         return update(loop, *given)
 
     with monkeypatch.context() as patched:

@@ -26,7 +26,7 @@ from alignment.run.stop import RunStopped, StopReason
 from alignment.training import safe_points
 from alignment.training import trainer as trainer_module
 from alignment.training import trainer as trainers
-from alignment.training.bad_steps import BadSteps, LossSpike
+from alignment.training.bad_steps import BadStep, BadSteps
 from alignment.training.trainer import AlignmentTrainer
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
@@ -223,7 +223,7 @@ def test_a_signal_does_not_interrupt_the_save_of_the_last_good_step(
 
     def bad(self: BadSteps, loss: float) -> None:
         if len(self.state_dict()["losses"]) == 2:
-            raise LossSpike("too high")
+            raise BadStep("too high", "loss spike")
 
     monkeypatch.setattr(BadSteps, "check", bad)
     trainer = make("KTO", models, tmp_path, **RUN)

@@ -11,10 +11,9 @@ import pytest
 from alignment import CPOConfig
 from alignment.config.errors import OptionError
 from alignment.data.windows import WindowCounts, WindowPlan
-from alignment.training.bad_steps import BadSteps, LossSpike, NonFiniteGradient
-from alignment.training.window import NonFiniteLoss
+from alignment.training.bad_steps import BadStep, BadSteps
 
-FAULT = NonFiniteGradient("the gradient norm is nan")
+FAULT = BadStep("the gradient norm is nan", "non-finite gradient", discarded=True)
 
 
 def plan(epoch: int, step: int) -> WindowPlan:
@@ -38,7 +37,7 @@ class Steps(BadSteps):
     def is_spike(self, loss: float) -> bool:
         try:
             self.check(loss)
-        except LossSpike:
+        except BadStep:
             return True
         return False
 
@@ -84,21 +83,21 @@ def test_the_median_covers_the_latest_losses(tmp_path: Path) -> None:
 
 def test_stop_is_the_default(tmp_path: Path) -> None:
     steps = Steps(tmp_path)
-    with pytest.raises(NonFiniteGradient) as caught:
+    with pytest.raises(BadStep) as caught:
         steps.skip(FAULT, plan(0, 1), 2)
-    assert caught.value is FAULT and steps.metrics == {} and steps.lines == []
+    assert caught.value is FAULT and steps.count == 0 and steps.lines == []
 
 
 def test_skipped_windows_are_counted(tmp_path: Path) -> None:
     steps = Steps(tmp_path, on_bad_step="skip", max_bad_steps=2)
     steps.skip(FAULT, plan(0, 1), 2)
-    steps.skip(NonFiniteLoss("the loss is nan"), plan(1, 0), 6)
-    assert steps.metrics == {"bad_steps": 2.0} and len(steps.told) == 2
+    steps.skip(BadStep("the loss is nan", "non-finite loss"), plan(1, 0), 6)
+    assert steps.count == 2 and len(steps.told) == 2
     assert steps.lines[1] == {
         "event": "bad_step", "step": 6, "window": [1, 0], "kind": "non-finite loss", "message": "the loss is nan",
         "action": "skip", "bad_steps": 2, "rows": [0, 1],
     }  # fmt: skip
-    with pytest.raises(NonFiniteGradient, match="max_bad_steps=2"):
+    with pytest.raises(BadStep, match="max_bad_steps=2"):
         steps.skip(FAULT, plan(1, 1), 7)
 
 
