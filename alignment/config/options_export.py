@@ -12,11 +12,7 @@ from alignment.config.fields import convert_options, option
 
 @dataclass
 class ExportOptions:
-    """Options of an export, described by ``deepspeed-alignment export --help``.
-
-    Raises:
-        OptionError: an option is invalid, or excludes another one.
-    """
+    """Options of an export, described by ``deepspeed-alignment export --help``; OptionError if one is invalid."""
 
     dtype: str = option(
         "auto",
@@ -44,8 +40,7 @@ class ExportOptions:
         if self.samples < 0:
             raise OptionError(f"{setting('samples', self.samples)}: expected 0 or more")
         if not re.fullmatch(r"[1-9]\d*[KMG]i?B", self.max_shard_size):
-            size = setting("max_shard_size", self.max_shard_size)
-            raise OptionError(f"{size}: expected a size such as 5GB or 500MB")
+            raise OptionError(f"max_shard_size={self.max_shard_size!r}: expected a size such as 5GB or 500MB")
         if self.load_in_4bit and self.load_in_8bit:
             raise OptionError("load_in_4bit: the base cannot be in 4 bits and in 8 bits; remove load_in_8bit")
 

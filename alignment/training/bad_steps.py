@@ -20,8 +20,8 @@ from alignment.engines.scoring import PolicyEngine
 _MOST, _LEAST = 100, 10
 # A spike also exceeds the median by this many median absolute deviations: about 7 standard deviations of normal noise.
 _DEVIATIONS = 10
-WindowId = tuple[int, int]  # epoch, and index within the epoch
-Tell, Record = Callable[[str], None], Callable[[dict[str, Any]], None]
+Tell = Callable[[str], None]
+Record = Callable[[dict[str, Any]], None]
 
 
 class BadStep(TrainingError):
@@ -58,7 +58,7 @@ class BadSteps:
         self.args = args
         self._rows, self._tell, self._record = rows, tell, record
         self._losses: list[float] = []
-        self.count, self.omitted = 0, list[WindowId]()
+        self.count, self.omitted = 0, list[tuple[int, int]]()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses of the running median, and both attributes."""

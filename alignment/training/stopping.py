@@ -17,8 +17,6 @@ from alignment.run.stop import RunStopped, StopReason
 from alignment.training.context import RunContext
 from alignment.training.run_page import write_page
 
-_NOTICE_S = 30.0
-
 
 def end_run(context: RunContext, writer: CheckpointWriter, finish: Callable[[], None], reason: StopReason) -> NoReturn:
     """End a run whose state has been saved as far as possible; collective. Every rank raises RunStopped.
@@ -71,7 +69,7 @@ def notice_too_short(save_seconds: float, step_seconds: float) -> str | None:
     given, needed = os.environ.get(NOTICE), save_seconds + step_seconds
     if given is None and not ("SLURM_JOB_ID" in os.environ or launchers()):
         return None
-    notice = float(given or _NOTICE_S)
+    notice = float(given or 30)
     if needed <= notice:
         return None
     return (

@@ -17,7 +17,7 @@ from helpers import STAGES, make_model, unpaired_rows
 from transformers import TrainerCallback
 
 from alignment import KTOConfig, KTOTrainer
-from alignment.reporting.report import RunReport
+from alignment.reporting.report import report_text
 from alignment.reporting.status_file import RunStatus
 from alignment.run.activity import ACTIVITY
 from alignment.run.stop import RunStopped
@@ -54,7 +54,7 @@ REPORT = """\
 
 
 def test_the_text() -> None:
-    report = RunReport(
+    text = report_text(
         title="kto: a run",
         facts=[("steps", "4 of 4"), ("time", "2.0 s")],
         phases={
@@ -67,7 +67,7 @@ def test_the_text() -> None:
         evaluation={"loss": 0.5, "rewards/chosen": -1.5},
         advice=["use more rows"],
     )
-    assert report.text() == REPORT
+    assert text == REPORT
 
 
 class Obstacle(TrainerCallback):

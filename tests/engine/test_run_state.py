@@ -21,8 +21,8 @@ from whole_runs import completions, logged, make, make_models
 from alignment.checkpoint.folder import checkpoints
 from alignment.checkpoint.run_state import RunState
 from alignment.config.errors import TrainingError
-from alignment.training.loop import TrainingLoop
 from alignment.training.bad_steps import BadStep
+from alignment.training.loop import TrainingLoop
 from alignment.training.run_state import Totals
 from alignment.training.trainer import AlignmentTrainer
 

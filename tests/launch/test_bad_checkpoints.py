@@ -74,7 +74,10 @@ def cases() -> Iterator[tuple[Case, Callable[[Path], None] | None]]:
     yield Case("a model", ("good: contains a model",), {**named, "resume_from_checkpoint": "%good"}), None
     yield Case("another method", ("method kto", "is cpo"), {**named, "beta": "0.1"}, pairs, method="cpo"), None
     yield Case("newer format", ("checkpoint-4/manifest.json: format 2 is newer",), LATEST), newer_format
-    yield Case("older release", ("checkpoint-4: contains a model but no manifest.json",), LATEST), older_release
+    yield (
+        Case("older release", ("checkpoint-4: not a checkpoint, because it has no manifest.json",), LATEST),
+        older_release,
+    )
     yield Case("missing rank", ("optimizer-00001-of-00001.safetensors: missing",), LATEST), missing_rank
     yield Case("truncated manifest", ("checkpoint-4/manifest.json: cannot be read",), LATEST), truncated_manifest
     yield Case("truncated manifest by name", ("cannot be read",), named), truncated_manifest
