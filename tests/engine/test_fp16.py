@@ -255,15 +255,3 @@ def test_completions_are_kept(model: str, tmp_path: Path, monkeypatch: pytest.Mo
         lines = [line for line in trainer.state.log_history if "overflows" in line]
     assert lines and lines[-1]["overflows"] > 1
     assert len(calls) == 2
-
-
-@pytest.mark.ci
-def test_a_resumed_run_continues_at_its_loss_scale(model: str, tmp_path: Path) -> None:
-    whole, weights, scale = outcome(trainer_of(model, tmp_path, "stage2", 32, save_strategy="steps", save_steps=1))
-    again = trainer_of(
-        model, tmp_path / "again", "stage2", 32, resume_from_checkpoint=str(tmp_path / "out/checkpoint-1")
-    )
-    found, others, kept = outcome(again)
-    assert differences(weights, others) == [] and kept == scale
-    assert [line["overflows"] for line in found] == [line["overflows"] for line in whole]
-    assert all(event["step"] > 1 for event in events(tmp_path / "again", "overflow"))

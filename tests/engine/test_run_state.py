@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
 from whole_runs import completions, logged, make, make_models
 
 from alignment.checkpoint.folder import checkpoints
@@ -124,32 +123,6 @@ def test_a_run_that_a_callback_ended_stays_ended(
     anyway = {**rare, "resume_anyway": True}
     further = resumed("KTO", models, stopped.output_dir, tmp_path / "further", 2, **anyway)
     assert logged(further)[-2:] == logged(whole)[-2:]
-
-
-class Heard(TrainerCallback, ExportableState):
-    """Counts events."""
-
-    def __init__(self, steps: int = 0, saves: int = 0) -> None:
-        self.steps, self.saves = steps, saves
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.steps += 1
-
-    def on_save(self, *_: Any, **__: Any) -> None:
-        self.saves += 1
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"steps": self.steps, "saves": self.saves}}
-
-
-def test_callbacks_receive_the_same_events(models: dict[str, str], tmp_path: Path) -> None:
-    heard, again = Heard(), Heard()
-    whole = make("KTO", models, tmp_path / "whole", **EVERY_STEP)
-    whole.add_callback(heard)
-    whole.train()
-    whole.close()
-    resumed("KTO", models, whole.output_dir, tmp_path / "again", 3, [again], **EVERY_STEP)
-    assert (again.steps, again.saves) == (heard.steps, heard.saves) == (STEPS, STEPS)
 
 
 def test_a_run_resumes_from_a_rescued_checkpoint(

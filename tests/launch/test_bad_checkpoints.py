@@ -71,7 +71,7 @@ def cases() -> Iterator[tuple[Case, Callable[[Path], None] | None]]:
     yield Case("a file", ("no such folder",), {**named, "resume_from_checkpoint": "@data.jsonl"}), None
     yield Case("no such step", ("mean 'checkpoint-4'",), {**named, "resume_from_checkpoint": "checkpoint-5"}), None
     yield Case("an output folder", ("no manifest.json",), {**named, "resume_from_checkpoint": "@out"}), None
-    yield Case("a model", ("good: contains a model",), {**named, "resume_from_checkpoint": "%good"}), None
+    yield Case("a model", ("good: not a checkpoint",), {**named, "resume_from_checkpoint": "%good"}), None
     yield Case("another method", ("method kto", "is cpo"), {**named, "beta": "0.1"}, pairs, method="cpo"), None
     yield Case("newer format", ("checkpoint-4/manifest.json: format 2 is newer",), LATEST), newer_format
     yield (

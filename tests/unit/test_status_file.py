@@ -116,8 +116,3 @@ def test_a_status_is_written_for_a_rank_that_was_killed(tmp_path: Path) -> None:
     fail_in_place_of(tmp_path, "n1", 17, "once more")
     assert found(tmp_path) == failed
     fail_in_place_of(tmp_path / "absent", "n1", 17, "nowhere")
-
-
-def test_a_status_of_another_version_is_read(tmp_path: Path) -> None:
-    (tmp_path / "status.json").write_text('{"state": "running", "step": 4, "moods": ["good"]}')
-    assert read_status(tmp_path) == RunStatus(state="running", step=4)
