@@ -12,7 +12,6 @@ from bad_step_runs import (
     CASES,
     FAULTS,
     LEFT_OUT,
-    MORE,
     RESUMED,
     STEPS,
     Case,
@@ -54,11 +53,8 @@ def trained(
     return folder
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.ci if case in CASES else pytest.mark.slow) for case in (*CASES, *MORE)],
-    ids=name_of,
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_the_window_is_omitted_bitwise(case: Case, trained: Path) -> None:
     whole = trained / name_of(case)
     assert "error" not in outcome(whole)

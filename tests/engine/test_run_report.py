@@ -104,13 +104,9 @@ def test_a_run_ends_with_its_report(tmp_path: Path, capsys: pytest.CaptureFixtur
     trainer.close()
     text = (tmp_path / "out" / "report.md").read_text()
     assert text.rstrip() in capsys.readouterr().out
-    lines = text.splitlines()
-    assert "- steps: 2 of 2, up to 2 rows each, 1 rank" in lines
-    assert any(
-        line.startswith("- data: train_dataset: 4 of 4 rows kept (2 desirable, 2 undesirable)") for line in lines
-    )
-    tokens = trainer.phases.records["train"].tokens
-    assert any(line.startswith("- time: ") and f"{tokens:,} tokens trained on" in line for line in lines)
+    assert "\n- steps: 2 of 2, up to 2 rows each, 1 rank\n" in text and "\n## Advice\n" in text
+    assert "\n- data: train_dataset: 4 of 4 rows kept (2 desirable, 2 undesirable)" in text
+    assert f"{trainer.phases.records['train'].tokens:,} tokens trained on" in text
     phases, metrics = text.split("## Final metrics")
     cells = table(phases)
     for name in ("reference", "kl", "train", "step", "evaluate", "save"):
@@ -123,9 +119,6 @@ def test_a_run_ends_with_its_report(tmp_path: Path, capsys: pytest.CaptureFixtur
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry][-1]
     assert cells["loss"] == [f"{last['loss']:.6g}", f"{evaluated['eval_loss']:.6g}"]
     assert cells["grad_norm"] == [f"{last['grad_norm']:.6g}", ""]
-    assert "## Advice" in lines and any(
-        "window" in line or "rows" in line for line in lines[lines.index("## Advice") :]
-    )
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from report_folders import NASTY, nasty_run, whole_run, write_completions, write_options
-from run_folders import at, entry, start, write_checkpoint, write_log, write_status
+from run_folders import at, entry, start, write_log, write_status
 
-from alignment.reporting.html.content import ChangedOption, RunContent
 from alignment.reporting.html.page import render, render_comparison
 from alignment.reporting.html.series import charts
 from alignment.reporting.run_content import read_content
@@ -72,14 +71,6 @@ def test_content_of_a_report(tmp_path: Path) -> None:
     assert "hub_token" not in text and "hf_abc" not in html
     assert html.count("<svg") == html.count("<figure") == 3
     assert "Loss. training: from 0.05 at step 20 to 0.01 at step 100; evaluation: from 0.75" in html
-
-
-def test_unknown_values_are_omitted(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, 5)
-    page = Page(render(read_content(tmp_path)))
-    for title in ("Curves", "Completions", "Final metrics", "Data", "Options", "Attempts", "Versions", "Warnings"):
-        assert title not in page.text
-    assert "checkpoint-5 5 0.0 MB complete" in page.text
 
 
 def test_the_end_of_a_run(tmp_path: Path) -> None:
@@ -207,36 +198,4 @@ def test_completions_before_and_after(tmp_path: Path) -> None:
         ]
 
 
-def test_six_completions_of_1500_characters_are_shown(tmp_path: Path) -> None:
-    """Of the last step, if its prompts are not those of the first."""
-    values = {"chosen": "c" * 1501, "completion": "d" * 1500, "chosen_score": 1.5, "dropped": None}
-    rows = [{"step": step, "prompt": f"{step} {n}", **values} for step in (5, 9, 15) for n in range(7)]
-    write_completions(tmp_path, rows)
-    write_log(tmp_path, [start()])
-    (last,) = read_content(tmp_path).completions
-    assert (last.title, len(last.rows), last.total) == ("Step 15", 6, 7)
-    assert (last.rows[0].prompt, last.rows[0].scores) == ("15 0", {"chosen score": 1.5})
-    assert last.rows[0].texts == {"chosen": "c" * 1499 + "…", "policy": "d" * 1500}
-
-
-def test_the_best_checkpoint_is_marked_if_a_metric_chose_it(tmp_path: Path) -> None:
-    write_log(tmp_path, [start(), entry(4, 2, 30)])
-    (write_checkpoint(tmp_path, 4) / "trainer_state.json").write_text('{"best_global_step": 4}')
-    for options, best in (({}, []), ({"metric_for_best_model": "loss"}, [(4, "best checkpoint")])):
-        write_options(tmp_path, **options)
-        content = read_content(tmp_path)
-        assert content.marks == best and [one.best for one in content.checkpoints] == [bool(best)]
-    (tmp_path / "trainer_state.json").write_text('{"best_global_step": 2}')
-    assert read_content(tmp_path).marks == [(2, "best checkpoint")], "that of the whole run"
-
-
 # Comparisons ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_comparison_shows_differences() -> None:
-    same, beta = ChangedOption("seed", "7", "42"), ChangedOption("beta", "0.2", "0.1")
-    one = RunContent("one", "out/one", facts=[("Steps", "3")], train={"loss": 0.5, "loss_sum": 3.0}, options=[same])
-    two = RunContent("two", "out/two", facts=[("Steps", "4")], train={"loss": 0.25}, options=[same, beta])
-    text = Page(render_comparison([one, two])).text
-    assert "option one two beta 0.1 0.2" in text and "seed" not in text and "loss_sum" not in text
-    assert "metric one two loss 0.5 0.25" in text and "Steps 3 4" in text
