@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from alignment.checkpoint.card import card_of
 from alignment.checkpoint.comparison import Rows, outputs, sample_rows
 from alignment.checkpoint.masters import Masters, checked_masters, put_masters
-from alignment.checkpoint.run_folder import check_output_folder
+from alignment.checkpoint.run_folder import REPORT, check_output_folder
 from alignment.checkpoint.saving import no_progress_bar, written_folder
 from alignment.config.errors import ModelError, OptionError, OutputError, counted, first_line, listing
 from alignment.config.options_export import ExportOptions
@@ -33,7 +33,6 @@ from alignment.models.tasks import CAUSAL_LM, CLASSIFIER, Task
 from alignment.reporting.model_card import public
 from alignment.reporting.run_content import read_object
 
-REPORT = "export_report.json"
 Tell = Callable[[str], None]
 
 

@@ -26,9 +26,10 @@ from transformers import (
 from alignment.checkpoint import export as export_module
 from alignment.checkpoint import masters as masters_module
 from alignment.checkpoint.comparison import sample_rows
-from alignment.checkpoint.export import REPORT, ExportReport, export
+from alignment.checkpoint.export import ExportReport, export
 from alignment.checkpoint.manifest import Manifest, files_in, record_of
 from alignment.checkpoint.masters import checked_masters
+from alignment.checkpoint.run_folder import REPORT
 from alignment.config.errors import CheckpointError, ModelError, OptionError
 from alignment.config.options_export import ExportOptions
 

@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from alignment.checkpoint.comparison import sample_rows
-from alignment.checkpoint.export import REPORT, _tokenizer, export
+from alignment.checkpoint.export import _tokenizer, export
+from alignment.checkpoint.run_folder import REPORT
 from alignment.cli import export as command_line
 from alignment.config.errors import AlignmentError, ModelError, OptionError, OutputError
 from alignment.config.options_export import ExportOptions
