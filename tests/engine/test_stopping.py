@@ -17,7 +17,7 @@ from whole_runs import completions, logged, make, make_models
 from alignment.checkpoint.folder import checkpoints
 from alignment.checkpoint.writer import CheckpointWriter
 from alignment.cli import train_job
-from alignment.config.errors import TrainingError
+from alignment.config.errors import RewardError, TrainingError
 from alignment.reporting.status_file import RunStatus, read_status
 from alignment.rollout.generate import GenerateBackend
 from alignment.run.activity import ACTIVITY
@@ -375,6 +375,20 @@ def test_an_evaluation_of_a_callback_is_not_abandoned(event: str, models: dict[s
     assert logged(again) == logged(whole)
     last = "checkpoint-6/model.safetensors"
     assert (again.output_dir / last).read_bytes() == (whole.output_dir / last).read_bytes()
+
+
+def test_a_reward_that_fails_in_a_callback_saves_nothing(models: dict[str, str], tmp_path: Path) -> None:
+    """In the middle of a step, the weights may be those of the next one."""
+
+    def fail() -> None:
+        raise RewardError("the judge is gone")
+
+    trainer = make("KTO", models, tmp_path, **RUN)
+    trainer.add_callback(Asks("on_optimizer_step", 2, fail))
+    with pytest.raises(TrainingError, match="^on_optimizer_step: the judge is gone$"):
+        trainer.train()
+    trainer.close()
+    assert not checkpoints(trainer.output_dir)
 
 
 def test_the_stop_file(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
