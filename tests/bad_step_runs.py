@@ -24,13 +24,6 @@ CASES: tuple[Case, ...] = (
     ("stage2-offload", "fp32", 2, "CPO", "full"),
     ("stage2", "fp32", 2, "OnlineDPO", "full"),
 )
-# In `make test-slow`; the last one has an optimizer that must be compiled.
-MORE: tuple[Case, ...] = (
-    ("stage2", "fp32", 2, "KTO", "lora"),
-    ("stage3-offload", "fp32", 1, "CPO", "lora"),
-    ("stage3-offload", "bf16", 2, "CPO", "full"),
-    ("stage2-offload", "fp32", 1, "CPO", "deepspeed_cpu_adam"),
-)
 
 
 def name_of(case: Case) -> str:
@@ -50,7 +43,6 @@ def run_of(case: Case, model: str, **more: Any) -> dict[str, Any]:
         "weight_decay": 0.1,
         "bf16": dtype == "bf16",
         "use_peft": trained == "lora",
-        "optim": trained if trained == "deepspeed_cpu_adam" else "adamw_torch",
         "dataloader_num_workers": int(method == "SFT" and ranks == 1),
         "deepspeed": STAGES[stage],
         "max_length": 64,

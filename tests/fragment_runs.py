@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -251,33 +250,6 @@ def continued(case: Case, folder: Path, first: int, steps: int) -> list[str]:
     found += differences(everything(policy), wanted)
     if (counters(policy.engine), loss_scale_state(policy.engine)) != (counted, scale):
         found.append("counters")
-    policy.close()
-    return found
-
-
-def begin(case: Case, folder: Path) -> dict[str, Tensor]:
-    """Save after 5 steps, and return the changes of the master weights in the next 4."""
-    folder.mkdir(exist_ok=True)
-    policy = engine(case, folder)
-    train(policy, 0, 5)
-    beside = save(policy, folder)
-    if torch.distributed.get_rank() == 0:
-        (folder / "beside.json").write_text(json.dumps(beside), encoding="utf-8")
-    torch.distributed.barrier()
-    return _next_steps(policy)
-
-
-def proceed(case: Case, folder: Path) -> dict[str, Tensor]:
-    """The same changes after resuming, maybe with another partitioning."""
-    policy = engine(case, folder, seed=1)
-    restore(policy, folder, json.loads((folder / "beside.json").read_text(encoding="utf-8")))
-    return _next_steps(policy)
-
-
-def _next_steps(policy: PolicyEngine) -> dict[str, Tensor]:
-    before = masters(policy)
-    train(policy, 5, 4)
-    found = {name: after - before[name] for name, after in masters(policy).items()}
     policy.close()
     return found
 

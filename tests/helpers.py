@@ -25,7 +25,7 @@ POSITIONS = 96
 def tiny_config(kind: str, layers: int = 2) -> PretrainedConfig:
     """Return a configuration for the character tokenizer.
 
-    Kinds: ``tied``, ``untied``, ``narrow``, ``capped``, ``scaled``, ``moe``.
+    Kinds: ``tied``, ``untied``, ``narrow``, ``odd`` (ranks need padding), ``capped``, ``scaled``, ``moe``.
     """
     common: dict[str, Any] = {
         "vocab_size": len(char_tokenizer()),
@@ -41,6 +41,9 @@ def tiny_config(kind: str, layers: int = 2) -> PretrainedConfig:
     }
     if kind == "narrow":
         return LlamaConfig(**common | {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12})
+    if kind == "odd":
+        return LlamaConfig(**common | {"hidden_size": 27, "num_attention_heads": 3, "num_key_value_heads": 1,
+                                       "head_dim": 14, "intermediate_size": 45}, tie_word_embeddings=True)  # fmt: skip
     if kind == "capped":
         return Gemma2Config(**common, head_dim=8, final_logit_softcapping=2.0, sliding_window=16)
     if kind == "scaled":

@@ -12,7 +12,6 @@ from typing import Any
 
 from alignment.checkpoint.folder import checkpoint_step
 from alignment.checkpoint.manifest import MANIFEST
-from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import mixture_parts
 from alignment.config.options_training import LoggingOptions, SavingOptions
@@ -42,8 +41,8 @@ def card_of(
 ) -> ModelCard:
     """The card of the model in ``folder``, a checkpoint or an output folder.
 
-    ``export`` are sentences on how its weights were written. The initial model ``base`` and the run's ``options`` are
-    read from the files of the run if they are None.
+    ``export`` are sentences on how its weights were written. ``base`` and ``options`` are read from the run's files
+    if they are None.
     """
     absolute = folder.absolute()
     root = absolute if checkpoint_step(absolute) is None else absolute.parent
@@ -55,10 +54,10 @@ def card_of(
     method = options.get("method") or run.get("method")
     named = METHODS[method] if method in METHODS.entries else None
     base = base or options.get("model_name_or_path")
-    datasets = _datasets(options)
-    loss_type = options.get("loss_type")
-    several = loss_type if isinstance(loss_type, list) else [loss_type]
-    keys = dict.fromkeys(("", *(one for one in several if isinstance(one, str))))
+    parts = mixture_parts(options["dataset_mixture"]) if options.get("dataset_mixture") else []
+    datasets = [name for name in (options.get("dataset_name"), *(part.dataset_name for part in parts)) if name]
+    losses = options.get("loss_type") or []
+    keys = ("", *([losses] if isinstance(losses, str) else losses))
     steps, changed = run.get("total_steps") or run.get("steps"), changed_options(options, named or AlignmentConfig)
     training = {
         "steps": step or steps,
@@ -92,10 +91,7 @@ def card_of(
 
 
 def _metrics(state: Facts, step: int | None, prefix: str) -> Facts:
-    """The newest metrics, up to a step, in log entries with a name that begins with ``prefix``.
-
-    Several entries of one step, such as those of several evaluation sets, are merged.
-    """
+    """The newest metrics, up to a step, in log entries with a name that begins with ``prefix``, of all sets."""
     entries = [one for one in state.get("log_history", ()) if any(name.startswith(prefix) for name in one)]
     entries = [one for one in entries if step is None or one["step"] <= step]
     newest = [one for one in entries if one["step"] == entries[-1]["step"]]
@@ -106,16 +102,6 @@ def _known(facts: Facts) -> list[tuple[str, str]]:
     """Facts as text, without unknown ones."""
     texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in facts.items()}
     return [(name, text) for name, text in texts.items() if facts[name] is not None]
-
-
-def _datasets(options: Facts) -> list[str]:
-    """The names of the training datasets."""
-    mixture = options.get("dataset_mixture")
-    try:
-        parts = mixture_parts(mixture) if mixture else []
-    except OptionError:  # not in the format that a run writes
-        parts = []
-    return [name for name in (options.get("dataset_name"), *(part.dataset_name for part in parts)) if name]
 
 
 def _on_hub(name: str | None, folder: Path) -> str | None:

@@ -53,11 +53,8 @@ def outputs(model: PreTrainedModel, rows: Rows, task: Task) -> list[float]:
 def sample_rows(options: ExportOptions, tokenizer: Any, config: PretrainedConfig) -> Rows:
     """The rows of token ids to compare on: of ``options.dataset_name``, or of built-in texts.
 
-    Without a dataset and a tokenizer that fits the model, the tokens are random.
-
-    Raises:
-        OptionError: a dataset needs a tokenizer, but there is none.
-        DataError: the dataset cannot be read, or has no usable row.
+    Without a dataset and a tokenizer that fits the model, the tokens are random. Raises OptionError or DataError if
+    the dataset cannot be used.
     """
     name, count, vocabulary = options.dataset_name, options.samples, config.get_text_config().vocab_size
     if name is not None and tokenizer is None:

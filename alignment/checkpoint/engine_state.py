@@ -38,10 +38,9 @@ class EngineState:
 
 
 class ScheduleState:
-    """The state of a learning rate schedule, possibly the user's own, in a form that JSON supports.
+    """The state of a learning rate schedule, possibly the user's own, as JSON.
 
-    JSON supports only strings as keys, but torch's ``MultiStepLR`` has a ``Counter`` of steps, possibly inside another
-    schedule; such a mapping is converted to a list of pairs.
+    A mapping whose keys are not strings, such as the ``Counter`` of ``MultiStepLR``, becomes a list of pairs.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from alignment.checkpoint.card import card_of
 from alignment.checkpoint.comparison import Rows, outputs, sample_rows
 from alignment.checkpoint.masters import Masters, checked_masters, put_masters
+from alignment.checkpoint.run_folder import REPORT, check_output_folder
 from alignment.checkpoint.saving import no_progress_bar, written_folder
 from alignment.config.errors import ModelError, OptionError, OutputError, counted, first_line, listing
 from alignment.config.options_export import ExportOptions
@@ -33,7 +33,6 @@ from alignment.models.tasks import CAUSAL_LM, CLASSIFIER, Task
 from alignment.reporting.model_card import public
 from alignment.reporting.run_content import read_object
 
-REPORT = "export_report.json"
 Tell = Callable[[str], None]
 
 
@@ -44,12 +43,11 @@ class ExportReport:
     Attributes:
         source: name of the folder.
         base_model: folder or Hub name of the model that an adapter was merged into; None for a full model.
-        task: ``causal_lm`` or ``classifier``.
-        dtype: dtype of the exported weights, by torch's name.
+        task, dtype: ``causal_lm`` or ``classifier``, and the dtype of the exported weights, by torch's name.
         dequantized: whether the base was quantized, so that its dequantized weights were merged.
         masters: number of tensors that were taken from the fp32 master weights.
-        rows: number of rows on which the log-probs per token (or scores) of source and export were compared.
-        error_mean, error_max: mean and maximum over these rows of ``abs(export - source)``.
+        rows, error_mean, error_max: number of rows on which source and export were compared, and mean and maximum of
+            the absolute differences of their log-probs per token (or scores).
     """
 
     source: str
@@ -84,19 +82,16 @@ Loaded = tuple[PreTrainedModel, Task, Any, Rows, list[float], ExportReport]
 def export(
     source: Path, out: Path, options: ExportOptions | None = None, tell: Tell = lambda line: None
 ) -> ExportReport:
-    """Write a full model to ``out``. For a single process.
+    """Write the full model in ``source`` to ``out``, which does not exist or is empty. For a single process.
 
-    Args:
-        source: a checkpoint, an output folder, or any other folder of a full model or an adapter.
-        out: a folder that does not exist or is empty.
-        options: None for the defaults.
-        tell: called with a message for every step.
+    ``source`` is a checkpoint, an output folder, or any other folder of a full model or an adapter. ``tell`` is called
+    with a message for every step.
 
     Raises:
         AlignmentError: an option, the source or its base cannot be used, or ``out`` is not empty or cannot be written.
     """
     options = options or ExportOptions()
-    _check_out(out)
+    check_output_folder(out, option="out")
     masters = checked_masters(source, wanted=options.dtype == "float32")
     load = _merged if _is_adapter(source) else _model
     with no_progress_bar():
@@ -128,10 +123,10 @@ def export(
 def _is_adapter(folder: Path) -> bool:
     """Whether ``folder`` is an adapter (True) or a full model (False)."""
     adapter = (folder / "adapter_config.json").is_file()
-    weights = any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
-    if adapter and weights:
+    model = (folder / "config.json").is_file() and any(folder.glob("model*.safetensors"))
+    if adapter and model:
         raise ModelError(f"{folder} contains an adapter and a full model; move one of them to another folder")
-    if adapter or (weights and (folder / "config.json").is_file()):
+    if adapter or model:
         return adapter
     inner = sorted({file.parent.name for file in folder.glob("[!.]*/*config.json")})
     advice = f"pass one of those in it: {listing(inner)}" if inner else "pickles, as of DeepSpeed, are not read"
@@ -190,8 +185,7 @@ def _merged(source: Path, masters: Masters, options: ExportOptions, tell: Tell) 
     before = outputs(model, rows, adapter.task)
     rounding = Rounding(dtype, kept)
     merge(injected, rounding)
-    name, task = source.absolute().name, task_name(adapter.task)
-    report = ExportReport(name, adapter.base, task, precision, quantized, count)
+    report = ExportReport(source.absolute().name, adapter.base, task_name(adapter.task), precision, quantized, count)
     return finish(injected, rounding), adapter.task, tokenizer, rows, before, report
 
 
@@ -203,11 +197,3 @@ def _tokenizer(where: str, revision: str | None, trust_remote_code: bool) -> Any
         if (Path(where) / "tokenizer_config.json").is_file():
             raise ModelError(f"{where}: the tokenizer cannot be loaded: {first_line(error)}") from error
         return None
-
-
-def _check_out(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OutputError(f"{out} is a file or not empty; pass a folder that does not exist yet, or empty this one")
-    parent = next(one for one in (out.absolute(), *out.absolute().parents) if one.exists())
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{out} cannot be written: no write permission in {parent}")

@@ -38,13 +38,9 @@ def plan_unit(
     unit: Unit,
     pieces: tuple[SavedPiece, ...],
 ) -> UnitPlan:
-    """Find everything that a unit needs, without changing it.
+    """Find everything that a unit of this rank, which consists of ``pieces``, needs, without changing it.
 
-    Args:
-        fragments: the opened fragments of the checkpoint.
-        exported: the model's files and keys of the parameters that they contain in fp32.
-        unit: a unit of this rank.
-        pieces: its pieces, by name.
+    ``exported`` are the model's files and keys of the parameters that they contain in fp32.
 
     Raises:
         CheckpointError: states fit another split only, or master weights are missing or have another dtype.

@@ -51,12 +51,10 @@ class Manifest:
 
     Attributes:
         run: name of the run, shared by its attempts.
-        step: number of completed optimizer steps.
+        step, total_steps: number of completed optimizer steps, and of all steps of the run.
         method: alignment method.
-        world_size: number of ranks that wrote it.
-        stage: ZeRO stage.
+        world_size, stage: number of ranks that wrote it, and ZeRO stage.
         window: rows per optimizer step.
-        total_steps: number of steps of the run.
         resumable: whether it contains more than the model.
         versions: versions of the libraries, by name.
         fingerprints: fingerprints of data, models and reward sources.
@@ -93,12 +91,9 @@ class Manifest:
         """
         path = folder / MANIFEST
         if not path.is_file():
-            model = any(folder.glob("*.safetensors"))
             raise CheckpointError(
-                f"{folder}: contains a model but no {MANIFEST}, so no run can resume from it; start a new run with "
+                f"{folder}: not a checkpoint, because it has no {MANIFEST}; to start from a model in it, set "
                 "model_name_or_path"
-                if model
-                else f"{folder}: not a checkpoint, because it has no {MANIFEST}"
             )
         try:
             text = path.read_text(encoding="utf-8")

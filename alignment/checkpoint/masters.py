@@ -1,8 +1,4 @@
-"""The fp32 master weights of a checkpoint instead of the 16-bit ones of its model files.
-
-Training in 16 bits updates an fp32 copy of the weights; a model file contains that copy rounded. An export in fp32
-uses the copy itself, which is in the optimizer state of a checkpoint.
-"""
+"""Export of the fp32 master weights that training in 16 bits updates, instead of the rounded ones in model files."""
 
 from __future__ import annotations
 
@@ -23,8 +19,7 @@ Masters = Iterator[tuple[str, Tensor]]
 def checked_masters(folder: Path, wanted: bool) -> Masters:
     """Compare a checkpoint's files with its manifest, and return its fp32 master weights, by name and one at a time.
 
-    A folder that is no checkpoint is not checked, and has none. Unless they are ``wanted``, none are returned, and the
-    optimizer's files, which are several times as large as the others, are not read.
+    A folder that is no checkpoint has none. Unless they are ``wanted``, the optimizer's files are not read.
 
     Raises:
         CheckpointError: a file is missing or has changed since it was written, or the manifest is damaged.
@@ -37,7 +32,7 @@ def checked_masters(folder: Path, wanted: bool) -> Masters:
     manifest.check_files(folder)
     optimizer = {name for name in manifest.files if Path(name).match(_OPTIMIZER)}
     manifest.check_contents(folder, [name for name in manifest.files if wanted or name not in optimizer])
-    if not wanted or not optimizer:
+    if not (wanted and optimizer):
         return iter(())
     return ((name, master) for name, master in master_weights(folder) if master.dtype == torch.float32)
 
@@ -46,8 +41,7 @@ def checked_masters(folder: Path, wanted: bool) -> Masters:
 def put_masters(model: nn.Module, masters: Masters, folder: Path) -> int:
     """Replace fp32 parameters, which have the values of the model files, by their master weights; return their number.
 
-    Raises:
-        ModelError: a master weight has no parameter, has another shape, or does not round to the model files' value.
+    Raises ModelError if a master weight has no parameter or does not round to the value in the model files.
     """
     parameters, count = dict(model.named_parameters()), 0
     relative, absolute = torch.finfo(torch.bfloat16).eps, 2.0**-24  # rounding to bf16, underflow in fp16

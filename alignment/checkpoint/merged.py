@@ -17,10 +17,7 @@ from alignment.run.ranks import rank
 def write_merged(args: AlignmentConfig, source: ModelSource) -> None:
     """Merge the adapters in ``output_dir`` into their base model ``source`` as stored on disk; collective.
 
-    A merged model of an earlier attempt is moved aside.
-
-    Raises:
-        AlignmentError: if they cannot be merged; the adapters are not affected.
+    A merged model of an earlier attempt is moved aside. If they cannot be merged, the adapters are not affected.
     """
     if rank() == 0:
         from alignment.checkpoint.export import ExportOptions, export  # imports peft

@@ -87,15 +87,10 @@ def restore_group_settings(policy: PolicyEngine, settings: Sequence[Mapping[str,
 
 
 def write_fragments(policy: PolicyEngine, folder: Path, exported: Collection[str] = ()) -> dict[str, FileRecord]:
-    """Write this rank's fragment file; return its record by its name.
+    """Write this rank's fragment file between two steps; return its record by its name.
 
-    Without ZeRO, all ranks have the same state, and only the first one writes a file.
-
-    Args:
-        policy: the engine, between two steps.
-        folder: the checkpoint.
-        exported: names of parameters that the model's files in the same folder contain in fp32; a unit that consists
-            only of these is written without its master weights.
+    Without ZeRO, all ranks have the same state, and only the first one writes a file. ``exported`` are parameters that
+    the model's files in the same folder contain in fp32: a unit of only these is written without its master weights.
 
     Raises:
         OSError: the file cannot be written.
@@ -137,11 +132,7 @@ def read_fragments(policy: PolicyEngine, folder: Path, exported: Mapping[str, Ex
     """Restore this rank's master weights and states from the fragments of all ranks, then the weights. Collective.
 
     If any rank cannot read, every rank raises; if the checkpoint does not match the engine, nothing has been changed.
-
-    Args:
-        policy: an engine with the same model and optimizer; it may have made steps.
-        folder: the checkpoint, whose files have been compared with its manifest.
-        exported: parameters that the model's files contain in fp32.
+    Its files have been compared with its manifest. ``exported`` are parameters that the model's files contain in fp32.
 
     Raises:
         CheckpointError: files are missing or damaged, or do not match this model, optimizer or split.

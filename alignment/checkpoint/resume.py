@@ -1,4 +1,4 @@
-"""Choose the checkpoint to resume from, and check that it is intact and fits the run, before a model is loaded."""
+"""Resume a run: choose a checkpoint that is intact and fits the run before a model is loaded, and restore it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,32 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch.optim.lr_scheduler import LambdaLR
+
 from alignment.checkpoint.fingerprints import without_path
 from alignment.checkpoint.folder import checkpoints
+from alignment.checkpoint.fragments import ExportedTensor, describe_split
+from alignment.checkpoint.frozen import frozen_file
 from alignment.checkpoint.manifest import Manifest
+from alignment.checkpoint.optimizer_state import group_settings, read_fragments, restore_group_settings
 from alignment.checkpoint.run_folder import check_output_folder, holds_model, holds_run
+from alignment.checkpoint.run_state import RunState
+from alignment.checkpoint.tensors import TensorFile
+from alignment.checkpoint.writer import STATE, TrainedEngines, own_state_file
 from alignment.config.errors import CheckpointError, OptionError, counted, did_you_mean
 from alignment.config.fields import option_fields
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
 from alignment.engines.collectives import on_first_rank, together
+from alignment.internals.torch import take_scheduled_rates
 from alignment.run.console import tell
 from alignment.run.ranks import rank, world_size
 
 LATEST = "latest"
 _OPTION = "resume_from_checkpoint"
 _OF_THE_BEST = ("metric_for_best_model", "greater_is_better")
+# Parts that replace those of the state: releases that could rewind recorded the omitted windows in it.
+_AMENDED = "run_state.amended.json"
 
 
 class Checkpoint(NamedTuple):
@@ -101,8 +112,7 @@ def choose(output_dir: Path, asked: str | bool, current: Manifest, *, anyway: bo
     """Return the newest intact checkpoint, after comparing its checksums; None starts a new run. Collective.
 
     Args:
-        output_dir: the run's output folder.
-        asked: as for :func:`find`.
+        output_dir, asked: as for :func:`find`.
         current: the manifest of checkpoints of the current run.
         anyway: accept different settings, which are only listed.
 
@@ -118,8 +128,6 @@ def choose(output_dir: Path, asked: str | bool, current: Manifest, *, anyway: bo
                 share = checkpoint.manifest.share(rank(), world_size())
                 checkpoint.manifest.check_contents(checkpoint.folder, share)
         except CheckpointError as damage:
-            if asked not in (True, LATEST):
-                raise
             problems.append(str(damage))
             continue
         for problem in problems:
@@ -142,9 +150,11 @@ def check_same_run(checkpoint: Checkpoint, current: Manifest, *, anyway: bool) -
             f"{before.window}; set per_device_train_batch_size, gradient_accumulation_steps and the number of ranks "
             f"so that their product is {before.window}"
         )
-    unknown = {name: value for name, value in _defaults(current.method).items() if name in current.options}
+    declared = option_fields(METHODS[current.method] if current.method in METHODS.entries else AlignmentConfig)
+    defaults = {one.name: one.default for one in declared}
+    added = {name: value for name, value in defaults.items() if name in current.options}  # since it was written
     differences = [
-        *_differences({**unknown, **before.options}, current.options, lambda value: value),
+        *_differences({**added, **before.options}, current.options, lambda value: value),
         *_differences(before.fingerprints, current.fingerprints, without_path),
     ]
     if current.total_steps < before.total_steps:
@@ -158,12 +168,6 @@ def check_same_run(checkpoint: Checkpoint, current: Manifest, *, anyway: bool) -
         tell(f"resume_anyway: {difference}")
 
 
-def _defaults(method: str) -> dict[str, Any]:
-    """Defaults of a method's options: what a version of the package did that did not have an option yet."""
-    declared = option_fields(METHODS[method] if method in METHODS.entries else AlignmentConfig)
-    return {field.name: field.default for field in declared}
-
-
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any], compared: Callable[[Any], Any]) -> Iterator[str]:
     for name in sorted(was.keys() | now.keys()):
         # These only matter to a run that sets both of them.
@@ -172,3 +176,54 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any], compared: Calla
             old, new = (values.get(name, "missing") for values in (was, now))
             old, new = (value if isinstance(value, str) else json.dumps(value) for value in (old, new))
             yield f"{name} was {old}, is {new}"
+
+
+def restore(checkpoint: Checkpoint, engines: TrainedEngines, state: RunState, current: Manifest) -> None:
+    """Restore weights, optimizer and run state from a complete checkpoint of this run; collective.
+
+    Raises:
+        CheckpointError: if it has a state unknown to this run, or requires the original ranks and ZeRO stage.
+    """
+    folder, manifest = checkpoint
+    policy, ranks = engines.policy, manifest.world_size
+    own_groups, own_peaks = group_settings(policy), list(getattr(policy.scheduler, "base_lrs", ()))
+    same_ranks = ranks == world_size()
+    sources = [rank()] if same_ranks else range(ranks)  # whose files are read
+    with together():
+        shared, former = _read(folder / STATE), [_read(folder / own_state_file(each)) for each in sources]
+        if (folder / _AMENDED).exists():
+            shared |= _read(folder / _AMENDED)
+        exported = {name: ExportedTensor(*place) for name, place in shared.pop("exported").items()}
+        if unknown := state.unknown(shared, former[0]):
+            raise CheckpointError(
+                f"{folder}: has a state of {', '.join(unknown)}, which is unknown to this run; resume with the "
+                "release and the options that wrote it"
+            )
+    read_fragments(policy, folder, exported=exported)
+    if not same_ranks or manifest.stage != current.stage:
+        tell(
+            f"{_OPTION}: saved with {describe_split(manifest.stage, ranks)}, resuming with "
+            f"{describe_split(current.stage, world_size())}: equal up to rounding"
+            f"{'' if same_ranks else '; random streams are reseeded by seed, step and rank'}"
+        )
+        shared.pop("rollout", None)  # memory limits differ with the number of ranks
+    with together():
+        if (name := frozen_file(sources[0], ranks)) in manifest.files:
+            engines.frozen.restore(TensorFile(folder / name))
+        state.load(shared, former[0] if same_ranks else state.redistributed(former, rank()))
+    scheduler, changed = policy.scheduler, current.total_steps != manifest.total_steps
+    if changed or current.options != manifest.options:
+        if isinstance(scheduler, LambdaLR):  # a schedule that is not a function of the step keeps its restored state
+            restore_group_settings(policy, own_groups)
+            scheduler.base_lrs = own_peaks
+            take_scheduled_rates(scheduler)
+        if changed:
+            tell(
+                f"{_OPTION}: total steps changed from {manifest.total_steps} to {current.total_steps}; "
+                f"the schedule covers all of them, so the learning rate is now {policy.learning_rate:.4g}"
+            )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))  # its checksum has been compared
+    return content

@@ -30,6 +30,7 @@ from alignment.run.stacks import STACKS
 
 T = TypeVar("T")
 LOG, COMPLETIONS, PREVIOUS = "log.jsonl", "completions.jsonl", "previous-"
+REPORT = "export_report.json"  # of an export, in its folder
 _OF_A_RUN = (LOG, "options.json", LOCK)
 _OF_AN_ATTEMPT = (LOCK, STATUS, f".{STATUS}", STOP_FILE, STACKS)  # of a run that may have saved nothing
 _WEIGHTS = ("model*.safetensors", "adapter_model.safetensors", "pytorch_model*.bin")
@@ -76,8 +77,6 @@ class RunFolder:
         if not self.args.dry_run:  # it writes nothing, and may start before the folder's current run ends
             self.lock.refuse_if_held()
         if self.args.merged_output_dir is not None:
-            from alignment.checkpoint.export import REPORT  # imported only if needed
-
             merged = Path(self.args.merged_output_dir)  # that of an earlier attempt is moved aside
             check_output_folder(merged, resumes and (merged / REPORT).exists(), "merged_output_dir")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
 
@@ -22,9 +22,7 @@ class Stateful(Protocol):
 class StatefulOnEachRank(Stateful, Protocol):
     """A part whose state differs between ranks."""
 
-    def redistributed(self, states: Sequence[Any], rank: int) -> Any:
-        """Return the state of ``rank`` in a run that resumes with another number of ranks than had these states."""
-        ...
+    def redistributed(self, states: Sequence[Any], rank: int) -> Any: ...  # of a run with another number of ranks
 
 
 Part = TypeVar("Part", bound=Stateful)
@@ -39,12 +37,12 @@ class RunState:
         self.on_each_rank: dict[str, StatefulOnEachRank] = {}
 
     def register(self, name: str, part: Part) -> Part:
-        """Register ``part`` as part of the state."""
+        """Register a part whose state is equal on all ranks; return it."""
         self.parts[name] = part
         return part
 
     def register_on_each_rank(self, name: str, part: EachPart) -> EachPart:
-        """Register a part whose state differs between ranks."""
+        """Register a part whose state differs between ranks; return it."""
         self.on_each_rank[name] = part
         return part
 
@@ -55,16 +53,15 @@ class RunState:
 
     def load(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Restore what :meth:`state` returns. Parts that are not registered are ignored; see :meth:`unknown`."""
-        for parts, states in ((self.parts, shared), (self.on_each_rank, own)):
-            for name, part in parts.items():
-                if name in states:
-                    part.load_state_dict(states[name])
+        states = {**shared, **own}
+        for name, part in {**self.parts, **self.on_each_rank}.items():
+            if name in states:
+                part.load_state_dict(states[name])
 
     def redistributed(self, former: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
         """Return the own state of ``rank`` in a run that resumes with another number of ranks than had these."""
-        return {
-            name: each.redistributed([own[name] for own in former], rank) for name, each in self.on_each_rank.items()
-        }
+        own = self.on_each_rank.items()
+        return {name: part.redistributed([each[name] for each in former], rank) for name, part in own}
 
     def unknown(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
         """Return the names of parts of a state that are not registered."""
@@ -72,16 +69,27 @@ class RunState:
 
 
 @dataclass
-class Identity:
+class StatefulFields:
+    """A part whose state consists of its fields."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all fields."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the fields that the state has."""
+        for each in fields(self):
+            setattr(self, each.name, state.get(each.name, getattr(self, each.name)))
+
+
+@dataclass
+class Identity(StatefulFields):
     """Identifies a run across its attempts: a random name, and the number of starts, this one included."""
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     attempt: int = 1
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state to save."""
-        return asdict(self)
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state, and count this attempt."""
-        self.name, self.attempt = state["name"], state["attempt"] + 1
+        super().load_state_dict(state)
+        self.attempt += 1

@@ -34,12 +34,9 @@ _OF_MODELS = ("dtype", "torch_dtype", "quantization_config", "device_map")
 
 
 def gathered_state_dict(model: PreTrainedModel, keep: bool, only: Collection[str] | None = None) -> dict[str, Tensor]:
-    """All parameters and persistent buffers, unsharded, on the CPU. Collective; gathers one parameter at a time.
+    """All parameters and persistent buffers, or ``only`` those with these names, unsharded, on the CPU. Collective.
 
-    Args:
-        model: the model inside an engine, or a plain one.
-        keep: whether this rank needs the result; the others get an empty dict.
-        only: names to include; None: all.
+    One parameter at a time is gathered. The result is empty on a rank that does not ``keep`` it.
     """
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -131,7 +128,10 @@ def written_folder(folder: Path, tokenizer: Any, key: str = "output_dir") -> Ite
         if tokenizer is not None:
             for name in _OF_MODELS:  # keywords of the model that TRL's scripts load it with, not JSON-serializable
                 tokenizer_options(tokenizer).pop(name, None)
-            _save_tokenizer(tokenizer, partial)
+            try:
+                tokenizer.save_pretrained(partial)
+            except Exception as error:  # a fast tokenizer raises nothing more specific, even if the disk is full
+                raise OSError(str(error)) from error
         mode = next(partial.glob("*.json")).stat().st_mode  # safetensors makes files readable by their owner only
         for file in partial.glob("*.safetensors"):
             file.chmod(mode)
@@ -140,15 +140,6 @@ def written_folder(folder: Path, tokenizer: Any, key: str = "output_dir") -> Ite
         raise OutputError(f"{key}: could not write the model to {folder}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    try:
-        tokenizer.save_pretrained(folder)
-    except OSError:
-        raise
-    except Exception as error:  # a fast tokenizer raises nothing more specific, even if the disk is full
-        raise OSError(str(error)) from error
 
 
 def exported_tensors(folder: Path, keys: Mapping[str, str]) -> dict[str, ExportedTensor]:

@@ -34,15 +34,10 @@ _NAMES = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Write a safetensors file and flush it to disk.
+    """Write tensors of any device to a safetensors file, in place, and flush it to disk.
 
     ``safetensors.torch.save_file`` copies every tensor into one buffer before it writes; this function copies at most
     64 MiB at a time, also from a device. Only non-contiguous tensors are copied entirely.
-
-    Args:
-        path: the file, which is overwritten in place if it exists; write to a folder that has no readers yet.
-        tensors: tensors by name, of any shape and device.
-        metadata: strings by name.
 
     Raises:
         OSError: the file cannot be written, or the disk is full.
@@ -66,11 +61,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 class TensorFile:
     """A safetensors file opened for reading; the safetensors library checks its header and maps it into memory.
 
-    Args:
-        path: the file.
-
     Attributes:
-        path: the file.
         metadata: strings by name.
         keys: the names of the tensors.
 
@@ -99,12 +90,7 @@ class TensorFile:
         return tensor
 
     def read_into(self, key: str, target: Tensor, start: int = 0) -> None:
-        """Fill ``target`` with the elements of the flattened tensor, beginning at ``start``.
-
-        Args:
-            key: name of the tensor.
-            target: tensor of the same dtype, any shape and any device; its size is the number of elements to read.
-            start: first element of the flattened tensor.
+        """Fill ``target``, of any shape and device, with elements of the flattened tensor, beginning at ``start``.
 
         Raises:
             CheckpointError: there is no such tensor, the dtype differs, or it has too few elements.

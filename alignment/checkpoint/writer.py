@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,12 +52,10 @@ class TrainedEngines(Protocol):
 
 
 class CheckpointWriter:
-    """Writes checkpoints to the output folder.
+    """Writes checkpoints of a run to its output folder.
 
     Args:
-        args: the run's options.
-        engines: its engines.
-        run_state: everything that a resume needs except weights and optimizer.
+        args, engines, run_state: of the run.
         state: transformers' state, with the step.
         manifest: the manifest of its checkpoints, without step and files.
         write_state: writes transformers' state to a folder, on the first rank.
@@ -91,7 +89,7 @@ class CheckpointWriter:
         """Raise CheckpointError if part of the run's state cannot be saved; collective."""
         with _together():
             if self.manifest.resumable:
-                self._state_texts({})
+                self._states({})
 
     def write(self, keep: Path | None) -> bool:
         """Write a checkpoint of the current step, then apply ``save_total_limit`` except to ``keep``; collective.
@@ -102,11 +100,9 @@ class CheckpointWriter:
         Raises:
             OutputError: if this run no longer owns the folder.
         """
-        step = self.state.global_step
-        if self.newest == step:
-            return True
         on_first_rank(self.hold)
-        target, self.failure = checkpoint_folder(self.folder, step), None
+        step, self.failure = self.state.global_step, None
+        target = checkpoint_folder(self.folder, step)
         try:
             self._write(target)
         except CheckpointError as error:
@@ -165,20 +161,20 @@ class CheckpointWriter:
                 publish(partial, target)
                 self.size = sum(record.size for record in everyone.values())
 
-    def _state_texts(self, exported: Mapping[str, ExportedTensor]) -> tuple[str, str]:
-        """Return the run state shared by all ranks, and this rank's own, as JSON."""
+    def _states(self, exported: dict[str, ExportedTensor]) -> dict[str, str]:
+        """Return the files of the run state that this rank writes, by name."""
         shared, own = self.run_state.state()
-        return _json({**shared, "exported": exported}), _json(own)
+        files = {STATE: {**shared, "exported": exported}, own_state_file(rank()): own}
+        texts = {name: _json(state) for name, state in files.items()}
+        return {name: text for name, text in texts.items() if rank() == 0 or name != STATE}
 
-    def _write_own(self, partial: Path, exported: Mapping[str, ExportedTensor]) -> dict[str, FileRecord]:
+    def _write_own(self, partial: Path, exported: dict[str, ExportedTensor]) -> dict[str, FileRecord]:
         """Write this rank's files; return their sizes and checksums by name."""
         records = write_fragments(self.engines.policy, partial, exported)
         if changed := self.engines.frozen.changed:
             name = frozen_file(rank(), world_size())
             records[name] = write_tensors(partial / name, changed, {"format": "pt"})
-        shared, own = self._state_texts(exported)
-        texts = {own_state_file(rank()): own} | ({STATE: shared} if rank() == 0 else {})
-        for name, text in texts.items():
+        for name, text in self._states(exported).items():
             replace_text(partial / name, text)
             records[name] = record_of(partial / name)
         return records
@@ -194,7 +190,7 @@ def _together() -> Iterator[None]:
             raise CheckpointError(one_line(error)) from error
 
 
-def _json(state: Mapping[str, Any]) -> str:
+def _json(state: dict[str, Any]) -> str:
     """Serialize the run state as JSON, NumPy scalars as numbers; raise CheckpointError if it holds anything else."""
     try:
         return json.dumps(state, default=lambda value: value.item())

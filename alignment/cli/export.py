@@ -39,14 +39,13 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
 
 
 def _run(source: str, out: str, **given: Any) -> None:
-    options = ExportOptions(**given)
     source, out = (checked_text(name, value) for name, value in (("source", source), ("out", out)))
     # Exporting a large model takes hours on a slow disk, and no other rank waits for this process: never time out.
     ACTIVITY.limits = FaultOptions(hang_timeout=math.inf, hang_timeout_first=math.inf)
     from alignment.checkpoint.export import export
 
     tell = functools.partial(print, flush=True)
-    report = export(Path(source).expanduser(), Path(out).expanduser(), options, tell)
+    report = export(Path(source).expanduser(), Path(out).expanduser(), ExportOptions(**given), tell)
     tell("\n".join([*report.lines(), f"model, tokenizer, README.md and export_report.json: {out}"]))
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from alignment.cli.output import run_reader
-from alignment.config.errors import OutputError
 from alignment.reporting.durable import replace_text
 from alignment.reporting.html.page import PAGE, render, render_comparison
 from alignment.reporting.run_content import read_content
@@ -27,14 +26,11 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
 def _write(options: Namespace) -> None:
     contents = [read_content(Path(run).expanduser()) for run in options.runs]
     several = len(contents) > 1
-    default = Path(_COMPARISON) if several else Path(contents[0].folder) / PAGE
-    target = Path(options.out).expanduser() if options.out else default
+    default = _COMPARISON if several else Path(contents[0].folder) / PAGE
+    target = Path(options.out or default).expanduser()
     text = render_comparison(contents) if several else render(contents[0])
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(target, text)
-    except OSError as error:
-        raise OutputError(f"{target}: cannot be written: {error.strerror}; set --out to another file") from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(target, text)
     print(target, flush=True)
 
 

@@ -44,12 +44,10 @@ def _show(parser: ArgumentParser, options: Namespace) -> None:
         view = read_run(folder)
         if options.check:
             view = replace(view, checkpoints=[_compared(folder, one) for one in view.checkpoints])
-        text = status_line(view) if options.follow else "\n".join(status_lines(view))
+        text = status_line(view) if options.follow and not in_place else "\n".join(status_lines(view))
         text = json.dumps(view.to_dict()) if options.json else text
-        if in_place:
-            print("\x1b[H\x1b[J" + "\n".join(status_lines(view)), flush=True)  # clears the terminal
-        elif text != shown:
-            print(text, flush=True)
+        if in_place or text != shown:
+            print("\x1b[H\x1b[J" * in_place + text, flush=True)  # clears the terminal
         shown = text
         if not options.follow or not (view.status.state in IN_PROGRESS or view.alive):
             break
@@ -90,9 +88,9 @@ def _rows(view: RunView) -> list[tuple[str, str]]:
     eta = "" if view.eta_seconds is None else f", about {duration(view.eta_seconds)} left"
     speed = [f"{rate:.3g} steps/s" if rate >= 0.1 else f"{1 / rate:.3g} s per step"] if rate else []
     speed += [f"{view.tokens_per_second:,.0f} tokens/s"] if view.tokens_per_second else []
-    ordered = sorted(view.phases.items(), key=lambda item: -item[1]["seconds"])
-    seconds = sum(one["seconds"] for _, one in ordered) or 1.0
-    phases = [f"{name}: {duration(one['seconds'])} ({100 * one['seconds'] / seconds:.0f}%)" for name, one in ordered]
+    ordered = sorted(((one["seconds"], name) for name, one in view.phases.items()), reverse=True)
+    total_s = sum(seconds for seconds, _ in ordered) or 1.0
+    phases = [f"{name}: {duration(seconds)} ({100 * seconds / total_s:.0f}%)" for seconds, name in ordered]
     return [
         ("state", view.sentence),
         ("step", step + eta),
@@ -118,10 +116,9 @@ def _metrics(metrics: Record, step: int | None) -> str:
 
 def _attempt(view: RunView) -> str:
     status, steps = view.status, ", ".join(str(event["step"]) for event in view.resumes)
-    said = str(status.attempt)
-    said += f", {status.stalled} in a row without a newer checkpoint" if status.stalled > 1 else ""
-    said += f", requeued {counted(status.restarts, 'time')}" if status.restarts else ""
-    return said + (f"; resumed after step {steps}" if steps else "")
+    stalled = f", {status.stalled} in a row without a newer checkpoint" if status.stalled > 1 else ""
+    requeued = f", requeued {counted(status.restarts, 'time')}" if status.restarts else ""
+    return f"{status.attempt}{stalled}{requeued}" + (f"; resumed after step {steps}" if steps else "")
 
 
 def _checkpoints(view: RunView) -> Iterator[str]:

@@ -6,17 +6,13 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from alignment.config.errors import OptionError, setting
+from alignment.config.errors import OptionError
 from alignment.config.fields import Natural, option, validated
 
 
 @dataclass
 class ExportOptions:
-    """Options of an export, described by ``deepspeed-alignment export --help``.
-
-    Raises:
-        OptionError: an option is invalid, or excludes another one.
-    """
+    """Options of an export, described by ``deepspeed-alignment export --help``; OptionError if one is invalid."""
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto",
@@ -41,8 +37,7 @@ class ExportOptions:
     def __post_init__(self) -> None:
         vars(self).update(validated(type(self), vars(self)))
         if not re.fullmatch(r"[1-9]\d*[KMG]i?B", self.max_shard_size):
-            size = setting("max_shard_size", self.max_shard_size)
-            raise OptionError(f"{size}: expected a size such as 5GB or 500MB")
+            raise OptionError(f"max_shard_size={self.max_shard_size!r}: expected a size such as 5GB or 500MB")
         if self.load_in_4bit and self.load_in_8bit:
             raise OptionError("load_in_4bit: the base cannot be in 4 bits and in 8 bits; remove load_in_8bit")
 

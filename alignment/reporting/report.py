@@ -3,65 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from alignment.reporting.log_reading import is_mean
 
 Row = Sequence[str]
 
 
-@dataclass(frozen=True)
-class RunReport:
-    """The content of a report, in plain values.
+def report_text(
+    title: str,
+    facts: Iterable[tuple[str, str]],
+    phases: Mapping[str, Mapping[str, float]],
+    memory: str,
+    train: Mapping[str, float],
+    evaluation: Mapping[str, float],
+    advice: Iterable[str] = (),
+) -> str:
+    """The report of a run as Markdown.
 
-    Attributes:
-        title: the report's title.
-        facts: names and values, such as ``("steps", "150")``.
+    Args:
+        title, facts, advice: text; facts are names and values, such as ``("steps", "150")``.
         phases: totals by name: seconds, tokens, peak_bytes, entries.
         memory: column header of the peaks, such as ``GPU memory``.
-        train: the last logged training metrics.
-        evaluation: metrics of the last evaluation, without their ``eval_`` prefix.
-        advice: sentences of advice.
+        train, evaluation: the last metrics, without the prefix ``eval_``.
     """
-
-    title: str
-    facts: Sequence[tuple[str, str]]
-    phases: Mapping[str, Mapping[str, float]]
-    memory: str
-    train: Mapping[str, float]
-    evaluation: Mapping[str, float]
-    advice: Sequence[str] = ()
-
-    def text(self) -> str:
-        """The report as Markdown."""
-        facts = "\n".join(f"- {name}: {value}" for name, value in self.facts)
-        parts = [f"# {self.title}", facts, "## Phases", self._phases()]
-        if self.train or self.evaluation:
-            parts += ["## Final metrics", self._metrics()]
-        parts += ["## Advice", "\n".join(f"- {text}" for text in self.advice)] if self.advice else []
-        return "\n\n".join(parts) + "\n"
-
-    def _phases(self) -> str:
-        total = sum(phase["seconds"] for phase in self.phases.values()) or 1.0
-        rows = [
-            (
-                name,
-                f"{int(phase['entries'])}",
-                f"{phase['seconds']:.2f}",
-                f"{100 * phase['seconds'] / total:.0f}%",
-                f"{phase['tokens'] / phase['seconds']:,.0f}" if phase["tokens"] and phase["seconds"] else "",
-                gibibytes(phase["peak_bytes"]),
-            )
-            for name, phase in self.phases.items()
-        ]
-        return markdown_table(("phase", "times", "seconds", "share", "tokens/s", self.memory), rows)
-
-    def _metrics(self) -> str:
-        names = dict.fromkeys(name for name in (*self.train, *self.evaluation) if is_mean(name))
-        both = [(self.train, "training"), (self.evaluation, "evaluation")]
-        there = [(values, title) for values, title in both if values]
-        rows = [(name, *(_number(values.get(name)) for values, _ in there)) for name in names]
-        return markdown_table(("metric", *(title for _, title in there)), rows)
+    total = sum(phase["seconds"] for phase in phases.values()) or 1.0
+    times = [
+        (
+            name,
+            f"{int(phase['entries'])}",
+            f"{phase['seconds']:.2f}",
+            f"{100 * phase['seconds'] / total:.0f}%",
+            f"{phase['tokens'] / phase['seconds']:,.0f}" if phase["tokens"] and phase["seconds"] else "",
+            gibibytes(phase["peak_bytes"]),
+        )
+        for name, phase in phases.items()
+    ]
+    head = ("phase", "times", "seconds", "share", "tokens/s", memory)
+    parts = [f"# {title}", "\n".join(f"- {name}: {value}" for name, value in facts)]
+    parts += ["## Phases", markdown_table(head, times)]
+    if train or evaluation:
+        there = [(values, name) for values, name in ((train, "training"), (evaluation, "evaluation")) if values]
+        names = dict.fromkeys(name for name in (*train, *evaluation) if is_mean(name))
+        rows = [(name, *(f"{one[name]:.6g}" if name in one else "" for one, _ in there)) for name in names]
+        parts += ["## Final metrics", markdown_table(("metric", *(name for _, name in there)), rows)]
+    if advised := "\n".join(f"- {text}" for text in advice):
+        parts += ["## Advice", advised]
+    return "\n\n".join(parts) + "\n"
 
 
 def gibibytes(count: float) -> str:
@@ -76,10 +63,6 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min {rest:02d} s"
     return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
 
 
 def markdown_table(head: Row, rows: Iterable[Row]) -> str:

@@ -23,7 +23,6 @@ from alignment.reporting.run_view import IN_PROGRESS, RunView, read_run, utc
 _LONGEST_VALUE = 300  # characters of an option's value
 _LONGEST_TEXT = 1500  # characters of a prompt or completion
 _MOST_PROMPTS = 6  # in a group of completions
-_NOT_OPTIONS = ("method", "output_dir", "dry_run")
 _DATA_COUNTS = {
     "desirable": "desirable", "undesirable": "undesirable", "prompts_cut": "truncated prompts",
     "completions_cut": "truncated completions", "packs": "packs", "pack_left_out": "omitted sequences without targets",
@@ -33,15 +32,10 @@ _EVENTS = {
     "retry": "Retries of reads or reward calls",
 }  # fmt: skip
 _IN_PROGRESS = "This run is in progress; the report shows it as of the time below."
-_MEMORY = {"cuda": "peak GPU memory", "cpu": "peak resident memory"}
 
 
 def read_content(folder: Path, *, state: str | None = None) -> content.RunContent:
-    """Collect the content of the report of a run; ``state`` is its state if ``status.json`` does not have it yet.
-
-    Raises:
-        OutputError: ``folder`` is not the output folder of a run.
-    """
+    """Collect the content of the report of a run; ``state`` is its state if ``status.json`` does not have it yet."""
     view = read_run(folder)
     log, state, start = view.log, state or view.status.state, view.log.newest("start")
     options = read_object(folder / "options.json", _without_secrets)
@@ -57,7 +51,7 @@ def read_content(folder: Path, *, state: str | None = None) -> content.RunConten
         state=state,
         sentence=_IN_PROGRESS if state in IN_PROGRESS else f"{view.sentence[0].upper()}{view.sentence[1:]}.",
         error=without_secret_values(error) if error and state == "failed" else None,
-        facts=[(name, str(value)) for name, value in _facts(view, options, best) if value],
+        facts=[(name, str(value)) for name, value in _facts(view, options) if value],
         history=[entry for entry in entries if "train_runtime" not in entry],
         marks=resumes + ([] if best is None else [(best, "best checkpoint")]),
         train=view.metrics,
@@ -69,11 +63,11 @@ def read_content(folder: Path, *, state: str | None = None) -> content.RunConten
         options=[
             content.ChangedOption(name, _text(value), "unset" if default is None else _text(default))
             for name, value, default in changed_options(options, named or AlignmentConfig)
-            if name not in _NOT_OPTIONS
+            if name not in ("method", "output_dir", "dry_run")
         ],
         phases=[content.PhaseFacts(name, **one) for name, one in view.phases.items()],
         phases_of="the whole run" if log.ended else f"up to step {view.status.step}",
-        memory=_MEMORY.get(str(start.get("device")), "peak memory"),
+        memory="peak GPU memory" if start.get("device") == "cuda" else "peak resident memory",
         attempts=[_attempt(event) for event in (start, *view.resumes)] if view.resumes else [],
         checkpoints=[
             content.CheckpointFacts(one.name, one.step, one.size, one.condition, best=one.step == best)
@@ -86,7 +80,7 @@ def read_content(folder: Path, *, state: str | None = None) -> content.RunConten
     )
 
 
-def _facts(view: RunView, options: Record, best: int | None) -> Iterator[tuple[str, Any]]:
+def _facts(view: RunView, options: Record) -> Iterator[tuple[str, Any]]:
     log, start, status = view.log, view.log.newest("start"), view.status
     epoch, seconds = number(log.last.get("epoch")), _training_seconds(log)
     yield "Model", start.get("model") or options.get("model_name_or_path")
@@ -99,7 +93,6 @@ def _facts(view: RunView, options: Record, best: int | None) -> Iterator[tuple[s
     yield "Ranks", f"{status.world_size:,}"
     yield "Started", utc(start.get("time"), 16)
     yield "SLURM job", status.job and status.job + (f", requeued {status.restarts}×" if status.restarts else "")
-    yield "Best checkpoint", best is not None and f"checkpoint-{best}"
     for text in str(start.get("models") or "").split("; "):
         role, _, rest = text.partition(": ")
         yield role.capitalize(), rest
@@ -146,9 +139,8 @@ def _data(one: Record) -> content.DataFacts:
 
 def _attempt(event: Record) -> content.Attempt:
     begins = "scratch" if event.get("event") == "start" else f"{event.get('checkpoint')}, step {event.get('step')}"
-    return content.Attempt(
-        str(event.get("attempt") or 1), utc(event.get("time"), 16), begins, str(event.get("world_size", ""))
-    )
+    attempt, ranks = str(event.get("attempt") or 1), str(event.get("world_size", ""))
+    return content.Attempt(attempt, utc(event.get("time"), 16), begins, ranks)
 
 
 def _completions(path: Path) -> list[content.CompletionGroup]:
@@ -166,10 +158,9 @@ def _completions(path: Path) -> list[content.CompletionGroup]:
     groups = dict[str, list[content.Completion]]()
     for prompt, row in last.items():
         before, name = first.get(prompt, row), prompt[0].removeprefix("eval").removeprefix("_")
-        title = (
-            f"Step {row['step']}" if before is row else f"Before and after: steps {before['step']} and {row['step']}"
-        )
-        groups.setdefault(title + (f", {name}" if name else ""), []).append(_completion(row, before))
+        steps = f"Before and after: steps {before['step']} and {row['step']}"
+        title = (f"Step {row['step']}" if before is row else steps) + (f", {name}" if name else "")
+        groups.setdefault(title, []).append(_completion(row, before))
     return [content.CompletionGroup(title, rows[:_MOST_PROMPTS], len(rows)) for title, rows in groups.items()]
 
 
@@ -194,19 +185,17 @@ def _texts(row: Record) -> dict[str, str]:
 
 def _warnings(events: Sequence[Record]) -> Iterator[str]:
     for name, said in _EVENTS.items():
-        found = [event for event in events if event.get("event") == name]
-        steps = [event["step"] for event in found if "step" in event]
-        at = f", the first in step {steps[0]}" if steps else ""
-        if found:
+        if found := [event for event in events if event.get("event") == name]:
+            at = f", the first in step {found[0]['step']}" if "step" in found[0] else ""
             yield f"{said}: {len(found)}{at}. See log.jsonl."
 
 
 def read_object(path: Path, hook: Callable[[Record], Record] | None = None) -> Record:
     """Read a JSON object, with ``hook`` applied to all objects in it; return an empty one if this fails."""
+    found: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads(path.read_bytes(), object_hook=hook)
-        return found if isinstance(found, dict) else {}
-    return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _without_secrets(found: Record) -> Record:

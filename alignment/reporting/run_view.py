@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -19,8 +18,6 @@ from alignment.reporting.status_file import ENDED, STATUS, RunStatus, read_statu
 LOG, MANIFEST = "log.jsonl", "manifest.json"
 LOST, UNKNOWN = "lost", "unknown"  # states in addition to those of status.json
 IN_PROGRESS = ("starting", "running")
-_ENDING_S = 60.0  # a process that has this number may be another one later
-_REPORTS = ("report.html", "report.md")
 _RESUME = ("time", "attempt", "step", "checkpoint", "world_size")
 
 
@@ -89,9 +86,7 @@ class RunView:
         if status.state in IN_PROGRESS:
             return f"{status.state}: {self.holder or f'process {status.pid} on {status.host}'}{where}"
         by = f" by {status.signal} after step {status.step}" if status.signal else ""
-        said = f"{status.state}{by}" + (f": {status.error}" if status.error else "")
-        ours = self.holder.startswith(f"process {os.getpid()} on ")  # which is about to release it
-        return f"{said}; {self.holder} holds the folder" if self.alive and not ours else said
+        return f"{status.state}{by}" + (f": {status.error}" if status.error else "")
 
 
 def utc(time: str | None, length: int = 19) -> str:
@@ -100,11 +95,7 @@ def utc(time: str | None, length: int = 19) -> str:
 
 
 def read_run(folder: Path) -> RunView:
-    """Read the files of a run in its output folder.
-
-    Raises:
-        OutputError: it is not the output folder of a run.
-    """
+    """Read the files of a run in its output folder; raise OutputError if it is not the output folder of a run."""
     said, problems = None, list[str]()
     # Without file locks, the file stands for a run until a clean end.
     alive = is_locked(folder) is not False  # a run writes its end before it releases the folder
@@ -113,9 +104,9 @@ def read_run(folder: Path) -> RunView:
     except (OSError, ValueError) as error:
         problems.append(f"{STATUS}: cannot be read ({one_line(error)})")
     alive = alive or is_locked(folder) is not False  # a run may have begun in between
-    log = Log(folder / LOG)
+    log, checkpoints = Log(folder / LOG), _read_checkpoints(folder)
+    rates, start = log.rates(), log.newest("start")
     problems += [f"{LOG}: {counted(log.unreadable, 'line')} cannot be read"] if log.unreadable else []
-    checkpoints, rates, start = _read_checkpoints(folder), log.rates(), log.newest("start")
     if not (said or problems or log.events or checkpoints or alive):
         what = "not the output folder of a run: it has no status.json, no log.jsonl and no checkpoint"
         raise OutputError(f"{folder}: {what if folder.exists() else 'no such folder'}")
@@ -146,7 +137,7 @@ def read_run(folder: Path) -> RunView:
         phases=log.newest("start", "resume", "end", "stop").get("phases") or {},
         checkpoints=checkpoints,
         partial=sorted(path.name for path in folder.glob(".checkpoint-*.partial")),
-        report=next((str(folder / name) for name in _REPORTS if (folder / name).is_file()), None),
+        report=next(map(str, [*folder.glob("report.html"), *folder.glob("report.md")]), None),
         problems=problems,
     )
 
@@ -154,15 +145,14 @@ def read_run(folder: Path) -> RunView:
 def _is_ending(said: RunStatus, folder: Path) -> bool:
     """Whether the process of a run is still there that has just released its folder and not recorded its end yet."""
     is_here = said.host == socket.gethostname() and Path(f"/proc/{said.pid}").exists()
-    return is_here and time.time() - (folder / STATUS).stat().st_mtime < _ENDING_S
+    return is_here and time.time() - (folder / STATUS).stat().st_mtime < 60  # later, it may be another process
 
 
 def _read_checkpoints(folder: Path) -> list[CheckpointView]:
     """The checkpoints in an output folder, the newest first, compared with their manifests by size."""
-    steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
-    found = sorted(((int(step), path) for path, step in steps.items() if step.isdecimal()), reverse=True)
-    views = [(path, _read_checkpoint(path, step)) for step, path in found]
-    return [view for path, view in views if view.complete or path.is_dir()]  # one may have been removed meanwhile
+    named = ((path, path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*") if path.is_dir())
+    found = sorted(((int(step), path) for path, step in named if step.isdecimal()), reverse=True)
+    return [_read_checkpoint(path, step) for step, path in found]
 
 
 def _read_checkpoint(path: Path, step: int) -> CheckpointView:

@@ -117,7 +117,7 @@ def raise_together(failure: RewardError | None, retries: Retries = NEVER) -> Non
         Cut: instead of RewardError, if the run is stopping: the step is repeated after a resume.
     """
     text = None if failure is None else str(failure)
-    own = (text, retries.taken(), REQUESTS.deferring and REQUESTS.reason is not None)
+    own = (text, retries.taken(), REQUESTS.may_cut and REQUESTS.reason is not None)
     everyone = gathered(own) if world_size() > 1 else [own]
     retries.counted([taken for _, taken, _ in everyone])
     ranks = [number for number, (said, _, _) in enumerate(everyone) if said is not None]

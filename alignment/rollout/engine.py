@@ -134,13 +134,13 @@ class RolloutEngine:
         finally:
             # A cache that grew token by token leaves the allocator fragmented.
             get_accelerator().empty_cache()
-        if REQUESTS.deferring and largest_numbers([cut]) != [0.0]:
+        if REQUESTS.may_cut and largest_numbers([cut]) != [0.0]:
             raise Cut
         return results
 
     def _asked_to_stop(self, *, together: bool) -> bool:
         """Whether to abandon the rollout here; with ``together``, all ranks check at the same time and agree."""
-        if not REQUESTS.deferring:
+        if not REQUESTS.may_cut:
             return False
         asked = REQUESTS.asked() is not None
         return largest_numbers([asked]) != [0.0] if together else asked

@@ -23,17 +23,23 @@ class StopRequests:
         reason: the reason to stop, as far as it is known without checking the disk.
         detail: explanation of a reason that is not a signal; otherwise empty.
         deferring: whether the main thread checks for requests by itself and must not be interrupted.
+        in_callback: whether a callback is running, whose work must not be abandoned: its step may have been taken.
         done: the request was carried out, or the work is finished: nothing is interrupted any more.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.reason: StopReason | None = None
-        self.detail, self.deferring, self.done = "", False, False
+        self.detail, self.deferring, self.in_callback, self.done = "", False, False, False
         self._clock, self._looked = clock, float("-inf")
         self._file: Path | None = None
 
     def __str__(self) -> str:
         return (self.reason.name if self.reason else "") + (f" ({self.detail})" if self.detail else "")
+
+    @property
+    def may_cut(self) -> bool:
+        """Whether work may be abandoned where all ranks check for requests."""
+        return self.deferring and not self.in_callback
 
     def request(self, reason: StopReason, detail: str = "") -> None:
         """Request a stop. The first request sets the reason, but a user's request overrides those of launchers."""

@@ -19,14 +19,9 @@ from alignment.run.ending import Ending, ending_of, record
 def begin_status(folder: Path, resumes: bool, **known: Any) -> None:
     """Write the status of a new attempt on the first rank, which then keeps it up to date.
 
-    Args:
-        folder: the output folder.
-        resumes: whether a resume was requested; earlier attempts are then counted.
-        **known: ``method``, ``world_size`` and ``resumed_from`` of :class:`.RunStatus`.
+    If a resume was requested, earlier attempts are counted. ``known`` are ``method``, ``world_size`` and
+    ``resumed_from`` of :class:`.RunStatus`.
     """
-    other = ACTIVITY.status  # of a run that this process completed in another folder
-    if other is not None and other.path.parent != folder and 0 < other.status.total_steps <= other.status.step:
-        other.update(state="finished")  # a guard records only the end of the last run
     before = RunStatus(attempt=0, stalled=0)
     try:
         before = (read_status(folder) if resumes else None) or before

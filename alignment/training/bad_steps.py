@@ -1,54 +1,41 @@
 """Bad steps: a loss or gradient that is not finite or a loss spike, and how a run responds to them.
 
-The decision uses only values that are equal on all ranks, so that all ranks do the same.
+Decisions use only values that are equal on all ranks, so that all ranks do the same.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from alignment.checkpoint.run_state import StatefulFields
 from alignment.config.errors import TrainingError
 from alignment.config.options_faults import FaultOptions
 from alignment.data.windows import WindowPlan
+from alignment.engines.scoring import PolicyEngine
 
 # The largest and the smallest number of losses that the running median is computed from.
 _MOST, _LEAST = 100, 10
 # A spike also exceeds the median by this many median absolute deviations: about 7 standard deviations of normal noise.
 _DEVIATIONS = 10
-WindowId = tuple[int, int]  # epoch, and index within the epoch
+Tell = Callable[[str], None]
+Record = Callable[[dict[str, Any]], None]
 
 
 class BadStep(TrainingError):
     """A step that must not change any weight, and has not. Raised on every rank.
 
-    Attributes:
-        kind: what is wrong, in two words.
+    Args:
+        message: what is wrong, and likely causes.
+        kind: the same in two words.
         discarded: whether the engine no longer holds its gradient.
     """
 
-    kind = ""
-    discarded = False
-
-
-class NonFiniteLoss(BadStep):
-    """A window's loss is inf or nan."""
-
-    kind = "non-finite loss"
-
-
-class LossSpike(BadStep):
-    """A window's loss is far above the loss of preceding steps."""
-
-    kind = "loss spike"
-
-
-class NonFiniteGradient(BadStep):
-    """The norm of a window's gradient is inf or nan although its loss is finite."""
-
-    kind = "non-finite gradient"
-    discarded = True
+    def __init__(self, message: str, kind: str, *, discarded: bool = False) -> None:
+        super().__init__(message)
+        self.kind, self.discarded = kind, discarded
 
 
 class BadSteps:
@@ -66,16 +53,12 @@ class BadSteps:
     """
 
     def __init__(
-        self,
-        args: FaultOptions,
-        rows: Callable[[WindowPlan], list[Any]],
-        tell: Callable[[str], None],
-        record: Callable[[dict[str, Any]], None],
+        self, args: FaultOptions, rows: Callable[[WindowPlan], list[Any]], tell: Tell, record: Record
     ) -> None:
         self.args = args
         self._rows, self._tell, self._record = rows, tell, record
         self._losses: list[float] = []
-        self.count, self.omitted = 0, list[WindowId]()
+        self.count, self.omitted = 0, list[tuple[int, int]]()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses of the running median, and both attributes."""
@@ -86,11 +69,6 @@ class BadSteps:
         self._losses = list(state["losses"])
         self.count, self.omitted = state["count"], [(epoch, step) for epoch, step in state["omitted"]]
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Return the number of bad steps for the log, if there are any."""
-        return {"bad_steps": float(self.count)} if self.count else {}
-
     def omits(self, plan: WindowPlan, step: int) -> bool:
         """Whether a window is skipped, with a message; ``step`` is the optimizer step that it would be."""
         if (plan.epoch, plan.step) not in self.omitted:
@@ -100,14 +78,11 @@ class BadSteps:
         return True
 
     def check(self, loss: float) -> None:
-        """Check whether the finite loss of a window is in the usual range of this run.
+        """Raise BadStep if the finite loss of a window is above the usual range of this run.
 
         For positive losses, a spike is a loss of more than ``loss_spike_factor`` times the median. Losses may also be
         negative or near zero, so the distance from the median is measured in units of the median's absolute value, and
         must also exceed the noise.
-
-        Raises:
-            LossSpike: if the loss is above this range.
         """
         factor = self.args.loss_spike_factor
         if factor is None or len(self._losses) < _LEAST:
@@ -115,10 +90,11 @@ class BadSteps:
         median = statistics.median(self._losses)
         deviation = statistics.median(abs(one - median) for one in self._losses)
         if loss - median > max((factor - 1) * abs(median), _DEVIATIONS * deviation):
-            raise LossSpike(
+            raise BadStep(
                 f"the loss of this window is {loss:.6g}, but the median of the last {len(self._losses)} is "
                 f"{median:.6g} (loss_spike_factor={factor:g}); no update was made. Likely causes: rows unlike the "
-                "others, or a learning_rate that is too high"
+                "others, or a learning_rate that is too high",
+                "loss spike",
             )
 
     def good(self, loss: float) -> None:
@@ -126,21 +102,13 @@ class BadSteps:
         self._losses = [*self._losses, loss][-_MOST:]
 
     def skip(self, fault: BadStep, plan: WindowPlan, step: int) -> None:
-        """Record a bad step that is completed without an update, unless the options say that it ends the run.
-
-        Args:
-            fault: the error.
-            plan: the window of the step.
-            step: the number of the optimizer step.
-
-        Raises:
-            BadStep: if the run must end.
-        """
+        """Record a bad optimizer step, which is completed without an update; raise BadStep if it ends the run."""
         most = self.args.max_bad_steps
         if self.args.on_bad_step == "stop":
             raise fault
         if self.count >= most:
-            raise type(fault)(f"{fault}; {self.count} bad steps occurred before (max_bad_steps={most})") from fault
+            message = f"{fault}; {self.count} bad steps occurred before (max_bad_steps={most})"
+            raise BadStep(message, fault.kind, discarded=fault.discarded) from fault
         self.count += 1
         self._tell(f"step {step}: {fault}; its window was skipped (bad step {self.count} of at most {most})")
         self._record(
@@ -155,3 +123,38 @@ class BadSteps:
                 "rows": self._rows(plan),
             }
         )
+
+
+@dataclass
+class Overflows(StatefulFields):
+    """The number of fp16 gradients that overflowed; part of the state of a run.
+
+    They are not bad steps: the window is repeated at the scale that DeepSpeed's scaler chooses. Only if the scale
+    cannot be lowered further is the step a bad one.
+    """
+
+    count: int = 0
+
+    def lower_scale(self, policy: PolicyEngine, step: int, tell: Tell, record: Record) -> None:
+        """Record an overflow in an optimizer step, and lower the loss scale of the engine.
+
+        Raises:
+            BadStep: if the scale is at its minimum, or is static.
+        """
+        self.count += 1
+        before = policy.loss_scale
+        if not policy.lower_loss_scale():
+            raise BadStep(
+                f"the gradient overflows in fp16 at a loss scale of {before:g}, which cannot be lowered "
+                "(fp16.min_loss_scale, or a static fp16.loss_scale, in the DeepSpeed JSON); no update was made. "
+                "Likely causes: weights that are already corrupted, or a model that was trained in bf16 and exceeds "
+                "the range of fp16. Set bf16: true, or dtype: float32 if the GPU does not support bf16; or lower "
+                "fp16.min_loss_scale",
+                "fp16 overflow",
+                discarded=True,
+            )
+        tell(
+            f"step {step}: the gradient overflowed in fp16; repeating the window at a loss scale of "
+            f"{policy.loss_scale:g} instead of {before:g} (overflow {self.count})"
+        )
+        record({"event": "overflow", "step": step, "loss_scale": before, "lowered_to": policy.loss_scale})

@@ -23,7 +23,7 @@ from transformers.integrations import (
     get_reporting_integration_callbacks,
 )
 
-from alignment.config.errors import OptionError, one_line, setting
+from alignment.config.errors import OptionError, RewardError, TrainingError, one_line, setting
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import largest_numbers, on_first_rank
 from alignment.internals.transformers import callback_handler, keeps_state
@@ -161,8 +161,14 @@ class Events:
         self.handler = callback_handler(everyone, processing_class)
 
     def __call__(self, event: str, **kwargs: Any) -> None:
-        """Notify every callback of ``event``, such as ``on_step_end``."""
-        self.control = getattr(self.handler, event)(self.args, self.state, self.control, **kwargs)
+        """Notify every callback of ``event``, such as ``on_step_end``; an evaluation that it starts is not cut."""
+        before, REQUESTS.in_callback = REQUESTS.in_callback, True
+        try:
+            self.control = getattr(self.handler, event)(self.args, self.state, self.control, **kwargs)
+        except RewardError as error:  # after which a run saves a checkpoint, but the step may be half-done
+            raise TrainingError(f"{event}: {error}") from error
+        finally:
+            REQUESTS.in_callback = before
 
     def decide(self) -> Decision:
         """Return the combined requests of all ranks' callbacks, and copy them to ``control``. Collective."""

@@ -32,12 +32,11 @@ from alignment.run.console import tell
 from alignment.run.ranks import rank, world_size
 from alignment.run.requests import REQUESTS, STOP_FILE
 from alignment.run.stop import Cut
-from alignment.training.bad_steps import BadStep, BadSteps, NonFiniteGradient
+from alignment.training.bad_steps import BadStep, BadSteps, Overflows
 from alignment.training.callbacks import Decision
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, total_steps
 from alignment.training.method import Items
-from alignment.training.overflows import Overflows
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_state import AFTER_EPOCH, AFTER_STEP, Boundary, RandomAtStart, Totals
 from alignment.training.safe_points import agreed_reason
@@ -89,7 +88,7 @@ class TrainingLoop:
         register("data", sampler)
         record = context.log_file.write
         self.bad_steps = register("bad_steps", BadSteps(self.args, data.source_rows, self._say, record))
-        self.overflows = register("overflows", Overflows(self._say, record))
+        self.overflows = register("overflows", Overflows())
         self.decision = Decision()
         self._actions = {
             "log": self._log_if_due,
@@ -218,14 +217,16 @@ class TrainingLoop:
         with self.context.phases("step"):
             grad_norm = policy.step()
         while not math.isfinite(grad_norm) and policy.scales_loss:
-            self.overflows.lower_scale(policy, self.state.global_step + 1)
+            self.overflows.lower_scale(policy, self.state.global_step + 1, self._say, self.context.log_file.write)
             self.engines.window_pass.repeat()
             with self.context.phases("step"):
                 grad_norm = policy.step()
         if not math.isfinite(grad_norm):
-            raise NonFiniteGradient(
+            raise BadStep(
                 f"the gradient norm is {grad_norm} although the loss is finite; no update was made. Likely causes: a "
-                "learning_rate that is too high, or a value that overflows in the backward pass"
+                "learning_rate that is too high, or a value that overflows in the backward pass",
+                "non-finite gradient",
+                discarded=True,
             )
         self.events("on_optimizer_step")
         return grad_norm
@@ -405,7 +406,8 @@ class TrainingLoop:
     @property
     def _failures(self) -> dict[str, float]:
         """Counts of failures so far, for the log; empty in most runs."""
-        return {**self.bad_steps.metrics, **self.overflows.metrics, **self.context.retries.metrics}
+        counts = {"bad_steps": float(self.bad_steps.count), "overflows": float(self.overflows.count)}
+        return {name: count for name, count in counts.items() if count} | self.context.retries.metrics
 
     def _say(self, text: str) -> None:
         (tell if self.args.disable_tqdm else self.progress.note)(text)

@@ -27,11 +27,7 @@ def run_manifest(
 ) -> Manifest:
     """Return a manifest without the name of the run, step and files; collective if a live model is partitioned.
 
-    Args:
-        context: the run, with training data.
-        plan: its models.
-        reference: the reference model; None if there is none, or if it is the policy as given.
-        resources: the method's further resources.
+    ``reference`` is None if there is none, or if it is the policy as given.
     """
     args, sampler = context.args, context.data.sampler
     assert sampler is not None and context.data.train is not None

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from alignment.checkpoint.run_state import StatefulFields
 from alignment.data.windows import WindowCounts
 from alignment.engines.rng import RandomStreams, seed_streams
 
 
 @dataclass
-class Totals:
+class Totals(StatefulFields):
     """Sums over a run, for rates, means and the log.
 
     Attributes:
-        tokens: tokens trained on.
-        rows: rows trained on.
-        reduced_windows: windows that were computed in a reduced form.
-        reduced_in_a_row: those since the last window that was not.
+        tokens, rows: tokens and rows trained on.
+        reduced_windows, reduced_in_a_row: windows computed in a reduced form, and those since the last that was not.
         loss_sum, losses: sum of the losses of all windows, and the number of windows with a loss.
         seconds: duration of the run before it was restarted.
         last: values of the newest step, such as its learning rate.
@@ -43,15 +42,6 @@ class Totals:
         self.loss_sum += loss
         self.losses += losses
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all fields."""
-        return asdict(self)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by :meth:`state_dict`."""
-        for each in fields(self):
-            setattr(self, each.name, state.get(each.name, getattr(self, each.name)))
-
 
 # What happens between two steps, in this order; "end epoch" is followed by further logs and evaluations if it does.
 AFTER_STEP = ("log", "evaluate", "end epoch", "save")
@@ -61,7 +51,7 @@ _LEFT = {"": ["announce save"], "done": [], "step": [*AFTER_STEP], "epoch": [*AF
 
 
 @dataclass
-class Boundary:
+class Boundary(StatefulFields):
     """What is still to be done between two steps.
 
     Attributes:
@@ -73,23 +63,16 @@ class Boundary:
     ends: bool = False
     due: list[str] = field(default_factory=list)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return both fields."""
-        return asdict(self)
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by :meth:`state_dict`."""
+        """Restore the state, also in its older form."""
         self.ends = bool(state["ends"])
         self.due = list(state["due"]) if "due" in state else list(_LEFT[state.get("left", "")])
 
 
 class RandomAtStart(RandomStreams):
-    """Random streams that are restored when training continues, not when the state is loaded.
+    """Random streams, seeded by the run's seed, that are restored when training continues, not with the other parts.
 
     What happens in between, such as a callback's ``on_train_begin``, happened before the streams were saved.
-
-    Args:
-        seed: the run's seed.
     """
 
     def __init__(self, seed: int) -> None:

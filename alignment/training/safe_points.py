@@ -45,7 +45,7 @@ class SafePoint:
     def __call__(self) -> None:
         """Record progress of the main thread, which could stop here."""
         ACTIVITY.progress()
-        if not self._requests.deferring:
+        if not self._requests.may_cut:
             return
         if self._since is None:
             self._since = self._clock()

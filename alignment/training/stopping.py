@@ -17,20 +17,11 @@ from alignment.run.stop import RunStopped, StopReason
 from alignment.training.context import RunContext
 from alignment.training.run_page import write_page
 
-_NOTICE_S = 30.0
-
 
 def end_run(context: RunContext, writer: CheckpointWriter, finish: Callable[[], None], reason: StopReason) -> NoReturn:
-    """End a run whose state has been saved as far as possible; collective.
+    """End a run whose state has been saved as far as possible; collective. Every rank raises RunStopped.
 
-    Args:
-        context: the run.
-        writer: the writer of its checkpoints.
-        finish: flushes pending output, on the first rank.
-        reason: the request to stop.
-
-    Raises:
-        RunStopped: on every rank.
+    ``finish`` flushes pending output, on the first rank.
     """
     REQUESTS.done = True
     step = context.state.global_step
@@ -62,26 +53,23 @@ def _kept(context: RunContext, writer: CheckpointWriter) -> str:
         return f"{name} could not be written ({writer.failure}); the run can only be resumed from an earlier one"
     if args.save_only_model:
         return f"{name} contains only the model (save_only_model), so the run cannot be resumed from it"
-    again = "run the same command with --resume_from_checkpoint latest"
-    if not ACTIVITY.guarded:
-        again = "call train(resume_from_checkpoint=True)"
-    return f"{name} is complete; {again} to resume"
+    command, call = (
+        "run the same command with --resume_from_checkpoint latest",
+        "call train(resume_from_checkpoint=True)",
+    )
+    return f"{name} is complete; {command if ACTIVITY.guarded else call} to resume"
 
 
 def notice_too_short(save_seconds: float, step_seconds: float) -> str | None:
-    """Return a warning if saving may take longer than the time between a request to stop and the kill.
+    """Return a warning if a step and a save may take longer than the time between a request to stop and the kill.
 
     That is the number of seconds in ``ALIGNMENT_STOP_NOTICE``, which `submit` sets to the notice of its jobs; without
     it, 30 seconds, the default of SLURM's ``KillWait``, torchrun and DeepSpeed.
-
-    Args:
-        save_seconds: duration of a save.
-        step_seconds: duration of a step; the request may come at its start.
     """
     given, needed = os.environ.get(NOTICE), save_seconds + step_seconds
     if given is None and not ("SLURM_JOB_ID" in os.environ or launchers()):
         return None
-    notice = float(given or _NOTICE_S)
+    notice = float(given or 30)
     if needed <= notice:
         return None
     return (

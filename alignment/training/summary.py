@@ -7,7 +7,7 @@ from alignment.engines.collectives import gathered
 from alignment.engines.phases import over_ranks
 from alignment.reporting.durable import replace_text
 from alignment.reporting.progress import memory_gib
-from alignment.reporting.report import RunReport, duration
+from alignment.reporting.report import duration, report_text
 from alignment.run.console import tell
 from alignment.run.ranks import world_size
 from alignment.training.context import RunContext
@@ -39,7 +39,7 @@ def _write(
 ) -> None:
     title = f"{context.args.method}: {context.args.run_name or context.output_dir.name}"
     cuda = engines.window_pass.device.type == "cuda"
-    report = RunReport(
+    text = report_text(
         title=title,
         facts=_facts(context, engines, int(phases.get("train", {}).get("tokens", 0)), largest),
         phases=phases,
@@ -48,9 +48,9 @@ def _write(
         evaluation={name.removeprefix("eval_"): value for name, value in _evaluation(context).items()},
         advice=context.data.advice,
     )
-    replace_text(context.output_dir / REPORT, report.text())
+    replace_text(context.output_dir / REPORT, text)
     if show:
-        tell(f"\n{report.text()}")
+        tell(f"\n{text}")
 
 
 def _facts(context: RunContext, engines: RunEngines, tokens: int, largest_gib: float) -> list[tuple[str, str]]:

@@ -19,8 +19,7 @@ from transformers.trainer_utils import TrainOutput
 from alignment.checkpoint.best import BestModel
 from alignment.checkpoint.manifest import Manifest
 from alignment.checkpoint.merged import write_merged
-from alignment.checkpoint.restore import restore
-from alignment.checkpoint.resume import Checkpoint, choose, find
+from alignment.checkpoint.resume import Checkpoint, choose, find, restore
 from alignment.checkpoint.run_folder import LOG, RunFolder
 from alignment.checkpoint.writer import CheckpointWriter
 from alignment.config.errors import LastCheckpointError, OptionError, setting

@@ -20,7 +20,7 @@ from alignment.engines.scoring import PolicyEngine
 from alignment.reporting.metrics import MetricSums
 from alignment.reporting.progress import Progress, Watched
 from alignment.run.ranks import rank
-from alignment.training.bad_steps import NonFiniteLoss
+from alignment.training.bad_steps import BadStep
 from alignment.training.data import PreparedData
 from alignment.training.method import AnyMethod, Items, Models, Window
 from alignment.training.safe_points import SafePoint
@@ -110,7 +110,7 @@ class WindowPass:
             progress: advances with each micro-batch that is trained on or evaluated, not with those of prompts.
 
         Raises:
-            NonFiniteLoss: if the loss is not finite in training; on every rank, before any weight has changed.
+            BadStep: if the loss is not finite in training; on every rank, before any weight has changed.
             Cut: if the run was asked to stop; on every rank, before any weight has changed.
         """
         with contextlib.nullcontext() if train else self.phases.of_evaluation():
@@ -200,11 +200,12 @@ class WindowPass:
         return local
 
 
-def _non_finite(loss: float, losses: list[_Rows], sources: Callable[[Iterable[int]], list[Any]]) -> NonFiniteLoss:
+def _non_finite(loss: float, losses: list[_Rows], sources: Callable[[Iterable[int]], list[Any]]) -> BadStep:
     own = [row for rows, values in losses for row, value in zip(rows, values.tolist()) if not math.isfinite(value)]
     rows = sorted(sources({row for part in gathered(own) for row in part}))
-    return NonFiniteLoss(
+    return BadStep(
         f"the loss of this window is {loss}; no update was made. Rows with a non-finite loss: "
         f"{', '.join(map(str, rows[:16])) or 'none, so the NLL or the balancing loss overflowed'}. Likely causes: "
-        "weights that are already corrupted, a learning_rate that is too high, fp16 (use bf16), or too large a beta"
+        "weights that are already corrupted, a learning_rate that is too high, fp16 (use bf16), or too large a beta",
+        "non-finite loss",
     )

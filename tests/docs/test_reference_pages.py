@@ -32,7 +32,7 @@ def _declared() -> Iterator[str]:
         yield method.reduced_windows
     rewards = type("Rewards", (), {"names": ["NAME"], "sources": []})()
     yield from RewardRanker(rewards).metrics
-    for path in ("training/loop.py", "training/bad_steps.py", "training/overflows.py"):
+    for path in ("training/loop.py", "training/bad_steps.py"):
         text = (ROOT / "alignment" / path).read_text()
         yield from re.findall(r'"(train_\w+|num_\w+|tokens_per_second|bad_steps|overflows)"', text)
     yield "retries"

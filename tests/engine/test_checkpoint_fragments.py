@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +11,11 @@ from fragment_runs import (
     BF16_LAYERS,
     LAYERS,
     Case,
-    begin,
     continued,
     differences,
-    distance,
     engine,
     everything,
     fp16_on_cpu,
-    proceed,
     restore,
     save,
     train,
@@ -39,10 +34,7 @@ from alignment.config.errors import CheckpointError
 from alignment.engines.launch_env import init_distributed
 from alignment.internals.deepspeed_state import inner_optimizer, state_units
 from benchmarks import checkpoint as benchmark
-from tools.ranks.client import RankServer
 
-DRIVER = Path(__file__).parent.parent / "drivers" / "fragments.py"
-STAGES = ["0", "1", "2", "3"]
 FACTORS = {
     "layout": [*LAYERS, *BF16_LAYERS],
     "dtype": ["fp32", "bf16", "fp16"],
@@ -111,32 +103,6 @@ def test_an_engine_that_has_made_steps_is_reset(steps: int, tmp_path: Path) -> N
 
 
 # Another split ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("source", "target"), ["02", "20", "31"])
-def test_another_stage(source: str, target: str, tmp_path: Path) -> None:
-    begin(Case(f"stage{source}"), tmp_path / "source")
-    wanted = begin(Case(f"stage{target}"), tmp_path / "target")
-    assert distance(proceed(Case(f"stage{target}"), tmp_path / "source"), wanted) < 1e-4
-
-
-@pytest.mark.ci
-def test_ranks_and_stages(ranks: RankServer, tmp_path: Path) -> None:
-    """From every (ranks, stage) to every other one, 56 pairs; two ranks continue bitwise in every pair."""
-    wanted = {stage: begin(Case(f"stage{stage}"), tmp_path / f"1-{stage}") for stage in STAGES}
-    jobs = {"continued": grid(), "stages": STAGES, "sources": [f"1-{stage}" for stage in STAGES]}
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    ranks.run(DRIVER, tmp_path, tmp_path / "jobs.json", timeout=400)
-    results: dict[str, Any] = json.loads((tmp_path / "results.json").read_text())
-    found: dict[str, float] = results.pop("pairs")
-    assert results == dict.fromkeys(jobs["continued"], [])
-    for stage, update in wanted.items():
-        for source in [f"{world}-{other}" for world in (1, 2) for other in STAGES]:
-            if source != f"1-{stage}":
-                made = proceed(Case(f"stage{stage}"), tmp_path / source)
-                found[f"{source} to 1-{stage}"] = distance(made, update)
-    assert len(found) == 56
-    assert {pair: off for pair, off in found.items() if not off < 1e-4} == {}
 
 
 def rewritten(path: Path, changes: dict[str, str], **replaced: Tensor) -> None:

@@ -21,8 +21,6 @@ from alignment.engines.launch_env import init_distributed
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import inner_optimizer, state_units, wrapper
 from alignment.rollout.engine import RolloutEngine
-from alignment.run.requests import REQUESTS
-from alignment.run.stop import RunStopped, StopReason
 
 STEPS = 5  # the loss scale grows at the fourth
 Received = list[dict[str, Tensor]]
@@ -184,22 +182,12 @@ def test_a_window_that_overflows_is_recomputed(stage: str, model: str, tmp_path:
     assert len(rates) == 3 and [line["step"] for line in found] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("scaling", "named"),
-    [({"min_loss_scale": 2.0**31}, "loss scale of 2.14748e+09"), ({"loss_scale": 2.0**31}, "static")],
-    ids=["minimum", "static"],
-)
-@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.ci) for stage in ("stage0", "stage2")])
-def test_a_scale_that_cannot_be_lowered_ends_the_run(
-    stage: str, scaling: dict[str, Any], named: str, model: str, tmp_path: Path
-) -> None:
-    trainer = trainer_of(model, tmp_path, stage, 32, scaling=scaling)
-    with (
-        contextlib.closing(trainer),
-        pytest.raises(TrainingError, match="step 1: the gradient overflows in fp16") as e,
-    ):
+@pytest.mark.ci
+@pytest.mark.parametrize("scaling", [{"min_loss_scale": 2.0**31}, {"loss_scale": 2.0**31}], ids=["minimum", "static"])
+def test_a_scale_that_cannot_be_lowered_ends_the_run(scaling: dict[str, Any], model: str, tmp_path: Path) -> None:
+    trainer = trainer_of(model, tmp_path, "stage2", 32, scaling=scaling)
+    with contextlib.closing(trainer), pytest.raises(TrainingError, match="step 1: the gradient overflows in fp16"):
         trainer.train()
-    assert named in str(e.value) and "bf16: true" in str(e.value)
     assert len(events(tmp_path, "overflow")) == (1 if "min_loss_scale" in scaling else 0)
 
 
@@ -211,24 +199,6 @@ def test_such_a_step_is_a_bad_step(model: str, tmp_path: Path) -> None:
     assert [line["kind"] for line in events(tmp_path, "bad_step")] == ["fp16 overflow"] * 3
     assert lines[-1]["bad_steps"] == 3 and lines[-1]["overflows"] == 3
     assert all((w == 0).all() for name, w in weights.items() if "lora_B" in name), "no weight has changed"
-
-
-@pytest.mark.ci
-def test_a_stop_is_noticed_between_two_attempts(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = trainer_of(model, tmp_path, "stage2", 32)
-    lower = PolicyEngine.lower_loss_scale
-    asked: list[StopReason] = []
-    real = REQUESTS.asked
-
-    def lowered(policy: PolicyEngine) -> bool:
-        asked.append(StopReason.SIGTERM)
-        return lower(policy)
-
-    monkeypatch.setattr(PolicyEngine, "lower_loss_scale", lowered)
-    monkeypatch.setattr(REQUESTS, "asked", lambda *args, **kwargs: asked[0] if asked else real(*args, **kwargs))
-    with contextlib.closing(trainer), pytest.raises(RunStopped):
-        trainer.train()
-    assert len(asked) == 1 and trainer.state.global_step == 0
 
 
 @pytest.mark.ci
@@ -255,15 +225,3 @@ def test_completions_are_kept(model: str, tmp_path: Path, monkeypatch: pytest.Mo
         lines = [line for line in trainer.state.log_history if "overflows" in line]
     assert lines and lines[-1]["overflows"] > 1
     assert len(calls) == 2
-
-
-@pytest.mark.ci
-def test_a_resumed_run_continues_at_its_loss_scale(model: str, tmp_path: Path) -> None:
-    whole, weights, scale = outcome(trainer_of(model, tmp_path, "stage2", 32, save_strategy="steps", save_steps=1))
-    again = trainer_of(
-        model, tmp_path / "again", "stage2", 32, resume_from_checkpoint=str(tmp_path / "out/checkpoint-1")
-    )
-    found, others, kept = outcome(again)
-    assert differences(weights, others) == [] and kept == scale
-    assert [line["overflows"] for line in found] == [line["overflows"] for line in whole]
-    assert all(event["step"] > 1 for event in events(tmp_path / "again", "overflow"))

@@ -12,7 +12,7 @@ from helpers import make_model, options, unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.config.fields import EARLY, LATE, marked, option_fields
-from alignment.training.bad_steps import BadSteps, LossSpike
+from alignment.training.bad_steps import BadStep, BadSteps
 
 AT_TRAINING, AT_BUILDING = marked(KTOConfig, LATE), marked(KTOConfig, EARLY)
 OPTIONS = frozenset(field.name for field in option_fields(KTOConfig))
@@ -64,7 +64,7 @@ def run(model: str, folder: Path, **more: Any) -> tuple[set[str], set[str], set[
 def test_options_are_accepted_until_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_process_group: None
 ) -> None:
-    spikes, original = [LossSpike("a spike")], BadSteps.check
+    spikes, original = [BadStep("a spike", "loss spike")], BadSteps.check
 
     def check(self: BadSteps, loss: float) -> None:
         original(self, loss)

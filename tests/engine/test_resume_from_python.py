@@ -163,23 +163,6 @@ def test_a_trainer_in_the_folder_of_a_finished_run_replaces_nothing(model: str, 
     assert {path.name: path.read_bytes() for path in first.output_dir.iterdir() if path.is_file()} == before
 
 
-def test_a_folder_without_checkpoints_is_accepted(model: str, tmp_path: Path) -> None:
-    first = make(model, tmp_path, save_strategy="no")
-    (first.output_dir / "notes").mkdir(parents=True)
-    (first.output_dir / "rows.jsonl").write_text("{}")
-    first.train()
-    first.close()
-    logged = (first.output_dir / "log.jsonl").read_bytes()
-    second = make(model, tmp_path, save_strategy="no")
-    with pytest.raises(OutputError, match="contains an earlier run"):
-        second.save_model()
-    second.train()
-    second.close()
-    assert (first.output_dir / "previous-1" / "log.jsonl").read_bytes() == logged
-    assert len((first.output_dir / "log.jsonl").read_text().splitlines()) == len(logged.splitlines())
-    assert (first.output_dir / "rows.jsonl").read_text() == "{}" and (first.output_dir / "notes").is_dir()
-
-
 def test_checkpoints_contain_no_secrets(model: str, tmp_path: Path) -> None:
     trainer = make(model, tmp_path, model_init_kwargs={"token": "hf_0123456789"})
     trainer.train()

@@ -15,16 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
 from whole_runs import completions, logged, make, make_models
 
 from alignment.checkpoint.folder import checkpoints
 from alignment.checkpoint.run_state import RunState
 from alignment.config.errors import TrainingError
+from alignment.training.bad_steps import BadStep
 from alignment.training.loop import TrainingLoop
 from alignment.training.run_state import Totals
 from alignment.training.trainer import AlignmentTrainer
-from alignment.training.window import NonFiniteLoss
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 METHODS = ("KTO", "CPO", "DPO", "SFT", "Reward", "OnlineDPO", "OnlineDPO-judge")
@@ -126,32 +125,6 @@ def test_a_run_that_a_callback_ended_stays_ended(
     assert logged(further)[-2:] == logged(whole)[-2:]
 
 
-class Heard(TrainerCallback, ExportableState):
-    """Counts events."""
-
-    def __init__(self, steps: int = 0, saves: int = 0) -> None:
-        self.steps, self.saves = steps, saves
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.steps += 1
-
-    def on_save(self, *_: Any, **__: Any) -> None:
-        self.saves += 1
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"steps": self.steps, "saves": self.saves}}
-
-
-def test_callbacks_receive_the_same_events(models: dict[str, str], tmp_path: Path) -> None:
-    heard, again = Heard(), Heard()
-    whole = make("KTO", models, tmp_path / "whole", **EVERY_STEP)
-    whole.add_callback(heard)
-    whole.train()
-    whole.close()
-    resumed("KTO", models, whole.output_dir, tmp_path / "again", 3, [again], **EVERY_STEP)
-    assert (again.steps, again.saves) == (heard.steps, heard.saves) == (STEPS, STEPS)
-
-
 def test_a_run_resumes_from_a_rescued_checkpoint(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +139,7 @@ def test_a_run_resumes_from_a_rescued_checkpoint(
     def failing(loop: TrainingLoop, *given: Any) -> Any:
         if loop.state.global_step == 4:
             torch.rand(3)
-            raise NonFiniteLoss("the loss of this window is nan")
+            raise BadStep("the loss of this window is nan", "non-finite loss")
         return update(loop, *given)
 
     with monkeypatch.context() as patched:

@@ -13,7 +13,7 @@ from data_tokenizers import PLAIN, char_tokenizer
 from helpers import make_model, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from alignment.checkpoint.saving import gathered_state_dict, move_into, write_model
+from alignment.checkpoint.saving import gathered_state_dict, write_model
 from alignment.config.errors import OutputError
 from alignment.models.head import LogProbHead
 from alignment.models.scorer import CompletionScorer
@@ -79,15 +79,6 @@ def test_an_existing_folder_keeps_its_other_files(tmp_path: Path) -> None:
     back = AutoModelForCausalLM.from_pretrained(out)
     assert all(torch.equal(v, model.state_dict()[n]) for n, v in back.state_dict().items())
     assert names(tmp_path) == {"out"}
-
-
-def test_a_folder_of_several_templates_is_replaced(tmp_path: Path) -> None:
-    for content in ("new", "newer"):
-        (tmp_path / "from" / "additional_chat_templates").mkdir(parents=True)
-        (tmp_path / "from" / "additional_chat_templates" / "a.jinja").write_text(content)
-        move_into(tmp_path / "from", tmp_path / "to")
-        assert (tmp_path / "to" / "additional_chat_templates" / "a.jinja").read_text() == content
-    assert names(tmp_path) == {"to"}
 
 
 def test_files_are_moved_only_within_an_existing_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from whole_runs import completions, logged, make, make_models
 from alignment.checkpoint.folder import checkpoints
 from alignment.checkpoint.writer import CheckpointWriter
 from alignment.cli import train_job
-from alignment.config.errors import TrainingError
+from alignment.config.errors import RewardError, TrainingError
 from alignment.reporting.status_file import RunStatus, read_status
 from alignment.rollout.generate import GenerateBackend
 from alignment.run.activity import ACTIVITY
@@ -26,7 +26,7 @@ from alignment.run.stop import RunStopped, StopReason
 from alignment.training import safe_points
 from alignment.training import trainer as trainer_module
 from alignment.training import trainer as trainers
-from alignment.training.bad_steps import BadSteps, LossSpike
+from alignment.training.bad_steps import BadStep, BadSteps
 from alignment.training.trainer import AlignmentTrainer
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
@@ -223,7 +223,7 @@ def test_a_signal_does_not_interrupt_the_save_of_the_last_good_step(
 
     def bad(self: BadSteps, loss: float) -> None:
         if len(self.state_dict()["losses"]) == 2:
-            raise LossSpike("too high")
+            raise BadStep("too high", "loss spike")
 
     monkeypatch.setattr(BadSteps, "check", bad)
     trainer = make("KTO", models, tmp_path, **RUN)
@@ -338,6 +338,57 @@ def test_a_stop_in_the_evaluation_of_the_second_set(
     resumed.close()
     names = {name for entry in resumed.state.log_history if entry["step"] == 3 for name in entry}
     assert {"eval_loss", "eval_b_loss"} <= names
+
+
+class Evaluates(TrainerCallback):
+    """Evaluates at an event of the step after the second one; ``ask`` requests a stop before."""
+
+    def __init__(self, trainer: AlignmentTrainer, event: str, ask: Callable[[], None]) -> None:
+        self.trainer, self.ask, self.done = trainer, ask, False
+        setattr(self, event, self.hear)
+
+    def hear(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step in (2, 3) and not self.done:
+            self.done = True
+            self.ask()
+            self.trainer.evaluate()
+
+
+@pytest.mark.parametrize("event", ["on_optimizer_step", pytest.param("on_step_end", marks=pytest.mark.ci)])
+def test_an_evaluation_of_a_callback_is_not_abandoned(event: str, models: dict[str, str], tmp_path: Path) -> None:
+    """The stop waits for the end of the step: no step is taken twice after a resume, and nothing due is lost."""
+
+    def trainer(folder: str, ask: Callable[[], None]) -> AlignmentTrainer:
+        made = make("KTO", models, tmp_path / folder, **RUN)
+        made.add_callback(Evaluates(made, event, ask))
+        return made
+
+    whole = trainer("whole", lambda: None)
+    whole.train()
+    whole.close()
+    halted = trainer("stopped", terminate)
+    step = 3 if event == "on_optimizer_step" else 2
+    assert f"after step {step}: checkpoint-{step} is complete" in str(stopped(halted))
+    again = make("KTO", models, tmp_path / "stopped", **RUN)
+    again.train(resume_from_checkpoint="latest")
+    again.close()
+    assert logged(again) == logged(whole)
+    last = "checkpoint-6/model.safetensors"
+    assert (again.output_dir / last).read_bytes() == (whole.output_dir / last).read_bytes()
+
+
+def test_a_reward_that_fails_in_a_callback_saves_nothing(models: dict[str, str], tmp_path: Path) -> None:
+    """In the middle of a step, the weights may be those of the next one."""
+
+    def fail() -> None:
+        raise RewardError("the judge is gone")
+
+    trainer = make("KTO", models, tmp_path, **RUN)
+    trainer.add_callback(Asks("on_optimizer_step", 2, fail))
+    with pytest.raises(TrainingError, match="^on_optimizer_step: the judge is gone$"):
+        trainer.train()
+    trainer.close()
+    assert not checkpoints(trainer.output_dir)
 
 
 def test_the_stop_file(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

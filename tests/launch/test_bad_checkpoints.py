@@ -49,12 +49,6 @@ def newer_format(folder: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
 
 
-def older_release(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.name == MANIFEST or path.name.startswith(("optimizer", "run_state")):
-            path.unlink()
-
-
 def missing_rank(folder: Path) -> None:
     (folder / "optimizer-00001-of-00001.safetensors").unlink()
 
@@ -71,10 +65,9 @@ def cases() -> Iterator[tuple[Case, Callable[[Path], None] | None]]:
     yield Case("a file", ("no such folder",), {**named, "resume_from_checkpoint": "@data.jsonl"}), None
     yield Case("no such step", ("mean 'checkpoint-4'",), {**named, "resume_from_checkpoint": "checkpoint-5"}), None
     yield Case("an output folder", ("no manifest.json",), {**named, "resume_from_checkpoint": "@out"}), None
-    yield Case("a model", ("good: contains a model",), {**named, "resume_from_checkpoint": "%good"}), None
+    yield Case("a model", ("good: not a checkpoint",), {**named, "resume_from_checkpoint": "%good"}), None
     yield Case("another method", ("method kto", "is cpo"), {**named, "beta": "0.1"}, pairs, method="cpo"), None
     yield Case("newer format", ("checkpoint-4/manifest.json: format 2 is newer",), LATEST), newer_format
-    yield Case("older release", ("checkpoint-4: contains a model but no manifest.json",), LATEST), older_release
     yield Case("missing rank", ("optimizer-00001-of-00001.safetensors: missing",), LATEST), missing_rank
     yield Case("truncated manifest", ("checkpoint-4/manifest.json: cannot be read",), LATEST), truncated_manifest
     yield Case("truncated manifest by name", ("cannot be read",), named), truncated_manifest

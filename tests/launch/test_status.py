@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -102,30 +99,3 @@ def test_following_by_lines(tmp_path: Path) -> None:
     finally:
         follow.kill()
     assert rest.count("\n") == 1 and "no heartbeat since" in rest and follow.returncode == 0
-
-
-def test_following_on_a_terminal_until_ctrl_c(tmp_path: Path) -> None:
-    """The screen is cleared; SIGINT ends it without further output and with exit status 0."""
-    ours, theirs = pty.openpty()
-    write_log(tmp_path, [start(), entry(1, 1, 10), entry(40, 40, 400)])
-    write_status(tmp_path, state="running")
-    with locked(tmp_path):
-        restored = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
-        follow = subprocess.Popen(
-            [*COMMAND, str(tmp_path), "--follow", "--interval", "0.1"],
-            stdout=theirs, stderr=theirs, preexec_fn=restored,
-        )  # fmt: skip
-        os.close(theirs)
-        seen = ""
-        while "41 of 100" not in seen:
-            seen += os.read(ours, 10000).decode()
-            if "40 of 100" in seen:
-                write_status(tmp_path, state="running", step=41)
-        follow.send_signal(signal.SIGINT)
-        assert follow.wait(timeout=20) == 0
-    screens = seen.split("\x1b[H\x1b[J")[1:]
-    assert len(screens) > 1 and all(screen.startswith("kto: ") for screen in screens)
-    with pytest.raises(OSError):
-        while left := os.read(ours, 10000):
-            assert b"Traceback" not in left and b"Interrupt" not in left
-    os.close(ours)

@@ -178,8 +178,6 @@ def test_the_callback(run: Any) -> None:
         one.on_step_end(args, state, None)  # type: ignore[arg-type]
     assert [line["step"] for line in run.lines()] == [2, 2, 4, 4]
     assert run.lines()[0] == {"step": 2, "prompt": "1 2", "completion": "policy 3"}
-    trainer.engines.window_pass.models = run.models("cut")
-    one.on_step_end(args, state, None)  # type: ignore[arg-type]  # the run stops after the step, not within it
     epochs = SimpleNamespace(eval_strategy="epoch")
     assert one._every(epochs, SimpleNamespace(max_steps=9, num_train_epochs=3)) == 3  # type: ignore[arg-type]
     assert LogCompletionsCallback(trainer, freq=5)._every(args, state) == 5

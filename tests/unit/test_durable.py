@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from pathlib import Path
@@ -64,17 +63,3 @@ def test_a_full_disk_is_recognized_as_the_cause_of_other_errors(tmp_path: Path) 
     error.__cause__ = quota
     assert is_full(error) and is_full(full(tmp_path)) and is_full(quota)
     assert not is_full(OSError(errno.EROFS, "")) and not is_full(OutputError("full")) and not is_full(None)
-
-
-@pytest.mark.parametrize(("number", "tolerated"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
-def test_file_systems_that_cannot_sync_a_folder(
-    number: int, tolerated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fsync(descriptor: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    (tmp_path / "file").write_text("")
-    for flush, raises in ((sync_folder, not tolerated), (sync, True)):
-        with pytest.raises(OSError, match=os.strerror(number)) if raises else contextlib.nullcontext():
-            flush(tmp_path if flush is sync_folder else tmp_path / "file")

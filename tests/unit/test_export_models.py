@@ -12,14 +12,13 @@ import peft
 import pytest
 import torch
 from exports import gap, mean_logp, refused
-from helpers import make_classifier, make_model
+from helpers import make_model
 from safetensors.torch import load_file, save_file
 from tiny_adapters import logps, lora, make_adapter, moved
 from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaForCausalLM,
 )
@@ -27,9 +26,10 @@ from transformers import (
 from alignment.checkpoint import export as export_module
 from alignment.checkpoint import masters as masters_module
 from alignment.checkpoint.comparison import sample_rows
-from alignment.checkpoint.export import REPORT, ExportReport, export
+from alignment.checkpoint.export import ExportReport, export
 from alignment.checkpoint.manifest import Manifest, files_in, record_of
 from alignment.checkpoint.masters import checked_masters
+from alignment.checkpoint.run_folder import REPORT
 from alignment.config.errors import CheckpointError, ModelError, OptionError
 from alignment.config.options_export import ExportOptions
 
@@ -151,46 +151,12 @@ def test_only_one_model_is_loaded_at_a_time(
     assert len(loaded) == (2 if dtype == "auto" else 3)
 
 
-@pytest.mark.ci
-def test_experts_in_fp32_use_their_master_weights(giving: Giving, tmp_path: Path) -> None:
-    """Files have one tensor per expert, the training model has one for all experts."""
-    masters = trained(tmp_path / "checkpoint-4", make_model(tmp_path / "moe", "moe"), 2e-4)
-    save_file({"state": torch.zeros(3)}, tmp_path / "checkpoint-4" / OPTIMIZER)
-    add_manifest(tmp_path / "checkpoint-4")
-    giving(masters)
-    report, state = written(tmp_path / "checkpoint-4", tmp_path / "out", dtype="float32", samples=2)
-    assert report.masters == len(masters) and all(torch.equal(state[name], masters[name]) for name in masters)
-    assert any(tensor.ndim == 3 for tensor in masters.values())
-
-
-def test_fp32_without_master_weights_is_reported(made: tuple[Path, Named], tmp_path: Path) -> None:
-    """For example, a checkpoint with the model only."""
-    whole, masters = made
-    source = copied(whole, tmp_path / "checkpoint-4", "manifest.json", OPTIMIZER)
-    told: list[str] = []
-    report = export(source, tmp_path / "out", ExportOptions(dtype="float32", samples=0), told.append)
-    state = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(state[name], masters[name].bfloat16().float()) for name in masters)
-    assert (report.rows, report.masters) == (0, 0) and "no fp32 master weights" in "".join(told)
-
-
 def test_parameters_kept_in_fp32_are_not_rounded(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     masters = trained(tmp_path / "source", base, 2e-4, torch.float32)
     monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", {"norm"})
     export(tmp_path / "source", tmp_path / "out", ExportOptions(dtype="bfloat16", samples=0))
     state = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(state[name], masters[name]) is name.endswith("norm.weight") for name in state)
-
-
-def test_a_reward_model_is_compared_by_its_scores(tmp_path: Path) -> None:
-    source = Path(make_classifier(tmp_path / "source"))
-    report = export(source, tmp_path / "out", ExportOptions(dtype="bfloat16"))
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    wide = AutoModelForSequenceClassification.from_pretrained(source)
-    assert torch.equal(model.score.weight, wide.score.weight.bfloat16()) and model.config.num_labels == 1
-    assert report.task == "classifier" and "score on 8 rows" in "".join(report.lines()) and report.error_mean
-    assert "text-classification" in (tmp_path / "out" / "README.md").read_text()
-    assert not (tmp_path / "out" / "generation_config.json").exists()
 
 
 def test_an_adapter_in_fp32_uses_its_master_weights(base: str, giving: Giving, tmp_path: Path) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from conftest import ROOT
 from exports import command, gap, mean_logp, refused
 from helpers import make_model, paired_rows
 from peft import PeftModel
@@ -22,22 +19,20 @@ from tiny_adapters import CAUSAL, LAYERS, logps, lora, make_adapter, moved
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
 )
 
 from alignment.checkpoint.comparison import sample_rows
-from alignment.checkpoint.export import REPORT, _tokenizer, export
+from alignment.checkpoint.export import _tokenizer, export
+from alignment.checkpoint.run_folder import REPORT
 from alignment.cli import export as command_line
 from alignment.config.errors import AlignmentError, ModelError, OptionError, OutputError
 from alignment.config.options_export import ExportOptions
 from alignment.models.adapters.folder import read_adapter, write_training_base
 from alignment.models.adapters.record import TRAINING_BASE
 from alignment.models.tasks import CAUSAL_LM
-from alignment.models.wide_forward import computing_in_fp32
 from alignment.run.activity import ACTIVITY
-from tools.ranks.client import environment
 
 FILE, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 
@@ -111,20 +106,6 @@ def test_an_adapted_embedding_that_was_saved_without_its_base(bases: dict[str, s
     assert (logps(ours) - logps(model)).abs().max() < 1e-5 and not ours.config.tie_word_embeddings
 
 
-@pytest.mark.ci
-def test_a_classifier_keeps_its_trained_score(bases: dict[str, str], tmp_path: Path) -> None:
-    model = AutoModelForSequenceClassification.from_pretrained(bases["tied"], num_labels=1)
-    moved(peft.get_peft_model(model, lora(task_type="SEQ_CLS"))).save_pretrained(tmp_path / "adapter")
-    report = export(tmp_path / "adapter", tmp_path / "out", ExportOptions(dtype="float32", samples=2))
-    ours = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
-    ids = torch.arange(12)[None]
-    assert ours.config.num_labels == 1 and ours.config.architectures == ["LlamaForSequenceClassification"]
-    with torch.no_grad():
-        assert (ours(ids).logits - model.eval()(ids).logits).abs().max() < 1e-5
-    assert (report.task, report.rows) == ("classifier", 2) and report.error_max is not None
-    assert report.error_max < 1e-5 and "score on 2 rows" in "".join(report.lines())
-
-
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
@@ -172,25 +153,6 @@ def test_a_bf16_export_rounds_once_and_reports_the_loss(kind: str, bases: dict[s
         assert (tensor != theirs[name].bfloat16()).float().mean() < 1e-3, name
     stored = json.loads((tmp_path / "out" / REPORT).read_text())
     assert stored["error_mean"] == report.error_mean and stored["base_model"] == "base"
-
-
-def test_saved_tensors_keep_the_files_precision(bases: dict[str, str], tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_pretrained(bases["untied"], dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
-    adapter = make_adapter(tmp_path / "adapter", str(tmp_path / "base"), lora(modules_to_save=["lm_head"]))
-    state = load_file(adapter / ADAPTER)
-    saved = state["base_model.model.lm_head.weight"].float() * 1.001
-    save_file(state | {"base_model.model.lm_head.weight": saved}, adapter / ADAPTER)
-    assert torch.equal(exported(adapter, tmp_path / "out").lm_head.weight, saved)
-
-
-def test_a_16_bit_model_computes_temporarily_in_fp32(bases: dict[str, str]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(bases["tied"], dtype=torch.bfloat16)
-    wide = logps(AutoModelForCausalLM.from_pretrained(bases["tied"], dtype=torch.bfloat16).float())
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with computing_in_fp32(model):
-        inside = logps(model)
-    assert torch.equal(inside, wide) and (logps(model) - wide).abs().max() > 1e-3
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 # The folder ----------------------------------------------------------------------------------------------------------
@@ -262,30 +224,6 @@ def changed(folder: Path, adapter: Path, tensors: dict[str, torch.Tensor] | None
     return folder
 
 
-def test_truncated_or_empty_weights(adapter: Path, tmp_path: Path) -> None:
-    out, state = tmp_path / "out", load_file(adapter / ADAPTER)
-    own = changed(tmp_path / "own", adapter, {name: tensor[:0] for name, tensor in state.items()})
-    refused(ModelError, "ZeRO-3", own, out)
-    file = own / ADAPTER
-    file.write_bytes((adapter / file.name).read_bytes()[:-10])
-    refused(ModelError, str(file), own, out)
-    file.unlink()
-    refused(ModelError, str(file), own, out)
-    (own / "adapter_model.bin").touch()
-    refused(ModelError, "adapter_model.bin", own, out)
-    (own / "adapter_config.json").write_text("{")
-    refused(ModelError, "adapter_config.json", own, out)
-
-
-def test_types_that_cannot_be_merged(adapter: Path, tmp_path: Path) -> None:
-    for name, values in (
-        ("VERA", {"peft_type": "VERA"}),
-        ("layer_replication", {"layer_replication": [[0, 1]]}),
-        ("TOKEN_CLS", {"task_type": "TOKEN_CLS"}),
-    ):
-        refused(ModelError, name, changed(tmp_path / name, adapter, **values), tmp_path / "out")
-
-
 def test_a_base_that_does_not_match(bases: dict[str, str], adapter: Path, tmp_path: Path) -> None:
     out, state = tmp_path / "out", load_file(adapter / ADAPTER)
     first = min(state)
@@ -309,6 +247,22 @@ def test_a_base_that_does_not_match(bases: dict[str, str], adapter: Path, tmp_pa
     refused(ModelError, "is not finite", infinite, out, samples=0)
 
 
+def test_types_that_cannot_be_merged(adapter: Path, tmp_path: Path) -> None:
+    for name, values in (
+        ("VERA", {"peft_type": "VERA"}),
+        ("layer_replication", {"layer_replication": [[0, 1]]}),
+        ("TOKEN_CLS", {"task_type": "TOKEN_CLS"}),
+    ):
+        refused(ModelError, name, changed(tmp_path / name, adapter, **values), tmp_path / "out")
+
+
+def test_code_of_a_tokenizer_is_trusted_only_if_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda where, **options: (where, options))
+    for trusted in (True, False):
+        given = {"revision": "main", "trust_remote_code": trusted}
+        assert _tokenizer("owner/name", "main", trusted) == ("owner/name", given)
+
+
 def test_the_base_of_an_adapter(adapter: Path, tmp_path: Path) -> None:
     """That of the call, else what the run has recorded, else PEFT's."""
     own = changed(tmp_path / "own", adapter, base_model_name_or_path="peft's")
@@ -324,13 +278,6 @@ def test_the_base_of_an_adapter(adapter: Path, tmp_path: Path) -> None:
             read_adapter(own)
 
 
-def test_code_of_a_tokenizer_is_trusted_only_if_requested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda where, **options: (where, options))
-    for trusted in (True, False):
-        given = {"revision": "main", "trust_remote_code": trusted}
-        assert _tokenizer("owner/name", "main", trusted) == ("owner/name", given)
-
-
 # The command ---------------------------------------------------------------------------------------------------------
 
 
@@ -339,7 +286,7 @@ def test_the_command(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     code, out, err = command(capsys, *given, str(adapter), str(tmp_path / "out"))
     assert (code, err) == (0, "") and "dequantized weights" in out and "log-prob per token on 2 rows" in out
     assert f"{REPORT}: {tmp_path / 'out'}" in out
-    for given, start in (([], str(tmp_path / "out")), (["--samples", "-1"], "samples=-1")):
+    for given, start in (([], "out: "), (["--samples", "-1"], "samples=-1")):
         code, out, err = command(capsys, str(adapter), str(tmp_path / "out"), *given)
         assert (code, out, err.count("\n")) == (1, "", 1) and err.startswith(f"error: {start}")
 
@@ -353,16 +300,6 @@ def test_wrong_usage(
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, out, err = command(capsys, str(adapter), str(tmp_path / "out"))
     assert (code, out) == (1, "") and err.startswith("error: da export must run in a single process")
-
-
-def test_help_does_not_import_torch() -> None:
-    code = (
-        "import sys; from alignment.cli.export import main\n"
-        "try: main(['--help'])\nexcept SystemExit as leaving: print(leaving.code, 'torch' in sys.modules)"
-    )
-    env = environment(PYTHONPATH=str(ROOT))
-    done = subprocess.run([sys.executable, "-c", code], env=env, text=True, capture_output=True)
-    assert done.stdout.startswith("usage: ") and done.stdout.endswith("0 False\n"), done.stderr
 
 
 def test_an_export_has_no_time_limit(tmp_path: Path) -> None:

@@ -46,6 +46,13 @@ def test_lines_addresses_and_length() -> None:
     assert escaped("a\u202eb\x00c") == "abc"
 
 
+def test_names() -> None:
+    assert all(map(is_secret, ("hub_token", "token", "api_key", "judge_api_key", "password", "client_secret")))
+    assert not any(map(is_secret, ("eos_token", "missing_eos_penalty", "num_tokens", "max_length")))
+    assert hub_id("org/name") == "org/name"
+    assert [hub_id(name) for name in (None, "gpt2", "/org/name", "./org/name", "a/b/c", "o/na me")] == [None] * 6
+
+
 def test_metadata_is_yaml_whatever_is_in_it() -> None:
     text = ModelCard(title="x", base_id="a/b", method="evil: [1]\n---", datasets=["o/d: x"]).text()
     head = yaml.safe_load(text.split("---")[1])
@@ -69,13 +76,6 @@ def test_metadata_is_yaml_whatever_is_in_it() -> None:
 )
 def test_what_may_be_published(value: Any, expected: Any) -> None:
     assert public(value) == expected
-
-
-def test_names() -> None:
-    assert all(map(is_secret, ("hub_token", "token", "api_key", "judge_api_key", "password", "client_secret")))
-    assert not any(map(is_secret, ("eos_token", "missing_eos_penalty", "num_tokens", "max_length")))
-    assert hub_id("org/name") == "org/name"
-    assert [hub_id(name) for name in (None, "gpt2", "/org/name", "./org/name", "a/b/c", "o/na me")] == [None] * 6
 
 
 # From a run's folder -------------------------------------------------------------------------------------------------
@@ -111,8 +111,7 @@ def card_of(source: Path, is_classifier: bool = False) -> str:
     return card_module.card_of(source, title="out", is_classifier=is_classifier, base=None, export=["e"]).text()
 
 
-@pytest.mark.parametrize("with_manifest", [True, False])
-def test_a_run(with_manifest: bool, tmp_path: Path) -> None:
+def test_a_run(tmp_path: Path) -> None:
     source = run_folder(
         tmp_path / "run",
         method="dpo",
@@ -126,26 +125,16 @@ def test_a_run(with_manifest: bool, tmp_path: Path) -> None:
         save_steps=7,
         model_init_kwargs={"token": "abc", "x": 1},
     )
-    if with_manifest:
-        Manifest("x", 4, "dpo", 2, 0, 16, 50, True, {"torch": "1.2"}, {}, {}, {}).write(source)
+    Manifest("x", 4, "dpo", 2, 0, 16, 50, True, {"torch": "1.2"}, {}, {}, {}).write(source)
     text = card_of(source)
     assert "2305.18290" in text and "2310.12036" in text and "trained from base" in text and "- dpo\n" in text
     assert "- dataset: a.csv\n- rows: 30\n- dropped &#40;empty &#60;b&#62;&#41;: 2\n" in text
     assert f"| {'loss':21} |      0.5 |        0.3 |" in text and "9" not in text.partition("## Results")[2]
     assert "| a_loss " in text and "| val/contain_eos_token |        1 |" in text, "it is not a secret"
-    facts = ["steps: 4", "epochs: 2", *(["planned steps: 50", "rows per step: 16", "processes: 2", "ZeRO stage: 0",
-             "torch: 1.2"] if with_manifest else ["planned steps: 6", "rows per step: 8", "x: 1"])]  # fmt: skip
+    facts = ("steps: 4", "epochs: 2", "planned steps: 50", "rows per step: 16", "processes: 2", "torch: 1.2")
     assert all(f"- {fact}\n" in text for fact in facts)
     assert "| beta " in text and "save_steps" not in text and "learning_rate  |     1e" not in text
     assert not [word for word in ("judge_api_key", "hidden", "abc", "secret") if word in text]
-
-
-def test_a_run_of_several_losses_cites_the_paper_of_each(tmp_path: Path) -> None:
-    source = run_folder(
-        tmp_path / "run", method="dpo", loss_type=["ipo", "sft", "robust", 3], loss_weights=[1, 2, 3, 4]
-    )
-    text = card_of(source)
-    assert all(paper in text for paper in ("2305.18290", "2310.12036", "2403.00409")) and "2402.00856" not in text
 
 
 def test_code_from_outside_is_not_imported(tmp_path: Path) -> None:
@@ -160,15 +149,6 @@ def test_the_weights_of_the_best_step_have_its_metrics(tmp_path: Path) -> None:
     (tmp_path / "run" / "trainer_state.json").write_text(json.dumps(state))
     for folder in (source, tmp_path / "run"):
         assert "Of step 4" in card_of(folder) and "0.5" in card_of(folder).partition("## Results")[2]
-
-
-@pytest.mark.parametrize("content", ["", "[1]", "{"])
-def test_files_that_are_something_else(content: str, tmp_path: Path) -> None:
-    source = tmp_path / "run" / "checkpoint-4"
-    source.mkdir(parents=True)
-    for file in (source / "trainer_state.json", tmp_path / "run" / "options.json", tmp_path / "run" / "log.jsonl"):
-        file.write_text(content)
-    assert "# out" in card_of(source)
 
 
 def test_a_local_name_is_none_of_the_hub(tmp_path: Path) -> None:

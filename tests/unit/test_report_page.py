@@ -7,19 +7,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from report_folders import NASTY, nasty_run, whole_run, write_completions, write_options
-from run_folders import at, entry, start, write_checkpoint, write_log, write_status
+from run_folders import at, entry, start, write_log, write_status
 
-from alignment.reporting.html import page
-from alignment.reporting.html.content import ChangedOption, RunContent
-from alignment.reporting.html.drawing import draw, tick
-from alignment.reporting.html.page import distinct, render, render_comparison
-from alignment.reporting.html.series import Chart, Series, charts, compared, points
-from alignment.reporting.html.theme import declarations
+from alignment.reporting.html.page import render, render_comparison
+from alignment.reporting.html.series import charts
 from alignment.reporting.run_content import read_content
-from alignment.reporting.run_view import LOST
-from alignment.reporting.status_file import ENDED
 
 
 class Page(HTMLParser):
@@ -80,14 +73,6 @@ def test_content_of_a_report(tmp_path: Path) -> None:
     assert "Loss. training: from 0.05 at step 20 to 0.01 at step 100; evaluation: from 0.75" in html
 
 
-def test_unknown_values_are_omitted(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, 5)
-    page = Page(render(read_content(tmp_path)))
-    for title in ("Curves", "Completions", "Final metrics", "Data", "Options", "Attempts", "Versions", "Warnings"):
-        assert title not in page.text
-    assert "checkpoint-5 5 0.0 MB complete" in page.text
-
-
 def test_the_end_of_a_run(tmp_path: Path) -> None:
     write_log(tmp_path, [start(), entry(40, 40, 40)])
     for values, says in (
@@ -135,64 +120,6 @@ def test_the_page_loads_no_resources(tmp_path: Path, several: bool) -> None:
     assert {address for _, address in addresses if not (address or "").startswith("#")} == {"data:,"}
     policy = next(a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-
-
-def test_identifiers_are_unique_and_found(tmp_path: Path) -> None:
-    whole_run(tmp_path)
-    html = render(read_content(tmp_path))
-    names = re.findall(r'\bid="([^"]*)"', html)
-    assert len(names) == len(set(names))
-    wanted = set(re.findall(r'href="#([^"]*)"', html)) | set(re.findall(r"url\(#([^)]*)\)", html))
-    assert wanted <= set(names)
-
-
-def test_tables_have_headers(tmp_path: Path) -> None:
-    whole_run(tmp_path)
-    tags = Page(render(read_content(tmp_path))).tags
-    assert {a.get("scope") for tag, a in tags if tag == "th"} == {"col", "row"}
-    assert all(a.get("aria-label") for tag, a in tags if a.get("role") in ("region", "group", "radiogroup"))
-    assert [tag for tag, _ in tags if tag == "h1"] == ["h1"]
-
-
-def luminance(color: str) -> float:
-    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_contrast(theme: str) -> None:
-    colors = dict(re.findall(r"--([\w-]+):(#\w+);", declarations()[theme]))
-    for surface in ("canvas", "surface", "raised"):
-        for text in ("text", "muted", "accent"):
-            assert contrast(colors[text], colors[surface]) >= 4.5, (text, surface)
-    for tone in ("good", "warn", "bad", "info"):
-        assert contrast(colors[tone], colors[f"{tone}-soft"]) >= 4.5, tone
-    for number in range(1, 9):
-        assert contrast(colors[f"series-{number}"], colors["surface"]) >= 3, number
-
-
-def test_both_themes_declare_every_color_that_the_style_uses() -> None:
-    style = (Path(page.__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
-    names = []
-    for text in declarations().values():
-        parts = [part.partition(":") for part in text.removesuffix(";").split(";")]
-        assert all(re.fullmatch("#[0-9a-f]{6}", color) for _, _, color in parts)
-        names.append({name for name, _, _ in parts})
-    assert names[0] == names[1] >= set(re.findall(r"var\((--[\w-]+)\)", style)) - {"--size", "--color"}
-
-
-@pytest.mark.parametrize("state", [*ENDED, "starting", "running", LOST])
-def test_every_state_has_its_own_color(state: str) -> None:
-    tone = page.TONES[state]
-    content = RunContent("one", "out", state=state)
-    assert f'<span class="badge {tone}">{state}</span>' in render(content) and f"\n.{tone} {{" in render(content)
-    assert f'<span class="badge {tone}">{state}</span>' in render_comparison([content, content])
 
 
 # Options -------------------------------------------------------------------------------------------------------------
@@ -246,51 +173,6 @@ def test_training_and_evaluation_share_a_chart() -> None:
     ]  # fmt: skip
 
 
-def test_lengths_of_terminated_completions_are_drawn_if_they_differ() -> None:
-    names = ("completions/mean_length", "completions/mean_terminated_length")
-    same, other = ([dict(zip(("step", *names), (1, 5.0, length)))] for length in (5.0, 4.0))
-    assert [len(charts(history)[0].series) for history in (same, other)] == [1, 2]
-
-
-def test_curves_of_several_runs() -> None:
-    histories = {"a": [{"step": 1, "loss": 1.0}], "b": [{"step": 1, "loss": 2.0, "eval_loss": 1.0}]}
-    assert [(chart.title, [(one.label, one.color) for one in chart.series]) for chart in compared(histories)] == [
-        ("Loss", [("a", 1), ("b", 2)]),
-        ("Loss, evaluation", [("b", 2)]),
-    ]
-
-
-def test_long_curves_are_averaged() -> None:
-    found = points([{"step": step, "loss": step % 2} for step in range(1, 2001)], "loss")
-    assert len(found) == 500 and found[-1] == (2000, 0.5)
-
-
-def test_a_drawing() -> None:
-    chart = Chart("Loss", "", [Series("", [(1, 0.5), (2, 0.25)], 2)], [(1, "resumed")])
-    svg, other = draw(chart, 1), draw(chart, 2)
-    assert svg.startswith("<svg viewBox=") and svg.endswith("</svg>") and "<style" not in svg
-    assert "var(--series-2)" in svg and "var(--mark)" in svg and "#" not in re.sub(r"(url\(|href=\")#", "", svg)
-    assert ">step</text>" in svg and "font-family" not in svg
-    assert not set(re.findall(r'id="(\w+)"', svg)) & set(re.findall(r'id="(\w+)"', other))
-    assert svg == draw(chart, 1)
-    assert "<svg" in draw(Chart("KL", "", [Series("", [(1, 0.0), (2, 0.0)], 9)]), 1), "a flat line, of a ninth run"
-
-
-@pytest.mark.parametrize(("values", "tilted"), [((0.5, 0.5 + 1e-8), False), ((0.5, 0.51), True)])
-def test_rounding_is_not_drawn_as_a_trend(values: tuple[float, float], tilted: bool) -> None:
-    svg = draw(Chart("Loss", "", [Series("", list(enumerate(values)), 1)]), 1)
-    curve = re.search(r'd="M [\d.]+ ([\d.]+) L [\d.]+ ([\d.]+) "[^>]*--series-1', svg)
-    assert curve is not None
-    assert (abs(float(curve[1]) - float(curve[2])) > 50) == tilted  # of about 100 units
-
-
-def test_numbers_on_axes() -> None:
-    numbers = (0.0, 0.5, -2.5, 1234.0, 25000.0, 3e6, 2e9, 5e-5, 1.5e-6, 7e27)
-    assert [tick(number) for number in numbers] == [
-        "0", "0.5", "−2.5", "1234", "25k", "3M", "2B", "5e−5", "1.5e−6", "7e27",
-    ]  # fmt: skip
-
-
 # Completions, warnings and the best checkpoint -----------------------------------------------------------------------
 
 
@@ -316,51 +198,4 @@ def test_completions_before_and_after(tmp_path: Path) -> None:
         ]
 
 
-def test_six_completions_of_1500_characters_are_shown(tmp_path: Path) -> None:
-    """Of the last step, if its prompts are not those of the first."""
-    values = {"chosen": "c" * 1501, "completion": "d" * 1500, "chosen_score": 1.5, "dropped": None}
-    rows = [{"step": step, "prompt": f"{step} {n}", **values} for step in (5, 9, 15) for n in range(7)]
-    write_completions(tmp_path, rows)
-    write_log(tmp_path, [start()])
-    (last,) = read_content(tmp_path).completions
-    assert (last.title, len(last.rows), last.total) == ("Step 15", 6, 7)
-    assert (last.rows[0].prompt, last.rows[0].scores) == ("15 0", {"chosen score": 1.5})
-    assert last.rows[0].texts == {"chosen": "c" * 1499 + "…", "policy": "d" * 1500}
-
-
-def test_the_best_checkpoint_is_marked_if_a_metric_chose_it(tmp_path: Path) -> None:
-    write_log(tmp_path, [start(), entry(4, 2, 30)])
-    (write_checkpoint(tmp_path, 4) / "trainer_state.json").write_text('{"best_global_step": 4}')
-    for options, best in (({}, []), ({"metric_for_best_model": "loss"}, [(4, "best checkpoint")])):
-        write_options(tmp_path, **options)
-        content = read_content(tmp_path)
-        assert content.marks == best and [one.best for one in content.checkpoints] == [bool(best)]
-    (tmp_path / "trainer_state.json").write_text('{"best_global_step": 2}')
-    assert read_content(tmp_path).marks == [(2, "best checkpoint")], "that of the whole run"
-
-
 # Comparisons ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_comparison_shows_differences() -> None:
-    same, beta = ChangedOption("seed", "7", "42"), ChangedOption("beta", "0.2", "0.1")
-    one = RunContent("one", "out/one", facts=[("Steps", "3")], train={"loss": 0.5, "loss_sum": 3.0}, options=[same])
-    two = RunContent("two", "out/two", facts=[("Steps", "4")], train={"loss": 0.25}, options=[same, beta])
-    text = Page(render_comparison([one, two])).text
-    assert "option one two beta 0.1 0.2" in text and "seed" not in text and "loss_sum" not in text
-    assert "metric one two loss 0.5 0.25" in text and "Steps 3 4" in text
-
-
-def test_runs_with_the_same_name_are_distinguished() -> None:
-    assert distinct(["a", "b", "a"], ["x/1", "x/2", "x/3"]) == ["x/1", "b", "x/3"]
-
-
-def test_tiles_show_documented_metrics_and_at_most_six() -> None:
-    """A key that no method logs would never be shown."""
-    documented = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
-    assert [name for name in page._TILES if f"`{name.removeprefix('eval_')}`" not in documented] == []
-    names = list(page._TILES)
-    history = [dict.fromkeys(names[:7], 2.0), dict.fromkeys(names[:6], 1.0) | {names[0]: float("nan")}]
-    tiles = page._tiles(RunContent("one", "out", history=history))
-    assert [label for label, _, _ in tiles] == [page._TILES[name] for name in names[:6]]
-    assert [first for _, _, first in tiles] == ["", *["from 2"] * 5]

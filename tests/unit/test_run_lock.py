@@ -128,19 +128,6 @@ def test_a_requeued_job_waits(requeued: bool, tmp_path: Path, monkeypatch: pytes
     lock.release()
 
 
-def test_a_look_at_the_lock_does_not_refuse_a_run(tmp_path: Path) -> None:
-    """``status`` looks at it with a shared lock."""
-    descriptor = os.open(tmp_path / LOCK, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
-    end = threading.Timer(0.3, os.close, [descriptor])
-    end.start()
-    lock = RunLock(tmp_path)
-    lock.refuse_if_held()
-    lock.acquire()
-    end.join()
-    lock.release()
-
-
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
 def test_a_file_system_without_locks(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

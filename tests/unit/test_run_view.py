@@ -17,8 +17,8 @@ from alignment.cli.status import status_line, status_lines
 from alignment.config.errors import OutputError
 from alignment.reporting import run_view
 from alignment.reporting.log_reading import Log, Rates
-from alignment.reporting.run_view import RunView, read_run
-from alignment.reporting.status_file import STATUS, RunStatus
+from alignment.reporting.run_view import read_run
+from alignment.reporting.status_file import STATUS
 
 RESUME = {"event": "resume", "attempt": 2, "step": 4, "checkpoint": "checkpoint-4", "world_size": 4, "time": at(1000)}
 
@@ -134,8 +134,6 @@ def test_ends(tmp_path: Path, values: dict[str, Any], said: str) -> None:
     found = read_run(tmp_path)
     assert (found.status.state, found.eta_seconds) == (values["state"], None)
     assert status_line(found).split("; ")[0] == said
-    with locked(tmp_path):  # by the next attempt, which has not written its status yet
-        assert read_run(tmp_path).sentence == f"{said}; {HOLDER} holds the folder"
 
 
 def test_phases_after_the_end(tmp_path: Path) -> None:
@@ -200,20 +198,6 @@ def test_an_incomplete_checkpoint(tmp_path: Path, damage: Callable[[Path], None]
 
 
 # Text and JSON ------------------------------------------------------------------------------------------------------
-
-
-def test_rows_of_the_text() -> None:
-    """Important metrics come first, and ten are shown."""
-    metrics = {f"m{n}": n for n in range(9)} | {"count/chosen": 3, "a_sum": 3, "kl": 0.25, "loss": 1, "entropy": None}
-    view = RunView(
-        "out", Log(Path("absent")), RunStatus("running", step=8, total_steps=8), eta_seconds=0,
-        steps_per_second=0.0999, tokens_per_second=1234.5, metrics=metrics, metrics_step=7,
-    )  # fmt: skip
-    assert [line[14:] for line in status_lines(view)[2:5]] == [
-        "8 of 8 (100%), about 0.0 s left",
-        "10 s per step, 1,234 tokens/s",
-        "step 7: loss 1, kl 0.25, m0 0, m1 1, m2 2, m3 3, m4 4, m5 5, m6 6, m7 7",
-    ]
 
 
 def test_every_key_is_documented_and_its_value_is_json(tmp_path: Path) -> None:

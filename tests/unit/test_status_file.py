@@ -82,19 +82,6 @@ def test_a_disk_that_cannot_be_written_loses_only_the_update(tmp_path: Path, mon
     file.close()
 
 
-def test_a_closed_status_is_not_written_periodically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_file, "_EVERY_S", 0.01)
-    steps = iter(range(10**6))
-    file = StatusFile(tmp_path, RunStatus(), lambda: {"step": next(steps)})
-    until(lambda: file.status.step >= 3)
-    file.close()
-    last = (tmp_path / "status.json").stat().st_mtime_ns
-    time.sleep(0.1)
-    assert (tmp_path / "status.json").stat().st_mtime_ns == last and found(tmp_path).step == file.status.step >= 3
-    file.update(state="finished")
-    assert found(tmp_path).state == "finished"
-
-
 def test_the_end_does_not_overwrite_a_later_attempt(tmp_path: Path) -> None:
     file = StatusFile(tmp_path, RunStatus(host="n1", pid=17, started="then"))
     file.close()
@@ -116,8 +103,3 @@ def test_a_status_is_written_for_a_rank_that_was_killed(tmp_path: Path) -> None:
     fail_in_place_of(tmp_path, "n1", 17, "once more")
     assert found(tmp_path) == failed
     fail_in_place_of(tmp_path / "absent", "n1", 17, "nowhere")
-
-
-def test_a_status_of_another_version_is_read(tmp_path: Path) -> None:
-    (tmp_path / "status.json").write_text('{"state": "running", "step": 4, "moods": ["good"]}')
-    assert read_status(tmp_path) == RunStatus(state="running", step=4)

@@ -106,7 +106,7 @@ class Events:
         import torch
         from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-        from alignment.checkpoint import restore, writer
+        from alignment.checkpoint import resume, writer
         from alignment.checkpoint.manifest import Manifest
         from alignment.checkpoint.run_folder import RunFolder
         from alignment.checkpoint.tensors import TensorFile
@@ -130,7 +130,7 @@ class Events:
             (PreTrainedModel, "save_pretrained", "model"),
             (PreTrainedTokenizerBase, "save_pretrained", "tokenizer"),
             (writer, "write_fragments", "fragments"),
-            (restore, "read_fragments", "reading fragments"),
+            (resume, "read_fragments", "reading fragments"),
             (TensorFile, "read_into", "reading a tensor"),
             (Manifest, "check_contents", "comparing checksums"),
             (RunLock, "acquire", "locking"),

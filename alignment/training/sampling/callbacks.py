@@ -10,7 +10,6 @@ from transformers.trainer_utils import IntervalStrategy
 from alignment.checkpoint.run_folder import COMPLETIONS
 from alignment.config.errors import OptionError, setting, show
 from alignment.reporting.completions import CompletionTable
-from alignment.run.stop import Cut
 from alignment.training.sampling.sampler import Sampler, Speaker, first_prompts, interleaved
 from alignment.training.sampling.settings import of_model, sampling_of
 
@@ -73,10 +72,7 @@ class LogCompletionsCallback(TrainerCallback):
         else:
             sampling = sampling_of(self.generation_config, tokenizer, _LONGEST, draw=False)
         prompts, sampling = self.sampler.fitting(policy.model, self.prompts, sampling)
-        try:
-            texts = self.sampler.answers(policy, prompts, sampling, "completions")
-        except Cut:
-            return  # on every rank; the step is complete, and the run stops after it
+        texts = self.sampler.answers(policy, prompts, sampling, "completions")
         columns = [self.sampler.decoded(prompts), texts]
         if trainer.is_world_process_zero():
             self._table.write(state.global_step, list(interleaved(("prompt", "completion"), columns)))
