@@ -21,8 +21,7 @@ from alignment.engines.launch_env import init_distributed
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import inner_optimizer, state_units, wrapper
 from alignment.rollout.engine import RolloutEngine
-from alignment.run.requests import REQUESTS
-from alignment.run.stop import RunStopped, StopReason
+from alignment.run.stop import REQUESTS, RunStopped, StopReason
 
 STEPS = 5  # the loss scale grows at the fourth
 Received = list[dict[str, Tensor]]

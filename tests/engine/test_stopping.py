@@ -21,8 +21,7 @@ from alignment.config.errors import TrainingError
 from alignment.reporting.status_file import RunStatus, read_status
 from alignment.rollout.generate import GenerateBackend
 from alignment.run.activity import ACTIVITY
-from alignment.run.requests import REQUESTS
-from alignment.run.stop import RunStopped, StopReason
+from alignment.run.stop import REQUESTS, RunStopped, StopReason
 from alignment.training import safe_points
 from alignment.training import trainer as trainer_module
 from alignment.training import trainer as trainers

@@ -22,8 +22,7 @@ from alignment.run.activity import Activity
 from alignment.run.ending import Ending
 from alignment.run.peers import Peers
 from alignment.run.processes import Process
-from alignment.run.requests import REQUESTS
-from alignment.run.stop import StopReason
+from alignment.run.stop import REQUESTS, StopReason
 
 SILENCE, LIMIT = 25.0, 600.0
 

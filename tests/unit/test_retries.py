@@ -18,9 +18,8 @@ from alignment.rewards.functions import FunctionReward, score_all
 from alignment.rewards.judges import Judge
 from alignment.rewards.samples import Samples
 from alignment.run.activity import ACTIVITY
-from alignment.run.requests import REQUESTS
 from alignment.run.retries import Retries, is_transient
-from alignment.run.stop import StopReason
+from alignment.run.stop import REQUESTS, StopReason
 
 
 def retries(limit: int = 3, pauses: list[float] | None = None) -> Retries:

@@ -6,11 +6,11 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from alignment.run.requests import REQUESTS, StopRequests
+from alignment.run.signals import SignalWatch
 
 from alignment.run import signals
 from alignment.run.processes import Process
-from alignment.run.requests import REQUESTS, StopRequests
-from alignment.run.signals import SignalWatch
 from alignment.run.stop import Cut, RunStopped, StopReason
 from alignment.training import safe_points
 from alignment.training.safe_points import SafePoint

@@ -18,9 +18,8 @@ from alignment.run import activity as activities
 from alignment.run import stacks
 from alignment.run.activity import Activity
 from alignment.run.processes import launcher_name
-from alignment.run.requests import StopRequests
 from alignment.run.stacks import DeadManSwitch
-from alignment.run.stop import RunStopped, StopReason
+from alignment.run.stop import RunStopped, StopReason, StopRequests
 from alignment.training import stopping
 
 
@@ -231,7 +230,6 @@ def test_a_held_interpreter_lock_ends_the_process(tmp_path: Path) -> None:
 PROGRAM = """
 import os, signal, sys, time
 from alignment.cli.guarded import guarded
-from alignment.run.requests import REQUESTS
 
 def kill(name): os.kill(os.getpid(), getattr(signal, name))
 
