@@ -31,7 +31,7 @@ STACKS = "hang-"  # prefix of the files with stack traces
 _WRITE_S = 2.0  # limit for a write to a terminal or a disk
 _REPORT_S = 10.0  # that the report of a failed run may take
 _LATER_S = 2.0  # a launcher that reports the first exit as the cause should pick the rank that writes the line
-_EVERY_S, _LONGEST_S = 1.0, 30 * 86400.0  # between two settings of the dead-man switch; its limit
+_EVERY_S, _LONGEST_S = 1.0, 30 * 86400.0  # between two settings of the dead-man switch; its longest time
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result:
@@ -153,7 +153,7 @@ class DeadManSwitch:
 
     @contextlib.contextmanager
     def armed(self, seconds: float, *, exits: bool) -> Iterator[None]:
-        """Within the outermost such context, act after ``seconds`` unless kept from it, and then end the process or not."""
+        """Within the outermost such context, act after ``seconds`` unless kept from it."""
         if self._file is not None:
             yield
             return

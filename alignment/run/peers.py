@@ -44,10 +44,7 @@ def state_of(pid: int) -> str:
 
 
 class Peers(threading.Thread):
-    """The other ranks, as one rank sees them. The thread only exchanges heartbeats, since the store may block it.
-
-    The store is reached over a connection that nothing else uses.
-    """
+    """The other ranks, as one rank sees them. The thread only exchanges heartbeats, since the store may block it."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         super().__init__(name="alignment-heartbeat", daemon=True)

@@ -82,7 +82,7 @@ class Retries:
         return {"retries": float(self.count)} if self.count else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """State to save: the count."""
+        """The count."""
         return {"count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -39,9 +39,7 @@ class StopReason(IntEnum):
 class RunStopped(Leaving):
     """A run has stopped on request, on every rank. A script that does not catch this exits with its code.
 
-    Args:
-        reason: what requested the stop.
-        message: one line for the user: the state of the run and how to resume it.
+    The ``message`` for the user is the state of the run and how to resume it.
     """
 
     def __init__(self, reason: StopReason, message: str) -> None:

@@ -51,7 +51,7 @@ def main() -> None:
             time.sleep(3)
         if todo == "late":
             signal.sigwait([signal.SIGTERM])
-        end(status, StopReason.of_signal(told))
+        end(status, StopReason[signal.Signals(told).name])
     status.update(state="finished")
 
 

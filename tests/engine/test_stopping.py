@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from alignment.cli import train_job
 from alignment.config.errors import TrainingError
 from alignment.reporting.status_file import RunStatus, read_status
 from alignment.rollout.generate import GenerateBackend
+from alignment.run import protection
 from alignment.run.activity import ACTIVITY
+from alignment.run.ending import Ending, record
 from alignment.run.stop import REQUESTS, RunStopped, StopReason
 from alignment.training import safe_points
 from alignment.training import trainer as trainer_module
@@ -195,7 +198,7 @@ def test_a_second_signal_does_not_interrupt_the_save(
     trainer = make(method, models, tmp_path, **settings(method))
     ask(monkeypatch, trainer)
     error = stopped(trainer)
-    assert error.everywhere and f"checkpoint-{step} is complete" in str(error)
+    assert f"checkpoint-{step} is complete" in str(error)
     last = f"checkpoint-{step} is complete; call train(resume_from_checkpoint=True) to resume\n"
     assert last in capsys.readouterr().out
     assert [path.name for path in checkpoints(trainer.output_dir)] == [f"checkpoint-{step}"]
@@ -256,18 +259,28 @@ def test_a_signal_after_the_last_step_changes_nothing(
 def test_a_signal_while_the_model_loads(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It ends the process."""
     trainer = make("KTO", models, tmp_path, **RUN)
-    steps: list[int] = []
+    ends: list[tuple[Ending, int]] = []
+
+    def end(ending: Ending) -> None:
+        REQUESTS.done = True
+        record(ending)
+        ends.append((ending, ACTIVITY.step))
 
     def build(_: int) -> None:
-        steps.append(ACTIVITY.step)
         terminate()
+        while not ends:
+            time.sleep(0.05)
+        raise ZeroDivisionError
 
     monkeypatch.setattr(trainer.engines, "build", build)
+    monkeypatch.setattr(protection, "end_with", end)
     monkeypatch.setattr(ACTIVITY, "step", 500)  # of an earlier run in this process
-    error = stopped(trainer)
-    assert steps == [0]
-    assert "preempted by SIGTERM in phase load; no training step was in progress" in str(error)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    (ending, step) = ends[0]
+    assert (ending.code, step) == (85, 0) and "preempted by SIGTERM in phase load; no training step" in ending.line
     status = read_status(trainer.output_dir)
     assert status is not None
     assert (status.state, status.signal, status.error) == ("preempted", "SIGTERM", None)
