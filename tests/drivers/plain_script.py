@@ -1,6 +1,6 @@
 """A script that calls ``train()`` on two ranks, without a command: ``plain_script.py FAULT FOLDER MODEL``.
 
-In step 3, rank 1 is stopped or killed, hangs, holds the interpreter lock, raises an error or exits; or nothing happens.
+In step 3, rank 1 is stopped or killed, hangs, holds the interpreter lock, raises an error, exits, or goes ahead.
 It first creates the file ``reached``. With ``data``, rank 0 cannot read the rows.
 """
 

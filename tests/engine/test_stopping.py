@@ -18,7 +18,6 @@ from whole_runs import completions, logged, make, make_models
 from alignment.checkpoint.folder import checkpoints
 from alignment.checkpoint.writer import CheckpointWriter
 from alignment.cli import train_job
-from alignment.config.errors import TrainingError
 from alignment.reporting.status_file import RunStatus, read_status
 from alignment.rollout.generate import GenerateBackend
 from alignment.run import protection
@@ -28,7 +27,6 @@ from alignment.run.stop import REQUESTS, RunStopped, StopReason
 from alignment.training import safe_points
 from alignment.training import trainer as trainer_module
 from alignment.training import trainer as trainers
-from alignment.training.bad_steps import BadSteps, LossSpike
 from alignment.training.trainer import AlignmentTrainer
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
@@ -178,23 +176,21 @@ def test_stopping_at_any_point(
     assert status.resumed_from == f"checkpoint-{step}"
 
 
-AGAIN = ("after-a-step", "between-micro-batches", "in-a-rollout")
-
-
-@pytest.mark.parametrize("place", [pytest.param(p, marks=() if p == AGAIN[1] else pytest.mark.ci) for p in AGAIN])
 def test_a_second_signal_does_not_interrupt_the_save(
-    place: str,
-    models: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Launchers and schedulers send several signals, and the second may arrive during the save.
 
     A script that calls ``train()`` exits without a traceback, so the run itself prints how to resume.
     """
-    method, ask, step, _ = PLACES[place]
-    saves_and_hears(monkeypatch, signal.SIGUSR1)
+    method, ask, step, _ = PLACES["between-micro-batches"]
+    written = CheckpointWriter._write
+
+    def interrupted(self: CheckpointWriter, target: Path) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        written(self, target)
+
+    monkeypatch.setattr(CheckpointWriter, "_write", interrupted)
     trainer = make(method, models, tmp_path, **settings(method))
     ask(monkeypatch, trainer)
     error = stopped(trainer)
@@ -204,34 +200,6 @@ def test_a_second_signal_does_not_interrupt_the_save(
     assert [path.name for path in checkpoints(trainer.output_dir)] == [f"checkpoint-{step}"]
     status = read_status(trainer.output_dir)
     assert status is not None and (status.state, status.signal) == ("preempted", "SIGTERM")
-
-
-def saves_and_hears(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
-    """Send a signal during each save."""
-    written = CheckpointWriter._write
-
-    def interrupted(self: CheckpointWriter, target: Path) -> None:
-        os.kill(os.getpid(), number)
-        written(self, target)
-
-    monkeypatch.setattr(CheckpointWriter, "_write", interrupted)
-
-
-@pytest.mark.ci
-def test_a_signal_does_not_interrupt_the_save_of_the_last_good_step(
-    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saves_and_hears(monkeypatch, signal.SIGTERM)
-
-    def bad(self: BadSteps, loss: float) -> None:
-        if len(self.state_dict()["losses"]) == 2:
-            raise LossSpike("too high")
-
-    monkeypatch.setattr(BadSteps, "check", bad)
-    trainer = make("KTO", models, tmp_path, **RUN)
-    with pytest.raises(TrainingError, match="too high. The weights of step 2 are saved in checkpoint-2$"):
-        trainer.train()
-    trainer.close()
 
 
 @pytest.mark.ci

@@ -21,11 +21,9 @@ from typing import Any
 
 import pytest
 
-from alignment.cli.status import main as show
 from tools.chaos.judge import compare, look
 from tools.ranks import Outcome, RankServer
-from tools.signals.judge import status
-from tools.signals.run import SCHEDULED, WORKER, Signals
+from tools.signals.run import WORKER, Signals, status
 from tools.signals.worker import LOADING, Plan, Trail
 from tools.trial import workspace
 
@@ -141,26 +139,6 @@ def run_and(act: Callable[[list[int]], None], run: Run, step: int) -> Outcome:
     done = run()
     thread.join(5)
     return done
-
-
-@pytest.mark.ci
-def test_everything_is_killed(signals: Signals, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """As when a node fails. Nothing can update `status.json`, but the command `status` detects it."""
-    run = Run(signals, place, "kto", {"slow_from": SCHEDULED + 2, "slow": (1.0, 1.0)}, {})
-
-    def kill(pids: list[int]) -> None:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-
-    done = run_and(kill, run, SCHEDULED + 3)
-    assert [one.code for one in done.ranks] == [-signal.SIGKILL, -signal.SIGKILL]
-    assert status(run.output_dir)["state"] == "running"
-    capfd.readouterr()
-    with pytest.raises(SystemExit):
-        show([str(run.output_dir)])
-    said = capfd.readouterr().out
-    assert "no heartbeat since" in said and f"checkpoint-{SCHEDULED}" in said, said
-    assert signals.go_on("kto", 2, run.output_dir) == []
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def test_a_process_of_this_machine_is_looked_up(number: int, seconds: float, say
 
 
 def test_an_announced_end_counts_before_that_of_its_process(world: World) -> None:
-    """At once, or in a script, whose ranks usually fail together, later."""
+    """Immediately, or in a script, whose ranks usually fail together, later."""
     rank = world.rank(0)
     for grace in (0.0, SILENCE):
         world.store.values.clear()
