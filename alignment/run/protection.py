@@ -51,8 +51,9 @@ def launchers() -> list[int]:
     return []
 
 
-def _wake(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the interpreter has written the number of the signal into the pipe."""
+def _note(number: int, frame: FrameType | None = None) -> None:
+    """Request a stop; a handler of signals, whose numbers the interpreter has written into the pipe."""
+    REQUESTS.request(StopReason[signal.Signals(number).name])
 
 
 class Protection:
@@ -83,7 +84,7 @@ class Protection:
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if in_main else -1
         for each, old in before.items():
             if old != signal.SIG_IGN:
-                signal.signal(each, _wake)
+                signal.signal(each, _note)
         over = threading.Event()
         thread = threading.Thread(target=self._run, args=(reader, over), name="alignment-signals", daemon=True)
         thread.start()
@@ -94,7 +95,7 @@ class Protection:
             os.write(writer, b"\0")
             thread.join(2 * _TICK_S)
             for each, old in before.items():
-                if signal.getsignal(each) is _wake:
+                if signal.getsignal(each) is _note:
                     signal.signal(each, old or signal.SIG_DFL)
             if in_main:
                 signal.set_wakeup_fd(wakeup)
@@ -115,14 +116,13 @@ class Protection:
         os.close(reader)
 
     def _hear(self, number: int) -> None:
-        if signal.getsignal(number) is _wake:  # otherwise it belongs to another handler
-            reason = StopReason[signal.Signals(number).name]
-            REQUESTS.request(reason)
-            if reason is StopReason.SIGINT:
+        if signal.getsignal(number) is _note:  # otherwise it belongs to another handler
+            _note(number)
+            if number == signal.SIGINT:
                 self._interrupted = self._interrupted or monotonic()
                 if monotonic() - self._interrupted >= _AGAIN_S:
                     line = f"stopped immediately by SIGINT in phase {ACTIVITY.phase} after step {ACTIVITY.step}"
-                    self.end(Ending(line, reason.code, reason.state, reason.name))
+                    self.end(Ending(line, StopReason.SIGINT.code, StopReason.SIGINT.state, StopReason.SIGINT.name))
 
     def _tick(self) -> None:
         ACTIVITY.tick()
@@ -220,7 +220,7 @@ def protected(folder: Path, limits: FaultOptions) -> Iterator[None]:
 def _detach_child() -> None:
     """Keep a forked worker from writing its signals into its parent's pipe; its parent decides when it ends."""
     for each in STOP_SIGNALS:
-        if signal.getsignal(each) is _wake:
+        if signal.getsignal(each) is _note:
             signal.set_wakeup_fd(-1)
             signal.signal(each, signal.SIG_DFL if each == signal.SIGTERM else signal.SIG_IGN)
 

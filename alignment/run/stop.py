@@ -37,10 +37,7 @@ class StopReason(IntEnum):
 
 
 class RunStopped(Leaving):
-    """A run has stopped on request, on every rank. A script that does not catch this exits with its code.
-
-    The ``message`` for the user is the state of the run and how to resume it.
-    """
+    """A run has stopped on request, on every rank; ``message`` tells the user how to resume it."""
 
     def __init__(self, reason: StopReason, message: str) -> None:
         super().__init__(reason.code)

@@ -20,9 +20,9 @@ from alignment.checkpoint.writer import CheckpointWriter
 from alignment.cli import train_job
 from alignment.reporting.status_file import RunStatus, read_status
 from alignment.rollout.generate import GenerateBackend
-from alignment.run import protection
 from alignment.run.activity import ACTIVITY
 from alignment.run.ending import Ending, record
+from alignment.run.protection import Protection
 from alignment.run.stop import REQUESTS, RunStopped, StopReason
 from alignment.training import safe_points
 from alignment.training import trainer as trainer_module
@@ -231,7 +231,7 @@ def test_a_signal_while_the_model_loads(
     trainer = make("KTO", models, tmp_path, **RUN)
     ends: list[tuple[Ending, int]] = []
 
-    def end(ending: Ending) -> None:
+    def end(protection: Protection, ending: Ending) -> None:
         REQUESTS.done = True
         record(ending)
         ends.append((ending, ACTIVITY.step))
@@ -243,7 +243,7 @@ def test_a_signal_while_the_model_loads(
         raise ZeroDivisionError
 
     monkeypatch.setattr(trainer.engines, "build", build)
-    monkeypatch.setattr(protection, "end_with", end)
+    monkeypatch.setattr(Protection, "end", end)
     monkeypatch.setattr(ACTIVITY, "step", 500)  # of an earlier run in this process
     with pytest.raises(ZeroDivisionError):
         trainer.train()

@@ -17,7 +17,7 @@ REMOTE = (
     "due to a network error or a remote process exiting prematurely. Last error: Call to recv failed"
 )
 # Messages of torch 2.13, and what remains of them in the line for the user. Those of gloo and the store were observed
-# (test_lost_peers.py produces most of them); those of NCCL are from reports.
+# ; those of NCCL are from reports.
 LOST = [
     ("RuntimeError", f"{PAIR}:553] Connection closed by peer [127.0.0.1]:18317. {CRASHING} an error. GLHF!",
      "Connection closed by peer [127.0.0.1]:18317"),
