@@ -47,9 +47,8 @@ def join(backend: str) -> None:
         _meet(_connect(limit or _ARRIVE_S), backend, limit)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     take_from_group()
-    working = timedelta(seconds=limit or _WORK_S)
-    set_group_timeout(working)
-    set_timeout_of_new_groups(working)
+    for set_limit in (set_group_timeout, set_timeout_of_new_groups):
+        set_limit(timedelta(seconds=limit or _WORK_S))
 
 
 def _connect(seconds: float) -> Any:

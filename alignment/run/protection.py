@@ -51,7 +51,7 @@ def launchers() -> list[int]:
     return []
 
 
-def _note(number: int, frame: FrameType | None = None) -> None:
+def _note(number: int, frame: FrameType | None) -> None:
     """Request a stop; a handler of signals, whose numbers the interpreter has written into the pipe."""
     REQUESTS.request(StopReason[signal.Signals(number).name])
 
@@ -117,7 +117,7 @@ class Protection:
 
     def _hear(self, number: int) -> None:
         if signal.getsignal(number) is _note:  # otherwise it belongs to another handler
-            _note(number)
+            _note(number, None)
             if number == signal.SIGINT:
                 self._interrupted = self._interrupted or monotonic()
                 if monotonic() - self._interrupted >= _AGAIN_S:

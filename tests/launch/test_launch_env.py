@@ -93,7 +93,7 @@ def test_a_bare_batch_or_salloc_shell_is_one_process(monkeypatch: pytest.MonkeyP
         ("RANK", "0", "-1"),
         ("RANK", "3", "\u0663"),
         ("MASTER_ADDR", "a", " "),
-        ("ALIGNMENT_STOP_NOTICE", "1.5", "1.5s"),
+        ("ALIGNMENT_STOP_NOTICE", "1", "1s"),
     ],
 )
 def test_values_at_their_limits(name: str, last: str, beyond: str, monkeypatch: pytest.MonkeyPatch) -> None:
