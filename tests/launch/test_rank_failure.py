@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-from helpers import make_model, paired_rows, unpaired_rows
+from helpers import make_model, unpaired_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.ranks import RankServer
@@ -53,18 +53,6 @@ def test_the_main_job_under_deepspeed(
     more = ["--per_device_train_batch_size", "4", "--output_dir", tmp_path / "one"]
     ranks.run(ROOT / "launch/train.py", *arguments, *more, nproc=1)
     assert check_result(tmp_path / "two") == pytest.approx(check_result(tmp_path / "one"), rel=1e-5)
-
-
-@pytest.mark.faults
-def test_the_main_job_under_torchrun(arguments: list[str], tmp_path: Path, launch: Callable[..., Any]) -> None:
-    """CPO with its recipe."""
-    rows = tmp_path / "pairs.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in paired_rows(16)))
-    _, _, _, *others = arguments
-    more = [ROOT / "launch/recipes/cpo.yaml", "--dataset_name", rows, "--output_dir", tmp_path / "out"]
-    done = launch(ROOT / "launch/train.py", *more, *others, nproc=2, launcher="torchrun")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(check_result(tmp_path / "out")) == 3
 
 
 @pytest.mark.faults

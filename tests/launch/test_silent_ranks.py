@@ -158,20 +158,6 @@ def test_a_suspended_job_continues(signals: Signals, place: Path) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("rank", [1])
-def test_a_rank_is_killed(signals: Signals, place: Path, rank: int) -> None:
-    """The other rank, which waits in a collective, reports it and draws the run's page, within seconds."""
-    plan = {"rank": rank, "event": "after forward in train", "occurrence": 40, "fault": "kill"}
-    run = Run(signals, place, "kto", plan, {})
-    done = run()
-    killed, other = done.ranks[rank], done.ranks[1 - rank]
-    assert (killed.code, other.code) == (-signal.SIGKILL, 1)
-    assert other.seconds - killed.seconds < 8
-    line = last_line(done)
-    assert re.search(rf"rank {rank} \(host {HOST}.* in phase \w+, step \d+ was killed", line), line
-
-
-@pytest.mark.ci
 def test_a_rank_is_killed_after_the_other_has_finished(signals: Signals, place: Path) -> None:
     """The other rank waits in the guard, which has no time limit for a rank that is still working."""
     done = Run(signals, place, "kto", {"rank": 0, "event": "after rename report.md", "fault": "kill"}, {})()
