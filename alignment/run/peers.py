@@ -77,6 +77,7 @@ class Peers(threading.Thread):
         After a ``failure``, the others end with it unless they fail by themselves within ``peer_timeout``.
         """
         if failure is None:
+            ACTIVITY.progress()
             self._finished = True
             bounded(lambda: self._store.add("finished", 1), _ASK_S)
             self._over.wait()
@@ -115,7 +116,7 @@ class Peers(threading.Thread):
         beats = [self._beat(), *self._beats.values()]
         late = sorted((beat for beat in beats if beat["limit"]), key=lambda beat: -float(beat["idle"]))
         where = "; ".join(_RANK.format(**beat) for beat in late[:8])
-        return sum(beat["progress"] for beat in beats), max(beat["limit"] for beat in beats) or ACTIVITY.limit, where
+        return sum(beat["progress"] for beat in beats), max(beat["limit"] for beat in beats) or float("inf"), where
 
     def verdict(self) -> Ending | None:
         """Why the job cannot continue, if so; never waits for the store."""
