@@ -52,6 +52,7 @@ class Peers(threading.Thread):
         # Equal for processes that see each other: boot of the kernel, and PID namespace.
         machine = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8") + os.readlink("/proc/self/ns/pid")
         self._own = {"rank": rank, "host": socket.gethostname(), "machine": machine, "pid": os.getpid()}
+        self._here = f"rank {rank} on host {self._own['host']}"
         self._beats: dict[int, dict[str, Any]] = {}  # the newest of the ranks that this one listens to
         self._gone: set[int] = set()  # ranks that have ended without an announcement
         self._announced: tuple[Ending, float] | None = None  # why a rank has failed, and when this one learned of it
@@ -130,11 +131,11 @@ class Peers(threading.Thread):
             if (silent := ACTIVITY.now - beat["heard"]) > ACTIVITY.limits.peer_timeout:
                 state = self._state(other)
                 if state != "running" or silent + beat["idle"] > beat["limit"]:
-                    why = f"no heartbeat for {silent:.0f} s: {_CAUSES.get(state, _DOWN)}"
+                    why = f"no heartbeat for {silent:.0f} s at {self._here}: {_CAUSES.get(state, _DOWN)}"
                     return Ending(f"error: {_RANK.format(**beat)}: {why}", stacks=True)
         if (silent := ACTIVITY.now - self._answered) > ACTIVITY.limits.peer_timeout:
-            why = f"the store of rank 0 or torchrun has not responded for {silent:.0f} s: {_DOWN}"
-            return Ending(f"error: {_RANK.format(**self._beat())}: {why}", stacks=True)
+            why = f"no response of the store of rank 0 or torchrun for {silent:.0f} s at {self._here}: {_DOWN}"
+            return Ending(f"error: {why}", stacks=True)
         return None
 
     def _state(self, other: int) -> str:

@@ -28,9 +28,8 @@ class SafePoint:
     """
 
     def __init__(self) -> None:
-        self._every, self._calls, self._first = 1, 0, True
+        self._every, self._calls, self._first, self._seconds = 1, 0, True, _EVERY_S
         self._since: float | None = None
-        self._seconds = _EVERY_S
 
     def __call__(self) -> None:
         """Record progress of the main thread, which could stop here."""

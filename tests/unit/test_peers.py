@@ -130,7 +130,7 @@ def test_a_silent_store_ends_the_rank(number: int, world: World) -> None:
     assert rank.verdict() is None
     world.activity.now += 1
     verdict = rank.verdict()
-    assert verdict is not None and f"rank {number} (host" in verdict.line and "store" in verdict.line
+    assert verdict is not None and f"rank {number} on host" in verdict.line and "store" in verdict.line
 
 
 @pytest.mark.parametrize("by_launcher", [False, True])
