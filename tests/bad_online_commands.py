@@ -32,7 +32,7 @@ ONLINE = [
         judge="@judges.py:Judge",
         reward_funcs="@rewards.py:letters",
     ),
-    online("vllm", "rollout_backend='vllm'", "not supported yet", rollout_backend="vllm"),
+    online("vllm", "rollout_backend='vllm'", "expected one of", rollout_backend="vllm"),
     online("greedy", "temperature=0:", "must be greater than 0", temperature="0"),
     online("no room", "max_length=96", "no tokens for the prompt", "max_new_tokens=96", max_new_tokens=str(POSITIONS)),
     online(

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from alignment.config.errors import Leaving, OptionError, did_you_mean, setting, show
+from alignment.config.errors import Leaving, OptionError, did_you_mean, listing, setting, show
 
 Packaged = Literal["ds_configs", "recipes", "slurm"]
 
@@ -33,9 +33,7 @@ _CALLERS = tuple(Path(__file__).parent.parent / name for name in ("config", "eng
 
 def packaged_names(kind: Packaged) -> list[str]:
     """Return the names, without suffix, of the packaged files of a kind."""
-    folder, suffix = _PLACES[kind]
-    places = (_PACKAGE / folder, _PACKAGE.parent / folder)
-    return sorted({path.stem for place in places for path in place.glob(f"*{suffix}")})
+    return sorted(_files(kind))
 
 
 def packaged(kind: Packaged, name: str) -> Path:
@@ -45,17 +43,23 @@ def packaged(kind: Packaged, name: str) -> Path:
         OptionError: there is no such file; the message lists the available ones.
     """
     folder, suffix = _PLACES[kind]
-    file_name = name if name.endswith(suffix) else name + suffix
-    if Path(file_name).name == file_name:
-        # Inside the package first: the parent of an installed package is site-packages, with files of other packages.
-        for place in (_PACKAGE / folder, _PACKAGE.parent / folder):
-            if (place / file_name).is_file():
-                return place / file_name
-    names = packaged_names(kind)
-    raise OptionError(
-        f"{name!r}: no such file, neither as a path nor in {folder}; available in {folder}: {', '.join(names)}"
-        f"{did_you_mean(Path(name).stem, names)}"
-    )
+    files, stem = _files(kind), name.removesuffix(suffix)
+    if stem not in files:
+        near = did_you_mean(Path(stem).stem, files)
+        raise OptionError(
+            f"{name!r}: no such file, neither as a path nor in {folder}; available in {folder}: "
+            f"{listing(sorted(files))}{near}"
+        )
+    return files[stem]
+
+
+def _files(kind: Packaged) -> dict[str, Path]:
+    """Return the packaged files of a kind by name; those inside the package come first.
+
+    The parent of an installed package is site-packages, with files of other packages.
+    """
+    folder, suffix = _PLACES[kind]
+    return {path.stem: path for place in (_PACKAGE.parent, _PACKAGE) for path in (place / folder).glob(f"*{suffix}")}
 
 
 def load_named(given: str, option: str) -> Any:
@@ -84,8 +88,9 @@ def load_named(given: str, option: str) -> Any:
 def raised(error: BaseException) -> str:
     """Describe an exception of a user's code and its location: ``KeyError: 'x' (lengths.py, line 3)``."""
     text = " ".join(str(error).split())
-    text = text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
-    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    said = type(error).__name__ + (
+        f": {text if len(text) <= _LONGEST else text[: _LONGEST - 1] + '…'}" if text else ""
+    )
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_foreign(frame.filename)]
     if not frames:
         return said
@@ -150,9 +155,8 @@ def _from_package(name: str, where: str) -> ModuleType:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             missing = error
-    raise OptionError(
-        f"{where}: no module named {missing.name!r}; install it, or pass a file as file.py:name"
-    ) from missing
+    advice = "install it, or pass a file as file.py:name"
+    raise OptionError(f"{where}: no module named {missing.name!r}; {advice}") from missing
 
 
 def load_callable(given: str, option: str, method: str | None = None) -> Any:

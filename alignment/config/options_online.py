@@ -26,47 +26,37 @@ class RolloutOptions:
     """Rollout."""
 
     max_length: Annotated[int, Ge(2)] = option(
-        512,
-        "Maximum length of prompt and completion together, in tokens. Prompts longer than `max_length - "
-        "max_new_tokens` are dropped, not truncated.",
+        512, "Maximum length of prompt and completion together, in tokens. Longer prompts are dropped, not truncated."
     )
     max_new_tokens: Count = option(64, "Maximum length of a completion, in tokens.")
     num_generations: Annotated[int, Ge(2)] = option(
         2, "Number of completions to sample per prompt. If more than 2, the best and the worst form the pair."
     )
     temperature: Positive = option(0.9, "Sampling temperature.")
-    top_p: Annotated[float, Gt(0), Le(1)] = option(
-        1.0, "Sample from the smallest set of most likely tokens with at least this total probability. 1: all tokens."
-    )
+    top_p: Annotated[float, Gt(0), Le(1)] = option(1.0, "Total probability of the likeliest tokens to sample from.")
     top_k: Natural = option(0, "Sample from this number of most likely tokens. 0: all tokens.")
     min_p: Annotated[float, Ge(0), Le(1)] | None = option(
-        None,
-        "Sample from tokens with at least this probability relative to that of the most likely token. Unset: all "
-        "tokens.",
+        None, "Least probability of a token to sample, relative to that of the most likely token."
     )
     repetition_penalty: Positive = option(1.0, "Penalty on tokens that already occur in the sequence. 1: no penalty.")
     generation_kwargs: Keywords = option(
         None, "Further arguments of transformers' `GenerationConfig`, such as `no_repeat_ngram_size`."
     )
-    rollout_backend: Literal["auto", "continuous", "generate", "vllm"] = option(
+    rollout_backend: Literal["auto", "continuous", "generate"] = option(
         "auto",
         "Generation backend: `generate` (left-padded batches), `continuous` (transformers' continuous batching) or "
-        "`auto` (the faster one on this device that supports the model and the requested logits processors).",
+        "`auto` (the faster one that supports the model and the requested logits processors).",
     )
     use_transformers_paged: bool = option(False, "Alias of `rollout_backend: continuous`.")
     rollout_batch_size: Count | None = option(
-        None,
-        "Number of completions generated at the same time on each device. Defaults to as many as fit in memory with "
-        "their KV cache.",
+        None, "Number of completions generated at the same time on each device. Defaults to as many as fit in memory."
     )
     ds3_gather_for_generation: Free[bool | None] = option(
         None,
         "With ZeRO-3, gather the full policy once per rollout (`true`), or layer by layer for every token (`false`). "
         "By default, the policy is gathered if weights and KV cache fit in four fifths of every device's free memory.",
     )
-    log_completions: Free[Natural] = option(
-        1, "Write prompts, completions and scores to `completions.jsonl` every N logs. 0: never."
-    )
+    log_completions: Free[Natural] = option(1, "Write completions to `completions.jsonl` every N logs. 0: never.")
     num_completions_to_log: Free[Count] = option(8, "Number of prompts to write each time.")
 
 
@@ -75,37 +65,26 @@ class RewardOptions:
     """Rewards."""
 
     reward_model_path: Free[str | None] = option(
-        None,
-        "Reward model: folder or Hub name of a sequence classifier with one label. To train one, use method `reward`.",
+        None, "Reward model: folder or Hub name of a sequence classifier with one label, as method `reward` trains."
     )
     reward_funcs: Free[list[str] | str | None] = option(
         None,
         "Python functions that score completions, as `file.py:function` or `package.module:function`.",
         several=True,
     )
-    reward_weights: list[float] | None = option(
-        None, "Weights of the rewards in their sum, that of the reward model first. Defaults to 1 for each."
-    )
+    reward_weights: list[float] | None = option(None, "Weights of the rewards in their sum, the reward model's first.")
     judge: Free[dict[str, Any] | str | None] = option(
         None,
-        "Judge that compares pairs of completions, instead of rewards: `file.py:name` of a function that takes "
-        "`(prompts, pairs)` and returns 0, 1 or -1 for each pair; a mapping for a model at an OpenAI-compatible "
-        "endpoint, such as `{base_url: http://localhost:8000/v1, model: NAME}`; or `openai`, `hf` or `pair_rm`. See "
+        "Judge that compares pairs of completions, instead of rewards: `file.py:name` of a function, a mapping with "
+        "the `base_url` and `model` of an OpenAI-compatible endpoint, or `openai`, `hf` or `pair_rm`. See "
         "docs/guides/rewards.md.",
     )
-    missing_eos_penalty: NotNegative | None = option(
-        None, "Penalty to subtract from the score of a completion that does not end with an end-of-sequence token."
-    )
+    missing_eos_penalty: NotNegative | None = option(None, "Penalty on the score of a completion that has no end.")
     reward_batch_size: Free[Count | None] = option(
         None, "Batch size of the reward model. Defaults to twice `per_device_train_batch_size`."
     )
-    reward_placement: Free[FrozenPlacement | None] = option(
-        None,
-        "Placement of the reward model: `offload`, `sharded` or `replica`, as for `ref_placement`.",
-    )
-    reward_deepspeed: Free[dict[str, Any] | str | None] = option(
-        None, "DeepSpeed JSON of the reward model's engine: a path, a name in `ds_configs/` or a mapping."
-    )
+    reward_placement: Free[FrozenPlacement | None] = option(None, "Placement, as for `ref_placement`.")
+    reward_deepspeed: Free[dict[str, Any] | str | None] = option(None, "DeepSpeed JSON of the reward model's engine.")
     reward_load_in_4bit: bool | None = option(None, "Load the reward model in 4-bit.", switch=True)
 
 

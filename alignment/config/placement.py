@@ -10,7 +10,6 @@ from typing import Any
 
 from alignment.config.deepspeed import (
     Situation,
-    check_param_offload,
     checked_copy,
     finished,
     load_deepspeed_config,
@@ -18,8 +17,8 @@ from alignment.config.deepspeed import (
     source_of,
 )
 from alignment.config.deepspeed_keys import value_at
-from alignment.config.dtypes import DtypePlan, check_against_json, uses_cuda
-from alignment.config.errors import OptionError, counted
+from alignment.config.dtypes import DtypePlan, uses_cuda
+from alignment.config.errors import OptionError, counted, listing
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Placement:
     Attributes:
         name: value of the option.
         settings: name of the packaged DeepSpeed JSON of its engine.
-        cost: memory that it takes; ``{size}`` is the bytes per parameter, ``{ranks}`` is ``4 ranks``.
+        cost: template of a text with the memory that it takes.
     """
 
     name: str
@@ -42,11 +41,11 @@ class Placement:
 
 
 PLACEMENTS = {
-    placement.name: placement
-    for placement in (
-        Placement("offload", "ref_offload", "{size} bytes per parameter in host memory, sharded over {ranks}"),
-        Placement("sharded", "ref_sharded", "{size} bytes per parameter, sharded over the devices of {ranks}"),
-        Placement("replica", "ref_replica", "{size} bytes per parameter on every device"),
+    name: Placement(name, f"ref_{name}", cost)
+    for name, cost in (
+        ("offload", "{size} bytes per parameter in host memory, sharded over {ranks}"),
+        ("sharded", "{size} bytes per parameter, sharded over the devices of {ranks}"),
+        ("replica", "{size} bytes per parameter on every device"),
     )
 }
 
@@ -65,11 +64,6 @@ def placement_of(base: dict[str, Any]) -> str:
         return "replica"
     device = value_at(base, "zero_optimization.offload_param.device")
     return "sharded" if device in (None, "none") else "offload"
-
-
-def default_placement(options: Any) -> str:
-    """Return the placement if sizes are unknown: ``offload`` on GPUs, ``replica`` on CPUs, which have one memory."""
-    return "offload" if uses_cuda(options) else "replica"
 
 
 def plan_frozen(
@@ -99,53 +93,37 @@ def plan_frozen(
         OptionError: ZeRO stage 1 or 2, an optimizer offload, or a JSON that contradicts ``placement``.
     """
     if placement is not None and placement not in PLACEMENTS:
-        raise OptionError(f"{owner}_placement={placement!r}: expected one of {', '.join(PLACEMENTS)}")
-    if deepspeed is not None:
-        base = load_deepspeed_config(deepspeed, "")
-    else:
-        base = load_deepspeed_config(None, PLACEMENTS[placement or default_placement(options)].settings)
+        raise OptionError(f"{owner}_placement={placement!r}: expected one of {listing(PLACEMENTS)}")
+    pin = uses_cuda(options)
+    # CPUs have one memory, so offloading would not save any.
+    default = PLACEMENTS[placement or ("offload" if pin else "replica")].settings
+    base = load_deepspeed_config(deepspeed, default)
     where = source_of(base)
     config, stage = checked_copy(base, where)
-    found = _checked_placement(config, stage, where)
-    if placement is not None and placement != found:
+    zero = config["zero_optimization"]
+    if stage in (1, 2):
+        raise OptionError(f"{where}: zero_optimization.stage={stage}: a frozen model requires stage 3, or 0; set 3")
+    if value_at(zero, "offload_optimizer.device") not in (None, "none"):
+        raise OptionError(f"{where}: zero_optimization.offload_optimizer: a frozen model has no optimizer; remove it")
+    offload_device(config, "offload_param", stage, where)
+    found = placement_of(config)
+    if placement not in (None, found):
         raise OptionError(
             f"{where}: zero_optimization.stage={stage} (placement {found!r}) contradicts "
             f"{owner}_placement={placement!r}; change one of them"
         )
-    check_against_json(dtypes.compute, "the policy", config)
-    pin = uses_cuda(options)
-    if found == "offload":
-        config["zero_optimization"]["offload_param"].setdefault("pin_memory", pin)
-    else:
-        config["zero_optimization"].pop("offload_param", None)
-    fixed = _fixed(dtypes, micro_batch, world_size)
-    return FrozenPlan(PLACEMENTS[found], finished(config, fixed, Situation(hidden_size, stage, pin), where))
-
-
-def _fixed(dtypes: DtypePlan, micro_batch: int, world_size: int) -> dict[str, tuple[Any, str]]:
-    """Return the required values of a frozen engine's JSON by dotted path, each with a reason."""
-    why = "an engine without optimizer steps"
-    return {
-        "train_micro_batch_size_per_gpu": (micro_batch, f"a micro-batch of {micro_batch} rows"),
+    for section in ("offload_optimizer", "offload_param"):
+        if section == "offload_param" and found == "offload":
+            zero[section].setdefault("pin_memory", pin)
+        else:
+            zero.pop(section, None)
+    why, rows = "an engine without optimizer steps", f"a micro-batch of {micro_batch} rows"
+    fixed: dict[str, tuple[Any, str]] = {
+        "train_micro_batch_size_per_gpu": (micro_batch, rows),
         "gradient_accumulation_steps": (1, why),
-        "train_batch_size": (micro_batch * world_size, f"a micro-batch of {micro_batch} rows x {world_size} ranks"),
+        "train_batch_size": (micro_batch * world_size, f"{rows} x {world_size} ranks"),
         "gradient_clipping": (0.0, why),
-        "bf16.enabled": (dtypes.ds["bf16"]["enabled"], f"the compute dtype {dtypes.compute}"),
-        "fp16.enabled": (dtypes.ds["fp16"]["enabled"], f"the compute dtype {dtypes.compute}"),
+        "bf16.enabled": (dtypes.ds["bf16"]["enabled"], dtypes.reason),
+        "fp16.enabled": (dtypes.ds["fp16"]["enabled"], dtypes.reason),
     }
-
-
-def _checked_placement(config: dict[str, Any], stage: int, where: str) -> str:
-    """Return the placement of a frozen engine's JSON; remove an empty optimizer offload in place."""
-    if stage in (1, 2):
-        raise OptionError(
-            f"{where}: zero_optimization.stage={stage}: a frozen model requires stage 3, or 0 for a replica; set one "
-            "of these"
-        )
-    if offload_device(config, "offload_optimizer", where) != "none":
-        raise OptionError(
-            f"{where}: zero_optimization.offload_optimizer.device='cpu': a frozen model has no optimizer; remove it"
-        )
-    check_param_offload(config, stage, where)
-    config["zero_optimization"].pop("offload_optimizer", None)
-    return placement_of(config)
+    return FrozenPlan(PLACEMENTS[found], finished(config, fixed, Situation(hidden_size, stage, pin), where))

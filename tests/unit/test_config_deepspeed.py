@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from alignment.config.deepspeed import _RULES, load_deepspeed_config, policy_config
-from alignment.config.deepspeed_keys import REFUSED, SECTIONS, STAGE3_SHORT, TOP_LEVEL, set_at, value_at
+from alignment.config.deepspeed_keys import REFUSED, TOP_LEVEL, set_at, value_at
 from alignment.config.dtypes import plan_dtypes
 from alignment.config.errors import OptionError
 from alignment.config.lookup import packaged, packaged_names
@@ -206,8 +206,8 @@ def test_deepspeeds_own_auto_is_preserved() -> None:
         ({"gradient_accumulation_steps": 2}, ["gradient_accumulation_steps=2", "gradient_accumulation_steps=1"]),
         ({"train_batch_size": 9}, ["train_batch_size=9", "per_device_train_batch_size=8", "1 ranks"]),
         ({"gradient_clipping": 0.5}, ["gradient_clipping=0.5", "max_grad_norm=1.0"]),
-        ({"bf16": {"enabled": False}}, ["bf16.enabled=false", "bf16=True"]),
-        ({"fp16": {"enabled": True}}, ["fp16.enabled=true", "bf16=True"]),
+        ({"bf16": {"enabled": False}}, ["bf16.enabled=False", "bf16=True"]),
+        ({"fp16": {"enabled": True}}, ["fp16.enabled=True", "bf16=True"]),
         ({"zero_allow_untested_optimizer": False}, ["zero_allow_untested_optimizer=False", "optim"]),
         (
             {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}},
@@ -235,12 +235,11 @@ def test_agreement_is_accepted() -> None:
 
 
 def test_deepspeeds_throughput_timer_is_off_by_default() -> None:
-    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig, get_timers_config
+    from deepspeed.utils.config import get_timers_config
 
     for given in ({}, {"timers": {}}, {"timers": {"throughput": {"synchronized": True}}}):
         assert not get_timers_config(build(given)).enabled
     assert get_timers_config(build({"timers": {"throughput": {"enabled": True}}})).enabled
-    assert SECTIONS["timers.throughput"] == set(DeepSpeedThroughputTimerConfig.model_fields)
     with pytest.raises(OptionError, match="timers.throughput.enable=True: DeepSpeed has no such key.*enabled"):
         build({"timers": {"throughput": {"enable": True}}})
     with pytest.raises(OptionError, match="timers.throughput=True: expected an object"):
@@ -339,7 +338,7 @@ def test_short_names_are_written_in_full() -> None:
         ("offload", {"zero_optimization": {"stage": 3}}, ["'sharded'", "ref_placement='offload'"]),
         ("replica", {"gradient_clipping": 1.0}, ["gradient_clipping=1.0", "without optimizer steps"]),
         ("replica", {"train_batch_size": 3}, ["train_batch_size=3", "4 rows"]),
-        ("replica", {"bf16": {"enabled": True}}, ["bf16.enabled=true", "float32"]),
+        ("replica", {"bf16": {"enabled": True}}, ["bf16.enabled=True", "float32"]),
         ("replica", {"optimizer": {}}, ["optimizer={}"]),
     ],
 )
@@ -441,13 +440,12 @@ _MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True
 @pytest.mark.parametrize(
     ("options", "base", "said"),
     [
-        ({"bf16": False}, {"bf16": {"enabled": True}}, ["bf16.enabled=true", "bf16=False"]),
-        ({"dtype": "float32"}, {"bf16": {"enabled": True}}, ["bf16.enabled=true", "dtype='float32'"]),
-        ({"bf16": True}, {"fp16": {"enabled": True}}, ["fp16.enabled=true", "bf16=True"]),
-        ({"fp16": False}, {"fp16": {"enabled": True}}, ["fp16.enabled=true", "fp16=False"]),
-        ({}, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ["bf16.enabled=true", "fp16.enabled=true"]),
-        ({}, {"bf16": {"enabled": "yes"}}, ['bf16.enabled="yes"']),
-        ({}, {"bf16": True}, ["bf16=true", "expected an object"]),
+        ({"bf16": False}, {"bf16": {"enabled": True}}, ["bf16.enabled=True", "bf16=False"]),
+        ({"dtype": "float32"}, {"bf16": {"enabled": True}}, ["bf16.enabled=True", "dtype='float32'"]),
+        ({"fp16": False}, {"fp16": {"enabled": True}}, ["fp16.enabled=True", "float32"]),
+        ({}, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ["bf16.enabled=true", "fp16.enabled=True"]),
+        ({}, {"bf16": {"enabled": "yes"}}, ["bf16.enabled='yes'"]),
+        ({}, {"bf16": True}, ["bf16=True", "expected an object"]),
         (
             {"bf16": True, "learning_rate": 1e-6},
             {"zero_optimization": {"stage": 2}, "bf16": _MASTERS},
@@ -467,10 +465,9 @@ _MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True
     ],
 )
 def test_refused_plans(options: dict[str, Any], base: dict[str, Any], said: list[str]) -> None:
-    with pytest.raises(OptionError) as caught:
-        plan_dtypes(KTOConfig("out", **options), base)
+    message = refused(base, **options)
     for part in said:
-        assert part in str(caught.value)
+        assert part in message
 
 
 @pytest.mark.parametrize(
@@ -534,27 +531,8 @@ def test_top_level_keys_match_deepspeed() -> None:
     removed = set(ds._REMOVED_TOP_LEVEL_CONFIG_KEYS)
     assert removed <= set(REFUSED), "DeepSpeed removed a key that is not refused here"
     asked = Recorder.asked - removed
-    assert asked - TOP_LEVEL == set(), "DeepSpeed reads keys that are unknown here"
-    assert TOP_LEVEL - asked <= {"scheduler", "optimizer", "bfloat16", "datastates_ckpt", "sequence_parallel_size"}
-
-
-def test_section_keys_match_deepspeed() -> None:
-    from deepspeed.runtime import precision_config
-    from deepspeed.runtime.zero import config, leaf_module_config, offload_config
-
-    models = {
-        "zero_optimization": config.DeepSpeedZeroConfig,
-        "zero_optimization.offload_param": offload_config.DeepSpeedZeroOffloadParamConfig,
-        "zero_optimization.offload_optimizer": offload_config.DeepSpeedZeroOffloadOptimizerConfig,
-        "zero_optimization.leaf_module": leaf_module_config.DeepSpeedZeroLeafModuleConfig,
-        "bf16": precision_config.DeepSpeedBF16Config,
-        "fp16": precision_config.DeepSpeedFP16Config,
-    }
-    for section, model in models.items():
-        fields = model.model_fields
-        assert SECTIONS[section] == set(fields) | {f.alias for f in fields.values() if f.alias}, section
-    aliases = {name: f.alias for name, f in config.DeepSpeedZeroConfig.model_fields.items() if f.alias}
-    assert aliases == STAGE3_SHORT
+    assert asked <= {*TOP_LEVEL, *REFUSED}, "DeepSpeed reads keys that are unknown here"
+    assert TOP_LEVEL.keys() - asked <= {"datastates_ckpt"}
 
 
 def test_names_match_transformers() -> None:
@@ -562,9 +540,8 @@ def test_names_match_transformers() -> None:
     from transformers.training_args import OptimizerNames
 
     from alignment.config.fields import choices_of
-    from alignment.config.options_training import Schedule
-    from alignment.config.refusals import KNOWN_OPTIMIZERS
+    from alignment.config.options_training import Optimizer, Schedule
 
-    assert set(choices_of(Schedule)) == {member.value for member in SchedulerType}
-    own = {"deepspeed_cpu_adam", "deepspeed_fused_adam"}
-    assert set(KNOWN_OPTIMIZERS) - own == {member.value for member in OptimizerNames}
+    on_metrics, own = {"reduce_lr_on_plateau", "greedy"}, {"deepspeed_cpu_adam", "deepspeed_fused_adam"}
+    assert {*choices_of(Schedule)} == {member.value for member in SchedulerType} - on_metrics
+    assert {*choices_of(Optimizer)} - own <= {member.value for member in OptimizerNames}
