@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from annotated_types import Ge
 
-from alignment.config.errors import OptionError, did_you_mean, refuse, setting
+from alignment.config.errors import OptionError, did_you_mean, listing, refuse, setting
 from alignment.config.fields import (
     Count,
     Free,
@@ -31,15 +31,7 @@ COLUMNS = (
     "text",
 )  # fmt: skip
 MAPPED_COLUMNS = ("query", "system")  # read only if in `column_map`, as many datasets have unrelated such columns
-_ELSEWHERE = {
-    "response": "completion",
-    "output": "completion",
-    "instruction": "prompt",
-    "input": "query",
-    "conversations": "messages",
-    "conversation": "messages",
-    "kto_tag": "label",
-}
+_EXPECTED = (*COLUMNS, *MAPPED_COLUMNS)
 
 
 @dataclass(kw_only=True)
@@ -126,24 +118,15 @@ def check_column_map(key: str, value: dict[str, str] | str | None) -> None:
     """
     names: dict[str, str] = {}
     for name, column in keywords(value).items():
-        if name not in (*COLUMNS, *MAPPED_COLUMNS):
-            raise OptionError(
-                f"{setting(key, value)}: {name!r} is not an expected column name{_column_hint(name, column)}"
-            )
+        text = setting(key, value)
+        if name not in _EXPECTED:
+            near = did_you_mean(name, _EXPECTED) or f"; expected one of {listing(_EXPECTED)}"
+            if column in _EXPECTED:
+                near = f"; the mapping is from expected name to name in the data: {{{column}: {name}}}"
+            raise OptionError(f"{text}: {name!r} is not an expected column name{near}")
         if column in names:
-            raise OptionError(
-                f"{setting(key, value)}: {column!r} is mapped to both {names[column]} and {name}; remove one of them"
-            )
+            raise OptionError(f"{text}: {column!r} is mapped to both {names[column]} and {name}; remove one of them")
         names[column] = name
-
-
-def _column_hint(name: str, column: Any) -> str:
-    known = (*COLUMNS, *MAPPED_COLUMNS)
-    if column in known:
-        return f"; the mapping is from expected name to name in the data: {{{column}: {name}}}"
-    if name in _ELSEWHERE:
-        return f"; use {_ELSEWHERE[name]!r} instead"
-    return did_you_mean(name, known) or f"; expected one of {', '.join(known)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +158,7 @@ def mixture_parts(value: list[Any] | dict[str, Any] | str) -> list[MixturePart]:
     unweighted = [part.dataset_name for part in parts if part.weight is None]
     if unweighted and len(unweighted) < len(parts):
         raise OptionError(
-            f"dataset_mixture: {unweighted[0]} has no weight, but other parts do; set a weight for every part or none"
+            f"dataset_mixture: {unweighted[0]} has no weight, but others do; set one for every part or none"
         )
     return parts
 
@@ -195,8 +178,7 @@ def check_mixture(options: Any) -> None:
     mixture_parts(options.dataset_mixture)
     for name in ("dataset_name", "dataset_config"):
         if getattr(options, name) is not None:
-            also = "dataset_mixture is set as well; remove one of them, or add the dataset to the mixture"
-            refuse(options, name, f"{also}: {{dataset_name: …}}")
+            refuse(options, name, "dataset_mixture is set as well; remove one, or add the dataset to the mixture")
 
 
 def _mixture_part(where: str, item: Any) -> MixturePart:

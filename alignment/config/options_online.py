@@ -94,11 +94,9 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
 
     def resolve(self) -> None:
         """Translate ``use_transformers_paged`` to ``rollout_backend``."""
+        if self.use_transformers_paged and self.rollout_backend == "generate":
+            refuse(self, "use_transformers_paged rollout_backend", "they contradict each other; remove one of them")
         if self.use_transformers_paged:
-            if self.rollout_backend not in ("auto", "continuous"):
-                refuse(
-                    self, "use_transformers_paged rollout_backend", "they contradict each other; remove one of them"
-                )
             self.rollout_backend = "continuous"
 
     def check(self) -> None:
@@ -112,50 +110,30 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
         if self.judge is not None:
             self.check_judge(self.judge if isinstance(self.judge, str) else str(self.judge.get("model")))
 
-    @property
-    def max_prompt_length(self) -> int:
-        """Maximum length of a prompt, in tokens."""
-        return self.max_length - self.max_new_tokens
-
-    @property
-    def max_completion_length(self) -> int:
-        """Maximum length of a completion, in tokens."""
-        return self.max_new_tokens
-
-    @property
-    def truncation_mode(self) -> str:
-        """Has no effect, as prompts are not truncated; the tokenization of rows reads it for all methods."""
-        return "keep_end"
+    max_prompt_length = property(lambda self: self.max_length - self.max_new_tokens, doc="In tokens.")
+    max_completion_length = property(lambda self: self.max_new_tokens, doc="In tokens.")
+    # Has no effect, as prompts are not truncated; the tokenization of rows reads it for all methods.
+    truncation_mode = property(lambda self: "keep_end", doc="Prompts are not truncated.")
 
     def check_named(self) -> None:
         """Require a reward model, a reward function or a judge."""
         if self.reward_model_path is None and not self.reward_funcs and self.judge is None:
-            raise OptionError(
-                "reward_model_path=None: Online DPO needs something to score completions; set reward_model_path, "
-                "reward_funcs (file.py:function) or judge"
-            )
+            why = "Online DPO needs something to score completions; set it, reward_funcs (file.py:function) or judge"
+            refuse(self, "reward_model_path", why)
 
     def _check_deterministic(self) -> None:
         """Reject sampling that calls ``torch.cumsum``, which has no deterministic kernel for CUDA."""
         given = {"top_p": self.top_p if self.top_p < 1 else None, **keywords(self.generation_kwargs)}
         for name in CUMULATIVE:
             if given.get(name) is not None:
-                instead = "set top_p: 1.0" if name == "top_p" else "remove it"
-                raise OptionError(
-                    f"{setting(name, given[name])}: torch has no deterministic implementation of it on a GPU, as "
-                    f"full_determinism=True requires; {instead}, or use top_k or min_p"
-                )
+                why = "torch has no deterministic implementation of it on a GPU, as full_determinism=True requires"
+                raise OptionError(f"{setting(name, given[name])}: {why}; remove it, or use top_k or min_p")
 
     def check_judge(self, judge: str) -> None:
         """Reject options that have no effect with a judge; ``judge`` names it in messages."""
         for name in (*_REWARD_OPTIONS, *CLASSIFIER_OPTIONS):
             if getattr(self, name) is not None:
-                raise OptionError(
-                    f"{setting('judge', judge)} and {setting(name, getattr(self, name))}: a judge ranks completions "
-                    "without rewards; remove one of them"
-                )
+                both = f"{setting('judge', judge)} and {setting(name, getattr(self, name))}"
+                raise OptionError(f"{both}: a judge ranks completions without rewards; remove one of them")
         if self.num_generations > 2:
-            refuse(
-                self, "num_generations",
-                "a judge compares two completions; set it to 2, or use reward_funcs or reward_model_path",
-            )  # fmt: skip
+            refuse(self, "num_generations", "a judge compares two completions; set it to 2, or use reward_funcs")

@@ -19,8 +19,8 @@ _MUON = "deepspeed.runtime.zero.muon.original_muon"
 def section_models() -> dict[str, type[BaseModel]]:
     """DeepSpeed's pydantic models of the sections of its JSON, by dotted path.
 
-    ``deepspeed.initialize`` validates the configuration only after the model is loaded; with these models, unknown keys
-    and invalid values are found before that. They are not exported. Seen with DeepSpeed 0.19.8.
+    ``deepspeed.initialize`` validates the configuration only after the model is loaded; with these models, unknown
+    keys and invalid values are found before that. They are not exported. Seen with DeepSpeed 0.19.8.
     """
     from deepspeed.runtime import precision_config
     from deepspeed.runtime.zero import config, leaf_module_config, offload_config

@@ -17,7 +17,7 @@ from alignment.config.lookup import packaged, packaged_names
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_model import REF_PLACEMENTS
 from alignment.config.options_online import REWARD_PLACEMENTS
-from alignment.config.placement import PLACEMENTS, FrozenPlan, placement_of, plan_frozen
+from alignment.engines.placement import PLACEMENTS, FrozenPlan, placement_of, plan_frozen
 from alignment.methods.kto_options import KTOConfig
 
 POLICIES = ("zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
