@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from alignment.config.deepspeed_keys import check_keys, check_values, set_at, value_at, with_full_names
 from alignment.config.dtypes import DtypePlan, uses_cuda
@@ -28,6 +28,8 @@ _DEFAULTS = {
     # By default DeepSpeed synchronizes with the GPU before and after each micro-batch to report a throughput.
     "timers.throughput.enabled": False,
 }
+
+Fixed: TypeAlias = dict[str, tuple[Any, str]]  # dotted path to a required value and the reason
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,7 @@ def load_deepspeed_config(value: str | Path | dict[str, Any] | None, default: st
     if isinstance(value, dict):
         return LoadedConfig(copy.deepcopy(dict(value)), source_of(value))
     path = Path(default if value is None else value).expanduser()
-    if not path.is_file():
-        path = packaged("ds_configs", str(path))
+    path = path if path.is_file() else packaged("ds_configs", str(path))
     try:
         config = parse_json(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
@@ -144,7 +145,7 @@ def policy_config(
     config, stage = checked_copy(base, where)
     micro, steps = options.per_device_train_batch_size, options.gradient_accumulation_steps
     rows, times = f"per_device_train_batch_size={micro}", f"gradient_accumulation_steps={steps}"
-    fixed: dict[str, tuple[Any, str]] = {
+    fixed: Fixed = {
         "train_micro_batch_size_per_gpu": (micro, rows),
         "gradient_accumulation_steps": (steps, times),
         "train_batch_size": (micro * steps * world_size, f"{rows} x {times} x {world_size} ranks"),
@@ -168,25 +169,16 @@ def _check_optimizer_place(options: Any, offloaded: bool, stage: int, where: str
 
     DeepSpeed's compiled optimizers each work in one kind of memory only, and Adafactor works on full matrices.
     """
-    on_gpu = uses_cuda(options)
-    why = ""
-    if options.optim == "adafactor" and stage > 0:
-        why = (
-            f"requires full weight matrices, but {where} shards them (zero_optimization.stage={stage}); set deepspeed "
-            "to zero0, or optim to adamw_8bit"
-        )
-    elif options.optim == "deepspeed_cpu_adam" and not offloaded and on_gpu:
-        why = (
-            f"requires the optimizer in host memory, but {where} does not offload it; set deepspeed to zero2_offload "
-            "or zero3_offload, or optim to adamw_torch"
-        )
-    elif options.optim == "deepspeed_fused_adam" and offloaded and on_gpu:
-        why = (
-            f"requires the optimizer on the GPU, but {where} offloads it to host memory; set optim to adamw_torch or "
-            "deepspeed_cpu_adam"
-        )
-    if why:
-        refuse(options, "optim", why)
+    optim, on_gpu = options.optim, uses_cuda(options)
+    if optim == "adafactor" and stage > 0:
+        why = f"requires full weight matrices, but {where} shards them (zero_optimization.stage={stage})"
+        refuse(options, "optim", f"{why}; set deepspeed to zero0, or optim to adamw_8bit")
+    if optim == "deepspeed_cpu_adam" and not offloaded and on_gpu:
+        why = f"requires the optimizer in host memory, but {where} does not offload it"
+        refuse(options, "optim", f"{why}; set deepspeed to zero2_offload or zero3_offload, or optim to adamw_torch")
+    if optim == "deepspeed_fused_adam" and offloaded and on_gpu:
+        why = f"requires the optimizer on the GPU, but {where} offloads it to host memory"
+        refuse(options, "optim", f"{why}; set optim to adamw_torch or deepspeed_cpu_adam")
 
 
 def source_of(base: dict[str, Any]) -> str:
@@ -217,9 +209,7 @@ def offload_device(config: dict[str, Any], section: str, stage: int, where: str)
     return device
 
 
-def finished(
-    config: dict[str, Any], fixed: dict[str, tuple[Any, str]], situation: Situation, where: str
-) -> dict[str, Any]:
+def finished(config: dict[str, Any], fixed: Fixed, situation: Situation, where: str) -> dict[str, Any]:
     """Replace "auto", and fill in ``fixed`` (dotted path to value and reason), rejecting contradictions of it."""
     if isinstance(situation.hidden_size, bool) or situation.hidden_size < 1:
         raise OptionError(f"hidden_size={situation.hidden_size!r}: must be a positive number in the model's config")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alignment.config.deepspeed import (
+    Fixed,
     Situation,
     checked_copy,
     finished,
@@ -118,7 +119,7 @@ def plan_frozen(
         else:
             zero.pop(section, None)
     why, rows = "an engine without optimizer steps", f"a micro-batch of {micro_batch} rows"
-    fixed: dict[str, tuple[Any, str]] = {
+    fixed: Fixed = {
         "train_micro_batch_size_per_gpu": (micro_batch, rows),
         "gradient_accumulation_steps": (1, why),
         "train_batch_size": (micro_batch * world_size, f"{rows} x {world_size} ranks"),

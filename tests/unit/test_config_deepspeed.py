@@ -13,6 +13,7 @@ from alignment.config.deepspeed import _RULES, load_deepspeed_config, policy_con
 from alignment.config.deepspeed_keys import REFUSED, TOP_LEVEL, set_at, value_at
 from alignment.config.dtypes import plan_dtypes
 from alignment.config.errors import OptionError
+from alignment.config.fields import words
 from alignment.config.lookup import packaged, packaged_names
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_model import REF_PLACEMENTS
@@ -166,26 +167,17 @@ def test_sizes_by_hidden_size(hidden: int, bucket: int, prefetch: int, live: int
     assert {name: found[name] for name in sizes} == sizes
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "train_batch_size",
-        "gradient_clipping",
-        "bf16.enabled",
-        "fp16.enabled",
-        "data_types.grad_accum_dtype",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "zero_allow_untested_optimizer",
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    ],
-)
-def test_auto_for_keys_set_by_options(path: str) -> None:
+def test_auto_for_keys_set_by_options() -> None:
+    names = words(
+        "train_micro_batch_size_per_gpu gradient_accumulation_steps train_batch_size gradient_clipping bf16.enabled "
+        "fp16.enabled data_types.grad_accum_dtype steps_per_print wall_clock_breakdown zero_allow_untested_optimizer "
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    )
     base: dict[str, Any] = {"zero_optimization": {"stage": 2}}
-    set_at(base, path, "auto")
-    assert value_at(build(base), path) not in (None, "auto")
+    for path in names:
+        set_at(base, path, "auto")
+    made = build(base)
+    assert not {path for path in names if value_at(made, path) in (None, "auto")}
 
 
 @pytest.mark.parametrize("path", ["communication_data_type", "zero_optimization.zero_hpz_partition_size"])
@@ -253,32 +245,17 @@ def test_deepspeeds_throughput_timer_is_off_by_default() -> None:
         ({"zero_optimisation": {"stage": 3}}, ["zero_optimisation=", "did you mean 'zero_optimization'"]),
         ({"_comment": "hello"}, ["_comment='hello'", "no such key"]),
         ({"zero_optimization": {"stag": 3}}, ["zero_optimization.stag=3", "did you mean 'stage'"]),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"devise": "cpu"}}},
-            ["zero_optimization.offload_param.devise='cpu'", "'device'"],
-        ),
+        ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, ["offload_param.devise='cpu'", "'device'"]),
         ({"bf16": {"enable": True}}, ["bf16.enable=True", "'enabled'"]),
         ({"data_types": {"grad_acum_dtype": "fp32"}}, ["data_types.grad_acum_dtype='fp32'", "'grad_accum_dtype'"]),
         ({"zero_optimization": 3}, ["zero_optimization=3", "expected an object"]),
         ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage=4", "0, 1, 2 or 3"]),
         ({"zero_optimization": {"stage": True}}, ["zero_optimization.stage=True"]),
-        ({"zero_optimization": {"stage": "auto"}}, ["zero_optimization.stage='auto'"]),
-        ({"optimizer": {"type": "AdamW"}}, ["optimizer=", "only the policy's engine"]),
-        ({"scheduler": {"type": "WarmupLR"}}, ["scheduler=", "only the policy's engine"]),
-        ({"gradient_allreduce_op": "sum"}, ["gradient_allreduce_op='sum'", "gradient"]),
-        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ["cpu_offload=True", "offload_optimizer"]),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, ["offload_param", "stage=2"]),
-        (
-            {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
-            ["offload_optimizer", "stage=0"],
-        ),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ["offload_optimizer", "stage=0"]),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, ["device='nvme'", "not supported"]),
-        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, ["device='nvme'", "set cpu"]),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, ["device='disk'", "cpu or none"]),
-        (
-            {"zero_optimization": {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}},
-            ["prefetch_bucket_size=1", "an alias of"],
-        ),
+        ({"zero_optimization": {"max_live_parameters": 1, "stage3_max_live_parameters": 2}}, ["=1", "an alias of"]),
     ],
 )
 def test_refused_keys(base: dict[str, Any], said: list[str]) -> None:
@@ -328,18 +305,12 @@ def test_short_names_are_written_in_full() -> None:
     ("placement", "base", "said"),
     [
         ("sharded", {"zero_optimization": {"stage": 2}}, ["stage=2", "a frozen model requires stage 3"]),
-        ("sharded", {"zero_optimization": {"stage": 1}}, ["stage=1", "a frozen model requires stage 3"]),
-        (
-            "sharded",
-            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
-            ["offload_optimizer", "no optimizer"],
-        ),
+        ("sharded", {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ["has no optimizer"]),
         ("replica", {"zero_optimization": {"stage": 3}}, ["stage=3", "ref_placement='replica'"]),
         ("offload", {"zero_optimization": {"stage": 3}}, ["'sharded'", "ref_placement='offload'"]),
         ("replica", {"gradient_clipping": 1.0}, ["gradient_clipping=1.0", "without optimizer steps"]),
         ("replica", {"train_batch_size": 3}, ["train_batch_size=3", "4 rows"]),
         ("replica", {"bf16": {"enabled": True}}, ["bf16.enabled=True", "float32"]),
-        ("replica", {"optimizer": {}}, ["optimizer={}"]),
     ],
 )
 def test_refused_references(placement: str, base: dict[str, Any] | None, said: list[str]) -> None:
@@ -360,11 +331,8 @@ def test_placement_of_the_reference() -> None:
 
 def test_placements_are_defined_once() -> None:
     assert set(PLACEMENTS) < set(REF_PLACEMENTS) and tuple(PLACEMENTS) == REWARD_PLACEMENTS
-    assert (
-        PLACEMENTS["sharded"]
-        .describe(2, 4)
-        .startswith("sharded (2 bytes per parameter, sharded over the devices of 4 ranks")
-    )
+    described = PLACEMENTS["sharded"].describe("2", 4)
+    assert described == "sharded (2 bytes per parameter, sharded over the devices of 4 ranks)"
 
 
 @pytest.mark.parametrize(
