@@ -32,13 +32,19 @@ COLUMNS = (
 )  # fmt: skip
 MAPPED_COLUMNS = ("query", "system")  # read only if in `column_map`, as many datasets have unrelated such columns
 _EXPECTED = (*COLUMNS, *MAPPED_COLUMNS)
+_ELSEWHERE = {
+    "response": "completion", "output": "completion", "instruction": "prompt", "input": "query",
+    "conversations": "messages", "conversation": "messages", "kto_tag": "label",
+}  # fmt: skip
 
 
 @dataclass(kw_only=True)
 class DataOptions:
     """Data."""
 
-    dataset_name: Free[Shared[str | None]] = option(None, "Dataset: a file, a folder or a Hub name.")
+    dataset_name: Free[Shared[str | None]] = option(
+        None, "Dataset: a file, a folder or a Hub name. Required on the command line."
+    )
     dataset_config: Free[Shared[str | None]] = option(None, "Configuration name of a Hub dataset.")
     dataset_train_split: Free[Shared[str]] = option("train", "Split to train on.")
     dataset_test_split: Free[Shared[str | None]] = option(None, "Split to evaluate on.")
@@ -121,6 +127,7 @@ def check_column_map(key: str, value: dict[str, str] | str | None) -> None:
         text = setting(key, value)
         if name not in _EXPECTED:
             near = did_you_mean(name, _EXPECTED) or f"; expected one of {listing(_EXPECTED)}"
+            near = f"; use {_ELSEWHERE[name]!r} instead" if name in _ELSEWHERE else near
             if column in _EXPECTED:
                 near = f"; the mapping is from expected name to name in the data: {{{column}: {name}}}"
             raise OptionError(f"{text}: {name!r} is not an expected column name{near}")

@@ -38,7 +38,9 @@ _QUANTIZED = ("load_in_4bit", "load_in_8bit", "ref_load_in_4bit", "reward_load_i
 class ModelOptions:
     """Model and reference."""
 
-    model_name_or_path: Free[Shared[str | None]] = option(None, "Model to train: a folder or a Hub name.")
+    model_name_or_path: Free[Shared[str | None]] = option(
+        None, "Model to train: a folder or a Hub name. Required on the command line."
+    )
     model_init_kwargs: Keywords = option(
         None, "Further arguments of `from_pretrained` for the policy (JSON on the command line).", shown=False
     )
