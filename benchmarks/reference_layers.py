@@ -27,9 +27,9 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch  # noqa: E402
 
 from alignment.config.dtypes import plan_dtypes  # noqa: E402
-from alignment.config.placement import plan_frozen  # noqa: E402
 from alignment.data.batching import collate  # noqa: E402
 from alignment.engines.launch_env import init_distributed  # noqa: E402
+from alignment.engines.placement import plan_frozen  # noqa: E402
 from alignment.methods.kto_options import KTOConfig  # noqa: E402
 from alignment.models.source import model_source  # noqa: E402
 from alignment.references import engine  # noqa: E402

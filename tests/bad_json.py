@@ -33,7 +33,7 @@ JSON = [
     deepspeed(
         "no such device",
         ZERO % '{"stage": 2, "offload_optimizer": {"device": "gpu"}}',
-        "device='gpu': set cpu or none",
+        "device='gpu': not supported; set cpu or none",
     ),
     deepspeed(
         "negative size", ZERO % '{"stage": 2, "reduce_bucket_size": -5}', "reduce_bucket_size=-5: Input should be gr"

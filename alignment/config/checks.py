@@ -2,34 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from alignment.config.dtypes import requested_dtype
 from alignment.config.errors import OptionError, did_you_mean, listing, refuse, setting
 from alignment.config.fields import keywords, words
 from alignment.config.options_data import check_mixture, tested_parts
-from alignment.config.options_faults import check_faults
+from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import REF_PLACEMENTS, check_adapters
 
 _RISING = ("linear", "constant_with_warmup")  # schedules that support DeepSpeed's logarithmic warmup
-_METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 _SCHEDULES_NEEDING: dict[str, tuple[str, ...]] = {
     "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
     "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
     "warmup_stable_decay": ("num_decay_steps",),
 }
 _CHECKPOINT_ARGUMENTS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
-_REFERENCE_OPTIONS = (
-    "ref_placement", "ref_model_name_or_path", "ref_model_init_kwargs", "ref_deepspeed", "ref_load_in_4bit",
-    "ref_adapter_name",
-)  # fmt: skip
-_ADAM_DEFAULTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+_REFERENCE_OPTIONS = words(
+    "ref_placement ref_model_name_or_path ref_model_init_kwargs ref_deepspeed ref_load_in_4bit ref_adapter_name"
+)
 _OTHERS = ("sgd", "rmsprop", "adafactor")
-# Prefixes of the optimizers that ignore each option.
-_WITHOUT = {"adam_beta1": _OTHERS, "adam_beta2": _OTHERS, "adam_epsilon": (*_OTHERS, "lion", "paged_lion")}
+# The defaults of options that some optimizers ignore, and the prefixes of these optimizers.
+_ADAM = {
+    "adam_beta1": (0.9, _OTHERS),
+    "adam_beta2": (0.999, _OTHERS),
+    "adam_epsilon": (1e-8, (*_OTHERS, "lion", "paged_lion")),
+}
 # transformers' reporting integrations, except trackio, whose callback reads its own options; a test compares the two.
 INTEGRATIONS = words(
     "azure_ml clearml codecarbon comet_ml dagshub dvclive flyte kubeflow mlflow neptune swanlab tensorboard wandb"
+)
+_NOT_EVALUATED = "requires evaluations; set eval_strategy to steps or epoch"
+_CONSTANT = "has no effect with lr_scheduler_type='constant'; set lr_scheduler_type to constant_with_warmup"
+# Combinations that are refused: the options to name, when, and why.
+_REFUSED: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
+    ("output_dir", lambda of: not of.output_dir, "cannot be empty; set a folder, or remove it to use trainer_output"),
+    ("max_steps", lambda of: of.max_steps < 1 and of.max_steps != -1, "must be at least 1, or -1 to use epochs"),
+    (
+        "train_sampling_strategy stratify_labels",
+        lambda of: of.train_sampling_strategy == "sequential" and of.stratify_labels,
+        "both determine the order of the rows; remove one of them",
+    ),
+    ("warmup_ratio warmup_steps", lambda of: of.warmup_ratio and of.warmup_steps, "both set it; remove one of them"),
+    ("warmup_ratio", lambda of: of.lr_scheduler_type == "constant" and of.warmup_ratio, _CONSTANT),
+    ("warmup_steps", lambda of: of.lr_scheduler_type == "constant" and of.warmup_steps, _CONSTANT),
+    ("load_best_model_at_end", lambda of: of.load_best_model_at_end and of.eval_strategy == "no", _NOT_EVALUATED),
+    ("save_strategy", lambda of: of.save_strategy == "best" and of.eval_strategy == "no", _NOT_EVALUATED),
+    (
+        "resume_from_checkpoint overwrite_output_dir",
+        lambda of: of.overwrite_output_dir and of.resume_from_checkpoint,
+        "they contradict each other: a restart would move its own checkpoints away; remove one of them",
+    ),
+    (
+        "greater_is_better",
+        lambda of: of.greater_is_better is not None and of.metric_for_best_model is None,
+        "has no effect without metric_for_best_model; set both, or remove it",
+    ),
+    (
+        "hang_timeout_first hang_timeout",
+        lambda of: FaultOptions.hang_timeout_first != of.hang_timeout_first < of.hang_timeout,
+        "the first must be at least the second, which applies to every phase; lower hang_timeout as well",
+    ),
+    (
+        "retry_pause",
+        lambda of: of.retry_pause not in (0, FaultOptions.retry_pause) and not of.retries,
+        "has no effect with retries=0; remove it",
+    ),
+    (
+        "max_bad_steps",
+        lambda of: of.max_bad_steps != FaultOptions.max_bad_steps and of.on_bad_step == "stop",
+        "has no effect with on_bad_step='stop'; remove it, or set on_bad_step: skip",
+    ),
 )
 
 
@@ -79,47 +123,31 @@ def refuse_reference(options: Any, method: str) -> None:
 
 def check_shared(options: Any) -> None:
     """Check combinations that do not depend on the method. Raises :class:`OptionError` for the first invalid one."""
-    if not options.output_dir:
-        refuse(options, "output_dir", "cannot be empty; set a folder, or remove it to use trainer_output")
-    if options.max_steps < 1 and options.max_steps != -1:
-        refuse(options, "max_steps", "must be at least 1, or -1 to use num_train_epochs")
-    if options.train_sampling_strategy == "sequential" and options.stratify_labels:
-        both = "both determine the order of the rows; remove one of them"
-        refuse(options, "train_sampling_strategy stratify_labels", both)
-    for name, default in _ADAM_DEFAULTS.items():
-        if options.optim.startswith(_WITHOUT[name]) and getattr(options, name) != default:
+    for names, found, why in _REFUSED:
+        if found(options):
+            refuse(options, names, why)
+    for name, (default, optimizers) in _ADAM.items():
+        if options.optim.startswith(optimizers) and getattr(options, name) != default:
             optim = setting("optim", options.optim)
             refuse(options, name, f"has no effect with {optim}; remove it, or set optim to adamw_torch")
     for key in keywords(options.gradient_checkpointing_kwargs):
         if key not in _CHECKPOINT_ARGUMENTS:
             known = f"{listing(_CHECKPOINT_ARGUMENTS)}{did_you_mean(key, _CHECKPOINT_ARGUMENTS)}"
-            why = f"torch's checkpoint function has no argument {key!r}; set one of {known}"
-            refuse(options, "gradient_checkpointing_kwargs", why)
-    _check_schedule(options)
+            refuse(options, "gradient_checkpointing_kwargs", f"torch has no argument {key!r}; set one of {known}")
+    schedule, kwargs = options.lr_scheduler_type, keywords(options.lr_scheduler_kwargs)
+    needed = _SCHEDULES_NEEDING.get(schedule)
+    if needed and not set(needed) & set(kwargs):
+        refuse(options, "lr_scheduler_type", f"requires {' or '.join(needed)}; set it in lr_scheduler_kwargs")
+    if kwargs.get("warmup_type") == "log" and schedule not in _RISING:
+        instead = f"remove warmup_type, or set lr_scheduler_type to {' or '.join(_RISING)}"
+        refuse(options, "lr_scheduler_kwargs", f"{schedule} has no logarithmic warmup; {instead}")
+    for name in [options.report_to] if isinstance(options.report_to, str) else options.report_to:
+        if name not in (*INTEGRATIONS, "all", "none"):
+            known = f"{listing(INTEGRATIONS)}, all or none{did_you_mean(name, INTEGRATIONS)}"
+            raise OptionError(f"{setting('report_to', name)}: unknown integration; set one of {known}")
     requested_dtype(options)
     check_adapters(options)
     check_mixture(options)
-    check_faults(options)
-    _check_output(options)
-
-
-def _check_schedule(options: Any) -> None:
-    name, kwargs = options.lr_scheduler_type, keywords(options.lr_scheduler_kwargs)
-    if options.warmup_ratio and options.warmup_steps:
-        refuse(options, "warmup_ratio warmup_steps", "both set the warmup; remove one of them")
-    if name in _METRIC_SCHEDULES:
-        instead = "set cosine or constant_with_warmup"
-        refuse(options, "lr_scheduler_type", f"schedules that depend on a metric are not supported; {instead}")
-    needed = _SCHEDULES_NEEDING.get(name)
-    if needed and not set(needed) & set(kwargs):
-        refuse(options, "lr_scheduler_type", f"requires {' or '.join(needed)}; set it in lr_scheduler_kwargs")
-    if kwargs.get("warmup_type") == "log" and name not in _RISING:
-        instead = f"remove warmup_type, or set lr_scheduler_type to {' or '.join(_RISING)}"
-        refuse(options, "lr_scheduler_kwargs", f"{name} has no logarithmic warmup; {instead}")
-    if name == "constant" and (options.warmup_ratio or options.warmup_steps):
-        which = "warmup_ratio" if options.warmup_ratio else "warmup_steps"
-        instead = "set lr_scheduler_type to constant_with_warmup"
-        refuse(options, which, f"has no effect with lr_scheduler_type='constant'; {instead}")
 
 
 def check_lengths(options: Any, rows_per_unit: int) -> None:
@@ -143,20 +171,3 @@ def check_command_line(options: Any) -> None:
     if wanted and not options.dataset_test_split and not tested_parts(options):
         which = "eval_on_start" if options.eval_on_start else "eval_strategy"
         refuse(options, which, "no evaluation dataset; set dataset_test_split, or set eval_strategy to no")
-
-
-def _check_output(options: Any) -> None:
-    names = [options.report_to] if isinstance(options.report_to, str) else options.report_to
-    for name in names:
-        if name not in (*INTEGRATIONS, "all", "none"):
-            near = did_you_mean(str(name), INTEGRATIONS)
-            known = f"{listing(INTEGRATIONS)}, all or none{near}"
-            raise OptionError(f"{setting('report_to', name)}: unknown integration; set one of {known}")
-    for name, asked in (("load_best_model_at_end", True), ("save_strategy", "best")):
-        if getattr(options, name) == asked and options.eval_strategy == "no":
-            refuse(options, name, "requires evaluations; set eval_strategy to steps or epoch")
-    if options.overwrite_output_dir and options.resume_from_checkpoint:
-        why = "they contradict each other: a restart would move its own checkpoints away; remove one of them"
-        refuse(options, "resume_from_checkpoint overwrite_output_dir", why)
-    if options.greater_is_better is not None and options.metric_for_best_model is None:
-        refuse(options, "greater_is_better", "has no effect without metric_for_best_model; set both, or remove it")

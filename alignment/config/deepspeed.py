@@ -11,25 +11,25 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from alignment.config.deepspeed_keys import check_keys, check_values, set_at, value_at, with_full_names
 from alignment.config.dtypes import DtypePlan, uses_cuda
-from alignment.config.errors import OptionError, did_you_mean
+from alignment.config.errors import OptionError, did_you_mean, refuse
 from alignment.config.fields import parse_json
 from alignment.config.lookup import packaged
 
 _MOST_BUCKET = 50_000_000  # elements: 100 MB in bf16
 _LEAST_BUCKET = 1_000_000
 _MEANT_BY_DEEPSPEED = frozenset({"data_types.keep_in_fp32_modules"})  # here "auto" is a value of DeepSpeed's
-_NEVER = 1_000_000_000  # steps between DeepSpeed's progress lines; the training loop prints its own
-_MUST_BE: dict[str, tuple[Any, str]] = {
-    "zero_allow_untested_optimizer": (True, "the option optim, which selects the optimizer"),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (True, "saving full weights"),
+_DEFAULTS = {
+    "steps_per_print": 1_000_000_000,  # the training loop prints its own lines
+    "wall_clock_breakdown": False,
+    # By default DeepSpeed synchronizes with the GPU before and after each micro-batch to report a throughput.
+    "timers.throughput.enabled": False,
 }
-# By default DeepSpeed synchronizes with the GPU before and after each micro-batch to report a throughput.
-_TIMER = "timers.throughput.enabled"
-_DEFAULTS = {"steps_per_print": _NEVER, "wall_clock_breakdown": False}
+
+Fixed: TypeAlias = dict[str, tuple[Any, str]]  # dotted path to a required value and the reason
 
 
 @dataclass(frozen=True)
@@ -59,23 +59,26 @@ def _live(at: Situation) -> int:
 # The value of "auto" for each key. DeepSpeed itself would use its defaults, which suit 80 GB GPUs, or fail. The values
 # here are for 24 GB GPUs and depend on the model's hidden size h: one decoder layer has about 12·h² parameters.
 _RULES: dict[str, Callable[[Situation], Any]] = {
-    "zero_optimization.reduce_bucket_size": _bucket,
-    "zero_optimization.allgather_bucket_size": _bucket,
-    "zero_optimization.stage3_prefetch_bucket_size": lambda at: min(at.layer, _MOST_BUCKET),
-    "zero_optimization.stage3_param_persistence_threshold": lambda at: 10 * at.hidden_size,
-    "zero_optimization.stage3_max_live_parameters": _live,
-    "zero_optimization.stage3_max_reuse_distance": _live,
-    "zero_optimization.sub_group_size": lambda at: 100_000_000,
-    # At stage 3, weights are also fetched during the computation, with a single rank too if they are in host memory.
-    # At stage 2 and a single rank, there is nothing to overlap, at the cost of a second bucket and a synchronization.
-    "zero_optimization.overlap_comm": lambda at: at.stage == 3 or (at.stage == 2 and at.ranks > 1),
-    "zero_optimization.contiguous_gradients": lambda at: True,
-    "zero_optimization.reduce_scatter": lambda at: True,
-    "zero_optimization.allgather_partitions": lambda at: True,
-    # Distributes the copies to host memory over the ranks.
-    "zero_optimization.round_robin_gradients": lambda at: at.stage == 2 and at.offloaded and at.ranks > 1,
-    "zero_optimization.offload_param.pin_memory": lambda at: at.pin_memory,
-    "zero_optimization.offload_optimizer.pin_memory": lambda at: at.pin_memory,
+    f"zero_optimization.{key}": rule
+    for key, rule in {
+        "reduce_bucket_size": _bucket,
+        "allgather_bucket_size": _bucket,
+        "stage3_prefetch_bucket_size": lambda at: min(at.layer, _MOST_BUCKET),
+        "stage3_param_persistence_threshold": lambda at: 10 * at.hidden_size,
+        "stage3_max_live_parameters": _live,
+        "stage3_max_reuse_distance": _live,
+        "sub_group_size": lambda at: 100_000_000,
+        # At stage 3, weights are also fetched during the computation, with a single rank too if they are in host
+        # memory. At stage 2 and a single rank, there is nothing to overlap, at the cost of a second bucket.
+        "overlap_comm": lambda at: at.stage == 3 or (at.stage == 2 and at.ranks > 1),
+        "contiguous_gradients": lambda at: True,
+        "reduce_scatter": lambda at: True,
+        "allgather_partitions": lambda at: True,
+        # Distributes the copies to host memory over the ranks.
+        "round_robin_gradients": lambda at: at.stage == 2 and at.offloaded and at.ranks > 1,
+        "offload_param.pin_memory": lambda at: at.pin_memory,
+        "offload_optimizer.pin_memory": lambda at: at.pin_memory,
+    }.items()
 }
 
 
@@ -86,26 +89,6 @@ def _autos(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _autos(value, f"{prefix}{key}.")
         elif value == "auto":
             yield prefix + key
-
-
-def fill_auto(config: dict[str, Any], situation: Situation, fixed: dict[str, Any], where: str) -> None:
-    """Replace every "auto" in place, by ``fixed`` (dotted path to value) or by a rule of this module.
-
-    Raises:
-        OptionError: "auto" at a key that has no automatic value.
-    """
-    for path in list(_autos(config)):
-        if path in _MEANT_BY_DEEPSPEED:
-            continue
-        if path in fixed:
-            set_at(config, path, fixed[path])
-        elif path in _RULES:
-            set_at(config, path, _RULES[path](situation))
-        else:
-            known = [*_RULES, *fixed]
-            raise OptionError(
-                f'{where}: {path}="auto": this key has no automatic value; set a value{did_you_mean(path, known)}'
-            )
 
 
 class LoadedConfig(dict[str, Any]):
@@ -129,8 +112,7 @@ def load_deepspeed_config(value: str | Path | dict[str, Any] | None, default: st
     if isinstance(value, dict):
         return LoadedConfig(copy.deepcopy(dict(value)), source_of(value))
     path = Path(default if value is None else value).expanduser()
-    if not path.is_file():
-        path = packaged("ds_configs", str(path))
+    path = path if path.is_file() else packaged("ds_configs", str(path))
     try:
         config = parse_json(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
@@ -145,12 +127,7 @@ def load_deepspeed_config(value: str | Path | dict[str, Any] | None, default: st
 
 
 def policy_config(
-    options: Any,
-    base: dict[str, Any],
-    plan: DtypePlan,
-    world_size: int,
-    hidden_size: int,
-    where: str | None = None,
+    options: Any, base: dict[str, Any], plan: DtypePlan, world_size: int, hidden_size: int
 ) -> dict[str, Any]:
     """Build the JSON of the policy's engine.
 
@@ -160,38 +137,31 @@ def policy_config(
         plan: result of ``plan_dtypes`` for the two.
         world_size: number of ranks.
         hidden_size: hidden size of the model, for "auto".
-        where: name of ``base`` in messages. Defaults to the file that it was loaded from.
 
     Raises:
         OptionError: a key is not supported, or contradicts an option; the message names both.
     """
-    where = where or source_of(base)
+    where = source_of(base)
     config, stage = checked_copy(base, where)
     micro, steps = options.per_device_train_batch_size, options.gradient_accumulation_steps
-    fixed: dict[str, tuple[Any, str]] = {
-        "train_micro_batch_size_per_gpu": (micro, f"per_device_train_batch_size={micro}"),
-        "gradient_accumulation_steps": (steps, f"gradient_accumulation_steps={steps}"),
-        "train_batch_size": (
-            micro * steps * world_size,
-            f"per_device_train_batch_size={micro} x gradient_accumulation_steps={steps} x {world_size} ranks",
-        ),
+    rows, times = f"per_device_train_batch_size={micro}", f"gradient_accumulation_steps={steps}"
+    fixed: Fixed = {
+        "train_micro_batch_size_per_gpu": (micro, rows),
+        "gradient_accumulation_steps": (steps, times),
+        "train_batch_size": (micro * steps * world_size, f"{rows} x {times} x {world_size} ranks"),
         "gradient_clipping": (float(options.max_grad_norm), f"max_grad_norm={options.max_grad_norm}"),
+        "zero_allow_untested_optimizer": (True, "the option optim, which selects the optimizer"),
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save": (True, "saving full weights"),
     }
-    offloaded = offload_device(config, "offload_optimizer", where) == "cpu"
+    offloaded = offload_device(config, "offload_optimizer", stage, where) == "cpu"
+    offload_device(config, "offload_param", stage, where)
     _check_optimizer_place(options, offloaded, stage, where)
     if offloaded:
         fixed["zero_force_ds_cpu_optimizer"] = (False, f"optim={options.optim!r}, which runs in host memory")
-        if stage == 0:
-            raise OptionError(
-                f"{where}: zero_optimization.offload_optimizer at zero_optimization.stage=0 has no effect; "
-                f"set stage to 2 or 3, or remove it"
-            )
-    check_param_offload(config, stage, where)
-    for section in ("bf16", "fp16", "data_types"):
-        for key, value in plan.ds[section].items():
-            fixed[f"{section}.{key}"] = (value, f"the compute dtype {plan.compute}")
-    situation = Situation(hidden_size, stage, uses_cuda(options), world_size, offloaded)
-    return finished(config, {**fixed, **_MUST_BE}, situation, where)
+    for section, values in plan.ds.items():
+        for key, value in values.items():
+            fixed[f"{section}.{key}"] = (value, plan.reason)
+    return finished(config, fixed, Situation(hidden_size, stage, uses_cuda(options), world_size, offloaded), where)
 
 
 def _check_optimizer_place(options: Any, offloaded: bool, stage: int, where: str) -> None:
@@ -199,24 +169,20 @@ def _check_optimizer_place(options: Any, offloaded: bool, stage: int, where: str
 
     DeepSpeed's compiled optimizers each work in one kind of memory only, and Adafactor works on full matrices.
     """
-    if options.optim == "adafactor" and stage > 0:
-        raise OptionError(
-            f"optim='adafactor': requires full weight matrices, but {where} shards them as flat tensors "
-            f"(zero_optimization.stage={stage}); set deepspeed to zero0, or optim to adamw_8bit"
-        )
-    if options.optim == "deepspeed_cpu_adam" and not offloaded and uses_cuda(options):
-        raise OptionError(
-            f"optim={options.optim!r}: requires the optimizer in host memory, but {where} does not offload it; set "
-            "deepspeed to zero2_offload or zero3_offload, or optim to adamw_torch"
-        )
-    if options.optim == "deepspeed_fused_adam" and offloaded and uses_cuda(options):
-        raise OptionError(
-            f"optim={options.optim!r}: requires the optimizer on the GPU, but {where} offloads it to host memory; set "
-            "optim to adamw_torch or deepspeed_cpu_adam"
-        )
+    optim, on_gpu = options.optim, uses_cuda(options)
+    if optim == "adafactor" and stage > 0:
+        why = f"requires full weight matrices, but {where} shards them (zero_optimization.stage={stage})"
+        refuse(options, "optim", f"{why}; set deepspeed to zero0, or optim to adamw_8bit")
+    if optim == "deepspeed_cpu_adam" and not offloaded and on_gpu:
+        why = f"requires the optimizer in host memory, but {where} does not offload it"
+        refuse(options, "optim", f"{why}; set deepspeed to zero2_offload or zero3_offload, or optim to adamw_torch")
+    if optim == "deepspeed_fused_adam" and offloaded and on_gpu:
+        why = f"requires the optimizer on the GPU, but {where} offloads it to host memory"
+        refuse(options, "optim", f"{why}; set optim to adamw_torch or deepspeed_cpu_adam")
 
 
 def source_of(base: dict[str, Any]) -> str:
+    """Return the name of a DeepSpeed JSON for messages."""
     return base.source if isinstance(base, LoadedConfig) else "DeepSpeed mapping"
 
 
@@ -231,42 +197,35 @@ def checked_copy(base: dict[str, Any], where: str) -> tuple[dict[str, Any], int]
     return config, int(stage)
 
 
-def offload_device(config: dict[str, Any], section: str, where: str) -> str:
-    """Return the device of an offload section: ``none`` or ``cpu``."""
-    device = value_at(config, f"zero_optimization.{section}.device") or "none"
-    path = f"{where}: zero_optimization.{section}.device={device!r}"
-    if device == "nvme":
-        raise OptionError(f"{path}: NVMe offload is not supported yet; set cpu")
+def offload_device(config: dict[str, Any], section: str, stage: int, where: str) -> str:
+    """Return the device of an offload section, ``none`` or ``cpu``, which must have an effect at the ZeRO stage."""
+    device = str(value_at(config, f"zero_optimization.{section}.device") or "none")
+    text = f"{where}: zero_optimization.{section}.device={device!r}"
     if device not in ("none", "cpu"):
-        raise OptionError(f"{path}: set cpu or none")
-    return str(device)
+        raise OptionError(f"{text}: not supported; set cpu or none")
+    least = 3 if section == "offload_param" else 1
+    if device == "cpu" and stage < least:
+        raise OptionError(f"{text}: no effect at zero_optimization.stage={stage}; set stage to 3, or remove it")
+    return device
 
 
-def check_param_offload(config: dict[str, Any], stage: int, where: str) -> None:
-    if offload_device(config, "offload_param", where) == "cpu" and stage != 3:
-        raise OptionError(
-            f"{where}: zero_optimization.offload_param at zero_optimization.stage={stage} has no effect; "
-            f"set stage to 3, or remove it"
-        )
-
-
-def finished(
-    config: dict[str, Any], fixed: dict[str, tuple[Any, str]], situation: Situation, where: str
-) -> dict[str, Any]:
+def finished(config: dict[str, Any], fixed: Fixed, situation: Situation, where: str) -> dict[str, Any]:
     """Replace "auto", and fill in ``fixed`` (dotted path to value and reason), rejecting contradictions of it."""
     if isinstance(situation.hidden_size, bool) or situation.hidden_size < 1:
         raise OptionError(f"hidden_size={situation.hidden_size!r}: must be a positive number in the model's config")
-    automatic = {path: value for path, (value, _) in fixed.items()}
-    fill_auto(config, situation, {**_DEFAULTS, **automatic}, where)
+    values = {**_DEFAULTS, **{path: value for path, (value, _) in fixed.items()}}
+    for path in [path for path in _autos(config) if path not in _MEANT_BY_DEEPSPEED]:
+        if path not in values and path not in _RULES:
+            near = did_you_mean(path, [*_RULES, *values])
+            raise OptionError(f'{where}: {path}="auto": this key has no automatic value; set a value{near}')
+        set_at(config, path, values[path] if path in values else _RULES[path](situation))
     for path, (value, reason) in fixed.items():
         found = value_at(config, path)
         # Dtypes such as "fp32" and "float32" have been checked by the dtype plan.
         if found is not None and found != value and not path.startswith("data_types."):
             raise OptionError(f'{where}: {path}={found!r} contradicts {reason}; set {value!r} or "auto", or remove it')
-        set_at(config, path, value)
-    for key, value in _DEFAULTS.items():
-        config.setdefault(key, value)
-    if value_at(config, _TIMER) is None:
-        set_at(config, _TIMER, False)
+    for path, value in values.items():
+        if path in fixed or value_at(config, path) is None:
+            set_at(config, path, value)
     check_values(config, where)
     return config

@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from alignment.config.deepspeed_keys import value_at
 from alignment.config.errors import OptionError, counted, refuse, setting
 
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
-_SECTION = {BF16: "bf16", FP16: "fp16"}
 SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
-_LONG = {short: long for long, short in SHORT.items()} | {long: long for long in SHORT}
 # At smaller rates, AdamW's updates are lost in bf16 master weights: they are less than half a unit in the last place.
 LEAST_RATE_FOR_BF16_MASTERS = 1e-4
 _AMPERE, _VOLTA = 8, 7  # major compute capabilities: the first with bf16, the first with fast fp16
@@ -34,6 +33,7 @@ class DtypePlan:
         ds: the corresponding sections of the DeepSpeed JSON.
         note: a line for the user if the GPU does not support bf16 natively.
         accumulation_is_free: whether ``accumulate`` was not requested, so that fp32 may be used if it fits.
+        source: the setting that requests ``compute``; None if it depends on the machine.
     """
 
     compute: str
@@ -42,6 +42,12 @@ class DtypePlan:
     ds: dict[str, dict[str, Any]] = field(default_factory=dict)
     note: str | None = None
     accumulation_is_free: bool = False
+    source: str | None = None
+
+    @property
+    def reason(self) -> str:
+        """What a JSON contradicts that sets another dtype."""
+        return f"{self.source or 'the default'} (compute dtype {self.compute})"
 
 
 @dataclass(frozen=True)
@@ -127,28 +133,25 @@ def computes_bf16() -> bool:
     """Whether every GPU that this host's ranks use supports bf16 natively.
 
     Older GPUs, such as Turing (RTX 20, T4) and Volta, emulate bf16 in fp32, several times slower than their fp16. All
-    ranks must decide alike on a host with both kinds. A GPU that no rank uses, such as one for a display, is ignored.
+    ranks must decide alike on a host with both kinds.
     """
     import torch
 
-    return torch.cuda.is_bf16_supported(including_emulation=False) and all(
-        torch.cuda.get_device_capability(card)[0] >= _AMPERE for card in _used_cards()
-    )
+    return torch.cuda.is_bf16_supported(including_emulation=False) and _generation() >= _AMPERE
 
 
 def computes_fp16() -> bool:
     """Whether every GPU in use on this host is fast in fp16, which DeepSpeed requires too: Volta and newer."""
-    import torch
-
-    return all(torch.cuda.get_device_capability(card)[0] >= _VOLTA for card in _used_cards())
+    return _generation() >= _VOLTA
 
 
-def _used_cards() -> range:
-    """Return the indices of the GPUs in use on this host, one per local rank."""
+def _generation() -> int:
+    """Return the least major compute capability of the GPUs in use on this host, one per local rank."""
     import torch
 
     ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
-    return range(min(torch.cuda.device_count(), int(ranks) if ranks.isdecimal() else 1))
+    cards = range(min(torch.cuda.device_count(), int(ranks) if ranks.isdecimal() else 1))
+    return min(torch.cuda.get_device_capability(card)[0] for card in cards)
 
 
 def _note(options: Any, compute: str, asked: bool) -> str | None:
@@ -164,10 +167,8 @@ def _note(options: Any, compute: str, asked: bool) -> str | None:
         return None
     if compute == FP32:
         return f"fp32: {name} does not support bf16, and fp16 is disabled or slow, so this run computes in fp32"
-    return (
-        f"fp16: {name} does not support bf16 natively, so this run computes in fp16 with fp32 master weights and "
-        "dynamic loss scaling; set dtype: float32 or bf16: true to change this"
-    )
+    scaled = "fp16 with fp32 master weights and dynamic loss scaling; set dtype: float32 or bf16: true to change this"
+    return f"fp16: {name} does not support bf16 natively, so this run computes in {scaled}"
 
 
 def _refuse(key: str, value: Any, why: str) -> NoReturn:
@@ -175,75 +176,50 @@ def _refuse(key: str, value: Any, why: str) -> NoReturn:
     raise OptionError(f"{key}={json.dumps(value)} in the DeepSpeed JSON: {why}")
 
 
-def _explicit(ds_config: dict[str, Any], section: str, key: str = "enabled") -> Any:
-    """Return a value of a section of the JSON, or None if it is absent or "auto"."""
-    value = ds_config.get(section) or {}
-    if not isinstance(value, dict):
-        _refuse(section, value, f'expected an object, such as {{"{key}": …}}')
-    value = value.get(key)
-    if key == "enabled" and value not in (None, "auto") and not isinstance(value, bool):
-        _refuse(f"{section}.enabled", value, 'expected true, false or "auto"')
+def _explicit(ds_config: dict[str, Any], path: str) -> Any:
+    """Return a value of the JSON, or None if it is absent or "auto"."""
+    value = value_at(ds_config, path)
     return None if value == "auto" else value
 
 
-def check_against_json(compute: str, source: str, ds_config: dict[str, Any]) -> None:
-    """Raise :class:`OptionError` if the JSON sets bf16 or fp16 differently from ``compute``."""
-    for name, section in _SECTION.items():
-        enabled = _explicit(ds_config, section)
-        if enabled is not None and enabled != (compute == name):
-            why = f'contradicts {source} (compute dtype {compute}); set it to "auto" or change one of them'
-            _refuse(f"{section}.enabled", enabled, why)
+def _compute(options: Any, ds_config: dict[str, Any]) -> tuple[str, str | None]:
+    """Return the compute dtype of options and JSON, and the setting that requests it, if any.
 
-
-def _source(options: Any) -> str:
-    """Return the option that requests the compute dtype."""
-    for name in ("bf16", "fp16"):
-        if getattr(options, name):
-            return setting(name, True)
-    return setting("dtype", options.dtype) if options.dtype not in (None, "auto") else setting("bf16", options.bf16)
-
-
-def _compute(options: Any, ds_config: dict[str, Any]) -> str:
-    """Return the compute dtype of options and JSON; the JSON decides if the options do not."""
+    If the JSON contradicts it, its values are refused when they are compared with those of the plan.
+    """
     requested = requested_dtype(options)
     if requested is not None:
-        check_against_json(requested, _source(options), ds_config)
-        return requested
-    bf16, fp16 = _explicit(ds_config, "bf16"), _explicit(ds_config, "fp16")
-    if bf16 and fp16:
-        _refuse("bf16.enabled", True, "contradicts fp16.enabled=true; remove one of them")
-    if fp16 and options.fp16 is False:
-        _refuse("fp16.enabled", True, "contradicts fp16=False; remove one of them")
-    if bf16 or fp16:
-        return BF16 if bf16 else FP16
+        name = "dtype" if options.dtype not in (None, "auto") else "fp16" if options.fp16 else "bf16"
+        return requested, setting(name, getattr(options, name))
+    bf16, fp16 = _explicit(ds_config, "bf16.enabled"), _explicit(ds_config, "fp16.enabled")
+    if bf16:
+        return BF16, "bf16.enabled=true"
+    if fp16 and options.fp16 is not False:
+        return FP16, "fp16.enabled=true"
     compute = compute_dtype(options)
     refused = (compute == BF16 and bf16 is False) or (compute == FP16 and fp16 is False)
-    return FP32 if refused else compute
+    return FP32 if refused else compute, None
 
 
-def _accumulate(compute: str, stage: Any, ds_config: dict[str, Any]) -> str:
+def _accumulate(compute: str, stage: Any, value: Any) -> str:
     """Return the dtype of accumulated gradients; DeepSpeed's default is the compute dtype."""
-    value = _explicit(ds_config, "data_types", "grad_accum_dtype")
-    if value is None:
+    key, short = "data_types.grad_accum_dtype", SHORT[compute]
+    if value is None or value in (compute, short):
         return compute
-    accumulate = _LONG.get(value) if isinstance(value, str) else None
-    if accumulate not in (compute, FP32):
-        why = f'with the compute dtype {compute}, expected "{SHORT[compute]}", "fp32" or "auto"'
-        _refuse("data_types.grad_accum_dtype", value, why)
-    if stage == 0 and accumulate != compute:
-        why = f"ZeRO stage 0 supports accumulation in the compute dtype ({compute}) only"
-        _refuse("data_types.grad_accum_dtype", value, f"{why}; set zero_optimization.stage to 2 or 3")
-    return accumulate
+    if value not in (FP32, SHORT[FP32]):
+        _refuse(key, value, f'with the compute dtype {compute}, expected "{short}", "fp32" or "auto"')
+    if stage == 0:
+        _refuse(key, value, f'ZeRO stage 0 supports "{short}" only; set zero_optimization.stage to 2 or 3')
+    return FP32
 
 
 def _master(compute: str, stage: Any, options: Any, ds_config: dict[str, Any]) -> str:
     """Return the dtype of the master weights: fp32, unless the JSON requests bf16 and training is possible in it."""
-    unsupported = "requires DeepSpeed's CPU Adam, which is not supported yet"
-    if _explicit(ds_config, "fp16", "fp16_master_weights_and_grads"):
-        why = f"{unsupported}; remove it (master weights are in fp32)"
+    if _explicit(ds_config, "fp16.fp16_master_weights_and_grads"):
+        why = "requires DeepSpeed's CPU Adam, which is not supported yet; remove it (master weights are in fp32)"
         _refuse("fp16.fp16_master_weights_and_grads", True, why)
-    states, key = _explicit(ds_config, "bf16", "bf16_optimizer_states"), "bf16.bf16_master_weights_and_grads"
-    if not _explicit(ds_config, "bf16", "bf16_master_weights_and_grads"):
+    key, states = "bf16.bf16_master_weights_and_grads", _explicit(ds_config, "bf16.bf16_optimizer_states")
+    if not _explicit(ds_config, key):
         if states:
             _refuse("bf16.bf16_optimizer_states", True, "requires bf16_master_weights_and_grads; remove it")
         return FP32
@@ -251,11 +227,10 @@ def _master(compute: str, stage: Any, options: Any, ds_config: dict[str, Any]) -
         _refuse(key, True, "requires bf16=True and ZeRO stage 1, 2 or 3; remove it")
     if options.learning_rate < LEAST_RATE_FOR_BF16_MASTERS:
         rate = f"{setting('learning_rate', options.learning_rate)}, below about {LEAST_RATE_FOR_BF16_MASTERS:g}"
-        why = "lose updates smaller than about 2^-9 of a weight, so almost nothing is learned"
-        _refuse(key, True, f"bf16 master weights {why} with {rate}; remove it")
-    if not states or _explicit(ds_config, "zero_optimization", "offload_optimizer"):
-        why = f"with fp32 or offloaded optimizer states, {unsupported}"
-        _refuse(key, True, f"{why}; set bf16.bf16_optimizer_states without offload_optimizer, or remove it")
+        _refuse(key, True, f"bf16 master weights lose updates below 2^-9 of a weight, as with {rate}; remove it")
+    if not states or _explicit(ds_config, "zero_optimization.offload_optimizer"):
+        why = "requires bf16_optimizer_states without offload_optimizer (otherwise DeepSpeed's CPU Adam); remove it"
+        _refuse(key, True, why)
     return BF16
 
 
@@ -265,12 +240,9 @@ def _check_fp16_supported(source: str) -> None:
         return
     from deepspeed.accelerator import get_accelerator
 
-    accelerator = get_accelerator()
-    if not accelerator.is_fp16_supported():
-        raise OptionError(
-            f"{source}: the accelerator {accelerator.device_name()!r} does not support fp16; set bf16=true or "
-            f"dtype=float32"
-        )
+    if not get_accelerator().is_fp16_supported():
+        name = get_accelerator().device_name()
+        raise OptionError(f"{source}: the accelerator {name!r} does not support fp16; set bf16=true or dtype=float32")
 
 
 def plan_dtypes(options: Any, ds_config: dict[str, Any]) -> DtypePlan:
@@ -283,17 +255,17 @@ def plan_dtypes(options: Any, ds_config: dict[str, Any]) -> DtypePlan:
     Raises:
         OptionError: options and JSON contradict each other, or training is not possible with them.
     """
-    compute = _compute(options, ds_config)
-    asked = requested_dtype(options) is not None or bool(_explicit(ds_config, "fp16"))
+    compute, source = _compute(options, ds_config)
     if compute == FP16:
-        _check_fp16_supported(_source(options) if requested_dtype(options) else "fp16.enabled=true")
-    stage = _explicit(ds_config, "zero_optimization", "stage") or 0
+        _check_fp16_supported(source or "dtype='auto'")
+    stage = _explicit(ds_config, "zero_optimization.stage") or 0
     master = _master(compute, stage, options, ds_config)
-    accumulate = _accumulate(compute, stage, ds_config)
+    given = _explicit(ds_config, "data_types.grad_accum_dtype")
+    accumulate = _accumulate(compute, stage, given)
     sections: dict[str, dict[str, Any]] = {
         "bf16": {"enabled": compute == BF16},
         "fp16": {"enabled": compute == FP16},
         "data_types": {"grad_accum_dtype": SHORT[accumulate]},
     }
-    free = _explicit(ds_config, "data_types", "grad_accum_dtype") is None and master == FP32
-    return DtypePlan(compute, master, accumulate, sections, _note(options, compute, asked), free)
+    note = _note(options, compute, source is not None)
+    return DtypePlan(compute, master, accumulate, sections, note, given is None and master == FP32, source)

@@ -27,6 +27,7 @@ from typing_extensions import TypedDict
 from alignment.config.errors import OptionError, did_you_mean, listing, one_line, setting
 
 _Type = TypeVar("_Type")
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Marks of options.
@@ -91,13 +92,8 @@ def option(
         switch: whether the option without a value means true on the command line, although it can be unset.
         shown: false for secrets, which are omitted when options are printed.
     """
-    metadata: dict[str, Any] = {"help": help}
-    if older:
-        metadata["aliases"] = [f"--{name}" for name in older]
-    if several:
-        metadata["nargs"] = "+"
-    if switch:
-        metadata |= {"nargs": "?", "const": True}
+    metadata: dict[str, Any] = {"help": help, "aliases": [f"--{name}" for name in older]} if older else {"help": help}
+    metadata |= {"nargs": "+"} if several else {"nargs": "?", "const": True} if switch else {}
     return dataclasses.field(default=default, metadata=metadata, repr=shown)
 
 
@@ -162,9 +158,7 @@ def members(hint: Any) -> tuple[Any, ...]:
 
 def choices_of(hint: Any) -> tuple[str, ...]:
     """Return the values of a ``Literal``; none for other annotations."""
-    return tuple(
-        value for part in _parts(hint) if typing.get_origin(part) is Literal for value in typing.get_args(part)
-    )
+    return sum((typing.get_args(part) for part in _parts(hint) if typing.get_origin(part) is Literal), ())
 
 
 def keywords(value: Any) -> dict[str, Any]:
@@ -188,10 +182,9 @@ def parse_json(text: str) -> Any:
         return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
     except (json.JSONDecodeError, OptionError):
         raise
-    except ValueError as error:
-        raise OptionError(one_line(error)) from None
-    except RecursionError:
-        raise OptionError("the JSON is nested too deeply; flatten it") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits
+        deep = isinstance(error, RecursionError)
+        raise OptionError("the JSON is nested too deeply; flatten it" if deep else one_line(error)) from None
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -234,12 +227,12 @@ def convert(cls: Any, name: str, value: Any) -> Any:
 
 @once_per_class
 def _adapter(cls: Any) -> TypeAdapter[dict[str, Any]]:
-    names = [field.name for field in option_fields(cls)]
-    table = TypedDict(cls.__name__, {name: hints(cls)[name] for name in names}, total=False)  # type: ignore[misc]
+    types_of = {field.name: hints(cls)[field.name] for field in option_fields(cls)}
+    typed_dict: Any = TypedDict
+    table = typed_dict(cls.__name__, types_of, total=False)
     # A script may use classes of its own in a subclass of our configurations.
-    config = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
-    table.__pydantic_config__ = config  # type: ignore[attr-defined]
-    return TypeAdapter(cast(type[dict[str, Any]], table))
+    table.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+    return TypeAdapter(table)
 
 
 def checked_text(name: str, value: str) -> str:
@@ -283,13 +276,9 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
 
 
 _EXPECTED = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    dict: "a mapping (JSON on the command line)",
-    list: "a list of strings",
-}
+    bool: "true or false", int: "an integer", float: "a number", str: "a string",
+    dict: "a mapping (JSON on the command line)", list: "a list of strings",
+}  # fmt: skip
 _LIMITS = {Ge: ("at least", "ge"), Gt: ("greater than", "gt"), Le: ("at most", "le"), Lt: ("less than", "lt")}
 
 
@@ -302,32 +291,36 @@ def option_error(cls: Any, error: ValidationError, given: Mapping[str, Any], whe
         given: values by name.
         where: prefix of the names in messages.
     """
-    first = error.errors(include_url=False)[0]
-    name = str(first["loc"][0])
+    errors = error.errors(include_url=False)
+    name = str(errors[0]["loc"][0])
     text, value = setting(where + name, given[name]), given[name]
-    if first["type"] == "extra_forbidden":
-        known = [field.name for field in option_fields(cls)]
-        return OptionError(f"{text}: no such key{did_you_mean(name, known) or f'; expected one of {listing(known)}'}")
-    hint = hints(cls)[name]
-    default = next(field.default for field in option_fields(cls) if field.name == name)
-    found = {each["type"]: each.get("ctx", {}) for each in error.errors(include_url=False) if each["loc"][0] == name}
-    if "value_error" in found:
-        return OptionError(f"{text}: {found['value_error']['error']}")
-    if _range(hint) and found.keys() & {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}:
+    fields = {field.name: field for field in option_fields(cls)}
+    if name not in fields:
+        near = did_you_mean(name, fields) or f"; expected one of {listing(fields)}"
+        return OptionError(f"{text}: no such key{near}")
+    found = {each["type"]: each for each in errors if each["loc"][0] == name}
+    limits = _range(hints(cls)[name])
+    if limits and found.keys() & {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}:
         text = text.replace("'", "") if isinstance(value, str) else text  # from the command line
-        return OptionError(f"{text}: must be {_range(hint)}")
+        return OptionError(f"{text}: must be {limits}")
+    if "value_error" in found:
+        return OptionError(f"{text}: {found['value_error']['ctx']['error']}")
     if "finite_number" in found:
         return OptionError(f"{text}: expected a finite number")
+    return OptionError(f"{text}: {_expected(hints(cls)[name], fields[name].default, value, errors[0])}")
+
+
+def _expected(hint: Any, default: Any, value: Any, error: Any) -> str:
+    """Return what is expected instead of a value of another type, or that is none of the choices."""
     if value is None:
-        return OptionError(f"{text}: cannot be empty; remove it to use the default, {str(default)!r}")
+        return f"cannot be empty; remove it to use the default, {str(default)!r}"
     if choices := choices_of(hint):
-        return OptionError(f"{text}: expected one of {listing(choices)}{did_you_mean(str(value), choices)}")
+        return f"expected one of {listing(choices)}{did_you_mean(str(value), choices)}"
     expected = " or ".join(text for kind, text in _EXPECTED.items() if kind in members(hint))
     expected = expected.replace("strings", "numbers") if "list[float]" in str(hint) else expected
-    if not expected or not first["type"].endswith(("_type", "_parsing", "_parsing_size", "_from_float")):
-        return OptionError(f"{text}: {' '.join(first['msg'].split())}")  # of a type or constraint of a script
-    instead = "; remove it to unset it" if default is None else f", such as {str(default)!r}"
-    return OptionError(f"{text}: expected {expected}{instead}")
+    if not expected or not error["type"].endswith(("_type", "_parsing", "_parsing_size", "_from_float")):
+        return " ".join(error["msg"].split())  # of a type or constraint of a script
+    return f"expected {expected}{'; remove it to unset it' if default is None else f', such as {str(default)!r}'}"
 
 
 def _range(hint: Any) -> str:

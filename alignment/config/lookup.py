@@ -14,28 +14,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from alignment.config.errors import Leaving, OptionError, did_you_mean, setting, show
+from alignment.config.errors import Leaving, OptionError, did_you_mean, listing, setting, show
 
 Packaged = Literal["ds_configs", "recipes", "slurm"]
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_PLACES: dict[str, tuple[str, str]] = {
-    "ds_configs": ("ds_configs", ".json"),
-    "recipes": ("launch/recipes", ".yaml"),
-    "slurm": ("launch/slurm", ".sbatch"),
-}
+_PLACES = {"ds_configs": "ds_configs/*.json", "recipes": "launch/recipes/*.yaml", "slurm": "launch/slurm/*.sbatch"}
 # Exceptions of a user's code that are reported as such; sys.exit() raises SystemExit.
 FAILURES = (Exception, asyncio.CancelledError, SystemExit)
 _LONGEST = 300
 # Folders of this package that call a user's code; their frames are not shown to the user.
-_CALLERS = tuple(Path(__file__).parent.parent / name for name in ("config", "engines", "run", "rewards"))
+_CALLERS = tuple(_PACKAGE / name for name in ("config", "engines", "run", "rewards"))
 
 
 def packaged_names(kind: Packaged) -> list[str]:
     """Return the names, without suffix, of the packaged files of a kind."""
-    folder, suffix = _PLACES[kind]
-    places = (_PACKAGE / folder, _PACKAGE.parent / folder)
-    return sorted({path.stem for place in places for path in place.glob(f"*{suffix}")})
+    return sorted(_files(kind))
 
 
 def packaged(kind: Packaged, name: str) -> Path:
@@ -44,29 +38,24 @@ def packaged(kind: Packaged, name: str) -> Path:
     Raises:
         OptionError: there is no such file; the message lists the available ones.
     """
-    folder, suffix = _PLACES[kind]
-    file_name = name if name.endswith(suffix) else name + suffix
-    if Path(file_name).name == file_name:
-        # Inside the package first: the parent of an installed package is site-packages, with files of other packages.
-        for place in (_PACKAGE / folder, _PACKAGE.parent / folder):
-            if (place / file_name).is_file():
-                return place / file_name
-    names = packaged_names(kind)
-    raise OptionError(
-        f"{name!r}: no such file, neither as a path nor in {folder}; available in {folder}: {', '.join(names)}"
-        f"{did_you_mean(Path(name).stem, names)}"
-    )
+    files, (folder, _, pattern) = _files(kind), _PLACES[kind].rpartition("/")
+    stem = name.removesuffix(pattern[1:])
+    if stem not in files:
+        known = f"available in {folder}: {listing(sorted(files))}{did_you_mean(Path(stem).stem, files)}"
+        raise OptionError(f"{name!r}: no such file, neither as a path nor in {folder}; {known}")
+    return files[stem]
+
+
+def _files(kind: Packaged) -> dict[str, Path]:
+    """Return the packaged files of a kind by name; those inside the package come before those beside it."""
+    return {path.stem: path for place in (_PACKAGE.parent, _PACKAGE) for path in place.glob(_PLACES[kind])}
 
 
 def load_named(given: str, option: str) -> Any:
-    """Import the object that ``given`` names.
-
-    Args:
-        given: ``path/to/file.py:name`` or ``package.module:name``.
-        option: name of the option, for messages.
+    """Import the object that ``given`` names, as ``path/to/file.py:name`` or ``package.module:name``.
 
     Raises:
-        OptionError: the file, module or name does not exist, or the import fails.
+        OptionError: the file, module or name does not exist, or the import fails; ``option`` is named.
     """
     where = setting(option, given)
     target, _, name = given.rpartition(":")
@@ -76,7 +65,7 @@ def load_named(given: str, option: str) -> Any:
     module = _from_file(Path(target).expanduser(), where) if is_file else _from_package(target, where)
     if not hasattr(module, name):
         own = [n for n, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        near = did_you_mean(name, own) or f"; available names: {', '.join(own) or 'none'}"
+        near = did_you_mean(name, own) or f"; available names: {listing(own)}"
         raise OptionError(f"{where}: {target} does not define {name!r}{near}")
     return getattr(module, name)
 
@@ -84,14 +73,14 @@ def load_named(given: str, option: str) -> Any:
 def raised(error: BaseException) -> str:
     """Describe an exception of a user's code and its location: ``KeyError: 'x' (lengths.py, line 3)``."""
     text = " ".join(str(error).split())
-    text = text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
-    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_foreign(frame.filename)]
-    if not frames:
-        return said
-    # The frames below are in libraries, which the user cannot fix.
-    last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
-    return f"{said} ({Path(last.filename).name}, line {last.lineno})"
+    said = type(error).__name__ + (
+        f": {text if len(text) <= _LONGEST else text[: _LONGEST - 1] + '…'}" if text else ""
+    )
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = [(path, line) for path, line in frames if path.parent not in _CALLERS and "importlib" not in str(path)]
+    # Further files belong to libraries, which the user cannot fix.
+    lines = [line for path, line in frames if path == frames[0][0]]
+    return f"{said} ({frames[0][0].name}, line {lines[-1]})" if frames else said
 
 
 @contextlib.contextmanager
@@ -107,10 +96,6 @@ def running(what: str, advice: str) -> Iterator[None]:
         raise
     except FAILURES as error:
         raise OptionError(f"{what} raised {raised(error)}; {advice}") from error
-
-
-def _is_foreign(filename: str) -> bool:
-    return Path(filename).parent not in _CALLERS and "importlib" not in filename
 
 
 def _from_file(path: Path, where: str) -> ModuleType:
@@ -150,21 +135,17 @@ def _from_package(name: str, where: str) -> ModuleType:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             missing = error
-    raise OptionError(
-        f"{where}: no module named {missing.name!r}; install it, or pass a file as file.py:name"
-    ) from missing
+    advice = "install it, or pass a file as file.py:name"
+    raise OptionError(f"{where}: no module named {missing.name!r}; {advice}") from missing
 
 
 def load_callable(given: str, option: str, method: str | None = None) -> Any:
-    """Import the callable that ``given`` names; a class is instantiated without arguments.
+    """Import a callable as :func:`load_named`; a class is instantiated without arguments.
 
     Args:
         given: ``path/to/file.py:name`` or ``package.module:name``.
         option: name of the option, for messages.
         method: a method that an object may have instead of being callable, such as ``judge``.
-
-    Raises:
-        OptionError: the file, module or name does not exist, the import fails, or the object is not callable.
     """
     where, found = setting(option, given), load_named(given, option)
     if isinstance(found, type):
@@ -172,6 +153,5 @@ def load_callable(given: str, option: str, method: str | None = None) -> Any:
             found = found()
     if not callable(found) and not (method is not None and callable(getattr(found, method, None))):
         wanted = "a function or class" if method is None else f"a function, or a class with a method {method!r}"
-        name = given.rpartition(":")[2]
-        raise OptionError(f"{where}: {name} is {show(found)}; expected {wanted}")
+        raise OptionError(f"{where}: {given.rpartition(':')[2]} is {show(found)}; expected {wanted}")
     return found

@@ -29,11 +29,10 @@ from alignment.config.options_data import DataOptions
 from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
 from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
-from alignment.config.process_facts import LEVELS, ProcessFacts
+from alignment.config.process_facts import ProcessFacts
 from alignment.config.registry import Paper, name_of, option_names
 from alignment.config.translated import accelerate, sections
 
-_OUTPUT_DIR = "trainer_output"  # transformers' default
 # Attributes of options: whether they are as they were resolved, and of a trainer's options, which may still be set.
 _RESOLVED, _OPEN = "_resolved", "_open"
 
@@ -136,7 +135,7 @@ class AlignmentConfig(
         if "LOCAL_RANK" in os.environ:  # like transformers: scripts test for local_rank 0
             self.local_rank = self.local_process_index
         if self.output_dir is None:
-            self.output_dir = _OUTPUT_DIR
+            self.output_dir = "trainer_output"  # transformers' default
         for name in ("output_dir", "merged_output_dir"):  # a shell does not expand `~` in `--output_dir=~/runs`
             given = getattr(self, name)
             setattr(self, name, given if given is None else os.path.expanduser(given))
@@ -216,38 +215,16 @@ class AlignmentConfig(
         """Number of rows of an optimizer step, over all ranks."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
 
-    @property
-    def train_batch_size(self) -> int:
-        """Number of rows of a micro-batch on this device."""
-        return self.per_device_train_batch_size
+    train_batch_size = property(lambda self: self.per_device_train_batch_size, doc="Rows of a micro-batch here.")
 
     @property
     def eval_batch_size(self) -> int:
         """Number of rows of an evaluation batch on this device."""
         return self.per_device_eval_batch_size or self.per_device_train_batch_size
 
-    @property
-    def resolved_bf16(self) -> bool:
-        """Whether the compute dtype is bfloat16, according to options and machine but not the DeepSpeed JSON."""
-        return dtypes.compute_dtype(self) == "bfloat16"
-
-    @property
-    def resolved_fp16(self) -> bool:
-        """Whether the compute dtype is float16, according to options and machine but not the DeepSpeed JSON."""
-        return dtypes.compute_dtype(self) == "float16"
-
-    def get_process_log_level(self) -> int:
-        """Return the level for the loggers of a script, as in the module ``logging``.
-
-        This is ``log_level`` on rank 0 and ``log_level_replica`` on other ranks, or the level of transformers if that
-        is ``passive``.
-        """
-        name = self.log_level if self.should_log else self.log_level_replica
-        if name in LEVELS:
-            return LEVELS[name]
-        from transformers.utils import logging as transformers_logging
-
-        return int(transformers_logging.get_verbosity())
+    # The compute dtype according to options and machine, but not the DeepSpeed JSON.
+    resolved_bf16 = property(lambda self: dtypes.compute_dtype(self) == "bfloat16", doc="Whether it is bfloat16.")
+    resolved_fp16 = property(lambda self: dtypes.compute_dtype(self) == "float16", doc="Whether it is float16.")
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Return the number of warmup steps; a fraction of the training steps is rounded up, as in transformers."""

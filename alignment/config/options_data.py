@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from annotated_types import Ge
 
-from alignment.config.errors import OptionError, did_you_mean, refuse, setting
+from alignment.config.errors import OptionError, did_you_mean, listing, refuse, setting
 from alignment.config.fields import (
     Count,
     Free,
@@ -31,15 +31,11 @@ COLUMNS = (
     "text",
 )  # fmt: skip
 MAPPED_COLUMNS = ("query", "system")  # read only if in `column_map`, as many datasets have unrelated such columns
+_EXPECTED = (*COLUMNS, *MAPPED_COLUMNS)
 _ELSEWHERE = {
-    "response": "completion",
-    "output": "completion",
-    "instruction": "prompt",
-    "input": "query",
-    "conversations": "messages",
-    "conversation": "messages",
-    "kto_tag": "label",
-}
+    "response": "completion", "output": "completion", "instruction": "prompt", "input": "query",
+    "conversations": "messages", "conversation": "messages", "kto_tag": "label",
+}  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -51,59 +47,36 @@ class DataOptions:
     )
     dataset_config: Free[Shared[str | None]] = option(None, "Configuration name of a Hub dataset.")
     dataset_train_split: Free[Shared[str]] = option("train", "Split to train on.")
-    dataset_test_split: Free[Shared[str | None]] = option(
-        None, "Split to evaluate on. If unset, only parts of a mixture with a `test_split` are evaluated on."
-    )
+    dataset_test_split: Free[Shared[str | None]] = option(None, "Split to evaluate on.")
     dataset_mixture: Free[ListOrKeywords] = option(
         None,
         "Several datasets instead of `dataset_name`: a mapping from name to weight, or a list of mappings with "
-        "`dataset_name` and optionally `dataset_config`, `split`, `test_split`, `weight` and `column_map`. The "
-        "weights are the proportions of the mixture: as many rows as possible are sampled in these proportions, "
-        "without repetition, with the seed of the row order. Without weights, all rows are used.",
+        "`dataset_name` and optionally `dataset_config`, `split`, `test_split`, `weight` and `column_map`. As many "
+        "rows as possible are sampled in the proportions of the weights, without repetition.",
     )
     column_map: Free[TextKeywords] = option(
         None,
-        "Mapping from expected column names to names in the data, such as `{prompt: instruction, query: input, "
-        "completion: output, label: kto_tag}`. A mapped column replaces a column that already has the expected name. "
-        "Expected names: `prompt`, `completion`, `label`, `chosen`, `rejected`, `margin`, `messages` (a conversation "
-        "that ends with the completion), `text`, `tools`, `chat_template_kwargs`. Two more are read only if they are "
-        "mapped: `query` (a text to append to the prompt) and `system` (a system message to prepend to it).",
+        "Mapping from the column names that a method expects to names in the data, such as `{prompt: question}`. "
+        "`query` (appended to the prompt) and `system` (a system message) are read only if they are mapped.",
     )
     max_train_samples: Free[Count | None] = option(
-        None,
-        "Maximum number of training rows to use, from the start of the dataset. For a mixture, the maximum applies to "
-        "all parts together and keeps their proportions.",
+        None, "Maximum number of training rows to use, from the start. Keeps the proportions of a mixture."
     )
-    max_eval_samples: Free[Count | None] = option(
-        None, "Maximum number of evaluation rows to use, from the start of the dataset."
-    )
+    max_eval_samples: Free[Count | None] = option(None, "Maximum number of evaluation rows to use, from the start.")
     dataset_num_proc: Free[Count | None] = option(None, "Number of processes for tokenization. Affects speed only.")
-    dataloader_num_workers: Late[Free[Natural]] = option(
-        0, "Number of worker processes that collate batches. If 0, the training process collates them."
-    )
+    dataloader_num_workers: Late[Free[Natural]] = option(0, "Number of processes that collate batches. 0: this one.")
     train_sampling_strategy: Literal["random", "sequential"] = option(
-        "random",
-        "Order of the training rows: `random` (reshuffled every epoch with `data_seed`) or `sequential` (the order of "
-        "the dataset).",
+        "random", "Order of the training rows: `random` (reshuffled every epoch with `data_seed`) or `sequential`."
     )
     dataloader_drop_last: bool = option(False, "Drop the last window of an epoch if it is incomplete.")
     max_tokens_per_batch: Free[Count | None] = option(
         None,
-        "Maximum number of tokens in a micro-batch, padding included. Windows are split into micro-batches "
-        "accordingly, instead of by `per_device_train_batch_size`. Passes without gradients may use up to twice as "
-        "many tokens.",
+        "Maximum number of tokens in a micro-batch, padding included, instead of `per_device_train_batch_size`. "
+        "Passes without gradients may use up to twice as many tokens.",
     )
-    stratify_labels: bool = option(
-        False,
-        "Give every window the same share of desirable rows as the dataset, to within one row. For methods with "
-        "labels.",
-    )
+    stratify_labels: bool = option(False, "Give every window the dataset's share of desirable rows, to within a row.")
     strict_data: Free[bool] = option(False, "Raise an error if a row has to be dropped.")
-    dry_run: Free[bool] = option(
-        False,
-        "Print the resolved options, the DeepSpeed JSON, the numbers of rows kept and dropped, lengths and the first "
-        "rows, then exit.",
-    )
+    dry_run: Free[bool] = option(False, "Print options, DeepSpeed JSON, counts of rows and the first ones, then exit.")
 
 
 @dataclass(kw_only=True)
@@ -114,8 +87,7 @@ class SequenceOptions:
 
     max_length: Annotated[int, Ge(2)] | None = option(
         1024,
-        "Maximum length of prompt and completion together, in tokens. If `null`, the number of positions that the "
-        "model and the reference support; no limit if their configurations have none.",
+        "Maximum length of prompt and completion together, in tokens. `null`: what model and reference support.",
         older=("max_seq_length",),
     )
     max_prompt_length: Count | None = option(
@@ -123,39 +95,24 @@ class SequenceOptions:
         "Maximum length of the prompt, in tokens. If unset, only prompts of rows longer than `max_length` are cut, to "
         "512 tokens, or to half of `max_length` if that is 512 or less.",
     )
-    max_completion_length: Count | None = option(
-        None, "Maximum length of the completion, in tokens. If unset, only `max_length` applies."
-    )
-    truncation_mode: Truncation = option(
-        "keep_end", "Which part of an overlong prompt to keep: `keep_end` or `keep_start`."
-    )
+    max_completion_length: Count | None = option(None, "Maximum length of the completion, in tokens.")
+    truncation_mode: Truncation = option("keep_end", "Part of a long prompt to keep: `keep_end` or `keep_start`.")
     generate_during_eval: Free[bool] = option(
-        False,
-        "At each evaluation, sample completions of the policy and the reference for the first distinct prompts of "
-        "each evaluation set, and write them to `completions.jsonl`, the terminal and the reporting integrations.",
+        False, "At each evaluation, sample completions of policy and reference, and write them to `completions.jsonl`."
     )
-    num_completions_to_log: Free[Count] = option(
-        8, "Number of prompts to sample completions for (`generate_during_eval`)."
-    )
-    max_new_tokens: Free[Count] = option(
-        256, "Maximum length of these completions, in tokens (`generate_during_eval`)."
-    )
+    num_completions_to_log: Free[Count] = option(8, "Number of prompts to sample (`generate_during_eval`).")
+    max_new_tokens: Free[Count] = option(256, "Maximum length of these completions, in tokens.")
 
 
 @dataclass(kw_only=True)
 class TokenizerOptions:
     """Tokenizer."""
 
-    eos_token: str | None = option(
-        None, "Token of the vocabulary that ends texts and turns. Defaults to the tokenizer's end-of-sequence token."
-    )
-    pad_token: str | None = option(
-        None, "Token of the vocabulary to save as the padding token, for other programs that load the model."
-    )
+    eos_token: str | None = option(None, "Token that ends texts and turns. Defaults to the tokenizer's.")
+    pad_token: str | None = option(None, "Token to save as the padding token, for programs that load the model.")
     chat_template_path: str | None = option(
         None,
-        "Chat template: a Jinja file, or a folder or Hub name of a tokenizer, whose end-of-sequence token and missing "
-        "special tokens are then also used. Defaults to the chat template of the model.",
+        "Chat template: a Jinja file, or a tokenizer's folder or Hub name, whose special tokens are used as well.",
     )
 
 
@@ -167,24 +124,16 @@ def check_column_map(key: str, value: dict[str, str] | str | None) -> None:
     """
     names: dict[str, str] = {}
     for name, column in keywords(value).items():
-        if name not in (*COLUMNS, *MAPPED_COLUMNS):
-            raise OptionError(
-                f"{setting(key, value)}: {name!r} is not an expected column name{_column_hint(name, column)}"
-            )
+        text = setting(key, value)
+        if name not in _EXPECTED:
+            near = did_you_mean(name, _EXPECTED) or f"; expected one of {listing(_EXPECTED)}"
+            near = f"; use {_ELSEWHERE[name]!r} instead" if name in _ELSEWHERE else near
+            if column in _EXPECTED:
+                near = f"; the mapping is from expected name to name in the data: {{{column}: {name}}}"
+            raise OptionError(f"{text}: {name!r} is not an expected column name{near}")
         if column in names:
-            raise OptionError(
-                f"{setting(key, value)}: {column!r} is mapped to both {names[column]} and {name}; remove one of them"
-            )
+            raise OptionError(f"{text}: {column!r} is mapped to both {names[column]} and {name}; remove one of them")
         names[column] = name
-
-
-def _column_hint(name: str, column: Any) -> str:
-    known = (*COLUMNS, *MAPPED_COLUMNS)
-    if column in known:
-        return f"; the mapping is from expected name to name in the data: {{{column}: {name}}}"
-    if name in _ELSEWHERE:
-        return f"; use {_ELSEWHERE[name]!r} instead"
-    return did_you_mean(name, known) or f"; expected one of {', '.join(known)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +165,7 @@ def mixture_parts(value: list[Any] | dict[str, Any] | str) -> list[MixturePart]:
     unweighted = [part.dataset_name for part in parts if part.weight is None]
     if unweighted and len(unweighted) < len(parts):
         raise OptionError(
-            f"dataset_mixture: {unweighted[0]} has no weight, but other parts do; set a weight for every part or none"
+            f"dataset_mixture: {unweighted[0]} has no weight, but others do; set one for every part or none"
         )
     return parts
 
@@ -236,8 +185,7 @@ def check_mixture(options: Any) -> None:
     mixture_parts(options.dataset_mixture)
     for name in ("dataset_name", "dataset_config"):
         if getattr(options, name) is not None:
-            also = "dataset_mixture is set as well; remove one of them, or add the dataset to the mixture"
-            refuse(options, name, f"{also}: {{dataset_name: …}}")
+            refuse(options, name, "dataset_mixture is set as well; remove one, or add the dataset to the mixture")
 
 
 def _mixture_part(where: str, item: Any) -> MixturePart:

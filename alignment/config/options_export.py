@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from alignment.config.errors import OptionError
+from alignment.config.errors import refuse
 from alignment.config.fields import Natural, option, validated
 
 
@@ -37,9 +37,9 @@ class ExportOptions:
     def __post_init__(self) -> None:
         vars(self).update(validated(type(self), vars(self)))
         if not re.fullmatch(r"[1-9]\d*[KMG]i?B", self.max_shard_size):
-            raise OptionError(f"max_shard_size={self.max_shard_size!r}: expected a size such as 5GB or 500MB")
+            refuse(self, "max_shard_size", "expected a size such as 5GB or 500MB")
         if self.load_in_4bit and self.load_in_8bit:
-            raise OptionError("load_in_4bit: the base cannot be in 4 bits and in 8 bits; remove load_in_8bit")
+            refuse(self, "load_in_4bit load_in_8bit", "they contradict each other; remove one of them")
 
     @property
     def quantization(self) -> dict[str, Any] | None:

@@ -5,11 +5,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from alignment.config.errors import refuse, setting
 from alignment.config.fields import Count, Free, Late, Natural, NotNegative, Positive, option
 
 
@@ -23,17 +22,11 @@ class FaultOptions:
         "(save the weights of the last good step and end the run) or `skip` (skip the update of this window).",
     )
     loss_spike_factor: Late[Free[Annotated[float, Gt(1)] | None]] = option(
-        None,
-        "Treat a step as bad if its loss exceeds this multiple of the running median. If unset, loss spikes are not "
-        "detected.",
+        None, "Treat a step as bad if its loss exceeds this multiple of the running median."
     )
     max_bad_steps: Late[Free[Count]] = option(10, "Maximum number of bad steps to skip; one more ends the run.")
-    retries: Free[Natural] = option(
-        3, "Number of retries after a temporary failure to read data or to call a reward function or judge."
-    )
-    retry_pause: Free[NotNegative] = option(
-        5.0, "Seconds to wait before the first retry. The pause doubles with every further retry, up to 5 minutes."
-    )
+    retries: Free[Natural] = option(3, "Number of retries of a failing read of data, reward call or judge.")
+    retry_pause: Free[NotNegative] = option(5.0, "Seconds before the first retry; doubles every time, up to 300.")
     hang_timeout: Late[Free[Positive]] = option(
         600.0, "Seconds without progress after which a rank is considered hung and the run ends; see `hang_factor`."
     )
@@ -41,24 +34,9 @@ class FaultOptions:
         3600.0, "`hang_timeout` for the first time that each phase (loading, rollout, save and others) runs."
     )
     hang_factor: Late[Free[Positive]] = option(
-        5.0,
-        "Extend `hang_timeout` in a phase to this multiple of the longest time without progress observed in it, if "
-        "that is longer.",
+        5.0, "Extend `hang_timeout` to this multiple of the longest time without progress observed in a phase."
     )
     # At least 5: heartbeats come twice a second, unless the GIL or the network delays them.
     peer_timeout: Free[Annotated[float, Ge(5)]] = option(
-        25.0,
-        "Seconds without a heartbeat from a rank (killed, stopped, host or network down) after which the run ends.",
+        25.0, "Seconds without a heartbeat from a rank (killed, stopped or unreachable) after which the run ends."
     )
-
-
-def check_faults(options: Any) -> None:
-    """Raise :class:`OptionError` for an option of this section without effect."""
-    first, usual = options.hang_timeout_first, options.hang_timeout
-    if first != FaultOptions.hang_timeout_first and first < usual:
-        at_least = f"must be at least {setting('hang_timeout', usual)}, which applies to every phase"
-        refuse(options, "hang_timeout_first", f"{at_least}; lower hang_timeout as well")
-    if options.retry_pause not in (0, FaultOptions.retry_pause) and not options.retries:
-        refuse(options, "retry_pause", "has no effect with retries=0; remove it")
-    if options.max_bad_steps != FaultOptions.max_bad_steps and options.on_bad_step == "stop":
-        refuse(options, "max_bad_steps", "has no effect with on_bad_step='stop'; remove it, or set on_bad_step: skip")

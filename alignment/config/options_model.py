@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias, get_args
 
-from alignment.config.errors import OptionError, refuse, setting
+from alignment.config.errors import refuse, setting
 from alignment.config.fields import (
     Count,
     Early,
@@ -21,17 +21,17 @@ from alignment.config.fields import (
     Shared,
     option,
     option_fields,
+    words,
 )
 
 RefPlacement: TypeAlias = Literal["none", "adapter", "offload", "sharded", "replica", "precomputed"]
 REF_PLACEMENTS: tuple[str, ...] = get_args(RefPlacement)
 LORA = (
-    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save",
-    "use_rslora", "use_dora",
-)  # fmt: skip
-FOUR_BITS = (
-    "bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "use_bnb_nested_quant",
-)  # fmt: skip
+    *words("lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save"),
+    *("use_rslora", "use_dora"),
+)
+FOUR_BITS = words("bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_quant_storage use_bnb_nested_quant")
+_QUANTIZED = ("load_in_4bit", "load_in_8bit", "ref_load_in_4bit", "reward_load_in_4bit")
 
 
 @dataclass(kw_only=True)
@@ -54,29 +54,21 @@ class ModelOptions:
     )
     ref_placement: Free[RefPlacement | None] = option(
         None,
-        "Where the reference's log-probs come from: `adapter` (the policy with its adapters disabled, or replaced by "
-        "a frozen copy; the default with adapters), `replica` (replicated on every device; the default on CPU), "
-        "`sharded` (ZeRO-3, parameters on the devices), `offload` (ZeRO-3, parameters in host memory) or "
-        "`precomputed` (computed once and stored on disk). On GPUs, defaults to the first of `replica`, `sharded` and "
-        "`offload` that fits in memory.",
+        "Where the reference's log-probs come from: `adapter` (the policy without its adapters; the default with "
+        "adapters), `replica` (on every device), `sharded` (ZeRO-3), `offload` (ZeRO-3, in host memory) or "
+        "`precomputed`. Defaults to the first of `replica`, `sharded` and `offload` that fits in memory.",
     )
     ref_deepspeed: Free[dict[str, Any] | str | None] = option(
-        None,
-        "DeepSpeed JSON of the reference engine: a path, a name in `ds_configs/` or a mapping. Defaults to that of "
-        "the placement.",
+        None, "DeepSpeed JSON of the reference engine, as for `deepspeed`. Defaults to that of the placement."
     )
     ref_load_in_4bit: bool | None = option(
-        None,
-        "Load the reference in 4-bit. If unset and the reference is the initial policy, it is loaded like the policy.",
-        switch=True,
+        None, "Load the reference in 4-bit. By default, the initial policy is loaded like the policy.", switch=True
     )
-    disable_dropout: Early[bool] = option(
-        True, "Set all dropout probabilities of policy and reference to 0, including those of adapters."
-    )
+    disable_dropout: Early[bool] = option(True, "Set dropout of policy, adapters and reference to 0.")
     use_liger_kernel: bool = option(
         False,
-        "Use Liger kernels for normalization, rotary embeddings and SwiGLU or GeGLU in policy, reference and reward "
-        'model. Requires a GPU and `pip install "deepspeed-alignment[liger]"`.',
+        "Use Liger kernels in policy, reference and reward model. Requires a GPU and "
+        '`pip install "deepspeed-alignment[liger]"`.',
         older=("use_liger",),
     )
     liger_kernel_config: Keywords = option(
@@ -86,9 +78,7 @@ class ModelOptions:
         False, "Accepted for compatibility; has no effect, as the log-prob head is fused."
     )
     router_aux_loss_coef: NotNegative | None = option(
-        None,
-        "Weight of the load-balancing loss of MoE models; requires `output_router_logits`. Defaults to the model's "
-        "value.",
+        None, "Weight of the load-balancing loss of MoE models (`output_router_logits`). Defaults to the model's."
     )
 
 
@@ -99,12 +89,10 @@ class PrecisionOptions:
     dtype: Free[Shared[Literal["auto", "bfloat16", "float16", "float32"] | None]] = option(
         None,
         "Compute dtype if `bf16` and `fp16` are unset. `auto` or unset: bf16 on GPUs that support it natively, fp16 "
-        "on GPUs that only emulate bf16 (Volta, Turing), fp32 on CPUs.",
+        "on Volta and Turing, fp32 on CPUs.",
         older=("torch_dtype",),
     )
-    bf16: Free[bool | None] = option(
-        None, "Compute in bfloat16. Defaults to true if all GPUs in use support it natively.", switch=True
-    )
+    bf16: Free[bool | None] = option(None, "Compute in bfloat16, the default if all GPUs support it.", switch=True)
     fp16: Free[bool | None] = option(None, "Compute in float16 with dynamic loss scaling.", switch=True)
     tf32: Early[bool | None] = option(
         None, "Allow TF32 in fp32 matrix multiplications (Ampere or newer). Defaults to torch's setting.", switch=True
@@ -119,33 +107,21 @@ class AdapterOptions:
     use_peft: Shared[bool] = option(False, "Train LoRA adapters instead of the full model.")
     lora_r: Shared[Count] = option(16, "Rank of the LoRA matrices.")
     lora_alpha: Shared[Count] = option(32, "Scale of LoRA: the update is multiplied by `lora_alpha / lora_r`.")
-    lora_dropout: Shared[Share] = option(
-        0.05, "Dropout probability of the adapters' inputs. Has an effect only with `disable_dropout: false`."
-    )
+    lora_dropout: Shared[Share] = option(0.05, "Dropout of the adapters' inputs, with `disable_dropout: false`.")
     lora_target_modules: Shared[str | list[str] | None] = option(
-        None,
-        "Modules to adapt, by name or as a regular expression. Defaults to all linear layers except the head.",
+        None, "Modules to adapt, by name or as a regular expression. Defaults to all linear layers except the head."
     )
     lora_target_parameters: Shared[list[str] | None] = option(
-        None, "Names of parameters to adapt, such as the experts of an MoE model: `mlp.experts.gate_up_proj`."
+        None, "Parameters to adapt, such as the experts of an MoE model: `mlp.experts.gate_up_proj`."
     )
     lora_modules_to_save: Shared[list[str] | None] = option(
         None, "Modules to train fully and save with the adapters, such as `lm_head`."
     )
     use_rslora: Shared[bool] = option(False, "Rank-stabilized LoRA: scale by `lora_alpha / sqrt(lora_r)`.")
     use_dora: Shared[bool] = option(False, "Weight-decomposed LoRA (DoRA).")
-    adapter_name_or_path: Free[str | None] = option(
-        None, "PEFT adapter of this model to continue training: a folder or a Hub name."
-    )
-    model_adapter_name: str | None = option(
-        None,
-        "Adapter to train if you pass a `PeftModel` with several adapters. Defaults to the active adapter.",
-    )
-    ref_adapter_name: str | None = option(
-        None,
-        "Adapter to use as the reference if you pass a `PeftModel` with several adapters. Defaults to the initial "
-        "policy.",
-    )
+    adapter_name_or_path: Free[str | None] = option(None, "PEFT adapter of this model to continue training.")
+    model_adapter_name: str | None = option(None, "Adapter to train of a `PeftModel`. Defaults to the active one.")
+    ref_adapter_name: str | None = option(None, "Adapter of a `PeftModel` to use as reference.")
     load_in_4bit: Shared[bool] = option(False, "Load the base model in 4-bit (QLoRA).")
     load_in_8bit: Shared[bool] = option(False, "Load the base model in 8-bit.")
     bnb_4bit_quant_type: Shared[Literal["nf4", "fp4"]] = option("nf4", "Quantization type of 4-bit weights.")
@@ -153,13 +129,10 @@ class AdapterOptions:
         None, "Dtype for computation with 4-bit weights. Defaults to the compute dtype."
     )
     bnb_4bit_quant_storage: Shared[Literal["bfloat16", "float16", "float32", "uint8"] | None] = option(
-        None,
-        "Storage dtype of packed 4-bit weights. Defaults to the compute dtype, which ZeRO-3 requires.",
+        None, "Storage dtype of packed 4-bit weights. Defaults to the compute dtype, which ZeRO-3 requires."
     )
     use_bnb_nested_quant: Shared[bool] = option(True, "Also quantize the quantization constants of 4-bit weights.")
-    merged_output_dir: Late[Free[str | None]] = option(
-        None, "After training, also save the model with its adapters merged to this folder."
-    )
+    merged_output_dir: Late[Free[str | None]] = option(None, "Folder for another copy, with adapters merged.")
 
 
 @dataclass(kw_only=True)
@@ -168,8 +141,7 @@ class ReferenceOptions:
 
     precompute_ref_log_probs: bool = option(False, "Alias of `ref_placement: precomputed`.")
     precompute_ref_batch_size: Free[Count | None] = option(
-        None,
-        "Batch size per device for `ref_placement: precomputed`. Defaults to `per_device_eval_batch_size`.",
+        None, "Batch size per device for `ref_placement: precomputed`. Defaults to `per_device_eval_batch_size`."
     )
     sync_ref_model: bool = option(False, "Move the reference toward the policy during training (TR-DPO).")
 
@@ -180,21 +152,19 @@ def check_adapters(options: Any) -> None:
     Raises:
         OptionError: an option without effect, or quantization without bitsandbytes.
     """
-    if options.adapter_name_or_path is not None:
-        changed = _changed(options, (*LORA, "use_peft"))
-        if changed not in (None, "use_peft"):
-            path = setting("adapter_name_or_path", options.adapter_name_or_path)
-            refuse(options, changed, f"has no effect with {path}, which has its own settings; remove it")
-    elif not options.use_peft and (changed := _changed(options, LORA)):
-        refuse(options, changed, "has no effect without adapters; set use_peft: true")
+    lora = changed_lora(options)
+    if lora and options.adapter_name_or_path is not None:
+        path = setting("adapter_name_or_path", options.adapter_name_or_path)
+        refuse(options, lora, f"has no effect with {path}, which has its own settings; remove it")
+    if lora and not options.use_peft:
+        refuse(options, lora, "has no effect without adapters; set use_peft: true")
     if options.load_in_4bit and options.load_in_8bit:
         refuse(options, "load_in_4bit load_in_8bit", "they contradict each other; remove one of them")
-    in_4bit = options.load_in_4bit or options.ref_load_in_4bit or getattr(options, "reward_load_in_4bit", False)
-    if not in_4bit and (changed := _changed(options, FOUR_BITS)):
+    quantized = [name for name in _QUANTIZED if getattr(options, name, False)]
+    if not {*quantized} - {"load_in_8bit"} and (changed := _changed(options, FOUR_BITS)):
         refuse(options, changed, "has no effect without 4-bit weights; set load_in_4bit: true")
-    for name in ("load_in_4bit", "load_in_8bit", "ref_load_in_4bit", "reward_load_in_4bit"):
-        if getattr(options, name, False) and find_spec("bitsandbytes") is None:
-            raise OptionError(f"{name}=True requires bitsandbytes; run pip install bitsandbytes, or remove {name}")
+    if quantized and find_spec("bitsandbytes") is None:
+        refuse(options, quantized[0], "requires bitsandbytes; run pip install bitsandbytes, or remove it")
 
 
 def changed_lora(options: Any) -> str | None:
@@ -203,6 +173,5 @@ def changed_lora(options: Any) -> str | None:
 
 
 def _changed(options: Any, names: Iterable[str]) -> str | None:
-    """Return the first of these options that is not at its default, or None."""
     defaults = {field.name: field.default for field in option_fields(options)}
     return next((name for name in names if getattr(options, name) != defaults[name]), None)

@@ -26,47 +26,37 @@ class RolloutOptions:
     """Rollout."""
 
     max_length: Annotated[int, Ge(2)] = option(
-        512,
-        "Maximum length of prompt and completion together, in tokens. Prompts longer than `max_length - "
-        "max_new_tokens` are dropped, not truncated.",
+        512, "Maximum length of prompt and completion together, in tokens. Longer prompts are dropped, not truncated."
     )
     max_new_tokens: Count = option(64, "Maximum length of a completion, in tokens.")
     num_generations: Annotated[int, Ge(2)] = option(
         2, "Number of completions to sample per prompt. If more than 2, the best and the worst form the pair."
     )
     temperature: Positive = option(0.9, "Sampling temperature.")
-    top_p: Annotated[float, Gt(0), Le(1)] = option(
-        1.0, "Sample from the smallest set of most likely tokens with at least this total probability. 1: all tokens."
-    )
+    top_p: Annotated[float, Gt(0), Le(1)] = option(1.0, "Total probability of the likeliest tokens to sample from.")
     top_k: Natural = option(0, "Sample from this number of most likely tokens. 0: all tokens.")
     min_p: Annotated[float, Ge(0), Le(1)] | None = option(
-        None,
-        "Sample from tokens with at least this probability relative to that of the most likely token. Unset: all "
-        "tokens.",
+        None, "Least probability of a token to sample, relative to that of the most likely token."
     )
     repetition_penalty: Positive = option(1.0, "Penalty on tokens that already occur in the sequence. 1: no penalty.")
     generation_kwargs: Keywords = option(
         None, "Further arguments of transformers' `GenerationConfig`, such as `no_repeat_ngram_size`."
     )
-    rollout_backend: Literal["auto", "continuous", "generate", "vllm"] = option(
+    rollout_backend: Literal["auto", "continuous", "generate"] = option(
         "auto",
         "Generation backend: `generate` (left-padded batches), `continuous` (transformers' continuous batching) or "
-        "`auto` (the faster one on this device that supports the model and the requested logits processors).",
+        "`auto` (the faster one that supports the model and the requested logits processors).",
     )
     use_transformers_paged: bool = option(False, "Alias of `rollout_backend: continuous`.")
     rollout_batch_size: Count | None = option(
-        None,
-        "Number of completions generated at the same time on each device. Defaults to as many as fit in memory with "
-        "their KV cache.",
+        None, "Number of completions generated at the same time on each device. Defaults to as many as fit in memory."
     )
     ds3_gather_for_generation: Free[bool | None] = option(
         None,
         "With ZeRO-3, gather the full policy once per rollout (`true`), or layer by layer for every token (`false`). "
         "By default, the policy is gathered if weights and KV cache fit in four fifths of every device's free memory.",
     )
-    log_completions: Free[Natural] = option(
-        1, "Write prompts, completions and scores to `completions.jsonl` every N logs. 0: never."
-    )
+    log_completions: Free[Natural] = option(1, "Write completions to `completions.jsonl` every N logs. 0: never.")
     num_completions_to_log: Free[Count] = option(8, "Number of prompts to write each time.")
 
 
@@ -75,37 +65,26 @@ class RewardOptions:
     """Rewards."""
 
     reward_model_path: Free[str | None] = option(
-        None,
-        "Reward model: folder or Hub name of a sequence classifier with one label. To train one, use method `reward`.",
+        None, "Reward model: folder or Hub name of a sequence classifier with one label, as method `reward` trains."
     )
     reward_funcs: Free[list[str] | str | None] = option(
         None,
         "Python functions that score completions, as `file.py:function` or `package.module:function`.",
         several=True,
     )
-    reward_weights: list[float] | None = option(
-        None, "Weights of the rewards in their sum, that of the reward model first. Defaults to 1 for each."
-    )
+    reward_weights: list[float] | None = option(None, "Weights of the rewards in their sum, the reward model's first.")
     judge: Free[dict[str, Any] | str | None] = option(
         None,
-        "Judge that compares pairs of completions, instead of rewards: `file.py:name` of a function that takes "
-        "`(prompts, pairs)` and returns 0, 1 or -1 for each pair; a mapping for a model at an OpenAI-compatible "
-        "endpoint, such as `{base_url: http://localhost:8000/v1, model: NAME}`; or `openai`, `hf` or `pair_rm`. See "
+        "Judge that compares pairs of completions, instead of rewards: `file.py:name` of a function, a mapping with "
+        "the `base_url` and `model` of an OpenAI-compatible endpoint, or `openai`, `hf` or `pair_rm`. See "
         "docs/guides/rewards.md.",
     )
-    missing_eos_penalty: NotNegative | None = option(
-        None, "Penalty to subtract from the score of a completion that does not end with an end-of-sequence token."
-    )
+    missing_eos_penalty: NotNegative | None = option(None, "Penalty on the score of a completion that has no end.")
     reward_batch_size: Free[Count | None] = option(
         None, "Batch size of the reward model. Defaults to twice `per_device_train_batch_size`."
     )
-    reward_placement: Free[FrozenPlacement | None] = option(
-        None,
-        "Placement of the reward model: `offload`, `sharded` or `replica`, as for `ref_placement`.",
-    )
-    reward_deepspeed: Free[dict[str, Any] | str | None] = option(
-        None, "DeepSpeed JSON of the reward model's engine: a path, a name in `ds_configs/` or a mapping."
-    )
+    reward_placement: Free[FrozenPlacement | None] = option(None, "Placement, as for `ref_placement`.")
+    reward_deepspeed: Free[dict[str, Any] | str | None] = option(None, "DeepSpeed JSON of the reward model's engine.")
     reward_load_in_4bit: bool | None = option(None, "Load the reward model in 4-bit.", switch=True)
 
 
@@ -115,11 +94,9 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
 
     def resolve(self) -> None:
         """Translate ``use_transformers_paged`` to ``rollout_backend``."""
+        if self.use_transformers_paged and self.rollout_backend == "generate":
+            refuse(self, "use_transformers_paged rollout_backend", "they contradict each other; remove one of them")
         if self.use_transformers_paged:
-            if self.rollout_backend not in ("auto", "continuous"):
-                refuse(
-                    self, "use_transformers_paged rollout_backend", "they contradict each other; remove one of them"
-                )
             self.rollout_backend = "continuous"
 
     def check(self) -> None:
@@ -133,50 +110,30 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
         if self.judge is not None:
             self.check_judge(self.judge if isinstance(self.judge, str) else str(self.judge.get("model")))
 
-    @property
-    def max_prompt_length(self) -> int:
-        """Maximum length of a prompt, in tokens."""
-        return self.max_length - self.max_new_tokens
-
-    @property
-    def max_completion_length(self) -> int:
-        """Maximum length of a completion, in tokens."""
-        return self.max_new_tokens
-
-    @property
-    def truncation_mode(self) -> str:
-        """Has no effect, as prompts are not truncated; the tokenization of rows reads it for all methods."""
-        return "keep_end"
+    max_prompt_length = property(lambda self: self.max_length - self.max_new_tokens, doc="In tokens.")
+    max_completion_length = property(lambda self: self.max_new_tokens, doc="In tokens.")
+    # Has no effect, as prompts are not truncated; the tokenization of rows reads it for all methods.
+    truncation_mode = property(lambda self: "keep_end", doc="Prompts are not truncated.")
 
     def check_named(self) -> None:
         """Require a reward model, a reward function or a judge."""
         if self.reward_model_path is None and not self.reward_funcs and self.judge is None:
-            raise OptionError(
-                "reward_model_path=None: Online DPO needs something to score completions; set reward_model_path, "
-                "reward_funcs (file.py:function) or judge"
-            )
+            why = "Online DPO needs something to score completions; set it, reward_funcs (file.py:function) or judge"
+            refuse(self, "reward_model_path", why)
 
     def _check_deterministic(self) -> None:
         """Reject sampling that calls ``torch.cumsum``, which has no deterministic kernel for CUDA."""
         given = {"top_p": self.top_p if self.top_p < 1 else None, **keywords(self.generation_kwargs)}
         for name in CUMULATIVE:
             if given.get(name) is not None:
-                instead = "set top_p: 1.0" if name == "top_p" else "remove it"
-                raise OptionError(
-                    f"{setting(name, given[name])}: torch has no deterministic implementation of it on a GPU, as "
-                    f"full_determinism=True requires; {instead}, or use top_k or min_p"
-                )
+                why = "torch has no deterministic implementation of it on a GPU, as full_determinism=True requires"
+                raise OptionError(f"{setting(name, given[name])}: {why}; remove it, or use top_k or min_p")
 
     def check_judge(self, judge: str) -> None:
         """Reject options that have no effect with a judge; ``judge`` names it in messages."""
         for name in (*_REWARD_OPTIONS, *CLASSIFIER_OPTIONS):
             if getattr(self, name) is not None:
-                raise OptionError(
-                    f"{setting('judge', judge)} and {setting(name, getattr(self, name))}: a judge ranks completions "
-                    "without rewards; remove one of them"
-                )
+                both = f"{setting('judge', judge)} and {setting(name, getattr(self, name))}"
+                raise OptionError(f"{both}: a judge ranks completions without rewards; remove one of them")
         if self.num_generations > 2:
-            refuse(
-                self, "num_generations",
-                "a judge compares two completions; set it to 2, or use reward_funcs or reward_model_path",
-            )  # fmt: skip
+            refuse(self, "num_generations", "a judge compares two completions; set it to 2, or use reward_funcs")

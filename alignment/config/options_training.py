@@ -26,10 +26,18 @@ from alignment.config.fields import (
     option,
 )
 
-# transformers' SchedulerType; a test compares the two.
+# transformers' SchedulerType without the schedules that depend on a metric.
 Schedule: TypeAlias = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
-    "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy",
+    "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay",
+]  # fmt: skip
+# Of transformers' OptimizerNames, those of torch and bitsandbytes, and DeepSpeed's own two. Not Adagrad: torch creates
+# its states in the constructor, which ZeRO calls again with the sharded weights in a single group.
+Optimizer: TypeAlias = Literal[
+    "adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit",
+    "deepspeed_cpu_adam", "deepspeed_fused_adam", "sgd", "rmsprop", "adafactor", "lion_8bit", "lion_32bit",
+    "paged_lion_8bit", "paged_lion_32bit", "ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit",
+    "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit",
 ]  # fmt: skip
 
 
@@ -46,9 +54,7 @@ class TrainingOptions:
         8, "Micro-batch size: number of rows per device and forward pass.", older=("per_gpu_train_batch_size",)
     )
     per_device_eval_batch_size: Free[Count | None] = option(
-        None,
-        "Micro-batch size of evaluation. Defaults to `per_device_train_batch_size`.",
-        older=("per_gpu_eval_batch_size",),
+        None, "Micro-batch size of evaluation, by default that of training.", older=("per_gpu_eval_batch_size",)
     )
     gradient_accumulation_steps: Free[Count] = option(1, "Number of micro-batches per optimizer step on each device.")
     learning_rate: Early[NotNegative] = option(1e-6, "Peak learning rate.")
@@ -63,12 +69,11 @@ class TrainingOptions:
     lr_scheduler_kwargs: Early[Keywords] = option(None, "Further arguments of the schedule.")
     warmup_ratio: Early[Share] = option(0.0, "Fraction of the steps over which the learning rate increases from 0.")
     warmup_steps: Early[WarmupSteps] = option(0, "Number of warmup steps, or a fraction of all steps if less than 1.")
-    optim: str = option(
+    optim: Optimizer = option(
         "adamw_torch",
-        "Optimizer: `adamw_torch` (fused; alias `adamw_torch_fused`); `adamw_8bit`, `paged_adamw_8bit` or "
-        "`paged_adamw_32bit` (bitsandbytes, with states of 2, 2 and 8 bytes per parameter), and the same variants of "
-        "`lion`, `ademamix` and `rmsprop_bnb`; `deepspeed_cpu_adam` or `deepspeed_fused_adam` (compiled at first "
-        "use); `sgd`; `rmsprop`; or `adafactor` (`zero0` only).",
+        "Optimizer: `adamw_torch` (fused); `adamw_8bit`, `paged_adamw_8bit`, `paged_adamw_32bit` (bitsandbytes), and "
+        "the same variants of `lion`, `ademamix` and `rmsprop_bnb`; `deepspeed_cpu_adam` or `deepspeed_fused_adam` "
+        "(compiled at first use); `sgd`; `rmsprop`; or `adafactor` (`zero0` only).",
     )
     optim_args: dict[str, Any] | str | None = option(
         None, "Further arguments of the optimizer: `key=value,key=value` or a mapping."
@@ -76,9 +81,7 @@ class TrainingOptions:
     seed: Annotated[int, Ge(0), Le(2**32 - 1)] = option(42, "Random seed.")
     data_seed: Natural | None = option(None, "Random seed of the row order. Defaults to `seed`.")
     full_determinism: Early[bool] = option(
-        False,
-        "Use deterministic kernels only, for bitwise reproducible runs. Slower. On a GPU, Online DPO cannot sample "
-        "with `top_p` then.",
+        False, "Use deterministic kernels only, which are slower. On a GPU, this excludes `top_p` in Online DPO."
     )
 
 
@@ -95,9 +98,7 @@ class MemoryOptions:
         older=("activation_checkpointing",),
     )
     gradient_checkpointing_kwargs: Free[Keywords] = option(
-        None,
-        "Arguments of torch's checkpoint function, if `gradient_checkpointing` is on.",
-        older=("activation_checkpointing_kwargs",),
+        None, "Arguments of torch's checkpoint function.", older=("activation_checkpointing_kwargs",)
     )
     activation_offloading: Free[bool] = option(False, "Offload activations to host memory until the backward pass.")
     auto_find_batch_size: Free[bool] = option(False, "Halve the micro-batch size after running out of memory.")
@@ -108,33 +109,22 @@ class LoggingOptions:
     """Logging and evaluation."""
 
     logging_strategy: Late[Free[Strategy]] = option("steps", "When to log: `no`, `steps` or `epoch`.")
-    logging_steps: Late[Free[Steps]] = option(
-        10, "Number of optimizer steps between logs, or a fraction of all steps if less than 1."
-    )
+    logging_steps: Late[Free[Steps]] = option(10, "Steps between logs, or a fraction of all steps if less than 1.")
     logging_first_step: Late[Free[bool]] = option(False, "Also log the first step.")
     report_to: Free[str | list[str]] = option(
-        "none",
-        "transformers' reporting integrations, such as `tensorboard` or `wandb`; `all` for all that are installed.",
+        "none", "transformers' reporting integrations, such as `wandb`; `all` for all that are installed."
     )
     run_name: Late[Free[str | None]] = option(None, "Name of the run for logging.")
     disable_tqdm: Late[Free[bool]] = option(False, "Disable progress bars.")
-    include_num_input_tokens_seen: Late[Free[bool]] = option(
-        False, "Track the number of tokens seen in the trainer's state."
-    )
-    include_tokens_per_second: Late[Free[bool]] = option(
-        False, "Log the number of training tokens per second and device."
-    )
+    include_num_input_tokens_seen: Late[Free[bool]] = option(False, "Track the number of tokens seen.")
+    include_tokens_per_second: Late[Free[bool]] = option(False, "Log the training tokens per second and device.")
     eval_strategy: Late[Free[Strategy]] = option(
         "no", "When to evaluate: `no`, `steps` or `epoch`.", older=("evaluation_strategy",)
     )
     eval_steps: Late[Free[Steps | None]] = option(
-        None,
-        "Number of optimizer steps between evaluations, or a fraction of all steps if less than 1. Defaults to "
-        "`logging_steps`.",
+        None, "Steps between evaluations, or a fraction of all steps if less than 1. Defaults to `logging_steps`."
     )
-    eval_delay: Late[Free[NotNegative]] = option(
-        0, "Number of epochs or steps, depending on `eval_strategy`, before the first evaluation."
-    )
+    eval_delay: Late[Free[NotNegative]] = option(0, "Steps or epochs (`eval_strategy`) before the first evaluation.")
     eval_on_start: Late[Free[bool]] = option(False, "Also evaluate before the first step.")
 
 
@@ -143,16 +133,12 @@ class SavingOptions:
     """Saving and the Hub."""
 
     overwrite_output_dir: Free[bool] = option(
-        False,
-        "Allow an output folder that is not empty. Files of an earlier run are moved to a subfolder `previous-N`.",
+        False, "Allow an output folder that is not empty. Earlier files are moved to a subfolder `previous-N`."
     )
     save_strategy: Late[Free[Literal["no", "steps", "epoch", "best"]]] = option(
-        "steps",
-        "When to save the model: `no`, `steps`, `epoch` or `best` (after every evaluation that is the best so far).",
+        "steps", "When to save the model: `no`, `steps`, `epoch` or `best` (after the best evaluation so far)."
     )
-    save_steps: Late[Free[Steps]] = option(
-        500, "Number of optimizer steps between checkpoints, or a fraction of all steps if less than 1."
-    )
+    save_steps: Late[Free[Steps]] = option(500, "Steps between checkpoints, or a fraction of all if less than 1.")
     save_total_limit: Late[Free[Count | None]] = option(
         None, "Maximum number of checkpoints to keep; older ones are deleted, but never the newest and the best."
     )
@@ -160,9 +146,7 @@ class SavingOptions:
         False, "Save only the model in checkpoints. A run cannot be resumed from such a checkpoint."
     )
     load_best_model_at_end: Late[Free[bool]] = option(
-        False,
-        "Load the weights with the best evaluation at the end of training. Each new best model is saved, regardless "
-        "of `save_strategy`.",
+        False, "Load the weights with the best evaluation at the end of training. Each new best model is saved."
     )
     metric_for_best_model: Late[str | None] = option(
         None, "Evaluation metric that determines the best model. Defaults to `loss` if a best model is requested."
@@ -171,21 +155,13 @@ class SavingOptions:
         None, "Whether a greater metric is better. Defaults to true unless its name ends with `loss`."
     )
     resume_from_checkpoint: Late[Free[Annotated[str | None, BeforeValidator(_latest)]]] = option(
-        None,
-        "Checkpoint folder to resume from, or `latest` (or `true`) for the latest complete checkpoint in "
-        "`output_dir`. With `latest`, training starts from the beginning if there is no checkpoint.",
+        None, "Checkpoint folder to resume from, or `latest` (or `true`) for the latest in `output_dir`, if any."
     )
-    resume_anyway: Late[Free[bool]] = option(
-        False,
-        "Resume even if data, models or options differ from those of the checkpoint. The differences are listed.",
-    )
-    push_to_hub: Free[bool] = option(
-        False, "Upload the model to the Hugging Face Hub at the end, and during training according to `hub_strategy`."
-    )
+    resume_anyway: Late[Free[bool]] = option(False, "Resume even if data, models or options differ; they are listed.")
+    push_to_hub: Free[bool] = option(False, "Upload the model to the Hugging Face Hub; see `hub_strategy`.")
     hub_model_id: Free[str | None] = option(
         None,
-        "Repository to upload to: `owner/name`, or a name in your own namespace. Defaults to the name of "
-        "`output_dir`.",
+        "Repository to upload to, as `owner/name` or `name`. Defaults to the name of `output_dir`.",
         older=("push_to_hub_model_id",),
     )
     hub_token: Free[str | None] = option(
@@ -194,15 +170,11 @@ class SavingOptions:
         older=("push_to_hub_token",),
         shown=False,
     )
-    hub_private_repo: Free[bool | None] = option(
-        None, "Create the repository as private if it does not exist. Defaults to the setting of its owner."
-    )
+    hub_private_repo: Free[bool | None] = option(None, "Whether a new repository is private. Defaults to its owner's.")
     hub_strategy: Free[Literal["end", "every_save", "checkpoint", "all_checkpoints"]] = option(
         "every_save",
         "What to upload: the model, at the `end` or at `every_save`; or, at every save, the model with the last "
         "`checkpoint` or with `all_checkpoints`.",
     )
     hub_always_push: Free[bool] = option(False, "Upload every save, even if an earlier upload is still in progress.")
-    hub_revision: Free[str | None] = option(
-        None, "Branch to upload to; created if it does not exist. Defaults to `main`."
-    )
+    hub_revision: Free[str | None] = option(None, "Branch to upload to, created if missing. Defaults to `main`.")

@@ -1,9 +1,8 @@
-"""Members of transformers' ``TrainingArguments`` that are not options: rank, device, saving ranks, and log level."""
+"""Members of transformers' ``TrainingArguments`` that are not options: rank, device, and log level."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -15,16 +14,8 @@ from alignment.internals.transformers import parallel_mode
 if TYPE_CHECKING:
     import torch
 
+# transformers' names of log levels; "passive" does not change the library's own level.
 LogLevel: TypeAlias = Literal["passive", "detail", "debug", "info", "warning", "error", "critical"]
-# transformers' names of log levels, except "passive", which does not change the library's own level.
-LEVELS = {
-    "detail": logging.DEBUG,
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
-}
 
 
 def _environment_int(name: str, default: int) -> int:
@@ -38,26 +29,17 @@ def _environment_int(name: str, default: int) -> int:
 class ProcessFacts:
     """Properties of the options that depend on the process. torch is imported only when needed."""
 
-    @property
-    def process_index(self) -> int:
-        """Rank of this process."""
-        return _environment_int("RANK", 0)
-
-    @property
-    def local_process_index(self) -> int:
-        """Local rank of this process on its host."""
-        return _environment_int("LOCAL_RANK", 0)
+    process_index = property(lambda self: _environment_int("RANK", 0), doc="Rank of this process.")
+    local_process_index = property(lambda self: _environment_int("LOCAL_RANK", 0), doc="Local rank on this host.")
+    n_gpu = property(lambda self: int(uses_cuda(self)), doc="Number of GPUs of this process: 1 or 0.")
+    should_log = property(lambda self: self.process_index == 0, doc="Whether this process logs.")
+    should_save = property(lambda self: self.process_index == 0, doc="Whether this process saves gathered values.")
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
         machine = planned()
         return _environment_int("WORLD_SIZE", 1) if machine is None else machine.ranks
-
-    @property
-    def n_gpu(self) -> int:
-        """Number of GPUs of this process: 1 or 0."""
-        return int(uses_cuda(self))
 
     @property
     def parallel_mode(self) -> Any:
@@ -73,20 +55,12 @@ class ProcessFacts:
 
         return torch.device("cuda", self.local_process_index) if self.n_gpu else torch.device("cpu")
 
-    @property
-    def should_log(self) -> bool:
-        """Whether this process logs: true on rank 0."""
-        return self.process_index == 0
+    def get_process_log_level(self) -> int:
+        """Return the level for the loggers of a script: ``log_level`` on rank 0, ``log_level_replica`` on others."""
+        from transformers.utils import logging
 
-    @property
-    def should_save(self) -> bool:
-        """Whether this process saves what is gathered from all ranks: true on rank 0."""
-        return self.process_index == 0
-
-    @property
-    def place_model_on_device(self) -> bool:
-        """Whether the engine moves the model to its device: always true."""
-        return True
+        name = vars(self)["log_level" if self.should_log else "log_level_replica"]
+        return int(logging.get_verbosity() if name == "passive" else logging.log_levels[name])
 
     def main_process_first(self, local: bool = True, desc: str = "work") -> contextlib.AbstractContextManager[None]:
         """Run the body on the main process before the others, for example to fill a cache that they read. Collective.

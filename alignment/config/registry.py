@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from alignment.config.errors import OptionError, did_you_mean, setting
+from alignment.config.errors import OptionError, did_you_mean, listing, setting
 from alignment.config.fields import once_per_class, option_fields
 from alignment.config.lookup import load_named, running
 
@@ -25,8 +24,7 @@ OptionsClass: TypeAlias = type[Any]
 Options = TypeVar("Options")
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """The classes of a method, as ``module:Class``. The module of the options must not import torch."""
 
     options: str
@@ -80,10 +78,8 @@ class Registry(Mapping[str, OptionsClass]):
         if self.is_outside(name):
             return self._loaded(name)
         if name not in self.entries or type(options) is not self[name]:
-            raise OptionError(
-                f"method={name!r}: no trainer is registered for {type(options).__name__}; call the trainer class "
-                "directly"
-            )
+            kind = type(options).__name__
+            raise OptionError(f"method={name!r}: no trainer is registered for {kind}; call the trainer class directly")
         return _imported(self.entries[name].trainer)
 
     def is_outside(self, name: str | None) -> bool:
@@ -96,27 +92,21 @@ class Registry(Mapping[str, OptionsClass]):
         Raises:
             OptionError: there is no such method; the message suggests the closest name.
         """
-        if name in self.entries or self.is_outside(name):
-            return
-        known = [*self.entries, *_installed()]
-        raise OptionError(
-            f"{setting('method', name)}: unknown method; set one of {', '.join(known)}, or file.py:Trainer"
-            f"{did_you_mean(name, known)}"
-        )
+        if name not in self.entries and not self.is_outside(name):
+            known = [*self.entries, *_installed()]
+            instead = f"set one of {listing(known)}, or file.py:Trainer{did_you_mean(name, known)}"
+            raise OptionError(f"{setting('method', name)}: unknown method; {instead}")
 
     def _loaded(self, name: str) -> Any:
         self.check(name)
-        trainer = load_named(name, "method") if ":" in name else _imported_entry(_installed()[name])
+        given = setting("method", name)
+        trainer = load_named(name, "method") if ":" in name else _entry_point(name, given)
         options = getattr(trainer, "config_class", None)
         if not isinstance(trainer, type) or not dataclasses.is_dataclass(options):
-            raise OptionError(
-                f"{setting('method', name)}: not a trainer class; expected a subclass of AlignmentTrainer with "
-                "a config_class and a method_class"
-            )
+            raise OptionError(f"{given}: not a trainer class; its config_class has to be a dataclass of options")
         if not getattr(options, "method", ""):
             raise OptionError(
-                f"{setting('method', name)}: its config_class does not define the method's name; set method = ... in "
-                "that class"
+                f"{given}: its config_class does not define the method's name; set method = ... in that class"
             )
         return trainer
 
@@ -140,17 +130,15 @@ def _imported(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _installed() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
+def _installed() -> set[str]:
+    return entry_points(group=GROUP).names
 
 
-def _imported_entry(entry: EntryPoint) -> Any:
-    several = [other.value for other in entry_points(group=GROUP, name=entry.name) if other.value != entry.value]
-    if several:
-        raise OptionError(
-            f"{setting('method', entry.name)}: provided by several packages; set method to one of "
-            f"{', '.join([entry.value, *several])}"
-        )
-    advice = "fix or uninstall the package that provides it"
-    with running(f"{setting('method', entry.name)}: importing {entry.value}", advice):
+def _entry_point(name: str, given: str) -> Any:
+    """Import the class of a method that an installed package registers."""
+    entries = {entry.value: entry for entry in entry_points(group=GROUP, name=name)}
+    if len(entries) > 1:
+        raise OptionError(f"{given}: provided by several packages; set method to one of {listing(entries)}")
+    ((value, entry),) = entries.items()
+    with running(f"{given}: importing {value}", "fix or uninstall the package that provides it"):
         return entry.load()

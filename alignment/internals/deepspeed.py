@@ -17,15 +17,24 @@ _MUON = "deepspeed.runtime.zero.muon.original_muon"
 
 
 def section_models() -> dict[str, type[BaseModel]]:
-    """DeepSpeed's pydantic models of the sections ``zero_optimization``, ``bf16`` and ``fp16``.
+    """DeepSpeed's pydantic models of the sections of its JSON, by dotted path.
 
-    ``deepspeed.initialize`` validates the configuration only after the model is loaded; with these models, invalid
-    values are found before that. They are not exported. Seen with DeepSpeed 0.19.8.
+    ``deepspeed.initialize`` validates the configuration only after the model is loaded; with these models, unknown
+    keys and invalid values are found before that. They are not exported. Seen with DeepSpeed 0.19.8.
     """
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime import precision_config
+    from deepspeed.runtime.zero import config, leaf_module_config, offload_config
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
-    return {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
+    return {
+        "zero_optimization": config.DeepSpeedZeroConfig,
+        "zero_optimization.offload_param": offload_config.DeepSpeedZeroOffloadParamConfig,
+        "zero_optimization.offload_optimizer": offload_config.DeepSpeedZeroOffloadOptimizerConfig,
+        "zero_optimization.leaf_module": leaf_module_config.DeepSpeedZeroLeafModuleConfig,
+        "bf16": precision_config.DeepSpeedBF16Config,
+        "fp16": precision_config.DeepSpeedFP16Config,
+        "timers.throughput": DeepSpeedThroughputTimerConfig,
+    }
 
 
 def is_prebuilt(builder: str) -> bool:

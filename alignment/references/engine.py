@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from alignment.config.options import AlignmentConfig
-from alignment.config.placement import FrozenPlan
 from alignment.data.batching import Batch
 from alignment.engines.collectives import device, true_on_every_rank
+from alignment.engines.placement import FrozenPlan
 from alignment.engines.scoring import FrozenEngine, checked
 from alignment.models.adapters.given import Given, equip
 from alignment.models.adapters.record import Adapters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -226,8 +226,10 @@ def test_an_installed_package_can_provide_a_method(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
-    entries = {"orpo": EntryPoint("orpo", "orpo:ORPOTrainer", registry.GROUP), "gone": EntryPoint("gone", "no:X", "")}
-    monkeypatch.setattr(registry, "_installed", lambda: entries)
+    entries = EntryPoints(
+        EntryPoint(*names, registry.GROUP) for names in (("orpo", "orpo:ORPOTrainer"), ("gone", "no:X"))
+    )
+    monkeypatch.setattr(registry, "entry_points", entries.select)
     given = ["--method", "orpo", *arguments(folder, tmp_path)[2:]]
     assert type(parse(given)).__name__ == "ORPOConfig"
     with pytest.raises(OptionError, match="^method='gone': importing no:X raised ModuleNotFoundError"):

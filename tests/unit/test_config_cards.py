@@ -14,7 +14,7 @@ from helpers import STAGES
 from alignment import KTOConfig
 from alignment.config.dtypes import DtypePlan, compute_dtype, plan_dtypes
 from alignment.config.errors import OptionError
-from alignment.config.placement import plan_frozen
+from alignment.engines.placement import plan_frozen
 from alignment.planning import engines
 
 CARDS = {"P100": (6, 0), "V100": (7, 0), "T4": (7, 5), "A10": (8, 6), "H100": (9, 0)}

@@ -10,18 +10,22 @@ from typing import Any
 import pytest
 
 from alignment.config.deepspeed import _RULES, load_deepspeed_config, policy_config
-from alignment.config.deepspeed_keys import REFUSED, SECTIONS, STAGE3_SHORT, TOP_LEVEL, set_at, value_at
+from alignment.config.deepspeed_keys import REFUSED, TOP_LEVEL, set_at, value_at
 from alignment.config.dtypes import plan_dtypes
 from alignment.config.errors import OptionError
+from alignment.config.fields import words
 from alignment.config.lookup import packaged, packaged_names
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_model import REF_PLACEMENTS
 from alignment.config.options_online import REWARD_PLACEMENTS
-from alignment.config.placement import PLACEMENTS, FrozenPlan, placement_of, plan_frozen
+from alignment.engines.placement import PLACEMENTS, FrozenPlan, placement_of, plan_frozen
 from alignment.methods.kto_options import KTOConfig
 
 POLICIES = ("zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
 HIDDEN = 1024
+STAGE2 = {"zero_optimization": {"stage": 2}}
+OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+MASTERS = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 
 
 @pytest.fixture(autouse=True)
@@ -45,16 +49,8 @@ def refused(base: dict[str, Any], **options: Any) -> str:
 
 def frozen(placement: str | None, base: Any = None, **options: Any) -> FrozenPlan:
     config: AlignmentConfig = KTOConfig("out", **options)
-    return plan_frozen(
-        config,
-        "ref",
-        placement=placement,
-        deepspeed=base,
-        dtypes=plan_dtypes(config, {}),
-        world_size=1,
-        hidden_size=HIDDEN,
-        micro_batch=4,
-    )
+    given: dict[str, Any] = {"placement": placement, "deepspeed": base, "dtypes": plan_dtypes(config, {})}
+    return plan_frozen(config, "ref", **given, world_size=1, hidden_size=HIDDEN, micro_batch=4)
 
 
 def autos(value: Any) -> bool:
@@ -114,16 +110,9 @@ def test_world_size_enters_the_batch() -> None:
 
 @pytest.mark.parametrize(
     ("name", "world", "overlaps", "robin"),
-    [
-        ("zero1", 2, False, False),
-        ("zero2", 1, False, False),
-        ("zero2", 2, True, False),
-        ("zero2_offload", 1, False, False),
-        ("zero2_offload", 2, True, True),
-        ("zero3", 1, True, False),
-        ("zero3_offload", 1, True, False),
-    ],
-)
+    [("zero1", 2, False, False), ("zero2", 1, False, False), ("zero2", 2, True, False), ("zero3", 1, True, False),
+     ("zero2_offload", 1, False, False), ("zero2_offload", 2, True, True), ("zero3_offload", 1, True, False)],
+)  # fmt: skip
 def test_overlap_and_round_robin_need_several_ranks(name: str, world: int, overlaps: bool, robin: bool) -> None:
     """Stage 3 overlaps weight prefetching as well."""
     zero = build(load_deepspeed_config(None, name), world_size=world)["zero_optimization"]
@@ -166,26 +155,17 @@ def test_sizes_by_hidden_size(hidden: int, bucket: int, prefetch: int, live: int
     assert {name: found[name] for name in sizes} == sizes
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "train_batch_size",
-        "gradient_clipping",
-        "bf16.enabled",
-        "fp16.enabled",
-        "data_types.grad_accum_dtype",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "zero_allow_untested_optimizer",
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    ],
-)
-def test_auto_for_keys_set_by_options(path: str) -> None:
+def test_auto_for_keys_set_by_options() -> None:
+    names = words(
+        "train_micro_batch_size_per_gpu gradient_accumulation_steps train_batch_size gradient_clipping bf16.enabled "
+        "fp16.enabled data_types.grad_accum_dtype steps_per_print wall_clock_breakdown zero_allow_untested_optimizer "
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    )
     base: dict[str, Any] = {"zero_optimization": {"stage": 2}}
-    set_at(base, path, "auto")
-    assert value_at(build(base), path) not in (None, "auto")
+    for path in names:
+        set_at(base, path, "auto")
+    made = build(base)
+    assert not {path for path in names if value_at(made, path) in (None, "auto")}
 
 
 @pytest.mark.parametrize("path", ["communication_data_type", "zero_optimization.zero_hpz_partition_size"])
@@ -206,20 +186,11 @@ def test_deepspeeds_own_auto_is_preserved() -> None:
         ({"gradient_accumulation_steps": 2}, ["gradient_accumulation_steps=2", "gradient_accumulation_steps=1"]),
         ({"train_batch_size": 9}, ["train_batch_size=9", "per_device_train_batch_size=8", "1 ranks"]),
         ({"gradient_clipping": 0.5}, ["gradient_clipping=0.5", "max_grad_norm=1.0"]),
-        ({"bf16": {"enabled": False}}, ["bf16.enabled=false", "bf16=True"]),
-        ({"fp16": {"enabled": True}}, ["fp16.enabled=true", "bf16=True"]),
+        ({"bf16": {"enabled": False}}, ["bf16.enabled=False", "bf16=True"]),
+        ({"fp16": {"enabled": True}}, ["fp16.enabled=True", "bf16=True"]),
         ({"zero_allow_untested_optimizer": False}, ["zero_allow_untested_optimizer=False", "optim"]),
-        (
-            {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}},
-            ["stage3_gather_16bit_weights_on_model_save=False", "full weights"],
-        ),
-        (
-            {
-                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-                "zero_force_ds_cpu_optimizer": True,
-            },
-            ["zero_force_ds_cpu_optimizer=True", "optim='adamw_torch'"],
-        ),
+        ({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}}, ["=False", "full weights"]),
+        ({**OFFLOADED, "zero_force_ds_cpu_optimizer": True}, ["zero_force_ds_cpu_optimizer=True", "optim='adamw_"]),
     ],
 )
 def test_contradictions_name_both_sides(base: dict[str, Any], said: list[str]) -> None:
@@ -235,12 +206,11 @@ def test_agreement_is_accepted() -> None:
 
 
 def test_deepspeeds_throughput_timer_is_off_by_default() -> None:
-    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig, get_timers_config
+    from deepspeed.utils.config import get_timers_config
 
     for given in ({}, {"timers": {}}, {"timers": {"throughput": {"synchronized": True}}}):
         assert not get_timers_config(build(given)).enabled
     assert get_timers_config(build({"timers": {"throughput": {"enabled": True}}})).enabled
-    assert SECTIONS["timers.throughput"] == set(DeepSpeedThroughputTimerConfig.model_fields)
     with pytest.raises(OptionError, match="timers.throughput.enable=True: DeepSpeed has no such key.*enabled"):
         build({"timers": {"throughput": {"enable": True}}})
     with pytest.raises(OptionError, match="timers.throughput=True: expected an object"):
@@ -254,32 +224,17 @@ def test_deepspeeds_throughput_timer_is_off_by_default() -> None:
         ({"zero_optimisation": {"stage": 3}}, ["zero_optimisation=", "did you mean 'zero_optimization'"]),
         ({"_comment": "hello"}, ["_comment='hello'", "no such key"]),
         ({"zero_optimization": {"stag": 3}}, ["zero_optimization.stag=3", "did you mean 'stage'"]),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"devise": "cpu"}}},
-            ["zero_optimization.offload_param.devise='cpu'", "'device'"],
-        ),
+        ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, ["offload_param.devise='cpu'", "'device'"]),
         ({"bf16": {"enable": True}}, ["bf16.enable=True", "'enabled'"]),
         ({"data_types": {"grad_acum_dtype": "fp32"}}, ["data_types.grad_acum_dtype='fp32'", "'grad_accum_dtype'"]),
         ({"zero_optimization": 3}, ["zero_optimization=3", "expected an object"]),
         ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage=4", "0, 1, 2 or 3"]),
         ({"zero_optimization": {"stage": True}}, ["zero_optimization.stage=True"]),
-        ({"zero_optimization": {"stage": "auto"}}, ["zero_optimization.stage='auto'"]),
-        ({"optimizer": {"type": "AdamW"}}, ["optimizer=", "only the policy's engine"]),
-        ({"scheduler": {"type": "WarmupLR"}}, ["scheduler=", "only the policy's engine"]),
-        ({"gradient_allreduce_op": "sum"}, ["gradient_allreduce_op='sum'", "gradient"]),
-        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ["cpu_offload=True", "offload_optimizer"]),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, ["offload_param", "stage=2"]),
-        (
-            {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
-            ["offload_optimizer", "stage=0"],
-        ),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ["offload_optimizer", "stage=0"]),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, ["device='nvme'", "not supported"]),
-        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, ["device='nvme'", "set cpu"]),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, ["device='disk'", "cpu or none"]),
-        (
-            {"zero_optimization": {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}},
-            ["prefetch_bucket_size=1", "an alias of"],
-        ),
+        ({"zero_optimization": {"max_live_parameters": 1, "stage3_max_live_parameters": 2}}, ["=1", "an alias of"]),
     ],
 )
 def test_refused_keys(base: dict[str, Any], said: list[str]) -> None:
@@ -290,16 +245,10 @@ def test_refused_keys(base: dict[str, Any], said: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("path", "value"),
-    [
-        ("zero_optimization.reduce_bucket_size", "big"),
-        ("zero_optimization.stage3_max_live_parameters", -1),
-        ("zero_optimization.offload_optimizer.pin_memory", "perhaps"),
-        ("zero_optimization.overlap_comm", [1]),
-        ("bf16.check_grad_overflow", "perhaps"),
-        ("fp16.initial_scale_power", "high"),
-        ("communication_data_type", "fp8"),
-    ],
-)
+    [("zero_optimization.reduce_bucket_size", "big"), ("zero_optimization.stage3_max_live_parameters", -1),
+     ("zero_optimization.offload_optimizer.pin_memory", "perhaps"), ("fp16.initial_scale_power", "high"),
+     ("communication_data_type", "fp8")],
+)  # fmt: skip
 def test_wrong_values(path: str, value: Any) -> None:
     base: dict[str, Any] = {"zero_optimization": {"stage": 3}}
     set_at(base, path, value)
@@ -329,18 +278,12 @@ def test_short_names_are_written_in_full() -> None:
     ("placement", "base", "said"),
     [
         ("sharded", {"zero_optimization": {"stage": 2}}, ["stage=2", "a frozen model requires stage 3"]),
-        ("sharded", {"zero_optimization": {"stage": 1}}, ["stage=1", "a frozen model requires stage 3"]),
-        (
-            "sharded",
-            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
-            ["offload_optimizer", "no optimizer"],
-        ),
+        ("sharded", {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ["has no optimizer"]),
         ("replica", {"zero_optimization": {"stage": 3}}, ["stage=3", "ref_placement='replica'"]),
         ("offload", {"zero_optimization": {"stage": 3}}, ["'sharded'", "ref_placement='offload'"]),
         ("replica", {"gradient_clipping": 1.0}, ["gradient_clipping=1.0", "without optimizer steps"]),
         ("replica", {"train_batch_size": 3}, ["train_batch_size=3", "4 rows"]),
-        ("replica", {"bf16": {"enabled": True}}, ["bf16.enabled=true", "float32"]),
-        ("replica", {"optimizer": {}}, ["optimizer={}"]),
+        ("replica", {"bf16": {"enabled": True}}, ["bf16.enabled=True", "float32"]),
     ],
 )
 def test_refused_references(placement: str, base: dict[str, Any] | None, said: list[str]) -> None:
@@ -361,11 +304,8 @@ def test_placement_of_the_reference() -> None:
 
 def test_placements_are_defined_once() -> None:
     assert set(PLACEMENTS) < set(REF_PLACEMENTS) and tuple(PLACEMENTS) == REWARD_PLACEMENTS
-    assert (
-        PLACEMENTS["sharded"]
-        .describe(2, 4)
-        .startswith("sharded (2 bytes per parameter, sharded over the devices of 4 ranks")
-    )
+    described = PLACEMENTS["sharded"].describe("2", 4)
+    assert described == "sharded (2 bytes per parameter, sharded over the devices of 4 ranks)"
 
 
 @pytest.mark.parametrize(
@@ -414,19 +354,8 @@ def test_missing_file() -> None:
         ({"dtype": "float32", "bf16": False}, {}, ("float32", "float32", "float32")),
         ({}, {"bf16": {"enabled": True}}, ("bfloat16", "float32", "bfloat16")),
         ({"bf16": True}, {"bf16": {"enabled": "auto"}}, ("bfloat16", "float32", "bfloat16")),
-        (
-            {"bf16": True},
-            {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}},
-            ("bfloat16", "float32", "float32"),
-        ),
-        (
-            {"bf16": True, "learning_rate": 1e-4},
-            {
-                "zero_optimization": {"stage": 2},
-                "bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
-            },
-            ("bfloat16", "bfloat16", "bfloat16"),
-        ),
+        ({"bf16": True}, {**STAGE2, "data_types": {"grad_accum_dtype": "fp32"}}, ("bfloat16", "float32", "float32")),
+        ({"bf16": True, "learning_rate": 1e-4}, {**STAGE2, **MASTERS}, ("bfloat16", "bfloat16", "bfloat16")),
     ],
 )
 def test_plan(options: dict[str, Any], base: dict[str, Any], expected: tuple[str, str, str]) -> None:
@@ -435,42 +364,29 @@ def test_plan(options: dict[str, Any], base: dict[str, Any], expected: tuple[str
     assert plan.ds["bf16"] == {"enabled": expected[0] == "bfloat16"} and plan.ds["fp16"] == {"enabled": False}
 
 
-_MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-
-
 @pytest.mark.parametrize(
     ("options", "base", "said"),
     [
-        ({"bf16": False}, {"bf16": {"enabled": True}}, ["bf16.enabled=true", "bf16=False"]),
-        ({"dtype": "float32"}, {"bf16": {"enabled": True}}, ["bf16.enabled=true", "dtype='float32'"]),
-        ({"bf16": True}, {"fp16": {"enabled": True}}, ["fp16.enabled=true", "bf16=True"]),
-        ({"fp16": False}, {"fp16": {"enabled": True}}, ["fp16.enabled=true", "fp16=False"]),
-        ({}, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ["bf16.enabled=true", "fp16.enabled=true"]),
-        ({}, {"bf16": {"enabled": "yes"}}, ['bf16.enabled="yes"']),
-        ({}, {"bf16": True}, ["bf16=true", "expected an object"]),
-        (
-            {"bf16": True, "learning_rate": 1e-6},
-            {"zero_optimization": {"stage": 2}, "bf16": _MASTERS},
-            ["bf16_master_weights_and_grads", "learning_rate=1e-06", "2^-9"],
-        ),
-        ({"bf16": True}, {"bf16": _MASTERS}, ["bf16_master_weights_and_grads", "stage 1, 2 or 3"]),
+        ({"bf16": False}, {"bf16": {"enabled": True}}, ["bf16.enabled=True", "bf16=False"]),
+        ({"dtype": "float32"}, {"bf16": {"enabled": True}}, ["bf16.enabled=True", "dtype='float32'"]),
+        ({"fp16": False}, {"fp16": {"enabled": True}}, ["fp16.enabled=True", "float32"]),
+        ({}, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ["bf16.enabled=true", "fp16.enabled=True"]),
+        ({}, {"bf16": {"enabled": "yes"}}, ["bf16.enabled='yes'"]),
+        ({}, {"bf16": True}, ["bf16=True", "expected an object"]),
+        ({"bf16": True}, {**STAGE2, **MASTERS}, ["bf16_master_weights_and_grads", "learning_rate=1e-06", "2^-9"]),
+        ({"bf16": True}, MASTERS, ["bf16_master_weights_and_grads", "stage 1, 2 or 3"]),
         ({"bf16": True}, {"bf16": {"bf16_optimizer_states": True}}, ["bf16_optimizer_states", "remove it"]),
         ({}, {"fp16": {"fp16_master_weights_and_grads": True}}, ["fp16_master_weights_and_grads", "CPU Adam"]),
-        (
-            {"bf16": True, "learning_rate": 1e-3},
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": _MASTERS},
-            ["bf16_master_weights_and_grads", "CPU Adam"],
-        ),
+        ({"bf16": True, "learning_rate": 1e-3}, {**OFFLOADED, **MASTERS}, ["bf16_master_weights", "CPU Adam"]),
         ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp32"}}, ['grad_accum_dtype="fp32"', "stage 0"]),
         ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp8"}}, ['grad_accum_dtype="fp8"', '"bf16"']),
         ({}, {"data_types": {"grad_accum_dtype": "bf16"}}, ['grad_accum_dtype="bf16"', "float32"]),
     ],
 )
 def test_refused_plans(options: dict[str, Any], base: dict[str, Any], said: list[str]) -> None:
-    with pytest.raises(OptionError) as caught:
-        plan_dtypes(KTOConfig("out", **options), base)
+    message = refused(base, **options)
     for part in said:
-        assert part in str(caught.value)
+        assert part in message
 
 
 @pytest.mark.parametrize(
@@ -479,7 +395,7 @@ def test_refused_plans(options: dict[str, Any], base: dict[str, Any], said: list
         ({}, True),
         ({"data_types": {"grad_accum_dtype": "auto"}}, True),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, False),
-        ({"bf16": _MASTERS}, False),
+        (MASTERS, False),
     ],
 )
 def test_gradients_may_be_accumulated_in_fp32_unless_requested_otherwise(given: dict[str, Any], free: bool) -> None:
@@ -534,27 +450,8 @@ def test_top_level_keys_match_deepspeed() -> None:
     removed = set(ds._REMOVED_TOP_LEVEL_CONFIG_KEYS)
     assert removed <= set(REFUSED), "DeepSpeed removed a key that is not refused here"
     asked = Recorder.asked - removed
-    assert asked - TOP_LEVEL == set(), "DeepSpeed reads keys that are unknown here"
-    assert TOP_LEVEL - asked <= {"scheduler", "optimizer", "bfloat16", "datastates_ckpt", "sequence_parallel_size"}
-
-
-def test_section_keys_match_deepspeed() -> None:
-    from deepspeed.runtime import precision_config
-    from deepspeed.runtime.zero import config, leaf_module_config, offload_config
-
-    models = {
-        "zero_optimization": config.DeepSpeedZeroConfig,
-        "zero_optimization.offload_param": offload_config.DeepSpeedZeroOffloadParamConfig,
-        "zero_optimization.offload_optimizer": offload_config.DeepSpeedZeroOffloadOptimizerConfig,
-        "zero_optimization.leaf_module": leaf_module_config.DeepSpeedZeroLeafModuleConfig,
-        "bf16": precision_config.DeepSpeedBF16Config,
-        "fp16": precision_config.DeepSpeedFP16Config,
-    }
-    for section, model in models.items():
-        fields = model.model_fields
-        assert SECTIONS[section] == set(fields) | {f.alias for f in fields.values() if f.alias}, section
-    aliases = {name: f.alias for name, f in config.DeepSpeedZeroConfig.model_fields.items() if f.alias}
-    assert aliases == STAGE3_SHORT
+    assert asked <= {*TOP_LEVEL, *REFUSED}, "DeepSpeed reads keys that are unknown here"
+    assert TOP_LEVEL.keys() - asked <= {"datastates_ckpt"}
 
 
 def test_names_match_transformers() -> None:
@@ -562,9 +459,8 @@ def test_names_match_transformers() -> None:
     from transformers.training_args import OptimizerNames
 
     from alignment.config.fields import choices_of
-    from alignment.config.options_training import Schedule
-    from alignment.config.refusals import KNOWN_OPTIMIZERS
+    from alignment.config.options_training import Optimizer, Schedule
 
-    assert set(choices_of(Schedule)) == {member.value for member in SchedulerType}
-    own = {"deepspeed_cpu_adam", "deepspeed_fused_adam"}
-    assert set(KNOWN_OPTIMIZERS) - own == {member.value for member in OptimizerNames}
+    on_metrics, own = {"reduce_lr_on_plateau", "greedy"}, {"deepspeed_cpu_adam", "deepspeed_fused_adam"}
+    assert {*choices_of(Schedule)} == {member.value for member in SchedulerType} - on_metrics
+    assert {*choices_of(Optimizer)} - own <= {member.value for member in OptimizerNames}

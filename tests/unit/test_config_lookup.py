@@ -46,6 +46,11 @@ class Needs:
 LIMIT = 3
 '''
 
+BROKEN = {
+    "breaks": "def f(): ...\n1 / 0", "syntax": "def f(: ...", "leaves": "raise SystemExit(3)",
+    "imports": "import nowhere", "_imports_beside": "import nowhere", "_breaks_beside": "{}['k']",
+}  # fmt: skip
+
 
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[Path]:
@@ -106,10 +111,7 @@ def test_a_judge_is_an_object_with_that_method(file: Path) -> None:
         ("{folder}/own.py:zzz", "does not define 'zzz'; available names: length, count, Scorer, Prefers, Needs"),
         ("{folder}/own.py:LIMIT", ": LIMIT is 3 (an integer); expected a function or class"),
         ("{folder}/own.py:Needs", "Needs() raised TypeError: "),
-        (
-            "{folder}/breaks.py:f",
-            ": importing breaks.py raised ZeroDivisionError: division by zero (breaks.py, line 2)",
-        ),
+        ("{folder}/breaks.py:f", " raised ZeroDivisionError: division by zero (breaks.py, line 2)"),
         ("{folder}/syntax.py:f", ": importing syntax.py raised SyntaxError: "),
         ("{folder}/leaves.py:f", ": importing leaves.py raised SystemExit: 3 (leaves.py, line 1)"),
         ("{folder}/imports.py:f", "raised ModuleNotFoundError: No module named 'nowhere' (imports.py, line 1)"),
@@ -122,12 +124,8 @@ def test_a_judge_is_an_object_with_that_method(file: Path) -> None:
 )
 def test_what_cannot_be_loaded(given: str, said: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = file.parent
-    (folder / "breaks.py").write_text("def f(): ...\n1 / 0\n")
-    (folder / "syntax.py").write_text("def f(: ...\n")
-    (folder / "leaves.py").write_text("raise SystemExit(3)\n")
-    (folder / "imports.py").write_text("import nowhere\n")
-    (folder / "_imports_beside.py").write_text("import nowhere\n")
-    (folder / "_breaks_beside.py").write_text("{}['k']\n")
+    for name, text in BROKEN.items():
+        (folder / f"{name}.py").write_text(f"{text}\n")
     if given.startswith("_"):
         monkeypatch.syspath_prepend(folder)
     paths, modules = list(sys.path), set(sys.modules)

@@ -41,12 +41,8 @@ def refused(argv: list[str]) -> str:
 
 def test_recipe_flat_and_in_sections(tmp_path: Path) -> None:
     flat = write(tmp_path, "method: kto\nlearning_rate: 5e-7\nbeta: '0.2'\nsave_strategy: no\n", "flat.yaml")
-    sections = write(
-        tmp_path,
-        "method: kto\ntraining:\n  learning_rate: 5e-7\n  beta: 0.2\nsaving:\n  save_strategy: no\nlogging:\n",
-        "sections.yaml",
-    )
-    first, second = parse([flat, *NEEDED]), parse([sections, *NEEDED])
+    text = "method: kto\ntraining:\n  learning_rate: 5e-7\n  beta: 0.2\nsaving:\n  save_strategy: no\nlogging:\n"
+    first, second = parse([flat, *NEEDED]), parse([write(tmp_path, text), *NEEDED])
     assert first == second
     assert isinstance(first, KTOConfig)
     assert (first.learning_rate, first.beta, first.save_strategy) == (5e-7, 0.2, "no")
@@ -80,11 +76,10 @@ def test_the_options_of_a_run_are_a_recipe(method: str, given: dict[str, Any], t
 
 
 def test_a_masked_token_in_the_options_of_a_run_is_not_a_token(tmp_path: Path) -> None:
-    first = KTOConfig(
-        "out", model_name_or_path="m", dataset_name="d", model_init_kwargs={"token": "hf_a", "revision": "b"}
-    )
+    given = {"token": "hf_a", "revision": "b"}
+    first = KTOConfig("out", model_name_or_path="m", dataset_name="d", model_init_kwargs=given)
     again = parse([write(tmp_path, first.to_json_string(), "options.json")])
-    assert loading_keywords(first.model_init_kwargs) == {"token": "hf_a", "revision": "b"}
+    assert loading_keywords(first.model_init_kwargs) == given
     assert loading_keywords(again.model_init_kwargs) == {"revision": "b"}
 
 
@@ -136,7 +131,9 @@ def test_options_required_on_the_command_line() -> None:
 
 
 def test_bad_recipes(tmp_path: Path) -> None:
-    """The others are in tests/bad_recipes.py."""
+    """The others are in tests/bad_recipes.py. Errors of overriding values do not name the recipe."""
+    recipe = write(tmp_path, "method: kto\nbeta: 0.1\n")
+    assert refused([recipe, *NEEDED, "--beta", "-2"]).startswith("beta=-2: ")
     for text, said in (("beta: 1\n", "method is missing"), ("method: kto\ntraining:\n  betta: 1\n", "betta=1")):
         assert f"recipe.yaml: {said}" in refused([write(tmp_path, text), *NEEDED])
 
@@ -217,7 +214,7 @@ def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         ("kto\nuse_peft: true\nlora_r: 4", "--adapter_name_or_path a", {"use_peft": True, "lora_r": 16}),
         ("kto\nuse_peft: true\nlora_r: 4", "--use_peft false", {"use_peft": False}),
         ("online_dpo\nreward_model_path: a", "--judge b.py:c", {"judge": "b.py:c", "reward_model_path": None}),
-        ("online_dpo\njudge: b\nrollout_backend: vllm", "--use_transformers_paged", {"rollout_backend": "continuous"}),
+        ("online_dpo\nrollout_backend: generate", "--judge b --use_transformers_paged", {"judge": "b"}),
     ],
 )
 def test_an_option_replaces_its_counterpart_in_a_recipe(

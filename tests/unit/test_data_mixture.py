@@ -126,7 +126,7 @@ def test_parts_of_the_option() -> None:
         ([{"dataset_name": "a", "weight": "x"}], r"dataset_mixture\[0\].weight='x': expected a number"),
         ({"a": 0}, r"dataset_mixture\[0\].weight=0: must be greater than 0"),
         ({"a": -1}, r"dataset_mixture\[0\].weight=-1: must be greater than 0"),
-        ([{"dataset_name": "a", "weight": 1}, "b"], "dataset_mixture: b has no weight, but other parts do"),
+        ([{"dataset_name": "a", "weight": 1}, "b"], "dataset_mixture: b has no weight, but others do"),
         (
             [{"dataset_name": "a", "column_map": {"text_a": "x"}}],
             r"dataset_mixture\[0\].column_map={'text_a': 'x'}: 'text_a' is not an expected column name",

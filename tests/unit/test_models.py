@@ -19,8 +19,8 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from alignment.checkpoint.saving import gathered_state_dict
 from alignment.config.deepspeed import load_deepspeed_config
 from alignment.config.errors import ModelError, OptionError, first_line
-from alignment.config.placement import PLACEMENTS
 from alignment.engines.launch_env import init_distributed
+from alignment.engines.placement import PLACEMENTS
 from alignment.models.loading import disable_dropout, enable_checkpointing, load_model, snapshot
 from alignment.models.source import check_positions, check_weights, read_config
 from alignment.models.tasks import CAUSAL_LM

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -78,6 +79,7 @@ def test_the_last_value_within_a_limit_and_the_first_beyond(cls: type, name: str
     with pytest.raises(OptionError) as caught:
         cls("out", **{name: beyond}, **further)
     assert str(caught.value).startswith((f"{name}={beyond!r}", f"{name}={float(beyond)!r}"))
+    assert re.search("at least|at most|greater|less than|too small|leaves no", str(caught.value))
 
 
 @pytest.mark.parametrize(
