@@ -29,7 +29,7 @@ from alignment.data.packing.rows import PackedRows
 from alignment.data.prepare import check_cache, key_of, load_prepared, prepare
 from alignment.data.report import DataReport, joined
 from alignment.data.sources import dataset_from_python, from_stream, load_split, take
-from alignment.data.truncation import Limits
+from alignment.data.tokenization import Limits
 from alignment.data.windows import Rows, RowTable, WindowPlan, WindowSampler, row_table, set_partners
 from alignment.engines.collectives import barrier, from_first_rank, gathered, together
 from alignment.internals.datasets import cache_folder

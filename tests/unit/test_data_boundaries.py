@@ -27,8 +27,7 @@ from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.readers import infer_features
 from alignment.data.report import DataReport, joined
 from alignment.data.sources import load_split
-from alignment.data.tokenization import Encoded, RowTokenizer
-from alignment.data.truncation import EMPTY, NO_CONTEXT, NO_ROOM, Limits, fit
+from alignment.data.tokenization import EMPTY, NO_CONTEXT, NO_ROOM, Encoded, Limits, RowTokenizer, fit
 
 MODES = choices_of(Truncation)
 LENGTH = st.one_of(st.none(), st.integers(1, 9))

@@ -18,7 +18,7 @@ from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.prepare import load_prepared, prepare
 from alignment.data.sources import dataset_from_python, load_split
-from alignment.data.truncation import Limits
+from alignment.data.tokenization import Limits
 from alignment.methods.kto_options import KTOConfig
 
 ALPACA = {"prompt": "instruction", "query": "input", "completion": "output", "label": "kto_tag"}

@@ -10,7 +10,7 @@ from alignment.config.errors import DataError
 from alignment.data.kinds.base import Kind
 from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
-from alignment.data.tokenization import Source
+from alignment.data.messages import Source
 
 
 def pair_of(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from alignment.data.kinds.scored_pairs import SCORED_PAIRS, margin_of
 from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.prepare import Prepared, load_prepared, prepare
 from alignment.data.sources import dataset_from_python, from_stream, load_split
-from alignment.data.truncation import Limits
+from alignment.data.tokenization import Limits
 
 USER = {"role": "user", "content": "hi"}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
