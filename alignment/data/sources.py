@@ -59,11 +59,6 @@ def load_split(name: str, config: str | None, split: str) -> Dataset:
     return dataset
 
 
-def take(dataset: Dataset, n: int | None) -> Dataset:
-    """Return the first ``n`` rows, or all rows if ``n`` is None or larger than the dataset."""
-    return dataset if n is None or n >= len(dataset) else dataset.select(range(n))
-
-
 def dataset_from_python(value: object) -> Dataset:
     """Return a dataset passed by the user: a ``Dataset``, or a list of dictionaries, which keep their types.
 

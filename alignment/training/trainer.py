@@ -26,7 +26,7 @@ from alignment.checkpoint.writer import CheckpointWriter
 from alignment.config.errors import LastCheckpointError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.data.windows import WindowSampler
-from alignment.engines.collectives import barrier, device, on_first_rank
+from alignment.engines.collectives import barrier, device, on_first_rank, together
 from alignment.engines.cores import share_cores
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.phases import Phases
@@ -37,25 +37,24 @@ from alignment.reporting.durable import write_json
 from alignment.reporting.log import JsonlLog, strict
 from alignment.run.activity import ACTIVITY
 from alignment.run.console import tell
+from alignment.run.failures import OtherRankFailed
 from alignment.run.protection import protected
 from alignment.run.ranks import local_rank, rank, world_size
 from alignment.run.retries import Retries
 from alignment.run.status import begin_status, ending_in_status
 from alignment.training.arguments import (
     check_collator,
-    check_data_source,
-    check_rows_given,
+    check_datasets,
     data_of_commands,
     inputs_of,
     model_and_options,
     named_datasets,
     refuse_arguments,
-    with_adapter_names,
-    with_quantization,
+    with_arguments,
 )
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping, check_reporting, log_in
 from alignment.training.context import Resources, RunContext
-from alignment.training.data import PreparedData, RunData, total_steps
+from alignment.training.data import DataPreparation, PreparedData, RunData, check_evaluation, total_steps
 from alignment.training.evaluation import evaluate, evaluation_windows
 from alignment.training.hub.card import Subject
 from alignment.training.hub.publisher import Publisher
@@ -63,13 +62,7 @@ from alignment.training.hub.repository import Repository, prepared_repository
 from alignment.training.hub.uploads import Uploads
 from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
-from alignment.training.preparation import (
-    DataPreparation,
-    GivenModels,
-    check_evaluation,
-    place_for,
-    plan_models,
-)
+from alignment.training.preparation import GivenModels, place_for, plan_models
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_manifest import run_manifest
 from alignment.training.run_page import write_page
@@ -140,7 +133,8 @@ class AlignmentTrainer(TrainerSurface):
         self.args, given = self._resolve(args, given, datasets, adapter_names, quantization_config)
         self._join()
         self._check_folder(given, datasets)
-        self.planned = plan_models(self.args, self.method, given)
+        with together(OtherRankFailed):
+            self.planned = plan_models(self.args, self.method, given)
         self.resources, repository = self._resources(), self._hub_repository()
         self.data = self._prepare_data(*datasets, optimizers)
         self._create_run(callbacks, optimizers, repository)
@@ -155,13 +149,14 @@ class AlignmentTrainer(TrainerSurface):
         quantization_config: Any,
     ) -> tuple[AlignmentConfig, GivenModels]:
         """Return the options and the models that the arguments result in together."""
-        check_data_source(args, datasets[0])
         model, adapted = unwrapped(given.model)
         model, args = model_and_options(type(self).__name__, self.config_class, model, args)
-        args = with_adapter_names(with_quantization(args, model, quantization_config), *adapter_names).sealed()
+        trained, reference = adapter_names
+        names = {"model_adapter_name": trained, "ref_adapter_name": reference}
+        args = with_arguments(args, model, quantization_config, **names).sealed()
         check_reporting(args.report_to)
         check_saving(type(self), AlignmentTrainer, saves=args.save_strategy != "no")
-        check_rows_given(args, *datasets)
+        check_datasets(args, *datasets)
         return args, replace(given, model=model, adapted=adapted)
 
     def _join(self) -> None:
