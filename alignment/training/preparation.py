@@ -16,7 +16,7 @@ from alignment.models.adapters.merged import merge_live
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM
 from alignment.models.vocabulary import check_vocabulary
-from alignment.planning.engines import EnginePlan, check_alike, plan_engines, with_reference
+from alignment.planning.engines import EnginePlan, plan_engines, with_reference
 from alignment.run.console import tell
 from alignment.training.arguments import (
     balancing_coefficient,
@@ -100,7 +100,6 @@ def plan_models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) ->
         check_vocabulary(tokenizer, source.config.get_text_config().vocab_size, source.name)
     coefficient = balancing_coefficient(args, policy.config)
     plan = plan_engines(args, policy, reference if needed else None, given.peft_config, adapted)
-    check_alike(plan)
     for line in (plan.dtypes.note, *accelerate.notes(args), *sections.notes(args)):
         tell(line)
     if plan.adapters is not None:

@@ -32,6 +32,7 @@ from alignment.engines.launch_env import init_distributed
 from alignment.engines.phases import Phases
 from alignment.models.adapters.record import unwrapped
 from alignment.models.tasks import CAUSAL_LM
+from alignment.planning.engines import check_alike
 from alignment.references.engine import ReferencePlan
 from alignment.reporting.durable import write_json
 from alignment.reporting.log import JsonlLog, strict
@@ -135,6 +136,7 @@ class AlignmentTrainer(TrainerSurface):
         self._check_folder(given, datasets)
         with together(OtherRankFailed):
             self.planned = plan_models(self.args, self.method, given)
+        check_alike(self.planned.engines)
         self.resources, repository = self._resources(), self._hub_repository()
         self.data = self._prepare_data(*datasets, optimizers)
         self._create_run(callbacks, optimizers, repository)
