@@ -12,12 +12,14 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import TokenizerOptions
 from alignment.config.options_online import OnlineOptions
 from alignment.config.translated import accelerate, sections
+from alignment.engines.collectives import together
 from alignment.models.adapters.merged import merge_live
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM
 from alignment.models.vocabulary import check_vocabulary
-from alignment.planning.engines import EnginePlan, plan_engines, with_reference
+from alignment.planning.engines import EnginePlan, check_alike, plan_engines, with_reference
 from alignment.run.console import tell
+from alignment.run.failures import OtherRankFailed
 from alignment.training.arguments import (
     balancing_coefficient,
     check_optimizers,
@@ -67,7 +69,7 @@ class PlannedModels:
 
 
 def plan_models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) -> PlannedModels:
-    """Plan models, tokenizer and engines; nothing is loaded.
+    """Plan models, tokenizer and engines; nothing is loaded. Collective.
 
     Args:
         args: the run's options.
@@ -76,14 +78,35 @@ def plan_models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) ->
 
     Raises:
         AlignmentError: if a model, its tokenizer or its placement cannot be used.
+        OtherRankFailed: if another rank cannot use its models or its tokenizer.
     """
     check_optimizers(given.optimizers, given.model)
-    model, adapted, needed = given.model, given.adapted, method.needs_reference
+    with together(OtherRankFailed):
+        policy, reference, tokenizer, adapted = _models(args, method, given)
+        coefficient = balancing_coefficient(args, policy.config)
+    plan = plan_engines(args, policy, reference if method.needs_reference else None, given.peft_config, adapted)
+    check_alike(plan)
+    for line in (plan.dtypes.note, *accelerate.notes(args), *sections.notes(args)):
+        tell(line)
+    if plan.adapters is not None:
+        method.trains_adapters = True
+        if plan.adapters.are_new and any(given.optimizers):
+            raise OptionError(
+                "optimizers: cannot contain the parameters of adapters that do not exist yet; pass a PeftModel"
+            )
+        for line in plan.adapters.notes:
+            tell(line)
+    return PlannedModels(policy, reference, tokenizer, plan, coefficient)
+
+
+def _models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) -> tuple[ModelSource, ModelSource, Any, Any]:
+    """Return policy, reference, tokenizer and the live ``PeftModel`` of adapters that are trained, or None."""
+    model, adapted = given.model, given.adapted
     merged = adapted is not None and given.peft_config is not None
     if merged:
         (model, note), adapted = merge_live(adapted), None
         tell(note)
-    policy, reference = model_sources(model, given.ref_model, args, needed, method.task)
+    policy, reference = model_sources(model, given.ref_model, args, method.needs_reference, method.task)
     same = reference is policy
     if merged:
         policy = replace(policy, merged=True)
@@ -98,19 +121,7 @@ def plan_models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) ->
         tell(f"the model has {policy.config.num_labels} labels; only the first is trained and used as the reward")
     for source in (policy, reference):
         check_vocabulary(tokenizer, source.config.get_text_config().vocab_size, source.name)
-    coefficient = balancing_coefficient(args, policy.config)
-    plan = plan_engines(args, policy, reference if needed else None, given.peft_config, adapted)
-    for line in (plan.dtypes.note, *accelerate.notes(args), *sections.notes(args)):
-        tell(line)
-    if plan.adapters is not None:
-        method.trains_adapters = True
-        if plan.adapters.are_new and any(given.optimizers):
-            raise OptionError(
-                "optimizers: cannot contain the parameters of adapters that do not exist yet; pass a PeftModel"
-            )
-        for line in plan.adapters.notes:
-            tell(line)
-    return PlannedModels(policy, reference, tokenizer, plan, coefficient)
+    return policy, reference, tokenizer, adapted
 
 
 def place_for(args: AlignmentConfig, method: AnyMethod, models: PlannedModels, longest: int) -> None:

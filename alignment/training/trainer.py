@@ -26,19 +26,17 @@ from alignment.checkpoint.writer import CheckpointWriter
 from alignment.config.errors import LastCheckpointError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.data.windows import WindowSampler
-from alignment.engines.collectives import barrier, device, on_first_rank, together
+from alignment.engines.collectives import barrier, device, on_first_rank
 from alignment.engines.cores import share_cores
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.phases import Phases
 from alignment.models.adapters.record import unwrapped
 from alignment.models.tasks import CAUSAL_LM
-from alignment.planning.engines import check_alike
 from alignment.references.engine import ReferencePlan
 from alignment.reporting.durable import write_json
 from alignment.reporting.log import JsonlLog, strict
 from alignment.run.activity import ACTIVITY
 from alignment.run.console import tell
-from alignment.run.failures import OtherRankFailed
 from alignment.run.protection import protected
 from alignment.run.ranks import local_rank, rank, world_size
 from alignment.run.retries import Retries
@@ -134,9 +132,7 @@ class AlignmentTrainer(TrainerSurface):
         self.args, given = self._resolve(args, given, datasets, adapter_names, quantization_config)
         self._join()
         self._check_folder(given, datasets)
-        with together(OtherRankFailed):
-            self.planned = plan_models(self.args, self.method, given)
-        check_alike(self.planned.engines)
+        self.planned = plan_models(self.args, self.method, given)
         self.resources, repository = self._resources(), self._hub_repository()
         self.data = self._prepare_data(*datasets, optimizers)
         self._create_run(callbacks, optimizers, repository)
