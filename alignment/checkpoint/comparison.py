@@ -13,8 +13,9 @@ from alignment.config.errors import DataError, OptionError, setting
 from alignment.config.options_export import ExportOptions
 from alignment.data.kinds.completions import COMPLETIONS
 from alignment.data.kinds.pairs import PAIRS
+from alignment.data.messages import Source
 from alignment.data.sources import load_split
-from alignment.data.tokenization import RowTokenizer, Source
+from alignment.data.tokenization import RowTokenizer
 from alignment.models.tasks import CLASSIFIER, Task
 from alignment.models.wide_forward import computing_in_fp32
 from alignment.run.activity import ACTIVITY

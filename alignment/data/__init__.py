@@ -2,7 +2,7 @@
 
 The steps: ``sources`` and ``readers`` load a file, folder, Hub name, object or stream into a dataset; ``columns``
 selects and renames its columns; a kind of rows in ``kinds`` converts rows of any accepted format to text, with
-``messages``; ``tokenization`` and ``truncation`` convert text to the token IDs of prompts and completions;
-``row_mapper`` and ``prepare`` run all of this once and cache the result on disk; ``mixture`` combines several
-datasets; ``windows`` plans the rows of each optimizer step; the kind collates them into tensors, with ``batching``.
+``messages``; ``tokenization`` converts text to the token IDs of prompts and completions, and truncates them;
+``prepare`` runs all of this once and caches the result on disk; ``mixture`` combines several datasets; ``windows``
+plans the rows of each optimizer step; the kind collates them into tensors, with ``batching``.
 """

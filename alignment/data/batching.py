@@ -178,13 +178,15 @@ def cut_into_blocks(widths: Sequence[int]) -> tuple[tuple[int, int], ...]:
 Collate = Callable[[Any, RowTable, WindowPlan, int, int], AnyBatch]
 
 
+@dataclass(frozen=True, eq=False)
 class MicroBatches(Sequence[AnyBatch]):
     """One rank's micro-batches of a plan, collated on access. The dataset is PackedRows if packing is used."""
 
-    def __init__(
-        self, function: Collate, dataset: Dataset | PackedRows, table: RowTable, plan: WindowPlan, rank: int
-    ) -> None:
-        self.function, self.dataset, self.table, self.plan, self.rank = function, dataset, table, plan, rank
+    function: Collate
+    dataset: Dataset | PackedRows
+    table: RowTable
+    plan: WindowPlan
+    rank: int
 
     def __len__(self) -> int:
         return len(self.plan.micro_batches)
@@ -195,13 +197,15 @@ class MicroBatches(Sequence[AnyBatch]):
         return self.function(self.dataset, self.table, self.plan, micro, self.rank)
 
 
+@dataclass(frozen=True, eq=False)
 class EpochWindows(torch.utils.data.Dataset[tuple[WindowPlan, Sequence[AnyBatch]]]):
     """A map-style dataset for a torch ``DataLoader``: window index -> (plan, this rank's collated micro-batches)."""
 
-    def __init__(
-        self, function: Collate, dataset: Dataset | PackedRows, sampler: WindowSampler, epoch: int, rank: int
-    ) -> None:
-        self.function, self.dataset, self.sampler, self.epoch, self.rank = function, dataset, sampler, epoch, rank
+    function: Collate
+    dataset: Dataset | PackedRows
+    sampler: WindowSampler
+    epoch: int
+    rank: int
 
     def __len__(self) -> int:
         return self.sampler.steps_per_epoch

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from alignment.config.errors import DataError, listing, one_line, show, type_name
@@ -29,17 +30,60 @@ _SPEAKERS = {
 }
 
 
-def without_prompt(prompt: Text, completion: Text) -> Text:
-    """Return messages without the prompt, which many published datasets repeat in completions; strings unchanged."""
-    chat = isinstance(prompt, list) and len(completion) > len(prompt)
-    return completion[len(prompt) :] if chat and completion[: len(prompt)] == prompt else completion
+@dataclass(frozen=True)
+class Source:
+    """A row as text: a prompt with its completions, if any, which are all strings or all messages.
+
+    Attributes:
+        prompt, completions: the texts.
+        place: name of the row in errors.
+        template: variables for the chat template, such as ``tools``.
+        further: what a kind of rows has beside texts, such as labels.
+    """
+
+    prompt: Text
+    completions: tuple[Text, ...]
+    place: str
+    template: Mapping[str, Any] = field(default_factory=dict)
+    further: Mapping[str, Any] = field(default_factory=dict)
 
 
-def text_of(row: Row, key: str, where: str) -> Text:
+def source_of(row: Row, where: str, prompt: Text, **completions: Text) -> Source:
+    """Return a row as text, with the system message and the template variables of its other columns.
+
+    Messages of the prompt that completions repeat, as in many published datasets, are removed from them.
+
+    Raises:
+        DataError: a completion has another form than the prompt, or a system message or variables are invalid.
+    """
+    for name, completion in completions.items():
+        check_same_form(where, prompt=prompt, **{name: completion})
+    answers = tuple(completions.values())
+    if isinstance(prompt, list):
+        size = len(prompt)
+        answers = tuple(one[size:] if one[:size] == prompt and len(one) > size else one for one in answers)
+    system = row.get("system")
+    if system not in (None, ""):
+        if not isinstance(system, str):
+            raise DataError(f"{where}: system is {show(system)}; expected a string")
+        if not isinstance(prompt, list):
+            raise DataError(
+                f"{where}: system requires a conversation, but prompt is a string; convert prompt to messages"
+            )
+        if prompt and prompt[0]["role"] == "system":
+            raise DataError(
+                f"{where}: system is set, but the messages already start with a system message; remove one"
+            )
+        prompt = [{"role": "system", "content": system}, *prompt]
+    return Source(prompt, answers, where, template_variables(row, where))
+
+
+def text_of(row: Row, key: str, where: str, *, answer: bool = False) -> Text:
     """Return the text in column ``key``; ``where`` names the row in messages.
 
     Raises:
-        DataError: the value is neither a string nor messages, or contains an invalid message.
+        DataError: the value is neither a string nor messages, or contains an invalid message; or, for an ``answer``,
+            the last message is not the assistant's.
     """
     value = row[key]
     if isinstance(value, str):
@@ -50,17 +94,8 @@ def text_of(row: Row, key: str, where: str) -> Text:
         raise DataError(f"{where}: {key} is {show(value)}; expected a string or a list of {{role, content}} messages")
     if not value and key != "prompt":
         raise DataError(f"{where}: {key} is an empty list; expected at least one message")
-    return [_message(message, f"{where}: {key}[{number}]") for number, message in enumerate(value)]
-
-
-def completion_of(row: Row, key: str, where: str) -> Text:
-    """Return the completion in column ``key``.
-
-    Raises:
-        DataError: see :func:`text_of`; or the last message is not the assistant's.
-    """
-    text = text_of(row, key, where)
-    if not isinstance(text, str) and text[-1]["role"] != "assistant":
+    text = [_message(message, f"{where}: {key}[{number}]") for number, message in enumerate(value)]
+    if answer and text[-1]["role"] != "assistant":
         raise DataError(f"{where}: the last message in {key} has role {show(text[-1]['role'])}; expected 'assistant'")
     return text
 
@@ -97,6 +132,13 @@ def prompt_of(row: Row, where: str) -> Text | None:
     return f"{prompt}\n{query}" if prompt else query
 
 
+def answered(row: Row, where: str) -> Source:
+    """Return a row with ``prompt, completion`` as text. The prompt may be empty, but not missing."""
+    prompt = required_prompt(row, where)
+    completion = text_of({"completion": None, **row}, "completion", where, answer=True)
+    return source_of(row, where, prompt, completion=completion)
+
+
 def required_prompt(row: Row, where: str) -> Text:
     """Return the row's prompt, see :func:`prompt_of`, which may be empty but not missing."""
     prompt = prompt_of(row, where)
@@ -105,43 +147,17 @@ def required_prompt(row: Row, where: str) -> Text:
     return prompt
 
 
-def with_system(prompt: Text, row: Row, where: str) -> Text:
-    """Return the prompt, preceded by the system message in column ``system`` if present.
-
-    Raises:
-        DataError: the system message is not a string, the prompt is one, or it already has a system message.
-    """
-    system = row.get("system")
-    if system in (None, ""):
-        return prompt
-    if not isinstance(system, str):
-        raise DataError(f"{where}: system is {show(system)}; expected a string")
-    if not isinstance(prompt, list):
-        raise DataError(f"{where}: system requires a conversation, but prompt is a string; convert prompt to messages")
-    if prompt and prompt[0]["role"] == "system":
-        raise DataError(f"{where}: system is set, but the messages already start with a system message; remove one")
-    return [{"role": "system", "content": system}, *prompt]
-
-
-def answered(row: Row, where: str) -> tuple[Text, Text]:
-    """Return the prompt and the completion of a row with ``prompt, completion``."""
-    prompt = required_prompt(row, where)
-    completion = completion_of({"completion": None, **row}, "completion", where)
-    check_same_form(where, prompt=prompt, completion=completion)
-    return with_system(prompt, row, where), without_prompt(prompt, completion)
-
-
-def conversation(row: Row, key: str, where: str) -> tuple[Text, Text]:
-    """Return the prompt and the completion, which is the final assistant message, of a row with ``messages``.
+def conversation(row: Row, key: str, where: str) -> Source:
+    """Return a row with ``messages`` as text: the completion is the final message.
 
     Raises:
         DataError: the value is not a conversation, or the last message is not the assistant's.
     """
     refuse_mapped(row, key, where, "query")
-    text = completion_of(row, key, where)
+    text = text_of(row, key, where, answer=True)
     if isinstance(text, str):
         raise DataError(f"{where}: {key} is {show(text)}; expected a list of {{role, content}} messages")
-    return with_system(text[:-1], row, where), text[-1:]
+    return source_of(row, where, text[:-1], completion=text[-1:])
 
 
 def refuse_mapped(row: Row, key: str, where: str, *names: str) -> None:

@@ -21,11 +21,11 @@ from alignment.data.report import NOT_DRAWN, DataReport, counts
 
 @dataclass(frozen=True)
 class Part:
-    """One dataset of a mixture.
+    """A dataset by its name in messages, or one of a mixture; called, it loads.
 
     Attributes:
         where: its name in messages.
-        load: returns a Dataset, or anything else that a trainer accepts as one.
+        load: returns a Dataset, or anything else that a trainer accepts as one, or a tuple of parts: a mixture.
         column_map: its column map.
         weight: its weight relative to the other datasets'; None to use all rows.
     """
@@ -35,8 +35,8 @@ class Part:
     column_map: Mapping[str, str] | None = None
     weight: float | None = None
 
-
-Mixture = tuple[Part, ...]
+    def __call__(self) -> Any:
+        return self.load()
 
 
 def shares(parts: Sequence[tuple[str, int, float | None]], most: int | None) -> list[int]:

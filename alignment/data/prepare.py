@@ -18,18 +18,19 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
-from datasets import Dataset
+from datasets import Dataset, Features, Json, Value
 from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from alignment.config.errors import DataError, OutputError, one_line
 from alignment.config.options_data import COLUMNS, MAPPED_COLUMNS
 from alignment.data.columns import arranged
 from alignment.data.kinds.base import Kind
+from alignment.data.messages import Source, without_nulls
+from alignment.data.readers import LABELS
 from alignment.data.report import DataReport, counts
-from alignment.data.row_mapper import RowMapper
-from alignment.data.tokenization import RowTokenizer
-from alignment.data.truncation import Limits
+from alignment.data.tokenization import Encoded, Limits, RowTokenizer
 from alignment.internals.transformers import tokenizer_options
+from alignment.run.activity import ACTIVITY
 
 _TOKENS_VERSION = 7  # increase it if the same input is tokenized differently; part of what a resumed run compares
 _FORMAT_VERSION = 2  # increase it if tokenized rows are stored differently
@@ -138,12 +139,40 @@ def prepare(
     if target.is_dir():
         _check_report(DataReport.load(target), where, strict)
         return target
-    rows = RowTokenizer(tokenizer, whole=kind.whole)
-    mapper = RowMapper(rows, kind, limits, where, column_map, dataset.features, others)
+    mapper = RowMapper(
+        RowTokenizer(tokenizer, whole=kind.whole), kind, limits, where, column_map, dataset.features, others
+    )
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=cache_dir) as scratch:
-            _build(dataset, mapper, Path(scratch), target, num_proc, progress, strict)
+            with _progress_bars(progress):
+                mapped = dataset.map(
+                    mapper,
+                    batched=True,
+                    batch_size=_BATCH,
+                    with_indices=True,
+                    remove_columns=dataset.column_names,
+                    features=mapper.features,
+                    num_proc=num_proc,
+                    cache_file_name=f"{scratch}/rows.arrow",
+                    load_from_cache_file=False,
+                    new_fingerprint=key_of(target).rpartition("-")[2],  # avoids pickling the tokenizer
+                    desc="Tokenizing",
+                )
+            reasons = mapped.data.column("dropped").to_pylist()
+            kept = mapped.select([index for index, reason in enumerate(reasons) if reason is None])
+            dropped = dict(sorted(Counter(filter(None, reasons)).items()))
+            report = DataReport(rows_in=len(reasons), dropped=dropped, **counts(kept))
+            _check_report(report, where, strict)
+            made = Path(scratch) / "made"
+            with _progress_bars(False):
+                kept.remove_columns("dropped").save_to_disk(str(made / "data"))
+            report.save(made)
+            try:
+                made.rename(target)
+            except OSError:  # if another process was faster, its identical folder is used
+                if not target.is_dir():
+                    raise
     except OSError as error:
         raise OutputError(
             f"{cache_dir}: the tokenized data cannot be written: {one_line(error)}; free disk space or choose another "
@@ -182,44 +211,69 @@ def load_prepared(path: Path) -> Prepared:
     return Prepared(dataset, DataReport.load(path))
 
 
-def _build(
-    dataset: Dataset,
-    mapper: RowMapper,
-    scratch: Path,
-    target: Path,
-    num_proc: int | None,
-    progress: bool,
-    strict: bool,
-) -> None:
-    """Write the remaining rows and the report to ``target``, through a temporary folder."""
-    with _progress_bars(progress):
-        mapped = dataset.map(
-            mapper,
-            batched=True,
-            batch_size=_BATCH,
-            with_indices=True,
-            remove_columns=dataset.column_names,
-            features=mapper.features,
-            num_proc=num_proc,
-            cache_file_name=str(scratch / "rows.arrow"),
-            load_from_cache_file=False,
-            new_fingerprint=key_of(target).rpartition("-")[2],  # avoids pickling the tokenizer to compute one
-            desc="Tokenizing",
-        )
-    reasons = mapped.data.column("dropped").to_pylist()
-    kept = mapped.select([index for index, reason in enumerate(reasons) if reason is None])
-    dropped = dict(sorted(Counter(filter(None, reasons)).items()))
-    report = DataReport(rows_in=len(reasons), dropped=dropped, **counts(kept))
-    _check_report(report, mapper.where, strict)
-    made = scratch / "made"
-    with _progress_bars(False):
-        kept.remove_columns("dropped").save_to_disk(str(made / "data"))
-    report.save(made)
-    try:
-        made.rename(target)
-    except OSError:  # if another process was faster, its identical folder is used
-        if not target.is_dir():
-            raise
+@dataclass
+class RowMapper:
+    """The function for ``Dataset.map`` with ``with_indices``. Rows to be dropped are only marked.
+
+    Attributes:
+        tokenizer: converts texts to token IDs.
+        kind: kind of rows.
+        limits: lengths in tokens.
+        where: name of the data in messages.
+        column_map: expected name of a column -> its name in the data.
+        given: the columns with their types.
+        others: the columns that the kind does not know and keeps.
+    """
+
+    tokenizer: RowTokenizer
+    kind: Kind
+    limits: Limits
+    where: str
+    column_map: Mapping[str, str]
+    given: Features
+    others: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.features = Features({**self.kind.features, "dropped": Value("string")})
+        self._tokens = self.kind.tokens.find(self.given)
+        # Arrow adds null entries so that all objects have the same keys; JSON columns are unchanged.
+        self._filled = {n for n, feature in self.given.items() if not _holds_json(feature)} - {*self.others}
+
+    def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        ACTIVITY.progress()  # no effect in a worker process
+        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        read = [self._read(row, f"{self.where}, row {index + 1}") for row, index in zip(rows, indices, strict=True)]
+        encoded = iter(self.kind.encode([one for one in read if isinstance(one, Source)], self.tokenizer))
+        out: dict[str, list[Any]] = {name: [] for name in self.features}
+        for index, one in zip(indices, read, strict=True):
+            ids = next(encoded) if isinstance(one, Source) else one
+            for record in self.kind.records(ids, self.limits, self.tokenizer):
+                record["row"] = index
+                for name, values in out.items():
+                    values.append(record[name])
+        return out
+
+    def _read(self, row: dict[str, Any], place: str) -> Source | Encoded:
+        """Read a row: as text, or as token IDs if it is already tokenized."""
+        row = {key: without_nulls(value) if key in self._filled else value for key, value in row.items()}
+        if "label" in self.column_map and isinstance(row["label"], str):  # CSV files have no types
+            row["label"] = LABELS.get(row["label"].strip().lower(), row["label"])
+        others = {name: row.pop(name) for name in self.others}
+        try:
+            if self._tokens is not None:
+                return self.kind.read_tokens(row, self._tokens, place, self.tokenizer)
+            return self.kind.parse(row, place, others)
+        except DataError as error:
+            if not self.column_map:
+                raise
+            renamed = ", ".join(f"{name}: {column}" for name, column in self.column_map.items())
+            raise DataError(f"{error} (column_map: {renamed})") from None
+
+
+def _holds_json(feature: Any) -> bool:
+    """Return whether a column, or a feature nested in it, is JSON."""
+    nested = feature.values() if isinstance(feature, Mapping) else [getattr(feature, "feature", None)]
+    return isinstance(feature, Json) or any(_holds_json(one) for one in nested if one is not None)
 
 
 def _check_report(report: DataReport, where: str, strict: bool) -> None:
@@ -239,11 +293,11 @@ def _check_report(report: DataReport, where: str, strict: bool) -> None:
 @contextmanager
 def _progress_bars(shown: bool) -> Iterator[None]:
     """Hide the progress bars of the ``datasets`` library, without overriding the user's own setting."""
-    hide = not shown and not are_progress_bars_disabled()
-    if hide:
-        disable_progress_bars()
+    if shown or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
     try:
         yield
     finally:
-        if hide:
-            enable_progress_bars()
+        enable_progress_bars()

@@ -6,29 +6,27 @@ JSON, JSON Lines and CSV files are read by ``readers``; Parquet and Arrow files,
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 import json
-import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
+from typing import Any
 
 import datasets
 from datasets import Dataset, Features, IterableDataset
 
 from alignment.config.errors import DataError, listing, one_line, show
 from alignment.data.columns import check_no_images, foreign_columns
-from alignment.data.readers import Placed, encode, encoded_rows, infer_features, read_rows
+from alignment.data.readers import SPOOLED, Placed, encoded, encoded_files, infer_features, read_rows, spooled
 from alignment.internals.datasets import cache_folder, cause_of, data_files_by_split, slices, was_saved
 from alignment.reporting.durable import write_json
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 _EXACT = (".json", ".jsonl", ".csv")
 _READER_VERSION = 1  # part of the cache key of files read by ``readers``
-Part: TypeAlias = list[Path] | Dataset
 
 
 def load_split(name: str, config: str | None, split: str) -> Dataset:
@@ -49,8 +47,7 @@ def load_split(name: str, config: str | None, split: str) -> Dataset:
     if path.is_dir() or path.is_file():
         if config is not None:
             raise DataError(f"dataset_config={config!r}: only for Hub datasets, but {name} is local; remove it")
-        parts = _folder_parts(path) if path.is_dir() else {"train": [path]}
-        dataset = _select(name, parts, split)
+        dataset = _local_split(name, path, split)
     elif name.startswith((".", "/", "~")) or path.suffix.lower() in SUFFIXES:
         raise DataError(f"{name}: file or folder does not exist; set dataset_name to an existing one")
     else:
@@ -60,11 +57,6 @@ def load_split(name: str, config: str | None, split: str) -> Dataset:
     if len(dataset) == 0:
         raise DataError(f"{name} (split {split}): contains no rows; choose a file or split with rows")
     return dataset
-
-
-def take(dataset: Dataset, n: int | None) -> Dataset:
-    """Return the first ``n`` rows, or all rows if ``n`` is None or larger than the dataset."""
-    return dataset if n is None or n >= len(dataset) else dataset.select(range(n))
 
 
 def dataset_from_python(value: object) -> Dataset:
@@ -86,9 +78,9 @@ def dataset_from_python(value: object) -> Dataset:
     features = infer_features(iter(rows))
     if not features:
         raise DataError("the rows of the dataset have no columns; pass dicts with prompt, completion, label, …")
-    encoded = [encode(row, features, place) for place, row in rows]
+    stored = list(encoded(iter(rows), features))
     try:
-        return Dataset.from_dict({key: [row[key] for row in encoded] for key in features}, features=features)
+        return Dataset.from_dict({key: [row[key] for row in stored] for key in features}, features=features)
     except (TypeError, ValueError) as error:
         raise DataError(
             f"dataset is a list that cannot be stored: {one_line(error)}; use values that JSON supports"
@@ -115,15 +107,11 @@ def from_stream(
         stream = stream.remove_columns(foreign_columns(stream.features))
     given = _streamed(islice(stream.with_format(None), rows), where)
     with TemporaryDirectory(prefix=".stream-", dir=folder) as scratch:
-        path = Path(scratch) / "rows"
-        features = infer_features(_spooled(_checked_rows(given, columns, where), path))
+        path = Path(scratch) / f"stream{SPOOLED}"
+        features = infer_features(spooled(_checked_rows(given, columns, where), path))
         if not features:
             raise DataError(f"{where}: the stream has no rows with usable columns; pass another stream")
-        kwargs, fingerprint = {"path": str(path), "features": features}, file_hash(path).hex()
-        return _guarded(
-            where,
-            lambda: Dataset.from_generator(_read, features=features, gen_kwargs=kwargs, fingerprint=fingerprint),
-        )
+        return _guarded(where, lambda: _stored([path], features, file_hash(path).hex()))
 
 
 def _streamed(rows: Iterable[Any], where: str) -> Iterator[Any]:
@@ -146,54 +134,35 @@ def _checked_rows(rows: Iterable[Any], columns: Collection[str] | None, where: s
         yield place, {name: value for name, value in row.items() if columns is None or name in columns}
 
 
-def _spooled(rows: Placed, path: Path) -> Placed:
-    """Write rows to ``path`` as they arrive."""
-    with path.open("wb") as file:
-        for placed in rows:
-            pickle.dump(placed, file)
-            yield placed
-
-
-def _read(path: str, features: Features) -> Iterator[dict[str, Any]]:
-    with open(path, "rb") as file, contextlib.suppress(EOFError):
-        while True:
-            place, row = pickle.load(file)
-            yield encode(row, features, place)
-
-
-def _select(name: str, parts: dict[str, Any], split: str) -> Dataset:
-    """Load the splits named in ``split`` and slice them. ``parts``: split name → files or a loaded dataset."""
-    wanted = [piece.split("[")[0].strip() for piece in split.split("+")]
-    for part in wanted:
+def _local_split(name: str, path: Path, split: str) -> Dataset:
+    """Load the splits that are named in ``split``, of a file or folder, and slice them."""
+    parts: dict[str, Any] = _folder_parts(path) if path.is_dir() else {"train": [path]}
+    loaded: dict[str, Dataset] = {}
+    for part in [piece.split("[")[0].strip() for piece in split.split("+")]:
         if part not in parts:
             raise DataError(f"{name}: split {part!r} does not exist; available: {listing(parts)}")
-    loaded: dict[str, Dataset] = {part: _load_part(name, parts[part]) for part in wanted}
+        if isinstance(parts[part], Dataset):
+            loaded[part] = parts[part]
+            continue
+        paths = parts[part]
+        suffix, *others = sorted({file.suffix.lower() for file in paths})
+        if others:
+            raise DataError(f"{name}: the split mixes {listing([suffix, *others])} files; use a single file type")
+        if suffix not in SUFFIXES:
+            raise DataError(
+                f"{name}: {suffix or 'a file without suffix'} is not supported; use one of {listing(SUFFIXES)}"
+            )
+        builder, files = suffix.removeprefix("."), [str(file) for file in paths]
+        read = functools.partial(datasets.load_dataset, builder, data_files=files, split="train")
+        loaded[part] = _guarded(name, functools.partial(_read_exactly, name, paths) if suffix in _EXACT else read)
     try:
         pieces = slices(split, {part: len(dataset) for part, dataset in loaded.items()})
     except (ValueError, AssertionError) as error:
         raise DataError(
             f"{name}: split {split!r} is not valid: {one_line(error)}; use, for example, train or train[:100]"
         ) from error
-    cut = [loaded[part].select(rows) for part, rows in pieces]
-    return cut[0] if len(cut) == 1 else datasets.concatenate_datasets(cut)
-
-
-def _load_part(name: str, part: Part) -> Dataset:
-    if isinstance(part, Dataset):
-        return part
-    suffixes = {path.suffix.lower() for path in part}
-    if len(suffixes) > 1:
-        raise DataError(f"{name}: the split mixes {listing(sorted(suffixes))} files; use a single file type")
-    suffix = suffixes.pop()
-    if suffix not in SUFFIXES:
-        raise DataError(
-            f"{name}: {suffix or 'a file without suffix'} is not supported; use one of {listing(SUFFIXES)}"
-        )
-    if suffix in _EXACT:
-        return _guarded(name, lambda: _read_exactly(name, part))
-    builder = suffix.removeprefix(".")
-    files = [str(path) for path in part]
-    return _guarded(name, lambda: datasets.load_dataset(builder, data_files=files, split="train"))
+    pieces_read = [loaded[part].select(rows) for part, rows in pieces]
+    return pieces_read[0] if len(pieces_read) == 1 else datasets.concatenate_datasets(pieces_read)
 
 
 def _read_exactly(name: str, paths: list[Path]) -> Dataset:
@@ -210,8 +179,12 @@ def _read_exactly(name: str, paths: list[Path]) -> Dataset:
             raise DataError(f"{name}: contains no rows; choose a file with rows")
         write_json(memory, found.to_dict())
     features = Features.from_dict(json.loads(memory.read_text(encoding="utf-8")))
+    return _stored(paths, features, key)
+
+
+def _stored(paths: list[Path], features: Features, fingerprint: str) -> Dataset:
     kwargs = {"paths": [str(path) for path in paths], "features": features}
-    return Dataset.from_generator(encoded_rows, features=features, gen_kwargs=kwargs, fingerprint=key)
+    return Dataset.from_generator(encoded_files, features=features, gen_kwargs=kwargs, fingerprint=fingerprint)
 
 
 def file_hash(path: Path) -> bytes:

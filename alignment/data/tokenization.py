@@ -1,8 +1,8 @@
-"""Convert canonical text to the token IDs of prompts and completions.
+"""Convert text to the token IDs of prompts and completions, and truncate them.
 
 The prompt, and prompt + completion, are tokenized as complete texts; the prompt's IDs are their longest common prefix.
 A token that spans the boundary between prompt and completion therefore belongs to the completion, because the model
-would have to generate it. ``truncation`` truncates the result.
+would have to generate it.
 """
 
 from __future__ import annotations
@@ -15,29 +15,17 @@ from itertools import islice, takewhile
 from typing import Any
 
 from alignment.config.errors import DataError, did_you_mean, listing, one_line, show
-from alignment.data.messages import ROLES, Message, Text
+from alignment.data.messages import ROLES, Message, Source, Text
 
 logger = logging.getLogger(__name__)
 
+EMPTY = "the completion is empty"
+NO_ROOM = "no space left for the completion (the prompt fills max_length)"
+NO_CONTEXT = "no context before the completion (empty prompt, and the tokenizer has no BOS or EOS token)"
+IDENTICAL = "chosen and rejected are identical"
+CUT_ALIKE = "chosen and rejected are identical after truncation"
+PROMPT_LENGTH = 512  # tokens of the prompt that are kept in a row longer than max_length
 _MARK = "alignment-marks-this-place"  # replaces a message's content to find its position in the rendered text
-
-
-@dataclass(frozen=True)
-class Source:
-    """A row as text: a prompt with its completions, if any, which are all strings or all messages.
-
-    Attributes:
-        prompt, completions: the texts.
-        place: name of the row in errors.
-        template: variables for the chat template, such as ``tools``.
-        further: what a kind of rows has beside texts, such as labels.
-    """
-
-    prompt: Text
-    completions: tuple[Text, ...]
-    place: str
-    template: Mapping[str, Any] = field(default_factory=dict)
-    further: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,8 +79,17 @@ class RowTokenizer:
                 row alike or does not know a role.
         """
         texts = [self._texts(source) for source in sources]
-        ids = iter(self.ids([text for group in texts for text in group]))
-        return [self._assemble(source, list(islice(ids, len(group)))) for source, group in zip(sources, texts)]
+        ids, rows = iter(self.ids([text for group in texts for text in group])), []
+        for source, group in zip(sources, texts):
+            prompt, *fulls = islice(ids, len(group))
+            if isinstance(source.prompt, str):
+                prompt, fulls = self._standard(prompt, False), [self._standard(full, True) for full in fulls]
+            elif not self.whole:
+                fulls = [self._end_turn(full, text) for full, text in zip(fulls, source.completions, strict=True)]
+            border = common_length(prompt, fulls)
+            row = Encoded(prompt[:border], [full[border:] for full in fulls], source.further)
+            rows.append(self.with_context(row))
+        return rows
 
     def head_length(self, prompt: list[int]) -> int:
         """Return the number of leading special tokens of a prompt, such as BOS."""
@@ -107,35 +104,19 @@ class RowTokenizer:
         batch = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [list(ids) for ids in batch["input_ids"]]
 
-    def _assemble(self, source: Source, ids: list[list[int]]) -> Encoded:
-        if isinstance(source.prompt, str):
-            prompt, *fulls = [self._with_leading(text) for text in ids]
-            fulls = [self._end_text(full) for full in fulls]
-        else:
-            prompt, *fulls = ids
-            if not self.whole:
-                fulls = [self._end_turn(full, text) for full, text in zip(fulls, source.completions, strict=True)]
-        border = common_length(prompt, fulls)
-        return self.with_context(Encoded(prompt[:border], [full[border:] for full in fulls], source.further))
-
-    def _with_leading(self, ids: list[int]) -> list[int]:
-        """Ensure exactly one set of leading special tokens, even if the text itself starts with them or with BOS."""
-        if not self.leading:
+    def _standard(self, ids: list[int], end: bool) -> list[int]:
+        """Ensure exactly one set of leading special tokens, and one EOS at the end, also if the text has them."""
+        if self.leading:
+            while ids[: len(self.leading)] == self.leading:
+                ids = ids[len(self.leading) :]
+            while ids and ids[0] == self.bos and self.bos in self.leading:
+                ids = ids[1:]
+            ids = self.leading + ids
+        if not end or self.eos is None:
             return ids
-        while ids[: len(self.leading)] == self.leading:
-            ids = ids[len(self.leading) :]
-        while ids and ids[0] == self.bos and self.bos in self.leading:
-            ids = ids[1:]
-        return self.leading + ids
-
-    def _end_text(self, ids: list[int]) -> list[int]:
-        """Ensure exactly one EOS token at the end."""
-        if self.eos is None:
-            return ids
-        body = ids
-        while len(body) > 1 and body[-1] == body[-2] == self.eos:
-            body = body[:-1]
-        return body if body and body[-1] == self.eos else [*body, self.eos]
+        while len(ids) > 1 and ids[-1] == ids[-2] == self.eos:
+            ids = ids[:-1]
+        return ids if ids and ids[-1] == self.eos else [*ids, self.eos]
 
     def _end_turn(self, ids: list[int], completion: Text) -> list[int]:
         """Ensure that the IDs end with the template's end-of-turn token, or with EOS if the template has none.
@@ -284,3 +265,64 @@ def common_length(prompt: list[int], fulls: list[list[int]]) -> int:
     if all(full[: len(prompt)] == prompt for full in fulls):  # nearly always
         return len(prompt)
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(prompt, *fulls, strict=False)))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Lengths of at least 1 token, None for no limit. ``truncation_mode`` selects the end of a long prompt to keep.
+
+    Without ``max_prompt_length``, ``shorten_prompts`` cuts the prompt of a row that is longer than ``max_length``: to
+    512 tokens, or to half of ``max_length`` if that is 512 or less.
+    """
+
+    max_length: int | None = None
+    max_prompt_length: int | None = None
+    max_completion_length: int | None = None
+    truncation_mode: str = "keep_end"
+    shorten_prompts: bool = False
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A prompt and its completions, truncated to the limits.
+
+    ``reasons[i]`` is None, or the reason why completion i cannot be used (it is then empty); ``cut[i]`` tells whether
+    it was truncated.
+    """
+
+    prompt: list[int]
+    prompt_cut: bool
+    completions: list[list[int]]
+    cut: list[bool]
+    reasons: list[str | None]
+
+
+def fit(prompt: list[int], completions: Sequence[list[int]], limits: Limits, head: int, alone: bool = False) -> Fitted:
+    """Truncate a prompt, and then each completion at its end, to the limits.
+
+    Args:
+        prompt: token IDs; empty only if there is no context token.
+        completions: token IDs of each completion.
+        limits: the limits.
+        head: number of leading prompt tokens (BOS) that ``keep_end`` must preserve.
+        alone: whether completions are allowed without a prompt.
+    """
+    limited = [completion[: limits.max_completion_length] for completion in completions]
+    longest, most, whole = max(map(len, limited), default=0), limits.max_prompt_length, limits.max_length
+    if most is None and limits.shorten_prompts and whole is not None and len(prompt) + longest > whole:
+        most = PROMPT_LENGTH if whole > PROMPT_LENGTH else whole // 2
+    kept = prompt
+    if most is not None and len(prompt) > most:
+        if limits.truncation_mode == "keep_start" or most <= head:
+            kept = prompt[:most]
+        else:
+            kept = prompt[:head] + prompt[len(prompt) - (most - head) :]
+    room = longest if whole is None else whole - len(kept)
+    fitted: list[list[int]] = []
+    reasons: list[str | None] = []
+    for completion in limited:
+        reason = EMPTY if not completion else NO_CONTEXT if not (kept or alone) else NO_ROOM if room < 1 else None
+        fitted.append([] if reason else completion[:room])
+        reasons.append(reason)
+    cut = [not reason and len(new) < len(old) for new, old, reason in zip(fitted, completions, reasons, strict=True)]
+    return Fitted(kept, len(kept) < len(prompt), fitted, cut, reasons)

@@ -190,45 +190,43 @@ def plan_window(
     return WindowPlan(epoch, step, tuple(micro_batches), tuple(longest), tuple(longest_mismatched), counts)
 
 
+@dataclass
 class WindowSampler:
     """Plans the windows of a training run over all epochs; seeded, global and resumable.
 
-    Args:
+    Attributes:
         table: lengths of the dataset.
         world_size: number of ranks.
         batch_size: ``per_device_train_batch_size``.
         accumulation: ``gradient_accumulation_steps``; the window is batch_size x accumulation x world_size rows.
         seed: seed of the order and the partners.
         draw_partners: draw a partner for each row from its window (KTO).
-        sequential: keep the order of the data in every epoch.
         stratify: give every window the dataset's share of True labels, to within one row.
+        sequential: keep the order of the data in every epoch.
         drop_last: skip the last window of an epoch if it is incomplete.
         max_tokens: see :func:`plan_window`.
         partners: (R,) row IDs of fixed partners, such as those of :func:`set_partners`; None to draw new ones for
             every window.
+        epoch, step: the position: the next window.
     """
 
-    def __init__(
-        self,
-        table: RowTable,
-        *,
-        world_size: int,
-        batch_size: int,
-        accumulation: int,
-        seed: int,
-        draw_partners: bool = False,
-        stratify: bool = False,
-        sequential: bool = False,
-        drop_last: bool = False,
-        max_tokens: int | None = None,
-        partners: Rows | None = None,
-    ) -> None:
-        self.partners = partners
-        self.table, self.world_size, self.batch_size, self.max_tokens = table, world_size, batch_size, max_tokens
-        self.window = batch_size * accumulation * world_size
-        self.seed, self.draw_partners, self.stratify, self.sequential = seed, draw_partners, stratify, sequential
-        self.steps_per_epoch = len(table) // self.window if drop_last else math.ceil(len(table) / self.window)
-        self.epoch, self.step = 0, 0
+    table: RowTable
+    world_size: int
+    batch_size: int
+    accumulation: int
+    seed: int
+    draw_partners: bool = False
+    stratify: bool = False
+    sequential: bool = False
+    drop_last: bool = False
+    max_tokens: int | None = None
+    partners: Rows | None = None
+    epoch: int = 0
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        self.window, rows = self.batch_size * self.accumulation * self.world_size, len(self.table)
+        self.steps_per_epoch = rows // self.window if self.drop_last else math.ceil(rows / self.window)
         self._order: tuple[int, Rows] | None = None
 
     def _rng(self, *stream: int) -> np.random.Generator:

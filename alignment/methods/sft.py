@@ -19,9 +19,8 @@ from alignment.data.targets.formatting import Format, formatted
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.sft_options import SFTConfig
 from alignment.objectives.table import Loss
-from alignment.training.data import PreparedData
+from alignment.training.data import DataPreparation, PreparedData
 from alignment.training.method import Method, RowLosses, Window
-from alignment.training.preparation import DataPreparation
 from alignment.training.trainer import AlignmentTrainer
 
 

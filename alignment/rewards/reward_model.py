@@ -14,8 +14,8 @@ from alignment.config.dtypes import DtypePlan
 from alignment.config.errors import DataError, ModelError, RewardError
 from alignment.config.options import AlignmentConfig
 from alignment.data.batching import collate, ends
-from alignment.data.messages import Text
-from alignment.data.tokenization import RowTokenizer, Source
+from alignment.data.messages import Source, Text
+from alignment.data.tokenization import RowTokenizer
 from alignment.engines.collectives import device, largest_numbers
 from alignment.engines.placement import plan_frozen
 from alignment.engines.scoring import FrozenEngine, checked

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from alignment.config.options import AlignmentConfig
 from alignment.data.report import NOT_DRAWN, DataReport
-from alignment.data.truncation import CUT_ALIKE, NO_ROOM
+from alignment.data.tokenization import CUT_ALIKE, NO_ROOM
 
 # (desirable weight × rows) : (undesirable weight × rows), from https://arxiv.org/abs/2402.01306, section 4.2.
 LEAST_RATIO, MOST_RATIO = 1.0, 4 / 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import mixture_parts
 from alignment.config.registry import option_names
+from alignment.data.mixture import Part
 from alignment.data.shown.rows import Collator
 from alignment.internals.datasets import was_saved
 from alignment.models.source import ModelSource, check_positions, model_source
 from alignment.models.tasks import CAUSAL_LM, Task
-from alignment.models.vocabulary import Vocabulary
-from alignment.training.data import NamedMixture, NamedSplit, limits_of
 
 _REFUSED = {
     "model_init": "not supported; pass the model",
@@ -88,8 +86,14 @@ def model_and_options(
     Raises:
         OptionError: if the options are of another method, or there is no model or no output folder.
     """
-    if isinstance(args, TrainingArguments):
-        args = taken_over(args, kind)
+    if isinstance(args, TrainingArguments):  # converted with every value, as TRL does
+        given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+        given["accelerator_config"] = args.accelerator_config.to_dict()
+        if unknown := sorted(set(given) - option_names(kind) - set(older_names(kind))):
+            raise OptionError(
+                f"args: {', '.join(unknown)} of {type(args).__name__} cannot be converted; pass a {kind.__name__}"
+            )
+        args = kind(**given)
     if args is not None and not isinstance(args, kind):
         raise OptionError(f"args: {trainer} expects a {kind.__name__}, not a {type(args).__name__}")
     model = model if model is not None else args.model_name_or_path if args is not None else None
@@ -101,81 +105,45 @@ def model_and_options(
     return model, args
 
 
-def taken_over(args: TrainingArguments, kind: type[AlignmentConfig]) -> AlignmentConfig:
-    """Convert transformers' own arguments to options of ``kind``, keeping every value, as TRL does.
+def with_arguments(
+    args: AlignmentConfig, model: str | PreTrainedModel, quantization_config: Any = None, **names: str | None
+) -> AlignmentConfig:
+    """Return the options with the constructor's arguments that are options too: adapter names, and how to quantize.
 
     Raises:
-        OptionError: if one of them cannot be used.
+        OptionError: if a name is set in both places and differs, ``model_init_kwargs`` also quantize, or there are no
+            weights to quantize since the model is already loaded.
     """
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
-    given["accelerator_config"] = args.accelerator_config.to_dict()
-    names = option_names(kind) | set(older_names(kind))
-    unknown = sorted(name for name in given if name not in names)
-    if unknown:
-        raise OptionError(
-            f"args: {', '.join(unknown)} of {type(args).__name__} cannot be converted; pass a {kind.__name__}"
-        )
-    return kind(**given)
-
-
-def with_adapter_names(args: AlignmentConfig, trained: str | None, reference: str | None) -> AlignmentConfig:
-    """Return the options with the adapter names that the constructor received.
-
-    Raises:
-        OptionError: if a name is set in both places and differs.
-    """
-    for name, value in (("model_adapter_name", trained), ("ref_adapter_name", reference)):
-        if value is None:
-            continue
+    changed: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
+    for name, value in changed.items():
         if getattr(args, name) not in (None, value):
             raise OptionError(f"{name}={value!r}: the options have {getattr(args, name)!r}; remove one")
-        args = copy.copy(args)
+    if quantization_config is not None:
+        if not isinstance(model, str):
+            raise OptionError(
+                "quantization_config: cannot be applied to a live model; pass the model's path, or load it "
+                "with from_pretrained(quantization_config=...)"
+            )
+        given = keywords(args.model_init_kwargs)
+        if given.get("quantization_config") is not None:
+            raise OptionError("quantization_config: also set in model_init_kwargs; remove one")
+        changed["model_init_kwargs"] = {**given, "quantization_config": quantization_config}
+    args = copy.copy(args) if changed else args
+    for name, value in changed.items():
         setattr(args, name, value)
     return args
 
 
-def with_quantization(
-    args: AlignmentConfig, model: str | PreTrainedModel, quantization_config: Any
-) -> AlignmentConfig:
-    """Return the options with the constructor's ``quantization_config`` added for ``from_pretrained``.
+def check_datasets(args: AlignmentConfig, train_dataset: Any, eval_dataset: Any) -> None:
+    """Refuse a training set that an option names too, since it would be ignored, and a trainer without any rows.
 
     Raises:
-        OptionError: if the model is already loaded, or ``model_init_kwargs`` has one as well.
+        OptionError: in both cases.
     """
-    if quantization_config is None:
-        return args
-    if not isinstance(model, str):
-        raise OptionError(
-            "quantization_config: cannot be applied to a live model; pass the model's path, or load it "
-            "with from_pretrained(quantization_config=...)"
-        )
-    given = keywords(args.model_init_kwargs)
-    if given.get("quantization_config") is not None:
-        raise OptionError("quantization_config: also set in model_init_kwargs; remove one")
-    args = copy.copy(args)
-    args.model_init_kwargs = {**given, "quantization_config": quantization_config}
-    return args
-
-
-def check_data_source(args: AlignmentConfig | None, train_dataset: Any) -> None:
-    """Refuse a dataset that is set twice: as an object and by an option, which would be ignored.
-
-    Raises:
-        OptionError: if both are set.
-    """
-    if args is None or train_dataset is None or isinstance(train_dataset, (NamedSplit, NamedMixture)):
-        return
     for name in ("dataset_name", "dataset_mixture"):
-        if getattr(args, name, None) is not None:  # plain TrainingArguments have neither
-            raise OptionError(f"{setting(name, getattr(args, name))}: train_dataset is also passed; remove one")
-
-
-def check_rows_given(args: AlignmentConfig, train_dataset: Any, eval_dataset: Any) -> None:
-    """Refuse a trainer that can neither train nor evaluate.
-
-    Raises:
-        OptionError: if there is neither training nor evaluation data.
-    """
+        value = getattr(args, name)
+        if value is not None and train_dataset is not None and not isinstance(train_dataset, Part):
+            raise OptionError(f"{setting(name, value)}: train_dataset is also passed; remove one")
     if train_dataset is None and not named_datasets(eval_dataset):
         raise OptionError(
             f"`train_dataset` is required{data_of_commands(args)}; for evaluation only, pass eval_dataset"
@@ -203,61 +171,9 @@ def check_optimizers(optimizers: tuple[Any, Any], model: Any) -> None:
         )
 
 
-def load_tokenizer(given: Any, older_name: Any, policy: ModelSource, options: AlignmentConfig) -> Any:
-    """Return the given tokenizer, or the one saved with the adapters to continue from, or the policy's own.
-
-    Raises:
-        OptionError: if two different ones are passed.
-        ModelError: if the model's folder has no tokenizer, or it is invalid.
-    """
-    if given is not None and older_name is not None and given is not older_name:
-        raise OptionError("tokenizer: processing_class is also passed; remove tokenizer, its older name")
-    tokenizer = given if given is not None else older_name
-    saved = options.adapter_name_or_path
-    if tokenizer is None and saved is not None and (Path(saved) / "tokenizer_config.json").is_file():
-        policy = replace(
-            policy, path=saved, live=None, init_kwargs={}
-        )  # with the chat template that the adapters were trained with
-    return policy.tokenizer(tokenizer, "processing_class", options.trust_remote_code)
-
-
-def with_vocabulary(
-    source: ModelSource, vocabulary: Vocabulary, optimizers: tuple[Any, Any]
-) -> tuple[ModelSource, str | None]:
-    """Return the policy with the vocabulary extended by ``chat_template_path``, and a message about it.
-
-    Raises:
-        OptionError: if the optimizer or the adapters of a live model would no longer match it.
-    """
-    if vocabulary.rows is None and not vocabulary.new:
-        return source.knowing(vocabulary), None
-    if vocabulary.rows is not None and any(optimizers):
-        raise OptionError(
-            "chat_template_path: adds tokens, which resizes the embeddings and invalidates optimizers; remove it, or "
-            "call clone_chat_template() before creating the optimizer"
-        )
-    if getattr(source.live, "peft_config", None):
-        raise OptionError(
-            "chat_template_path: adds tokens to a model that already has adapters; call clone_chat_template() before "
-            "adding them, or set a .jinja file to write these tokens as text"
-        )
-    before = source.config.get_text_config().vocab_size
-    note = f"chat_template_path: added {len(vocabulary.new)} tokens to the tokenizer of {source.name}"
-    if vocabulary.rows is not None:
-        note += (
-            f"; resized the embeddings from {before} to {vocabulary.rows} rows, the new ones initialized to the mean "
-            "of the others"
-        )
-    return source.knowing(vocabulary), note
-
-
 def named_datasets(value: Any) -> dict[str, Any]:
     """Return datasets by name for None, one dataset, or a dict of several; a single one is called ``""``."""
-    if value is None:
-        return {}
-    if isinstance(value, dict):
-        return dict(value)
-    return {"": value}
+    return {} if value is None else dict(value) if isinstance(value, dict) else {"": value}
 
 
 def balancing_coefficient(options: AlignmentConfig, config: PretrainedConfig) -> float | None:
@@ -318,7 +234,7 @@ def model_sources(
         kwargs = further or kwargs
         reference = model_source(ref_model, "ref_model_name_or_path", options, kwargs, task)
     for source in (policy, reference):
-        check_positions(source.config, limits_of(options).max_length)
+        check_positions(source.config, options.max_length)  # type: ignore[attr-defined]
     return policy, reference
 
 
@@ -346,14 +262,3 @@ def inputs_of(
             for file in getattr(dataset, "cache_files", None) or ():
                 path = Path(file["filename"])
                 yield "train_dataset", str(path.parent if was_saved(path.parent) else path)
-
-
-def within_positions(options: AlignmentConfig, sources: tuple[ModelSource, ...]) -> AlignmentConfig:
-    """Return the options with ``max_length: null`` replaced by the fewest positions of the models, if any."""
-    if limits_of(options).max_length is not None:
-        return options
-    texts = [source.config.get_text_config() for source in sources]
-    positions = [getattr(text, "max_position_embeddings", None) or 0 for text in texts]
-    limited = copy.copy(options)
-    vars(limited)["max_length"] = min((number for number in positions if number > 0), default=None)
-    return limited

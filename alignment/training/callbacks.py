@@ -54,16 +54,12 @@ class Decision(NamedTuple):
 
 
 def _integrations(report_to: str | list[str]) -> list[str]:
+    """Return the names of the integrations in ``report_to``; ``all`` selects those that are installed."""
     names = [report_to] if isinstance(report_to, str) else report_to
     if "all" in names:
         # Trackio's callback reads options that only transformers' TrainingArguments have.
         names = [name for name in get_available_reporting_integrations() if name != "trackio"]
     return [name for name in names if name != "none"]
-
-
-def reporting_callbacks(report_to: str | list[str]) -> list[type[TrainerCallback]]:
-    """Return the callback classes of the integrations in ``report_to``; ``all`` selects those that are installed."""
-    return list(get_reporting_integration_callbacks(_integrations(report_to)))
 
 
 def check_reporting(report_to: str | list[str]) -> None:
@@ -150,7 +146,7 @@ class Events:
     ) -> None:
         self.args, self.state, self.control = args, state, TrainerControl()
         try:
-            reporting = [kind() for kind in reporting_callbacks(args.report_to)]
+            reporting = [kind() for kind in get_reporting_integration_callbacks(_integrations(args.report_to))]
         except Exception as error:  # the integrations' packages have their own exception classes
             raise OptionError(f"{setting('report_to', args.report_to)}: {one_line(error)}") from error
         for callback in reporting:

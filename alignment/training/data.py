@@ -10,93 +10,68 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 
+from alignment.checkpoint.best import check_best_metric
 from alignment.checkpoint.run_folder import check_filled, fills
 from alignment.config.errors import DataError, OptionError, setting
 from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
-from alignment.config.options_data import SequenceOptions, mixture_parts, tested_parts
+from alignment.config.options_data import MixturePart, SequenceOptions, mixture_parts, tested_parts
 from alignment.data.columns import used_columns
-from alignment.data.mixture import Mixture, Part, mixed
+from alignment.data.mixture import Part, mixed
 from alignment.data.packing.packs import Packing, Packs, pack_rows
 from alignment.data.packing.rows import PackedRows
 from alignment.data.prepare import check_cache, key_of, load_prepared, prepare
 from alignment.data.report import DataReport, joined
-from alignment.data.sources import dataset_from_python, from_stream, load_split, take
-from alignment.data.truncation import Limits
-from alignment.data.windows import Rows, RowTable, WindowPlan, WindowSampler, row_table, set_partners
+from alignment.data.sources import dataset_from_python, from_stream, load_split
+from alignment.data.tokenization import Limits
+from alignment.data.windows import RowTable, WindowPlan, WindowSampler, row_table, set_partners
 from alignment.engines.collectives import barrier, from_first_rank, gathered, together
+from alignment.engines.optimizers import check_optimization
 from alignment.internals.datasets import cache_folder
+from alignment.run.console import tell
 from alignment.run.failures import OtherRankFailed
 from alignment.run.ranks import local_rank, world_size
-from alignment.run.retries import NEVER, Retries
+from alignment.run.retries import Retries
+from alignment.training.advice import about_rows, about_steps
+from alignment.training.arguments import named_datasets
 from alignment.training.method import AnyMethod
+from alignment.training.preparation import PlannedModels
 
-Named = Callable[[], Any]
 TRAINING = "train_dataset"  # name of the training rows in messages, unless they have their own
 
 
-@dataclass(frozen=True)
-class NamedSplit:
-    """A split of a dataset. ``where`` is its name in messages."""
-
-    where: str
-    name: str
-    config: str | None
-    split: str
-
-    def __call__(self) -> Dataset:
-        return load_split(self.name, self.config, self.split)
-
-
-@dataclass(frozen=True)
-class NamedMixture:
-    """Several datasets that become one. ``where`` is its name in messages."""
-
-    where: str
-    parts: Mixture
-
-    def __call__(self) -> Mixture:
-        return self.parts
-
-
-def training_data(options: AlignmentConfig) -> Named:
+def training_data(options: AlignmentConfig) -> Part:
     """Return the training data that ``dataset_name`` or ``dataset_mixture`` selects."""
     if options.dataset_mixture is None:
-        return _split(options, options.dataset_train_split)
-    parts = []
-    for part in mixture_parts(options.dataset_mixture):
-        load = _named(part.dataset_name, part.dataset_config, part.split, options.dataset_train_split)
-        parts.append(Part(load.where, load, part.column_map, part.weight))
-    return NamedMixture("dataset_mixture", tuple(parts))
+        return _split(options, options, options.dataset_train_split)
+    parts = mixture_parts(options.dataset_mixture)
+    loaded = tuple(replace(_split(options, part, part.split), weight=part.weight) for part in parts)
+    return Part("dataset_mixture", lambda: loaded)
 
 
-def evaluation_data(options: AlignmentConfig) -> Named | None:
+def evaluation_data(options: AlignmentConfig) -> Part | None:
     """Return the evaluation data, or None: for a mixture, all rows of the parts that have a split for it."""
     if options.dataset_mixture is None:
-        return None if options.dataset_test_split is None else _split(options, options.dataset_test_split)
-    parts = []
-    for part, split in tested_parts(options):
-        load = _named(part.dataset_name, part.dataset_config, split, options.dataset_train_split)
-        parts.append(Part(load.where, load, part.column_map))
-    return NamedMixture("dataset_mixture (evaluation)", tuple(parts)) if parts else None
+        return None if options.dataset_test_split is None else _split(options, options, options.dataset_test_split)
+    loaded = tuple(_split(options, part, split) for part, split in tested_parts(options))
+    return Part("dataset_mixture (evaluation)", lambda: loaded) if loaded else None
 
 
-def _split(options: AlignmentConfig, split: str) -> NamedSplit:
-    assert options.dataset_name is not None
-    return _named(options.dataset_name, options.dataset_config, split, options.dataset_train_split)
-
-
-def _named(name: str, config: str | None, split: str | None, usual: str) -> NamedSplit:
-    """Return a split; messages name it only if it is not the ``usual`` one."""
+def _split(options: AlignmentConfig, of: AlignmentConfig | MixturePart, split: str | None) -> Part:
+    """Return a split of a dataset; messages name it only if it is not the one of training."""
+    usual, name = options.dataset_train_split, of.dataset_name
     split = split or usual
-    return NamedSplit(name if split == usual else f"{name} ({split})", name, config, split)
+    assert name is not None
+    where = name if split == usual else f"{name} ({split})"
+    column_map = of.column_map if isinstance(of, MixturePart) else None
+    return Part(where, functools.partial(load_split, name, of.dataset_config, split), column_map)
 
 
 @dataclass(frozen=True)
@@ -174,10 +149,10 @@ class RunData:
         return [*([] if self.train is None else [self.train]), *self.eval.values()]
 
 
-def limits_of(options: Any, packing: Packing | None = None) -> Limits:
-    """Return the length limits for rows; rows that packing cuts are not cut before."""
+def limits_of(options: Any) -> Limits:
+    """Return the length limits that the options set for rows."""
     return Limits(
-        max_length=None if packing is not None and packing.whole_rows else options.max_length,
+        max_length=options.max_length,
         max_prompt_length=options.max_prompt_length,
         max_completion_length=options.max_completion_length,
         truncation_mode=options.truncation_mode,
@@ -190,124 +165,147 @@ def order_seed(options: AlignmentConfig) -> int:
     return options.seed if options.data_seed is None else options.data_seed
 
 
-def prepare_data(
-    load: Callable[[], Any],
-    limit: int | None,
-    method: AnyMethod,
-    tokenizer: Any,
-    options: AlignmentConfig,
-    where: str,
-    retries: Retries = NEVER,
-    packing: Packing | None = None,
-) -> PreparedData:
-    """Tokenize a dataset on one rank per cache, or find it there, and read it on every rank. Collective.
-
-    Args:
-        load: returns a Dataset, an IterableDataset, a list of rows or a mixture; called where rows are tokenized.
-        limit: maximum number of rows to use.
-        method: decides the kind of rows.
-        tokenizer: the policy's tokenizer.
-        options: lengths, columns, processes, strictness.
-        where: name of the data in messages.
-        retries: retry policy for reads that fail for a transient reason.
-        packing: how rows are packed; None without packing.
-
-    Raises:
-        DataError: naming file, row, key and value; or if a node has prepared different rows from the first one.
-    """
-    made = None
-    with together(OtherRankFailed):
-        if local_rank() == 0:
-            check_cache(cache_folder())
-        if fills(cache_folder()):
-            given = retries(where, load)
-            parts = given if isinstance(given, tuple) else (Part(where, lambda: given),)
-            # Cutting each part first would change the sizes of unweighted parts, and miss rows if others are dropped.
-            first = limit if len(parts) == 1 else None
-            made = [
-                (part.where, _tokenized(part, first, method, tokenizer, options, retries, packing).name, part.weight)
-                for part in parts
-            ]
-    # A folder's name is a hash of its content, so the first rank's name is right on every node.
-    made = from_first_rank(made)
-    barrier()
-    folder = tokenized_folder()
-    check_filled(folder, [name for _, name, _ in made], where)
-    read = [
-        (name, retries(name, functools.partial(load_prepared, folder / key)), weight) for name, key, weight in made
-    ]
-    retries.counted(gathered(retries.taken()))
-    dataset, reports = mixed(read, limit, order_seed(options))
-    datasets_used = tuple(PreparedPart(name, report) for (name, _, _), report in zip(read, reports))
-    chosen = [(key_of(Path(name)), weight) for _, name, weight in made]
-    made_of = (chosen, limit, order_seed(options), *(() if packing is None else (packing,)))
-    key = hashlib.blake2b(repr(made_of).encode(), digest_size=16).hexdigest()
-    if packing is None:
-        table = row_table(dataset, method.completions, limits_of(options).max_length)
-        return PreparedData(where, key, dataset, table, joined(reports), datasets_used)
-    packs = _packs(dataset, packing, where)
-    report = replace(
-        joined(reports),
-        packs=len(packs),
-        pack_length=packing.length,
-        pack_tokens=int(packs.tokens.sum()),
-        pack_left_out=packs.left_out,
-    )
-    return PreparedData(where, key, dataset, packs.table, report, datasets_used, packs)
-
-
-def _packs(dataset: Dataset, packing: Packing, where: str) -> Packs:
-    packs = pack_rows(dataset, packing)
-    if not len(packs):
-        raise DataError(
-            f"{where}: no pack of {packing.length} tokens has a token to train on; increase max_length or "
-            "check the rows"
-        )
-    return packs
-
-
 def tokenized_folder() -> Path:
     """Return the folder of tokenized rows."""
     return cache_folder() / "deepspeed-alignment"
 
 
-def _tokenized(
-    part: Part,
-    limit: int | None,
-    method: AnyMethod,
-    tokenizer: Any,
-    options: AlignmentConfig,
-    retries: Retries,
-    packing: Packing | None,
-) -> Path:
-    """Return the folder with the tokenized rows of one part."""
-    folder = tokenized_folder()
-    column_map = keywords(options.column_map) if part.column_map is None else part.column_map
-    data = retries(part.where, part.load)
-    if isinstance(data, IterableDataset):
-        if options.ref_placement == "precomputed":
-            early = getattr(options, "precompute_ref_log_probs", False)
-            asked = setting("precompute_ref_log_probs", True) if early else setting("ref_placement", "precomputed")
-            raise OptionError(
-                f"{asked}: not supported for {part.where}, an IterableDataset, since log-probs are stored by row; "
-                "pass a Dataset, or set another ref_placement"
+@dataclass
+class DataPreparation:
+    """Tokenizes the datasets of a run; collective.
+
+    Attributes:
+        args: the run's options.
+        method: its method, which decides the kind of rows.
+        models: its models.
+        retries: retry policy for reads that fail for a transient reason.
+    """
+
+    args: AlignmentConfig
+    method: AnyMethod
+    models: PlannedModels
+    retries: Retries
+
+    def __call__(self, train_dataset: Any, eval_dataset: Any, own_optimizer: bool) -> RunData:
+        """Return the data of a run, with advice about settings that are unlikely to work well.
+
+        Args:
+            train_dataset: a dataset, a list of rows, or a function that loads them; None for evaluation only.
+            eval_dataset: in the same forms, or a dict of several.
+            own_optimizer: whether the optimizer is the user's.
+        """
+        args, data = self.args, RunData()
+        if train_dataset is not None:
+            data.train = self.one(train_dataset, args.max_train_samples, TRAINING, trains=True)
+            data.sampler = window_sampler(data.train, self.method, args)
+            steps, report, window = total_steps(args, data.sampler), data.train.report, data.sampler.window
+            data.advice = [*about_rows(report, len(self.method.completions)), *self.method.advice(report, window)]
+            if not own_optimizer:
+                tell(check_optimization(args, steps))
+                data.advice += about_steps(args, steps, window)
+            for sentence in () if args.dry_run else data.advice:
+                tell(f"advice: {sentence}")
+        for name, source in named_datasets(eval_dataset).items():
+            data.eval[name] = self.one(source, args.max_eval_samples, f"eval_dataset {name}".rstrip())
+        return data
+
+    def one(self, source: Any, limit: int | None, where: str, *, trains: bool = False) -> PreparedData:
+        """Tokenize a dataset on one rank per cache, or find it there, and read it on every rank. Collective.
+
+        Args:
+            source: a dataset, a list of rows, a mixture, or a function that loads them where rows are tokenized.
+            limit: maximum number of rows to use, or None.
+            where: what to call it in messages, unless the source has a name.
+            trains: whether it is trained on.
+
+        Raises:
+            DataError: naming file, row, key and value; or if a node has prepared different rows from the first one.
+        """
+        where, packing, retries = getattr(source, "where", where), self.method.packing(trains), self.retries
+        made = None
+        with together(OtherRankFailed):
+            if local_rank() == 0:
+                check_cache(cache_folder())
+            if fills(cache_folder()):
+                given = retries(where, source) if callable(source) else source
+                parts = given if isinstance(given, tuple) else (Part(where, lambda: given),)
+                # Cutting each part first would change the sizes of parts without weights, and lose rows if some are
+                # dropped.
+                first = limit if len(parts) == 1 else None
+                made = [(part.where, self._tokenized(part, first, packing).name, part.weight) for part in parts]
+        # A folder's name is a hash of its content, so the first rank's name is right on every node.
+        made = from_first_rank(made)
+        barrier()
+        folder = tokenized_folder()
+        check_filled(folder, [name for _, name, _ in made], where)
+        read = [(name, retries(name, functools.partial(load_prepared, folder / key)), w) for name, key, w in made]
+        retries.counted(gathered(retries.taken()))
+        dataset, reports = mixed(read, limit, order_seed(self.args))
+        used = tuple(PreparedPart(name, report) for (name, _, _), report in zip(read, reports))
+        chosen = [(key_of(Path(name)), weight) for _, name, weight in made]
+        made_of = (chosen, limit, order_seed(self.args), *(() if packing is None else (packing,)))
+        key = hashlib.blake2b(repr(made_of).encode(), digest_size=16).hexdigest()
+        report, packs = joined(reports), None
+        if packing is None:
+            table = row_table(dataset, self.method.completions, self._limits(None).max_length)
+        else:
+            packs = pack_rows(dataset, packing)
+            if not len(packs):
+                raise DataError(
+                    f"{where}: no pack of {packing.length} tokens has a token to train on; increase max_length or "
+                    "check the rows"
+                )
+            table = packs.table
+            report = replace(
+                report,
+                packs=len(packs),
+                pack_length=packing.length,
+                pack_tokens=int(packs.tokens.sum()),
+                pack_left_out=packs.left_out,
             )
-        rows, columns = _rows_of_stream(part.where, limit, options, packing), used_columns(method.kind, column_map)
-        read = functools.partial(from_stream, data, rows, columns, part.where, folder)
-        data = retries(part.where, read)
-    return prepare(
-        take(dataset_from_python(data), limit),
-        method.kind,
-        tokenizer,
-        limits_of(options, packing),
-        part.where,
-        folder,
-        column_map=column_map,
-        num_proc=options.dataset_num_proc,
-        strict=options.strict_data,
-        method=options.TITLE,
-        progress=not options.disable_tqdm,
-    )
+        tell(f"{where}: {report.summary()}")
+        return PreparedData(where, key, dataset, table, report, used, packs)
+
+    def _limits(self, packing: Packing | None) -> Limits:
+        """Return the length limits for rows; ``max_length: null`` is the fewest positions of the models, if any."""
+        limits = limits_of(self.args)
+        if packing is not None and packing.whole_rows:  # rows that packing cuts are not cut before
+            return replace(limits, max_length=None)
+        if limits.max_length is not None:
+            return limits
+        texts = [source.config.get_text_config() for source in (self.models.policy, self.models.reference)]
+        positions = [getattr(text, "max_position_embeddings", None) or 0 for text in texts]
+        return replace(limits, max_length=min((number for number in positions if number > 0), default=None))
+
+    def _tokenized(self, part: Part, limit: int | None, packing: Packing | None) -> Path:
+        """Return the folder with the tokenized rows of one part."""
+        options, kind, where, folder = self.args, self.method.kind, part.where, tokenized_folder()
+        column_map = keywords(options.column_map) if part.column_map is None else part.column_map
+        data = self.retries(where, part.load)
+        if isinstance(data, IterableDataset):
+            if options.ref_placement == "precomputed":
+                early = getattr(options, "precompute_ref_log_probs", False)
+                asked = setting("precompute_ref_log_probs", True) if early else setting("ref_placement", "precomputed")
+                raise OptionError(
+                    f"{asked}: not supported for {where}, an IterableDataset, since log-probs are stored by row; "
+                    "pass a Dataset, or set another ref_placement"
+                )
+            rows, columns = _rows_of_stream(where, limit, options, packing), used_columns(kind, column_map)
+            data = self.retries(where, functools.partial(from_stream, data, rows, columns, where, folder))
+        data = dataset_from_python(data)
+        return prepare(
+            data if limit is None else data.select(range(min(limit, len(data)))),
+            kind,
+            self.models.processing_class,
+            self._limits(packing),
+            where,
+            folder,
+            column_map=column_map,
+            num_proc=options.dataset_num_proc,
+            strict=options.strict_data,
+            method=options.TITLE,
+            progress=not options.disable_tqdm,
+        )
 
 
 def _rows_of_stream(where: str, limit: int | None, options: AlignmentConfig, packing: Packing | None) -> int | None:
@@ -328,19 +326,13 @@ def _rows_of_stream(where: str, limit: int | None, options: AlignmentConfig, pac
     return min(rows for rows in (limit, steps) if rows is not None)
 
 
-def stored_partners(data: PreparedData, method: AnyMethod, args: AlignmentConfig) -> Rows | None:
-    """Return the (R,) partners fixed by a precomputed reference for the whole run; else None."""
-    if args.ref_placement != "precomputed" or not method.draws_partners:
-        return None
-    return set_partners(data.table, order_seed(args), draw=True)
-
-
 def window_sampler(data: PreparedData, method: AnyMethod, args: AlignmentConfig) -> WindowSampler:
     """Return the sampler of the training data.
 
     Raises:
         DataError: if the only window is incomplete and would be dropped.
     """
+    fixed = args.ref_placement == "precomputed" and method.draws_partners  # partners are stored with the log-probs
     sampler = WindowSampler(
         data.table,
         world_size=world_size(),
@@ -352,7 +344,7 @@ def window_sampler(data: PreparedData, method: AnyMethod, args: AlignmentConfig)
         sequential=args.train_sampling_strategy == "sequential",
         drop_last=args.dataloader_drop_last,
         max_tokens=args.max_tokens_per_batch,
-        partners=stored_partners(data, method, args),
+        partners=set_partners(data.table, order_seed(args), draw=True) if fixed else None,
     )
     if sampler.steps_per_epoch == 0:
         what = "rows" if data.packs is None else "packs"
@@ -366,3 +358,18 @@ def window_sampler(data: PreparedData, method: AnyMethod, args: AlignmentConfig)
 def total_steps(args: AlignmentConfig, sampler: WindowSampler) -> int:
     """Return the number of optimizer steps of the whole run."""
     return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * sampler.steps_per_epoch)
+
+
+def check_evaluation(args: AlignmentConfig, metrics: Iterable[str], evaluation: dict[str, PreparedData]) -> None:
+    """Check that there is the data and the metric that the options evaluate.
+
+    Raises:
+        OptionError: naming the option.
+    """
+    if evaluation:
+        check_best_metric(args, tuple(metrics), evaluation)
+    elif args.eval_strategy != "no" or args.eval_on_start:
+        raise OptionError(
+            f"eval_strategy: {args.eval_strategy} (eval_on_start: {args.eval_on_start}) requires evaluation "
+            "data; set dataset_test_split, or pass eval_dataset"
+        )

@@ -6,24 +6,29 @@ killed are not computed again.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from alignment.config.errors import OptionError
-from alignment.config.options import AlignmentConfig
 from alignment.config.options_model import ReferenceOptions
 from alignment.data.batching import MicroBatches
 from alignment.data.windows import Rows, WindowPlan, plan_window, set_partners
-from alignment.engines.collectives import copied_from_first_rank, device, from_first_rank, sum_over_ranks
+from alignment.engines.collectives import (
+    copied_from_first_rank,
+    device,
+    from_first_rank,
+    on_first_rank,
+    sum_over_ranks,
+)
 from alignment.engines.rng import RandomStreams
 from alignment.internals.datasets import cache_folder
 from alignment.references.content import adapters_content, source_content
@@ -41,28 +46,8 @@ from alignment.training.method import Method
 _ROWS = 10_000  # rows hashed at a time; affects the hash
 
 
-class Opened(NamedTuple):
-    """An opened store, known on every rank.
-
-    Attributes:
-        data: its dataset.
-        partners: (R,) partners of the dataset's rows.
-        folder: path on the first rank's machine.
-        parts: total number of parts.
-        missing: parts that have not been computed.
-        store: the files; None except on the first rank.
-    """
-
-    data: PreparedData
-    partners: Rows
-    folder: Path
-    parts: int
-    missing: list[range]
-    store: LogpStore | None
-
-
 class ReferenceStores:
-    """The stores of a run's datasets for its reference.
+    """The stores of a run's datasets for its reference, one per dataset.
 
     Args:
         context: the run.
@@ -76,14 +61,11 @@ class ReferenceStores:
     """
 
     def __init__(self, context: RunContext, plan: ReferencePlan) -> None:
-        self.context, self.plan = context, plan
+        self.context, self.plan, method = context, plan, context.method
         self.further: tuple[PreparedData, ...] = ()
-        self._adapters: dict[str, object] | None = None
+        # Fingerprints of reference and adapters; those of a live policy are taken before training.
+        self._content: tuple[dict[str, Any], dict[str, Any] | None] | None = None
         self._changed = False  # whether its files have changed since the run began
-        self._content: dict[str, object] | None = (
-            None  # fingerprint of the reference; of a live policy, taken before training
-        )
-        method = context.method
         if type(method).reference_sequences is Method.reference_sequences:
             raise OptionError(
                 f"ref_placement='precomputed': {type(method).__name__} does not define reference_sequences, which "
@@ -93,7 +75,8 @@ class ReferenceStores:
     def reference(self) -> PrecomputedReference:
         """Return a reference that covers the run's datasets and further ones; collective, before the policy exists."""
         self._content = None  # a live model may have changed since engines were last built
-        return PrecomputedReference(self.tables((*self.own, *self.further)), len(self.context.method.completions))
+        tables = self.tables((*self.context.data.sets, *self.further))
+        return PrecomputedReference(tables, len(self.context.method.completions))
 
     def tables(self, datasets: Iterable[PreparedData], *, loadable: bool = True) -> dict[str, LogpTable]:
         """Return the log-probs of these datasets by their keys; collective.
@@ -106,10 +89,9 @@ class ReferenceStores:
             OptionError: if something is missing that can no longer be computed.
             OutputError: if a store cannot be written.
         """
-        opened = self._opened(datasets)
+        opened = self._opened(datasets, prepare=True)
         seconds: dict[str, float] = {}
-        if any(one.missing for one in opened):
-            named = next(one.data.where for one in opened if one.missing)
+        if named := next((data.where for data, store in opened if store.missing), None):
             if from_first_rank(self._changed):
                 source = self.plan.source.name
                 raise OptionError(
@@ -121,108 +103,110 @@ class ReferenceStores:
                     f"{named}: its reference log-probs are not in the cache, and the initial policy, which is the "
                     "reference, has been trained; pass it to the constructor as eval_dataset, or the model as a path"
                 )
-            with _random_streams_kept():
+            # Runs that find a store and runs that compute it draw the same random numbers.
+            streams = RandomStreams()
+            before = streams.state_dict()
+            try:
                 seconds = self._fill(opened)
-        for one in opened:
-            self._tell(one, seconds.get(one.data.key))
-        return {one.data.key: LogpTable(_shared(one, self._width), one.partners) for one in opened}
+            finally:
+                streams.load_state_dict(before)
+        found = {}
+        for data, store in opened:
+            if rank() == 0:
+                self._tell(data, store, seconds.get(data.key))
+            values = copied_from_first_rank(torch.from_numpy(store.values).to(device())).cpu()
+            found[data.key] = LogpTable(values, store.partners)
+        return found
 
     def lines(self) -> list[str]:
         """Describe each store of the run's datasets without writing anything; collective."""
         said = []
-        for one in self._opened(self.own, prepare=False):
-            there = one.parts - len(one.missing)
-            state = "complete" if not one.missing else f"{there} of {one.parts} parts" if there else "not computed yet"
-            said.append(f"reference log-probs of {one.data.where}: {state}, {one.folder}")
+        for data, store in self._opened(self.context.data.sets, prepare=False):
+            total, missing = len(store.parts), len(store.missing)
+            state = f"{total - missing} of {total} parts" if missing < total else "not computed yet"
+            said.append(f"reference log-probs of {data.where}: {state if missing else 'complete'}, {store.folder}")
         return said
-
-    @property
-    def own(self) -> list[PreparedData]:
-        """The datasets of the run."""
-        given = (self.context.data.train, *self.context.data.eval.values())
-        return [data for data in given if data is not None]
 
     @property
     def _width(self) -> int:
         """Sequences per row."""
         return len(self.context.method.completions) + self.context.method.draws_partners
 
-    def _opened(self, datasets: Iterable[PreparedData], *, prepare: bool = True) -> list[Opened]:
-        """Open each store on the first rank, and share what it contains."""
+    def _opened(self, datasets: Iterable[PreparedData], *, prepare: bool) -> list[tuple[PreparedData, LogpStore]]:
+        """Open the store of each dataset: its files on the first rank, what is missing on every rank."""
         if self._content is None or not self.plan.copies_policy:
             memory = _folder() / "file-hashes.json"
-            before = self._content, self._adapters
-            self._content = source_content(self.plan.source, memory, keep=rank() == 0)
-            self._adapters = None
-            if self.plan.adapters is not None and rank() == 0:
-                self._adapters = adapters_content(self.plan.adapters, memory)
-            if before[0] is not None and before != (self._content, self._adapters):
-                self._content, self._adapters = before
-                self._changed = True
+            adapters = self.plan.adapters if rank() == 0 else None
+            found = (
+                source_content(self.plan.source, memory, keep=rank() == 0),
+                None if adapters is None else adapters_content(adapters, memory),
+            )
+            self._changed = self._changed or self._content not in (None, found)
+            self._content = self._content or found
         opened = []
         for data in {data.key: data for data in datasets}.values():
             partners = set_partners(data.table, order_seed(self.context.args), self.context.method.draws_partners)
-            store, seen = None, None
-            if rank() == 0:
-                store = LogpStore(_folder(), self.key(data), partners, self._width)
-                for fault in store.read():
-                    tell(fault)
-                if prepare and store.missing and not self._changed:
-                    store.prepare()
-                seen = store.folder, len(store.parts), store.missing
-            folder, parts, missing = from_first_rank(seen)
-            opened.append(Opened(data, partners, folder, parts, list(missing), store))
+            store = LogpStore(_folder(), self.key(data) if rank() == 0 else {}, partners, self._width)
+            store.missing = on_first_rank(functools.partial(self._missing, store, prepare))
+            opened.append((data, store))
         return opened
+
+    def _missing(self, store: LogpStore, prepare: bool) -> list[range]:
+        """Read a store, and return its missing parts."""
+        for fault in store.read():
+            tell(fault)
+        if prepare and store.missing and not self._changed:
+            store.prepare()
+        return store.missing
 
     def key(self, data: PreparedData) -> dict[str, object]:
         """Return everything that the values depend on, by name; on the first rank."""
         args, method, plan = self.context.args, self.context.method, self.plan
         quantization = plan.source.quantization
+        content, adapters = self._content or ({}, None)
+        # Layer kernels round differently. Hub kernels are part of the model's arguments.
+        kernels = {"liger": args.liger_kernel_config or {}} if args.use_liger_kernel else {}
         return {
             "rows": rows_content(data, method.completions),
             "lengths": asdict(limits_of(args)),
             "partners": order_seed(args) if method.draws_partners else None,
             "mismatched": method.draws_partners,
-            "model": {**(self._content or {}), "attention": args.attn_implementation, **_kernels(args)},
-            "adapters": self._adapters,
+            "model": {**content, "attention": args.attn_implementation, **kernels},
+            "adapters": adapters,
             "dtype": str(plan.dtype),
             "quantization": None if quantization is None else quantization.config.to_dict(),
         }
 
-    def _fill(self, opened: list[Opened]) -> dict[str, float]:
+    def _fill(self, opened: list[tuple[PreparedData, LogpStore]]) -> dict[str, float]:
         """Compute every missing part; return the seconds spent per dataset key."""
         context, seconds = self.context, {}
-        windows = {one.data.key: [(part, self._plan(one, part)) for part in one.missing] for one in opened}
-        total = sum(len(plan.micro_batches) for parts in windows.values() for _, plan in parts)
-        shown = context.is_first and not context.args.disable_tqdm
+        windows = [
+            [(part, self._plan(data, store.partners, part)) for part in store.missing] for data, store in opened
+        ]
+        total = sum(len(plan.micro_batches) for parts in windows for _, plan in parts)
         engine = self.plan.build(context.args)
-        progress = Progress(total, "precompute", shown, device())
+        progress = Progress(total, "precompute", context.is_first and not context.args.disable_tqdm, device())
         try:
-            for one in opened:
+            for (data, store), parts in zip(opened, windows):
                 start = time.monotonic()
-                for part, plan in windows[one.data.key]:
-                    found = self._part(engine, one.data, part, plan, progress)
-                    if one.store is not None:
-                        one.store.write(part, found.numpy())
-                if one.missing:
-                    seconds[one.data.key] = time.monotonic() - start
+                for part, plan in parts:
+                    found = self._part(engine, data, part, plan, progress)
+                    if rank() == 0:
+                        store.write(part, found.numpy())
+                if parts:
+                    seconds[data.key] = time.monotonic() - start
         finally:
             progress.close()
             engine.close()
         return seconds
 
-    def _plan(self, one: Opened, part: range) -> WindowPlan:
+    def _plan(self, data: PreparedData, partners: Rows, part: range) -> WindowPlan:
         """Return the evaluation plan of the rows of one part."""
-        args = self.context.args
-        rows = np.arange(part.start, part.stop, dtype=np.int64)
+        args, rows = self.context.args, np.arange(part.start, part.stop, dtype=np.int64)
         asked = args.precompute_ref_batch_size if isinstance(args, ReferenceOptions) else None
+        size, tokens = asked or args.eval_batch_size, None if asked else args.max_tokens_per_batch
         return plan_window(
-            one.data.table,
-            rows,
-            one.partners[rows],
-            world_size=world_size(),
-            batch_size=asked or args.eval_batch_size,
-            max_tokens=None if asked else args.max_tokens_per_batch,
+            data.table, rows, partners[rows], world_size=world_size(), batch_size=size, max_tokens=tokens
         )
 
     def _part(
@@ -235,36 +219,24 @@ class ReferenceStores:
             for batch in MicroBatches(method.kind.collate, data.dataset, data.table, plan, rank()):
                 asked, ids = method.reference_sequences(batch, data.key)
                 rows, columns = places(ids, len(method.completions))
-                found[(rows - part.start).to(found.device), columns.to(found.device)] = engine.sequence_logps(
-                    asked, ids
-                )
+                values = engine.sequence_logps(asked, ids)
+                found[(rows - part.start).to(found.device), columns.to(found.device)] = values
                 record.tokens += asked.tokens
                 progress.advance()
             return sum_over_ranks(found).cpu()
 
-    def _tell(self, one: Opened, seconds: float | None) -> None:
+    def _tell(self, data: PreparedData, store: LogpStore, seconds: float | None) -> None:
         """Print where a store is and what it saves."""
-        if one.store is None:
-            return
-        size, epochs = one.store.size, self.context.args.num_train_epochs
-        place = f"{one.folder} ({len(one.partners):,} rows, {size:,} bytes)"
-        if seconds is None:
-            how, saved = (
-                "found in",
-                "; steps run without the reference, which saves about a third of the time of a LoRA step",
-            )
-        else:
+        epochs, how = self.context.args.num_train_epochs, "found in"
+        saved = "; steps run without the reference, which saves about a third of the time of a LoRA step"
+        if seconds is not None:
             how = f"computed in {duration(seconds)}, stored in"
             saved = "; from the second epoch on, this saves about a third of the time of a LoRA step"
             if self.context.args.max_steps < 0 and epochs <= 1:
                 saved += f"; with num_train_epochs={epochs:g}, only later runs are faster"
-        saved = saved if one.data is self.context.data.train else ""
-        tell(f"reference log-probs of {one.data.where}: {how} {place}{saved}")
-
-
-def _kernels(args: AlignmentConfig) -> dict[str, object]:
-    """Return the options for layer kernels, which round differently; Hub kernels are part of the model's arguments."""
-    return {"liger": args.liger_kernel_config or {}} if args.use_liger_kernel else {}
+        place = f"{store.folder} ({len(store.partners):,} rows, {store.size:,} bytes)"
+        saved = saved if data is self.context.data.train else ""
+        tell(f"reference log-probs of {data.where}: {how} {place}{saved}")
 
 
 def rows_content(data: PreparedData, completions: Iterable[str]) -> str:
@@ -281,22 +253,3 @@ def rows_content(data: PreparedData, completions: Iterable[str]) -> str:
 
 def _folder() -> Path:
     return cache_folder() / "deepspeed-alignment"
-
-
-def _shared(one: Opened, width: int) -> Tensor:
-    """Broadcast the first rank's values to every rank's host memory."""
-    values = torch.zeros((len(one.partners), width), dtype=torch.float32)
-    if one.store is not None:
-        values = torch.from_numpy(one.store.values)
-    return copied_from_first_rank(values.to(device())).cpu()
-
-
-@contextlib.contextmanager
-def _random_streams_kept() -> Iterator[None]:
-    """Keep random streams unchanged, so that runs that find and runs that compute a store draw the same numbers."""
-    streams = RandomStreams()
-    before = streams.state_dict()
-    try:
-        yield
-    finally:
-        streams.load_state_dict(before)

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from alignment.checkpoint.best import check_best_metric
 from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import TokenizerOptions
 from alignment.config.options_online import OnlineOptions
 from alignment.config.translated import accelerate, sections
-from alignment.engines.optimizers import check_optimization
+from alignment.engines.collectives import together
 from alignment.models.adapters.merged import merge_live
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM
 from alignment.models.vocabulary import check_vocabulary
 from alignment.planning.engines import EnginePlan, check_alike, plan_engines, with_reference
 from alignment.run.console import tell
-from alignment.run.retries import Retries
-from alignment.training.advice import about_rows, about_steps
+from alignment.run.failures import OtherRankFailed
 from alignment.training.arguments import (
     balancing_coefficient,
     check_optimizers,
-    load_tokenizer,
     model_sources,
-    named_datasets,
-    with_vocabulary,
-    within_positions,
 )
-from alignment.training.data import PreparedData, RunData, prepare_data, total_steps, window_sampler
 from alignment.training.method import AnyMethod
-from alignment.training.tokenizers import with_options
+from alignment.training.tokenizers import load_tokenizer, with_options, with_vocabulary
 
 
 @dataclass(frozen=True)
@@ -77,7 +69,7 @@ class PlannedModels:
 
 
 def plan_models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) -> PlannedModels:
-    """Plan models, tokenizer and engines; nothing is loaded.
+    """Plan models, tokenizer and engines; nothing is loaded. Collective.
 
     Args:
         args: the run's options.
@@ -86,30 +78,13 @@ def plan_models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) ->
 
     Raises:
         AlignmentError: if a model, its tokenizer or its placement cannot be used.
+        OtherRankFailed: if another rank cannot use its models or its tokenizer.
     """
     check_optimizers(given.optimizers, given.model)
-    model, adapted, needed = given.model, given.adapted, method.needs_reference
-    merged = adapted is not None and given.peft_config is not None
-    if merged:
-        (model, note), adapted = merge_live(adapted), None
-        tell(note)
-    policy, reference = model_sources(model, given.ref_model, args, needed, method.task)
-    same = reference is policy
-    if merged:
-        policy = replace(policy, merged=True)
-    tokenizer = load_tokenizer(*given.tokenizers, policy, args)
-    if isinstance(args, TokenizerOptions):
-        tokenizer, vocabulary = with_options(tokenizer, args, policy.config.get_text_config().vocab_size)
-        if vocabulary:
-            policy, added = with_vocabulary(policy, vocabulary, given.optimizers)
-            tell(added)
-    reference = policy if same else reference
-    if method.task is not CAUSAL_LM and policy.config.num_labels > 1:
-        tell(f"the model has {policy.config.num_labels} labels; only the first is trained and used as the reward")
-    for source in (policy, reference):
-        check_vocabulary(tokenizer, source.config.get_text_config().vocab_size, source.name)
-    coefficient = balancing_coefficient(args, policy.config)
-    plan = plan_engines(args, policy, reference if needed else None, given.peft_config, adapted)
+    with together(OtherRankFailed):
+        policy, reference, tokenizer, adapted = _models(args, method, given)
+        coefficient = balancing_coefficient(args, policy.config)
+    plan = plan_engines(args, policy, reference if method.needs_reference else None, given.peft_config, adapted)
     check_alike(plan)
     for line in (plan.dtypes.note, *accelerate.notes(args), *sections.notes(args)):
         tell(line)
@@ -124,59 +99,29 @@ def plan_models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) ->
     return PlannedModels(policy, reference, tokenizer, plan, coefficient)
 
 
-class DataPreparation:
-    """Tokenizes the datasets of a run; collective.
-
-    Args:
-        args: the run's options.
-        method: its method.
-        models: its models.
-        retries: retry policy for reads.
-    """
-
-    def __init__(self, args: AlignmentConfig, method: AnyMethod, models: PlannedModels, retries: Retries) -> None:
-        self.args, self.method, self.models, self.retries = args, method, models, retries
-
-    def __call__(self, train_dataset: Any, eval_dataset: Any, own_optimizer: bool) -> RunData:
-        """Return the data of a run, with advice about settings that are unlikely to work well.
-
-        Args:
-            train_dataset: a dataset, a list of rows, or a function that loads them; None for evaluation only.
-            eval_dataset: in the same forms, or a dict of several.
-            own_optimizer: whether the optimizer is the user's.
-        """
-        args, data = self.args, RunData()
-        if train_dataset is not None:
-            data.train = self.one(train_dataset, args.max_train_samples, "train_dataset", trains=True)
-            data.sampler = window_sampler(data.train, self.method, args)
-            steps, report = total_steps(args, data.sampler), data.train.report
-            rows = about_rows(report, len(self.method.completions))
-            data.advice = [*rows, *self.method.advice(report, data.sampler.window)]
-            if not own_optimizer:
-                tell(check_optimization(args, steps))
-                data.advice += about_steps(args, steps, data.sampler.window)
-            for sentence in () if args.dry_run else data.advice:
-                tell(f"advice: {sentence}")
-        for name, source in named_datasets(eval_dataset).items():
-            data.eval[name] = self.one(source, args.max_eval_samples, f"eval_dataset {name}".rstrip())
-        return data
-
-    def one(self, source: Any, limit: int | None, where: str, *, trains: bool = False) -> PreparedData:
-        """Return one tokenized dataset.
-
-        Args:
-            source: a dataset, a list of rows, or a function that loads them.
-            limit: number of rows to use, or None.
-            where: what to call it in messages, unless the source has a name.
-            trains: whether it is trained on.
-        """
-        load = source if callable(source) else lambda: source
-        where = getattr(source, "where", where)
-        packing = self.method.packing(trains)
-        args = within_positions(self.args, (self.models.policy, self.models.reference))
-        data = prepare_data(load, limit, self.method, self.models.processing_class, args, where, self.retries, packing)
-        tell(f"{data.where}: {data.report.summary()}")
-        return data
+def _models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) -> tuple[ModelSource, ModelSource, Any, Any]:
+    """Return policy, reference, tokenizer and the live ``PeftModel`` of adapters that are trained, or None."""
+    model, adapted = given.model, given.adapted
+    merged = adapted is not None and given.peft_config is not None
+    if merged:
+        (model, note), adapted = merge_live(adapted), None
+        tell(note)
+    policy, reference = model_sources(model, given.ref_model, args, method.needs_reference, method.task)
+    same = reference is policy
+    if merged:
+        policy = replace(policy, merged=True)
+    tokenizer = load_tokenizer(*given.tokenizers, policy, args)
+    if isinstance(args, TokenizerOptions):
+        tokenizer, vocabulary = with_options(tokenizer, args, policy.config.get_text_config().vocab_size)
+        if vocabulary:
+            policy, added = with_vocabulary(policy, vocabulary, given.optimizers)
+            tell(added)
+    reference = policy if same else reference
+    if method.task is not CAUSAL_LM and policy.config.num_labels > 1:
+        tell(f"the model has {policy.config.num_labels} labels; only the first is trained and used as the reward")
+    for source in (policy, reference):
+        check_vocabulary(tokenizer, source.config.get_text_config().vocab_size, source.name)
+    return policy, reference, tokenizer, adapted
 
 
 def place_for(args: AlignmentConfig, method: AnyMethod, models: PlannedModels, longest: int) -> None:
@@ -195,18 +140,3 @@ def place_for(args: AlignmentConfig, method: AnyMethod, models: PlannedModels, l
     if longest and plan.cards is not None and not isinstance(args, OnlineOptions):
         reference = models.reference if method.needs_reference else None
         models.engines = with_reference(args, plan, reference, reference is models.policy, longest)
-
-
-def check_evaluation(args: AlignmentConfig, metrics: Iterable[str], evaluation: dict[str, PreparedData]) -> None:
-    """Check that there is the data and the metric that the options evaluate.
-
-    Raises:
-        OptionError: naming the option.
-    """
-    if evaluation:
-        check_best_metric(args, tuple(metrics), evaluation)
-    elif args.eval_strategy != "no" or args.eval_on_start:
-        raise OptionError(
-            f"eval_strategy: {args.eval_strategy} (eval_on_start: {args.eval_on_start}) requires evaluation "
-            "data; set dataset_test_split, or pass eval_dataset"
-        )

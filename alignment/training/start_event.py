@@ -1,15 +1,56 @@
-"""The ``start`` event of ``log.jsonl``: which run it is, on which data, with which models and libraries."""
+"""The ``start`` event of ``log.jsonl``: which run it is, on which data, with which models and libraries.
+
+What is known about the data, counts of rows and percentiles of lengths, is also shown by the dry run.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
+
+import numpy as np
 
 from alignment.run.ranks import world_size
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
-from alignment.training.data_facts import data_facts
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_manifest import library_versions
+
+PERCENTILES = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+
+
+def token_lengths(data: PreparedData, completions: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Percentiles of the numbers of tokens, by what is counted.
+
+    Args:
+        data: the tokenized rows.
+        completions: the method's columns of completions.
+    """
+    prompt, counts = data.table.prompt, data.table.completions
+    lengths = {"prompt": prompt}
+    lengths |= {shown_name(name): counts[:, i] for i, name in enumerate(completions)}
+    if completions:
+        lengths["prompt and completion"] = (prompt[:, None] + counts).ravel()
+    if data.packs is not None:
+        lengths = {"pack": data.packs.tokens, "trained on per pack": counts[:, 0]}
+        lengths["sequence"] = data.packs.stops - data.packs.begins
+    found = {}
+    for name, values in lengths.items():
+        points = np.percentile(values, list(PERCENTILES.values()), method="higher").tolist()
+        found[name] = {key: int(point) for key, point in zip(PERCENTILES, points)}
+    return found
+
+
+def _data_facts(role: str, data: PreparedData, completions: Sequence[str]) -> dict[str, Any]:
+    """The facts about a dataset as the log has them: counts other than 0, and lengths. ``role`` is its use."""
+    counts = {name: count for name, count in asdict(data.report).items() if count}
+    return {"role": role, "where": data.where, **counts, "lengths": token_lengths(data, completions)}
+
+
+def shown_name(column: str) -> str:
+    """A column of token ids as users know it."""
+    return column.removesuffix("_ids")
 
 
 def start_event(
@@ -42,7 +83,7 @@ def start_event(
         "model": source if isinstance(source, str) else "",
         "models": engines.plan.describe(),
         "device": engines.window_pass.device.type,
-        "data": [data_facts(role, each, context.method.completions) for role, each in sets.items()],
+        "data": [_data_facts(role, each, context.method.completions) for role, each in sets.items()],
         "advice": list(context.data.advice),
         "versions": library_versions(),
     }

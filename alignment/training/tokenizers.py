@@ -3,16 +3,66 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from alignment.config.errors import ModelError, OptionError, one_line, setting
+from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import TokenizerOptions
+from alignment.models.source import ModelSource
 from alignment.models.vocabulary import Vocabulary, fill_up, rounded_up, take_template
 
 _TEMPLATES = (".jinja", ".j2")
+
+
+def load_tokenizer(given: Any, older_name: Any, policy: ModelSource, options: AlignmentConfig) -> Any:
+    """Return the given tokenizer, or the one saved with the adapters to continue from, or the policy's own.
+
+    Raises:
+        OptionError: if two different ones are passed.
+        ModelError: if the model's folder has no tokenizer, or it is invalid.
+    """
+    if given is not None and older_name is not None and given is not older_name:
+        raise OptionError("tokenizer: processing_class is also passed; remove tokenizer, its older name")
+    tokenizer = given if given is not None else older_name
+    saved = options.adapter_name_or_path
+    if tokenizer is None and saved is not None and (Path(saved) / "tokenizer_config.json").is_file():
+        # It has the chat template that the adapters were trained with.
+        policy = replace(policy, path=saved, live=None, init_kwargs={})
+    return policy.tokenizer(tokenizer, "processing_class", options.trust_remote_code)
+
+
+def with_vocabulary(
+    source: ModelSource, vocabulary: Vocabulary, optimizers: tuple[Any, Any]
+) -> tuple[ModelSource, str | None]:
+    """Return the policy with the vocabulary extended by ``chat_template_path``, and a message about it.
+
+    Raises:
+        OptionError: if the optimizer or the adapters of a live model would no longer match it.
+    """
+    if vocabulary.rows is None and not vocabulary.new:
+        return source.knowing(vocabulary), None
+    if vocabulary.rows is not None and any(optimizers):
+        raise OptionError(
+            "chat_template_path: adds tokens, which resizes the embeddings and invalidates optimizers; remove it, or "
+            "call clone_chat_template() before creating the optimizer"
+        )
+    if getattr(source.live, "peft_config", None):
+        raise OptionError(
+            "chat_template_path: adds tokens to a model that already has adapters; call clone_chat_template() before "
+            "adding them, or set a .jinja file to write these tokens as text"
+        )
+    before = source.config.get_text_config().vocab_size
+    note = f"chat_template_path: added {len(vocabulary.new)} tokens to the tokenizer of {source.name}"
+    if vocabulary.rows is not None:
+        note += (
+            f"; resized the embeddings from {before} to {vocabulary.rows} rows, the new ones initialized to the mean "
+            "of the others"
+        )
+    return source.knowing(vocabulary), note
 
 
 def with_options(tokenizer: Any, options: Any, rows: int) -> tuple[Any, Vocabulary]:
@@ -42,7 +92,12 @@ def with_options(tokenizer: Any, options: Any, rows: int) -> tuple[Any, Vocabula
     tokenizer = copy.deepcopy(tokenizer)
     end, new, grows = None, [], False
     if path is not None and path.endswith(_TEMPLATES):
-        tokenizer.chat_template = _written(path)
+        try:
+            tokenizer.chat_template = Path(path).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(
+                f"{setting('chat_template_path', path)}: cannot be read: {one_line(error)}; set it to a Jinja file"
+            ) from error
     elif path is not None:
         source = _source(path, options.trust_remote_code)  # type: ignore[attr-defined]
         end = source.eos_token
@@ -67,16 +122,6 @@ def with_options(tokenizer: Any, options: Any, rows: int) -> tuple[Any, Vocabula
         tuple(tokenizer.convert_tokens_to_ids(new)),
         tokenizer.eos_token_id if "eos_token" in given else None,
     )
-
-
-def _written(path: str) -> str:
-    """Read a chat template from a Jinja file."""
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(
-            f"{setting('chat_template_path', path)}: cannot be read: {one_line(error)}; set it to a Jinja file"
-        ) from error
 
 
 def _source(path: str, trust_remote_code: bool) -> Any:

@@ -42,19 +42,17 @@ from alignment.run.retries import Retries
 from alignment.run.status import begin_status, ending_in_status
 from alignment.training.arguments import (
     check_collator,
-    check_data_source,
-    check_rows_given,
+    check_datasets,
     data_of_commands,
     inputs_of,
     model_and_options,
     named_datasets,
     refuse_arguments,
-    with_adapter_names,
-    with_quantization,
+    with_arguments,
 )
 from alignment.training.callbacks import Events, check_callbacks, check_early_stopping, check_reporting, log_in
 from alignment.training.context import Resources, RunContext
-from alignment.training.data import PreparedData, RunData, total_steps
+from alignment.training.data import DataPreparation, PreparedData, RunData, check_evaluation, total_steps
 from alignment.training.evaluation import evaluate, evaluation_windows
 from alignment.training.hub.card import Subject
 from alignment.training.hub.publisher import Publisher
@@ -62,13 +60,7 @@ from alignment.training.hub.repository import Repository, prepared_repository
 from alignment.training.hub.uploads import Uploads
 from alignment.training.loop import TrainingLoop
 from alignment.training.method import AnyMethod
-from alignment.training.preparation import (
-    DataPreparation,
-    GivenModels,
-    check_evaluation,
-    place_for,
-    plan_models,
-)
+from alignment.training.preparation import GivenModels, place_for, plan_models
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_manifest import run_manifest
 from alignment.training.run_page import write_page
@@ -154,13 +146,14 @@ class AlignmentTrainer(TrainerSurface):
         quantization_config: Any,
     ) -> tuple[AlignmentConfig, GivenModels]:
         """Return the options and the models that the arguments result in together."""
-        check_data_source(args, datasets[0])
         model, adapted = unwrapped(given.model)
         model, args = model_and_options(type(self).__name__, self.config_class, model, args)
-        args = with_adapter_names(with_quantization(args, model, quantization_config), *adapter_names).sealed()
+        trained, reference = adapter_names
+        names = {"model_adapter_name": trained, "ref_adapter_name": reference}
+        args = with_arguments(args, model, quantization_config, **names).sealed()
         check_reporting(args.report_to)
         check_saving(type(self), AlignmentTrainer, saves=args.save_strategy != "no")
-        check_rows_given(args, *datasets)
+        check_datasets(args, *datasets)
         return args, replace(given, model=model, adapted=adapted)
 
     def _join(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 from alignment.cli.train import main
-from alignment.data.row_mapper import RowMapper
+from alignment.data.prepare import RowMapper
 
 
 def refuse(self: RowMapper, *batch: Any) -> None:

@@ -1,7 +1,7 @@
 """A script that calls ``train()`` on two ranks, without a command: ``plain_script.py FAULT FOLDER MODEL``.
 
 In step 3, rank 1 is stopped or killed, hangs, holds the interpreter lock, raises an error, exits, or goes ahead.
-It first creates the file ``reached``. With ``data``, rank 0 cannot read the rows.
+It first creates the file ``reached``. With ``data``, rank 0 cannot read the rows; with ``model``, rank 1 has no model.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ class Fault(TrainerCallback):
             FAULTS[sys.argv[1]]()
 
 
-def fail_with_data() -> None:
-    """Catch an error of the rows, which only rank 0 reads."""
+def fail_on_creation() -> None:
+    """Catch an error of the rows, which only rank 0 reads, or of one rank's model."""
 
     def rows() -> list[dict[str, Any]]:
         raise KeyError("label")
 
+    model = f"{sys.argv[3]}-missing" if sys.argv[1] == "model" and os.environ["RANK"] == "1" else sys.argv[3]
     try:
-        CPOTrainer(sys.argv[3], args=CPOConfig(**options(Path(sys.argv[2]))), train_dataset=rows)
+        CPOTrainer(model, args=CPOConfig(**options(Path(sys.argv[2]))), train_dataset=rows)
     except (KeyError, ValueError) as error:
         print(f"caught {type(error).__name__}")
 
@@ -56,8 +57,8 @@ def fail_with_data() -> None:
 def main() -> None:
     """Train, and evaluate without a fault."""
     tempfile.tempdir = sys.argv[2]
-    if sys.argv[1] == "data":
-        fail_with_data()
+    if sys.argv[1] in ("data", "model"):
+        fail_on_creation()
         return
     given = options(Path(sys.argv[2]), max_steps=4, peer_timeout=5, hang_timeout=8, hang_timeout_first=8)
     trainer = CPOTrainer(

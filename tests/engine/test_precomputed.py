@@ -338,7 +338,7 @@ def test_the_batch_size_of_a_pass(models: dict[str, str], tmp_path: Path) -> Non
     for given in ({}, three, three | {"precompute_ref_batch_size": 2}):
         args = KTOConfig("out", per_device_train_batch_size=4, ref_placement="precomputed", **given)
         pass_: Any = precompute.ReferenceStores(SimpleNamespace(args=args, method=trainer.method), None)  # type: ignore[arg-type]
-        plan = pass_._plan(SimpleNamespace(data=data, partners=np.roll(np.arange(rows), 1)), range(rows))
+        plan = pass_._plan(data, np.roll(np.arange(rows), 1), range(rows))
         sizes.append(max(len(micro.rows) for ranks in plan.micro_batches for micro in ranks))
     assert sizes == [4, 3, 2]
 

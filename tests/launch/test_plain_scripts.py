@@ -48,9 +48,13 @@ def test_a_script_without_a_fault_succeeds(tmp_path: Path, ranks: RankServer) ->
 
 
 @pytest.mark.ci
-def test_any_error_of_rank_0_is_raised_on_all_ranks(tmp_path: Path, ranks: RankServer) -> None:
+@pytest.mark.parametrize(
+    ("fault", "caught"), [("data", ["KeyError", "OtherRankFailed"]), ("model", ["OtherRankFailed", "ModelError"])]
+)
+def test_an_error_of_one_rank_is_raised_on_all_ranks(
+    fault: str, caught: list[str], tmp_path: Path, ranks: RankServer
+) -> None:
     """Otherwise they would wait for hours, if the script catches it."""
-    done = ranks.run(
-        DRIVERS / "plain_script.py", "data", tmp_path, make_model(tmp_path / "model", layers=1), timeout=60
-    )
-    assert [one.stdout.splitlines()[-1] for one in done.ranks] == ["caught KeyError", "caught OtherRankFailed"]
+    model = make_model(tmp_path / "model", layers=1)
+    done = ranks.run(DRIVERS / "plain_script.py", fault, tmp_path, model, timeout=60)
+    assert [one.stdout.splitlines()[-1] for one in done.ranks] == [f"caught {error}" for error in caught]

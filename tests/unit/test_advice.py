@@ -9,7 +9,7 @@ import pytest
 
 from alignment.config.registry import METHODS
 from alignment.data.report import NOT_DRAWN, DataReport
-from alignment.data.truncation import NO_ROOM
+from alignment.data.tokenization import NO_ROOM
 from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.kto_options import KTOConfig
 from alignment.methods.sft_options import SFTConfig

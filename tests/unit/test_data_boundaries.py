@@ -8,10 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
-from data_tokenizers import char_tokenizer
 from datasets import Json, Value
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,8 +25,7 @@ from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.readers import infer_features
 from alignment.data.report import DataReport, joined
 from alignment.data.sources import load_split
-from alignment.data.tokenization import Encoded, RowTokenizer
-from alignment.data.truncation import EMPTY, NO_CONTEXT, NO_ROOM, Limits, fit
+from alignment.data.tokenization import EMPTY, NO_CONTEXT, NO_ROOM, Limits, fit
 
 MODES = choices_of(Truncation)
 LENGTH = st.one_of(st.none(), st.integers(1, 9))
@@ -57,20 +54,6 @@ def test_every_limit_holds_and_nothing_else_is_cut(
         assert reason == (
             EMPTY if not given_ids else NO_CONTEXT if not (kept or alone) else NO_ROOM if room < 1 else None
         )
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_row_as_long_as_all_of_its_limits_is_unchanged(mode: str) -> None:
-    fitted = fit([1, 2, 3], [[4, 5], [6]], Limits(5, 3, 2, mode), 1)
-    assert (fitted.prompt, fitted.prompt_cut) == ([1, 2, 3], False)
-    assert (fitted.completions, fitted.cut, fitted.reasons) == ([[4, 5], [6]], [False, False], [None, None])
-
-
-@pytest.mark.parametrize(("most", "usable"), [(None, True), (4, True), (3, True), (2, False)])
-def test_a_prompt_alone_at_its_limit(most: int | None, usable: bool) -> None:
-    tokenizer = RowTokenizer(char_tokenizer())
-    (record,) = PROMPTS.records(Encoded([1, 2, 3], []), Limits(max_prompt_length=most), tokenizer)
-    assert (record["dropped"] is None) == usable and record["prompt_ids"] == ([1, 2, 3] if usable else [])
 
 
 WORDS = st.text(alphabet="ab \n", max_size=8)
@@ -128,14 +111,6 @@ def test_integers_beyond_64_bits_are_stored_as_json(value: int, plain: bool) -> 
     assert feature == Value("int64") if plain else isinstance(feature, Json)
 
 
-def test_a_hub_dataset_is_loaded_with_its_config_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    rows = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **more: asked.append((names, more)) or rows)
-    assert load_split("owner/name", "en", "train[:2]").to_list() == rows.to_list()
-    assert asked == [(("owner/name", "en"), {"split": "train[:2]"})]
-
-
 @pytest.mark.parametrize(
     ("desirable", "undesirable", "said"),
     [(2, 2, "4 of 7 rows kept (2 desirable, 2 undesirable)"), (0, 0, "4 of 7 rows kept"), (0, 4, "(0 desirable, 4")],
@@ -188,20 +163,6 @@ LABELED = {"prompt": "q", "completion": "a", "label": True}
 def test_invalid_values_of_a_row(row: dict[str, Any], key: str) -> None:
     with pytest.raises(DataError, match=f"^row 1: {key} "):
         UNPAIRED.parse(row, "row 1", {})
-
-
-@pytest.mark.parametrize(
-    ("row", "count"),
-    [
-        ({**LABELED, "system": "", "query": None}, 1),
-        ({**LABELED, "chosen": "a"}, 1),
-        ({**LABELED, "completion": None, "chosen": "a", "rejected": "b"}, 2),
-        ({**LABELED, "label": None, "chosen": "a", "rejected": "b"}, 2),
-        ({"messages": CHAT, "label": False, "system": "s", "prompt": None}, 1),
-    ],
-)
-def test_rows_of_either_kind(row: dict[str, Any], count: int) -> None:
-    assert len(UNPAIRED.parse(row, "row 1", {}).completions) == count
 
 
 LARGEST = float(np.finfo(np.float32).max)

@@ -18,7 +18,7 @@ from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.prepare import load_prepared, prepare
 from alignment.data.sources import dataset_from_python, load_split
-from alignment.data.truncation import Limits
+from alignment.data.tokenization import Limits
 from alignment.methods.kto_options import KTOConfig
 
 ALPACA = {"prompt": "instruction", "query": "input", "completion": "output", "label": "kto_tag"}
@@ -42,13 +42,6 @@ def test_alpaca_columns(tmp_path: Path) -> None:
     assert texts(rows, ALPACA, tmp_path) == expected
 
 
-def test_alpaca_pairs(tmp_path: Path) -> None:
-    row = {"instruction": "do", "input": "it", "chosen": "ok", "rejected": "no"}
-    assert texts([row], {"prompt": "instruction", "query": "input"}, tmp_path, PAIRS) == [
-        ["do\nit", "ok</s>", "no</s>"]
-    ]
-
-
 def test_a_mapped_column_replaces_a_column_of_the_same_name(tmp_path: Path) -> None:
     row = {"prompt": "aa", "question": "cc", "chosen": "d", "rejected": "e", "query": "ff", "system": "g"}
     assert texts([row], None, tmp_path, PAIRS) == [
@@ -64,12 +57,6 @@ def test_a_mapped_column_is_only_available_under_its_new_name() -> None:
     data = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c", "label": True}])
     made, _ = arranged(data, {"completion": "chosen"}, UNPAIRED, "data")
     assert made.to_list() == [{"prompt": "a", "label": True, "rejected": "c", "completion": "b"}]
-
-
-def test_a_renamed_column_is_missing_under_its_old_name() -> None:
-    data = Dataset.from_list([{"chosen": "b", "rejected": "c"}])
-    with pytest.raises(DataError, match="^data: missing column chosen; .*; columns: chosen, rejected; "):
-        arranged(data, {"prompt": "chosen"}, PAIRS, "data")
 
 
 def test_system_column(tmp_path: Path) -> None:

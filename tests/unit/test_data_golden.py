@@ -29,7 +29,7 @@ from alignment.data.kinds.scored_pairs import SCORED_PAIRS  # noqa: E402
 from alignment.data.kinds.unpaired import UNPAIRED  # noqa: E402
 from alignment.data.prepare import load_prepared, prepare  # noqa: E402
 from alignment.data.sources import dataset_from_python, load_split  # noqa: E402
-from alignment.data.truncation import Limits  # noqa: E402
+from alignment.data.tokenization import Limits  # noqa: E402
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "tokenization.txt"
 HEAD = """\

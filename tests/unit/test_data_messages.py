@@ -15,11 +15,10 @@ from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.prompts import PROMPTS
 from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
-from alignment.data.messages import conversation, template_variables, text_of, without_nulls
+from alignment.data.messages import Source, conversation, template_variables, text_of, without_nulls
 from alignment.data.prepare import load_prepared, prepare
 from alignment.data.sources import dataset_from_python
-from alignment.data.tokenization import RowTokenizer, Source
-from alignment.data.truncation import Limits
+from alignment.data.tokenization import Limits, RowTokenizer
 
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
 CALLING = {"role": "assistant", "content": None, "tool_calls": CALLS}
@@ -98,7 +97,8 @@ def test_invalid_messages(given: dict[str, Any], said: str) -> None:
 
 def test_conversations_end_with_the_assistant() -> None:
     answer = {"role": "assistant", "content": "a"}
-    assert conversation({"messages": [USER, answer]}, "messages", "row 1") == ([USER], [answer])
+    source = conversation({"messages": [USER, answer]}, "messages", "row 1")
+    assert (source.prompt, source.completions) == ([USER], ([answer],))
     for messages, said in (([USER], "has role 'user' .* expected 'assistant'"), ("hi", "messages is 'hi'")):
         with pytest.raises(DataError, match=f"^row 1: .*{said}"):
             conversation({"messages": messages}, "messages", "row 1")

@@ -23,7 +23,7 @@ from alignment.data.kinds.unpaired import UNPAIRED, prompt_key
 from alignment.data.prepare import Prepared, data_key, key_of, load_prepared, prepare
 from alignment.data.report import DataReport
 from alignment.data.sources import dataset_from_python, load_split
-from alignment.data.truncation import Limits
+from alignment.data.tokenization import Limits
 from alignment.models.vocabulary import check_vocabulary
 from alignment.training.data import limits_of
 
@@ -201,7 +201,7 @@ def test_second_run_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert key_of(path) == data_key(data, UNPAIRED, tokenizer, Limits())
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [path.name]
     assert sorted(entry.name for entry in path.iterdir()) == ["data", "report.json"]
-    monkeypatch.setattr(module, "_build", lambda *args: pytest.fail("built again"))
+    monkeypatch.setattr(module, "RowMapper", lambda *args: pytest.fail("built again"))
     tokenizer(["other", "texts"], padding=False, truncation=True, max_length=2)  # leaves settings in the tokenizer
     again = dataset_from_python(json.loads(json.dumps(KTO)))
     assert prepare(again, UNPAIRED, tokenizer, Limits(), "data", tmp_path) == path

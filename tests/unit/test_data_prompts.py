@@ -22,7 +22,7 @@ from alignment.data.kinds.scored_pairs import SCORED_PAIRS, margin_of
 from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.prepare import Prepared, load_prepared, prepare
 from alignment.data.sources import dataset_from_python, from_stream, load_split
-from alignment.data.truncation import Limits
+from alignment.data.tokenization import Limits
 
 USER = {"role": "user", "content": "hi"}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -38,9 +38,6 @@ def made(data: Any, folder: Path, kind: Any = PROMPTS, limits: Limits | None = N
 def columns_of(prepared: Prepared) -> list[Any]:
     """Return the additional columns of every row."""
     return [prompt_row(prepared.dataset, index).columns for index in range(len(prepared.dataset))]
-
-
-NAN = float("nan")
 
 
 def test_other_columns_are_stored_with_prompts(tmp_path: Path) -> None:
@@ -73,12 +70,6 @@ def test_messages_template_variables_and_mapped_columns(tmp_path: Path) -> None:
     )
     renamed = made([{"prompt": "a", "output": "b"}], tmp_path, column_map={"completion": "output"})
     assert columns_of(renamed) == [{"completion": "b"}]
-
-
-def test_the_query_is_part_of_the_prompt(tmp_path: Path) -> None:
-    rows = [{"prompt": "do", "input": "it"}, {"prompt": "do", "input": ""}]
-    dataset = made(rows, tmp_path, column_map={"query": "input"}).dataset
-    assert [prompt_row(dataset, index).prompt for index in range(2)] == ["do\nit", "do"]
 
 
 def test_a_prompt_that_is_too_long_is_dropped_and_never_truncated(tmp_path: Path) -> None:
@@ -203,11 +194,6 @@ def test_invalid_prompts_are_named(rows: list[dict[str, Any]], said: str, tmp_pa
         made(Dataset.from_list(rows), tmp_path)
 
 
-def test_a_string_prompt_has_no_system_message() -> None:
-    with pytest.raises(DataError, match="^row 1: system requires a conversation"):
-        PROMPTS.parse({"prompt": "a", "system": "s"}, "row 1", {})
-
-
 PAIR = {"prompt": "ab", "chosen": "c", "rejected": "d"}
 
 
@@ -259,14 +245,3 @@ def test_a_margin_is_a_finite_number(margin: Any) -> None:
     with pytest.raises(DataError, match="^data, row 3: margin is .*; expected a finite number or null$"):
         margin_of({**PAIR, "margin": margin}, "data, row 3")
     assert margin_of({**PAIR, "margin": [-0.5]}, "data, row 3") == -0.5
-
-
-def test_a_faulty_margin_is_named_with_its_row(tmp_path: Path) -> None:
-    rows = [{**PAIR, "margin": 1.0}, {**PAIR, "margin": float("nan")}]
-    with pytest.raises(DataError, match=r"^data, row 2: margin is nan \(a number\); expected"):
-        made(rows, tmp_path, SCORED_PAIRS)
-
-
-def test_missing_columns_of_a_reward_model(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="^data: missing column rejected; .*; columns: chosen, compl"):
-        made([{"chosen": "a", "completion": "b", "label": True}], tmp_path, SCORED_PAIRS)

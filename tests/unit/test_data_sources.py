@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 from alignment.config.errors import DataError
 from alignment.data import readers, sources
-from alignment.data.sources import dataset_from_python, load_split, take
+from alignment.data.sources import dataset_from_python, load_split
 
 ROWS = [{"prompt": f"p{i}", "completion": f"c{i}", "label": i % 2 == 0} for i in range(5)]
 
@@ -47,8 +47,6 @@ def test_every_file_kind(tmp_path: Path, suffix: str) -> None:
         next((tmp_path / "saved").glob("*.arrow")).rename(path)
     dataset = load_split(str(path), None, "train")
     assert dataset.to_list() == ROWS
-    assert take(dataset, 2).to_list() == ROWS[:2]
-    assert len(take(dataset, None)) == len(take(dataset, 99)) == 5
 
 
 def test_slices_and_missing_splits(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from alignment.data.shown.rows import as_language_modeling
 from alignment.data.sources import dataset_from_python
 from alignment.data.targets.formatting import formatted
 from alignment.data.targets.rules import divided
-from alignment.data.truncation import Limits
+from alignment.data.tokenization import Limits
 from alignment.data.windows import evaluation_plan, row_table
 
 SAID = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]

@@ -9,8 +9,8 @@ import pytest
 from data_tokenizers import CHATML, PLAIN, byte_tokenizer, char_tokenizer, word_tokenizer
 
 from alignment.config.errors import DataError, OptionError
-from alignment.data.tokenization import Encoded, RowTokenizer, Source
-from alignment.data.truncation import EMPTY, NO_CONTEXT, NO_ROOM, Limits, fit
+from alignment.data.messages import Source
+from alignment.data.tokenization import EMPTY, NO_CONTEXT, NO_ROOM, Encoded, Limits, RowTokenizer, fit
 from alignment.methods.kto_options import KTOConfig
 
 BOS = ("<s>",)

@@ -20,11 +20,10 @@ from alignment.data.kinds.pairs import Pairs
 from alignment.data.kinds.prompts import Prompts
 from alignment.data.kinds.scored_pairs import ScoredPairs
 from alignment.data.kinds.unpaired import Unpaired
-from alignment.data.messages import Row
+from alignment.data.messages import Row, Source
 from alignment.data.prepare import load_prepared, prepare
 from alignment.data.sources import dataset_from_python
-from alignment.data.tokenization import Source
-from alignment.data.truncation import Limits
+from alignment.data.tokenization import Limits
 from alignment.data.windows import RowTable, WindowPlan, evaluation_plan, row_table
 
 KINDS = (Unpaired, Pairs, ScoredPairs, Completions, Prompts)

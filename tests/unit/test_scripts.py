@@ -21,7 +21,7 @@ from alignment import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlPar
 from alignment.checkpoint.saving import written_folder
 from alignment.config.errors import OptionError
 from alignment.online.arguments import is_of
-from alignment.training.arguments import with_quantization
+from alignment.training.arguments import with_arguments
 
 
 @dataclass
@@ -240,13 +240,13 @@ def test_pairs_become_labeled_rows() -> None:
 def test_quantization_of_a_model_given_by_name(tmp_path: Path) -> None:
     weights = alignment.get_quantization_config(ModelConfig(load_in_4bit=True))
     options = alignment.KTOConfig(output_dir=str(tmp_path), use_cpu=True, model_init_kwargs={"revision": "main"})
-    changed = with_quantization(options, "model", weights)
+    changed = with_arguments(options, "model", weights)
     assert changed.model_init_kwargs == {"revision": "main", "quantization_config": weights}
-    assert options.model_init_kwargs == {"revision": "main"} and with_quantization(options, "model", None) is options
+    assert options.model_init_kwargs == {"revision": "main"} and with_arguments(options, "model", None) is options
     with pytest.raises(OptionError, match="also set in model_init_kwargs"):
-        with_quantization(changed, "model", weights)
+        with_arguments(changed, "model", weights)
     with pytest.raises(OptionError, match="cannot be applied to a live model"):
-        with_quantization(options, fresh_model(), weights)
+        with_arguments(options, fresh_model(), weights)
 
 
 def test_further_arguments_next_to_options() -> None:

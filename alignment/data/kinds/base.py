@@ -12,10 +12,9 @@ from datasets import Dataset, Features, List, Value
 from alignment.config.errors import DataError, listing
 from alignment.config.options_data import COLUMNS
 from alignment.data.batching import AnyBatch
-from alignment.data.messages import Row
+from alignment.data.messages import Row, Source
 from alignment.data.targets.tokenized import TokenColumns, TokenFormat, read_completions
-from alignment.data.tokenization import Encoded, RowTokenizer, Source
-from alignment.data.truncation import CUT_ALIKE, IDENTICAL, Fitted, Limits, fit
+from alignment.data.tokenization import CUT_ALIKE, IDENTICAL, Encoded, Limits, RowTokenizer, fit
 from alignment.data.windows import RowTable, WindowPlan
 
 Record = dict[str, Any]
@@ -35,6 +34,7 @@ class Kind(ABC):
         tokens: the columns of rows that are already tokenized.
         completions: columns of tokenized rows that contain completions.
         further: features of tokenized rows other than token IDs and ``row``.
+        divides: whether every completion of a row becomes a tokenized row.
         whole: whether sequences are scored at their last token, so that they need no context (reward models).
         keeps_columns: whether columns that it does not know are kept.
     """
@@ -44,6 +44,7 @@ class Kind(ABC):
     tokens: ClassVar[TokenFormat] = TokenFormat()
     completions: ClassVar[tuple[str, ...]] = ()
     further: ClassVar[Mapping[str, Any]] = {}
+    divides: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     keeps_columns: ClassVar[bool] = False
 
@@ -107,33 +108,34 @@ class Kind(ABC):
         return tokenizer.encode(sources)
 
     def records(self, row: Encoded, limits: Limits, tokenizer: RowTokenizer) -> list[Record]:
-        """Return the tokenized rows, truncated to the limits, that a row becomes: one, unless a kind divides rows."""
-        fitted = fit(row.prompt, row.completions, limits, tokenizer.head_length(row.prompt), self.whole)
-        return [{**row.further, **self.record(fitted, alike(row.completions, fitted.completions))}]
+        """Return the tokenized rows, truncated to the limits, that a row becomes: one, or one per completion.
 
-    def record(self, fitted: Fitted, pair: str | None = None) -> Record:
-        """Return the columns that all tokenized rows have. A row that is dropped has no tokens, but a reason.
-
-        The reason is that of one of its sequences, or ``pair``, a reason to drop both completions of a pair.
+        A row that is dropped has no tokens, but a reason: that of one of its sequences, or that its completions are
+        identical, as they are or truncated.
         """
-        reasons = (pair if pair == IDENTICAL else None, *fitted.reasons, pair)
-        dropped = next(filter(None, reasons), None)
-        kept = dropped is None
-        return {
-            "prompt_ids": fitted.prompt if kept else [],
-            **{name: ids if kept else [] for name, ids in zip(self.completions, fitted.completions)},
-            "dropped": dropped,
-            "prompt_cut": kept and fitted.prompt_cut,
-            "completions_cut": sum(fitted.cut) if kept else 0,
-        }
+        whole, head = row.completions, tokenizer.head_length(row.prompt)
+        groups = [[completion] for completion in whole] if self.divides else [whole]
+        fits = [fit(row.prompt, group, limits, head, self.whole) for group in groups]
+        answers = [ids for fitted in fits for ids in fitted.completions]
+        pair = None
+        if len(whole) > 1 and answers[0] == answers[1]:
+            pair = IDENTICAL if whole[0] == whole[1] else CUT_ALIKE
+        records = []
+        for fitted in fits:
+            dropped = next(filter(None, (pair if pair == IDENTICAL else None, *fitted.reasons, pair)), None)
+            kept = dropped is None
+            ids = zip(("prompt_ids", *self.completions), (fitted.prompt, *fitted.completions))
+            records.append(
+                {
+                    **row.further,
+                    **{name: tokens if kept else [] for name, tokens in ids},
+                    "dropped": dropped,
+                    "prompt_cut": kept and fitted.prompt_cut,
+                    "completions_cut": sum(fitted.cut) if kept else 0,
+                }
+            )
+        return records
 
     @abstractmethod
     def collate(self, dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> AnyBatch:
         """Collate one rank's micro-batch ``micro`` of a plan."""
-
-
-def alike(whole: Sequence[list[int]], fitted: Sequence[list[int]]) -> str | None:
-    """Return why a pair must be dropped: its completions are identical, as they are or truncated."""
-    if len(whole) < 2 or fitted[0] != fitted[1]:
-        return None
-    return IDENTICAL if whole[0] == whole[1] else CUT_ALIKE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from datasets import Dataset, List, Value
 
@@ -11,13 +11,12 @@ from alignment.config.errors import DataError
 from alignment.data import messages
 from alignment.data.batching import Batch, OnDevice, collate
 from alignment.data.kinds.base import Kind, Record
-from alignment.data.messages import Row
+from alignment.data.messages import Row, Source
 from alignment.data.packing.rows import PackedRows
 from alignment.data.targets.rules import divided
 from alignment.data.targets.tokenized import TokenColumns, TokenFormat, learned_row
 from alignment.data.targets.turns import assistant_mask
-from alignment.data.tokenization import Encoded, RowTokenizer, Source
-from alignment.data.truncation import Limits
+from alignment.data.tokenization import Encoded, Limits, RowTokenizer
 from alignment.data.windows import RowTable, WindowPlan
 
 
@@ -73,10 +72,8 @@ class Completions(Kind):
         Raises:
             DataError: the row is invalid, or plain text would have to be split into prompt and completion.
         """
-        template = messages.template_variables(row, where)
         if row.get("completion") is not None:
-            prompt, completion = messages.answered(row, where)
-            return Source(prompt, (completion,), where, template, {"all": self.completion_only is False})
+            return replace(messages.answered(row, where), further={"all": self.completion_only is False})
         key = next((key for key in self._whole_rows if row.get(key) is not None), None)
         if key is None:
             instead = ", or ".join(self._whole_rows)
@@ -87,15 +84,11 @@ class Completions(Kind):
                 "the columns prompt and completion"
             )
         if self.completion_only:
-            prompt, completion = messages.conversation(row, key, where)
-            return Source(prompt, (completion,), where, template)
-        text, prompt = messages.text_of(row, key, where), ""
-        if isinstance(text, str):
-            messages.refuse_mapped(row, key, where, "query", "system")
-        else:
-            messages.refuse_mapped(row, key, where, "query")
-            text, prompt = messages.with_system(text, row, where), []
-        return Source(prompt, (text,), where, template, {"all": True})
+            return messages.conversation(row, key, where)
+        text = messages.text_of(row, key, where)
+        messages.refuse_mapped(row, key, where, "query", *(["system"] if isinstance(text, str) else []))
+        source = messages.source_of(row, where, text)
+        return replace(source, prompt=text[:0], completions=(source.prompt,), further={"all": True})
 
     def read_tokens(self, row: Row, columns: TokenColumns, where: str, tokenizer: RowTokenizer) -> Encoded:
         size = len(tokenizer.tokenizer)

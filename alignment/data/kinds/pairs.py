@@ -15,9 +15,8 @@ from alignment.config.errors import DataError
 from alignment.data import messages
 from alignment.data.batching import Batch, OnDevice, TokenIds, collate
 from alignment.data.kinds.base import Kind
-from alignment.data.messages import Message, Row, Text
+from alignment.data.messages import Message, Row, Source, Text
 from alignment.data.targets.tokenized import TokenFormat
-from alignment.data.tokenization import Source
 from alignment.data.windows import RowTable, WindowPlan
 
 HH_TURN = "\n\nAssistant:"  # the turn marker of Anthropic's HH dataset
@@ -55,7 +54,7 @@ class Pairs(Kind):
         for key in ("chosen", "rejected"):
             if row.get(key) is None:
                 raise DataError(f"{where}: {key} is missing; every row must have chosen and rejected")
-        chosen, rejected = messages.completion_of(row, "chosen", where), messages.completion_of(row, "rejected", where)
+        chosen, rejected = (messages.text_of(row, key, where, answer=True) for key in ("chosen", "rejected"))
         messages.check_same_form(where, chosen=chosen, rejected=rejected)
         prompt = messages.prompt_of(row, where)
         if prompt is None:
@@ -63,11 +62,7 @@ class Pairs(Kind):
             prompt, chosen, rejected = split(chosen, rejected)
         elif isinstance(prompt, str) and not isinstance(chosen, str):
             prompt, chosen, rejected = _spoken_prompt(prompt, chosen, rejected)
-        messages.check_same_form(where, prompt=prompt, chosen=chosen)
-        answers = messages.without_prompt(prompt, chosen), messages.without_prompt(prompt, rejected)
-        return Source(
-            messages.with_system(prompt, row, where), answers, where, messages.template_variables(row, where)
-        )
+        return messages.source_of(row, where, prompt, chosen=chosen, rejected=rejected)
 
     def collate(self, dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PreferenceBatch:
         own = plan.micro_batches[micro][rank]

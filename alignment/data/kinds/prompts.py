@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from datasets import Dataset, Value
@@ -12,10 +12,9 @@ from datasets import Dataset, Value
 from alignment.config.errors import counted
 from alignment.data.batching import OnDevice
 from alignment.data.kinds.base import Kind, Record
-from alignment.data.messages import Row, Text, required_prompt, template_variables, with_system
+from alignment.data.messages import Row, Source, Text, required_prompt, source_of
 from alignment.data.readers import json_text
-from alignment.data.tokenization import Encoded, RowTokenizer, Source
-from alignment.data.truncation import Fitted, Limits
+from alignment.data.tokenization import Encoded, Limits, RowTokenizer
 from alignment.data.windows import RowTable, WindowPlan
 
 _NO_START = "no tokens to start from (empty prompt, and the tokenizer has no BOS or EOS token)"
@@ -56,24 +55,24 @@ class Prompts(Kind):
     keeps_columns = True
 
     def parse(self, row: Row, where: str, others: Row) -> Source:
-        prompt = with_system(required_prompt(row, where), row, where)
-        template = template_variables(row, where)
+        source = source_of(row, where, required_prompt(row, where))
         columns = ", ".join(f"{json.dumps(name)}: {json_text(name, value, where)}" for name, value in others.items())
         stored = {
-            "prompt": json_text("prompt", prompt, where),
-            "template": json_text("chat_template_kwargs", template, where),
+            "prompt": json_text("prompt", source.prompt, where),
+            "template": json_text("chat_template_kwargs", source.template, where),
             "columns": f"{{{columns}}}",
         }
-        return Source(prompt, (), where, template, stored)
+        return replace(source, further=stored)
 
     def records(self, row: Encoded, limits: Limits, tokenizer: RowTokenizer) -> list[Record]:
         """Return one record. A prompt is never truncated: one that is too long is dropped."""
-        most, reason = limits.max_prompt_length, None
+        (record,) = super().records(row, Limits(), tokenizer)
+        most = limits.max_prompt_length
         if not row.prompt:
-            reason = _NO_START
-        elif most is not None and len(row.prompt) > most:
-            reason = f"prompt longer than {counted(most, 'token')}"
-        return [{**row.further, **self.record(Fitted(row.prompt, False, [], [], [reason]))}]
+            return [record | {"dropped": _NO_START}]
+        if most is not None and len(row.prompt) > most:
+            return [record | {"prompt_ids": [], "dropped": f"prompt longer than {counted(most, 'token')}"}]
+        return [record]
 
     def collate(self, dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PromptBatch:
         own = plan.micro_batches[micro][rank]

@@ -10,9 +10,9 @@ from datasets import Value
 
 from alignment.config.errors import DataError, show
 from alignment.data.kinds.pairs import Pairs
-from alignment.data.messages import Row
+from alignment.data.messages import Row, Source
 from alignment.data.targets.tokenized import TokenColumns, TokenFormat, read_whole
-from alignment.data.tokenization import Encoded, RowTokenizer, Source
+from alignment.data.tokenization import Encoded, RowTokenizer
 
 _LARGEST = float(np.finfo(np.float32).max)
 

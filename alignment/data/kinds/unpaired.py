@@ -12,12 +12,11 @@ from torch import Tensor
 
 from alignment.config.errors import DataError, show
 from alignment.data.batching import Batch, OnDevice, collate
-from alignment.data.kinds.base import Kind, Record, alike
+from alignment.data.kinds.base import Kind, Record
 from alignment.data.kinds.pairs import PAIRS
-from alignment.data.messages import Row, answered, conversation, template_variables
+from alignment.data.messages import Row, Source, answered, conversation
 from alignment.data.targets.tokenized import TokenColumns, TokenFormat
-from alignment.data.tokenization import Encoded, RowTokenizer, Source
-from alignment.data.truncation import Limits, fit
+from alignment.data.tokenization import Encoded, Limits, RowTokenizer
 from alignment.data.windows import RowTable, WindowPlan
 
 
@@ -48,6 +47,7 @@ class Unpaired(Kind):
     name = "unpaired_preference"
     formats = (("prompt", "completion", "label"), ("messages", "label"), ("chosen", "rejected"))
     completions = ("completion_ids",)
+    divides = True
     further = {"label": Value("bool"), "prompt_key": Value("int64")}
     tokens = TokenFormat(
         (("prompt_ids", "completion_ids"), ("prompt_input_ids", "completion_input_ids")),
@@ -71,21 +71,19 @@ class Unpaired(Kind):
             )
         if not labeled and (any(there) or "label" not in row):
             return replace(PAIRS.parse(row, where, others), further={"labels": [True, False]})
-        labels = [label_of(row, where)]
+        labels = {"labels": [label_of(row, where)]}
         spoken = row.get("completion") is None and row.get("messages") is not None
-        prompt, completion = conversation(row, "messages", where) if spoken else answered(row, where)
-        return Source(prompt, (completion,), where, template_variables(row, where), {"labels": labels})
+        return replace(conversation(row, "messages", where) if spoken else answered(row, where), further=labels)
 
     def read_tokens(self, row: Row, columns: TokenColumns, where: str, tokenizer: RowTokenizer) -> Encoded:
         return replace(super().read_tokens(row, columns, where, tokenizer), further={"labels": [label_of(row, where)]})
 
     def records(self, row: Encoded, limits: Limits, tokenizer: RowTokenizer) -> list[Record]:
         """Return one record per label, each truncated by itself."""
-        head, key = tokenizer.head_length(row.prompt), prompt_key(row.prompt)  # the same however it is truncated
-        fits = [fit(row.prompt, [completion], limits, head) for completion in row.completions]
-        same = alike(row.completions, [fitted.completions[0] for fitted in fits])
+        records = super().records(row, limits, tokenizer)
+        key = prompt_key(row.prompt)  # the same however the prompt is truncated
         labels = row.further["labels"]
-        return [{**self.record(f, same), "label": label, "prompt_key": key} for f, label in zip(fits, labels)]
+        return [{**record, "label": label, "prompt_key": key} for record, label in zip(records, labels)]
 
     def collate(self, dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> UnpairedBatch:
         own = plan.micro_batches[micro][rank]

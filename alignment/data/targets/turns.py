@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from alignment.config.errors import DataError, one_line
-from alignment.data.tokenization import RowTokenizer, Source, common_length
+from alignment.data.messages import Source
+from alignment.data.tokenization import RowTokenizer, common_length
 
 _REMEDY = "use a chat template that marks the assistant's turns with {% generation %}, or remove assistant_only_loss"
 
