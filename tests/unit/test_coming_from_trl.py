@@ -13,7 +13,6 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
 from alignment import KTOConfig as PublicKTOConfig
-from alignment import ModelConfig, ScriptArguments
 from alignment.config.compatibility.model_kwargs import loading_keywords
 from alignment.config.compatibility.names import older_names, value_here
 from alignment.config.compatibility.theirs import OF_TRL, TRAINING_ARGUMENTS
@@ -246,17 +245,32 @@ def test_arguments_passed_on_to_the_model() -> None:
     assert options.model_init_kwargs == given and loading_keywords(None) == {}
 
 
+@dataclasses.dataclass
+class Script:
+    """Like TRL's ``ScriptArguments``."""
+
+    dataset_name: str | None = None
+
+
+@dataclasses.dataclass
+class Model:
+    """Like TRL's ``ModelConfig``."""
+
+    model_name_or_path: str | None = None
+    lora_r: int = 16
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
 def test_hf_argument_parser(method: str, order: tuple[int, ...]) -> None:
-    kinds = (ScriptArguments, METHODS[method], ModelConfig)
+    kinds = (Script, METHODS[method], Model)
     parser = HfArgumentParser([kinds[index] for index in order])
     parser.format_help()
     given = "--dataset_name d --model_name_or_path m --lora_r 8 --no_cuda --bf16 False --gradient_checkpointing"
     given += ' --model_init_kwargs {"a":1} --save_steps 0.5 --evaluation_strategy epoch --output_dir o'
     made = {type(each): each for each in parser.parse_args_into_dataclasses(given.split(), look_for_args_file=False)}
     options = made[METHODS[method]]
-    assert (made[ScriptArguments].dataset_name, made[ModelConfig].model_name_or_path, made[ModelConfig].lora_r) == (
+    assert (made[Script].dataset_name, made[Model].model_name_or_path, made[Model].lora_r) == (
         "d", "m", 8,
     )  # fmt: skip
     assert (options.dataset_name, options.use_cpu, options.bf16, options.save_steps) == (None, True, False, 0.5)
