@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from alignment.methods import METHODS
 
 if TYPE_CHECKING:
+    from alignment.compat.trl.callbacks import LogCompletionsCallback, WinRateCallback
     from alignment.compat.trl.rows import (
         extract_prompt,
         maybe_extract_prompt,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
         BaseRankJudge,
     )
     from alignment.run.stop import RunStopped
-    from alignment.training.sampling.callbacks import LogCompletionsCallback, WinRateCallback
 
 __version__ = "0.1.0"
 
@@ -83,7 +83,7 @@ _FOR_SCRIPTS = {
     "rewards.endpoint": "EndpointJudge OpenAIPairwiseJudge",
     "rewards.hub_judges": "HfPairwiseJudge PairRMJudge",
     "rewards.pairwise": "AllTrueJudge BaseBinaryJudge BaseJudge BasePairwiseJudge BaseRankJudge",
-    "training.sampling.callbacks": "LogCompletionsCallback WinRateCallback",
+    "compat.trl.callbacks": "LogCompletionsCallback WinRateCallback",
     "compat.trl.rows": (
         "extract_prompt maybe_extract_prompt maybe_unpair_preference_dataset unpair_preference_dataset"
     ),

@@ -100,7 +100,7 @@ def _check_accelerate(options: Any) -> None:
     for name in said.keys() & {*_NO_ENGINES}:
         raise OptionError(f"{setting(prefix + name, said[name])} (accelerate launch): not supported; set deepspeed")
     # Setting, its value here, the option that decides it, and what to set.
-    own = [("USE_CPU", not uses_cuda(options), "use_cpu", "use_cpu: true")]
+    own: list[tuple[str, Any, str, str]] = [("USE_CPU", not uses_cuda(options), "use_cpu", "use_cpu: true")]
     if "MIXED_PRECISION" in said:
         text = said["MIXED_PRECISION"].lower()
         option = text if text in ("bf16", "fp16") else "bf16"

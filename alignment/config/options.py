@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import Self
 
+from alignment.compat.trl.names import older_names, read_names, value_here
+from alignment.compat.trl.table import TransformersOptions
+from alignment.compat.trl.verdicts import judged_names, refuse_values, verdict_of
 from alignment.config import checks, dtypes, refusals
-from alignment.config.compatibility.model_kwargs import read_keywords
-from alignment.config.compatibility.names import older_names, read_names, value_here
-from alignment.config.compatibility.training_arguments import TransformersOptions
-from alignment.config.compatibility.verdicts import judged_names, refuse_values, verdict_of
 from alignment.config.elsewhere import check_elsewhere
 from alignment.config.errors import OptionError, setting, without_secrets
 from alignment.config.fields import EARLY, LATE, Free, convert, hide_shared, marked, option_fields, validated
+from alignment.config.model_kwargs import read_keywords
 from alignment.config.options_data import DataOptions
 from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions

@@ -1,6 +1,6 @@
 """Options that are not supported, each with a reason and the closest alternative.
 
-``NOT_YET`` are options that exist, ``REMOVED`` names that are not options of this project.
+``NOT_YET`` are options that exist, ``compat.trl.table.REMOVED`` names that are not options of this project.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from alignment.config.compatibility.names import older_names
+from alignment.compat.trl.names import older_names
+from alignment.compat.trl.table import REMOVED
 from alignment.config.errors import OptionError, did_you_mean, listing, refuse, setting
 from alignment.config.fields import words
 from alignment.config.registry import METHODS, option_names
@@ -60,25 +61,6 @@ NOT_YET: dict[str, tuple[Any, str, str]] = {
     ),
 }  # fmt: skip
 
-REMOVED: dict[str, str] = {
-    "tpu": "TPUs are not supported; use a GPU or the CPU",
-    "tokenizer": "the model's tokenizer is used; from Python, pass processing_class to the trainer",
-    "tokenizer_name_or_path": "the model's tokenizer is used; save another one in the model's folder",
-    "model": "set model_name_or_path",
-    "model_name": "set model_name_or_path",
-    "ref_model": "set ref_model_name_or_path",
-    "dataset": "set dataset_name",
-    "data_path": "set dataset_name",
-    "lr": "set learning_rate",
-    "epochs": "set num_train_epochs",
-    "batch_size": "set per_device_train_batch_size",
-    "train_batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
-    "reward_model": "set reward_model_path",
-    "reward_func": "set reward_funcs",
-    "reward_fn": "set reward_funcs",
-    "response_length": "set max_new_tokens",
-    "rewind_windows": "runs no longer return to a checkpoint; remove it, and set on_bad_step: skip",
-}
 _DEEPSPEED = "the engine is DeepSpeed; set deepspeed instead"
 _REMOVED_PREFIXES = {
     **dict.fromkeys(("fsdp_", "tpu_", "ddp_"), _DEEPSPEED),

@@ -41,6 +41,4 @@ def of_trl(name: str) -> Any:
         value = getattr(importlib.import_module(place), name, None)
         if value is not None:
             return value
-    raise ImportError(
-        f"alignment.{name}: trl {found} has no such name; install a release of trl{RELEASES} with it"
-    )
+    raise ImportError(f"alignment.{name}: trl {found} has no such name; install a release of trl{RELEASES} with it")
