@@ -203,7 +203,7 @@ class Method(ABC, Generic[BatchT]):
             batch: its tensors are on the policy's device, except ``untrained`` fields and attention masks
                 that no model reads.
             index: index of the micro-batch in its window.
-            scores: scores of :meth:`scored`'s sequences, with statistics.
+            output: scores of :meth:`scored`'s sequences, with statistics.
             known: the result of :meth:`before_training`.
             window: the window of the micro-batch.
         """
