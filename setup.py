@@ -57,6 +57,8 @@ EXTRAS = {
     ],
     # For use_liger_kernel: 0.8 is the release whose kernels were compared with transformers' layers, type by type.
     "liger": ["liger-kernel>=0.8,<0.9"],
+    # For what TRL's scripts import beside trainers and configurations: the releases that import with transformers 5.
+    "trl": ["trl>=0.24,<2", "accelerate>=1.10,<2"],
     # For `make docs`.
     "docs": [
         "sphinx>=8.1,<10",

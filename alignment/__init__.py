@@ -11,6 +11,13 @@ from typing import TYPE_CHECKING, Any
 from alignment.methods import METHODS
 
 if TYPE_CHECKING:
+    from alignment.compat.trl.callbacks import LogCompletionsCallback, WinRateCallback
+    from alignment.compat.trl.rows import (
+        extract_prompt,
+        maybe_extract_prompt,
+        maybe_unpair_preference_dataset,
+        unpair_preference_dataset,
+    )
     from alignment.methods.cpo import CPOTrainer
     from alignment.methods.cpo_options import CPOConfig
     from alignment.methods.dpo import DPOTrainer
@@ -33,21 +40,6 @@ if TYPE_CHECKING:
         BaseRankJudge,
     )
     from alignment.run.stop import RunStopped
-    from alignment.scripts.arguments import DatasetConfig, DatasetMixtureConfig, ScriptArguments
-    from alignment.scripts.chat import SIMPLE_CHAT_TEMPLATE, clone_chat_template, setup_chat_format
-    from alignment.scripts.mixture import get_dataset
-    from alignment.scripts.model import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
-    from alignment.scripts.parser import TrlParser
-    from alignment.scripts.rows import (
-        apply_chat_template,
-        extract_prompt,
-        is_conversational,
-        maybe_apply_chat_template,
-        maybe_extract_prompt,
-        maybe_unpair_preference_dataset,
-        unpair_preference_dataset,
-    )
-    from alignment.training.sampling.callbacks import LogCompletionsCallback, WinRateCallback
 
 __version__ = "0.1.0"
 
@@ -61,14 +53,11 @@ __all__ = [
     "CPOTrainer",
     "DPOConfig",
     "DPOTrainer",
-    "DatasetConfig",
-    "DatasetMixtureConfig",
     "EndpointJudge",
     "HfPairwiseJudge",
     "KTOConfig",
     "KTOTrainer",
     "LogCompletionsCallback",
-    "ModelConfig",
     "OnlineDPOConfig",
     "OnlineDPOTrainer",
     "OpenAIPairwiseJudge",
@@ -78,22 +67,10 @@ __all__ = [
     "RunStopped",
     "SFTConfig",
     "SFTTrainer",
-    "SIMPLE_CHAT_TEMPLATE",
-    "ScriptArguments",
-    "TrlParser",
     "WinRateCallback",
-    "apply_chat_template",
-    "clone_chat_template",
     "extract_prompt",
-    "get_dataset",
-    "get_kbit_device_map",
-    "get_peft_config",
-    "get_quantization_config",
-    "is_conversational",
-    "maybe_apply_chat_template",
     "maybe_extract_prompt",
     "maybe_unpair_preference_dataset",
-    "setup_chat_format",
     "unpair_preference_dataset",
     "__version__",
 ]
@@ -106,15 +83,9 @@ _FOR_SCRIPTS = {
     "rewards.endpoint": "EndpointJudge OpenAIPairwiseJudge",
     "rewards.hub_judges": "HfPairwiseJudge PairRMJudge",
     "rewards.pairwise": "AllTrueJudge BaseBinaryJudge BaseJudge BasePairwiseJudge BaseRankJudge",
-    "training.sampling.callbacks": "LogCompletionsCallback WinRateCallback",
-    "scripts.arguments": "DatasetConfig DatasetMixtureConfig ScriptArguments",
-    "scripts.chat": "SIMPLE_CHAT_TEMPLATE clone_chat_template setup_chat_format",
-    "scripts.mixture": "get_dataset",
-    "scripts.model": "ModelConfig get_kbit_device_map get_peft_config get_quantization_config",
-    "scripts.parser": "TrlParser",
-    "scripts.rows": (
-        "apply_chat_template extract_prompt is_conversational maybe_apply_chat_template maybe_extract_prompt "
-        "maybe_unpair_preference_dataset unpair_preference_dataset"
+    "compat.trl.callbacks": "LogCompletionsCallback WinRateCallback",
+    "compat.trl.rows": (
+        "extract_prompt maybe_extract_prompt maybe_unpair_preference_dataset unpair_preference_dataset"
     ),
 }
 _HOMES.update({name: f"alignment.{module}" for module, names in _FOR_SCRIPTS.items() for name in names.split()})
@@ -123,10 +94,17 @@ _HOMES.update({name: f"alignment.{module}" for module, names in _FOR_SCRIPTS.ite
 def __getattr__(name: str) -> Any:
     """Load a public name from the module that defines it.
 
+    Names of TRL that its scripts import are TRL's own (:mod:`alignment.compat.trl.scripts`).
+
     Raises:
         AttributeError: `name` is not public here.
+        ImportError: it is a name of TRL, of which no supported release is installed.
     """
     if name not in _HOMES:
+        from alignment.compat.trl.scripts import NAMES, of_trl
+
+        if name in NAMES:
+            return of_trl(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name.endswith("Trainer"):
         from alignment.engines.start_up import import_libraries

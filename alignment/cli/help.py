@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from alignment.config.compatibility.verdicts import verdict_of
+from alignment.compat.trl.verdicts import verdict_of
 from alignment.config.fields import option_fields
 from alignment.config.lookup import packaged_names
 from alignment.config.options import AlignmentConfig

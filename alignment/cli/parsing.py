@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from alignment.cli.output import print_and_leave
 from alignment.cli.recipes import read_recipe
+from alignment.compat.trl.names import older_names, read_names
 from alignment.config import checks
-from alignment.config.compatibility.names import older_names, read_names
 from alignment.config.counterparts import without_counterparts
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from alignment.config.compatibility.names import older_names
+from alignment.compat.trl.names import older_names
 from alignment.config.errors import OptionError, one_line, setting
 from alignment.config.fields import words
 from alignment.config.lookup import packaged

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from alignment.config.compatibility.names import value_here
+from alignment.compat.trl.names import value_here
 from alignment.config.fields import validated
 from alignment.config.options_model import FOUR_BITS, LORA
 

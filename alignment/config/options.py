@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import Self
 
+from alignment.compat.trl.names import older_names, read_names, value_here
+from alignment.compat.trl.table import TransformersOptions
+from alignment.compat.trl.verdicts import judged_names, refuse_values, verdict_of
 from alignment.config import checks, dtypes, refusals
-from alignment.config.compatibility.model_kwargs import read_keywords
-from alignment.config.compatibility.names import older_names, read_names, value_here
-from alignment.config.compatibility.training_arguments import TransformersOptions
-from alignment.config.compatibility.verdicts import judged_names, refuse_values, verdict_of
+from alignment.config.elsewhere import check_elsewhere
 from alignment.config.errors import OptionError, setting, without_secrets
 from alignment.config.fields import EARLY, LATE, Free, convert, hide_shared, marked, option_fields, validated
+from alignment.config.model_kwargs import read_keywords
 from alignment.config.options_data import DataOptions
 from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
 from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
 from alignment.config.process_facts import ProcessFacts
 from alignment.config.registry import Paper, name_of, option_names
-from alignment.config.translated import accelerate, sections
 
 # Attributes of options: whether they are as they were resolved, and of a trainer's options, which may still be set.
 _RESOLVED, _OPEN = "_resolved", "_open"
@@ -139,19 +139,13 @@ class AlignmentConfig(
         for name in ("output_dir", "merged_output_dir"):  # a shell does not expand `~` in `--output_dir=~/runs`
             given = getattr(self, name)
             setattr(self, name, given if given is None else os.path.expanduser(given))
-        self._translate()
+        read_keywords(self)
         if self.per_device_eval_batch_size is None:
             self.per_device_eval_batch_size = self.per_device_train_batch_size
         if self.eval_steps is None:
             self.eval_steps = self.logging_steps
         self._name_best_metric()
         self.resolve()
-
-    def _translate(self) -> None:
-        """Set options from the settings of other programs. Idempotent."""
-        accelerate.translate(self)
-        sections.translate(self)
-        read_keywords(self)
 
     def _name_best_metric(self) -> None:
         if self.metric_for_best_model is None and (self.load_best_model_at_end or self.save_strategy == "best"):
@@ -163,6 +157,7 @@ class AlignmentConfig(
         refusals.refuse_not_yet(self)
         refuse_values(self)
         checks.check_shared(self)
+        check_elsewhere(self)
         self.check()
 
     def resolve(self) -> None:
@@ -193,7 +188,7 @@ class AlignmentConfig(
             if value != values[name] or not isinstance(values[name], type(value)):
                 vars(result)[name] = value
         if vars(self)[_RESOLVED]:
-            result._translate()  # a mapping may have changed
+            read_keywords(result)  # a mapping may have changed
         else:
             result._resolve()
         result._check_all()

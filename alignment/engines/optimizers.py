@@ -18,9 +18,9 @@ from torch.utils import cpp_extension
 from transformers import get_scheduler
 
 from alignment.config.dtypes import planned, uses_cuda
+from alignment.config.elsewhere import has_optimizer
 from alignment.config.errors import OptionError
 from alignment.config.fields import keywords, parse_optim_args
-from alignment.config.translated.sections import has_optimizer
 from alignment.engines.compile_lock import compiling
 from alignment.internals.bitsandbytes import counts_in_32_bits, is_paged, stores_8_bits
 from alignment.internals.deepspeed import is_prebuilt

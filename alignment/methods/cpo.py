@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 from alignment.data.batching import Batch
 from alignment.data.kinds.pairs import PAIRS, PreferenceBatch
 from alignment.data.report import DataReport
-from alignment.data.shown.rows import Columns, as_labeled_pairs
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.cpo_options import CPOConfig
 from alignment.objectives.cpo import cpo_loss
@@ -24,9 +23,6 @@ class CPOMethod(Method[PreferenceBatch]):
     kind = PAIRS
     metrics = (*REWARDS, *sides("logps", "logits"), "nll_loss", "entropy")
     options: CPOConfig
-
-    def shown(self, rows: Columns) -> dict[str, list[Any]]:
-        return as_labeled_pairs(rows)
 
     def advice(self, report: DataReport, window_rows: int) -> list[str]:
         options = self.options

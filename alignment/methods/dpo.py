@@ -16,7 +16,6 @@ from alignment.references.base import RowIds
 from alignment.reporting.metrics import REWARDS, add_rewards, add_sides, sides
 from alignment.training.advice import about_learning_rate, about_window
 from alignment.training.method import Method, RowLosses, Window
-from alignment.training.surface.positional import Order
 from alignment.training.trainer import AlignmentTrainer
 
 
@@ -87,4 +86,4 @@ class DPOTrainer(AlignmentTrainer):
 
     config_class: ClassVar[type[DPOConfig]] = DPOConfig
     method_class = DPOMethod
-    order = Order.REFERENCE
+    takes_reference = True

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from alignment.compat.trl.table import DPOCompatibility
 from alignment.config import checks
-from alignment.config.compatibility.trl import DPOCompatibility
 from alignment.config.errors import counted, did_you_mean, listing, refuse, setting
 from alignment.config.fields import Count, Positive, option
 from alignment.config.options import AlignmentConfig

@@ -19,7 +19,6 @@ from alignment.references.base import RowIds
 from alignment.reporting.metrics import sides
 from alignment.training.advice import about_labels, about_learning_rate, about_window
 from alignment.training.method import Items, Method, RowLosses, Window
-from alignment.training.surface.positional import Order
 from alignment.training.trainer import AlignmentTrainer
 
 
@@ -137,4 +136,4 @@ class KTOTrainer(AlignmentTrainer):
 
     config_class: ClassVar[type[KTOConfig]] = KTOConfig
     method_class = KTOMethod
-    order = Order.EITHER
+    takes_reference = True

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from alignment.compat.trl.table import KTOCompatibility
 from alignment.config import checks
-from alignment.config.compatibility.trl import KTOCompatibility
 from alignment.config.errors import refuse
 from alignment.config.fields import LossName, Positive, option
 from alignment.config.options import AlignmentConfig

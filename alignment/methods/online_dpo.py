@@ -24,7 +24,6 @@ from alignment.references.base import RowIds
 from alignment.reporting.metrics import REWARDS, add_rewards, add_sides, sides
 from alignment.training.context import Resources
 from alignment.training.method import Items, Method, RowLosses, Window
-from alignment.training.surface.positional import Order, online_arguments
 from alignment.training.trainer import AlignmentTrainer
 
 MOST_WITHOUT_PAIRS = 0.25  # share of windows without a pair
@@ -129,8 +128,6 @@ class OnlineDPOTrainer(AlignmentTrainer):
     Args:
         model: the policy: a path, a Hub name or a model object.
         ref_model: the reference. Defaults to the initial policy.
-        positional: further arguments in the order of TRL's releases: ``reward_funcs``, then ``judge`` in older ones,
-            then ``args``, ``data_collator``, ``train_dataset``, ``eval_dataset``, ``processing_class`` and so on.
         reward_model: a sequence classifier with one label: a path, a Hub name or a model object.
         reward_funcs: one or several functions ``f(prompts, completions, **columns) -> scores``, names of functions as
             ``file.py:function``, or further reward models; can be combined with ``reward_model``.
@@ -144,7 +141,7 @@ class OnlineDPOTrainer(AlignmentTrainer):
 
     config_class: ClassVar[type[OnlineDPOConfig]] = OnlineDPOConfig
     method_class = OnlineDPOMethod
-    order = Order.REFERENCE
+    takes_reference = True
     args: OnlineDPOConfig
     method: OnlineDPOMethod
 
@@ -165,15 +162,8 @@ class OnlineDPOTrainer(AlignmentTrainer):
                 "reward_processing_class and reward_processing_classes contradict each other; remove one of them"
             )
         tokenizers = reward_processing_classes if reward_processing_class is None else reward_processing_class
-        named = {"reward_funcs": reward_funcs, "judge": judge, "tokenizers": tokenizers}
-        given = {**arguments, **{name: value for name, value in named.items() if value is not None}}
-        placed = online_arguments(positional, "tokenizers")
-        for name in sorted(placed.keys() & given.keys()):
-            raise TypeError(f"got multiple values for argument {name!r}")
-        given |= placed
-        reward_funcs, judge, tokenizers = (given.pop(name, None) for name in named)
         self._given = (reward_model, reward_funcs, judge, tokenizers)
-        super().__init__(model, ref_model, **given)
+        super().__init__(model, ref_model, *positional, **arguments)
 
     @property
     def reward_funcs(self) -> list[Function]:

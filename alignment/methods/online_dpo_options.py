@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
+from alignment.compat.trl.table import OnlineDPOCompatibility
 from alignment.config import checks
-from alignment.config.compatibility.trl import OnlineDPOCompatibility
 from alignment.config.errors import refuse
 from alignment.config.fields import Count, Early, Free, LossName, NotNegative, OrList, option
 from alignment.config.options_online import OnlineOptions

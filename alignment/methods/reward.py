@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PredictionOutput
 
 from alignment.data.batching import Batch, ends
 from alignment.data.kinds.pairs import PreferenceBatch
 from alignment.data.kinds.scored_pairs import SCORED_PAIRS
-from alignment.data.shown.rows import Columns, as_scored_pairs
+from alignment.engines.collectives import gathered
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.reward_options import RewardConfig
 from alignment.models.tasks import REWARD_MODEL
@@ -21,9 +22,9 @@ from alignment.objectives.reward import bradley_terry
 from alignment.reporting.metrics import REWARDS, add_rewards
 from alignment.run.protection import protected
 from alignment.training.context import Resources
-from alignment.training.data import RunData
+from alignment.training.data import PreparedData, RunData
+from alignment.training.evaluation import evaluation_window
 from alignment.training.method import Method, RowLosses, Window
-from alignment.training.surface.predicting import pair_scores
 from alignment.training.trainer import AlignmentTrainer, refuse_ignored_keys
 
 _ROWS_LOOKED_AT = 1000  # to find out which tokens sequences end with
@@ -37,8 +38,11 @@ class RewardMethod(Method[PreferenceBatch]):
     task = REWARD_MODEL
     options: RewardConfig
 
-    def shown(self, rows: Columns) -> dict[str, list[Any]]:
-        return as_scored_pairs(rows)
+    def shown(self, rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        """Join each prompt with its completions: ``chosen_ids``, ``rejected_ids``, and ``margin``."""
+        prompts = rows["prompt_ids"]
+        sides = {name: [[*p, *ids] for p, ids in zip(prompts, rows[name], strict=True)] for name in self.completions}
+        return {**sides, "margin": rows["margin"]}
 
     def scored(self, batch: PreferenceBatch) -> Batch:
         return ends(batch.pairs)
@@ -102,8 +106,20 @@ class RewardTrainer(AlignmentTrainer):
         with protected(self.output_dir, self.args):
             data = self._preparation().one(test_dataset, None, "test_dataset")
             metrics = self._evaluate_sets({"": data}, metric_key_prefix)
-            scores = pair_scores(self.context, self.engines.window_pass, data)
+            scores = self._pair_scores(data)
         return PredictionOutput(scores, np.zeros(len(scores), dtype=np.int64), metrics)
+
+    def _pair_scores(self, data: PreparedData) -> NDArray[np.float32]:
+        """Return (R, 2) fp32 scores of the chosen and the rejected completion of each tokenized row. Collective."""
+        policy = self.engines.window_pass.models.policy
+        own: dict[int, tuple[np.float32, np.float32]] = {}
+        for batch in evaluation_window(self.context, data)[1]:
+            with policy.inference():
+                scores = policy.sequence_scores(self.method.scored(batch)).cpu().numpy().astype(np.float32)
+            pairs = len(batch.rows)
+            own |= dict(zip(batch.rows, zip(scores[:pairs], scores[pairs:], strict=True), strict=True))
+        everyone = {row: pair for part in gathered(own) for row, pair in part.items()}
+        return np.array([everyone[row] for row in range(len(data.table))], dtype=np.float32)
 
 
 class _Pad(Resources):

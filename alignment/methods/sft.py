@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,9 +14,9 @@ from alignment.config.fields import keywords
 from alignment.data.batching import Batch
 from alignment.data.kinds.completions import CompletionBatch, Completions
 from alignment.data.packing.packs import Packing
-from alignment.data.shown.rows import Columns, as_language_modeling
 from alignment.data.sources import dataset_from_python
 from alignment.data.targets.formatting import Format, formatted
+from alignment.data.targets.tokenized import IGNORED
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.sft_options import SFTConfig
 from alignment.objectives.table import Loss
@@ -40,8 +41,18 @@ class SFTMethod(Method[CompletionBatch]):
             tokenized=bool(keywords(options.dataset_kwargs).get("skip_prepare_dataset")),
         )
 
-    def shown(self, rows: Columns) -> dict[str, list[Any]]:
-        return as_language_modeling(rows)
+    def shown(self, rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        """Join prompt and completion: ``input_ids``, and ``labels`` that are -100 for tokens not in the loss.
+
+        If all tokens of a row are in the loss, the first one has a label too, although it cannot be predicted.
+        """
+        names, count = ("prompt_ids", "completion_ids", "scored", "first"), len(rows["prompt_ids"])
+        shown: dict[str, list[Any]] = {"input_ids": [], "labels": []}
+        for prompt, completion, scored, first in zip(*(rows.get(name, [None] * count) for name in names), strict=True):
+            kept = [bool(first)][: len(prompt)] + [False] * (len(prompt) - 1) + (scored or [True] * len(completion))
+            shown["input_ids"].append([*prompt, *completion])
+            shown["labels"].append([i if learned else IGNORED for i, learned in zip([*prompt, *completion], kept)])
+        return shown
 
     def scored(self, batch: CompletionBatch) -> Batch:
         return batch.completions

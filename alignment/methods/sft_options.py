@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from alignment.compat.trl.table import SFTCompatibility
 from alignment.config import checks
-from alignment.config.compatibility.trl import SFTCompatibility
 from alignment.config.errors import refuse
 from alignment.config.fields import Count, Early, Free, Keywords, LossName, NotNegative, keywords, option
 from alignment.config.options import AlignmentConfig

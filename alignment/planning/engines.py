@@ -9,10 +9,10 @@ import torch
 
 from alignment.config.deepspeed import load_deepspeed_config, policy_config
 from alignment.config.dtypes import DtypePlan, plan_dtypes, planned, uses_cuda
+from alignment.config.elsewhere import without_sections
 from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_online import OnlineOptions
-from alignment.config.translated.sections import without_sections
 from alignment.engines.collectives import gathered
 from alignment.engines.placement import PLACEMENTS, placement_of, plan_frozen
 from alignment.models.adapters.given import Given

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from alignment.config.compatibility.verdicts import judged_names
+from alignment.compat.trl.verdicts import judged_names
 from alignment.config.fields import option_fields
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS

@@ -26,6 +26,15 @@ STATE = "trainer_state"  # the run's TrainerState of transformers
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
+def _copied(state: TrainerState) -> TrainerState:
+    """Copy a state. Records of the log contain plain values only; a deep copy of a long log takes much longer."""
+    result = copy.copy(state)
+    result.log_history = []
+    result = copy.deepcopy(result)
+    result.log_history = [dict(record) for record in state.log_history]
+    return result
+
+
 class FunctionReward:
     """A reward source that calls a function, which may be a coroutine function or return an awaitable.
 
@@ -100,8 +109,9 @@ class FunctionReward:
         """Call the function and return its result, which may be awaitable."""
         given = {name: getattr(samples, name) for name in ARGUMENTS} | samples.columns | {STATE: self.state}
         taken = {name: values for name, values in given.items() if self._takes_all or name in self._taken}
-        # Deep copies: a function that modifies its lists must not modify the training data.
-        return self.function(**copy.deepcopy(taken))
+        # Copies: a function that modifies its arguments must not modify the training data or the run.
+        state = {STATE: _copied(taken.pop(STATE))} if STATE in taken else {}
+        return self.function(**copy.deepcopy(taken), **state)
 
     def scores(self, returned: Any, samples: Samples) -> list[float | None]:
         """Validate the function's result.

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
-from alignment.config.compatibility.model_kwargs import loading_keywords
-from alignment.config.compatibility.names import older_names
+from alignment.compat.trl.names import older_names
 from alignment.config.errors import OptionError, setting
 from alignment.config.fields import keywords
+from alignment.config.model_kwargs import loading_keywords
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import mixture_parts
 from alignment.config.registry import option_names
 from alignment.data.mixture import Part
-from alignment.data.shown.rows import Collator
 from alignment.internals.datasets import was_saved
 from alignment.models.source import ModelSource, check_positions, model_source
 from alignment.models.tasks import CAUSAL_LM, Task
@@ -51,16 +50,31 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
             raise OptionError(f"{name}: {_REFUSED[name]}")
 
 
+def reference_of(trainer: str, positional: Sequence[Any], ref_model: Any, takes_reference: bool) -> Any:
+    """Return the reference, which may follow the model by position. Other arguments are keywords.
+
+    Raises:
+        TypeError: if there are more, whose order differs between TRL's releases.
+    """
+    if takes_reference and len(positional) == 1 and ref_model is None:
+        return positional[0]
+    if positional:
+        first = "model and ref_model" if takes_reference else "model"
+        raise TypeError(
+            f"{trainer}: arguments after {first} are passed by keyword, as their order differs between releases of "
+            f"TRL; write {trainer}(model, args=..., train_dataset=...)"
+        )
+    return ref_model
+
+
 def check_collator(collator: Any) -> None:
     """Refuse a collator that may do more than pad; rows are not padded here.
 
     Raises:
         OptionError: if it is not one of the known collators.
     """
-    known = isinstance(collator, Collator) or (
-        type(collator).__module__.partition(".")[0] in ("transformers", "trl")
-        and type(collator).__name__ in _PADS_ONLY
-    )
+    theirs = type(collator).__module__.partition(".")[0] in ("transformers", "trl")
+    known = theirs and type(collator).__name__ in _PADS_ONLY
     if collator is not None and not known:
         raise OptionError(
             f"data_collator: {type(collator).__name__} would not be called, since batches are planned over the whole "

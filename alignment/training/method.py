@@ -12,10 +12,9 @@ from torch import Tensor
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
 from alignment.data.batching import Batch, BatchT
-from alignment.data.kinds.base import Kind
+from alignment.data.kinds.base import TRUNCATED, Kind
 from alignment.data.packing.packs import Packing
 from alignment.data.report import DataReport
-from alignment.data.shown.rows import Columns, as_stored
 from alignment.data.windows import WindowCounts
 from alignment.engines.phases import Phases
 from alignment.engines.scoring import ScoringEngine, SequenceOutput
@@ -154,9 +153,9 @@ class Method(ABC, Generic[BatchT]):
         """
         return []
 
-    def shown(self, rows: Columns) -> dict[str, list[Any]]:
-        """Return the columns of tokenized rows that ``trainer.train_dataset`` shows, with TRL's names."""
-        return as_stored(rows)
+    def shown(self, rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        """Return the columns of tokenized rows that ``trainer.train_dataset`` shows; the method reads them again."""
+        return {name: values for name, values in rows.items() if name not in ("row", "prompt_key", *TRUNCATED)}
 
     def check_window(self, counts: WindowCounts, items: Items) -> str | None:
         """Return a message if the window was computed in a reduced form, else None.
@@ -204,7 +203,7 @@ class Method(ABC, Generic[BatchT]):
             batch: its tensors are on the policy's device, except ``untrained`` fields and attention masks
                 that no model reads.
             index: index of the micro-batch in its window.
-            scores: scores of :meth:`scored`'s sequences, with statistics.
+            output: scores of :meth:`scored`'s sequences, with statistics.
             known: the result of :meth:`before_training`.
             window: the window of the micro-batch.
         """

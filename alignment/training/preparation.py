@@ -11,7 +11,6 @@ from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import TokenizerOptions
 from alignment.config.options_online import OnlineOptions
-from alignment.config.translated import accelerate, sections
 from alignment.engines.collectives import together
 from alignment.models.adapters.merged import merge_live
 from alignment.models.source import ModelSource
@@ -86,8 +85,7 @@ def plan_models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) ->
         coefficient = balancing_coefficient(args, policy.config)
     plan = plan_engines(args, policy, reference if method.needs_reference else None, given.peft_config, adapted)
     check_alike(plan)
-    for line in (plan.dtypes.note, *accelerate.notes(args), *sections.notes(args)):
-        tell(line)
+    tell(plan.dtypes.note)
     if plan.adapters is not None:
         method.trains_adapters = True
         if plan.adapters.are_new and any(given.optimizers):

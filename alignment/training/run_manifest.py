@@ -9,7 +9,7 @@ from typing import Any
 
 from alignment.checkpoint.fingerprints import adapter_fingerprint, fingerprint, model_fingerprint
 from alignment.checkpoint.manifest import Manifest
-from alignment.config.compatibility.verdicts import judged_names
+from alignment.compat.trl.verdicts import judged_names
 from alignment.config.fields import FREE, marked
 from alignment.config.options import AlignmentConfig
 from alignment.data.prepare import describe_tokenizer

@@ -22,6 +22,8 @@ from alignment.checkpoint.merged import write_merged
 from alignment.checkpoint.resume import Checkpoint, choose, find, restore
 from alignment.checkpoint.run_folder import LOG, RunFolder
 from alignment.checkpoint.writer import CheckpointWriter
+from alignment.compat.trl.overrides import check_attributes, check_overrides, check_saving
+from alignment.compat.trl.surface import TrainerSurface
 from alignment.config.errors import LastCheckpointError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.data.windows import WindowSampler
@@ -40,6 +42,7 @@ from alignment.run.protection import protected
 from alignment.run.ranks import local_rank, rank, world_size
 from alignment.run.retries import Retries
 from alignment.run.status import begin_status, ending_in_status
+from alignment.training.again import begin_again
 from alignment.training.arguments import (
     check_collator,
     check_datasets,
@@ -47,6 +50,7 @@ from alignment.training.arguments import (
     inputs_of,
     model_and_options,
     named_datasets,
+    reference_of,
     refuse_arguments,
     with_arguments,
 )
@@ -65,10 +69,6 @@ from alignment.training.run_engines import RunEngines
 from alignment.training.run_manifest import run_manifest
 from alignment.training.run_page import write_page
 from alignment.training.summary import write_report
-from alignment.training.surface.again import begin_again
-from alignment.training.surface.overrides import check_attributes, check_overrides, check_saving
-from alignment.training.surface.positional import Order, taking_positions
-from alignment.training.surface.trainer_surface import TrainerSurface
 
 
 class AlignmentTrainer(TrainerSurface):
@@ -76,6 +76,7 @@ class AlignmentTrainer(TrainerSurface):
 
     Args:
         model: path, Hub name or live transformers model; None uses ``args.model_name_or_path``.
+        positional: ``ref_model`` in trainers of methods with a reference; all other arguments are keywords.
         ref_model: the reference, in the same forms; None uses the initial policy.
         args: the options.
         train_dataset: a ``datasets.Dataset`` or a list of rows; optional with ``eval_dataset``.
@@ -101,12 +102,12 @@ class AlignmentTrainer(TrainerSurface):
 
     config_class: ClassVar[type[AlignmentConfig]]
     method_class: ClassVar[type[AnyMethod]]
-    order: ClassVar[Order] = Order.PLAIN
+    takes_reference: ClassVar[bool] = False  # whether ``ref_model`` may follow ``model`` by position
 
-    @taking_positions
     def __init__(
         self,
         model: str | PreTrainedModel | None = None,
+        *positional: Any,
         ref_model: str | PreTrainedModel | None = None,
         args: AlignmentConfig | None = None,
         train_dataset: Any = None,
@@ -123,6 +124,7 @@ class AlignmentTrainer(TrainerSurface):
         **unsupported: Any,
     ) -> None:
         check_overrides(type(self), AlignmentTrainer)
+        ref_model = reference_of(type(self).__name__, positional, ref_model, self.takes_reference)
         refuse_arguments(unsupported)
         check_collator(data_collator)
         callbacks, datasets = check_callbacks(callbacks), (train_dataset, eval_dataset)
@@ -152,7 +154,7 @@ class AlignmentTrainer(TrainerSurface):
         names = {"model_adapter_name": trained, "ref_adapter_name": reference}
         args = with_arguments(args, model, quantization_config, **names).sealed()
         check_reporting(args.report_to)
-        check_saving(type(self), AlignmentTrainer, saves=args.save_strategy != "no")
+        check_saving(type(self), saves=args.save_strategy != "no")
         check_datasets(args, *datasets)
         return args, replace(given, model=model, adapted=adapted)
 
@@ -240,8 +242,6 @@ class AlignmentTrainer(TrainerSurface):
             self.context, self.planned.engines, optimizers, self.planned.aux_coefficient, self.resources
         )
         handler.model = self.engines.model
-        handler.train_dataloader = self.get_train_dataloader() if self.data.train is not None else None
-        handler.eval_dataloader = self.get_eval_dataloader() if self.data.eval else None
         self._manifest_before_building: Manifest | None = None  # set if engines were built before train()
 
     @property
@@ -303,9 +303,9 @@ class AlignmentTrainer(TrainerSurface):
 
     def _check_training(self) -> tuple[PreparedData, WindowSampler]:
         """Check what may have been set since the trainer was created; return the training data and its windows."""
-        check_attributes(self)
+        check_attributes(self, AlignmentTrainer)
         self.args.check_late()
-        check_saving(type(self), AlignmentTrainer, saves=self.args.save_strategy != "no")
+        check_saving(type(self), saves=self.args.save_strategy != "no")
         check_evaluation(self.args, self.metrics, self.data.eval)
         if self.data.train is None or self.data.sampler is None:
             said = data_of_commands(self.args)

@@ -50,7 +50,7 @@ def run(model: str, folder: Path, **more: Any) -> tuple[set[str], set[str], set[
     args = Recorded(**options(folder, **settings, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True))
     try:
         READS.append(set())
-        trainer = KTOTrainer(model, None, args, unpaired_rows(8), unpaired_rows(4, seed=3))
+        trainer = KTOTrainer(model, args=args, train_dataset=unpaired_rows(8), eval_dataset=unpaired_rows(4, seed=3))
         READS.append(set())
         trainer.build_engines()
         READS.append(set())

@@ -21,7 +21,7 @@ import yaml
 from alignment.cli import commands as command_line
 from alignment.cli.parsing import parse, read_arguments
 from alignment.cli.recipes import read_recipe
-from alignment.config.compatibility.names import older_names
+from alignment.compat.trl.names import older_names
 from alignment.config.errors import AlignmentError
 from alignment.config.lookup import packaged_names
 from alignment.config.registry import METHODS, option_names

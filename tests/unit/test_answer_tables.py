@@ -13,11 +13,12 @@ from datasets import Dataset
 from transformers import GenerationConfig
 
 from alignment import LogCompletionsCallback, RewardConfig, WinRateCallback
+from alignment.compat.trl import callbacks
 from alignment.config.errors import OptionError
 from alignment.reporting.completions import CompletionTable
 from alignment.rollout.backend import Sampling
 from alignment.run.stop import Cut
-from alignment.training.sampling import answers, callbacks, sampler
+from alignment.training.sampling import answers, sampler
 from alignment.training.sampling.answers import EvaluationAnswers, shortened
 from alignment.training.sampling.sampler import Sampler, first_prompts
 from alignment.training.sampling.settings import of_model, sampling_of

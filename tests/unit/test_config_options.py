@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from transformers.trainer_utils import IntervalStrategy
 
+from alignment.compat.trl.verdicts import judged_names
 from alignment.config import refusals
-from alignment.config.compatibility.verdicts import judged_names
 from alignment.config.errors import AlignmentError, OptionError
 from alignment.config.fields import option_fields, parse_optim_args
 from alignment.config.registry import METHODS, option_names

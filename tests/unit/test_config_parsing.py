@@ -10,10 +10,10 @@ import pytest
 
 from alignment.cli.parsing import parse, without_local_rank
 from alignment.cli.recipes import read_recipe
-from alignment.config.compatibility.model_kwargs import loading_keywords
-from alignment.config.compatibility.verdicts import judged_names
+from alignment.compat.trl.verdicts import judged_names
 from alignment.config.errors import OptionError
 from alignment.config.lookup import packaged, packaged_names
+from alignment.config.model_kwargs import loading_keywords
 from alignment.config.registry import METHODS, option_names
 from alignment.methods.kto_options import KTOConfig
 

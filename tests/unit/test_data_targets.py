@@ -18,12 +18,13 @@ from alignment.data.kinds.prompts import PROMPTS
 from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.prepare import Prepared, load_prepared, prepare
-from alignment.data.shown.rows import as_language_modeling
 from alignment.data.sources import dataset_from_python
 from alignment.data.targets.formatting import formatted
 from alignment.data.targets.rules import divided
 from alignment.data.tokenization import Limits
 from alignment.data.windows import evaluation_plan, row_table
+from alignment.methods.sft import SFTMethod
+from alignment.methods.sft_options import SFTConfig
 
 SAID = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
 
@@ -62,7 +63,7 @@ def test_token_ids_are_used_unchanged(tmp_path: Path) -> None:
     labels = {"labels": [-100, -100, 6, -100]}  # they take precedence over masks
     assert learned(made([ids | masks | labels], tmp_path)) == [([4, 5], [6, 7], [True, False])]
     rows = made([ids | labels, ids, {"input_ids": [8, 9], "labels": [-100, 9]}], tmp_path).dataset
-    assert as_language_modeling(rows[:])["labels"] == [[-100, -100, 6, -100], [4, 5, 6, 7], [-100, 9]]
+    assert SFTMethod(SFTConfig()).shown(rows[:])["labels"] == [[-100, -100, 6, -100], [4, 5, 6, 7], [-100, 9]]
     padded = {"input_ids": [0, 4, 5, 6], "attention_mask": [0, 1, 1, 1], "labels": [-100, -100, 5, 6]}
     assert learned(made([padded], tmp_path)) == [([4], [5, 6], None)]
 

@@ -1,8 +1,7 @@
-"""The sections ``optimizer`` and ``scheduler`` of a DeepSpeed JSON: the options they set, and contradictions."""
+"""The sections ``optimizer`` and ``scheduler`` of a DeepSpeed JSON agree with the options, or are refused."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 from deepspeed.runtime.lr_schedules import WarmupDecayLR, WarmupLR
 
 from alignment.config.deepspeed import LoadedConfig
+from alignment.config.elsewhere import without_sections
 from alignment.config.errors import OptionError
-from alignment.config.translated.sections import notes, without_sections
 from alignment.engines.optimizers import build_optimizer, build_scheduler
 from alignment.methods.cpo_options import CPOConfig
 
@@ -28,99 +27,69 @@ def scheduler(kind: str, **parameters: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("base", "given", "expected"),
+    ("base", "given"),
     [
-        (optimizer("AdamW", **ADAMW), {"learning_rate": 3e-5}, {"learning_rate": 3e-5, "optim": "adamw_torch"}),
+        (optimizer("AdamW", **ADAMW), {"learning_rate": 3e-5}),
         (
-            optimizer("adam", lr=3e-5, betas=[0.8, 0.99], eps=1e-6, weight_decay=0.1, torch_adam=True),
-            {"adam_beta2": 0.99},
+            optimizer("adam", lr=3e-5, betas=[0.8, 0.99], eps=1e-6, weight_decay=0.1),
             {"learning_rate": 3e-5, "adam_beta1": 0.8, "adam_beta2": 0.99, "adam_epsilon": 1e-6, "weight_decay": 0.1},
         ),
-        (optimizer("AdamW"), {"optim": "deepspeed_cpu_adam"}, {"optim": "deepspeed_cpu_adam"}),
-        (optimizer("Lion", betas=[0.8, 0.99]), {}, {"optim": "lion_32bit", "adam_beta1": 0.8, "adam_beta2": 0.99}),
-        (optimizer("RMSprop", alpha=0.5), {}, {"optim": "rmsprop", "optim_args": {"alpha": 0.5}}),
-        (optimizer("FusedAdam"), {}, {"optim": "deepspeed_fused_adam"}),
-        (optimizer("Adam", adam_w_mode=False), {}, {"optim": "adamw_torch"}),
-        (optimizer("AdamW", amsgrad=True), {}, {"optim_args": {"amsgrad": True}}),
+        (optimizer("AdamW"), {"optim": "deepspeed_cpu_adam"}),
+        (optimizer("FusedAdam"), {"optim": "deepspeed_fused_adam"}),
+        (optimizer("SGD", momentum=0.9), {"optim": "sgd", "optim_args": "momentum=0.9"}),
+        (scheduler("WarmupLR"), {"lr_scheduler_type": "constant_with_warmup"}),
         (
-            optimizer("SGD", momentum=0.9),
-            {"optim_args": "nesterov=true"},
-            {"optim": "sgd", "optim_args": {"nesterov": True, "momentum": 0.9}},
+            scheduler("WarmupLR", warmup_num_steps=4),
+            {
+                "lr_scheduler_type": "constant_with_warmup",
+                "warmup_steps": 4,
+                "lr_scheduler_kwargs": {"warmup_type": "log"},
+            },
         ),
         (
-            scheduler("WarmupLR"),
-            {"warmup_ratio": 0.1},
-            {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {"warmup_type": "log"}},
-        ),
-        (scheduler("WarmupLR"), {}, {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": None}),
-        (
-            scheduler(
-                "WarmupDecayLR", warmup_type="linear", warmup_num_steps=1, warmup_max_lr=1e-3, total_num_steps=9
-            ),
-            {"max_steps": 9},
-            {"lr_scheduler_type": "linear", "warmup_steps": 2, "learning_rate": 1e-3, "lr_scheduler_kwargs": None},
+            scheduler("WarmupDecayLR", warmup_type="linear", warmup_max_lr=1e-3, total_num_steps=9),
+            {"lr_scheduler_type": "linear", "max_steps": 9, "warmup_ratio": 0.1, "learning_rate": 1e-3},
         ),
     ],
 )
-def test_options_set_by_the_sections(base: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_sections_that_agree_with_the_options(base: dict[str, Any], given: dict[str, Any]) -> None:
     options = CPOConfig("out", deepspeed=base, **given)
-    assert {name: getattr(options, name) for name in expected} == expected
-    before = copy.deepcopy(options.to_dict())
-    options.__post_init__()
-    assert options.to_dict() == before
+    assert {name: getattr(options, name) for name in given if name != "optim_args"}.items() <= given.items()
 
 
 @pytest.mark.parametrize(
     ("base", "given", "said"),
     [
-        (optimizer("AdamW", lr=1e-4), {"learning_rate": 3e-5}, ["optimizer.params.lr=0.0001", "learning_rate=3e-05"]),
-        (optimizer("AdamW", betas=[0.9, 0.95]), {"adam_beta2": 0.99}, ["params.betas=0.95", "adam_beta2=0.99"]),
-        (optimizer("AdamW"), {"optim": "sgd"}, ["optimizer.type='AdamW'", "optim='sgd'"]),
-        (optimizer("AdamW"), {"optim": "adamw_8bit"}, ["optimizer.type='AdamW'", "optim='adamw_8bit'"]),
-        (optimizer("OneBitAdam"), {}, ["optimizer.type='OneBitAdam'", "AdamW, Adam, Lion, RMSprop, SGD"]),
-        (optimizer("Lion"), {"optim": "lion_8bit"}, ["optimizer.type='Lion'", "optim='lion_8bit'"]),
-        (optimizer("Adam", adam_w_mode=False), {"weight_decay": 0.1}, ["adam_w_mode=False", "weight_decay=0.1"]),
-        (optimizer("AdamW", bias_correction=False), {}, ["params.bias_correction=False", "not supported"]),
-        (optimizer("AdamW", lr="fast"), {}, ["optimizer.params.lr: learning_rate='fast'", "a number"]),
-        (optimizer("AdamW", betas=0.9), {}, ["params.betas=0.9", "two numbers"]),
-        (optimizer("SGD", betas=[0.9, 0.9]), {}, ["params.betas=", "not supported"]),
-        (optimizer("SGD", momentum=0.9), {"optim_args": "momentum=0.5"}, ["params.momentum=0.9", "optim_args="]),
-        ({"optimizer": {"type": "AdamW"}}, {}, ["optimizer.params: lr is missing", '"lr": "auto"']),
-        ({"optimizer": {}}, {}, ["optimizer={}", '"type" and "params"']),
-        ({"optimizer": {"type": "AdamW", "legacy_fusion": True}}, {}, ["optimizer.legacy_fusion=True"]),
-        (scheduler("WarmupLR"), {"lr_scheduler_type": "cosine"}, ["type='WarmupLR'", "lr_scheduler_type='cosine'"]),
-        (scheduler("WarmupDecayLR"), {}, ["total_num_steps is missing", "max_steps"]),
-        (
-            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
-            {},
-            ["warmup_max_lr is missing", "learning_rate"],
-        ),
-        (scheduler("WarmupDecayLR", total_num_steps=9), {"max_steps": 8}, ["total_num_steps=9", "max_steps=8"]),
-        (scheduler("WarmupLR", warmup_num_steps=9), {"warmup_steps": 8}, ["warmup_num_steps=9", "warmup_steps=8"]),
-        (scheduler("WarmupLR", warmup_num_steps=9), {"warmup_ratio": 0.1}, ["warmup_num_steps=9", "warmup_ratio=0.1"]),
-        (scheduler("WarmupLR", warmup_num_steps=0), {}, ["warmup_num_steps=0", "at least 1"]),
-        (scheduler("WarmupLR", warmup_min_lr=1e-7), {}, ["warmup_min_lr=1e-07", "set 0"]),
-        (scheduler("WarmupLR", warmup_max_lr=1e-3), {"learning_rate": 1e-4}, ["warmup_max_lr=", "learning_rate="]),
-        (scheduler("WarmupLR", warmup_type="cosine"), {}, ["warmup_type='cosine'", "log or linear"]),
-        (scheduler("WarmupLR", warm_up=3), {}, ["params.warm_up=3", "no such parameter"]),
-        (scheduler("WarmupCosineLR"), {}, ["type='WarmupCosineLR'", "cosine_with_min_lr"]),
-        (scheduler("OneCycle"), {}, ["type='OneCycle'", "WarmupLR, WarmupDecayLR"]),
+        (optimizer("AdamW", lr=1e-4), {}, ["optimizer.params.lr=0.0001", "learning_rate", "1e-06"]),
+        (optimizer("AdamW", betas=[0.9, 0.95]), {}, ["params.betas=", "adam_beta1 and adam_beta2", "0.9, 0.999"]),
+        (optimizer("AdamW"), {"optim": "sgd"}, ["optimizer.type='AdamW'", "optim='sgd'", "optim: adamw_torch"]),
+        (optimizer("OneBitAdam"), {}, ["optimizer.type='OneBitAdam'", "remove the section"]),
+        (optimizer("AdamW", torch_adam=True), {}, ["params.torch_adam=True", "optim_args"]),
+        (optimizer("AdamW", betas=0.9), {}, ["params.betas=0.9"]),
+        ({"optimizer": {"type": "AdamW"}}, {}, ["optimizer.params.lr=None", '"lr": "auto"']),
+        ({"optimizer": {}}, {}, ["optimizer.type=None"]),
+        ({"optimizer": "AdamW"}, {}, ["optimizer='AdamW'", '"type" and "params"']),
+        (scheduler("WarmupLR"), {}, ["type='WarmupLR'", "lr_scheduler_type: constant_with_warmup"]),
+        (scheduler("WarmupDecayLR", total_num_steps=9), {"max_steps": 8}, ["total_num_steps=9", "max_steps"]),
+        (scheduler("WarmupDecayLR", warmup_num_steps=9), {"warmup_steps": 8}, ["warmup_num_steps=9", "warmup_steps"]),
+        (scheduler("WarmupDecayLR", warmup_min_lr=1e-7), {}, ["warmup_min_lr=1e-07", "lr_scheduler_kwargs"]),
+        (scheduler("WarmupDecayLR"), {"warmup_steps": 3}, ["warmup_type='log'", "lr_scheduler_kwargs"]),
+        (scheduler("OneCycle"), {}, ["type='OneCycle'", "remove the section"]),
     ],
 )
-def test_unsupported_sections(base: dict[str, Any], given: dict[str, Any], said: list[str]) -> None:
+def test_sections_that_differ_from_the_options(base: dict[str, Any], given: dict[str, Any], said: list[str]) -> None:
     with pytest.raises(OptionError) as caught:
-        CPOConfig("out", deepspeed=base, **given)
+        CPOConfig("out", **{"lr_scheduler_type": "linear", **given}, deepspeed=base)
     for part in ["DeepSpeed mapping: ", *said]:
         assert part in str(caught.value)
 
 
 def test_sections_set_after_construction() -> None:
-    base = optimizer("SGD", lr=0.5)
+    base = optimizer("SGD")
     options = CPOConfig("out")
     options.deepspeed = base
-    sealed = options.sealed()
-    assert (options.optim, options.learning_rate) == ("adamw_torch", 1e-6)
-    assert (sealed.optim, sealed.learning_rate) == ("sgd", 0.5)
+    with pytest.raises(OptionError, match=r"optimizer.type='SGD'.*optim: sgd"):
+        options.sealed()
     assert without_sections(LoadedConfig(base, "x")) == {"zero_optimization": {"stage": 2}}
 
 
@@ -131,7 +100,14 @@ def test_learning_rates_match_deepspeed(kind: str, theirs: type, warmup_type: st
     length: dict[str, Any] = {"total_num_steps": "auto"} if kind == "WarmupDecayLR" else {}
     base = scheduler(kind, warmup_num_steps=4, warmup_max_lr=8.0, warmup_type=warmup_type, **length)
     ours = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=8.0)
-    schedule = build_scheduler(ours, CPOConfig("out", deepspeed=base, max_steps=10), 10)
+    same = {
+        "lr_scheduler_type": "linear" if length else "constant_with_warmup",
+        "learning_rate": 8.0,
+        "warmup_steps": 4,
+    }
+    shape = {"warmup_type": "log"} if warmup_type == "log" else None
+    options = CPOConfig("out", deepspeed=base, max_steps=10, lr_scheduler_kwargs=shape, **same)
+    schedule = build_scheduler(ours, options, 10)
     other = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=8.0)
     length = {"total_num_steps": 10} if length else {}
     reference = theirs(other, warmup_max_lr=8.0, warmup_num_steps=4, warmup_type=warmup_type, **length)
@@ -142,22 +118,13 @@ def test_learning_rates_match_deepspeed(kind: str, theirs: type, warmup_type: st
         schedule.step()
 
 
-@pytest.mark.parametrize(("base", "decays"), [(optimizer("SGD", weight_decay=0.1), [0.1, 0.1]), (None, [0.1, 0.0])])
+@pytest.mark.parametrize(("base", "decays"), [(optimizer("SGD"), [0.1, 0.1]), (None, [0.1, 0.0])])
 def test_weight_decay_with_a_section_applies_to_biases_and_norms(
     base: dict[str, Any] | None, decays: list[float]
 ) -> None:
     options = CPOConfig("out", optim="sgd", weight_decay=0.1, deepspeed=base)
     made = build_optimizer(torch.nn.Linear(2, 2), options)
     assert [group["weight_decay"] for group in made.param_groups] == decays
-
-
-def test_notes_at_the_start_of_a_run() -> None:
-    base = optimizer("SGD", lr=0.5) | {"scheduler": scheduler("WarmupLR", warmup_num_steps=3)["scheduler"]}
-    assert notes(CPOConfig("out")) == []
-    first, second = notes(CPOConfig("out", deepspeed=base))
-    assert first.startswith("DeepSpeed mapping: optimizer SGD sets optim='sgd', learning_rate=0.5, ")
-    assert "scheduler WarmupLR sets lr_scheduler_type='constant_with_warmup'" in second
-    assert "warmup_steps=3" in second
 
 
 def test_sections_are_not_passed_to_deepspeed() -> None:
@@ -167,7 +134,8 @@ def test_sections_are_not_passed_to_deepspeed() -> None:
     from alignment.models.source import ModelSource
     from alignment.planning.engines import plan_engines
 
-    options = CPOConfig("out", deepspeed={**optimizer("AdamW", **ADAMW), **scheduler("WarmupLR")}, use_cpu=True)
+    base = {**optimizer("AdamW", **ADAMW), **scheduler("WarmupLR")}
+    options = CPOConfig("out", deepspeed=base, use_cpu=True, lr_scheduler_type="constant_with_warmup")
     plan = plan_engines(options, ModelSource("model", None, tiny_config("tied"), {}), None)
     assert plan.policy["zero_optimization"]["stage"] == 2
     assert {"optimizer", "scheduler"}.isdisjoint(plan.policy)

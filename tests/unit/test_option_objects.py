@@ -6,13 +6,15 @@ import copy
 import dataclasses
 import pickle
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic
 import pytest
 
-from alignment import KTOConfig, ModelConfig, ScriptArguments, TrlParser
+import alignment
+from alignment import KTOConfig
 from alignment.config.errors import OptionError
 from alignment.config.fields import SHARED, marked, option, option_fields, validated
 from alignment.config.options import AlignmentConfig
@@ -44,12 +46,13 @@ def test_copies_have_the_same_values(method: str) -> None:
     assert dataclasses.replace(options.sealed(), seed="7").seed == 7, "a new object is not sealed"
 
 
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
 @pytest.mark.parametrize("method", METHODS)
 def test_trl_parser(method: str, tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("learning_rate: 5e-7\nmodel_init_kwargs: {revision: a}\nreport_to: [none]\n")
-    parser = TrlParser((ScriptArguments, METHODS[method], ModelConfig))
+    parser = alignment.TrlParser((alignment.ScriptArguments, METHODS[method], alignment.ModelConfig))
     line = "--output_dir o --model_name_or_path m --optim_args a=1 --eval_strategy epoch"
-    script, options, model = parser.parse_args_and_config([f"--config={tmp_path / 'own.yaml'}", *line.split()])
+    script, options, model = parser.parse_args_and_config(["--config", str(tmp_path / "own.yaml"), *line.split()])
     expected = METHODS[method](
         "o", learning_rate=5e-7, model_init_kwargs={"revision": "a"}, report_to=["none"], optim_args="a=1",
         eval_strategy="epoch",

@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
+from alignment.compat.trl.verdicts import judged_names  # noqa: E402
 from alignment.config import dtypes  # noqa: E402
-from alignment.config.compatibility.verdicts import judged_names  # noqa: E402
 from alignment.config.errors import OptionError  # noqa: E402
 from alignment.config.fields import choices_of, hints, members, option, option_fields  # noqa: E402
 from alignment.config.options import AlignmentConfig  # noqa: E402

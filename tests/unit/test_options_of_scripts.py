@@ -11,9 +11,10 @@ import pytest
 from transformers import TrainerState
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, OnlineDPOConfig
+from alignment.compat.trl.overrides import check_attributes
 from alignment.config.errors import OptionError
 from alignment.training.callbacks import Events
-from alignment.training.surface.overrides import check_attributes
+from alignment.training.trainer import AlignmentTrainer
 
 
 class Unknown:
@@ -95,7 +96,7 @@ def test_logging_dir_sets_the_tensorboard_folder(tmp_path: Path, monkeypatch: py
 
 def test_a_method_assigned_to_a_trainer_is_refused() -> None:
     trainer = object.__new__(CPOTrainer)
-    check_attributes(trainer)
+    check_attributes(trainer, AlignmentTrainer)
     vars(trainer)["compute_loss"] = lambda *_: 0
     with pytest.raises(OptionError, match=r"trainer\.compute_loss: .* override losses\(\)"):
         trainer.train()

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from datasets import Dataset
 
 from alignment.config.errors import DataError, OptionError
@@ -17,7 +16,6 @@ from alignment.data.packing.best_fit import best_fit
 from alignment.data.packing.packs import Packing, Packs, pack_rows
 from alignment.data.packing.rows import PackedRows
 from alignment.data.report import DataReport
-from alignment.data.shown.rows import Collator
 from alignment.data.windows import evaluation_plan
 from alignment.methods.sft import SFTMethod
 from alignment.methods.sft_options import SFTConfig
@@ -114,10 +112,6 @@ def test_wrapped_rows_are_one_sequence() -> None:
     ]
     assert packs.table.completions.tolist() == [[4], [2], [2]]
     assert packs.rows(1) == [1, 2]
-    assert rows.shown([2, 1]) == {
-        "input_ids": [[25, 30, 31], [12, 13, 20, 21, 22, 23, 24]],
-        "labels": [[25, 30, 31], [-100, 13, -100, -100, -100, -100, 24]],
-    }
     assert packed(Packing("wrapped", 4))[0].left_out == 2, "13 to 22, and 31 alone"
 
 
@@ -155,19 +149,6 @@ def test_batches_contain_sequences() -> None:
     dealt = evaluation_plan(packs.table, world_size=4, batch_size=1, seed=0, draw_partners=False)
     idle = COMPLETIONS.collate(rows, packs.table, dealt, 0, 3)
     assert idle.rows == () and idle.completions.tokens == 0, "three packs for four ranks"
-
-
-def test_packs_for_scripts() -> None:
-    """TRL's columns; collated tensors have the start of each sequence."""
-    _, rows = packed(BFD)
-    shown = rows.shown([0, 2])
-    assert shown["seq_lengths"] == [[6, 2], [4]]
-    assert shown["labels"] == [[-100, -100, -100, -100, 24, 25, 30, 31], [-100, 11, -100, 13]]
-    features = [dict(zip(shown, values)) for values in zip(*shown.values())]
-    tensors = Collator(0)(features)
-    assert tensors["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 0, 1], [0, 1, 2, 3, 0, 0, 0, 0]]
-    assert tensors["labels"][0].tolist() == [-100, -100, -100, -100, 24, 25, -100, 31]
-    assert torch.equal(tensors["input_ids"][1], torch.tensor([10, 11, 12, 13, 0, 0, 0, 0]))
 
 
 def test_the_report_contains_the_utilization_of_packs() -> None:

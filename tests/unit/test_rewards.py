@@ -31,14 +31,16 @@ def test_a_function_can_take_the_state_of_the_run() -> None:
     def counts(completions: list[str], trainer_state: TrainerState) -> list[float]:
         seen.append(trainer_state.global_step)
         trainer_state.global_step = 99
+        trainer_state.log_history[0]["loss"] = 99.0
+        trainer_state.log_history.clear()
         return [0.0] * len(completions)
 
-    rewards, state = Rewards([FunctionReward(counts)]), TrainerState(global_step=7)
+    rewards, state = Rewards([FunctionReward(counts)]), TrainerState(global_step=7, log_history=[{"loss": 1.0}])
     rewards.check([])
     rewards.follow(state)
     for state.global_step in (7, 8):
         rewards.score(samples(["a"]))
-    assert seen == [7, 8]
+    assert seen == [7, 8] and state.log_history == [{"loss": 1.0}]
     with pytest.raises(OptionError, match="'trainer_state', which is both a built-in argument and a column"):
         rewards.check(["trainer_state"])
 

@@ -1,16 +1,16 @@
-"""Members of trainers that need no engine: rows, collation, positional arguments, overridden methods."""
+"""Members of trainers that need no engine: rows, positional arguments, overridden methods."""
 
 from __future__ import annotations
 
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from datasets import Dataset
 
 import alignment
 from alignment import (
@@ -19,23 +19,21 @@ from alignment import (
     DPOTrainer,
     KTOConfig,
     KTOTrainer,
-    OnlineDPOConfig,
+    OnlineDPOTrainer,
+    RewardConfig,
     RewardTrainer,
+    SFTConfig,
     SFTTrainer,
 )
+from alignment.compat.trl import overrides
+from alignment.compat.trl.accelerator import Accelerator
+from alignment.compat.trl.overrides import check_overrides, check_saving, never_called
+from alignment.compat.trl.surface import TrainerSurface
 from alignment.config.errors import OptionError
-from alignment.data.shown.rows import (
-    Collator,
-    as_labeled_pairs,
-    as_language_modeling,
-    as_scored_pairs,
-    as_stored,
-)
-from alignment.training.arguments import check_collator
-from alignment.training.surface.accelerator import Accelerator
-from alignment.training.surface.overrides import NEVER_CALLED, check_overrides, check_saving
-from alignment.training.surface.positional import Order, arguments, online_arguments
-from alignment.training.surface.trainer_surface import TrainerSurface
+from alignment.methods.cpo import CPOMethod
+from alignment.methods.reward import RewardMethod
+from alignment.methods.sft import SFTMethod
+from alignment.training.arguments import check_collator, reference_of
 from alignment.training.trainer import AlignmentTrainer
 
 PAIRS: dict[str, list[Any]] = {
@@ -47,75 +45,25 @@ PAIRS: dict[str, list[Any]] = {
 }
 
 
-def rows_of(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def lists(batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-
-
-def test_pairs_of_each_method_have_trls_column_names() -> None:
-    pairs = {name: values for name, values in PAIRS.items() if name != "margin"}
-    assert as_stored(pairs) == {name: PAIRS[name] for name in ("prompt_ids", "chosen_ids", "rejected_ids")}
-    assert as_scored_pairs(PAIRS) == {
+def test_pairs_as_they_are_shown() -> None:
+    """Rewards are of complete sequences; other methods show the columns as they are stored."""
+    stored = {name: values for name, values in PAIRS.items() if name != "margin"}
+    shown = CPOMethod(CPOConfig("out")).shown(stored)
+    assert shown == {name: PAIRS[name] for name in ("prompt_ids", "chosen_ids", "rejected_ids")}
+    assert RewardMethod(RewardConfig("out")).shown(PAIRS) == {
         "chosen_ids": [[1, 2, 4], [3, 5, 6]],
         "rejected_ids": [[1, 2, 7, 8], [3, 9]],
         "margin": [0.0, 0.5],
     }
-    shown = as_labeled_pairs(PAIRS)
-    assert shown["prompt_input_ids"] == PAIRS["prompt_ids"] and shown["prompt_attention_mask"] == [[1, 1], [1]]
-    assert shown["rejected_input_ids"] == [[1, 2, 7, 8], [3, 9]] and shown["chosen_labels"][0] == [-100, -100, 4]
 
 
 def test_prompt_and_completion_as_one_sequence() -> None:
-    shown = as_language_modeling({"prompt_ids": [[1, 2], []], "completion_ids": [[3], [4, 5]], "row": [0, 1]})
-    assert shown == {
-        "input_ids": [[1, 2, 3], [4, 5]],
-        "completion_mask": [[0, 0, 1], [1, 1]],
-        "labels": [[-100, -100, 3], [4, 5]],
-    }
-    assert lists(Collator(0)(rows_of(shown))) == {
-        "input_ids": [[1, 2, 3], [4, 5, 0]],
-        "attention_mask": [[1, 1, 1], [1, 1, 0]],
-        "completion_mask": [[0, 0, 1], [1, 1, 0]],
-        "labels": [[-100, -100, 3], [4, 5, -100]],
-    }
+    rows = {"prompt_ids": [[1, 2], []], "completion_ids": [[3], [4, 5]], "row": [0, 1]}
+    expected = {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, -100, 3], [4, 5]]}
+    assert SFTMethod(SFTConfig("out")).shown(rows) == expected
 
 
-def test_a_batch_of_labeled_completions_with_mismatched_ones() -> None:
-    rows = [
-        {"prompt_ids": [1, 2], "completion_ids": [3], "label": True, "KL_completion_ids": [6, 7]},
-        {"prompt_ids": [5], "completion_ids": [6, 7], "label": False, "KL_completion_ids": [3]},
-    ]
-    assert lists(Collator(9)(rows)) == {
-        "input_ids": [[1, 2, 3], [5, 6, 7]],
-        "attention_mask": [[1, 1, 1], [1, 1, 1]],
-        "completion_mask": [[0, 0, 1], [0, 1, 1]],
-        "KL_input_ids": [[1, 2, 6, 7], [5, 3, 9, 9]],
-        "KL_attention_mask": [[1, 1, 1, 1], [1, 1, 0, 0]],
-        "KL_completion_mask": [[0, 0, 1, 1], [0, 1, 0, 0]],
-        "label": [True, False],
-    }
-
-
-def test_batches_of_pairs_have_chosen_completions_first() -> None:
-    stored = as_stored({name: values for name, values in PAIRS.items() if name != "margin"})
-    assert lists(Collator(0)(rows_of(stored)))["input_ids"] == [[1, 2, 4, 0], [3, 5, 6, 0], [1, 2, 7, 8], [3, 9, 0, 0]]
-    scored = lists(Collator(0)(rows_of(as_scored_pairs(PAIRS))))
-    assert scored["margin"] == [0.0, 0.5] and scored["input_ids"] == lists(Collator(0)(rows_of(stored)))["input_ids"]
-    labeled = lists(Collator(0)(rows_of(as_labeled_pairs(PAIRS))))
-    assert labeled["chosen_labels"] == [[-100, -100, 4], [-100, 5, 6]]
-    assert labeled["rejected_attention_mask"] == [[1, 1, 1, 1], [1, 1, 0, 0]]
-
-
-def test_prompts_are_padded_on_the_left() -> None:
-    batch = lists(Collator(0)([{"prompt_ids": [1], "topic": "x"}, {"prompt_ids": [2, 3], "topic": "y"}]))
-    assert batch["prompt_input_ids"] == [[0, 1], [2, 3]] and batch["prompt_attention_mask"] == [[0, 1], [1, 1]]
-    assert batch["topic"] == ["x", "y"]
-
-
-@pytest.mark.parametrize("name", sorted(NEVER_CALLED))
+@pytest.mark.parametrize("name", sorted(never_called(KTOTrainer, AlignmentTrainer)))
 def test_overriding_a_method_that_is_never_called_is_refused(name: str) -> None:
     owner = type("Own", (KTOTrainer,), {name: lambda self: None})
     for trainer in (
@@ -138,110 +86,41 @@ def test_overriding_methods_that_are_called_is_allowed() -> None:
 def test_overriding_save_model_is_refused_if_checkpoints_are_saved() -> None:
     owner = type("Own", (KTOTrainer,), {"save_model": lambda self, folder: None})
     for trainer in (owner, type("Derived", (owner,), {})):
-        check_saving(trainer, AlignmentTrainer, saves=False)
+        check_saving(trainer, saves=False)
         with pytest.raises(OptionError, match=r"^Own.save_model: checkpoints do not call it.*on_save"):
-            check_saving(trainer, AlignmentTrainer, saves=True)
-    check_saving(KTOTrainer, AlignmentTrainer, saves=True)
+            check_saving(trainer, saves=True)
+    check_saving(KTOTrainer, saves=True)
     with pytest.raises(OptionError, match=r"^Own.save_model"):
         owner("model", args=KTOConfig("out", save_strategy="best", eval_strategy="epoch"))
 
 
-def test_every_method_of_transformers_trainer_works_or_cannot_be_overridden() -> None:
-    public = {
-        name
-        for name, value in vars(transformers.Trainer).items()
-        if callable(value) and not name.startswith("_") and name not in NEVER_CALLED
-    }
-    missing = {name for name in public if not hasattr(AlignmentTrainer, name)}
-    assert not missing, "transformers' Trainer has methods that the table does not list"
-
-
-OPTIONS, DATA, ROWS = CPOConfig("out"), Dataset.from_list([{"prompt": "a"}]), [{"a": 1}]
-TOKENIZER, PADS, ALL = object(), Collator(0), ROWS.copy  # the last is a function that returns rows
-LORA = type("LoraConfig", (), {"peft_type": "LORA"})()
-HEARD, PAIR = [object()], (object(), None)  # callbacks and optimizers
-NAMED = {"args": OPTIONS, "train_dataset": DATA, "eval_dataset": ROWS, "processing_class": TOKENIZER}
-LATER = {"callbacks": HEARD, "optimizers": PAIR, "peft_config": LORA}
-PADDED = {"data_collator": PADS, **NAMED}
-
-
-@pytest.mark.parametrize(
-    ("order", "positional", "named"),
-    [
-        # CPO; SFT and reward models of 0.20 and later; those of main, with quantization_config before peft_config
-        ("PLAIN", (OPTIONS, PADS, DATA, ROWS, TOKENIZER, None, HEARD, PAIR, None, LORA), PADDED | LATER),
-        ("PLAIN", (OPTIONS, PADS, DATA, ROWS, TOKENIZER, None, None, HEARD, PAIR, None, None, LORA), PADDED | LATER),
-        ("PLAIN", (OPTIONS, None, DATA, ROWS, TOKENIZER), NAMED),
-        ("PLAIN", (OPTIONS, None, DATA), {"args": OPTIONS, "train_dataset": DATA}),
-        ("PLAIN", (OPTIONS, DATA, ROWS), {"args": OPTIONS, "train_dataset": DATA, "eval_dataset": ROWS}),
-        ("PLAIN", (None, None, DATA), {"train_dataset": DATA}),
-        ("PLAIN", (None, None, None, ROWS), {"eval_dataset": ROWS}),
-        ("PLAIN", (None, OPTIONS, DATA, ROWS, TOKENIZER), NAMED),  # as in all trainers of this package
-        # DPO of 0.20 and later, KTO of main
-        (
-            "REFERENCE",
-            ("ref", OPTIONS, PADS, DATA, ROWS, TOKENIZER, None, HEARD, PAIR, None, LORA),
-            {"ref_model": "ref", **PADDED, **LATER},
-        ),
-        ("EITHER", ("ref", OPTIONS, PADS, DATA, ROWS, TOKENIZER), {"ref_model": "ref", **PADDED}),
-        ("REFERENCE", (None, OPTIONS, None, DATA), {"args": OPTIONS, "train_dataset": DATA}),
-        ("REFERENCE", (None, OPTIONS, None, DATA, None, TOKENIZER), {k: NAMED[k] for k in NAMED if k[0] != "e"}),
-        ("REFERENCE", (None, None, None, DATA), {"train_dataset": DATA}),
-        ("REFERENCE", ("ref",), {"ref_model": "ref"}),
-        # KTO of 0.12 to 1.6
-        (
-            "EITHER",
-            ("ref", OPTIONS, DATA, ROWS, TOKENIZER, PADS, None, HEARD),
-            {"ref_model": "ref", **PADDED, "callbacks": HEARD},
-        ),
-        ("EITHER", (None, OPTIONS, None, DATA, ROWS), {k: NAMED[k] for k in NAMED if k[0] != "p"}),
-        ("EITHER", (None, OPTIONS, None, ROWS, TOKENIZER), {k: NAMED[k] for k in NAMED if k[0] != "t"}),
-        ("EITHER", (None, OPTIONS, None, None, None), {"args": OPTIONS}),
-        ("REFERENCE", (None, OPTIONS, ALL, DATA), {"args": OPTIONS, "train_dataset": ALL, "eval_dataset": DATA}),
-    ],
-)  # fmt: skip
-def test_positional_arguments_in_the_orders_of_trls_releases(order: str, positional: Any, named: Any) -> None:
-    found = arguments(positional, Order[order])
-    assert found.keys() == named.keys() and all(
-        found[name] is value or found[name] == value for name, value in named.items()
+def test_methods_of_trl_that_are_never_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read from the source of the installed release, without importing it."""
+    found = never_called(KTOTrainer, AlignmentTrainer)
+    assert {"compute_loss", "create_optimizer", "get_train_dataloader"} <= found and "evaluate" not in found
+    source = (
+        "class KTOTrainer(Trainer):\n    def kto_loss(self):\n        raise ValueError\n\n    def train(self): ...\n"
     )
+    (tmp_path / "kto_trainer.py").write_text(source)
+    monkeypatch.setattr(overrides, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))
+    overrides._methods_of_trl.cache_clear()
+    assert "kto_loss" in never_called(KTOTrainer, AlignmentTrainer) and "train" not in found
+    assert "kto_loss" not in never_called(CPOTrainer, AlignmentTrainer)
+    with pytest.raises(OptionError, match=r"^Own.kto_loss: never called, .*override losses\(\)"):
+        check_overrides(type("Own", (KTOTrainer,), {"kto_loss": lambda self: None}), AlignmentTrainer)
+    overrides._methods_of_trl.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("order", "positional", "said"),
-    [
-        ("EITHER", (None, OPTIONS, None, DATA), "^train_dataset, eval_dataset: rows after None by position"),
-        ("PLAIN", (None, OPTIONS, None, DATA), "^train_dataset, eval_dataset: rows after None by position"),
-        ("PLAIN", (OPTIONS, OPTIONS), "multiple values for argument 'args'"),
-        ("EITHER", (None, OPTIONS, PADS, DATA, ROWS, None, PADS), "multiple values for argument 'data_collator'"),
-        ("REFERENCE", (None, 0.1, 0.0, "sigmoid", OPTIONS), "args is positional argument 6"),  # DPO of 0.12
-        ("PLAIN", (OPTIONS, None, DATA, None, None, len), "positional argument 7, of type builtin"),
-        ("PLAIN", (OPTIONS, None, DATA, None, None, None, (dict, {})), "positional argument 8, of type tuple"),
-    ],
-)
-def test_ambiguous_positional_arguments_are_refused(order: str, positional: Any, said: str) -> None:
-    with pytest.raises((TypeError, OptionError), match=said):
-        arguments(positional, Order[order])
-
-
-def test_an_argument_cannot_be_passed_twice() -> None:
-    with pytest.raises(TypeError, match="multiple values for argument 'train_dataset'"):
-        KTOTrainer("m", None, OPTIONS, DATA, train_dataset=DATA)  # type: ignore[arg-type]
-    orders = {cls.order.name for cls in (CPOTrainer, SFTTrainer, RewardTrainer)}
-    assert orders == {"PLAIN"} and (KTOTrainer.order, DPOTrainer.order) == (Order.EITHER, Order.REFERENCE)
-
-
-def test_positional_arguments_of_online_dpo() -> None:
-    options, data = OnlineDPOConfig("out"), [{"prompt": "a"}]
-    named = {"reward_funcs": len, "args": options, "data_collator": None, "train_dataset": data}
-    assert online_arguments((len, options, None, data), "tokenizers") == named
-    assert online_arguments((len, "judge", options, None, data), "tokenizers") == {**named, "judge": "judge"}
-    assert online_arguments((len, "judge"), "tokenizers") == {"reward_funcs": len, "judge": "judge"}
-    everything = online_arguments((len, options, None, data, None, "pc", "rpc", "lora"), "tokenizers")
-    assert everything["tokenizers"] == "rpc" and everything["peft_config"] == "lora"
-    for positional in ((len, None, None, options), (len, options, *[None] * 7), (len, None, None, None, data)):
-        with pytest.raises(TypeError, match="positional argument"):
-            online_arguments(positional, "tokenizers")
+def test_arguments_by_position() -> None:
+    for trainer in (CPOTrainer, SFTTrainer, RewardTrainer):
+        with pytest.raises(TypeError, match=rf"^{trainer.__name__}: arguments after model are passed by keyword"):
+            trainer("m", None)
+    for other in (KTOTrainer, DPOTrainer, OnlineDPOTrainer):
+        with pytest.raises(TypeError, match="arguments after model and ref_model are passed by keyword.*args="):
+            other("m", None, other.config_class("out"))
+        with pytest.raises(TypeError, match="passed by keyword"):
+            other("m", "r", "s")
+    assert reference_of("T", ("r",), None, True) == "r" and reference_of("T", (), "r", False) == "r"
 
 
 def test_options_set_after_the_trainer_was_created() -> None:
@@ -270,7 +149,6 @@ def test_options_set_after_the_trainer_was_created() -> None:
 def test_collators_that_only_pad_are_accepted() -> None:
     padding = transformers.DataCollatorWithPadding.__new__(transformers.DataCollatorWithPadding)
     check_collator(None)
-    check_collator(Collator(0))
     check_collator(padding)
     masking = transformers.DataCollatorForLanguageModeling.__new__(transformers.DataCollatorForLanguageModeling)
     for collator in (masking, lambda rows: rows, type("DataCollatorWithPadding", (), {})()):

@@ -6,32 +6,35 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+from transformers import TrainingArguments
+
 from alignment.cli.help import default_text
-from alignment.config.compatibility.names import older_names
-from alignment.config.compatibility.theirs import OF_TRL, TRAINING_ARGUMENTS
-from alignment.config.compatibility.training_arguments import TransformersOptions
-from alignment.config.compatibility.verdicts import Verdict, verdict_of
+from alignment.compat.trl.names import older_names
+from alignment.compat.trl.table import REMOVED, TransformersOptions
+from alignment.compat.trl.verdicts import Verdict, verdict_of
 from alignment.config.fields import option_fields
-from alignment.config.refusals import NOT_YET, REMOVED, refused_fields
+from alignment.config.refusals import NOT_YET, refused_fields
 from alignment.config.registry import METHODS
 
 _HEAD = """\
 # Options of TRL and transformers
 
 Change the import: `from alignment import KTOConfig, KTOTrainer`. Options have the same names, defaults and units as in
-TRL. The tables below list every option of TRL 0.12 to 1.16 and of transformers' `TrainingArguments`:
+TRL. The tables below list every option of transformers' `TrainingArguments`, and those of TRL 0.24 to 1.16
+that do not simply work as there:
 
 - *supported*: the option works as in TRL.
 - *accepted*: the option is accepted and has no effect, for the reason given; `options.json` lists it only if set.
 - *must be …*: only these values are accepted. Any other value would change the result; it is rejected with an error
   that names the closest supported alternative.
 
-No option is rejected at TRL's default. For a name that is in no table, the error suggests the closest known name.
+No option is rejected at TRL's default. All other options of TRL's configurations are supported, with the same name.
+For a name that is not known, the error suggests the closest one.
 
 A configuration is checked and resolved when you create it; options that you set on it afterwards are checked when the
 trainer is created. The trainer works on a copy, `trainer.args`, and does not change yours. It also accepts plain
 `TrainingArguments` and uses all of their values, as TRL does. `HfArgumentParser` can parse the configurations, also
-together with `ScriptArguments` and `ModelConfig`. In that case, the options that these classes declare
+together with TRL's `ScriptArguments` and `ModelConfig`. In that case, the options that these classes declare
 (`dataset_name`, `model_name_or_path`, `dtype`, `trust_remote_code`, `lora_r` and others) are parsed into them only;
 set them on the configuration from Python, in a recipe or on the command line of this project.
 
@@ -40,7 +43,7 @@ The keys `dtype` (or `torch_dtype`), `attn_implementation`, `trust_remote_code`,
 `model_init_kwargs` does not change the compute dtype, which `bf16` and `fp16` determine: the weights are stored in
 float32 in any case. `device_map` is accepted if it places the model on the device of the process.
 """
-_FOOT = "<!-- written by `make tables` from alignment/config/compatibility/ -->\n"
+_FOOT = "<!-- written by `make tables` from alignment/compat/trl/table.py -->\n"
 
 
 def trl_options_page() -> str:
@@ -49,9 +52,9 @@ def trl_options_page() -> str:
     parts = [
         _HEAD,
         "## Options of `TrainingArguments`\n",
-        _table(sorted({*TRAINING_ARGUMENTS, *shared})),
+        _table(sorted({*_training_arguments(), *shared})),
         "\n## Options of TRL's configurations\n",
-        _table(sorted({*OF_TRL, *_judged() - shared}), methods=True),
+        _table(sorted({*_judged(), *refused_fields(), *_other_defaults_of_trl()} - shared), methods=True),
         "\n## Other names\n",
         "These names are aliases that take the same values. Setting both names to different values is an error.\n",
         "| name | alias of |\n|---|---|",
@@ -62,6 +65,17 @@ def trl_options_page() -> str:
         f"\n{_FOOT}",
     ]
     return "\n".join(parts)
+
+
+def _training_arguments() -> set[str]:
+    """Return the options of transformers' ``TrainingArguments`` that are options here."""
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    return names & {field.name for cls in METHODS.values() for field in option_fields(cls)}
+
+
+def _other_defaults_of_trl() -> set[str]:
+    """Return the options of which TRL has another default."""
+    return {name for cls in METHODS.values() for name in cls.TRL_DEFAULTS} - _training_arguments()
 
 
 def _judged() -> set[str]:
@@ -101,7 +115,7 @@ def _text(field: dataclasses.Field[Any]) -> str:
 def _verdict_text(verdict: Verdict) -> str:
     if verdict.values is None:
         return f"*accepted*: {verdict.reason}"
-    return f"*must be* {_values(verdict.values)}: {verdict.reason}; {verdict.instead}"
+    return f"*must be* {_values(verdict.values)}: {verdict.reason}"
 
 
 def _values(values: Collection[Any]) -> str:

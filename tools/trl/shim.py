@@ -7,6 +7,7 @@ a test that uses it is skipped with the name as the reason.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -68,8 +69,8 @@ class _Module(ModuleType):
         if name.startswith("is_") and name.endswith("_available"):
             package = name.removeprefix("is_").removesuffix("_available")
             return lambda: _installed(_AVAILABLE.get(package, package))
-        if name in alignment.__all__:
-            return getattr(alignment, name)
+        if name in alignment.__all__ or name in _OF_TRL:
+            return _OF_TRL.get(name) or getattr(alignment, name)
         return Missing(f"{self.__name__}.{name}")
 
 
@@ -100,6 +101,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 _FINDER = _Finder()
+_OF_TRL: dict[str, Any] = {}  # what alignment imports from the installed release of TRL
 
 
 def modules(checkout: Path) -> set[str]:
@@ -110,6 +112,14 @@ def modules(checkout: Path) -> set[str]:
 
 def install(checkouts: Iterable[Path]) -> None:
     """Make ``import trl`` find the shim in this process, even if TRL is installed."""
+    import alignment
+    from alignment.compat.trl.scripts import NAMES
+
+    for name in sorted(NAMES) if _installed("trl") and _FINDER not in sys.meta_path else ():
+        with contextlib.suppress(ImportError):  # names that only other releases have
+            _OF_TRL[name] = getattr(alignment, name)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
+        del sys.modules[name]
     for checkout in checkouts:
         _FINDER.modules |= modules(checkout)
     if _FINDER not in sys.meta_path:

@@ -1,4 +1,4 @@
-"""Read packs from tokenized rows on access, for batches and for scripts."""
+"""Read packs from tokenized rows on access, for batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from datasets import Dataset
 from alignment.data.packing.flat import COLUMNS, flat
 from alignment.data.packing.packs import Packs
 from alignment.data.targets.rules import divided
-from alignment.data.targets.tokenized import IGNORED
 
 
 class Stretch(NamedTuple):
@@ -65,19 +64,3 @@ class PackedRows:
             begin = int(packs.begins[number] - there[at[int(first)]] + own[at[int(first)]])
             stop = begin + int(packs.stops[number] - packs.begins[number])
             yield Stretch(owner, rows.ids[begin:stop].tolist(), rows.learned[begin:stop].tolist())
-
-    def shown(self, numbers: Sequence[int]) -> dict[str, list[Any]]:
-        """Return packs with TRL's names: ``input_ids``, ``labels`` (-100 for tokens not in the loss), ``seq_lengths``.
-
-        ``seq_lengths`` has the length of each sequence; it is omitted for ``wrapped``, where a pack is one sequence.
-        """
-        found: dict[str, list[Any]] = {name: [[] for _ in numbers] for name in ("input_ids", "labels", "seq_lengths")}
-        place = {int(pack): position for position, pack in enumerate(numbers)}
-        for owner, ids, learned in self.sequences(numbers):
-            at = place[int(owner)]
-            found["input_ids"][at] += ids
-            found["labels"][at] += [token if kept else IGNORED for token, kept in zip(ids, learned)]
-            found["seq_lengths"][at].append(len(ids))
-        if self.packs.packing.strategy == "wrapped":
-            del found["seq_lengths"]
-        return found

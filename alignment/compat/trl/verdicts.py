@@ -19,54 +19,38 @@ class Verdict(str):
 
     Attributes:
         values: accepted values; None for all.
-        reason: why they have no effect, or why other values are rejected.
-        instead: what to set instead of a rejected value.
+        reason: why they have no effect, or why other values are rejected and what to set instead.
         condition: a predicate on the options; if true, every value is accepted. None for no such predicate.
     """
 
     values: tuple[Any, ...] | None
     reason: str
-    instead: str
     condition: Condition | None
-
-    def allows(self, options: Any, value: Any) -> bool:
-        """Whether the value is accepted with these options."""
-        if self.values is None or any(_same(value, one) for one in self.values):
-            return True
-        return self.condition is not None and self.condition(options)
-
-
-def _same(one: Any, other: Any) -> bool:
-    # False == 0 in Python: compare the types as well, except for numbers.
-    numbers = type(one) in (int, float) and type(other) in (int, float)
-    return bool(one == other) and (numbers or type(one) is type(other))
 
 
 def accepted(default: Any, reason: str) -> Any:
-    """Declare a field whose values are all accepted and have no effect.
-
-    Args:
-        default: default value.
-        reason: a sentence that says why it has no effect.
-    """
-    verdict = Verdict(reason)
-    verdict.values, verdict.reason, verdict.instead, verdict.condition = None, reason, "", None
-    return dataclasses.field(default=default, metadata={"help": verdict})
+    """Declare a field whose values are all accepted and have no effect, for this reason."""
+    return _declared(default, reason, None, reason)
 
 
-def only(default: Any, *further: Any, reason: str, instead: str, when: Condition | None = None) -> Any:
+def only(default: Any, reason: str, *further: Any, when: Condition | None = None) -> Any:
     """Declare a field of which only the values are accepted that match the behavior here.
 
     Args:
         default: the default, which is accepted.
+        reason: why other values are rejected, and what to set instead.
         further: further accepted values.
-        reason: why other values are rejected.
-        instead: what to set instead.
         when: a predicate on the options; if true, every value is accepted.
     """
     shown = " or ".join("unset" if each is None else str(each).lower() for each in (default, *further) if each != "")
-    verdict = Verdict(f"Must be {shown or 'unset'}: {reason}; {instead}.")
-    verdict.values, verdict.reason, verdict.instead, verdict.condition = (default, *further), reason, instead, when
+    return _declared(default, f"Must be {shown or 'unset'}: {reason}.", (default, *further), reason, when)
+
+
+def _declared(
+    default: Any, help: str, values: tuple[Any, ...] | None, reason: str, when: Condition | None = None
+) -> Any:
+    verdict = Verdict(help)
+    verdict.values, verdict.reason, verdict.condition = values, reason, when
     return dataclasses.field(default=default, metadata={"help": verdict})
 
 
@@ -79,10 +63,16 @@ def verdict_of(field: dataclasses.Field[Any]) -> Verdict | None:
 def refuse_values(options: Any) -> None:
     """Raise :class:`OptionError` for the first value that is not accepted."""
     for field in option_fields(options):
-        verdict = verdict_of(field)
-        value = getattr(options, field.name)
-        if verdict is not None and not verdict.allows(options, value):
-            raise OptionError(f"{setting(field.name, value)}: {verdict.reason}; {verdict.instead}")
+        verdict, value = verdict_of(field), getattr(options, field.name)
+        if verdict is None or verdict.values is None or any(_same(value, each) for each in verdict.values):
+            continue
+        if verdict.condition is None or not verdict.condition(options):
+            raise OptionError(f"{setting(field.name, value)}: {verdict.reason}")
+
+
+def _same(one: Any, other: Any) -> bool:
+    # False == 0 in Python: compare the types as well, except for numbers.
+    return bool(one == other) and (type(one) is type(other) or bool not in (type(one), type(other)))
 
 
 def judged_names(cls: Any) -> set[str]:

@@ -1,39 +1,34 @@
-"""Attributes and methods of transformers' trainer that existing scripts use."""
+"""Attributes and methods of transformers' and TRL's trainers that existing scripts use."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from datasets import Dataset
 from huggingface_hub import CommitInfo
 from torch import nn
 from transformers import TrainerState
 
+from alignment.compat.trl.accelerator import Accelerator
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
-from alignment.data.packing.rows import PackedRows
-from alignment.data.shown.rows import Collator, PlannedBatches
-from alignment.data.windows import WindowPlan
 from alignment.references.engine import EngineReference
 from alignment.reporting.durable import write_json
 from alignment.run.ranks import local_rank, rank
 from alignment.training.callbacks import Events, check_callbacks
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, RunData, total_steps
-from alignment.training.evaluation import evaluation_window
 from alignment.training.hub.process import Answer
 from alignment.training.hub.publisher import Publisher
 from alignment.training.method import AnyMethod
 from alignment.training.preparation import PlannedModels
 from alignment.training.run_engines import RunEngines
-from alignment.training.surface.accelerator import Accelerator
 
 Metrics: TypeAlias = Mapping[str, Any]
 
@@ -132,7 +127,7 @@ class TrainerSurface:
 
     @cached_property
     def train_dataset(self) -> Any:
-        """The tokenized training rows with TRL's column names; created when first accessed.
+        """The tokenized training rows, which a trainer of the same method accepts; created when first accessed.
 
         Rows that are excluded from training are not in it. Prompts for generation are unchanged.
         """
@@ -149,54 +144,17 @@ class TrainerSurface:
     def _shown(self, data: PreparedData, given: Any) -> Any:
         if self.method.kind.keeps_columns and not callable(given):
             return given
-        return shown_rows(data, self.method)
-
-    @cached_property
-    def data_collator(self) -> Callable[[Any], dict[str, Any]]:
-        """Collates rows of :attr:`train_dataset` into padded tensors. Training does not pad, and does not call it."""
-        known = (self.processing_class.pad_token_id, self.processing_class.eos_token_id)
-        return Collator(next((number for number in known if number is not None), 0))
-
-    def get_train_dataloader(self) -> PlannedBatches:
-        """Return this rank's batches of the current epoch, in order.
-
-        Raises:
-            OptionError: if there is no training data.
-        """
-        data, sampler = self.data.train, self.data.sampler
-        if data is None or sampler is None:
-            raise OptionError("train_dataset: no training data, so there are no batches")
-
-        def windows() -> Iterator[WindowPlan]:
-            epoch = sampler.epoch
-            return (sampler.plan(epoch, step) for step in range(sampler.steps_per_epoch))
-
-        return self._batches(data, windows, self.args.per_device_train_batch_size)
-
-    def get_eval_dataloader(self, eval_dataset: str | None = None) -> PlannedBatches:
-        """Return this rank's batches of an evaluation set.
-
-        Args:
-            eval_dataset: the name of one of several sets; None uses the only one, or the first.
-
-        Raises:
-            OptionError: if there is no such set.
-        """
-        name = next(iter(self.data.eval), None) if eval_dataset is None else eval_dataset
-        if name not in self.data.eval:
-            there = ", ".join(self.data.eval) or "none"
-            raise OptionError(f"eval_dataset: no set named {name!r} ({there}); pass the dataset to evaluate()")
-        data = self.data.eval[name]
-        return self._batches(
-            data, lambda: iter((evaluation_window(self.context, data)[0],)), self.args.eval_batch_size
+        rows, first = data.dataset, data.dataset[:1]
+        shown = self.method.shown(first)
+        if all(first.get(name) == values for name, values in shown.items()):  # columns are stored in this form
+            return rows.select_columns(list(shown))
+        return rows.map(
+            self.method.shown,
+            batched=True,
+            remove_columns=rows.column_names,
+            keep_in_memory=True,
+            load_from_cache_file=False,
         )
-
-    def _batches(self, data: PreparedData, plans: Callable[[], Iterator[WindowPlan]], size: int) -> PlannedBatches:
-        def rows() -> Dataset:
-            own = data is self.data.train and not self.method.kind.keeps_columns
-            return self.train_dataset if own else shown_rows(data, self.method)
-
-        return PlannedBatches(rows, plans, rank(), self.data_collator, data.table, size)
 
     # State of a run -------------------------------------------------------------------------------------------------
 
@@ -348,29 +306,6 @@ class TrainerSurface:
             HubError: if the upload failed; the message has the command to upload manually.
         """
         return self.publisher.push(commit_message, blocking, token, revision, private, **kwargs)
-
-
-def shown_rows(data: PreparedData, method: AnyMethod) -> Dataset:
-    """Return tokenized rows or packs in memory, in the same order, with the column names of ``method``."""
-    batched = data.batched
-    if isinstance(batched, PackedRows):
-        numbers = Dataset.from_dict({"pack": list(range(len(batched)))})
-        return numbers.map(
-            lambda some: batched.shown(some["pack"]),
-            batched=True,
-            remove_columns=["pack"],
-            keep_in_memory=True,
-            load_from_cache_file=False,
-            new_fingerprint=data.key,  # avoids pickling the rows to compute one
-        )
-    rows = data.dataset
-    first = rows[:1]
-    shown = method.shown(first)
-    if all(first.get(name) == values for name, values in shown.items()):  # columns are stored in this form
-        return rows.select_columns(list(shown))
-    return rows.map(
-        method.shown, batched=True, remove_columns=rows.column_names, keep_in_memory=True, load_from_cache_file=False
-    )
 
 
 def _formatted(name: str, value: Any) -> Any:

@@ -55,11 +55,10 @@ def read_names(cls: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 def value_here(name: str, value: Any) -> Any:
     """Return a value of TRL or transformers as it is written here."""
-    known = _VALUES.get(name)
     key = tuple(value) if isinstance(value, list) else value
-    if known is None or not isinstance(key, (str, int, tuple, type(None))):
+    if name not in _VALUES or not isinstance(key, (str, int, tuple, type(None))):
         return value
-    for each, here in known.items():
+    for each, here in _VALUES[name].items():
         if (each == key and type(each) is type(key)) or (type(each) is int and key == str(each)):
             return here
     return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,56 +14,17 @@ from alignment.run.ranks import local_rank, rank, world_size
 
 
 class Accelerator:
-    """Ranks, device and collectives of the run. It has no ``prepare``: the trainer builds its engines."""
+    """Ranks, device and collectives of the run, as they are when it is created. It has no ``prepare``."""
 
     distributed_type = "DEEPSPEED"
+    fsdp_plugin = None
 
-    @property
-    def process_index(self) -> int:
-        """The index of this rank."""
-        return rank()
-
-    @property
-    def local_process_index(self) -> int:
-        """The index of this rank on its machine."""
-        return local_rank()
-
-    @property
-    def num_processes(self) -> int:
-        """The number of ranks."""
-        return world_size()
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the first rank."""
-        return rank() == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its machine."""
-        return local_rank() == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return rank() == world_size() - 1
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return device()
-
-    @property
-    def state(self) -> SimpleNamespace:
-        """The fields of accelerate's state that scripts read: the ranks, and no FSDP plugin."""
-        return SimpleNamespace(
-            fsdp_plugin=None,
-            distributed_type=self.distributed_type,
-            process_index=rank(),
-            local_process_index=local_rank(),
-            num_processes=world_size(),
-            device=device(),
-        )
+    def __init__(self) -> None:
+        self.process_index, self.local_process_index, self.num_processes = rank(), local_rank(), world_size()
+        self.is_main_process, self.is_local_main_process = rank() == 0, local_rank() == 0
+        self.is_last_process = rank() == world_size() - 1
+        self.device: torch.device = device()
+        self.state = self  # of which scripts read the same fields
 
     def print(self, *values: Any, **options: Any) -> None:
         """Like ``print``, on the first rank of each machine."""

@@ -1,0 +1,1 @@
+"""What other libraries' scripts expect of this package."""

@@ -1,1 +1,0 @@
-"""Tokenized rows in the form that scripts written for TRL expect."""

@@ -1,1 +1,0 @@
-"""What scripts written for TRL import besides configs and trainers: arguments, parser, chat formats, mixtures."""
