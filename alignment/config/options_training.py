@@ -53,7 +53,7 @@ class TrainingOptions:
     per_device_train_batch_size: Free[Count] = option(
         8, "Micro-batch size: number of rows per device and forward pass.", older=("per_gpu_train_batch_size",)
     )
-    per_device_eval_batch_size: Free[Count | None] = option(
+    per_device_eval_batch_size: Late[Free[Count | None]] = option(
         None, "Micro-batch size of evaluation, by default that of training.", older=("per_gpu_eval_batch_size",)
     )
     gradient_accumulation_steps: Free[Count] = option(1, "Number of micro-batches per optimizer step on each device.")

@@ -64,14 +64,14 @@ def evaluation_data(options: AlignmentConfig) -> Part | None:
     return Part("dataset_mixture (evaluation)", lambda: loaded) if loaded else None
 
 
-def _split(options: AlignmentConfig, of: AlignmentConfig | MixturePart, split: str | None) -> Part:
+def _split(whole: AlignmentConfig, options: AlignmentConfig | MixturePart, split: str | None) -> Part:
     """Return a split of a dataset; messages name it only if it is not the one of training."""
-    usual, name = options.dataset_train_split, of.dataset_name
+    usual, name = whole.dataset_train_split, options.dataset_name
     split = split or usual
     assert name is not None
     where = name if split == usual else f"{name} ({split})"
-    column_map = of.column_map if isinstance(of, MixturePart) else None
-    return Part(where, functools.partial(load_split, name, of.dataset_config, split), column_map)
+    column_map = options.column_map if isinstance(options, MixturePart) else None
+    return Part(where, functools.partial(load_split, name, options.dataset_config, split), column_map)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def kto(paths: dict[str, str], folder: Path, rows: Any = 8, **more: Any) -> KTOTrainer:
     """A trainer with a reference of its own, and the given number of rows."""
     data = unpaired_rows(rows, seed=3) if isinstance(rows, int) else rows
-    return KTOTrainer(paths["policy"], paths["reference"], KTOConfig(**options(folder, **more)), train_dataset=data)
+    args = KTOConfig(**options(folder, **more))
+    return KTOTrainer(paths["policy"], paths["reference"], args=args, train_dataset=data)
 
 
 def cpo(paths: dict[str, str], folder: Path, rows: int = 8, evaluated: int = 0, **more: Any) -> CPOTrainer:
