@@ -47,17 +47,21 @@ class DataOptions:
     )
     dataset_config: Free[Shared[str | None]] = option(None, "Configuration name of a Hub dataset.")
     dataset_train_split: Free[Shared[str]] = option("train", "Split to train on.")
-    dataset_test_split: Free[Shared[str | None]] = option(None, "Split to evaluate on.")
+    dataset_test_split: Free[Shared[str | None]] = option(
+        None, "Split to evaluate on. If unset, only parts of a mixture with a `test_split` are evaluated on."
+    )
     dataset_mixture: Free[ListOrKeywords] = option(
         None,
         "Several datasets instead of `dataset_name`: a mapping from name to weight, or a list of mappings with "
         "`dataset_name` and optionally `dataset_config`, `split`, `test_split`, `weight` and `column_map`. As many "
-        "rows as possible are sampled in the proportions of the weights, without repetition.",
+        "rows as possible are sampled in the proportions of the weights, without repetition. Without weights, all "
+        "rows are used.",
     )
     column_map: Free[TextKeywords] = option(
         None,
         "Mapping from the column names that a method expects to names in the data, such as `{prompt: question}`. "
-        "`query` (appended to the prompt) and `system` (a system message) are read only if they are mapped.",
+        "A mapped column replaces one that has the expected name. `query` (appended to the prompt) and `system` (a "
+        "system message) are read only if they are mapped.",
     )
     max_train_samples: Free[Count | None] = option(
         None, "Maximum number of training rows to use, from the start. Keeps the proportions of a mixture."

@@ -55,8 +55,9 @@ class ModelOptions:
     ref_placement: Free[RefPlacement | None] = option(
         None,
         "Where the reference's log-probs come from: `adapter` (the policy without its adapters; the default with "
-        "adapters), `replica` (on every device), `sharded` (ZeRO-3), `offload` (ZeRO-3, in host memory) or "
-        "`precomputed`. Defaults to the first of `replica`, `sharded` and `offload` that fits in memory.",
+        "adapters), `replica` (replicated on every device; the default on CPU), `sharded` (ZeRO-3, on the devices), "
+        "`offload` (ZeRO-3, in host memory) or `precomputed`. On GPUs, defaults to the first of `replica`, `sharded` "
+        "and `offload` that fits in memory.",
     )
     ref_deepspeed: Free[dict[str, Any] | str | None] = option(
         None, "DeepSpeed JSON of the reference engine, as for `deepspeed`. Defaults to that of the placement."

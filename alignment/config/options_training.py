@@ -71,9 +71,10 @@ class TrainingOptions:
     warmup_steps: Early[WarmupSteps] = option(0, "Number of warmup steps, or a fraction of all steps if less than 1.")
     optim: Optimizer = option(
         "adamw_torch",
-        "Optimizer: `adamw_torch` (fused); `adamw_8bit`, `paged_adamw_8bit`, `paged_adamw_32bit` (bitsandbytes), and "
-        "the same variants of `lion`, `ademamix` and `rmsprop_bnb`; `deepspeed_cpu_adam` or `deepspeed_fused_adam` "
-        "(compiled at first use); `sgd`; `rmsprop`; or `adafactor` (`zero0` only).",
+        "Optimizer: `adamw_torch` (fused); `adamw_8bit`, `paged_adamw_8bit` or `paged_adamw_32bit` (bitsandbytes, "
+        "with states of 2, 2 and 8 bytes per parameter), and the same variants of `lion`, `ademamix` and "
+        "`rmsprop_bnb`; `deepspeed_cpu_adam` or `deepspeed_fused_adam` (compiled at first use); `sgd`; `rmsprop`; or "
+        "`adafactor` (`zero0` only).",
     )
     optim_args: dict[str, Any] | str | None = option(
         None, "Further arguments of the optimizer: `key=value,key=value` or a mapping."
