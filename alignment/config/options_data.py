@@ -61,7 +61,8 @@ class DataOptions:
         None,
         "Mapping from the column names that a method expects to names in the data, such as `{prompt: question}`. "
         "A mapped column replaces one that has the expected name. `query` (appended to the prompt) and `system` (a "
-        "system message) are read only if they are mapped.",
+        "system message) are read only if they are mapped. Expected names: `prompt`, `completion`, `label`, `chosen`, "
+        "`rejected`, `margin`, `messages`, `text`, `tools` and `chat_template_kwargs`.",
     )
     max_train_samples: Free[Count | None] = option(
         None, "Maximum number of training rows to use, from the start. Keeps the proportions of a mixture."
@@ -78,7 +79,9 @@ class DataOptions:
         "Maximum number of tokens in a micro-batch, padding included, instead of `per_device_train_batch_size`. "
         "Passes without gradients may use up to twice as many tokens.",
     )
-    stratify_labels: bool = option(False, "Give every window the dataset's share of desirable rows, to within a row.")
+    stratify_labels: bool = option(
+        False, "Give every window the dataset's share of desirable rows, to within a row. For methods with labels."
+    )
     strict_data: Free[bool] = option(False, "Raise an error if a row has to be dropped.")
     dry_run: Free[bool] = option(False, "Print options, DeepSpeed JSON, counts of rows and the first ones, then exit.")
 
@@ -91,7 +94,8 @@ class SequenceOptions:
 
     max_length: Annotated[int, Ge(2)] | None = option(
         1024,
-        "Maximum length of prompt and completion together, in tokens. `null`: what model and reference support.",
+        "Maximum length of prompt and completion together, in tokens. `null`: the positions that model and "
+        "reference have.",
         older=("max_seq_length",),
     )
     max_prompt_length: Count | None = option(
@@ -116,7 +120,8 @@ class TokenizerOptions:
     pad_token: str | None = option(None, "Token to save as the padding token, for programs that load the model.")
     chat_template_path: str | None = option(
         None,
-        "Chat template: a Jinja file, or a tokenizer's folder or Hub name, whose special tokens are used as well.",
+        "Chat template: a Jinja file, or a tokenizer's folder or Hub name, whose special tokens are used as well. "
+        "Defaults to the model's.",
     )
 
 

@@ -22,7 +22,7 @@ class FaultOptions:
         "(save the weights of the last good step and end the run) or `skip` (skip the update of this window).",
     )
     loss_spike_factor: Late[Free[Annotated[float, Gt(1)] | None]] = option(
-        None, "Treat a step as bad if its loss exceeds this multiple of the running median."
+        None, "Treat a step as bad if its loss exceeds this multiple of the running median. Unset: never."
     )
     max_bad_steps: Late[Free[Count]] = option(10, "Maximum number of bad steps to skip; one more ends the run.")
     retries: Free[Natural] = option(3, "Number of retries of a failing read of data, reward call or judge.")

@@ -122,7 +122,9 @@ class AdapterOptions:
     use_dora: Shared[bool] = option(False, "Weight-decomposed LoRA (DoRA).")
     adapter_name_or_path: Free[str | None] = option(None, "PEFT adapter of this model to continue training.")
     model_adapter_name: str | None = option(None, "Adapter to train of a `PeftModel`. Defaults to the active one.")
-    ref_adapter_name: str | None = option(None, "Adapter of a `PeftModel` to use as reference.")
+    ref_adapter_name: str | None = option(
+        None, "Adapter of a `PeftModel` to use as reference. Defaults to the initial policy."
+    )
     load_in_4bit: Shared[bool] = option(False, "Load the base model in 4-bit (QLoRA).")
     load_in_8bit: Shared[bool] = option(False, "Load the base model in 8-bit.")
     bnb_4bit_quant_type: Shared[Literal["nf4", "fp4"]] = option("nf4", "Quantization type of 4-bit weights.")

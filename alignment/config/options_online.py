@@ -33,10 +33,12 @@ class RolloutOptions:
         2, "Number of completions to sample per prompt. If more than 2, the best and the worst form the pair."
     )
     temperature: Positive = option(0.9, "Sampling temperature.")
-    top_p: Annotated[float, Gt(0), Le(1)] = option(1.0, "Total probability of the likeliest tokens to sample from.")
+    top_p: Annotated[float, Gt(0), Le(1)] = option(
+        1.0, "Total probability of the likeliest tokens to sample from. 1: all tokens."
+    )
     top_k: Natural = option(0, "Sample from this number of most likely tokens. 0: all tokens.")
     min_p: Annotated[float, Ge(0), Le(1)] | None = option(
-        None, "Least probability of a token to sample, relative to that of the most likely token."
+        None, "Least probability of a token to sample, relative to that of the most likely token. Unset: all tokens."
     )
     repetition_penalty: Positive = option(1.0, "Penalty on tokens that already occur in the sequence. 1: no penalty.")
     generation_kwargs: Keywords = option(
@@ -72,18 +74,22 @@ class RewardOptions:
         "Python functions that score completions, as `file.py:function` or `package.module:function`.",
         several=True,
     )
-    reward_weights: list[float] | None = option(None, "Weights of the rewards in their sum, the reward model's first.")
+    reward_weights: list[float] | None = option(
+        None, "Weights of the rewards in their sum, the reward model's first. Defaults to 1 for each."
+    )
     judge: Free[dict[str, Any] | str | None] = option(
         None,
-        "Judge that compares pairs of completions, instead of rewards: `file.py:name` of a function, a mapping with "
-        "the `base_url` and `model` of an OpenAI-compatible endpoint, or `openai`, `hf` or `pair_rm`. See "
-        "docs/guides/rewards.md.",
+        "Judge that compares pairs of completions, instead of rewards: `file.py:name` of a function that takes "
+        "`(prompts, pairs)` and returns 0, 1 or -1 for each pair, a mapping with the `base_url` and `model` of an "
+        "OpenAI-compatible endpoint, or `openai`, `hf` or `pair_rm`. See docs/guides/rewards.md.",
     )
     missing_eos_penalty: NotNegative | None = option(None, "Penalty on the score of a completion that has no end.")
     reward_batch_size: Free[Count | None] = option(
         None, "Batch size of the reward model. Defaults to twice `per_device_train_batch_size`."
     )
-    reward_placement: Free[FrozenPlacement | None] = option(None, "Placement, as for `ref_placement`.")
+    reward_placement: Free[FrozenPlacement | None] = option(
+        None, "Placement of the reward model: `offload`, `sharded` or `replica`, as for `ref_placement`."
+    )
     reward_deepspeed: Free[dict[str, Any] | str | None] = option(None, "DeepSpeed JSON of the reward model's engine.")
     reward_load_in_4bit: bool | None = option(None, "Load the reward model in 4-bit.", switch=True)
 
