@@ -58,8 +58,10 @@ def _accelerator(use_cpu: bool) -> str:
 
     found = get_accelerator().device_name()
     if found != wanted:
-        what = f"use_cpu={use_cpu}, but DeepSpeed was already imported for {found}"
-        raise OptionError(f"{what}; set DS_ACCELERATOR={wanted} in the environment, or set use_cpu accordingly")
+        raise OptionError(
+            f"use_cpu={use_cpu}, but DeepSpeed was already imported for {found}; set DS_ACCELERATOR={wanted} in the "
+            "environment, or set use_cpu accordingly"
+        )
     return wanted
 
 

@@ -15,7 +15,8 @@ from alignment.config.errors import OptionError, RewardError
 from alignment.engines.rng import seeded
 from alignment.rewards import callables
 from alignment.rewards.judges import Judge
-from alignment.run.stop import Cut, RunStopped, StopReason, StopRequests
+from alignment.run.requests import StopRequests
+from alignment.run.stop import Cut, RunStopped, StopReason
 
 PLACES = [f"rows.jsonl, row {number}" for number in range(40)]
 
