@@ -6,7 +6,9 @@ created atomically. :func:`load_prepared` reads it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import inspect
 import json
 import tempfile
 from collections import Counter
@@ -56,6 +58,9 @@ def data_key(dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits, other
     settings |= {"tokenizer": describe_tokenizer(tokenizer)} | ({"extra": list(others)} if others else {})
     if (rules := asdict(kind)) != {field.name: field.default for field in fields(kind)}:
         settings["rules"] = rules
+    classes = [cls for cls in type(kind).__mro__ if issubclass(cls, Kind)]
+    if own := [cls for cls in classes if not cls.__module__.startswith("alignment.")]:
+        settings["code"] = [[cls.__qualname__, *_sources(cls)] for cls in own]
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     order = [*COLUMNS, *MAPPED_COLUMNS, *others]
     columns = sorted(dataset.column_names, key=lambda name: order.index(name) if name in order else len(order))
@@ -65,6 +70,13 @@ def data_key(dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits, other
             writer.write_table(table)
         digest.update(memoryview(sink.getvalue()))
     return f"{kind.name}-{digest.hexdigest()}"
+
+
+def _sources(cls: type) -> Iterator[str]:
+    """Yield the source of a class's own functions, where it is available."""
+    for value in vars(cls).values():
+        with contextlib.suppress(OSError, TypeError):
+            yield inspect.getsource(value)
 
 
 def key_of(folder: Path) -> str:

@@ -105,18 +105,21 @@ def test_intervals_match_transformers(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.ci
 def test_sections_of_deepspeed(tmp_path: Path) -> None:
-    """They are not passed to DeepSpeed: a run with the equivalent options ends with the same weights."""
+    """They are not passed to DeepSpeed, and agree with the options: the run ends with the same weights."""
     model, ends = make_model(tmp_path / "policy", "tied", seed=1), []
     stage = options(tmp_path)["deepspeed"]
     sections = {
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_num_steps": 3, "warmup_max_lr": 0.1, "warmup_type": "linear"},
+        },
     }
     said = {
         "optim": "sgd", "learning_rate": 0.1, "optim_args": "momentum=0.5", "warmup_steps": 3,
-        "lr_scheduler_type": "constant_with_warmup",
+        "lr_scheduler_type": "constant_with_warmup", "deepspeed": stage,
     }  # fmt: skip
-    runs = {"sections": {"deepspeed": stage | sections}, "options": {"deepspeed": stage, **said}, "late": {}}
+    runs = {"sections": {**said, "deepspeed": stage | sections}, "options": said, "late": said}
     for name, more in runs.items():
         given = {k: v for k, v in options(tmp_path / name).items() if k not in ("learning_rate", "lr_scheduler_type")}
         args = CPOConfig(**{**given, **more})

@@ -245,6 +245,22 @@ def test_the_key_of_the_data_depends_on_the_content_of_a_file(tmp_path: Path) ->
     assert data_key(dataset, UNPAIRED, char_tokenizer(), Limits()) == names[0]
 
 
+def test_the_key_of_the_data_depends_on_the_code_of_a_users_kind() -> None:
+    class Own(type(PAIRS)):  # type: ignore[misc]
+        def parse(self, row: Any, where: str, others: Any) -> Any:
+            return super().parse(row, where, others)
+
+    first = Own
+    usual = data_key(dataset_from_python(PAIRED), PAIRS, char_tokenizer(), Limits())
+
+    class Own(type(PAIRS)):  # type: ignore[misc,no-redef]
+        def parse(self, row: Any, where: str, others: Any) -> Any:
+            return super().parse({**row, "chosen": row["rejected"]}, where, others)
+
+    keys = {data_key(dataset_from_python(PAIRED), kind(), char_tokenizer(), Limits()) for kind in (first, Own, Own)}
+    assert len(keys) == 2 and usual not in keys
+
+
 def test_the_key_of_the_data_depends_on_every_row() -> None:
     """Rows are hashed a thousand at a time."""
     rows = [{"prompt": str(number), "completion": "c", "label": True} for number in range(1500)]

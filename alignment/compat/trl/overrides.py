@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-
-from transformers import Trainer
+from types import FunctionType, MethodType
 
 from alignment.config.errors import OptionError
 
@@ -65,12 +64,15 @@ def check_attributes(trainer: object, base: type) -> None:
     Raises:
         OptionError: naming the method and the alternative.
     """
-    for name in vars(trainer).keys() & never_called(type(trainer), base):
+    functions = {name for name, value in vars(trainer).items() if isinstance(value, (FunctionType, MethodType))}
+    for name in functions & (never_called(type(trainer), base) if functions else set()):
         raise _never_called(f"trainer.{name}", name)
 
 
 def never_called(trainer: type, base: type) -> set[str]:
     """Return the names of methods of other libraries' trainers that ``base`` and the class's own trainer lack."""
+    from transformers import Trainer  # takes a second, and few scripts derive or modify a trainer
+
     own = next(kind for kind in trainer.__mro__ if _is_ours(kind))
     theirs = {name for name in dir(Trainer) if callable(getattr(Trainer, name)) and not name.startswith("__")}
     return {name for name in theirs | _methods_of_trl(own.__name__) if not hasattr(own, name)}
