@@ -271,18 +271,17 @@ def test_the_default_name_is_that_of_the_folder(tmp_path: Path) -> None:
     assert "hub_token=<hidden>" in str(refused.value) and "hf_my" not in str(refused.value)
 
 
-def test_requests_for_a_repository_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_for_a_repository_are_retried() -> None:
     calls = Calls(Answer(error="HTTP 503", transient=True), Answer(error="HTTP 429", transient=True))
     slept: list[float] = []
-    monkeypatch.setattr("alignment.run.retries.time", SimpleNamespace(sleep=slept.append))
-    found = ready_repository(Repository("x"), Retries(2, 1.0), call=lambda: calls)
+    found = ready_repository(Repository("x"), Retries(2, 1.0, slept.append), call=lambda: calls)
     assert (found.name, found.known, len(calls.requests)) == ("me/x", True, 3) and sum(slept) == 3.0
     bad = Calls(Answer(error="no token"))
     with pytest.raises(OptionError, match="push_to_hub: no token"):
-        ready_repository(Repository("x"), Retries(2, 1.0), call=lambda: bad)
+        ready_repository(Repository("x"), Retries(2, 1.0, slept.append), call=lambda: bad)
     busy = Calls(*[Answer(error="HTTP 503", transient=True)] * 2)
     with pytest.raises(ConnectionError, match="503"):
-        ready_repository(Repository("x"), Retries(1, 0.0), call=lambda: busy)
+        ready_repository(Repository("x"), Retries(1, 0.0, slept.append), call=lambda: busy)
 
 
 # The queue ----------------------------------------------------------------------------------------------------------
