@@ -89,7 +89,7 @@ class Kind(ABC):
         Args:
             row: the row. Columns that only other rows use are null.
             where: name of the row in messages, such as ``data.jsonl, row 12``.
-            others: the row's other columns, if :attr:`keeps_columns`.
+            others: the row's other columns, if ``keeps_columns``.
 
         Raises:
             DataError: the row is invalid.
@@ -104,7 +104,7 @@ class Kind(ABC):
         return tokenizer.with_context(read_completions(row, columns, where, len(tokenizer.tokenizer)))
 
     def encode(self, sources: Sequence[Source], tokenizer: RowTokenizer) -> list[Encoded]:
-        """Convert rows to token IDs; see :meth:`RowTokenizer.encode`."""
+        """Convert rows to token IDs; see ``RowTokenizer.encode``."""
         return tokenizer.encode(sources)
 
     def records(self, row: Encoded, limits: Limits, tokenizer: RowTokenizer) -> list[Record]:
