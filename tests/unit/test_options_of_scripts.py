@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,10 +95,11 @@ def test_logging_dir_sets_the_tensorboard_folder(tmp_path: Path, monkeypatch: py
     assert list((tmp_path / "log").glob("events*")) and not (tmp_path / "other").exists()
 
 
-def test_a_method_assigned_to_a_trainer_is_refused() -> None:
+@pytest.mark.parametrize("loss", [lambda *_: 0, functools.partial(max, 0)])
+def test_a_method_assigned_to_a_trainer_is_refused(loss: Any) -> None:
     trainer = object.__new__(CPOTrainer)
     check_attributes(trainer, AlignmentTrainer)
-    vars(trainer)["compute_loss"] = lambda *_: 0
+    vars(trainer)["compute_loss"] = loss
     with pytest.raises(OptionError, match=r"trainer\.compute_loss: .* override losses\(\)"):
         trainer.train()
 

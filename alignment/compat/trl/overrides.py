@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from types import FunctionType, MethodType
 
 from alignment.config.errors import OptionError
 
@@ -64,8 +63,10 @@ def check_attributes(trainer: object, base: type) -> None:
     Raises:
         OptionError: naming the method and the alternative.
     """
-    functions = {name for name, value in vars(trainer).items() if isinstance(value, (FunctionType, MethodType))}
-    for name in functions & (never_called(type(trainer), base) if functions else set()):
+    libraries = ("alignment", "transformers", "torch")  # of whose objects, some are callable: the tokenizer, the model
+    given = {name for name, value in vars(trainer).items() if callable(value)}
+    given = {name for name in given if type(vars(trainer)[name]).__module__.partition(".")[0] not in libraries}
+    for name in given & (never_called(type(trainer), base) if given else set()):
         raise _never_called(f"trainer.{name}", name)
 
 
