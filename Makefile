@@ -13,7 +13,7 @@
 # make signals   send every signal to every launcher and worker of real runs, judge what is left and resume; a table, half an
 #                hour (SIGNALS_ARGS="--only 'torchrun TERM'")
 # make demo      a small model from nothing, aligned with KTO (LoRA too), CPO and Online DPO, in minutes (DEMO_ARGS="--fresh --seed 1")
-# make quality   lint, types and the floors of alignment/
+# make quality   lint, types, the floors of alignment/, and phrases that no text contains
 # make tables    regenerate the pages of docs/reference/ that are made from the code
 # make docs      regenerate them and build the site in docs/_build/html; a warning or a broken link is an error
 # make linkcheck check the links to other sites, over the network; a report in docs/_build/linkcheck
@@ -129,6 +129,7 @@ quality: $(READY)
 	@$(BIN)/ruff format --quiet --check $(SOURCES)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python .ci/words.py
 
 style: $(READY)
 	@$(BIN)/ruff check --fix $(SOURCES)

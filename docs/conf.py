@@ -29,7 +29,7 @@ extensions = [
     "sphinx_copybutton",
     "tools.documentation.repository_links",
     "tools.documentation.pictures",
-    "tools.documentation.option_lists",
+    "tools.documentation.options",
 ]
 exclude_patterns = ["_build", "pictures"]
 myst_enable_extensions = ["colon_fence", "deflist"]

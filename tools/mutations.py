@@ -19,19 +19,15 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from tools.ranks import RankServer
 from tools.ranks.client import ROOT
-from tools.trial import Tree, Verdict, trials
-from tools.workers import share_out
+from tools.trial import Tree, Verdict, tried
 
 FOLDER = ROOT / "tests" / "mutations"
 _KEYS = {"name", "file", "original", "replacement", "tests"}
@@ -70,79 +66,37 @@ def load(folder: Path = FOLDER) -> list[Mutation]:
     Raises:
         ValueError: an entry has missing or unknown keys, or a duplicate name.
     """
-    found: list[Mutation] = []
+    found: dict[str, Mutation] = {}
     for file in sorted(folder.glob("*.yaml")):
-        if file.name == "equivalent.yaml":
-            continue  # equivalent random mutants, for tools/mutants
-        for entry in yaml.safe_load(file.read_text(encoding="utf-8")):
-            found.append(_mutation(file.stem, entry))
-    names = [mutation.name for mutation in found]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"duplicate names of mutations: {', '.join(twice)}")
-    return found
+        for entry in yaml.safe_load(file.read_text(encoding="utf-8")) if file.name != "equivalent.yaml" else ():
+            name = entry.get("name")
+            if set(entry) != _KEYS or not all(isinstance(entry[key], str) for key in _KEYS - {"tests"}):
+                raise ValueError(f"{file.name}: {name}: keys must be {', '.join(sorted(_KEYS))}, values strings")
+            if name in found:
+                raise ValueError(f"{file.name}: {name}: duplicate name")
+            found[name] = Mutation(file.stem, **{**entry, "tests": tuple(entry["tests"])})
+    return list(found.values())
 
 
-def _mutation(area: str, entry: dict[str, Any]) -> Mutation:
-    if set(entry) != _KEYS:
-        raise ValueError(f"{area}.yaml: {entry.get('name', entry)}: keys must be {', '.join(sorted(_KEYS))}")
-    values = {key: entry[key] for key in _KEYS - {"tests"}}
-    if not all(isinstance(value, str) for value in values.values()):
-        raise ValueError(f"{area}.yaml: {entry['name']}: all values except tests must be strings; add quotes")
-    return Mutation(area, tests=tuple(entry["tests"]), **values)
-
-
-class Run:
-    """Concurrent trials of mutations, each in a separate tree."""
-
-    def __init__(self, mutations: Sequence[Mutation], jobs: int) -> None:
-        self.mutations, self.jobs = mutations, jobs
-        self.verdicts: dict[str, Verdict] = {}
-        self._saying = threading.Lock()
-        self._unchanged: dict[str, Verdict] = {}  # results of tests on the unmodified code, by command
-
-    def __call__(self) -> bool:
-        """Try all mutations; return whether every one was detected."""
-        with trials("mutations-", self.jobs) as (folders, server):
-            share_out(self.mutations, self.jobs, lambda number: self._worker(folders[number], server))
-        return all(verdict.noticed for verdict in self.verdicts.values())
-
-    def _worker(self, folder: Path, server: RankServer) -> Callable[[Mutation], None]:
-        tree = Tree(folder)
-
-        def handle(mutation: Mutation) -> None:
-            verdict = self._try(mutation, tree, server)
-            with self._saying:
-                self.verdicts[mutation.name] = verdict
-                sign = "detected" if verdict.noticed else "SURVIVED"
-                print(
-                    f"{sign} {verdict.seconds:5.1f} s  {mutation.area}: {mutation.name}  [{verdict.how}]", flush=True
-                )
-
-        return handle
-
-    def _try(self, mutation: Mutation, tree: Tree, server: RankServer) -> Verdict:
-        try:
-            text = mutation.mutated()
-        except ValueError as error:
-            return Verdict(False, f"does not apply: {error}", 0.0)
-        with tree.changed(mutation.file, text):
-            for tests in mutation.tests:
-                verdict = tree.run_tests(server, tests.split(maxsplit=2), _TIMEOUT_S)
-                if verdict.noticed:
-                    break
-        # A mutation that cannot be imported does not show that the test detects it.
-        if verdict.how.startswith("exit status"):
-            return Verdict(False, verdict.how, verdict.seconds)
-        if verdict.noticed and (before := self._without_mutation(tests, tree, server)).noticed:
-            return Verdict(False, f"fails without the mutation: {before.how}", verdict.seconds)
-        return verdict
-
-    def _without_mutation(self, tests: str, tree: Tree, server: RankServer) -> Verdict:
-        """Run tests on the unmodified code, once for each command (twice if two workers ask at the same time)."""
-        if tests not in self._unchanged:
-            self._unchanged[tests] = tree.run_tests(server, tests.split(maxsplit=2), _TIMEOUT_S)
-        return self._unchanged[tests]
+def _attempt(mutation: Mutation, tree: Tree, unchanged: dict[str, Verdict]) -> Verdict:
+    """Run the tests of a mutation until one fails, and that one without the mutation as well."""
+    try:
+        text = mutation.mutated()
+    except ValueError as error:
+        return Verdict(False, f"does not apply: {error}", 0.0)
+    with tree.changed(mutation.file, text):
+        for tests in mutation.tests:
+            verdict = tree.run_tests(tests.split(maxsplit=2), _TIMEOUT_S)
+            if verdict.noticed:
+                break
+    # A mutation that cannot be imported does not show that the test detects it.
+    if not verdict.noticed or verdict.how.startswith("exit status"):
+        return verdict._replace(noticed=False)
+    if tests not in unchanged:
+        unchanged[tests] = tree.run_tests(tests.split(maxsplit=2), _TIMEOUT_S)
+    if unchanged[tests].noticed:
+        return verdict._replace(noticed=False, how=f"fails without the mutation: {unchanged[tests].how}")
+    return verdict
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,14 +118,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = random.Random(given.seed).sample(chosen, min(given.sample, len(chosen)))
     if not chosen:
         raise SystemExit(f"no mutation matches {' or '.join(given.names)}")
-    run = Run(chosen, given.jobs)
-    good = run()
-    survived = [name for name, verdict in run.verdicts.items() if not verdict.noticed]
-    print(
-        f"{len(chosen) - len(survived)} of {len(chosen)} mutations detected"
-        + "".join(f"\n  not: {n}" for n in survived)
-    )
-    return 0 if good else 1
+    survived, unchanged = [], dict[str, Verdict]()
+    for mutation, verdict in tried(chosen, lambda one, tree: _attempt(one, tree, unchanged), given.jobs):
+        survived += [] if verdict.noticed else [f"{mutation.area}: {mutation.name}"]
+        sign = "detected" if verdict.noticed else "SURVIVED"
+        print(f"{sign} {verdict.seconds:5.1f} s  {mutation.area}: {mutation.name}  [{verdict.how}]", flush=True)
+    print("\n  not: ".join([f"{len(chosen) - len(survived)} of {len(chosen)} mutations detected", *survived]))
+    return 1 if survived else 0
 
 
 if __name__ == "__main__":

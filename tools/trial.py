@@ -1,4 +1,4 @@
-"""Trials: a copy of the checkout, a change to one of its files, and the tests that should detect it."""
+"""Trials: copies of the checkout, a change to a file of one, and the tests that should detect it."""
 
 from __future__ import annotations
 
@@ -6,31 +6,27 @@ import compileall
 import contextlib
 import os
 import py_compile
+import queue
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from tools.ranks import RankServer, RanksFailed
 from tools.ranks.client import ADDRESS, ROOT
 
-_RUN_PYTEST = ROOT / "tools" / "ranks" / "run_pytest.py"
 CHOOSABLE = "not slow and not faults"
+_RUN_PYTEST = ROOT / "tools" / "ranks" / "run_pytest.py"
 _TESTS_FAILED, _NO_TESTS = 1, 5  # pytest's exit codes
+Item = TypeVar("Item")
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The result of running tests on a change.
-
-    Attributes:
-        noticed: whether a test failed, timed out, or could not be imported.
-        how: short explanation: the test that failed, ``timed out`` …, or why no test ran.
-        seconds: duration.
-    """
+class Verdict(NamedTuple):
+    """Whether tests detected a change, how (the test that failed, ``timed out`` …), and the duration."""
 
     noticed: bool
     how: str
@@ -42,24 +38,20 @@ class Tree:
 
     Args:
         folder: folder of the copy; must not exist.
+        server: server that runs pytest in a forked process, and the ranks of the tests.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+    def __init__(self, folder: Path, server: RankServer | None = None) -> None:
+        self.folder, self.server = folder, server
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         for name in filter(None, listed.stdout.split("\0")):
             if (ROOT / name).is_file():  # skip deleted files that are still in the index
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
         # By hash, not by time: two changes of a file within a second would use the same bytecode.
+        mode = py_compile.PycInvalidationMode.CHECKED_HASH
         for part in ("alignment", "tests"):
-            mode = py_compile.PycInvalidationMode.CHECKED_HASH
             compileall.compile_dir(folder / part, quiet=2, invalidation_mode=mode)
 
     @contextlib.contextmanager
@@ -73,39 +65,32 @@ class Tree:
         finally:
             path.write_text(before, encoding="utf-8")
 
-    def run_tests(self, server: RankServer, chosen: Sequence[str], timeout: float) -> Verdict:
-        """Run tests of this tree until one fails.
-
-        Args:
-            server: server that runs pytest in a forked process, and the ranks of the tests.
-            chosen: files, node IDs and further arguments of pytest.
-            timeout: maximum duration in seconds.
-        """
-        own = RankServer(self.folder, address=server.address)
+    def run_tests(self, chosen: Sequence[str], timeout: float) -> Verdict:
+        """Run tests of this tree, given as arguments of pytest, until one fails or ``timeout`` seconds have passed."""
+        assert self.server is not None
         arguments = ["-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-m", CHOOSABLE, *chosen]
+        own = RankServer(self.folder, address=self.server.address)
         # Rows are cached by the content of their files: the cache of another trial would hide changes of readers.
         with tempfile.TemporaryDirectory(prefix="datasets-") as cache:
-            variables = {ADDRESS: server.address, "PYTHONDONTWRITEBYTECODE": "1", "HF_DATASETS_CACHE": cache}
+            env = {ADDRESS: self.server.address, "PYTHONDONTWRITEBYTECODE": "1", "HF_DATASETS_CACHE": cache}
             try:
-                done = own.run(
-                    _RUN_PYTEST, *arguments, nproc=1, timeout=timeout, env=variables, cwd=self.folder, check=False
-                )
+                (done,) = own.run(
+                    _RUN_PYTEST, *arguments, nproc=1, timeout=timeout, env=env, cwd=self.folder, check=False
+                ).ranks
             except RanksFailed as error:
                 return Verdict(True, "timed out", error.outcome.ranks[0].seconds)
-        seconds = done.ranks[0].seconds
-        if done.returncode == 0:
-            return Verdict(False, "every test passed", seconds)
+        if done.code == 0:
+            return Verdict(False, "every test passed", done.seconds)
         if "no match in any of" in done.stderr + done.stdout and any("::" in test for test in chosen):
             # A test was renamed after the tests were selected, or the change itself renames one.
-            files = list(dict.fromkeys(test.partition("::")[0] for test in chosen))
-            return self.run_tests(server, files, timeout)
-        if done.returncode == _NO_TESTS:
-            return Verdict(False, "no test was selected", seconds)
+            return self.run_tests(list(dict.fromkeys(test.partition("::")[0] for test in chosen)), timeout)
+        if done.code == _NO_TESTS:
+            return Verdict(False, "no test was selected", done.seconds)
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
-        if done.returncode == _TESTS_FAILED and failed:
-            return Verdict(True, failed[1], seconds)
+        if done.code == _TESTS_FAILED and failed:
+            return Verdict(True, failed[1], done.seconds)
         reason = failed[1] if failed else (done.stdout + done.stderr).strip().rpartition("\n")[2]
-        return Verdict(True, f"exit status {done.returncode}: {reason}", seconds)
+        return Verdict(True, f"exit status {done.code}: {reason}", done.seconds)
 
 
 @contextlib.contextmanager
@@ -118,16 +103,28 @@ def workspace(prefix: str) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-@contextlib.contextmanager
-def trials(prefix: str, jobs: int) -> Iterator[tuple[list[Path], RankServer]]:
-    """Provide folders for ``jobs`` trees and a running server for their tests within this context."""
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # as in tests/conftest.py, because a library of the server may import triton
-    server = RankServer()
-    with workspace(prefix) as place:
+def tried(
+    items: Iterable[Item], attempt: Callable[[Item, Tree], Verdict], jobs: int
+) -> Iterator[tuple[Item, Verdict]]:
+    """Attempt every item, ``jobs`` at a time, each in a separate tree; yield the verdicts as they are made."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # as in tests/conftest.py: a library of the server imports triton
+    server, free = RankServer(), queue.SimpleQueue[Tree]()
+
+    def one(item: Item) -> tuple[Item, Verdict]:
+        tree = free.get()
         try:
-            assert server.address
-            yield [place / str(number) for number in range(jobs)], server
+            return item, attempt(item, tree)
         finally:
+            free.put(tree)
+
+    with workspace("trials-") as place:
+        pool = ThreadPoolExecutor(jobs)
+        try:
+            for number in range(jobs):
+                free.put(Tree(place / str(number), server))
+            assert server.address  # started before several threads need it
+            for done in as_completed([pool.submit(one, item) for item in items]):
+                yield done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
             server.close()

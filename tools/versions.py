@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
 
 
-def pinned(file: Path = CONSTRAINTS) -> list[Requirement]:
-    """Return the pinned versions for this Python."""
-    lines = (line.partition(" #")[0].strip() for line in file.read_text(encoding="utf-8").splitlines())
-    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    return [one for one in found if one.marker is None or one.marker.evaluate()]
-
-
-def differences(file: Path = CONSTRAINTS) -> Iterator[tuple[str, str, str]]:
-    """Return package, tested version and installed version; packages that are not installed are omitted."""
-    for requirement in pinned(file):
-        try:
-            found = version(requirement.name)
-        except PackageNotFoundError:
-            continue
-        if not requirement.specifier.contains(found, prereleases=True):
-            yield requirement.name, str(requirement.specifier).removeprefix("=="), found
+def pinned() -> Iterator[Requirement]:
+    """Yield the pinned versions for this Python."""
+    for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines():
+        text = line.partition("#")[0].strip()
+        if text and ((one := Requirement(text)).marker is None or one.marker.evaluate()):
+            yield one
 
 
 def main() -> None:
-    """Print the differences."""
-    found = list(differences())
-    for name, tested, installed in found:
-        print(f"{name}: tested with {tested}, installed {installed}")
-    if not found:
-        print("all installed versions are the tested ones")
+    """Print the differences; packages that are not installed are omitted."""
+    installed = {canonicalize_name(one.name): one.version for one in distributions()}
+    for one in pinned():
+        found = installed.get(canonicalize_name(one.name))
+        if found and not one.specifier.contains(found, prereleases=True):
+            print(f"{one}: installed {found}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pages.blocks import ROOT
 
 pytest.importorskip("sphinx", reason='the documentation needs pip install -e ".[docs]"')
 Build = Callable[..., tuple[str, str]]
-EXTENSIONS = [f"tools.documentation.{name}" for name in ("repository_links", "pictures", "option_lists")]
+EXTENSIONS = [f"tools.documentation.{name}" for name in ("repository_links", "pictures", "options")]
 
 
 @pytest.fixture
@@ -64,11 +64,6 @@ def test_without_an_address_a_link_is_the_path(build: Build) -> None:
     assert "_downloads" not in html
 
 
-@pytest.mark.parametrize("target", ["../launch/ktoo.yaml", "../READ.md", "../nowhere/"])
-def test_a_link_to_a_file_that_does_not_exist_is_a_warning(build: Build, target: str) -> None:
-    assert "no such file in the repository" in build(f"[a]({target})")[1]
-
-
 PICTURE = """\
 <picture>
   <source media="(prefers-color-scheme: dark)" srcset="pictures/a-dark.svg">
@@ -83,10 +78,6 @@ def test_a_picture_becomes_one_for_light_and_one_for_dark(build: Build, tmp_path
     assert '<img alt="curves" src="pictures/a-dark.svg" class="only-dark">' in html
     assert "<picture" not in html and warnings == ""
     assert (tmp_path / "docs" / "_build" / "pictures" / "a-dark.svg").is_file()
-
-
-def test_a_picture_that_does_not_exist_is_a_warning(build: Build) -> None:
-    assert "no such picture: pictures/b-dark.svg" in build(PICTURE.replace("a-dark", "b-dark"))[1]
 
 
 def test_options_are_listed_with_default_and_help(build: Build) -> None:

@@ -2,7 +2,7 @@
 
 LIBRARY is built from ``data/fake_cuda.cpp``. The process group is ``cuda:fake``, which has no backend for tensors in
 host memory, like NCCL's. Only ``torch.cuda``'s functions, DeepSpeed's accelerator and one product are replaced.
-RESULT: for each cell the norm of the gradient and the values that were read in its micro-batches, or what went wrong.
+RESULT: for each cell the norm of the gradient and the waits of the host for the GPU, or what went wrong.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import alignment  # noqa: E402
 from alignment.engines import launch_env  # noqa: E402
+from alignment.training.loop import TrainingLoop  # noqa: E402
 from alignment.training.window import WindowPass  # noqa: E402
-from tools.waits.device import caller  # noqa: E402
 
 _LORA = {"use_peft": True, "lora_target_modules": "all-linear", "gradient_checkpointing": True}
 KINDS: dict[str, dict[str, Any]] = {
@@ -95,22 +95,44 @@ def start_device() -> None:
     KERNELS.impl("mm.dtype", lambda left, right, dtype: left.to(dtype) @ right.to(dtype), "CUDA")
 
 
-class Reads(TorchDispatchMode):
-    """Records where values of the GPU are read. DeepSpeed's reads are left out: it compares the order of modules."""
+class Waits(TorchDispatchMode):
+    """Records where the host waits for the GPU: values that are read, and copies from pageable memory.
+
+    Those of libraries are left out: DeepSpeed compares the order of modules, and reduces with values on the host.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.pinned: set[int] = set()  # addresses of page-locked memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See :class:`TorchDispatchMode`."""
         result = func(*args, **(kwargs or {}))
-        copied = isinstance(result, torch.Tensor) and not result.is_cuda
-        if (copied or isinstance(result, (bool, int, float))) and getattr(args[0], "is_cuda", False):
-            owner, place = caller()
-            if owner != "deepspeed":
-                self.found.append(f"{func} at {place}")
+        source = args[1] if func._schema.name == "aten::copy_" else args[0] if args else None
+        made = result if isinstance(result, torch.Tensor) else None
+        if made is not None and (kwargs or {}).get("pin_memory"):
+            self.pinned.add(made.untyped_storage().data_ptr())
+        if isinstance(source, torch.Tensor):
+            if source.is_cuda and (isinstance(result, (bool, int, float)) or (made is not None and not made.is_cuda)):
+                self._note(f"{func} reads")
+            elif not source.is_cuda and source.ndim and made is not None and made.is_cuda:
+                asynchronous = (kwargs or {}).get("non_blocking") or (len(args) > 2 and args[2] is True)
+                if not (asynchronous and source.untyped_storage().data_ptr() in self.pinned):
+                    self._note(f"{func} copies")
         return result
+
+    def _note(self, what: str) -> None:
+        """Record it if the innermost frame of a library or of this project is ours."""
+        frame = sys._getframe(2)
+        while frame.f_back is not None:
+            parts = Path(frame.f_code.co_filename).parts
+            if any(library in parts for library in ("deepspeed", "transformers", "peft", "bitsandbytes")):
+                return
+            if "alignment" in parts[:-1]:
+                self.found.append(f"{what} at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+                return
+            frame = frame.f_back
 
 
 def trainer_of(method: str, kind: str, model: str, folder: Path) -> Any:
@@ -129,21 +151,30 @@ def trainer_of(method: str, kind: str, model: str, folder: Path) -> Any:
     return getattr(alignment, f"{method}Trainer")(model=model, args=made, train_dataset=rows, **more)
 
 
-def step(method: str, kind: str, model: str, folder: Path) -> tuple[float, list[str]]:
-    """Train one step; return the norm of the gradient, and what was read in micro-batches."""
-    reads, micro_batch = Reads(), WindowPass._micro_batch
+def step(method: str, kind: str, model: str, folder: Path) -> tuple[float, list[str], list[str]]:
+    """Train one step; return the norm of the gradient, and the waits in micro-batches and in the whole update."""
+    within, whole = Waits(), Waits()
+    micro_batch, update = WindowPass._micro_batch, TrainingLoop._update
 
     def observed(*args: Any) -> torch.Tensor:
-        with reads:
+        with within:
             return micro_batch(*args)
+
+    def updated(*args: Any) -> Any:
+        with whole:
+            return update(*args)
 
     trainer = trainer_of(method, kind, model, folder)
     try:
-        with mock.patch.object(WindowPass, "_micro_batch", observed):
+        with (
+            mock.patch.object(WindowPass, "_micro_batch", observed),
+            mock.patch.object(TrainingLoop, "_update", updated),
+        ):
             trainer.train()
         trained = [p for p in trainer.engines.policy.scorer.parameters() if p.requires_grad]
         assert trained and all(p.device == torch.device("cuda", 0) for p in trainer.model.parameters())
-        return next(record["grad_norm"] for record in trainer.state.log_history if "grad_norm" in record), reads.found
+        norm = next(record["grad_norm"] for record in trainer.state.log_history if "grad_norm" in record)
+        return norm, within.found, whole.found
     finally:
         trainer.close()
 

@@ -97,13 +97,6 @@ def test_the_flag_is_restored_after_an_error() -> None:
     assert not flag()
 
 
-def test_the_configuration_is_not_modified() -> None:
-    given = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-    with loading(given):
-        pass
-    assert given == {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-
-
 def test_a_model_is_partitioned_only_within_the_flag(tmp_path: Path) -> None:
     init_distributed(use_cpu=True)
     path = make_model(tmp_path)

@@ -389,21 +389,6 @@ def values_of(trainer: AlignmentTrainer, folder: Path) -> list[float]:
     return values
 
 
-def test_a_torn_part_is_reported_and_recomputed(
-    models: dict[str, str], tmp_path: Path, stores: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainer = make("DPO", models["policy"], None, tmp_path)
-    trainer.precompute()
-    whole, tokens = stored(stores), trainer.phases.records["precompute"].tokens
-    torn = sorted(stores.glob("*/part-*"))[2]
-    torn.write_bytes(torn.read_bytes()[:-1])
-    capsys.readouterr()
-    trainer.precompute()
-    assert f"{torn} is truncated or corrupt (" in capsys.readouterr().out
-    assert stored(stores) == whole
-    assert 0 < trainer.phases.records["precompute"].tokens - tokens < tokens / 2, "only that part"
-
-
 # Refusals and messages ----------------------------------------------------------------------------------------------
 
 
@@ -449,17 +434,3 @@ def test_unsupported_precomputation_is_refused(models: dict[str, str], tmp_path:
     assert live.planned.engines.reference is not None and not live.planned.engines.reference.precomputed
     with pytest.raises(OptionError, match=r"^ref_placement=None: has nothing to precompute"):
         live.precompute()
-
-
-def test_the_savings_are_reported(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def said(**more: Any) -> list[str]:
-        make("DPO", models["policy"], None, tmp_path, **more).precompute()
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("reference log-probs of ")]
-
-    computed = said(num_train_epochs=1)
-    assert len(computed) == 3 and "of train_dataset: computed in " in computed[0]
-    assert "stored in " in computed[0] and "(10 rows, " in computed[0]
-    assert "from the second epoch on, this saves about a third of the time of a LoRA step" in computed[0]
-    assert computed[0].endswith("; with num_train_epochs=1, only later runs are faster")
-    found = said()
-    assert [line.partition(": ")[2].split(" in ")[0] for line in found] == ["found"] * 3

@@ -15,14 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import ROOT
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
-from alignment.checkpoint.export import export
-from alignment.config.options_export import ExportOptions
+from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
 from alignment.data.windows import evaluation_plan
 from alignment.training.trainer import AlignmentTrainer
 
@@ -99,38 +94,6 @@ def test_cpo_learns(tmp_path: Path, seed: int) -> None:
     trainer.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["kto", "cpo"])
-def test_ranks_and_stages_agree_on_full_files(tmp_path: Path, launch: Callable[..., Any], method: str) -> None:
-    """One epoch of the full file; the first five losses agree to 1e-4, and every saved model loads."""
-    found = {}
-    for world in (1, 2):
-        for stage in ("zero2", "zero3_offload"):
-            folder = tmp_path / f"{stage}-{world}"
-            done = launch(
-                ROOT / "launch" / "train.py",
-                *(ROOT / "launch" / "recipes" / f"{method}.yaml", "--dataset_name", FILES[method]),
-                *("--model_name_or_path", MODEL, "--output_dir", folder, "--max_length", 512, "--deepspeed", stage),
-                *("--per_device_train_batch_size", 8 // world, "--gradient_accumulation_steps", 2),
-                *("--learning_rate", "1e-4", "--num_train_epochs", 1, "--logging_steps", 1, "--save_strategy", "no"),
-                *(("--ref_placement", "offload") if method == "kto" else ()),
-                *("--disable_tqdm",),
-                nproc=world,
-                launcher={1: "python", 2: "deepspeed"}[world],
-                timeout=900,
-            )
-            assert done.returncode == 0, done.stderr[-3000:]
-            kept = next(line for line in done.stdout.splitlines() if "rows kept" in line)
-            lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-            found[stage, world] = [line["loss"] for line in lines if "loss" in line]
-            assert sum(lines[0]["dropped"].values()) == 300 - lines[0]["rows"] > 0 and "dropped" in kept
-            assert len(found[stage, world]) == -(-lines[0]["rows"] // 16)
-            assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == 512
-    reference = found["zero2", 1][:5]
-    for losses in found.values():
-        assert losses[:5] == pytest.approx(reference, rel=1e-4)
-
-
 # Online DPO ---------------------------------------------------------------------------------------------------------
 
 NAMES = ("Lily", "Tim", "Tom", "Sue", "Ben", "Mia", "Max", "Anna", "Jack", "Lucy")
@@ -189,39 +152,3 @@ def test_online_dpo_learns(tmp_path: Path, launch: Callable[..., Any], world: in
     gain = statistics.mean(scores[-10:]) - statistics.mean(scores[:10])
     assert gain >= 0.5 * statistics.stdev(scores[:10]), scores
     assert story_run(tmp_path / "second", launch, world, stage) == steps
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("own_process_group")
-def test_adapters_from_sft_to_an_exported_folder(tmp_path: Path) -> None:
-    """An SFT adapter, KTO on it with the SFT policy as the reference, export, and text from the exported folder."""
-    given, lengths = rows("kto")[:64], {"max_length": 256, "max_prompt_length": 128, "max_completion_length": 128}
-    common = {"per_device_train_batch_size": 8, "max_steps": 6, "logging_steps": 1, "save_strategy": "no"}
-    common |= {"disable_tqdm": True, "deepspeed": "zero0", "learning_rate": 1e-3}
-    args = SFTConfig(str(tmp_path / "sft"), **common, max_length=256, use_peft=True)
-    answers = [{"prompt": row["prompt"], "completion": row["completion"]} for row in given]
-    tuned = SFTTrainer(str(MODEL), args=args, train_dataset=answers)
-    tuned.train()
-    tuned.save_model()
-    tuned.close()
-    losses = [record["loss"] for record in tuned.state.log_history if "loss" in record]
-    assert losses[-1] < losses[0]
-    path = str(tmp_path / "sft")
-    kto = KTOConfig(str(tmp_path / "kto"), **common, **lengths, adapter_name_or_path=path)
-    aligned = KTOTrainer(str(MODEL), args=kto, train_dataset=given, eval_dataset=given[:16])
-    assert aligned.evaluate()["eval_loss"] == pytest.approx(0.5, abs=1e-5), "the reference is the SFT policy"
-    aligned.train()
-    aligned.save_model()
-    aligned.close()
-    report = export(tmp_path / "kto", tmp_path / "full", ExportOptions(dtype="float32"))
-    assert report.error_max is not None and report.error_max < 1e-5
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "full")
-    full = AutoModelForCausalLM.from_pretrained(tmp_path / "full")
-    inputs = tokenizer("Once upon a time there was", return_tensors="pt")
-    plain = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    adapted = PeftModel.from_pretrained(plain, tmp_path / "kto").eval()
-    with torch.no_grad():
-        found, expected = (model(**inputs).logits.log_softmax(-1) for model in (full, adapted))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    text = tokenizer.decode(full.generate(**inputs, max_new_tokens=30, do_sample=False)[0], skip_special_tokens=True)
-    assert len(text.split()) > 12

@@ -75,7 +75,7 @@ def chaos(ranks: RankServer) -> Iterator[Chaos]:
 def ran(chaos: Chaos, chain: Chain) -> list[Attempt]:
     """Run a chain; fail with every problem, its location and the output of the ranks."""
     made = list(chaos.run(chain))
-    failures = "\n".join(str(one) for one in made if one.problems)
+    failures = "\n".join(one.said for one in made if one.problems)
     assert not failures, failures
     return made
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import random
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from conftest import ROOT, Launch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification, set_seed
 
 from alignment.config.errors import OutputError
-from examples.demo import data, grammar, report
+from examples.demo import data
 from examples.demo.data import train_tokenizer
 from examples.demo.folder import (
     LoraSettings,
@@ -34,18 +32,13 @@ from examples.demo.folder import (
 from examples.demo.grammar import Request, all_requests, answer
 from examples.demo.measuring import accuracy, rewards
 from examples.demo.run import main
-from examples.demo.training import MAX_LENGTH, VARIANTS
+from examples.demo.training import MAX_LENGTH
 from examples.demo.verdict import (
-    LORA_TARGETS,
-    ONLINE_TARGETS,
     Measured,
     Rates,
-    Targets,
     answers,
     manner,
     missed,
-    rates,
-    sentences,
 )
 
 COW = Request("sound", "cow", 0, "Anna", 1)
@@ -71,22 +64,6 @@ def tiny(seed: int = 0) -> Settings:
 # The world and its rules --------------------------------------------------------------------------------------------
 
 
-def test_every_sentence_of_the_world_is_split_as_one() -> None:
-    statements = [text for kind in grammar.KINDS.values() for text in kind.statements]
-    said = [*grammar.OPENINGS, *grammar.CLOSINGS, *grammar.GRUMBLES, *grammar.CURT_STATEMENTS, *grammar.DISMISSALS]
-    for text in statements + said:
-        assert text[-1] in ".!?" and not set(text[:-1]) & set(".!?"), text
-    assert sentences(WARM) == ["Gladly, Anna.", "A cow says moo.", "I hope that helps."]
-
-
-def test_subjects_and_answers_are_written_as_in_a_sentence() -> None:
-    """Lower case except for days, and without characters that end a sentence."""
-    for name, kind in grammar.KINDS.items():
-        for text in (*kind.facts, *kind.facts.values()):
-            assert re.fullmatch(r"[A-Z]?[a-z]+( [a-z]+)*", text), text
-            assert text[0].islower() or name in ("day", "month", "capital"), text
-
-
 def test_the_rules_agree_with_the_grammar_on_every_request() -> None:
     rng = random.Random(0)
     for request in all_requests():
@@ -94,13 +71,6 @@ def test_the_rules_agree_with_the_grammar_on_every_request() -> None:
             text = answer(request, wanted, rng)
             assert manner(request, text) == wanted, text
             assert answers(request, text), text
-
-
-def test_every_wording_of_both_styles_occurs() -> None:
-    rng = random.Random(0)
-    warm = {answer(COW, "warm", rng) for _ in range(2000)}
-    curt = {answer(COW, "curt", rng) for _ in range(2000)}
-    assert len(warm) == 5 * 2 * 4 and len(curt) == 4 * 3 * 4 + 4 * 3 + 3 * 4
 
 
 @pytest.mark.parametrize(
@@ -137,10 +107,6 @@ def test_rules(text: str, wanted: str | None, right: bool) -> None:
     assert (manner(COW, text), answers(COW, text)) == (wanted, right)
 
 
-def test_rates_count_every_response() -> None:
-    assert rates([COW] * 4, [WARM, WARM, CURT, "moo"]) == Rates(warm=0.5, answered=0.75, count=4)
-
-
 def test_held_out_requests_are_new_in_every_row() -> None:
     world = data.make_world(seed=3, held_out=256)
     held_out = {request.combination for request in world.held_out}
@@ -154,16 +120,6 @@ def test_held_out_requests_are_new_in_every_row() -> None:
         *(row["prompt"][0]["content"] for row in data.prompt_rows(world.training, 1600, 3)),
     ]
     assert len(made) == 12800 and not texts & set(made)
-
-
-def test_the_seed_decides_world_and_rows() -> None:
-    def made(seed: int) -> tuple[Any, ...]:
-        world = data.make_world(seed, 10)
-        parts = (data.start_rows, data.labeled_rows, data.paired_rows, data.prompt_rows)
-        return (world.held_out, *(part(world.training, 20, seed) for part in parts))
-
-    assert made(1) == made(1)
-    assert all(one != other for one, other in zip(made(1), made(2)))
 
 
 def test_rows_have_both_styles_in_equal_parts() -> None:
@@ -287,64 +243,6 @@ def test_each_target_that_is_not_met_is_named(start: Measured, trained: Measured
     assert len(faults) == bool(said) and (not said or faults[0].startswith(said)), faults
 
 
-def test_online_dpo_has_its_own_targets() -> None:
-    start = started(0.5, 0.97)
-    for warm, answered, said in (
-        (0.75, 0.87, ""),
-        (0.74, 0.87, "preferred style 0.740"),
-        (0.9, 0.86, "correct 0.860"),
-    ):
-        model = dataclasses.replace(measured(warm, answered, "after Online DPO"), targets=ONLINE_TARGETS)
-        faults = missed(start, [model], accuracy=1.0)
-        assert len(faults) == bool(said) and all(said in fault for fault in faults), faults
-    assert [stage.targets for stage in VARIANTS] == [Targets(), LORA_TARGETS, Targets(), ONLINE_TARGETS]
-
-
-def test_an_inaccurate_reward_model_is_named() -> None:
-    faults = missed(started(0.5, 0.97), [measured(0.9, 0.97)], accuracy=0.89)
-    assert faults == ["reward model: accuracy 0.890 on held-out pairs, expected at least 0.9"]
-
-
-def test_table_and_examples() -> None:
-    lines = report.table([started(0.5, 0.97265625), measured(0.9765625, 1.0, reward=3.304)]).splitlines()
-    assert lines[2] == "| before    |           0.500 |   0.973 |       -0.25 |      1 s |"
-    assert lines[3] == "| after KTO |           0.977 |   1.000 |        3.30 |      1 s |"
-    assert len({len(line) for line in lines}) == 1
-    assert report.examples([COW], {"before": [CURT, "unused"], "after KTO": [WARM, "unused"]}) == (
-        f"Hello, Anna here. What does a cow say?\n  before     {CURT}\n  after KTO  {WARM}"
-    )
-
-
-def test_every_response_is_written_with_its_style_correctness_and_reward() -> None:
-    scores = {"after KTO": [2.5], "before": [-0.12345]}
-    before, after = report.judged([COW], {"before": [CURT], "after KTO": [WARM]}, scores)
-    asked = {"request": COW.text, "answers": True}
-    assert before == asked | {"model": "before", "answer": CURT, "manner": "curt", "reward": -0.1235}
-    assert after == asked | {"model": "after KTO", "answer": WARM, "manner": "warm", "reward": 2.5}
-
-
-def test_the_page_explains_the_reward() -> None:
-    """Its two examples are the logistic function at 1 and 3, and it has the run's own results."""
-    meaning = report.explained(Settings(seed=3), accuracy=0.9961)
-    assert [round(100 / (1 + math.exp(-apart))) for apart in (1, 3)] == [73, 95]
-    assert "differ by 1" in meaning and "73 of 100 cases; with a difference of 3, in 95" in meaning
-    assert (
-        "seed 3." in meaning and "800 pairs" in meaning and "256 held-out requests, its accuracy is 99.6%" in meaning
-    )
-
-
-def test_margins_are_read_from_the_log_and_plotted(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    records = [{"event": "start"}, {"step": 1, "rewards/margins": 0.5}, {"step": 2, "loss": 1.0}]
-    records += [{"step": 3, "rewards/margins": None}, {"step": 4, "rewards/margins": 2.5}, {"event": "end"}]
-    log.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert report.margins(log) == ([1, 4], [0.5, 2.5])
-    report.plot_margins({"one": log, "two": log}, tmp_path / "margins.png")
-    assert (tmp_path / "margins.png").read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(OutputError, match="nowhere"):
-        report.plot_margins({"one": log}, tmp_path / "nowhere" / "margins.png")
-
-
 def test_only_a_folder_of_an_earlier_demo_is_reused(tmp_path: Path) -> None:
     open_folder(tmp_path / "new")
     open_folder(tmp_path / "new")
@@ -453,16 +351,3 @@ def test_the_script_starts_from_any_folder(launch: Launch, tmp_path: Path) -> No
     done = launch(script, "--local_rank=0", "--help", launcher="python", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "--fresh" in done.stdout and "local_rank" not in done.stdout
-
-
-def test_default_folder_and_offline_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default in outputs/demo with seed 0, and without network access."""
-    for name in ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
-        monkeypatch.delenv(name, raising=False)
-    given: list[Any] = []
-    monkeypatch.setattr("examples.demo.run._run", given.append)
-    with pytest.raises(SystemExit) as leaving:
-        main([])
-    assert leaving.value.code == 0
-    assert (given[0].output_dir, given[0].seed, given[0].fresh) == (Path("outputs/demo"), 0, False)
-    assert (os.environ["HF_HUB_OFFLINE"], os.environ["TOKENIZERS_PARALLELISM"]) == ("1", "false")

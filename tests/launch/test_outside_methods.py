@@ -164,12 +164,6 @@ def test_options_of_an_outside_method(folder: Path, tmp_path: Path) -> None:
     assert "ORPO (--method orpo):" in help_text({"orpo": type(parsed)})
 
 
-def test_the_command_in_its_documentation(folder: Path, tmp_path: Path) -> None:
-    command = (ROOT / "examples" / "orpo.py").read_text().partition("launch/train.py ")[2].partition("\n\n")[0]
-    parsed = parse(command.replace("\\\\", "").replace("examples/", f"{ROOT / 'examples'}/").split())
-    assert (type(parsed).__name__, parsed.output_dir) == ("ORPOConfig", "out/orpo")
-
-
 LISTS = """\
 from dataclasses import dataclass
 from alignment.config.fields import option

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from tools.ranks import RankServer
-from tools.signals.plan import table
+from tools.signals.judge import table
 from tools.signals.run import Signals
 from tools.trial import workspace
 
-CELLS = {cell.name: cell for cell in table()}
 pytestmark = pytest.mark.usefixtures("launch")  # to run them with the tests that start processes
 
 
@@ -35,6 +34,6 @@ def signals(ranks: RankServer) -> Iterator[Signals]:
     ],
 )
 def test_a_signal(signals: Signals, name: str) -> None:
-    cell = CELLS[name]
-    seen = signals.make(cell, table()[cell])
-    assert not seen.problems, f"{seen.problems}\n{seen.output}"
+    (cell,) = [cell for cell in table() if cell.name == name]
+    problems = signals.make(cell)
+    assert not problems, "\n".join(problems)

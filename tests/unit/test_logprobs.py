@@ -160,13 +160,6 @@ def test_a_rounded_product_is_written_in_blocks() -> None:
     torch.testing.assert_close(out.double(), left.double() @ right.double(), rtol=4e-3, atol=1e-6)
 
 
-def test_tile_length_respects_its_budget() -> None:
-    assert tile_length(100_000, 32000, 256 * 2**20) == 256 * 2**20 // (6 * 32000)
-    assert tile_length(100_000, 10**9, 2**20) == 256  # the minimum
-    assert tile_length(900, 512, 256 * 2**20) == 300  # a third of the rows
-    assert tile_length(0, 512, 2**20) >= 1
-
-
 COMMON = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 ARCHITECTURES = {
     "llama-untied": LlamaConfig(**COMMON, intermediate_size=48, tie_word_embeddings=False),
@@ -209,18 +202,6 @@ def test_scorer_matches_the_models_logits(name: str) -> None:
         if n in gradients:
             torch.testing.assert_close(p.grad, gradients[n], rtol=1e-7, atol=1e-9, msg=n)
     check_scorer(scorer, torch.device("cpu"))
-
-
-def test_check_detects_an_unknown_scale() -> None:
-    model = AutoModelForCausalLM.from_config(ARCHITECTURES["cohere-scaled"])
-    for parameter in model.parameters():
-        parameter.data.mul_(5)
-    scorer = CompletionScorer(model)
-    head = model.get_output_embeddings()
-    assert isinstance(head, LogProbHead)
-    head.transform = LogitTransform()
-    with pytest.raises(ModelError, match=r"CohereForCausalLM \(cohere\) computes its logits in an unsupported way"):
-        check_scorer(scorer, torch.device("cpu"))
 
 
 def test_check_detects_nan() -> None:

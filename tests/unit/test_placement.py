@@ -30,6 +30,7 @@ from tools.architectures.tiny import tiny_config
 pytestmark = pytest.mark.usefixtures("own_process_group")
 HALF = Census(494_000_000, 14_900_000, 24, 896, 4864, 32768, linear=357_000_000, widest=136_000_000)
 EIGHT = Census(8_030_000_000, 218_000_000, 32, 4096, 14336, 131072, linear=6_980_000_000, widest=525_000_000)
+SEVENTY = Census(70_600_000_000, 856_000_000, 80, 8192, 28672, 8192, 68_500_000_000, 1_050_000_000)
 BF16 = DtypePlan("bfloat16", "float32", "bfloat16", accumulation_is_free=True)
 FP32 = DtypePlan("float32", "float32", "float32")
 CARD = 24e9
@@ -58,63 +59,46 @@ def test_the_fastest_placement_that_fits(tmp_path: Path) -> None:
     assert placed(tmp_path, EIGHT, EIGHT, config=full, card=80e9) == "offload", "the policy itself does not fit"
 
 
-def test_memory_of_training_on_a_gpu(tmp_path: Path) -> None:
-    """AdamW with fp32 master weights takes 22 bytes per parameter in its step; less if sharded or offloaded."""
-    args = given(tmp_path)
-
-    def weights(config: dict[str, Any], dtypes: DtypePlan = BF16, **more: Any) -> float:
-        return use_of_policy(args, HALF, config, dtypes, **{"ranks": 1, **more}).weights / HALF.parameters
-
-    assert weights(zero(2)) == weights(zero(0)) == 22
-    assert weights(zero(0), FP32) == 20 and weights(zero(2), FP32) == 24, "ZeRO copies masters of fp32 weights too"
-    assert weights(zero(2), ranks=4) == 2 + 20 / 4 and weights(zero(0), ranks=4) == 22
-    assert weights(zero(1), ranks=4) == 2 + 20 / 4 + 2 + 2 / 4, "whole gradients, and the partition that steps"
-    assert weights(zero(2, optimizer=True)) == 2, "gradients wait in host memory"
-    assert weights(zero(2, optimizer=True), replace(BF16, accumulate="float32")) == 2 + 4, "in this format they cannot"
-    whole = 2 * (3 * HALF.layer + HALF.widest) / HALF.parameters
-    assert weights(zero(3), ranks=4) == pytest.approx(whole + 22 / 4)
-    assert weights(zero(3, optimizer=True, parameters=True), ranks=2) == pytest.approx(whole)
-
-
-def test_memory_of_adapters_on_quantized_weights(tmp_path: Path) -> None:
-    """QLoRA of Llama 8B with r = 16 and a row of 1024 tokens peaks at 7.7 GB (calculated); the estimate is higher."""
-    args = given(tmp_path, per_device_train_batch_size=1)
-    use = use_of_policy(args, EIGHT, zero(2), BF16, ranks=1, bits=4, trained=42_000_000)
-    assert use.weights == pytest.approx(0.6 * EIGHT.linear + 2 * (EIGHT.parameters - EIGHT.linear) + 22 * 42e6)
-    assert 7.7e9 < use.weights + use.work < 1.25 * 7.7e9
-    wide = use_of_policy(args, EIGHT, zero(2), BF16, ranks=1, bits=4, trained=1_000_000_000)
-    assert wide.weights - use.weights == pytest.approx(22 * 958e6), "such as adapters beside a trained head"
-    assert bytes_of(EIGHT, 2, 8) == pytest.approx(1.1 * EIGHT.linear + 2 * (EIGHT.parameters - EIGHT.linear))
-    assert bytes_of(EIGHT, 4, None) == 4 * EIGHT.parameters
+# Policy, ZeRO, ranks, further options or arguments; gigabytes of weights and optimizer states, activations, loading.
+# The first row has 22 bytes per parameter: bf16 weights, AdamW with fp32 master weights, gradients and a flat copy.
+USES: list[tuple[Census, dict[str, Any], int, dict[str, Any], tuple[float, float, float]]] = [
+    (HALF, zero(2), 1, {}, (10.868, 1.247, 1.26)),
+    (HALF, zero(2), 4, {}, (3.458, 1.247, 1.26)),
+    (HALF, zero(1), 4, {}, (4.693, 1.247, 1.26)),
+    (HALF, zero(0), 1, {"dtypes": FP32}, (9.88, 1.689, 2.52)),
+    (HALF, zero(2), 1, {"dtypes": FP32}, (11.856, 1.689, 2.52)),
+    (HALF, zero(2, optimizer=True), 1, {}, (0.988, 1.247, 1.26)),
+    (HALF, zero(2, optimizer=True), 1, {"dtypes": replace(BF16, accumulate="float32")}, (2.964, 1.247, 1.26)),
+    (HALF, zero(3), 4, {}, (3.078, 1.247, 0)),
+    (HALF, zero(3, optimizer=True, parameters=True), 2, {}, (0.361, 1.247, 0)),
+    (HALF, zero(2), 1, {"gradient_checkpointing": False}, (10.868, 7.451, 1.26)),
+    # QLoRA of Llama 8B with r = 16 and a row of 1024 tokens peaks at 7.7 GB (calculated).
+    (EIGHT, zero(2), 1, {"bits": 4, "trained": 42_000_000, "per_device_train_batch_size": 1}, (7.212, 1.82, 7.338)),
+    (EIGHT, zero(2), 1, {"bits": 8, "trained": 42_000_000, "per_device_train_batch_size": 1}, (10.702, 1.82, 10.828)),
+    # Quantized weights are not partitioned while they are read.
+    (SEVENTY, zero(3), 8, {"bits": 4, "trained": 207_000_000}, (13.468, 8.087, 47.4)),
+    (SEVENTY, zero(2), 8, {"trained": 207_000_000}, (142.131, 8.087, 143.3)),
+    (SEVENTY, zero(3), 8, {"trained": 207_000_000}, (25.455, 8.087, 0)),
+]
 
 
-def test_memory_while_the_policy_is_loaded(tmp_path: Path) -> None:
-    """Quantized weights are not partitioned while they are read: 70B in 4 bits takes 40 GB on each of 8 GPUs."""
-    args = given(tmp_path)
-    seventy = Census(70_600_000_000, 856_000_000, 80, 8192, 28672, 8192, 68_500_000_000, 1_050_000_000)
-
-    def use(stage: int, bits: int | None = None) -> Use:
-        return use_of_policy(args, seventy, zero(stage), BF16, ranks=8, bits=bits, trained=207_000_000)
-
-    assert use(3).loading == 0
-    assert use(3, 4).loading == use(2, 4).loading == pytest.approx(0.6 * 68.5e9 + 2 * 2.1e9 + 2 * 1.05e9)
-    assert use(2).loading == pytest.approx(2 * 70.6e9 + 2 * 1.05e9)
-    assert use(2).loading < use(2).weights + use(2).work and use(3, 4).loading > use(3, 4).weights + use(3, 4).work
-
-    def beside(use: Use) -> str:
-        return Cards(args, use, 2, 8, 80e9).chosen(EIGHT).placement
-
-    assert beside(use(3, 4)) == "sharded" and beside(replace(use(3, 4), loading=0.0)) == "replica"
+@pytest.mark.parametrize(("policy", "config", "ranks", "more", "expected"), USES)
+def test_memory_of_training(
+    policy: Census, config: dict[str, Any], ranks: int, more: dict[str, Any], expected: Any, tmp_path: Path
+) -> None:
+    arguments = {name: more[name] for name in ("bits", "trained") if name in more}
+    args = given(tmp_path, **{k: v for k, v in more.items() if k not in ("bits", "trained", "dtypes")})
+    use = use_of_policy(args, policy, config, more.get("dtypes", BF16), ranks=ranks, **arguments)
+    assert tuple(round(part / 1e9, 3) for part in (use.weights, use.work, use.loading)) == expected
 
 
-def test_memory_of_activations(tmp_path: Path) -> None:
-    """2 T H L bytes with checkpointing, plus one layer of (29 + 8 f/H) T H; without, all layers of that size."""
-    tokens, tiles = 2 * 2 * 1024, 3 * 256 * 2**20
-    layer = (29 + 8 * 4864 / 896) * tokens * 896
-    work = use_of_policy(given(tmp_path), HALF, zero(2), BF16, ranks=1).work
-    assert work == pytest.approx(2 * tokens * 896 * 24 + layer + tiles)
-    work = use_of_policy(given(tmp_path, gradient_checkpointing=False), HALF, zero(2), BF16, ranks=1).work
-    assert work == pytest.approx(24 * layer + layer + tiles)
+def test_the_peak_while_a_policy_is_loaded_counts(tmp_path: Path) -> None:
+    """70B in 4 bits takes 40 GB on each of 8 GPUs before it is partitioned."""
+    use = use_of_policy(given(tmp_path), SEVENTY, zero(3), BF16, ranks=8, bits=4, trained=207_000_000)
+    placements = [
+        Cards(given(tmp_path), one, 2, 8, 80e9).chosen(EIGHT).placement for one in (use, replace(use, loading=0.0))
+    ]
+    assert placements == ["sharded", "replica"]
 
 
 @pytest.mark.parametrize(

@@ -99,20 +99,6 @@ def test_other_memory_on_the_device_is_counted() -> None:
     assert plan_gradients(little, BF16, checked) == GradientPlan("float32", False, 2 * N, 2)
 
 
-def test_a_plan_is_described_in_one_line() -> None:
-    line = "gradients: accumulated in float32, reduced once per step, 1.50 GiB on each device"
-    assert GradientPlan("float32", True, 3 * 2**29, 2).describe() == line
-    assert (
-        GradientPlan("bfloat16", False, 0, 2)
-        .describe()
-        .endswith("bfloat16, reduced after every micro-batch, in host memory")
-    )
-    assert (
-        GradientPlan("bfloat16", False, 2**30, 1).describe()
-        == "gradients: accumulated in bfloat16, 1.00 GiB on each device"
-    )
-
-
 def test_sizes_are_those_of_the_rank_with_the_least_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     init_distributed(use_cpu=True)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7, dtype=torch.bfloat16))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -42,10 +41,6 @@ def in_4bit(**more: Any) -> dict[str, Any]:
     return {"quant_method": "bitsandbytes", "load_in_4bit": True, "_load_in_4bit": True, **more}
 
 
-def test_no_quantization_by_default() -> None:
-    assert plan() is None
-
-
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_four_bits_are_packed_in_the_compute_dtype(stage: int) -> None:
     made = plan(stage=stage, load_in_4bit=True).config
@@ -80,13 +75,6 @@ def _as(given: dict[str, Any], as_object: bool) -> Any:
     return BitsAndBytesConfig(**given) if as_object else given
 
 
-def test_the_users_configuration_is_not_modified() -> None:
-    given = BitsAndBytesConfig(load_in_4bit=True)
-    before = copy.deepcopy(given.__dict__)
-    plan(kwargs={"quantization_config": given})
-    assert given.__dict__ == before
-
-
 def test_a_packed_checkpoint_is_used_unchanged() -> None:
     as_bytes, as_bf16 = in_4bit(), in_4bit(bnb_4bit_quant_storage="bfloat16")
     for stage, stored, repack in ((0, as_bytes, None), (2, as_bytes, None), (3, as_bytes, BF16), (3, as_bf16, None)):
@@ -115,13 +103,6 @@ def test_what_cannot_be_is_said(said: str, more: dict[str, Any]) -> None:
     with pytest.raises(AlignmentError, match=said) as caught:
         plan(load_in_4bit=True, **more)
     assert "\n" not in str(caught.value)
-
-
-def test_another_method_in_model_init_kwargs() -> None:
-    with pytest.raises(AlignmentError, match="quantized with gptq"):
-        plan(kwargs={"quantization_config": {"quant_method": "gptq", "bits": 4}})
-    with pytest.raises(OptionError, match="is not valid for bitsandbytes"):
-        plan(kwargs={"quantization_config": {"load_in_4bit": "yes"}})
 
 
 def test_bitsandbytes_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

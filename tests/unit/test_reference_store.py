@@ -61,12 +61,6 @@ def test_values_are_read_back_bitwise(tmp_path: Path) -> None:
     assert not list(store.folder.glob(".*")), "no file under a hidden name is left"
 
 
-def test_an_empty_store(tmp_path: Path) -> None:
-    store, faults = opened(tmp_path)
-    assert (faults, store.missing, store.size) == ([], store.parts, 0)
-    assert list(tmp_path.iterdir()) == [], "looking writes nothing"
-
-
 def test_an_interrupted_store_reports_missing_parts(tmp_path: Path) -> None:
     store, _ = opened(tmp_path)
     store.prepare()
@@ -150,27 +144,12 @@ def test_another_key_is_another_store(key: dict[str, Any], tmp_path: Path) -> No
     assert np.array_equal(opened(tmp_path)[0].values, LOGPS), "both are kept"
 
 
-def test_the_order_of_a_key_does_not_matter(tmp_path: Path) -> None:
-    mine = filled(tmp_path)
-    again, faults = opened(tmp_path, dict(reversed(KEY.items())))
-    assert again.folder == mine.folder and again.missing == [] and faults == []
-
-
 def test_a_part_with_other_partners_is_not_used(tmp_path: Path) -> None:
     """In case the same seed ever draws other partners."""
     filled(tmp_path)
     other = PARTNERS.copy()
     other[4] = 0
     assert opened(tmp_path, partners=other)[0].missing == [range(3, 6)]
-
-
-def test_parts_written_by_another_run_are_kept(tmp_path: Path) -> None:
-    store, _ = opened(tmp_path)
-    filled(tmp_path)
-    store.prepare()
-    store.write(store.parts[0], LOGPS[:3])
-    again, faults = opened(tmp_path)
-    assert (faults, again.missing) == ([], []) and np.array_equal(again.values, LOGPS)
 
 
 def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:

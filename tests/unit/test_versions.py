@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import subprocess
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tools.versions import CONSTRAINTS, differences, pinned
+from tools.versions import CONSTRAINTS, pinned
 
 
 def required() -> list[Requirement]:
@@ -37,22 +35,6 @@ def test_a_requirement_is_pinned_within_its_range(requirement: Requirement) -> N
     (pin,) = [one for one in pinned() if canonicalize_name(one.name) == name]
     (exact,) = pin.specifier
     assert exact.operator == "==" and requirement.specifier.contains(exact.version)
-
-
-def test_a_name_is_pinned_once() -> None:
-    names = [canonicalize_name(one.name) for one in pinned()]
-    assert len(names) == len(set(names))
-
-
-def test_local_builds_match_the_version(tmp_path: Path) -> None:
-    """`2.13.0+cpu` is `2.13.0`."""
-    assert Requirement("torch==2.13.0").specifier.contains("2.13.0+cpu")
-    own = importlib.metadata.version("tqdm")
-    file = tmp_path / "constraints.txt"
-    file.write_text(
-        f"# a comment\n\ntqdm=={own}\npytest==1.0  # long ago\nno-such-package==1\nruff==1; python_version < '3'\n"
-    )
-    assert list(differences(file)) == [("pytest", "1.0", importlib.metadata.version("pytest"))]
 
 
 def test_make_reads_the_torch_range_from_setup_py() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +31,6 @@ class Result:
     """The result for one model type.
 
     Attributes:
-        model_type: name of the type in configurations.
-        architecture: the class created by ``AutoModelForCausalLM``.
         refused: why the type is refused; None if it is supported.
         logps: largest difference of a log-prob, relative to the largest log-prob.
         gradient: norm of the difference of the gradients, relative to the norm of the gradient.
@@ -41,7 +38,6 @@ class Result:
     """
 
     model_type: str
-    architecture: str
     refused: str | None = None
     logps: float = 0.0
     gradient: float = 0.0
@@ -57,6 +53,15 @@ class Result:
         """Whether the type is exact, or refused with a reason."""
         return self.exact or self.refused is not None
 
+    @property
+    def row(self) -> str:
+        """The row of the table."""
+        named = f"| {self.model_type} | {types()[self.model_type]} |"
+        if self.refused is not None:
+            return f"{named} refused | | | {self.refused} |"
+        word = "exact" if self.exact else "**differs**"
+        return f"{named} {word} | {self.logps:.0e} | {self.gradient:.0e} | {self.note} |"
+
 
 def types() -> dict[str, str]:
     """Return every type of causal language model in the installed transformers, with its class."""
@@ -66,24 +71,20 @@ def types() -> dict[str, str]:
 
 def examine(model_type: str) -> Result:
     """Examine a type. It may be refused as for a user: when the model is passed, loaded or checked."""
-    architecture = types()[model_type]
     if model_type in REFUSED:  # some of these have no tiny model
-        return Result(model_type, architecture, REFUSED[model_type])
+        return Result(model_type, REFUSED[model_type])
     try:
-        _looked_at(tiny_config(model_type))
-        return _compared(model_type, architecture, tiny_model(model_type))
+        _check_config(tiny_config(model_type))
+        return _compared(model_type, tiny_model(model_type))
     except ModelError as error:
-        return Result(model_type, architecture, str(error).rpartition(f"({model_type})")[2].strip())
+        return Result(model_type, str(error).rpartition(f"({model_type})")[2].strip())
     except ImportError as error:  # reported by load_model as a model that could not be loaded
-        return Result(model_type, architecture, f"could not be loaded: {first_line(error)}")
+        return Result(model_type, f"could not be loaded: {first_line(error)}")
     except Exception as error:  # the crash that a user would see
-        infinite = float("inf")
-        return Result(
-            model_type, architecture, None, infinite, infinite, f"{type(error).__name__}: {first_line(error)}"
-        )
+        return Result(model_type, None, torch.inf, torch.inf, f"{type(error).__name__}: {first_line(error)}")
 
 
-def _looked_at(config: PretrainedConfig) -> None:
+def _check_config(config: PretrainedConfig) -> None:
     """Validate a checkpoint with this configuration as a run does before weights are loaded."""
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
@@ -95,67 +96,54 @@ def _looked_at(config: PretrainedConfig) -> None:
             raise ModelError(f"({config.model_type}) {reason}") from error
 
 
-def _compared(model_type: str, architecture: str, model: PreTrainedModel) -> Result:
-    config: PretrainedConfig = model.config.get_text_config()
+def _compared(model_type: str, model: PreTrainedModel) -> Result:
     completion_bytes(model, 100)  # the check of Online DPO before the first rollout
     model.train()
     disable_dropout(model)
     note = ""
-    rows = _rows(config.vocab_size)
-    weights = torch.randn(sum(LENGTHS) - len(LENGTHS), generator=torch.Generator().manual_seed(2))
-    expected, gradient = _with_gradient(model, _plain(model, rows), weights)
-    if not torch.equal(expected, _plain(model, rows).detach()):
+    if not torch.equal(*(from_logits(model)[0] for _ in range(2))):
         note = "random in training mode (compared in evaluation mode)"
         model.eval()
-        expected, gradient = _with_gradient(model, _plain(model, rows), weights)
+    expected, gradient = from_logits(model)
+    rows = _rows(model)
     scorer = CompletionScorer(model)
     check_scorer(scorer, torch.device("cpu"))
     scorer.train(not note)
-    found, ours = _with_gradient(model, _scored(scorer, rows), weights)
-    return Result(
-        model_type,
-        architecture,
-        None,
-        float((found - expected).abs().max() / expected.abs().max()),
-        float((ours - gradient).norm() / gradient.norm()),
-        note,
-    )
-
-
-def both_ways(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Return the log-probs and the gradients of their weighted sum, from the model's logits and from the scorer."""
-    weights = torch.randn(sum(LENGTHS) - len(LENGTHS), generator=torch.Generator().manual_seed(2)).to(model.device)
-    rows = [row.to(model.device) for row in _rows(model.config.get_text_config().vocab_size)]
-    return _with_gradient(model, _plain(model, rows), weights)
-
-
-def _rows(vocabulary: int) -> list[Tensor]:
-    """Return rows of :data:`LENGTHS` tokens from the whole vocabulary, except special tokens at its start."""
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(2, vocabulary, (length,), generator=generator) for length in LENGTHS]
-
-
-def _plain(model: PreTrainedModel, rows: Sequence[Tensor]) -> Tensor:
-    """Compute the log-probs of each row's tokens, except the first, from the model's logits, row by row."""
-    logps = []
-    for row in rows:
-        logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
-        logps.append(logits.log_softmax(-1).gather(1, row[1:, None])[:, 0])
-    return torch.cat(logps)
-
-
-def _scored(scorer: CompletionScorer, rows: Sequence[Tensor]) -> Tensor:
-    """Compute the log-probs with the scorer, in one batch padded on the right."""
+    # One batch padded on the right.
     longest = max(map(len, rows))
     ids = torch.stack([F.pad(row, (0, longest - len(row))) for row in rows])
     mask = torch.stack([(torch.arange(longest) < len(row)).long() for row in rows])
     positions = torch.cat([torch.arange(len(row) - 1) + number * longest for number, row in enumerate(rows)])
     targets = torch.cat([row[1:] for row in rows])
-    scores: Tensor = scorer({"input_ids": ids, "attention_mask": mask}, positions, targets, len(targets)).scores
-    return scores
+    scored = scorer({"input_ids": ids, "attention_mask": mask}, positions, targets, len(targets))
+    found, ours = _with_gradient(model, scored.scores)
+    return Result(model_type, None, *relative((found, ours), (expected, gradient)), note)
 
 
-def _with_gradient(model: PreTrainedModel, logps: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def relative(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    """Return the relative differences of log-probs and of their gradients."""
+    logps = (found[0] - expected[0]).abs().max() / expected[0].abs().max()
+    return float(logps), float((found[1] - expected[1]).norm() / expected[1].norm())
+
+
+def from_logits(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Return the log-probs of each row's tokens, except the first, from the model's logits, and their gradients."""
+    logps = []
+    for row in _rows(model):
+        logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
+        logps.append(logits.log_softmax(-1).gather(1, row[1:, None])[:, 0])
+    return _with_gradient(model, torch.cat(logps))
+
+
+def _rows(model: PreTrainedModel) -> list[Tensor]:
+    """Return rows of :data:`LENGTHS` tokens from the whole vocabulary, except special tokens at its start."""
+    vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(1)
+    return [torch.randint(2, vocabulary, (length,), generator=generator).to(model.device) for length in LENGTHS]
+
+
+def _with_gradient(model: PreTrainedModel, logps: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probs, and the gradient of their sum with random weights."""
+    weights = torch.randn(len(logps), generator=torch.Generator().manual_seed(2)).to(logps.device)
     model.zero_grad()
     (logps * weights).sum().backward()
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in sorted(model.named_parameters())]

@@ -70,9 +70,7 @@ def tiny_config(model_type: str) -> PretrainedConfig:
 
 
 def _shrunk(cls: type[PretrainedConfig], own: dict[str, Any]) -> PretrainedConfig:
-    given = {name: value for name, value in own.items() if not isinstance(value, dict) or name not in cls.sub_configs}
-    default = cls(**own.get("__default__", {}))
-    values: dict[str, Any] = {}
+    default, values = cls(), dict[str, Any]()
     layers = getattr(default, "num_hidden_layers", None)
     for name, value in vars(default).items():
         if isinstance(value, PretrainedConfig):
@@ -82,18 +80,12 @@ def _shrunk(cls: type[PretrainedConfig], own: dict[str, Any]) -> PretrainedConfi
         elif name in SIZES and isinstance(value, int) and not isinstance(value, bool):
             values[name] = SIZES[name]
         elif isinstance(value, (list, tuple)) and layers is not None and len(value) == layers:
-            values[name] = _each_kind(list(value))
-    values |= given
-    values.pop("__default__", None)
-    return cls(**values)
-
-
-def _each_kind(entries: list[Any]) -> list[Any]:
-    """Shorten a per-layer list to the number of layers, including every kind."""
-    kinds = list(dict.fromkeys(map(repr, entries)))
-    firsts = sorted(next(i for i, entry in enumerate(entries) if repr(entry) == kind) for kind in kinds)[:LAYERS]
-    rest = [i for i in range(len(entries)) if i not in firsts]
-    return [entries[i] for i in sorted(firsts + rest[: LAYERS - len(firsts)])]
+            # Shortened to the number of layers, with one of every kind.
+            firsts = sorted({repr(entry): place for place, entry in reversed([*enumerate(value)])}.values())[:LAYERS]
+            rest = [place for place in range(len(value)) if place not in firsts]
+            values[name] = [value[place] for place in sorted(firsts + rest[: LAYERS - len(firsts)])]
+    given = {name: value for name, value in own.items() if not isinstance(value, dict) or name not in cls.sub_configs}
+    return cls(**values | given)
 
 
 def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:

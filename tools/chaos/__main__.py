@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             while sum(one.killed for one in made) < given.kills:
                 for one in chaos.run(drawn(given.seed, number)):
                     made.append(one)
-                    print(one, flush=True)
+                    print(one.said, flush=True)
                 number += 1
         except KeyboardInterrupt:
             print(f"interrupted; continue with --first {number}")

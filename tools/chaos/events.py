@@ -86,6 +86,7 @@ class Events:
         pathlib.Path.open = followed  # type: ignore[method-assign, assignment]
 
     def _around(self, owner: Any, name: str, describe: Callable[..., tuple[str, str | None]]) -> None:
+        """Report calls of ``owner.name``, described as a verb and its object; None for calls to leave out."""
         call = getattr(owner, name)
 
         def followed(*args: Any, **kwargs: Any) -> Any:
@@ -137,18 +138,7 @@ class Events:
             (torch.nn.Embedding, "forward", "forward"),
         )
         for part, name, what in parts:
-            self._named(part, name, what)
-
-    def _named(self, owner: Any, name: str, what: str) -> None:
-        call = getattr(owner, name)
-
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            self.hear(f"before {what} in {self.phases[-1]}", None)
-            result = call(*args, **kwargs)
-            self.hear(f"after {what} in {self.phases[-1]}", None)
-            return result
-
-        setattr(owner, name, followed)
+            self._around(part, name, lambda *_, what=what, **__: (what, f"in {self.phases[-1]}"))
 
     def _in_phase(self, owner: Any, name: str, phase: str) -> None:
         call = getattr(owner, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tools.chaos.world import METHODS
 
@@ -13,23 +14,22 @@ _NAMED = 0.5  # fraction of kills at a named point; the others are at random eve
 _ENDS_ITSELF = 0.06  # fraction of kills that the other rank must detect, which takes up to 10 s
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A point at which a rank can be killed.
 
     Attributes:
         event: an event of :mod:`.events`.
         ranks: the ranks that reach it.
+        occurrences: minimum number of times that an attempt reaches it.
         resumed: whether it is only reached if there is a checkpoint to resume from.
         method: the only method that reaches it; "" for all.
-        occurrences: minimum number of times that an attempt reaches it.
     """
 
     event: str
     ranks: tuple[int, ...] = (0,)
+    occurrences: int = 2
     resumed: bool = False
     method: str = ""
-    occurrences: int = 2
 
 
 _BOTH = (0, 1)
@@ -101,18 +101,16 @@ def drawn(seed: int, number: int) -> Chain:
     """Return run ``number`` of a seed. Methods alternate."""
     rng = random.Random(f"{seed} {number}")
     method = METHODS[number % len(METHODS)]
-    kills = tuple(_drawn_kill(rng, method, first=place == 0) for place in range(rng.randint(3, _LONGEST)))
-    return Chain(str(number), method, kills)
-
-
-def _drawn_kill(rng: random.Random, method: str, first: bool) -> Kill:
-    if rng.random() >= _NAMED:
-        return random_kill(rng)
-    names = [name for name, point in POINTS.items() if point.method in ("", method) and not (first and point.resumed)]
-    name = rng.choice(names)
-    point = POINTS[name]
-    occurrence = rng.randint(1, point.occurrences)
-    return Kill(rng.choice(point.ranks), name, occurrence, node_lost=rng.random() >= _ENDS_ITSELF)
+    kills = []
+    for place in range(rng.randint(3, _LONGEST)):
+        if rng.random() >= _NAMED:
+            kills.append(random_kill(rng))
+            continue
+        reached = [name for name, p in POINTS.items() if p.method in ("", method) and (place or not p.resumed)]
+        point = POINTS[name := rng.choice(reached)]
+        occurrence = rng.randint(1, point.occurrences)
+        kills.append(Kill(rng.choice(point.ranks), name, occurrence, node_lost=rng.random() >= _ENDS_ITSELF))
+    return Chain(str(number), method, tuple(kills))
 
 
 def random_kill(rng: random.Random) -> Kill:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from tools.chaos.judge import Lineage, Look, compare, look, lost
+from tools.chaos.judge import Look, compare, look, lost
 from tools.chaos.plan import POINTS, RANKS, Chain, Kill
 from tools.chaos.rank import VARIABLE
 from tools.chaos.world import SAVE_TOTAL_LIMIT, STEPS, World
@@ -17,32 +17,13 @@ from tools.ranks import Outcome, RankServer, RanksFailed
 _TIMEOUT_S, _GRACE_S = 90.0, 25.0
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """One attempt of a chain and its result.
+class Attempt(NamedTuple):
+    """One attempt of a chain: the planned kill, None for the last; whether it happened; a description; problems."""
 
-    Attributes:
-        chain, number: the chain, and the number of the attempt, from 1.
-        kill: the planned kill; None for the last attempt.
-        killed: whether the kill happened; otherwise the run had already finished.
-        resumed_from: step of the newest checkpoint at the start; 0 for none.
-        problems: problems found.
-        report: output of the ranks if there are problems.
-    """
-
-    chain: Chain
-    number: int
     kill: Kill | None
     killed: bool
-    resumed_from: int
-    problems: tuple[str, ...]
-    report: str
-
-    def __str__(self) -> str:
-        """Return a line, and one for each problem, followed by the output of the ranks."""
-        start = f"{self.chain.name}.{self.number} {self.chain.method} from step {self.resumed_from}"
-        lines = [f"{start}: {self.kill or 'left alone'}: {'killed' if self.killed else 'finished'}"]
-        return "\n".join([*lines, *(f"  FAILED: {problem}" for problem in self.problems), self.report]).rstrip()
+    said: str
+    problems: list[str]
 
 
 class Chaos:
@@ -60,11 +41,7 @@ class Chaos:
         self._events: dict[str, list[int]] = {}
 
     def reference(self, method: str) -> Path:
-        """Return the folder of the run that is never killed, which is made on first use.
-
-        Raises:
-            RuntimeError: the run failed.
-        """
+        """Return the folder of the run that is never killed, which is made on first use."""
         output_dir = self.folder / f"{method}-reference"
         if method not in self._events:
             outcome = self._start(method, output_dir, None)
@@ -96,21 +73,27 @@ class Chaos:
     def run(self, chain: Chain) -> Iterator[Attempt]:
         """Run a chain to its end, or to the first problem; yield each attempt."""
         output_dir, reference = self.folder / f"chain-{chain.name}", self.reference(chain.method)
-        found, lineage = Look(), Lineage()
+        # Step of a checkpoint -> the steps of the resumes that led to it. An attempt that did not write a new
+        # checkpoint leaves no line in the log.
+        found, lineage = Look(), dict[int, tuple[int, ...]]({0: ()})
         for number, kill in enumerate([*chain.kills, None], 1):
             before, newest = found, max(found.steps, default=0)
             outcome = self._start(chain.method, output_dir, kill, 1 - newest / STEPS)
             killed = any(rank.code == -9 and not rank.ended for rank in outcome.ranks)
             found = look(output_dir)
-            resumes = lineage.attempt(before, found)
+            resumes = (*lineage[newest], newest) if newest else ()
+            lineage |= {step: resumes for step in found.steps if step > newest}
             problems = [f"rank {rank} did not exit by itself" for rank in outcome.hung]
             if outcome.returncode and not killed:
                 problems.append(f"exit status {outcome.returncode} without a kill")
             problems += [*found.problems, *lost(before, found, SAVE_TOTAL_LIMIT)]
             if outcome.returncode == 0:
                 problems += compare(output_dir, reference, resumes)
-            report = outcome.report() if problems else ""
-            yield Attempt(chain, number, kill, killed, newest, tuple(problems), report)
+            report = [*(f"  FAILED: {problem}" for problem in problems), outcome.report()] if problems else []
+            start = f"{chain.name}.{number} {chain.method} from step {newest}: {kill or 'left alone'}"
+            yield Attempt(
+                kill, killed, "\n".join([f"{start}: {'killed' if killed else 'finished'}", *report]), problems
+            )
             if problems and self.failed is not None:
                 shutil.copytree(output_dir, self.failed / chain.name, dirs_exist_ok=True)
             if problems or outcome.returncode == 0:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tools.documentation.command_page import command_page
-from tools.documentation.option_tables import options_page
+from tools.documentation.options import options_page
 from tools.documentation.trl_options import trl_options_page
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "docs" / "reference"

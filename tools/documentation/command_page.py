@@ -18,7 +18,6 @@ from alignment.cli.help import usage
 ROOT = Path(__file__).resolve().parent.parent.parent
 _PROGRAM = "deepspeed-alignment"
 _WIDTH = 88
-_KINDS = {"Arguments": "argument"}
 _HEAD = """\
 # Command line
 
@@ -57,42 +56,26 @@ def _section(name: str, module: ModuleType, summary: str) -> Iterator[str]:
             del os.environ[variable]
         parser = module._parser(program) if hasattr(module, "_parser") else None
         about = vars(module).get("_ABOUT") or f"{summary[0].upper()}{summary[1:]}."
-        yield from _about(about)
-        yield from ("```text", _usage(program, parser), "```", "")
+        for paragraph in about.strip("\n").split("\n\n"):  # an indented one is code
+            code = paragraph.startswith("  ")
+            yield from ("```text" if code else "", paragraph, "```" if code else "", "")
+        if parser is not None:
+            shown = parser.format_usage().strip()
+        else:
+            shown = "\n".join(textwrap.fill(line, _WIDTH) for line in usage(program).splitlines())
+        yield from ("```text", shown, "```", "")
     if name in _OF_METHODS:
         yield from (_OF_METHODS[name], "")
-    if parser is not None:
-        yield from _tables(parser)
-
-
-def _usage(program: str, parser: argparse.ArgumentParser | None) -> str:
-    if parser is not None:
-        return parser.format_usage().strip()
-    return "\n".join(textwrap.fill(line, _WIDTH) for line in usage(program).splitlines())
-
-
-def _about(text: str) -> Iterator[str]:
-    """Yield the description, with indented paragraphs as code blocks."""
-    for paragraph in text.strip("\n").split("\n\n"):
-        code = paragraph.startswith("  ")
-        yield from ("```text" if code else "", paragraph, "```" if code else "", "")
-
-
-def _tables(parser: argparse.ArgumentParser) -> Iterator[str]:
-    titles = {"positional arguments": "Arguments", "options": "Options"}
-    for group in parser._action_groups:
+    for group in parser._action_groups if parser is not None else ():
         actions = [action for action in group._group_actions if not isinstance(action, argparse._HelpAction)]
         if not actions:
             continue
-        title = titles.get(group.title or "", group.title or "")
-        yield from (
-            f"**{title[0].upper()}{title[1:]}**",
-            "",
-            f"| {_KINDS.get(title, 'option')} | description |",
-            "|---|---|",
-        )
+        title = {"positional arguments": "arguments"}.get(group.title or "", group.title or "")
+        kind = "argument" if title == "arguments" else "option"
+        yield from (f"**{title[0].upper()}{title[1:]}**", "", f"| {kind} | description |", "|---|---|")
         for action in actions:
-            yield f"| {_called(action)} | {_cell(_expanded(parser, action))} |"
+            text = parser._get_formatter()._expand_help(action) if parser and action.help else ""
+            yield f"| {_called(action)} | {_cell(text)} |"
         yield ""
 
 
@@ -105,10 +88,6 @@ def _called(action: argparse.Action) -> str:
         metavar = action.metavar if isinstance(action.metavar, str) else None
         takes = " " + (metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else "VALUE"))
     return ", ".join(f"`{_cell(name + takes)}`" for name in action.option_strings)
-
-
-def _expanded(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
-    return parser._get_formatter()._expand_help(action) if action.help else ""
 
 
 def _cell(text: str) -> str:

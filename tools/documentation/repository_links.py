@@ -1,7 +1,7 @@
 """Links from pages to files of the repository, such as ``../../launch/recipes/kto.yaml``.
 
-In the site they lead to the repository at ``repository_url`` (docs/conf.py); without a URL they are shown as paths. A
-link to a missing file causes a warning, which fails the build.
+In the site they lead to the repository at ``repository_url`` (docs/conf.py); without a URL they are shown as paths.
+``tests/docs/test_links.py`` checks that the files exist.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
-from sphinx.util import logging
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-_LOGGER = logging.getLogger(__name__)
 
 
 class RepositoryLinks(SphinxTransform):
@@ -43,8 +41,6 @@ class RepositoryLinks(SphinxTransform):
         if not path.exists():
             path = path.with_name(f"{path.name}.md")  # MyST removes the extension of a possible page
         name = str(path.relative_to(ROOT))
-        if not path.exists():
-            _LOGGER.warning("no such file in the repository: %s", name, location=node, type="repository_links")
         address = self.config.repository_url.rstrip("/")
         if address:
             uri = f"{address}/{name}{'#' + anchor if anchor else ''}"

@@ -10,22 +10,29 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from tests.continuing import fingerprint
-from tools.mutants.candidates import Source, sample
+from tools.mutants.candidates import Mutant, Source, package_of, sample
 from tools.mutants.covered import Covered, measured
-from tools.mutants.ledger import Entry, Ledger, equivalents, survivors, table
-from tools.mutants.mutant import Mutant
-from tools.ranks import RankServer
 from tools.ranks.client import ROOT
-from tools.trial import Tree, Verdict, trials
-from tools.workers import share_out
+from tools.trial import Tree, Verdict, tried
 
+EQUIVALENT = ROOT / "tests" / "mutations" / "equivalent.yaml"
 _BUDGETS_S = {"unit": 60.0, "engine": 90.0, "processes": 60.0}  # of the tests of one kind
 _MANY = 400  # maximum number of tests selected by name; beyond that, collecting complete files is faster
+Change = tuple[str, str, str]
+
+
+def equivalents() -> dict[Change, str]:
+    """Return equivalent mutants and the reasons why no test can detect them."""
+    listed: list[dict[str, str]] = yaml.safe_load(EQUIVALENT.read_text(encoding="utf-8")) or []
+    return {(entry["file"], entry["old"], entry["new"]): entry["why"] for entry in listed}
 
 
 def kind_of(test: str) -> str:
@@ -52,100 +59,99 @@ def stages(tests: Sequence[str], seconds: dict[str, float]) -> Iterator[list[str
             yield chosen
 
 
-class Run:
-    """Concurrent trials of mutants, each in a separate tree."""
-
-    def __init__(self, mutants: Sequence[Mutant], covered: Covered, ledger: Ledger, tests: str) -> None:
-        self.mutants, self.left = mutants, len(mutants)
-        self.covered, self.ledger, self.tests = covered, ledger, tests
-        self._saying = threading.Lock()
-
-    def __call__(self, jobs: int) -> None:
-        """Try all of them."""
-        with trials("mutants-", jobs) as (folders, server):
-            share_out(self.mutants, jobs, lambda number: self._worker(folders[number], server))
-
-    def _worker(self, folder: Path, server: RankServer) -> Callable[[Mutant], None]:
-        tree = Tree(folder)
-
-        def handle(mutant: Mutant) -> None:
-            verdict = self._try(mutant, tree, server)
-            entry = Entry(mutant.file, mutant.line, mutant.old, mutant.new, verdict.noticed, verdict.how, self.tests)
-            with self._saying:
-                self.ledger.add(entry)
-                sign = "detected" if entry.noticed else "SURVIVED"
-                self.left -= 1
-                said = f"{sign} {verdict.seconds:5.1f} s, {self.left:3} left  {describe(entry)}  [{entry.how}]"
-                print(said, flush=True)
-
-        return handle
-
-    def _try(self, mutant: Mutant, tree: Tree, server: RankServer) -> Verdict:
-        tests = self.covered.tests(mutant.file, mutant.line)
-        verdict, seconds = Verdict(False, "no test covers this line", 0.0), 0.0
-        with tree.changed(mutant.file, mutant.text):
-            for chosen in stages(tests, self.covered.seconds):
-                verdict = tree.run_tests(server, chosen, timeout=300)
-                seconds += verdict.seconds
-                if verdict.noticed:
-                    break
-        return Verdict(verdict.noticed, verdict.how, seconds)
-
-
-def describe(entry: Entry) -> str:
-    """Describe a mutant in one line."""
-    return f"{entry.file}:{entry.line}  {entry.old}  ->  {entry.new or '(removed)'}"
+def _attempt(mutant: Mutant, tree: Tree, covered: Covered) -> Verdict:
+    tests = covered.tests(mutant.file, mutant.line)
+    verdict, seconds = Verdict(False, "no test covers this line", 0.0), 0.0
+    with tree.changed(mutant.file, mutant.text):
+        for chosen in stages(tests, covered.seconds):
+            verdict = tree.run_tests(chosen, timeout=300)
+            seconds += verdict.seconds
+            if verdict.noticed:
+                break
+    return verdict._replace(seconds=seconds)
 
 
 def chosen_mutants(folder: Path, count: int, seed: int) -> list[Mutant]:
     """Return the sample stored in ``folder`` without mutants that no longer apply, or create a new sample."""
     kept = folder / "sample.json"
-    files = list((ROOT / "alignment").rglob("*.py"))
     if not kept.exists():
-        mutants = sample(files, ROOT, count, seed)
+        mutants = sample(list((ROOT / "alignment").rglob("*.py")), ROOT, count, seed)
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps([mutant.change for mutant in mutants], indent=1))
         return mutants
     wanted = [tuple(change) for change in json.loads(kept.read_text())]
     found: dict[tuple[str, ...], Mutant] = {}
     for file in sorted({change[0] for change in wanted}):
-        changes = {change for change in wanted if change[0] == file}
         if (ROOT / file).exists():
             source = Source(file, (ROOT / file).read_text(encoding="utf-8"))
-            found |= {mutant.change: mutant for mutant in source.find({change[1:] for change in changes})}
+            found |= {mutant.change: mutant for mutant in source.find({c[1:] for c in wanted if c[0] == file})}
     for change in wanted:
         if change not in found:
             print(f"no longer applies: {' | '.join(change)}")
     return [found[change] for change in wanted if change in found]
 
 
-def main() -> None:
+def recorded(file: Path) -> dict[Change, dict[str, Any]]:
+    """Return the last result of each mutant in a file of results, one per line, the last of which may be torn."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    entries = (json.loads(line) for line in lines if line.endswith("}"))
+    return {(entry["file"], entry["old"], entry["new"]): entry for entry in entries}
+
+
+def table(entries: Sequence[dict[str, Any]], same: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Return the lines of a table of scores by package; ``same`` are mutants known to be equivalent."""
+    attempted, noticed, equivalent = (
+        Counter(package_of(entry["file"]) for entry in part)
+        for part in (entries, [entry for entry in entries if entry["noticed"]], same)
+    )
+    yield f"{'package':12} {'mutants':>8} {'detected':>8} {'score':>7} {'equivalent':>11}"
+    for name in [*sorted(attempted | equivalent), "all"]:
+        count, good, out = (part.total() if name == "all" else part[name] for part in (attempted, noticed, equivalent))
+        yield f"{name:12} {count:>8} {good:>8} {f'{good / count:.0%}' if count else '':>7} {out:>11}"
+
+
+def main() -> int:
     """Sample, try, report."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=220, help="number of mutants of a new sample")
     parser.add_argument("--seed", type=int, default=0, help="seed of a new sample")
-    parser.add_argument(
-        "--folder", type=Path, help="folder for files that are kept between runs; default: outputs/mutants-SEED"
-    )
+    parser.add_argument("--folder", type=Path, help="folder of the results; default: outputs/mutants-SEED")
     parser.add_argument("--measure", action="store_true", help="measure the coverage again")
     parser.add_argument("--report", action="store_true", help="only print the results so far")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
     folder = given.folder or ROOT / "outputs" / f"mutants-{given.seed}"
-    ledger, tests, known = Ledger(folder / "ledger.jsonl"), fingerprint(), equivalents()
-    mutants = chosen_mutants(folder, given.count, given.seed)
-    if not given.report:
-        left = [m for m in mutants if m.change not in known and not ledger.is_done(m, tests)]
-        print(f"{len(mutants)} mutants, {len(left)} to try", flush=True)
-        if left:
-            Run(left, measured(folder, given.measure), ledger, tests)(given.jobs)
-    entries = [ledger.entries[key] for m in mutants if (key := m.change) in ledger.entries]
-    missed = survivors(entries, known)
-    for entry in missed:
-        print(f"SURVIVED  {describe(entry)}  [{entry.how}]")
-    print("\n".join(table(entries, known)))
-    sys.exit(1 if missed else 0)
+    ledger, tests, known = folder / "ledger.jsonl", fingerprint(), equivalents()
+    mutants, results = chosen_mutants(folder, given.count, given.seed), recorded(ledger)
+
+    def is_done(mutant: Mutant) -> bool:
+        """Whether it is equivalent, or was detected, or survived the current tests."""
+        entry = results.get(mutant.change)
+        return mutant.change in known or (entry is not None and (entry["noticed"] or entry["tests"] == tests))
+
+    left = [] if given.report else [mutant for mutant in mutants if not is_done(mutant)]
+    print(f"{len(mutants)} mutants, {len(left)} to try", flush=True)
+    if left:
+        covered = measured(folder, given.measure)
+        for mutant, verdict in tried(left, lambda one, tree: _attempt(one, tree, covered), given.jobs):
+            entry = {name: getattr(mutant, name) for name in ("file", "line", "old", "new")}
+            results[mutant.change] = entry | {"noticed": verdict.noticed, "how": verdict.how, "tests": tests}
+            with ledger.open("a") as file:
+                file.write(json.dumps(results[mutant.change]) + "\n")
+            print(
+                f"{'detected' if verdict.noticed else 'SURVIVED'} {verdict.seconds:5.1f} s  {_line(entry)}", flush=True
+            )
+    entries = [results[mutant.change] for mutant in mutants if mutant.change in results]
+    same = [one for one in entries if not one["noticed"] and (one["file"], one["old"], one["new"]) in known]
+    entries = [entry for entry in entries if entry not in same]
+    missed = [entry for entry in entries if not entry["noticed"]]
+    print("\n".join([*(f"SURVIVED  {_line(entry)}  [{entry['how']}]" for entry in missed), *table(entries, same)]))
+    return 1 if missed else 0
+
+
+def _line(entry: dict[str, Any]) -> str:
+    return f"{entry['file']}:{entry['line']}  {entry['old']}  ->  {entry['new'] or '(removed)'}"
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,6 +12,7 @@ import itertools
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,12 +20,32 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators, operator_string
 
-from tools.mutants.mutant import Mutant, package_of
-
 # Parts of a file that do not affect behavior, or only text for humans.
 _LEFT_OUT = (cst.Annotation, cst.Decorator, cst.Import, cst.ImportFrom, cst.Assert, cst.TypeAlias)
 _BREAK = " ⏎ "  # separator between the lines of a change
 _TYPES = ("ClassVar", "TypeVar", "TypeAlias", "Protocol", "NamedTuple", "cast")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A file with one change: the first line that changes, the changed lines, their replacement, and the new text."""
+
+    file: str
+    line: int
+    old: str
+    new: str
+    text: str
+
+    @property
+    def change(self) -> tuple[str, str, str]:
+        """The mutant, independent of its current line number."""
+        return self.file, self.old, self.new
+
+
+def package_of(file: str) -> str:
+    """Return the package of a file, such as ``engines``."""
+    parts = Path(file).parts
+    return parts[1] if len(parts) > 2 else parts[0]
 
 
 class Place(NamedTuple):

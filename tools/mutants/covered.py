@@ -1,17 +1,22 @@
-"""Determine which tests cover which lines: measured once for a state of the code, then stored."""
+"""Determine which tests cover which lines: measured once for a state of the code, then stored.
+
+This module is also the pytest plugin of that measurement, which writes the duration of each test.
+"""
 
 from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from tools.ranks.client import ROOT, environment
 from tools.ranks.process import COVERAGE
@@ -95,31 +100,33 @@ def measured(folder: Path, fresh: bool) -> Covered:
     return Covered(lines, found["seconds"])
 
 
+_SECONDS: dict[str, float] = defaultdict(float)
+
+
+def pytest_configure() -> None:
+    """Measure the Python processes started by tests as well (coverage.py installs the hook)."""
+    os.environ["COVERAGE_PROCESS_START"] = os.environ[COVERAGE]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up setup, call and teardown."""
+    _SECONDS[without_group(report.nodeid)] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the times, only in pytest-xdist's controller process."""
+    if not hasattr(session.config, "workerinput"):
+        Path(os.environ["COVERAGE_FILE"]).with_name("times.json").write_text(json.dumps(_SECONDS))
+
+
 def _run(folder: Path) -> None:
     """Run `make test` with coverage, including ranks."""
-    settings = folder / "coveragerc"
-    settings.write_text(_SETTINGS.format(source=ROOT / "alignment", data=folder / "data"))
-    variables = {
-        COVERAGE: str(settings),
-        "COVERAGE_FILE": str(folder / "data"),
-        "TEST_TIMES": str(folder / "times.json"),
-        "OMP_NUM_THREADS": "1",
-    }
-    options = [
-        "-n",
-        "2",
-        "--dist",
-        "loadgroup",
-        "--no-loadscope-reorder",
-        "-q",
-        "--tb=short",
-        "-p",
-        "tools.mutants.times",
-    ]
-    coverage = ["--cov", str(ROOT / "alignment"), "--cov-context", "test", "--cov-report", ""]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *coverage], cwd=ROOT, env=environment(**variables)
-    )
+    settings, data = folder / "coveragerc", str(folder / "data")
+    settings.write_text(_SETTINGS.format(source=ROOT / "alignment", data=data))
+    variables = {COVERAGE: str(settings), "COVERAGE_FILE": data, "OMP_NUM_THREADS": "1"}
+    options = "-n 2 --dist loadgroup --no-loadscope-reorder -q --tb=short -p tools.mutants.covered".split()
+    options += ["--cov", str(ROOT / "alignment"), "--cov-context", "test", "--cov-report", ""]
+    done = subprocess.run([sys.executable, "-m", "pytest", *options], cwd=ROOT, env=environment(**variables))
     if done.returncode:
         raise SystemExit("the tests fail without a mutant; fix them first")
 
@@ -138,30 +145,25 @@ def _lines(folder: Path) -> dict[str, dict[int, list[str]]]:
         except DataError:  # a rank that a test killed while it wrote
             continue
         data.update(other)
-    tests = {test for context in data.measured_contexts() if (test := _test_of(context)) is not None}
     by_file = defaultdict(set)
-    for test in tests:
-        by_file[test.partition("::")[0]].add(test)
+    for context in data.measured_contexts():
+        if test := _test_of(context):
+            by_file[test.partition("::")[0]].add(test)
     found: dict[str, dict[int, list[str]]] = {}
     for file in data.measured_files():
-        lines = data.contexts_by_lineno(file).items()
         name = str(Path(file).relative_to(ROOT)) if Path(file).is_relative_to(ROOT) else file
-        found[name] = {line: sorted(_expanded(contexts, by_file)) for line, contexts in lines}
+        found[name] = {}
+        for line, contexts in data.contexts_by_lineno(file).items():
+            tests = set[str]()
+            for context in contexts:
+                if test := _test_of(context):
+                    in_fixture = context.endswith(("|setup", "(setup)"))
+                    tests |= by_file[test.partition("::")[0]] if in_fixture else {test}
+            found[name][line] = sorted(tests)
     return found
 
 
-def _test_of(context: str) -> str | None:
-    """Return the test in ``FILE::TEST|run`` (from pytest-cov) or ``FILE::TEST (call)`` (from pytest's environment)."""
+def _test_of(context: str) -> str:
+    """Return the test in ``FILE::TEST|run`` (pytest-cov) or ``FILE::TEST (call)`` (pytest's environment), or ""."""
     name = re.sub(r"(\|\w+| \(\w+\))$", "", context)
-    return without_group(name) if "::" in name else None
-
-
-def _expanded(contexts: Iterable[str], by_file: dict[str, set[str]]) -> set[str]:
-    found = set()
-    for context in contexts:
-        test = _test_of(context)
-        if test is None:
-            continue
-        in_fixture = context.endswith(("|setup", "(setup)"))
-        found |= by_file[test.partition("::")[0]] if in_fixture else {test}
-    return found
+    return without_group(name) if "::" in name else ""

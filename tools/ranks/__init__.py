@@ -1,7 +1,6 @@
-"""Fork ranks from a process that has already imported the libraries, so that runs do not pay for imports.
+"""Fork ranks from a process that has already imported the libraries, so that runs do not pay 9 s of CPU time for them.
 
-Importing torch, transformers, datasets and DeepSpeed takes about 9 s of CPU time per process. :mod:`.server` does so
-once; :mod:`.client` requests it to run a script on several ranks and returns their output.
+:mod:`.server` imports them once; :mod:`.client` requests it to run a script on several ranks and returns their output.
 """
 
 from tools.ranks.client import RankServer, RanksFailed

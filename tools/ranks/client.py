@@ -43,32 +43,27 @@ class RankServer:
     def __init__(self, root: Path = ROOT, address: str | None = None, python: str = sys.executable) -> None:
         self.root, self._python = root, python
         self._process: subprocess.Popen[str] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._address = address or (os.environ.get(ADDRESS) if python == sys.executable else None)
 
     @property
     def address(self) -> str:
         """The socket of the server, which is started if necessary."""
         if self._address is None:
-            self._address = self._start()
+            self._folder = tempfile.TemporaryDirectory(prefix="rank-server-")
+            self._address = os.path.join(self._folder.name, "socket")
+            self._process = subprocess.Popen(
+                [self._python, "-m", "tools.ranks.server", self._address],
+                cwd=ROOT,
+                env=environment(OMP_NUM_THREADS="1", COVERAGE_PROCESS_START=""),  # measure the ranks, not the server
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            assert self._process.stdout is not None
+            if self._process.stdout.readline() != "ready\n":
+                raise RuntimeError(f"the rank server exited with status {self._process.wait()} before it was ready")
         return self._address
-
-    def _start(self) -> str:
-        self._folder = tempfile.TemporaryDirectory(prefix="rank-server-")
-        address = os.path.join(self._folder.name, "socket")
-        self._process = subprocess.Popen(
-            [self._python, "-m", "tools.ranks.server", address],
-            cwd=ROOT,
-            env=environment(OMP_NUM_THREADS="1", COVERAGE_PROCESS_START=""),  # measure the ranks, not the server
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        if self._process.stdout.readline() != "ready\n":
-            raise RuntimeError(f"the rank server exited with status {self._process.wait()} before it was ready")
-        return address
 
     def run(
         self,
@@ -97,23 +92,14 @@ class RankServer:
             RanksFailed: a rank hung or, with ``check``, failed.
         """
         paths = [str(self.root), str(self.root / "tests"), os.environ.get("PYTHONPATH", "")]
-        job = Job(
-            script=str(script),
-            arguments=tuple(map(str, arguments)),
-            ranks=nproc,
-            environment=environment(
-                PYTHONPATH=os.pathsep.join(filter(None, paths)), OMP_NUM_THREADS="1", **(env or {})
-            ),
-            folder=str(cwd or os.getcwd()),
-            timeout=timeout * (_MEASURED_TIMES if COVERAGE in os.environ else 1),
-            grace=grace,
-        )
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", **(env or {})}
+        if COVERAGE in os.environ:
+            timeout *= _MEASURED_TIMES
+        folder = str(cwd or os.getcwd())
+        job = Job(str(script), tuple(map(str, arguments)), nproc, environment(**variables), folder, timeout, grace)
         with Client(self.address, family="AF_UNIX") as connection:
             connection.send(job)
-            try:
-                outcome: Outcome = connection.recv()
-            except EOFError as error:
-                raise RuntimeError("the rank server has ended") from error
+            outcome: Outcome = connection.recv()
         if outcome.hung or (check and outcome.returncode):
             raise RanksFailed(outcome)
         return outcome
@@ -122,9 +108,8 @@ class RankServer:
         """Stop the server if this handle started it."""
         if self._process is not None:
             self._process.communicate()  # closes its standard input
-        if self._folder is not None:
             self._folder.cleanup()
-        self._process = self._folder = None
+            self._process = None
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _LOG_LINES = 40
 
 
 @dataclass(frozen=True)
 class Job:
-    """A script to run on several ranks.
-
-    Attributes:
-        script: path of the script, run as ``__main__``.
-        arguments: its ``sys.argv[1:]``.
-        ranks: number of processes.
-        environment: the complete environment of each rank, to which the launcher's variables are added.
-        folder: working directory.
-        timeout: seconds after which the ranks are killed.
-        grace: seconds for the other ranks to exit by themselves after one has failed.
-    """
+    """A script to run on several ranks; see :meth:`tools.ranks.client.RankServer.run`."""
 
     script: str
-    arguments: tuple[str, ...] = ()
-    ranks: int = 1
-    environment: Mapping[str, str] = field(default_factory=dict)
-    folder: str = "."
-    timeout: float = 120.0
-    grace: float = 15.0
+    arguments: tuple[str, ...]
+    ranks: int
+    environment: Mapping[str, str]
+    folder: str
+    timeout: float
+    grace: float
 
 
 @dataclass(frozen=True)
@@ -37,12 +27,10 @@ class RankOutcome:
     """How one rank ended.
 
     Attributes:
-        rank: the rank.
         code: exit status, or the negative number of the signal that killed it.
         seconds: time from the start of the job to the end of the rank.
-        ended: why it was killed; ``""`` if it exited by itself.
-        stdout: its standard output.
-        stderr: its standard error, including the stacks of a rank that hung.
+        ended: why the server killed it; ``""`` if it exited by itself.
+        stderr: includes the stacks of a rank that hung.
     """
 
     rank: int
@@ -56,22 +44,25 @@ class RankOutcome:
         """Return one line such as ``rank 1 was killed by SIGKILL after 3.2 s``."""
         if self.ended:
             return f"rank {self.rank} {self.ended} and was killed"
-        if self.code < 0:
-            return f"rank {self.rank} was killed by {signal.Signals(-self.code).name} after {self.seconds:.1f} s"
-        return f"rank {self.rank} exited with status {self.code} after {self.seconds:.1f} s"
+        how = (
+            f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exited with status {self.code}"
+        )
+        return f"rank {self.rank} {how} after {self.seconds:.1f} s"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended. ``ranks`` is ordered by rank; ``returncode`` is 0 if all ranks succeeded."""
+    """How a job ended, by rank."""
 
     ranks: tuple[RankOutcome, ...]
+
+    def _failures_first(self) -> list[RankOutcome]:
+        return sorted(self.ranks, key=lambda rank: (not (rank.code or rank.ended), bool(rank.ended), rank.seconds))
 
     @property
     def returncode(self) -> int:
         """The exit status of the rank that failed first; 0 if none failed."""
-        failed = [rank for rank in self.ranks if rank.code]
-        return min(failed, key=lambda rank: (bool(rank.ended), rank.seconds)).code if failed else 0
+        return self._failures_first()[0].code
 
     @property
     def hung(self) -> tuple[int, ...]:
@@ -90,9 +81,8 @@ class Outcome:
 
     def report(self) -> str:
         """Return how each rank ended and the end of its log, starting with the first failure."""
-        order = sorted(self.ranks, key=lambda rank: (not (rank.code or rank.ended), bool(rank.ended), rank.seconds))
-        lines = ["; ".join(rank.describe() for rank in order)]
-        for rank in order:
+        lines = ["; ".join(rank.describe() for rank in self._failures_first())]
+        for rank in self._failures_first():
             lines.append(f"--- rank {rank.rank} ---")
             lines += [*rank.stdout.splitlines(), *rank.stderr.splitlines()][-_LOG_LINES:]
         return "\n".join(lines)

@@ -28,9 +28,8 @@ def keep(connection: Connection) -> Job | None:
     """
     job: Job = connection.recv()
     adopt_orphans()
-    keeper, port = os.getpid(), free_port()
+    keeper, port, pids = os.getpid(), free_port(), []
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    pids: list[int] = []
     for rank in range(job.ranks):
         pid = os.fork()
         if not pid:
@@ -40,67 +39,53 @@ def keep(connection: Connection) -> Job | None:
             return job
         pids.append(pid)
     try:
-        ranks = _Watch(job, pids, connection).wait()
+        ends = _wait(job, pids, connection)
         _kill_descendants()
-        outcome = Outcome(tuple(_with_output(rank, folder) for rank in ranks))
+        texts = [
+            [(folder / f"{rank}.{stream}").read_text(errors="replace") for stream in ("out", "err")]
+            for rank in range(job.ranks)
+        ]
     finally:
         shutil.rmtree(folder)
     with contextlib.suppress(OSError):  # the client has disconnected
-        connection.send(outcome)
+        connection.send(Outcome(tuple(RankOutcome(n, *end, *text) for n, (end, text) in enumerate(zip(ends, texts)))))
     return None
 
 
-class _Watch:
-    """Waits for the ranks of a job."""
-
-    def __init__(self, job: Job, pids: list[int], connection: Connection) -> None:
-        self.job, self.pids, self.connection = job, pids, connection
-        self.start = time.monotonic()
-        self.deadline, self.reason = self.start + job.timeout, f"did not end within {job.timeout:g} s"
-        self.ends: dict[int, RankOutcome] = {}
-        self.killed: dict[int, str] = {}
-
-    def wait(self) -> list[RankOutcome]:
-        """Return the outcome of every rank in order, without output."""
-        while len(self.ends) < len(self.pids):
-            self._reap()
-            late = time.monotonic() > self.deadline
-            if not self.killed and (late or _is_closed(self.connection)):
-                self._give_up()
-            elif late:
-                for pid in self._left():
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(_POLL_S)
-        return [self.ends[pid] for pid in self.pids]
-
-    def _left(self) -> list[int]:
-        return [pid for pid in self.pids if pid not in self.ends]
-
-    def _reap(self) -> None:
-        """Record ranks that have exited. The first failure starts the grace period of the others."""
-        for pid in self._left():
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if not done:
-                continue
-            rank, code, now = self.pids.index(pid), os.waitstatus_to_exitcode(status), time.monotonic()
-            self.ends[pid] = RankOutcome(rank, code, now - self.start, self.killed.get(pid, ""), "", "")
-            if code and not self.killed and now + self.job.grace < self.deadline:
-                self.deadline = now + self.job.grace
-                self.reason = f"was still running {self.job.grace:g} s after rank {rank} had failed"
-
-    def _give_up(self) -> None:
-        """Request all remaining ranks to write the stacks of their threads to their logs before they are killed."""
-        for pid in self._left():
-            stopped = psutil.Process(pid).status() == psutil.STATUS_STOPPED
-            self.killed[pid] = ("was stopped and " if stopped else "") + self.reason
-            os.kill(pid, STACKS)
-            os.kill(pid, signal.SIGCONT)
-        self.deadline = time.monotonic() + _STACKS_S
+def _wait(job: Job, pids: list[int], connection: Connection) -> list[tuple[int, float, str]]:
+    """Return exit status, seconds, and the reason of the server's kill for each rank."""
+    start = time.monotonic()
+    deadline, reason = start + job.timeout, f"did not end within {job.timeout:g} s"
+    ends: dict[int, tuple[int, float, str]] = {}
+    killed: dict[int, str] = {}
+    while len(ends) < len(pids):
+        for rank, pid in enumerate(pids):
+            done, status = (0, 0) if pid in ends else os.waitpid(pid, os.WNOHANG)
+            if done:
+                code, now = os.waitstatus_to_exitcode(status), time.monotonic()
+                ends[pid] = code, now - start, killed.get(pid, "")
+                if code and not killed and now + job.grace < deadline:  # the first failure
+                    deadline = now + job.grace
+                    reason = f"was still running {job.grace:g} s after rank {rank} had failed"
+        left = [pid for pid in pids if pid not in ends]
+        late = time.monotonic() > deadline
+        # The client sends nothing after the job: a readable connection is a closed one.
+        if not killed and (late or connection.poll()):
+            killed = {pid: _dump_stacks(pid, reason) for pid in left}
+            deadline = time.monotonic() + _STACKS_S
+        elif late:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+    return [ends[pid] for pid in pids]
 
 
-def _is_closed(connection: Connection) -> bool:
-    """Return whether the client has disconnected. It sends nothing after the job, so readable means closed."""
-    return connection.poll()
+def _dump_stacks(pid: int, reason: str) -> str:
+    """Request a rank to write the stacks of its threads to its log; return why it will be killed."""
+    stopped = psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    os.kill(pid, STACKS)
+    os.kill(pid, signal.SIGCONT)
+    return ("was stopped and " if stopped else "") + reason
 
 
 def _kill_descendants() -> None:
@@ -110,8 +95,3 @@ def _kill_descendants() -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         psutil.wait_procs(children, timeout=_STACKS_S)
-
-
-def _with_output(rank: RankOutcome, folder: Path) -> RankOutcome:
-    texts = [(folder / f"{rank.rank}.{stream}").read_text(errors="replace") for stream in ("out", "err")]
-    return RankOutcome(rank.rank, rank.code, rank.seconds, rank.ended, *texts)

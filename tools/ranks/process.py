@@ -47,30 +47,19 @@ def adopt_orphans() -> None:
 def become_rank(job: Job, rank: int, port: int, folder: Path) -> None:
     """Turn a freshly forked process into ``rank`` of ``job``; its output goes to files in ``folder``."""
     os.setsid()
-    _redirect(folder, rank)
-    os.environ.clear()
-    os.environ.update(job.environment)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(job.ranks),
-        LOCAL_WORLD_SIZE=str(job.ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.chdir(job.folder)
-
-
-def _redirect(folder: Path, rank: int) -> None:
-    targets = {0: os.devnull, 1: str(folder / f"{rank}.out"), 2: str(folder / f"{rank}.err")}
-    for descriptor, path in targets.items():
-        flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        opened = os.open(path, flags, 0o600)
+    for descriptor, name in enumerate((os.devnull, f"{rank}.out", f"{rank}.err")):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND if descriptor else os.O_RDONLY
+        opened = os.open(folder / name, flags, 0o600)
         os.dup2(opened, descriptor)
         os.close(opened)
     # Before the keeper kills a rank that hangs, it requests the stacks of all threads for the log.
     faulthandler.register(STACKS, file=2, all_threads=True, chain=False)
+    os.environ.clear()
+    os.environ.update(job.environment, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(job.ranks))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.chdir(job.folder)
 
 
 def run_as_main(job: Job) -> NoReturn:
@@ -79,7 +68,12 @@ def run_as_main(job: Job) -> NoReturn:
     sys.path[:] = [*paths, *(path for path in sys.path if path not in ("", *paths))]
     sys.path_importer_cache.clear()
     sys.argv[:] = [job.script, *job.arguments]
-    _renew_import_time_settings()
+    # Settings that libraries read from the environment at import and that runs change.
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    if "HF_DATASETS_CACHE" in os.environ:
+        import datasets
+
+        datasets.config.HF_DATASETS_CACHE = Path(os.environ["HF_DATASETS_CACHE"])
     _measure_coverage()
     code = 0
     try:
@@ -91,16 +85,13 @@ def run_as_main(job: Job) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
-    _exit(code)
-
-
-def _renew_import_time_settings() -> None:
-    """Update settings that libraries read from the environment at import and that runs change."""
-    import datasets
-
-    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
-    if "HF_DATASETS_CACHE" in os.environ:
-        datasets.config.HF_DATASETS_CACHE = Path(os.environ["HF_DATASETS_CACHE"])
+    # Exit like a multiprocessing child, because Python's normal teardown of thousands of modules takes 0.4 s.
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _measure_coverage() -> None:
@@ -112,13 +103,3 @@ def _measure_coverage() -> None:
         measurement.start()
         atexit.register(measurement.save)
         atexit.register(measurement.stop)
-
-
-def _exit(code: int) -> NoReturn:
-    """Exit like a multiprocessing child, because Python's normal teardown of thousands of modules takes 0.4 s."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)

@@ -35,17 +35,6 @@ LIBRARIES = (
 )
 
 
-def import_libraries() -> None:
-    """Import :data:`LIBRARIES`, and hide their objects from the garbage collector.
-
-    DeepSpeed collects garbage for every engine, which would take 0.3 s with the objects of all libraries.
-    """
-    for name in LIBRARIES:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
-
-
 def serve(address: str) -> Job:
     """Accept jobs until standard input is closed. Returns in a forked rank, with its job; never in the server."""
     door = socket.socket(socket.AF_UNIX)
@@ -59,24 +48,16 @@ def serve(address: str) -> Job:
         if door in ready:
             accepted, _ = door.accept()
             with Connection(accepted.detach()) as connection:
-                job = _fork_keeper(connection)
-            if job is not None:
-                return job
+                server = os.getpid()
+                if not os.fork():
+                    die_with_parent(server, signal.SIGTERM)
+                    job = keep(connection)
+                    if job is None:
+                        os._exit(0)
+                    return job
         with contextlib.suppress(ChildProcessError):  # there is none
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-
-
-def _fork_keeper(connection: Connection) -> Job | None:
-    """Fork the keeper of a job. Returns None in the server, and the job in each rank."""
-    server = os.getpid()
-    if os.fork():
-        return None
-    die_with_parent(server, signal.SIGTERM)
-    job = keep(connection)
-    if job is None:
-        os._exit(0)
-    return job
 
 
 def main() -> None:
@@ -84,7 +65,10 @@ def main() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # torch reads this at import, so the guard of a forked rank is too late; the ranks of a launcher set it in time.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    import_libraries()
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # DeepSpeed collects garbage for every engine, which would take 0.3 s with the libraries' objects
     run_as_main(serve(sys.argv[1]))
 
 

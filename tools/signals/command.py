@@ -27,7 +27,7 @@ _ALL_SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def launch_command(script: str | Path, nproc: int, launcher: str) -> list[str]:
-    """Return the command without the script's arguments. `launcher` is one of :data:`.plan.LAUNCHERS`."""
+    """Return the command without the script's arguments."""
     if launcher == "deepspeed":
         options = ["--num_gpus", str(nproc), "--master_port", str(free_port())]
         return [sys.executable, "-m", "deepspeed.launcher.runner", *options, str(script)]
@@ -83,32 +83,26 @@ class Launched:
             time.sleep(_POLL_S)
 
     def send(self, target: str, name: str) -> None:
-        """Send a signal, or create the file ``STOP``."""
+        """Send a signal (``INT2``: SIGINT twice), or create the file ``STOP``."""
         if name == "STOP":
             (Path(self.plan.output_dir) / "STOP").touch()
-        elif name == "INT2":
-            self._send(target, signal.SIGINT)
-            time.sleep(_TWICE_S)
-            self._send(target, signal.SIGINT)
-        else:
-            self._send(target, signal.Signals[f"SIG{name}"])
+            return
+        for number in range(2 if name == "INT2" else 1):
+            time.sleep(_TWICE_S * number)
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                self._send(target, signal.Signals[f"SIG{'INT' if name == 'INT2' else name}"])
 
     def _send(self, target: str, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if target == "group":
-                os.killpg(self.process.pid, number)
-            elif target == "launcher":
-                self.process.send_signal(number)
-            elif target == "launch.py":
-                self._launch_py().send_signal(number)
-            else:
-                os.kill(self.trails[int(target.removeprefix("rank"))].pid, number)
-
-    def _launch_py(self) -> psutil.Process:
-        for child in psutil.Process(self.process.pid).children():
-            if "deepspeed.launcher.launch" in child.cmdline():
-                return child
-        raise RuntimeError("deepspeed has no child process launch.py")
+        if target == "group":
+            os.killpg(self.process.pid, number)
+        elif target == "launcher":
+            self.process.send_signal(number)
+        elif target == "launch.py":
+            children = psutil.Process(self.process.pid).children()
+            (launch_py,) = [child for child in children if "deepspeed.launcher.launch" in child.cmdline()]
+            launch_py.send_signal(number)
+        else:
+            os.kill(self.trails[int(target.removeprefix("rank"))].pid, number)
 
     def wait(self, bound: float = BOUND_S) -> End:
         """Wait until all processes have exited; kill the remaining ones after ``bound`` seconds."""
@@ -116,10 +110,9 @@ class Launched:
         while (left := list(self.processes())) and time.monotonic() < start + bound:
             time.sleep(_POLL_S)
         seconds = time.monotonic() - start
-        names = tuple(" ".join(_command_of(process)[:4]) for process in left)
         code = None if self.process.pid in [process.pid for process in left] else self.process.wait()
         self.end()
-        return End(code, tuple(trail.get("code") for trail in self.trails), seconds, names)
+        return End(code, tuple(trail.get("code") for trail in self.trails), seconds, tuple(map(str, left)))
 
     def processes(self) -> Iterator[psutil.Process]:
         """Return all running processes of the run."""
@@ -148,10 +141,3 @@ def end_processes(plan: Plan) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         time.sleep(_POLL_S)
-
-
-def _command_of(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return ["?"]

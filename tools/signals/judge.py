@@ -1,42 +1,50 @@
-"""Compare the result of a cell with the expected result."""
+"""The cells of ``expected.txt`` (launcher, process, signal, method), and what differs from their expected results."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tools.signals.command import End
-from tools.signals.plan import OLD, Cell, Expected
 
-KILLED = "killed"
+TABLE = Path(__file__).with_name("expected.txt")
 
 
 @dataclass(frozen=True)
-class Seen:
-    """The result of a cell.
+class Cell:
+    """A launcher, the process that receives a signal, the signal, and the method being trained.
 
-    Attributes:
-        left: processes that remained after the limit.
-        hit: last complete step when the signal was sent.
-        resumed: whether the resumed run ended bitwise like an undisturbed one.
-        problems: differences from the expected result and from the undisturbed run, and problems of checkpoints.
-        output: output of the run if there are problems.
+    The other attributes are the expected results as in ``expected.txt``, with ``|`` between alternatives.
     """
 
-    cell: str
-    exit: int | None
-    ranks: tuple[str, ...]
-    seconds: float
-    left: tuple[str, ...]
-    state: str
+    launcher: str
+    target: str
     signal: str
-    hit: int
-    checkpoint: int
-    resumed: bool = True
-    problems: tuple[str, ...] = ()
-    output: str = ""
+    method: str
+    exits: str
+    codes: str
+    state: str
+    reported: str
+    checkpoint: str
+
+    @property
+    def name(self) -> str:
+        """The name of the cell."""
+        return f"{self.launcher} {self.target} {self.signal} {self.method}"
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return 1 if self.launcher == "python" else 2
+
+
+def table() -> list[Cell]:
+    """Return all cells of ``make signals``."""
+    lines = (line.split("#")[0].split() for line in TABLE.read_text(encoding="utf-8").splitlines())
+    return [Cell(*parts) for parts in lines if parts]
 
 
 def status(output_dir: Path) -> dict[str, Any]:
@@ -48,31 +56,26 @@ def status(output_dir: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def seen(cell: Cell, end: End, output_dir: Path, hit: int, checkpoint: int) -> Seen:
-    """Return the result before the run is resumed."""
-    found = status(output_dir)
-    return Seen(
-        cell=cell.name,
-        exit=end.code,
-        ranks=tuple(KILLED if code is None else str(code) for code in end.ranks),
-        seconds=round(end.seconds, 1),
-        left=end.left,
-        state=str(found.get("state", "-")),
-        signal=str(found.get("signal") or "-"),
-        hit=hit,
-        checkpoint=checkpoint,
-    )
+def differences(cell: Cell, end: End, output_dir: Path, hit: int, checkpoint: int, scheduled: int) -> Iterator[str]:
+    """Yield the differences from the expected result.
 
-
-def differences(seen: Seen, expected: Expected, scheduled: int) -> list[str]:
-    """Return the differences from the expected result; a checkpoint is scheduled every so many steps."""
-    problems = [f"{process}: still running" for process in seen.left]
-    found = [("launcher's exit status", seen.exit, expected.exits), ("state", seen.state, expected.states)]
-    found += [(f"exit status of rank {rank}", code, expected.ranks[rank]) for rank, code in enumerate(seen.ranks)]
-    found += [("signal", seen.signal, expected.signals)]
-    problems += [f"the {what} is {value}, expected {wanted}" for what, value, wanted in found if value not in wanted]
-    before = seen.hit // scheduled * scheduled
-    least, most = (before, before) if expected.checkpoint == OLD else (seen.hit, before + scheduled - 1)
-    if not least <= seen.checkpoint <= most:
-        problems.append(f"the newest checkpoint is of step {seen.checkpoint}, expected {least} to {most}")
-    return problems
+    Args:
+        hit: last complete step when the signal was sent.
+        checkpoint: step of the newest checkpoint.
+        scheduled: steps between two scheduled checkpoints.
+    """
+    yield from (f"{process}: still running" for process in end.left)
+    told = status(output_dir)
+    found = [("launcher's exit status", end.code, cell.exits), ("state", told.get("state"), cell.state)]
+    found += [("signal", told.get("signal") or "-", cell.reported)]
+    found += [
+        (f"exit status of rank {rank}", "killed" if code is None else code, expected)
+        for rank, (code, expected) in enumerate(zip(end.ranks, cell.codes.split(","), strict=True))
+    ]
+    for what, value, expected in found:
+        if str(value) not in expected.split("|"):
+            yield f"the {what} is {value}, expected {expected}"
+    before = hit // scheduled * scheduled
+    least, most = (before, before) if cell.checkpoint == "old" else (hit, before + scheduled - 1)
+    if not least <= checkpoint <= most:
+        yield f"the newest checkpoint is of step {checkpoint}, expected {least} to {most}"

@@ -48,11 +48,6 @@ class Plan:
         """Return the environment variable for a launcher."""
         return {VARIABLE: json.dumps(dataclasses.asdict(self))}
 
-    @classmethod
-    def of_environment(cls) -> Plan:
-        """Return the plan with which this process was started."""
-        return cls(**json.loads(os.environ[VARIABLE]))
-
 
 class Trail:
     """The files that a worker writes for the tool: ``pid-RANK``, ``step-RANK``, ``fault-RANK`` and ``code-RANK``."""
@@ -68,29 +63,34 @@ class Trail:
 
     def get(self, what: str) -> int | None:
         """Read the file; None if it does not exist."""
-        try:
-            return int((self.folder / f"{what}-{self.rank}").read_text())
-        except FileNotFoundError:
-            return None
+        path = self.folder / f"{what}-{self.rank}"
+        return int(path.read_text()) if path.exists() else None
 
     @property
     def pid(self) -> int:
         """The process ID of the rank, which has started."""
-        found = self.get("pid")
-        assert found is not None
-        return found
+        return int((self.folder / f"pid-{self.rank}").read_text())
 
 
 def main(plan: Plan) -> None:
-    """Prepare this process, and run the program."""
+    """Prepare this process, and run ``launch/train.py`` of the checkout that is first on the path."""
     trail = Trail(Path(plan.folder), int(os.environ.get("RANK", "0")))
     trail.put("pid", os.getpid())
-    _note_exit(trail)
+    leave = os._exit
+
+    def noted(status: int) -> NoReturn:
+        """Record the exit status when the process sets it, because launchers do not report it."""
+        trail.put("code", status)
+        leave(status)
+
+    os._exit = noted
     if plan.slow:
         _slow_steps(plan, trail)
     if plan.event is not None and plan.rank == trail.rank:
         _follow(plan, trail)
-    sys.argv[0] = str(_program())
+    spec = importlib.util.find_spec("alignment")
+    assert spec is not None and spec.origin is not None
+    sys.argv[0] = str(Path(spec.origin).parents[1] / "launch" / "train.py")
     code = 1
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -100,24 +100,6 @@ def main(plan: Plan) -> None:
         raise
     finally:
         trail.put("code", code)
-
-
-def _program() -> Path:
-    """Return ``launch/train.py`` of the checkout that is first on the path."""
-    spec = importlib.util.find_spec("alignment")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parents[1] / "launch" / "train.py"
-
-
-def _note_exit(trail: Trail) -> None:
-    """Record the exit status when the process sets it, because launchers do not report it."""
-    leave = os._exit
-
-    def noted(status: int) -> NoReturn:
-        trail.put("code", status)
-        leave(status)
-
-    os._exit = noted
 
 
 def _slow_steps(plan: Plan, trail: Trail) -> None:
@@ -139,40 +121,27 @@ def _slow_steps(plan: Plan, trail: Trail) -> None:
 
 def _follow(plan: Plan, trail: Trail) -> None:
     """Trigger the fault at its event."""
+    from transformers import AutoModelForCausalLM
+
     from tools.chaos.events import Events
 
     left = plan.occurrence
 
-    def hear(event: str, half: Callable[[], Any] | None) -> None:
+    def hear(event: str, half: Callable[[], Any] | None = None) -> None:
         nonlocal left
-        if event != plan.event:
-            return
-        left -= 1
-        if left == 0:
+        left -= event == plan.event
+        if event == plan.event and left == 0:
             time.sleep(_BEATS_S)
             trail.put("fault", os.getpid())
             _fail(plan.fault)
-        if left < 0 and plan.fault == "slow":
+        if event == plan.event and left < 0 and plan.fault == "slow":
             time.sleep(SLOW_EVENT_S)
 
-    if plan.event == LOADING:
-        _follow_loading(hear)
-        return
+    load = AutoModelForCausalLM.from_pretrained
+    AutoModelForCausalLM.from_pretrained = lambda *args, **kwargs: (hear(LOADING), load(*args, **kwargs))[1]
     events = Events(Path(plan.output_dir), hear)
     events.follow_run()
     events.follow_files()
-
-
-def _follow_loading(hear: Callable[[str, None], None]) -> None:
-    from transformers import AutoModelForCausalLM
-
-    load = AutoModelForCausalLM.from_pretrained
-
-    def followed(*args: Any, **kwargs: Any) -> Any:
-        hear(LOADING, None)
-        return load(*args, **kwargs)
-
-    AutoModelForCausalLM.from_pretrained = followed
 
 
 def _fail(fault: str) -> None:
@@ -183,4 +152,4 @@ def _fail(fault: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Plan.of_environment())
+    main(Plan(**json.loads(os.environ[VARIABLE])))

@@ -119,11 +119,7 @@ class Cluster:
                 process.wait()
 
     def lose(self, node: str) -> None:
-        """Kill everything on a node immediately, as in a power failure.
-
-        The node is not restarted. SLURM resends undelivered messages after a minute, which could then affect a
-        requeued job with the same ID; with SLURM's default times, jobs are not restarted that early.
-        """
+        """Kill everything on a node immediately, as in a power failure. The node is not restarted."""
         self._daemons[node].kill()
         self._daemons[node].wait(10)
 

@@ -1,18 +1,15 @@
 """Phrases that a native technical writer would not use; each has cost a reader time before it was replaced.
 
-The words of every text file are checked: documentation, messages, docstrings, comments and names of tests.
+``python .ci/words.py`` checks every text file: documentation, messages, docstrings, comments and names of tests.
 """
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.ci
-
-ROOT = Path(__file__).resolve().parents[2]
-SKIPPED = re.compile(r"^(tests/(unit/test_words\.py|data/)|LICENSE|docs/pictures/)|expected.*\.txt$")
+ROOT = Path(__file__).resolve().parents[1]
+SKIPPED = re.compile(r"^(\.ci/words\.py|tests/data/|LICENSE|docs/pictures/)|expected.*\.txt$")
 TEXT = {".py", ".md", ".yaml", ".yml", ".sh", ".toml", ".sbatch", ".txt", ".json", ""}
 
 # The phrase as a regular expression, and what to write instead.
@@ -48,31 +45,23 @@ PHRASES = {
 }
 
 
-def words(text: str) -> str:
-    """The text with line breaks inside comments and docstrings removed, and names of tests as words."""
-    spelled = re.sub(r"\btest_\w+", lambda name: name[0].replace("_", " "), text)
-    return re.sub(r"[ \t]*\n[ \t]*(#(?!#) ?)?", " ", spelled)
-
-
-def tracked() -> list[Path]:
+def main() -> int:
+    """Print every place; return 1 if there are any."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    names = [name for name in listed.split("\0") if name and not SKIPPED.search(name)]
-    return [ROOT / name for name in names if Path(name).suffix in TEXT and (ROOT / name).is_file()]
+    found = 0
+    for name in listed.split("\0"):
+        path = ROOT / name
+        if not name or SKIPPED.search(name) or path.suffix not in TEXT or not path.is_file():
+            continue
+        # Names of tests as words; without line breaks inside comments and docstrings.
+        text = re.sub(r"\btest_\w+", lambda test: test[0].replace("_", " "), path.read_text(encoding="utf-8"))
+        text = re.sub(r"[ \t]*\n[ \t]*(#(?!#) ?)?", " ", text)
+        for phrase, instead in PHRASES.items():
+            for match in re.finditer(rf"\b({phrase})\b", text, re.IGNORECASE):
+                found += 1
+                print(f"{name}: …{text[max(0, match.start() - 40) : match.end() + 40]}… write: {instead}")
+    return int(found > 0)
 
 
-def test_lines_are_joined() -> None:
-    assert words("# the run goes\n    # on") == "# the run goes on"
-    assert words("def test_a_run_goes_on() -> None:") == "def test a run goes on() -> None:"
-
-
-@pytest.mark.parametrize("phrase", PHRASES)
-def test_a_phrase_is_not_used(phrase: str) -> None:
-    pattern = re.compile(rf"\b({phrase})\b", re.IGNORECASE)
-    found = []
-    for path in tracked():
-        text = words(path.read_text(encoding="utf-8"))
-        found += [
-            f"{path.relative_to(ROOT)}: …{text[max(0, match.start() - 40) : match.end() + 40]}…"
-            for match in pattern.finditer(text)
-        ]
-    assert not found, f"{len(found)} times; write: {PHRASES[phrase]}\n" + "\n".join(found)
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Every option of every method with its default and help, from the methods' options classes.
+
+The tables in docs/reference/options.md, and the directive ``options`` of Sphinx::
+
+    ```{options} kto
+    ```
+
+``{options} shared`` lists the options of all methods; the list of a method contains only its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from alignment.cli.help import default_text, grouped_fields, title_of
+from alignment.config.options import AlignmentConfig
+from alignment.config.refusals import refused_fields
+from alignment.config.registry import METHODS
+
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "reference" / "options.md"
+BEGIN = "<!-- options: written by `make tables` from alignment/config/ -->"
+END = "<!-- end of options -->"
+Fields = list[dataclasses.Field[Any]]
+
+
+def _groups(cls: Any) -> Iterator[tuple[type, Fields]]:
+    """Yield the groups of a method with their supported options."""
+    for group, fields in grouped_fields(cls):
+        if working := [field for field in fields if field.name not in refused_fields()]:
+            yield group, working
+
+
+def options_page() -> str:
+    """Return the text of the page with the tables between its two markers regenerated."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{option_tables()}\n\n{END}{rest.partition(END)[2]}"
+
+
+def option_tables() -> str:
+    """Return a table for each group of options, shared ones first, and the options that are not supported yet."""
+    groups: dict[type, Fields] = {}
+    for group, fields in (pair for cls in METHODS.values() for pair in _groups(cls)):
+        groups.setdefault(group, fields)
+    parts = [_table(title_of(group), fields) for group, fields in groups.items()]
+    later = ", ".join(f"`{name}`" for name in sorted(refused_fields()))
+    return "\n\n".join([*parts, _losses(), f"Not supported yet; the error names the closest alternative: {later}."])
+
+
+def _table(title: str, fields: Fields) -> str:
+    rows = [f"| `{field.name}` | {default_text(field)} | {field.metadata['help']} |" for field in fields]
+    return "\n".join([f"## {title}", "", "| option | default | description |", "|---|---|---|", *rows])
+
+
+def _losses() -> str:
+    """Return the table of all losses: the options that each reads besides ``beta``, and its paper if it has one."""
+    lines = ["## Losses", "", "| method | `loss_type` | options besides `beta` | paper besides the method's |"]
+    lines.append("|---|---|---|---|")
+    for method, cls in METHODS.items():
+        for name, loss in getattr(cls, "LOSSES", {}).items():
+            read = "; ".join(f"`{option}`, {allowed.phrase}" for option, allowed in loss.reads.items())
+            cited = "" if loss.paper is None else "[{}]({})".format(*loss.paper)
+            lines.append(f"| {method} | `{name}` | {read} | {cited} |")
+    return "\n".join(lines)
+
+
+class Options(SphinxDirective):
+    """A definition list of options."""
+
+    required_arguments = 1
+    has_content = False
+
+    def run(self) -> list[nodes.Node]:
+        """Return the nodes, parsed as Markdown because help texts contain backticks and links."""
+        method, lines = self.arguments[0], list[str]()
+        for group, fields in _groups(AlignmentConfig if method == "shared" else METHODS[method]):
+            if (method == "shared") == issubclass(AlignmentConfig, group):
+                lines += [f"**{title_of(group)}**", ""]
+                for field in fields:
+                    lines += [f"`{field.name}` = `{default_text(field)}`", f": {field.metadata['help']}", ""]
+        holder = nodes.container(classes=["options"])
+        self.state.nested_parse(StringList(lines, source="options"), self.content_offset, holder)
+        return [holder]
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register with Sphinx."""
+    app.add_directive("options", Options)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

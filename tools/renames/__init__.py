@@ -1,1 +1,0 @@
-"""``make renames``: check that the contract tests of ``alignment/internals/`` detect renames in libraries."""
