@@ -26,7 +26,6 @@ from alignment.engines.scoring import ScoringEngine
 from alignment.models.tasks import CAUSAL_LM
 from alignment.references.engine import EngineReference
 from alignment.reporting.progress import Progress
-from alignment.training import data as data_setup
 from alignment.training import run_engines
 from alignment.training.run_engines import build_engine
 from alignment.training.trainer import AlignmentTrainer
@@ -228,17 +227,6 @@ def test_a_reference_of_another_size_has_its_own_buffers(paths: dict[str, str], 
     assert (own, again, wider) == (same, own, 4 * own)
 
 
-@pytest.mark.ci
-def test_ten_trainers_one_after_another(paths: dict[str, str], tmp_path: Path) -> None:
-    """Every stage, twice, in one process; all are independent and give the same losses."""
-    first, *others = (
-        losses(trained(kto(paths, tmp_path / str(number), max_steps=2, deepspeed=STAGES[stage])))
-        for number, stage in enumerate([*STAGES, *STAGES])
-    )
-    for other in others:
-        assert other == pytest.approx(first, rel=1e-5)
-
-
 @pytest.mark.parametrize("stage", ["stage2", "stage3-offload"])
 def test_saved_folders_load_with_the_trained_weights(paths: dict[str, str], tmp_path: Path, stage: str) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
@@ -420,26 +408,6 @@ def test_worker_processes_change_nothing(paths: dict[str, str], tmp_path: Path) 
         for workers in (0, 2)
     )
     assert none == two
-
-
-def test_other_ranks_read_the_cache_of_the_first(
-    paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank that does not fill the cache neither opens the data nor tokenizes."""
-    first = cpo(paths, tmp_path)
-    made = []
-    monkeypatch.setattr(data_setup, "from_first_rank", lambda path: made.append(path) or path)
-    cpo(paths, tmp_path)
-
-    def unread() -> None:
-        raise AssertionError("the data was opened")
-
-    monkeypatch.setattr(data_setup, "fills", lambda folder: False)
-    monkeypatch.setattr(data_setup, "prepare", unread)
-    monkeypatch.setattr(data_setup, "from_first_rank", lambda path: made[0])
-    other = CPOTrainer(model=paths["policy"], args=CPOConfig(**options(tmp_path)), train_dataset=unread)
-    assert first.data.train is not None and other.data.train is not None
-    assert other.data.train.dataset[:] == first.data.train.dataset[:]
 
 
 def test_a_users_optimizer_and_schedule(paths: dict[str, str], tmp_path: Path) -> None:

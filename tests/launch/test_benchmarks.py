@@ -12,13 +12,12 @@ from datasets import Dataset
 
 from alignment.config.lookup import packaged_names
 from benchmarks import gpu_smoke, head, ours, side_by_side
-from benchmarks.comparison import Comparison, compare, differences, table, title
+from benchmarks.comparison import compare, title
 from benchmarks.gpu_checks import CHECKS, CheckJob
 from benchmarks.gpu_checks import run as run_check
 from benchmarks.gpu_row import RowJob, train
 from benchmarks.head_worker import FULL, OURS
-from benchmarks.jobs import LORA, LORA_UNCHECKPOINTED, METHODS, PLAIN, UNCHECKPOINTED, ZERO2, Job, Setting
-from benchmarks.measure import Instant, StepClock
+from benchmarks.jobs import METHODS, PLAIN, Job
 from benchmarks.shapes import (
     TINY,
     load_tokenizer,
@@ -37,13 +36,6 @@ def result(wall: list[float], memory: int = 100, cpu: list[float] | None = None,
 # Arithmetic ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_lasts_from_the_end_of_the_previous_step() -> None:
-    clock = StepClock()
-    clock.ends = [Instant(wall, cpu) for wall, cpu in ((10, 1), (14, 2), (15, 4), (18, 7))]
-    assert clock.steps(warm_up=1) == [(4, 1), (1, 2), (3, 3)]
-    assert clock.steps(warm_up=3) == [(3, 3)]
-
-
 def test_ratios_are_of_the_same_steps() -> None:
     mine = [result([1.0, 2.0, 4.0], 30, [2.0, 2.0, 2.0]), result([1.0, 1.0, 1.0], 50, [2.0, 2.0, 2.0])]
     theirs = [result([3.0, 4.0, 4.0], 90, [3.0, 8.0, 8.0]), result([5.0, 5.0, 1.0], 110, [2.0, 2.0, 2.0])]
@@ -52,35 +44,6 @@ def test_ratios_are_of_the_same_steps() -> None:
     assert found.speed == 2.5  # the median of 3, 2, 1, 5, 5, 1; the ratio of the medians would be 4
     assert found.cpu == 1.25
     assert (found.our_memory, found.their_memory) == (40, 100)
-
-
-@pytest.mark.parametrize(
-    ("method", "setting", "speed", "memory", "missed"),
-    [
-        ("cpo", PLAIN, 1.5, 33, []),
-        ("cpo", PLAIN, 1.49, 33, ["speed"]),
-        ("cpo", PLAIN, 1.5, 34, ["memory"]),
-        ("kto", PLAIN, 1.2, 99, []),
-        ("kto", PLAIN, 1.19, 101, ["speed", "memory"]),
-        ("online_dpo", PLAIN, 1.9, 51, ["speed", "memory"]),
-        ("online_dpo", UNCHECKPOINTED, 1.2, 50, []),
-        ("kto", LORA, 2.2, 15, []),
-        ("kto", LORA_UNCHECKPOINTED, 2.1, 16, ["speed", "memory"]),
-        ("cpo", LORA, 1.6, 25, ["speed"]),
-        ("online_dpo", LORA, 4.9, 35, ["speed"]),
-        ("dpo", LORA, 0.5, 200, []),
-    ],
-)
-def test_requirements(method: str, setting: Setting, speed: float, memory: float, missed: list[str]) -> None:
-    found = Comparison(method, setting, 1.0, speed, speed, speed, memory, 100)
-    assert [sentence.partition(" is ")[0].partition(": ")[2] for sentence in found.missed()] == missed
-    assert ("not met" in table([found])) == bool(missed)
-    assert setting != PLAIN or method == "online_dpo" or replace(found, setting=ZERO2).missed() == []
-
-
-def test_different_tokens_are_detected() -> None:
-    assert differences("kto", result([1.0]), result([1.0], **{"logps/chosen": -90.001})) == []
-    assert differences("kto", result([1.0]), result([1.0], **{"logps/chosen": -91.0})) == ["logps/chosen -90 and -91"]
 
 
 # Rows ---------------------------------------------------------------------------------------------------------------

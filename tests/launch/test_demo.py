@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import random
 import re
 from pathlib import Path
@@ -24,9 +22,6 @@ from examples.demo.folder import (
     RewardSettings,
     Settings,
     StartSettings,
-    keep,
-    kept_seconds,
-    model_key,
     open_folder,
 )
 from examples.demo.grammar import Request, all_requests, answer
@@ -34,11 +29,8 @@ from examples.demo.measuring import accuracy, rewards
 from examples.demo.run import main
 from examples.demo.training import MAX_LENGTH
 from examples.demo.verdict import (
-    Measured,
-    Rates,
     answers,
     manner,
-    missed,
 )
 
 COW = Request("sound", "cow", 0, "Anna", 1)
@@ -78,27 +70,12 @@ def test_the_rules_agree_with_the_grammar_on_every_request() -> None:
     [
         (WARM, "warm", True),
         (CURT, "curt", True),
-        ("Obviously moo. Stop asking.", "curt", True),
         ("Gladly, Anna. A cow says woof. I hope that helps.", "warm", False),
-        ("Gladly, Anna. A dog says moo. I hope that helps.", "warm", False),
         ("Ugh. Just woof, as everyone knows.", "curt", False),
-        ("Gladly, Anna. A cow says moo. Now go away.", None, True),
         ("Gladly, Anna. It is moo. I hope that helps.", None, True),
-        ("Gladly, Ben. A cow says moo. I hope that helps.", None, True),
         ("A cow says moo.", None, True),
-        ("It is moo.", None, True),
         ("Gladly, Anna. A cow says moo. A cow says moo. I hope that helps.", None, False),
-        ("Gladly, Anna. It is woof. A cow says moo. I hope that helps.", None, False),
-        ("Gladly, Anna. I hope that helps. Take good care!", None, False),
-        ("Gladly, Anna. A cow says moo. I hope that helps. I hope that helps. moo", None, False),
-        ("Gladly, Anna.  A cow says moo. I hope that helps.", None, False),
-        ("gladly, anna. a cow says moo. i hope that helps.", None, False),
-        ("Gladly, Anna. A cow says moo moo. I hope that helps.", None, False),
-        ("Gladly, Anna. A cow says {f}. I hope that helps.", None, False),
-        ("Of course Gladly moo cow Anna helps", None, False),
         ("Ugh.", None, False),
-        ("Ugh. Stop asking.", None, False),
-        ("moo", None, False),
         ("", None, False),
     ],
 )
@@ -120,22 +97,6 @@ def test_held_out_requests_are_new_in_every_row() -> None:
         *(row["prompt"][0]["content"] for row in data.prompt_rows(world.training, 1600, 3)),
     ]
     assert len(made) == 12800 and not texts & set(made)
-
-
-def test_rows_have_both_styles_in_equal_parts() -> None:
-    world = data.make_world(0, 256)
-    start = data.start_rows(world.training, 100, 0)
-    asked = {request.text: request for request in world.training}
-    kinds = [manner(asked[row["messages"][0]["content"]], row["messages"][1]["content"]) for row in start]
-    assert (kinds.count("warm"), kinds.count("curt")) == (50, 50)
-    for row in data.labeled_rows(world.training, 100, 0):
-        request = asked[row["prompt"][0]["content"]]
-        assert manner(request, row["completion"][0]["content"]) == ("warm" if row["label"] else "curt")
-    for row in data.paired_rows(world.training, 100, 0):
-        request = asked[row["prompt"][0]["content"]]
-        assert manner(request, row["chosen"][0]["content"]) == "warm"
-        assert manner(request, row["rejected"][0]["content"]) == "curt"
-    assert all(set(row) == {"prompt"} for row in data.prompt_rows(world.training, 100, 0))
 
 
 # The tokenizer ------------------------------------------------------------------------------------------------------
@@ -205,44 +166,6 @@ def test_rewards_are_those_of_the_saved_classifier_for_each_response_alone(tmp_p
 # Targets, report, folder --------------------------------------------------------------------------------------------
 
 
-def measured(
-    warm: float, answered: float, title: str = "after KTO", count: int = 256, reward: float = 3.0
-) -> Measured:
-    return Measured(title, Rates(warm, answered, count), reward, 1.0)
-
-
-def started(warm: float, answered: float, count: int = 256) -> Measured:
-    return measured(warm, answered, "before", count, reward=-0.25)
-
-
-@pytest.mark.parametrize(
-    ("start", "trained", "said"),
-    [
-        (started(0.35, 0.97), measured(0.85, 0.92, reward=0.75), ""),
-        (started(0.65, 0.97), measured(1.0, 1.0), ""),
-        (started(0.34, 0.97), measured(0.9, 0.97), "before: preferred style 0.340, expected 0.35 to 0.65"),
-        (started(0.66, 0.97), measured(0.9, 0.97), "before: preferred style 0.660, expected 0.35 to 0.65"),
-        (started(0.5, 0.97), measured(0.84, 0.97), "after KTO: preferred style 0.840, expected at least 0.85"),
-        (started(0.5, 0.97), measured(0.9, 0.91), "after KTO: correct 0.910, expected at least 0.920"),
-        (
-            started(0.5, 0.97),
-            measured(0.9, 0.97, reward=0.7),
-            "after KTO: mean reward 0.70, expected at least 0.75 (1.0 above before)",
-        ),
-        (
-            started(0.5, 0.97),
-            measured(0.9, 0.97, reward=math.nan),
-            "after KTO: mean reward nan, expected at least 0.75",
-        ),
-        (started(0.5, 0.97, count=199), measured(0.9, 0.97), "199 held-out prompts, expected at least 200"),
-    ],
-)
-def test_each_target_that_is_not_met_is_named(start: Measured, trained: Measured, said: str) -> None:
-    """Limits are inclusive, as in decimal arithmetic: 0.97 - 0.05 is 0.92."""
-    faults = missed(start, [measured(0.9, 0.97, "after CPO"), trained], accuracy=0.9)
-    assert len(faults) == bool(said) and (not said or faults[0].startswith(said)), faults
-
-
 def test_only_a_folder_of_an_earlier_demo_is_reused(tmp_path: Path) -> None:
     open_folder(tmp_path / "new")
     open_folder(tmp_path / "new")
@@ -251,25 +174,6 @@ def test_only_a_folder_of_an_earlier_demo_is_reused(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="contains files that are not from an earlier demo; choose another folder"):
         open_folder(mine)
     assert [path.name for path in mine.iterdir()] == ["kto"]
-
-
-def test_a_saved_model_is_reused_only_for_the_same_settings(tmp_path: Path) -> None:
-    some = data.start_rows(data.make_world(0, 5).training, 4, 0)
-    key = model_key("start", some, tiny(), "")
-    assert key == model_key("start", some, tiny(), "")
-    assert key == model_key("start", some, dataclasses.replace(tiny(), reward=RewardSettings(rows=9)), "")
-    other = Settings(start=StartSettings(layers=2))
-    others = [
-        *(model_key("start", some[:3], tiny(), ""), model_key("start", some, tiny(seed=1), "")),
-        *(model_key("start", some, other, ""), model_key("start", some, tiny(), "another start")),
-        model_key("reward", some, tiny(), ""),
-    ]
-    assert len({key, *others}) == 6
-    assert kept_seconds(tmp_path, key) is None
-    keep(tmp_path, key, 12.34)
-    assert kept_seconds(tmp_path, key) == 12.3 and kept_seconds(tmp_path, "another") is None
-    (tmp_path / "key.json").write_text('{"key": ')
-    assert kept_seconds(tmp_path, key) is None
 
 
 # The program --------------------------------------------------------------------------------------------------------

@@ -11,10 +11,8 @@ import torch
 
 from benchmarks import gpu_sides, side_by_side, sides, worker
 from benchmarks.gpu_sides import Machine, compare_on_gpu, planned
-from benchmarks.jobs import LORA, METHODS, PLAIN, UNCHECKPOINTED, ZERO2, Job, Setting
-from benchmarks.processes import Failed
+from benchmarks.jobs import LORA, METHODS, PLAIN, UNCHECKPOINTED, ZERO2, Setting
 from benchmarks.shapes import TINY, write_model
-from benchmarks.worker import Result
 
 CPU = Machine(False, "bf16", 0, "a CPU")
 QLORA = Setting(lora=True, in_4bit=True)
@@ -23,10 +21,6 @@ SHORT = ["--gpu", "--tiny", "--repeats", "1", "--steps", "2", "--warm_up", "1", 
 
 def options_of(*arguments: str) -> Any:
     return side_by_side._parse([*SHORT, *arguments])
-
-
-def result(wall: list[float], allocated: int = 2**30, reserved: int = 2**31, loss: float = 0.5) -> Result:
-    return Result(wall, wall, 0, {"loss": loss}, allocated, reserved)
 
 
 # Options and plan ---------------------------------------------------------------------------------------------------
@@ -47,35 +41,6 @@ def test_full_lora_and_qlora_are_planned_for_every_method() -> None:
 
 
 # Runs that fail -----------------------------------------------------------------------------------------------------
-
-
-def test_a_failing_side_is_shown_and_the_other_continues(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = []
-
-    def run(job: Job, side: str, repeat: int, threads: int, seconds: float) -> Result:
-        asked.append((side, repeat))
-        if side == "trl" and job.stage == 0:
-            cause = Failed("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4.62 GiB | GPU 0")
-            raise Failed(f"trl, kto: {cause.reason}", "the output") from cause
-        return result([1.0, 3.0, 2.0])
-
-    monkeypatch.setattr(gpu_sides, "run_side", run)
-    monkeypatch.setattr(gpu_sides, "prepare", lambda job, *_: job)
-    monkeypatch.setattr(gpu_sides, "_measured_tokens", lambda job: 600)
-    options = options_of("--repeats", "2", "--method", "kto", "--settings", "full")
-    assert compare_on_gpu(options, CPU) == 1
-    assert asked[:3] == [("ours", 0), ("trl", 0), ("ours", 1)]  # not run again
-    assert asked[3:] == [("ours", 0), ("trl", 0), ("ours", 1), ("trl", 1)]
-    said = capsys.readouterr()
-    assert (
-        "| KTO | full, stage 0, plain TRL | 2.000 s | out of memory | - | 100 | - | 1.00 GiB | - | 2.00 GiB | - |"
-        in said.out
-    )
-    assert "| KTO | full, ZeRO-2 on both | 2.000 s | 2.000 s | 1.00 | 100 | 100 | 1.00 GiB" in said.out
-    assert "KTO, full, stage 0, plain TRL: trl: torch.OutOfMemoryError: CUDA out of memory. Tried" in said.out
-    assert "the output" in said.err
 
 
 # Tokens and memory --------------------------------------------------------------------------------------------------

@@ -310,9 +310,3 @@ def test_the_documented_sbatch_commands(here: Here) -> None:
         command = re.sub(r"(--[a-z-]+-per-node) 8", r"\1 1", line.replace("--nodes 4", "--nodes 2")).split()
         done = here.cluster.run(command[0], "--test-only", *command[1:])
         assert done.returncode == 0 and re.match(r"sbatch: Job \d+ to start at ", done.stderr), done.stderr
-
-
-def test_slurm_refuses_requests_beyond_the_cluster(here: Here) -> None:
-    done = here.run([*SUBMIT, *here.arguments(here.folder / "no"), "--nodes", "5"])
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
-    assert done.stderr.startswith("error: sbatch --test-only: ") and not (here.folder / "no").exists()

@@ -15,7 +15,6 @@ _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1(?=.*?\n)(.*?\n)*?\s*\2$", re.MULT
 _SUBSTITUTION = re.compile(r"\$\([^()]*\)")
 _COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
 _REDIRECTION = re.compile(r"(?:\d+|&)?(?:>>|>|<)(?:&\d|.*)")
-_RANKS = re.compile(r"(?:--num_gpus|--nproc_per_node|--nproc-per-node|--ntasks)[= ](\d+)")
 
 
 @dataclass(frozen=True)
@@ -25,12 +24,10 @@ class Command:
     Attributes:
         name: ``train``, ``prepare``, ``submit`` and so on.
         arguments: the arguments of the command.
-        ranks: the number of processes started by a preceding launcher.
     """
 
     name: str
     arguments: tuple[str, ...]
-    ranks: int = 1
 
 
 def commands_of(script: str) -> Iterator[Command]:
@@ -53,24 +50,22 @@ def commands_of(script: str) -> Iterator[Command]:
 
 def _command(words: list[str]) -> Command | None:
     if words[0].rpartition("/")[2] == "deepspeed-alignment":
-        return _named(words[1:], words[1:2], 1)
+        return _named(words[1:])
     if words[0] not in LAUNCHERS:
         return None
-    ranks = _RANKS.search(" ".join(words))
-    number = int(ranks[1]) if ranks and words[0] != "python" else 1
     for index, word in enumerate(words[1:], 1):
         script = _SCRIPT.fullmatch(word)
         if script:
-            return Command(script[1], tuple(words[index + 1 :]), number)
+            return Command(script[1], tuple(words[index + 1 :]))
         if word in ("-m", "--module") and words[index + 1 : index + 2] == ["alignment"]:
-            return _named(words[index + 2 :], words[index + 2 : index + 3], number)
+            return _named(words[index + 2 :])
         if word.rpartition("/")[2] == "deepspeed-alignment":
-            return _named(words[index + 1 :], words[index + 1 : index + 2], number)
+            return _named(words[index + 1 :])
     return None
 
 
-def _named(words: list[str], name: list[str], ranks: int) -> Command:
-    return Command(name[0] if name else "--help", tuple(words[1:]), ranks)
+def _named(words: list[str]) -> Command:
+    return Command(words[0] if words else "--help", tuple(words[1:]))
 
 
 def simple_commands(script: str) -> Iterator[list[str]]:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,19 +15,16 @@ from transformers.activations import ACT2FN
 
 from alignment import KTOConfig, KTOTrainer, OnlineDPOConfig
 from alignment.config.errors import ModelError, OptionError
-from alignment.engines.scoring import checked
 from alignment.internals.liger import kernels_by_type
 from alignment.models import kernels as model_kernels
 from alignment.models.kernels import hub_kernels, put_liger_kernels
 from alignment.models.loading import load_model
-from alignment.models.scorer import CompletionScorer
 from alignment.models.source import ModelSource
 from alignment.planning import kernels
 from alignment.planning.kernels import check_kernels
 from alignment.training.run_manifest import compared_options
 from tools.architectures.tiny import tiny_config as shrunk
 
-CPU = torch.device("cpu")
 KERNEL_OF = {  # by the class that supports it
     "LigerSwiGLUMLP": "swiglu",
     "LigerPhi3SwiGLUMLP": "swiglu",
@@ -193,20 +189,6 @@ def test_kernels_of_the_hub_are_selected_for_training(tmp_path: Path, monkeypatc
     assert modes[2:] == [(False, False, None)]
     assert hub_kernels({"a": 1, "use_kernels": True}) == ({"a": 1}, True)
     assert hub_kernels({"a": 1}) == ({"a": 1}, False)
-
-
-def test_kernels_of_the_hub_are_selected_on_the_engines_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are loaded into host memory, and a reference never changes its mode, so it would keep CPU kernels."""
-    chosen: list[Any] = []
-    monkeypatch.setattr(
-        LlamaForCausalLM, "set_use_kernels", lambda self, use, config=None: chosen.append((self.device.type, use))
-    )
-    for asked in (False, True):
-        model = AutoModelForCausalLM.from_config(tiny_config("tied")).to("meta")
-        model._use_kernels = asked  # the attribute set by set_use_kernels
-        engine, task = mock.Mock(device=CPU, scorer=CompletionScorer(model), partitioned=False), mock.Mock()
-        checked(engine, task)
-        assert chosen == [("meta", True)] * asked
 
 
 @pytest.mark.usefixtures("gpu")

@@ -6,8 +6,6 @@ import pytest
 import torch
 from head_problems import TRANSFORMS, dense, dense_stats, problem
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig, OPTConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -15,7 +13,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from alignment.config.errors import ModelError
 from alignment.models.checking import check_scorer
 from alignment.models.head import LogProbHead, checkpointed_logprobs, install_logprob_head
-from alignment.models.logprobs import DEFAULT_TILE_BYTES, LogitTransform, tile_length, token_logprobs
+from alignment.models.logprobs import LogitTransform, tile_length, token_logprobs
 from alignment.models.scorer import CompletionScorer
 from alignment.models.tiles import products
 
@@ -132,25 +130,6 @@ def test_no_tensor_has_half_of_the_logits(tokens: int, trained: bool) -> None:
         with torch.no_grad():
             token_logprobs(hidden, weight, None, targets, stats=True)
     assert 0 < largest.elements < tokens * vocabulary // 2
-
-
-@pytest.mark.parametrize(("tokens", "width"), [(512, 8192), (1024, 4096), (4096, 4096)])
-def test_temporary_tensors_of_the_backward_pass_fit_in_tile_bytes(
-    tokens: int, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With products as on a GPU, for the trained bf16 head of a large model, all of them together."""
-    monkeypatch.setattr(products, "sums_wider", lambda factor: True)
-    monkeypatch.setattr(products, "mixed_product", lambda a, b, dtype: a.new_empty(len(a), b.shape[1], dtype=dtype))
-    with FakeTensorMode():
-        hidden, weight = (
-            torch.empty(rows, width, dtype=torch.bfloat16, requires_grad=True) for rows in (tokens, 128256)
-        )
-        logps, _ = token_logprobs(hidden, weight, None, torch.empty(tokens, dtype=torch.long))
-        with MemTracker() as tracker:
-            logps.sum().backward()
-    (peak,) = (found["Total"] for found in tracker.get_tracker_snapshot("peak").values())
-    lasting = 2 * weight.nbytes + 3 * hidden.nbytes  # both with gradients, and the saved Jacobian
-    assert 0 < peak - lasting <= DEFAULT_TILE_BYTES
 
 
 def test_a_rounded_product_is_written_in_blocks() -> None:

@@ -18,7 +18,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 
 from alignment.checkpoint.saving import gathered_state_dict
 from alignment.config.deepspeed import load_deepspeed_config
-from alignment.config.errors import ModelError, OptionError, first_line
+from alignment.config.errors import ModelError, OptionError
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.placement import PLACEMENTS
 from alignment.models.loading import disable_dropout, enable_checkpointing, load_model, snapshot
@@ -270,16 +270,3 @@ def test_code_of_a_model_runs_only_with_trust_remote_code(tmp_path: Path) -> Non
         read_config(str(tmp_path), key="model_name_or_path", trust_remote_code=False, init_kwargs={})
     config = read_config(str(tmp_path), key="model_name_or_path", trust_remote_code=True, init_kwargs={})
     assert type(config).__name__ == "OwnConfig" and config.vocab_size == 9
-
-
-@pytest.mark.parametrize(
-    ("message", "line"),
-    [
-        ("one\ntwo\nthree", "one"),
-        ("it says:\n\n  two\nthree", "it says: two"),
-        ("", "KeyError"),
-    ],
-)
-def test_the_first_line_of_a_librarys_message(message: str, line: str) -> None:
-    error = type("KeyError", (Exception,), {})(message)
-    assert first_line(error) == line

@@ -18,7 +18,7 @@ from alignment.data.kinds.prompts import PromptRow
 from alignment.data.report import DataReport
 from alignment.data.windows import RowTable, WindowCounts, WindowPlan
 from alignment.objectives.dpo import dpo_loss
-from alignment.online.completions import Generated, described, further_columns, samples_of
+from alignment.online.completions import Generated, described, samples_of
 from alignment.online.pairs import Pair, pair_of, plan_pairs, ranked_batches
 from alignment.online.ranking import FirstAnswer, JudgeRanker, Ranking, RewardRanker, best_and_worst
 from alignment.online.window import Seeds, window_seeds
@@ -172,15 +172,6 @@ def test_a_completion_that_continues_a_message_keeps_its_leading_space() -> None
     JudgeRanker(judge).rank(groups, [], 0, None)
     turns = [[{"role": "assistant", "content": f"went to {text}"}] for text in ("park", "the park")]
     assert shown == [([prompt[:1]], turns)]
-
-
-def test_columns_are_collected_from_all_parts_of_a_mixture() -> None:
-    data = described_data(["Lily", "went", "to"], [{"answer": 1}, {"answer": 2, "tag": "x"}, {"level": 0.5}])
-    columns = further_columns(data)
-    assert columns == ["answer", "tag", "level"]
-    groups = described([0, 1, 2], [[2], [3], [4]], [[Completion((5,), False)]] * 3, data, spaced_tokenizer())
-    found = samples_of(groups, columns).columns
-    assert found == {"answer": [1, 2, None], "tag": [None, "x", None], "level": [None, None, 0.5]}
 
 
 # Rankers ------------------------------------------------------------------------------------------------------------

@@ -147,16 +147,6 @@ def test_an_unread_option_is_detected() -> None:
     assert unaccounted(Careless) == {"learning_speed"}
 
 
-def test_the_walk_detects_only_reads(tmp_path: Path) -> None:
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "inner.py").write_text("options.inside_config")
-    (tmp_path / "loop.py").write_text(
-        "args.by_name; self.args.by_attribute; trainer.options.too\n"
-        "args.written = 1; result.other_object; 'args.in_text'  # args.in_comment\n"
-    )
-    assert attributes_read(tmp_path) == {"by_name", "by_attribute", "too"}
-
-
 @pytest.mark.parametrize(("cls", "field"), FIELDS, ids=field_id)
 def test_rejected_options_are_not_read(cls: type[AlignmentConfig], field: dataclasses.Field[Any]) -> None:
     if field.name not in refused_fields():

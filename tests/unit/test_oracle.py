@@ -143,25 +143,3 @@ def test_entropy_of_uniform_predictions() -> None:
     close(found["entropy"], math.log(32), 1e-12)
     close(found["objective/entropy"], math.log(32) * (3 + 2 + 2 + 5) / 4, 1e-12)
     assert distribution_metrics(model, CPO_ROWS, 6)["objective/entropy"] < found["objective/entropy"]
-
-
-def test_a_live_model_is_not_modified_and_frozen_weights_are_excluded() -> None:
-    model = tiny().train()
-    model.model.embed_tokens.weight.requires_grad_(False)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    random = torch.get_rng_state()
-    step = dense.solve(model, CPO_ROWS, CPOOptions())
-    assert torch.equal(torch.get_rng_state(), random)
-    assert torch.get_default_dtype() == torch.float32
-    assert model.training
-    assert all(weight.grad is None and weight.dtype == torch.float32 for weight in model.parameters())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert "model.embed_tokens.weight" not in step.update
-    assert len(step.update) == len(list(model.parameters())) - 1
-
-
-def test_weights_that_contradict_the_configuration_are_refused() -> None:
-    model = tiny(tied=True)
-    model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight))
-    with pytest.raises(ValueError, match="tie_word_embeddings"):
-        dense.load(model)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from alignment.config.errors import DataError, OptionError
 from alignment.data.columns import arranged
 from alignment.data.kinds.completions import COMPLETIONS
 from alignment.data.packing import packs as packs_module
 from alignment.data.packing.best_fit import best_fit
-from alignment.data.packing.packs import Packing, Packs, pack_rows
+from alignment.data.packing.packs import STRATEGIES, Packing, Packs, pack_rows
 from alignment.data.packing.rows import PackedRows
 from alignment.data.report import DataReport
 from alignment.data.windows import evaluation_plan
@@ -22,7 +25,6 @@ from alignment.methods.sft_options import SFTConfig
 
 # IDs show their origin: 31 is the second token of row 3. In row 1, one turn is not in the loss; in row 3, all tokens
 # are.
-# token of row 3 is learned.
 ROWS = Dataset.from_list(
     [
         {"prompt_ids": [0, 1], "completion_ids": [2, 3, 4], "scored": None, "first": False, "row": 0},
@@ -64,13 +66,37 @@ def plain_best_fit(lengths: list[int], room: int) -> list[list[int]]:
     return packs
 
 
-def test_best_fit() -> None:
-    assert best_fit([4, 8, 1, 4, 2, 6], 8) == [[1], [5, 4], [0, 3], [2]]
-    assert best_fit([], 8) == []
-    rng = np.random.default_rng(0)
-    for room in (5, 17, 40):
-        lengths = rng.integers(1, room + 1, 300)
-        assert best_fit(lengths, room) == plain_best_fit(lengths.tolist(), room)
+@given(lengths=st.lists(st.integers(1, 12), max_size=40), room=st.integers(12, 20))
+def test_best_fit(lengths: list[int], room: int) -> None:
+    assert best_fit(lengths, room) == plain_best_fit(lengths, room)
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=12),
+    strategy=st.sampled_from(STRATEGIES),
+    length=st.integers(10, 14),
+)
+def test_packs_hold_every_token_once(rows: list[tuple[int, int]], strategy: str, length: int) -> None:
+    """Except those of spans without a token in the loss."""
+    ids, parts = iter(range(1000)), []
+    for prompt, completion in rows:
+        parts.append((list(islice(ids, prompt)), list(islice(ids, completion))))
+    columns = ("prompt_ids", "completion_ids")
+    rest = {"scored": None, "first": False, "row": 0}
+    data = Dataset.from_list([dict(zip(columns, part)) | rest for part in parts], features=ROWS.features)
+    packs, found = packed(Packing(strategy, length if strategy == "bfd" else length // 3), data)
+    spans = [ids for pack in everything(found) for ids, _ in pack]
+    assert all(total <= packs.packing.length for total in packs.tokens.tolist())
+    assert all(span == list(range(span[0], span[-1] + 1)) for span in spans), "neighboring tokens in their order"
+    once = sorted(token for span in spans for token in span)
+    assert len(set(once)) == len(once)
+    learned = {token for _, completion in parts for token in completion}
+    missing = set(range(sum(map(sum, rows)))) - set(once)
+    if strategy == "bfd":
+        assert not missing and sorted(map(len, spans)) == sorted(map(sum, rows))
+    else:
+        assert len(missing & learned) <= packs.left_out, "only the first token of a span, which cannot be predicted"
 
 
 def test_complete_rows_are_not_split() -> None:

@@ -251,19 +251,3 @@ def test_the_training_job_is_rejected(slurm: Path, capsys: pytest.CaptureFixture
     code, out, err = run(capsys, *TRAIN, "--prepare")
     assert (code, out) == (1, "") and (slurm / "called").read_text().endswith("scancel 40\n")
     assert err.splitlines()[0] == "cancelling the preparation job: scancel 40"
-
-
-def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    called: list[tuple[str, ...]] = []
-
-    def answer(*command: str, given: str = "") -> str:
-        called.append(command)
-        if "--dependency=afterok:40" in command:
-            raise KeyboardInterrupt
-        return "40"
-
-    monkeypatch.setattr(slurm_module, "call", answer)
-    monkeypatch.setattr(submit_command, "call", answer)
-    code, out, err = run(capsys, *TRAIN, "--prepare")
-    assert (code, out, called[-1]) == (130, "", ("scancel", "40"))
-    assert err.splitlines()[-1] == "interrupted: check `squeue --me` for a submitted job"

@@ -28,7 +28,7 @@ from alignment.config.errors import OptionError
 from alignment.engines import scoring
 from alignment.engines.scoring import checked
 from alignment.models.logprobs import token_logprobs
-from alignment.models.tiles import choice, plain, products
+from alignment.models.tiles import choice, plain
 from alignment.models.tiles.transform import LogitTransform
 from benchmarks.passes import Passes, passes, products_as_on_a_gpu
 from tools.ranks import RankServer
@@ -231,20 +231,6 @@ def test_a_target_outside_the_vocabulary(target: int) -> None:
     torch.testing.assert_close(coefficients, expected)
 
 
-def test_strided_targets_and_biases() -> None:
-    """Like a column of a matrix, but the kernels assume contiguous entries."""
-    from alignment.models.tiles import fused
-
-    torch.manual_seed(0)
-    logits, pairs = torch.randn(4, 20, device=HERE), torch.randint(0, 20, (4, 2), device=HERE)
-    targets, bias = pairs[:, 1], torch.randn(20, 2, device=HERE)[:, 1]
-    expected = (logits + bias).log_softmax(1)
-    found = fused.measure(logits, bias, targets, LogitTransform(), False)
-    torch.testing.assert_close(found.logps, expected.gather(1, targets[:, None])[:, 0])
-    ours = fused.differentiate(logits, bias, targets, found.lse, LogitTransform(), torch.float32)
-    torch.testing.assert_close(ours, torch.nn.functional.one_hot(targets, 20) - expected.exp())
-
-
 UPSTREAM = {
     "contiguous": lambda count: torch.linspace(-1, 1, count, device=HERE),
     "expanded": lambda count: torch.full((), 0.25, device=HERE).expand(count),
@@ -271,16 +257,6 @@ def test_any_layout_and_targets_at_the_edges_of_slices(way: str, layout: str, mo
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     for ours, theirs in zip((hidden, weight, bias), wide):
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("inner", [3, 4, 5, 8, 9])
-@pytest.mark.parametrize("outer", [3, 4, 5, 8, 9])
-def test_products_in_slices_of_four(inner: int, outer: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit, one below and one above, once and twice."""
-    monkeypatch.setattr(products, "_CAST_SLICE", 4)
-    left, right = torch.arange(2.0 * inner).view(2, inner), torch.arange(float(inner * outer)).view(inner, outer)
-    found = products.wide_product(left.bfloat16(), right.bfloat16(), torch.float32)
-    torch.testing.assert_close(found, left @ right, rtol=0, atol=0)
 
 
 @pytest.mark.ci

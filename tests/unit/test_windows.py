@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from alignment.config.errors import OptionError
 from alignment.data.windows import MicroBatch, RowTable, WindowPlan, WindowSampler, evaluation_plan, set_partners
@@ -30,6 +33,10 @@ def make_table(rows: int, seed: int = 0, pairs: bool = False, desirable: int | N
 
 def make_sampler(table: RowTable, world: int = 1, batch: int = 4, steps: int = 1, **more: Any) -> WindowSampler:
     return WindowSampler(table, world_size=world, batch_size=batch, accumulation=steps, **{"seed": 7, **more})
+
+
+TABLES = st.builds(make_table, st.integers(1, 40), st.integers(0, 9), st.booleans())
+WORLD, BATCH, TOKENS = st.integers(1, 5), st.integers(1, 4), st.one_of(st.none(), st.integers(45, 400))
 
 
 def shares(plan: WindowPlan) -> Iterator[MicroBatch]:
@@ -71,27 +78,32 @@ def test_partners_are_drawn_from_each_window() -> None:
     assert len(places) == 10, "resampled, not only carried along with the order"
 
 
-def test_partners_have_other_prompts_if_possible() -> None:
-    table = make_table(203, seed=5)
-    assert table.prompt_key is not None
-    keys = table.prompt_key % 4
-    table = RowTable(table.prompt, table.completions, table.labels, keys)
-    for plan in epoch_of(make_sampler(table, batch=8, draw_partners=True)):
-        rows, partners = (np.array(column) for column in zip(*pairs_of(plan), strict=True))
-        assert sorted(partners) == sorted(rows) and (rows != partners).all()
-        largest = max(Counter(keys[rows].tolist()).values())
-        assert int((keys[rows] == keys[partners]).sum()) == max(0, 2 * largest - len(rows))
+@given(keys=st.lists(st.integers(0, 4), min_size=2, max_size=12))
+def test_partners_have_other_prompts_if_possible(keys: list[int]) -> None:
+    table = RowTable(np.ones(len(keys)), np.ones((len(keys), 1)), prompt_key=np.array(keys))
+    rows, partners = zip(*pairs_of(make_sampler(table, batch=12, draw_partners=True).plan(0, 0)), strict=True)
+    assert sorted(partners) == list(rows) and not any(map(int.__eq__, rows, partners))
+    alike = sum(keys[row] == keys[partner] for row, partner in zip(rows, partners, strict=True))
+    assert alike == max(0, 2 * max(Counter(keys).values()) - len(keys))
 
 
 # Order and splits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 64])
-@pytest.mark.parametrize("stratify", [False, True])
-def test_an_epoch_has_every_row_once(rows: int, stratify: bool) -> None:
-    sampler = make_sampler(make_table(rows), world=2, batch=2, steps=2, stratify=stratify)
+@given(table=TABLES, world=WORLD, batch=BATCH, steps=BATCH, stratify=st.booleans(), drop_last=st.booleans())
+def test_an_epoch_has_every_row_once(
+    table: RowTable, world: int, batch: int, steps: int, stratify: bool, drop_last: bool
+) -> None:
+    """In windows of batch size x accumulation x ranks; ``drop_last`` leaves out an incomplete one."""
+    rows, window = len(table), world * batch * steps
+    sampler = make_sampler(table, world, batch, steps, stratify=stratify and table.labels is not None)
+    sampler = dataclasses.replace(sampler, drop_last=drop_last)
+    full, rest = divmod(rows, window)
     for epoch in (0, 1):
-        assert sorted(itertools.chain.from_iterable(map(rows_of, epoch_of(sampler, epoch)))) == list(range(rows))
+        found = list(map(rows_of, epoch_of(sampler, epoch)))
+        assert list(map(len, found)) == [window] * full + [rest] * (rest > 0 and not drop_last)
+        once = sorted(itertools.chain.from_iterable(found))
+        assert len(set(once)) == len(once) and (drop_last or once == list(range(rows)))
 
 
 def test_the_order_depends_on_seed_and_epoch() -> None:
@@ -102,47 +114,32 @@ def test_the_order_depends_on_seed_and_epoch() -> None:
     assert first.order(0).tolist() == same.order(0).tolist()  # also after another epoch was requested
     assert first.plan(1, 2) == same.plan(1, 2)
     assert (first.plan(1, 2).epoch, first.plan(1, 2).step) == (1, 2)
+    mixed = make_sampler(table, stratify=True)
+    assert mixed.order(1).tolist() != mixed.order(0).tolist()
 
 
-@pytest.mark.parametrize("rows", [3, 16, 21, 35])
-def test_windows_do_not_depend_on_partitioning(rows: int) -> None:
-    table = make_table(rows)
-    expected = None
-    for world, batch, steps in [
-        (1, 8, 1),
-        (1, 4, 2),
-        (1, 1, 8),
-        (2, 4, 1),
-        (2, 1, 4),
-        (4, 2, 1),
-        (8, 1, 1),
-        (4, 1, 2),
-    ]:
-        for max_tokens in (None, 45, 100, 10**6):
-            sampler = make_sampler(table, world, batch, steps, draw_partners=True, max_tokens=max_tokens)
-            found = [(pairs_of(plan), plan.counts) for plan in epoch_of(sampler)]
-            expected = expected or found
-            assert found == expected, (world, batch, steps, max_tokens)
-    assert expected is not None and len(expected) == -(-rows // 8)
+@given(table=TABLES, world=st.sampled_from([1, 2, 4, 8]), batch=st.sampled_from([1, 2, 4, 8]), max_tokens=TOKENS)
+def test_windows_do_not_depend_on_partitioning(
+    table: RowTable, world: int, batch: int, max_tokens: int | None
+) -> None:
+    drawn = table.completions.shape[1] == 1
+    one = make_sampler(table, 1, 64, draw_partners=drawn)
+    split = make_sampler(table, world, batch, 64 // (world * batch), draw_partners=drawn, max_tokens=max_tokens)
+    assert [(pairs_of(plan), plan.counts) for plan in epoch_of(split)] == [
+        (pairs_of(plan), plan.counts) for plan in epoch_of(one)
+    ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
-@pytest.mark.parametrize("max_tokens", [None, 60, 300])
-@pytest.mark.parametrize("pairs", [False, True])
-def test_every_rank_has_the_same_number_of_micro_batches(world: int, max_tokens: int | None, pairs: bool) -> None:
-    for rows in (1, 5, 23):  # also with fewer rows than ranks, and a short last window
-        table = make_table(rows, pairs=pairs)
-        sampler = make_sampler(table, world, 2, 3, draw_partners=not pairs, max_tokens=max_tokens)
-        for plan in epoch_of(sampler):
-            assert plan.micro_batches
-            assert all(len(micro) == world for micro in plan.micro_batches)
-            for micro in plan.micro_batches:
-                sizes = [len(own.rows) for own in micro]
-                assert max(sizes) - min(sizes) <= 1 and max(sizes) >= 1
-                if max_tokens is None:
-                    assert max(sizes) <= 2
-                for own in micro:
-                    assert max_tokens is None or len(own.rows) <= 1 or padded(table, own) <= max_tokens
+@given(table=TABLES, world=WORLD, max_tokens=TOKENS)
+def test_every_rank_has_the_same_number_of_micro_batches(table: RowTable, world: int, max_tokens: int | None) -> None:
+    """Also with fewer rows than ranks."""
+    drawn = table.completions.shape[1] == 1
+    for plan in epoch_of(make_sampler(table, world, 2, 3, draw_partners=drawn, max_tokens=max_tokens)):
+        for micro in plan.micro_batches:
+            sizes = [len(own.rows) for own in micro]
+            assert len(micro) == world and max(sizes) - min(sizes) <= 1 <= max(sizes)
+            assert max_tokens is not None or max(sizes) <= 2
+            assert all(max_tokens is None or len(own.rows) <= 1 or padded(table, own) <= max_tokens for own in micro)
 
 
 def padded(table: RowTable, own: MicroBatch) -> int:
@@ -171,10 +168,10 @@ def test_the_longest_rows_come_first_and_are_distributed_over_ranks() -> None:
     assert plan.longest == (12, 4)
 
 
-@pytest.mark.parametrize("pairs", [False, True])
-def test_counts_and_longest_by_brute_force(pairs: bool) -> None:
-    table = make_table(61, seed=4, pairs=pairs)
-    for plan in epoch_of(make_sampler(table, world=3, batch=2, steps=2, draw_partners=not pairs)):
+@given(table=TABLES)
+def test_counts_and_longest_by_brute_force(table: RowTable) -> None:
+    pairs = table.completions.shape[1] == 2
+    for plan in epoch_of(make_sampler(table, 3, 2, 2, draw_partners=not pairs)):
         found: Counter[str] = Counter()
         for micro, longest, mismatched in zip(plan.micro_batches, plan.longest, plan.longest_mismatched, strict=True):
             scored, others = [], []
@@ -196,26 +193,13 @@ def test_counts_and_longest_by_brute_force(pairs: bool) -> None:
         assert {**dict.fromkeys(vars(plan.counts), 0), **found} == vars(plan.counts)
 
 
-def test_drop_last() -> None:
-    for rows, kept, steps in [(8, 8, 2), (11, 8, 2), (3, 0, 0)]:
-        sampler = make_sampler(make_table(rows), drop_last=True)
-        assert sampler.steps_per_epoch == steps
-        plans = epoch_of(sampler)
-        assert sum(plan.counts.rows for plan in plans) == kept
-        assert all(plan.counts.rows == 4 for plan in plans)
-
-
-@pytest.mark.parametrize(("rows", "window"), [(64, 8), (61, 8), (40, 5), (100, 16), (30, 2)])
-def test_stratified_windows_have_the_ratio_of_the_data(rows: int, window: int) -> None:
-    for desirable in {0, 1, 2, rows // 7, rows // 3, rows // 2, rows - 3, rows - 1, rows}:
-        table = make_table(rows, desirable=desirable)
-        sampler = make_sampler(table, batch=window, stratify=True)
-        orders = []
-        for epoch in range(3):
-            orders.append(sampler.order(epoch).tolist())
-            for plan in epoch_of(sampler, epoch):
-                assert abs(plan.counts.desirable - plan.counts.rows * desirable / rows) <= 1
-        assert len({tuple(order) for order in orders}) == 3
+@given(rows=st.integers(1, 60), window=st.integers(1, 20), share=st.floats(0, 1))
+def test_stratified_windows_have_the_ratio_of_the_data(rows: int, window: int, share: float) -> None:
+    desirable = round(rows * share)
+    sampler = make_sampler(make_table(rows, desirable=desirable), batch=window, stratify=True)
+    for epoch in range(3):
+        for plan in epoch_of(sampler, epoch):
+            assert abs(plan.counts.desirable - plan.counts.rows * desirable / rows) <= 1
 
 
 # Resuming and evaluation --------------------------------------------------------------------------------------------
