@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from typing import Any
 
 import torch
@@ -42,10 +43,15 @@ def together(values: Sequence[Awaitable[Any]]) -> list[Any]:
     async def results() -> list[Any]:
         return await asyncio.gather(*map(result, values), return_exceptions=True)
 
-    if not values:
-        return []
-    future = asyncio.run_coroutine_threadsafe(results(), _event_loop())
+    return awaited(results()) if values else []
+
+
+def awaited(coroutine: Coroutine[Any, Any, Any], look: Callable[[], None] = lambda: None) -> Any:
+    """Run a coroutine in that event loop and return its result; call ``look`` every second, which may raise."""
+    future = asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
     try:
+        while not wait_for([future], 1.0).done:
+            look()
         return future.result()
     except BaseException:
         future.cancel()  # Ctrl-C: leave nothing running

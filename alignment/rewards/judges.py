@@ -16,9 +16,8 @@ from alignment.engines.collectives import on_first_rank
 from alignment.engines.rng import as_before
 from alignment.reporting.completions import as_text
 from alignment.rewards.callables import as_list, name_of, raise_together, scalar, span, together
-from alignment.rewards.endpoint import EndpointJudge
+from alignment.rewards.llm_judge import FAILED, LLMJudge
 from alignment.rewards.pairwise import BaseBinaryJudge, BaseRankJudge
-from alignment.rewards.questions import FAILED
 from alignment.run.retries import NEVER, Retries
 
 
@@ -66,14 +65,14 @@ class Judge:
         Raises:
             RewardError: the endpoint is unavailable; the same error on all ranks.
         """
-        if not isinstance(self.code, EndpointJudge):
+        if not isinstance(self.code, LLMJudge):
             return []
         on_first_rank(self.code.check)
         return [f"judge: {self.code.where}"]
 
     def looked_at(self) -> list[str]:
         """Check an endpoint judge once, and return a line for a dry run."""
-        if not isinstance(self.code, EndpointJudge):
+        if not isinstance(self.code, LLMJudge):
             return []
         try:
             self.code.check(retries=0)
