@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import thread as pools
+from typing import Any
 
 
 def before_threads_end(call: Callable[[], None]) -> None:
@@ -21,6 +22,7 @@ def leave_daemon_pools() -> None:
     These are daemon threads as well, but ``concurrent.futures`` waits for every worker in a private dictionary, and so
     for a request of a library that never returns. Seen with Python 3.10 to 3.14.
     """
-    for thread in list(pools._threads_queues):
+    workers: Any = pools._threads_queues
+    for thread in list(workers):
         if thread.daemon:
-            pools._threads_queues.pop(thread, None)
+            workers.pop(thread, None)

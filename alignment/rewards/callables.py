@@ -82,17 +82,10 @@ def span(places: Sequence[str]) -> str:
 
 
 def as_list(returned: Any, who: str, places: Sequence[str], wanted: str, of: str) -> list[Any]:
-    """Convert the return value of user code to a list with one value per row.
-
-    Args:
-        returned: a list, tuple or other sequence, or a one-dimensional tensor or array.
-        who: name of the code in messages.
-        places: names of the rows with which it was called.
-        wanted: what it should return, in the plural, for messages.
-        of: what it was called with, in the plural, for messages.
+    """Convert the sequence, tensor or array that user code returned to a list with one value per row.
 
     Raises:
-        RewardError: the value has another type or length.
+        RewardError: it has another type or length; ``who`` should have returned what is ``wanted`` for each ``of``.
     """
     plain = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(plain, Sequence) or isinstance(plain, (str, bytes)):
@@ -112,11 +105,7 @@ def scalar(value: Any) -> Any:
 
 
 def raise_together(failure: RewardError | None, retries: Retries = NEVER) -> None:
-    """Raise the same error on every rank if any rank failed. Collective.
-
-    Args:
-        failure: this rank's failure, if any.
-        retries: the retries of the calls; retries on any rank are counted on all ranks.
+    """Raise the same error on every rank if any rank failed, and count the retries of all ranks. Collective.
 
     Raises:
         RewardError: the error of the first failed rank, with the ranks that failed.

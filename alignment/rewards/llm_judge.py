@@ -81,18 +81,10 @@ class LLMJudge(BasePairwiseJudge):
         model: name of the model at the endpoint.
         base_url: URL including the version, such as ``http://localhost:8000/v1``; None for ``OPENAI_BASE_URL`` from
             the environment, or else OpenAI's.
-        system_prompt: the question, with ``{prompt}``, ``{response0}`` and ``{response1}``; None for the built-in
-            one. The model must answer with 0 or 1 only.
+        system_prompt: the question, with ``{prompt}``, ``{response0}`` and ``{response1}``, to be answered with 0 or
+            1 only; None for the built-in one.
         max_requests: maximum total number of questions; further pairs get -1. None: no limit.
-        both_orders: ask about every pair twice, in both orders. A pair gets -1 if the two answers disagree, because
-            the model then decided by position. False asks once, in random order.
-        concurrency: maximum number of concurrent questions on each rank.
-        retries: number of retries if the endpoint is busy or fails.
-        timeout: seconds to wait for a response.
-        max_tokens: maximum number of tokens of an answer; reasoning models need more.
-        api_key_env: environment variable with the API key.
-        extra_body: additional keys of every request; null removes a default key
-            (``{"max_tokens": null, "max_completion_tokens": 16}``).
+        **further: the other keys of the option ``judge``, which the guide on rewards describes.
 
     Raises:
         OptionError: an argument is invalid, or the package ``openai`` is not installed.
@@ -162,10 +154,7 @@ class LLMJudge(BasePairwiseJudge):
     def judge(self, prompts: list[Any], completions: list[Any], shuffle_order: bool = True) -> list[int]:
         """Return for each pair 0 (the first is better), 1 (the second) or -1 (refused, unreadable or inconsistent).
 
-        Args:
-            prompts: (P,) texts or conversations.
-            completions: (P,) two completions for each prompt.
-            shuffle_order: without ``both_orders``, choose which completion is shown first with NumPy's generator.
+        Without ``both_orders``, ``shuffle_order`` chooses which completion is shown first with NumPy's generator.
 
         Raises:
             RewardError: the endpoint answers no questions; the message names it.
@@ -197,11 +186,8 @@ class LLMJudge(BasePairwiseJudge):
     def check(self, retries: int | None = None) -> None:
         """Check that the endpoint is available and, if it supports ``/models``, that it serves the model.
 
-        Args:
-            retries: overrides the judge's retries.
-
         Raises:
-            RewardError: the endpoint is unavailable, or does not serve the model.
+            RewardError: it is unavailable after ``retries``, or does not serve the model.
         """
 
         async def served() -> list[str]:
@@ -293,27 +279,19 @@ class OpenAIPairwiseJudge(LLMJudge):
         super().__init__(model, system_prompt=system_prompt, max_requests=max_requests, **further)
 
 
-class PairRMJudge:
-    """Not supported: it needs the package ``llm-blender``, which does not work with current libraries.
+class HfPairwiseJudge:
+    """Not supported: raises an error that names the replacement."""
 
-    Raises:
-        OptionError: always.
-    """
-
-    advice = "set judge to a mapping with the model and base_url of an OpenAI-compatible endpoint, or use LLMJudge"
+    instead = "LLMJudge(model, 'https://router.huggingface.co/v1', api_key_env='HF_TOKEN')"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise OptionError(f"judge: {type(self).__name__}: not supported; {self.advice}")
+        raise OptionError(f"judge: {type(self).__name__}: not supported; use {self.instead}")
 
 
-class HfPairwiseJudge(PairRMJudge):
-    """Not supported: Hugging Face's inference providers are OpenAI-compatible endpoints.
+class PairRMJudge(HfPairwiseJudge):
+    """Not supported: raises an error that names the replacement."""
 
-    Raises:
-        OptionError: always.
-    """
-
-    advice = "use LLMJudge(model, 'https://router.huggingface.co/v1', api_key_env='HF_TOKEN')"
+    instead = "LLMJudge, or a mapping with the model and base_url of an OpenAI-compatible endpoint"
 
 
 NAMED = {"openai": OpenAIPairwiseJudge, "hf": HfPairwiseJudge, "pair_rm": PairRMJudge}

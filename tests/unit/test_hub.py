@@ -184,6 +184,11 @@ def test_a_read_only_token_no_token_and_offline_mode(
         prepared(tmp_path)
 
 
+def test_a_failure_does_not_reveal_the_token() -> None:
+    said = Repository("x", token=TOKEN).failure(ValueError(f"bad header\n{TOKEN}."))
+    assert said == "ValueError: bad header <hidden>"
+
+
 # A run --------------------------------------------------------------------------------------------------------------
 
 

@@ -295,14 +295,17 @@ URL = {"model": "m", "base_url": "http://host/v1"}
 @pytest.mark.parametrize(
     ("given", "key"),
     [
-        ({"model": "m"}, "base_url"), (URL | {"base_url": "localhost:8000"}, "base_url"), (URL | {"model": ""}, "model"),
-        (URL | {"base_url": "http://user:pass@host/v1"}, "base_url"), (URL | {"base_url": "http://"}, "base_url"),
-        (URL | {"base_url": "http://host/v1?api_key=pass@"}, "base_url"), (URL | {"base_url": "http://h:99999"}, "base"),
-        (URL | {"api_key": KEY}, "api_key: secrets"), (URL | {"retrys": 3}, "retrys"), (URL | {"retries": "x"}, "retries"),
-        (URL | {"timeout": 0}, "timeout"), (URL | {"both_orders": 2}, "both_orders"), (URL | {"extra_body": []}, "extra"),
-        (URL | {"concurrency": 0}, "concurrency"), (URL | {"retries": -1}, "retries"), (URL | {"max_tokens": True}, "max"),
-        (URL | {"max_requests": 0}, "max_requests"), ("hf", "HfPairwiseJudge: not supported; use LLMJudge"),
-        ("pair_rm", "PairRMJudge: not supported; set judge to a mapping"), ("openai", "gpt-4-turbo-preview at https"),
+        ({"model": "m"}, "base_url"), (URL | {"model": ""}, "model"),
+        (URL | {"api_key": KEY}, "api_key: secrets"),
+        (URL | {"retrys": 3}, "retrys"), (URL | {"retries": "x"}, "retries"), (URL | {"retries": -1}, "retries"),
+        (URL | {"timeout": 0}, "timeout"), (URL | {"both_orders": 2}, "both_orders"),
+        (URL | {"max_tokens": True}, "max_tokens"),
+        (URL | {"concurrency": 0}, "concurrency"), (URL | {"extra_body": []}, "extra_body"),
+        (URL | {"max_requests": 0}, "max_requests"),
+        *((URL | {"base_url": url}, "base_url") for url in ("localhost:8000", "http://", "http://h:99999",
+          "http://h/#a", "http://user:pass@host/v1", "http://:pass@host/v1", "http://host/v1?api_key=pass@", "ftp://host/v1")),
+        ("hf", "HfPairwiseJudge: not supported; use LLMJudge"), ("pair_rm", "PairRMJudge: not supported; use LLMJudge"),
+        ("openai", "gpt-4-turbo-preview at https"),
     ],
 )  # fmt: skip
 def test_invalid_judge_options(given: Any, key: str) -> None:

@@ -278,7 +278,12 @@ class Uploads(TrainerCallback):
         """Report the uploads that are over since the last call."""
         while self._open and self._open[0].future.done():
             push = self._open.pop(0)
-            record = {"event": "upload", "of": push.label, "step": push.step, "seconds": round(push.seconds, 3)}
+            record: dict[str, Any] = {
+                "event": "upload",
+                "of": push.label,
+                "step": push.step,
+                "seconds": round(push.seconds, 3),
+            }
             if (error := push.future.exception()) is None:
                 info, self._warned = push.future.result(), False
                 record["commit"] = info.oid
