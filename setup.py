@@ -15,6 +15,7 @@ README = ROOT / "README.md"
 # next release that may break an interface; for DeepSpeed that is the next minor one, for alignment/internals/ works
 # with its inner parts. Lower ends were set by reading, not by running: transformers 5 and DeepSpeed 0.19 are the
 # interfaces written against; torch binds NCCL groups to a device without hanging since 2.7.1.
+# huggingface_hub 1.20 is the first release whose upload_folder resumes an interrupted upload.
 # rollout_backend: continuous needs transformers 5.20, and is refused by name with an older one.
 REQUIRED = [
     "torch>=2.8,<3",
@@ -25,7 +26,7 @@ REQUIRED = [
     "bitsandbytes>=0.48,<1",
     "safetensors>=0.5,<1",
     "filelock>=3.30,<5",
-    "huggingface_hub>=1,<3",
+    "huggingface_hub>=1.20,<3",
     "pydantic>=2.5,<3",
     "pyyaml>=6.0,<7",
     "tqdm>=4.66.3,<5",
@@ -54,7 +55,10 @@ EXTRAS = {
         # Its interpreter runs the head's kernels on a CPU. Users have the release that torch's CUDA wheels pin.
         "triton>=3.4,<4",
         "liger-kernel>=0.8,<0.9",
+        "openai>=2,<4",
     ],
+    # For a model as the judge of Online DPO.
+    "judges": ["openai>=2,<4"],
     # For use_liger_kernel: 0.8 is the release whose kernels were compared with transformers' layers, type by type.
     "liger": ["liger-kernel>=0.8,<0.9"],
     # For what TRL's scripts import beside trainers and configurations: the releases that import with transformers 5.

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from alignment.methods.reward_options import RewardConfig
     from alignment.methods.sft import SFTTrainer
     from alignment.methods.sft_options import SFTConfig
-    from alignment.rewards.endpoint import EndpointJudge, OpenAIPairwiseJudge
-    from alignment.rewards.hub_judges import HfPairwiseJudge, PairRMJudge
+    from alignment.rewards.llm_judge import HfPairwiseJudge, LLMJudge, OpenAIPairwiseJudge, PairRMJudge
     from alignment.rewards.pairwise import (
         AllTrueJudge,
         BaseBinaryJudge,
@@ -53,10 +52,10 @@ __all__ = [
     "CPOTrainer",
     "DPOConfig",
     "DPOTrainer",
-    "EndpointJudge",
     "HfPairwiseJudge",
     "KTOConfig",
     "KTOTrainer",
+    "LLMJudge",
     "LogCompletionsCallback",
     "OnlineDPOConfig",
     "OnlineDPOTrainer",
@@ -80,8 +79,7 @@ _HOMES = {name: module for module, _, name in (path.partition(":") for path in _
 _HOMES["RunStopped"] = "alignment.run.stop"
 # What scripts written for TRL import besides.
 _FOR_SCRIPTS = {
-    "rewards.endpoint": "EndpointJudge OpenAIPairwiseJudge",
-    "rewards.hub_judges": "HfPairwiseJudge PairRMJudge",
+    "rewards.llm_judge": "HfPairwiseJudge LLMJudge OpenAIPairwiseJudge PairRMJudge",
     "rewards.pairwise": "AllTrueJudge BaseBinaryJudge BaseJudge BasePairwiseJudge BaseRankJudge",
     "compat.trl.callbacks": "LogCompletionsCallback WinRateCallback",
     "compat.trl.rows": (

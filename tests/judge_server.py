@@ -68,7 +68,7 @@ class Server:
                 pass
 
             def do_GET(self) -> None:
-                server.headers.append(dict(self.headers))
+                server.headers.append({name.title(): value for name, value in self.headers.items()})
                 self._send(server.models or Answer(status=404, body=b"{}"))
 
             def do_POST(self) -> None:
@@ -77,7 +77,7 @@ class Server:
                     server._now += 1
                     server.most = max(server.most, server._now)
                     server.bodies.append(body)
-                    server.headers.append(dict(self.headers))
+                    server.headers.append({name.title(): value for name, value in self.headers.items()})
                     server.asked.append(body["messages"][0]["content"])
                     answer = server.answer(server.asked[-1])
                 if answer.wait:

@@ -81,7 +81,7 @@ class RewardOptions:
         None,
         "Judge that compares pairs of completions, instead of rewards: `file.py:name` of a function that takes "
         "`(prompts, pairs)` and returns 0, 1 or -1 for each pair, a mapping with the `base_url` and `model` of an "
-        "OpenAI-compatible endpoint, or `openai`, `hf` or `pair_rm`. See docs/guides/rewards.md.",
+        "OpenAI-compatible endpoint, or `openai`. See docs/guides/rewards.md.",
     )
     missing_eos_penalty: NotNegative | None = option(None, "Penalty on the score of a completion that has no end.")
     reward_batch_size: Free[Count | None] = option(

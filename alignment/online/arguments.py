@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from alignment.config.errors import OptionError
 from alignment.config.lookup import load_callable
 from alignment.config.options_online import OnlineOptions
-from alignment.rewards.named import is_named, named_judge
+from alignment.rewards.llm_judge import NAMED, named_judge
 
 
 def given_once(name: str, given: Any, option: Any) -> Any:
@@ -52,7 +52,8 @@ def given_judge(
     Raises:
         OptionError: if both are set and differ, the named judge cannot be used, or it is combined with rewards.
     """
-    if given is None or not is_named(given, options.judge):
+    kind = NAMED.get(options.judge) if isinstance(options.judge, str) else None
+    if given is None or kind is None or not isinstance(given, kind):
         given = given_once("judge", given, options.judge)
         named = named_judge(given)
         if named is not None:

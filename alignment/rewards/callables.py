@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from typing import Any
 
 import torch
@@ -42,10 +43,15 @@ def together(values: Sequence[Awaitable[Any]]) -> list[Any]:
     async def results() -> list[Any]:
         return await asyncio.gather(*map(result, values), return_exceptions=True)
 
-    if not values:
-        return []
-    future = asyncio.run_coroutine_threadsafe(results(), _event_loop())
+    return awaited(results()) if values else []
+
+
+def awaited(coroutine: Coroutine[Any, Any, Any], look: Callable[[], None] = lambda: None) -> Any:
+    """Run a coroutine in that event loop and return its result; call ``look`` every second, which may raise."""
+    future = asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
     try:
+        while not wait_for([future], 1.0).done:
+            look()
         return future.result()
     except BaseException:
         future.cancel()  # Ctrl-C: leave nothing running
@@ -76,17 +82,10 @@ def span(places: Sequence[str]) -> str:
 
 
 def as_list(returned: Any, who: str, places: Sequence[str], wanted: str, of: str) -> list[Any]:
-    """Convert the return value of user code to a list with one value per row.
-
-    Args:
-        returned: a list, tuple or other sequence, or a one-dimensional tensor or array.
-        who: name of the code in messages.
-        places: names of the rows with which it was called.
-        wanted: what it should return, in the plural, for messages.
-        of: what it was called with, in the plural, for messages.
+    """Convert the sequence, tensor or array that user code returned to a list with one value per row.
 
     Raises:
-        RewardError: the value has another type or length.
+        RewardError: it has another type or length; ``who`` should have returned what is ``wanted`` for each ``of``.
     """
     plain = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(plain, Sequence) or isinstance(plain, (str, bytes)):
@@ -106,11 +105,7 @@ def scalar(value: Any) -> Any:
 
 
 def raise_together(failure: RewardError | None, retries: Retries = NEVER) -> None:
-    """Raise the same error on every rank if any rank failed. Collective.
-
-    Args:
-        failure: this rank's failure, if any.
-        retries: the retries of the calls; retries on any rank are counted on all ranks.
+    """Raise the same error on every rank if any rank failed, and count the retries of all ranks. Collective.
 
     Raises:
         RewardError: the error of the first failed rank, with the ranks that failed.

@@ -61,23 +61,14 @@ class Rewards:
                 f"reward_weights: {len(self.weights)} weights for {len(sources)} reward sources "
                 f"({', '.join(self.names)}); set one per source"
             )
-        for weight, name in zip(self.weights, self.names):
-            if not math.isfinite(weight):
-                raise OptionError(f"reward_weights: {weight} for {name}; expected a finite number")
+        if not all(map(math.isfinite, self.weights)):
+            raise OptionError(f"reward_weights: {self.weights}; expected finite numbers")
 
     def check(self, columns: Collection[str], where: str | None = None) -> None:
-        """Check that the functions can be called with the columns of a dataset.
-
-        Args:
-            columns: the names of its additional columns.
-            where: name of the dataset in messages; None if there is only one.
-
-        Raises:
-            OptionError: see :meth:`FunctionReward.check`.
-        """
+        """See :meth:`FunctionReward.check`; ``where`` names the dataset if there are several."""
         for source in self.sources:
             if isinstance(source, FunctionReward):
-                source.check(columns, where)
+                source.check(columns, where or "the dataset")
 
     def follow(self, state: TrainerState) -> None:
         """Pass the state of the run to functions."""
@@ -104,17 +95,13 @@ class Rewards:
         raise_together(failure, self.retries)
         scores |= {n: s.score(samples) for n, s in zip(self.names, self.sources) if n not in functions}
         by_source = {name: scores[name] for name in self.names}
-        total = [self._total(values) for values in zip(*by_source.values())]
-        for index, ended in enumerate(samples.ended):
-            reached = total[index]
-            if reached is not None and not ended:
-                total[index] = reached - self.penalty
+        total = [self._total(values, ended) for *values, ended in zip(*by_source.values(), samples.ended)]
         ignored = sum(values.count(None) for values in by_source.values())
         return Scores(total, by_source, ignored, truncated=sum(source.truncated for source in self.sources))
 
-    def _total(self, values: Sequence[float | None]) -> float | None:
+    def _total(self, values: Sequence[float | None], ended: bool) -> float | None:
         said = [weight * value for weight, value in zip(self.weights, values) if value is not None]
-        return sum(said) if said else None
+        return sum(said) - (0.0 if ended else self.penalty) if said else None
 
     def close(self) -> None:
         """Release every source."""

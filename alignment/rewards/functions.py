@@ -6,8 +6,8 @@ import copy
 import functools
 import inspect
 import itertools
-import math
 import numbers
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -24,15 +24,6 @@ from alignment.run.retries import NEVER, Retries, is_transient
 ARGUMENTS = ("prompts", "completions", "completion_ids")
 STATE = "trainer_state"  # the run's TrainerState of transformers
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-def _copied(state: TrainerState) -> TrainerState:
-    """Copy a state. Records of the log contain plain values only; a deep copy of a long log takes much longer."""
-    result = copy.copy(state)
-    result.log_history = []
-    result = copy.deepcopy(result)
-    result.log_history = [dict(record) for record in state.log_history]
-    return result
 
 
 class FunctionReward:
@@ -67,31 +58,22 @@ class FunctionReward:
                 f"{self.who} has no readable signature ({error}); wrap it in a function that takes "
                 f"{', '.join(ARGUMENTS)} and the columns that it needs"
             ) from error
-        self._takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-        self._taken = {parameter.name for parameter in parameters if parameter.kind in _BY_KEYWORD}
-        self._required = [
-            parameter.name
-            for parameter in parameters
-            if parameter.default is inspect.Parameter.empty and parameter.kind in _BY_KEYWORD
-        ]
-        for parameter in parameters:
-            nameless = parameter.kind is inspect.Parameter.POSITIONAL_ONLY
-            if nameless and parameter.default is inspect.Parameter.empty:
+        self._takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+        self._taken = {one.name for one in parameters if one.kind in _BY_KEYWORD}
+        required = [one for one in parameters if one.default is inspect.Parameter.empty]
+        self._required = [one.name for one in required if one.kind in _BY_KEYWORD]
+        for one in required:
+            if one.kind is inspect.Parameter.POSITIONAL_ONLY:
                 raise OptionError(
-                    f"{self.who} takes {parameter.name!r} as a positional-only argument; make it a keyword argument"
+                    f"{self.who} takes {one.name!r} as a positional-only argument; make it a keyword one"
                 )
 
-    def check(self, columns: Collection[str], where: str | None = None) -> None:
-        """Check that the function can be called with the columns of a dataset.
-
-        Args:
-            columns: the names of its additional columns.
-            where: name of the dataset in messages; None if there is only one.
+    def check(self, columns: Collection[str], where: str = "the dataset") -> None:
+        """Check that the function can be called with the additional columns of a dataset.
 
         Raises:
             OptionError: a required argument is missing, or a column has the name of a built-in argument.
         """
-        where = where or "the dataset"
         for name in self._required:
             if name not in (*ARGUMENTS, STATE) and name not in columns:
                 raise OptionError(
@@ -110,8 +92,13 @@ class FunctionReward:
         given = {name: getattr(samples, name) for name in ARGUMENTS} | samples.columns | {STATE: self.state}
         taken = {name: values for name, values in given.items() if self._takes_all or name in self._taken}
         # Copies: a function that modifies its arguments must not modify the training data or the run.
-        state = {STATE: _copied(taken.pop(STATE))} if STATE in taken else {}
-        return self.function(**copy.deepcopy(taken), **state)
+        if STATE in taken:  # records of the log contain plain values; a deep copy of a long log takes much longer
+            taken[STATE] = copy.copy(self.state)
+            taken[STATE].log_history = []
+        copied = copy.deepcopy(taken)
+        if STATE in taken:
+            copied[STATE].log_history = [dict(record) for record in self.state.log_history]
+        return self.function(**copied)
 
     def scores(self, returned: Any, samples: Samples) -> list[float | None]:
         """Validate the function's result.
@@ -135,22 +122,14 @@ class FunctionReward:
             raise RewardError(
                 f"{self.who} returned {show(value)} for {place}; expected a number, or None for no score"
             )
-        try:
-            number = float(value)
-        except OverflowError:  # an integer of more than 308 digits
-            number = math.inf
-        if not math.isfinite(number):
+        if not abs(value) <= sys.float_info.max:  # type: ignore[operator]  # nor an integer of 309 digits
             raise RewardError(
-                f"{self.who} returned {number} for {place}; expected a finite number, or None for no score"
+                f"{self.who} returned {show(value)} for {place}; expected a finite number, or None for no score"
             )
-        return number
+        return float(value)
 
     def score(self, samples: Samples) -> list[float | None]:
-        """Return one score (or None) per sample. Without samples, the function is not called.
-
-        Raises:
-            RewardError: see ``score_all``.
-        """
+        """Return one score (or None) per sample; see ``score_all``."""
         return score_all([self], samples)[0]
 
     def close(self) -> None:

@@ -16,9 +16,8 @@ from alignment.engines.collectives import on_first_rank
 from alignment.engines.rng import as_before
 from alignment.reporting.completions import as_text
 from alignment.rewards.callables import as_list, name_of, raise_together, scalar, span, together
-from alignment.rewards.endpoint import EndpointJudge
+from alignment.rewards.llm_judge import FAILED, LLMJudge
 from alignment.rewards.pairwise import BaseBinaryJudge, BaseRankJudge
-from alignment.rewards.questions import FAILED
 from alignment.run.retries import NEVER, Retries
 
 
@@ -48,32 +47,25 @@ class Judge:
             raise OptionError(f"{self.who} is {show(judge)}; expected a function, or an object with a method 'judge'")
         if isinstance(judge, (BaseBinaryJudge, BaseRankJudge)):
             raise OptionError(f"{self.who} does not compare pairs; use a BasePairwiseJudge, or reward_funcs")
-        self._takes_texts = False
+        signature = inspect.signature(self._call)
+        self._takes_texts = "shuffle_order" in signature.parameters
         try:
-            signature = inspect.signature(self._call)
             signature.bind([], [])
-            self._takes_texts = "shuffle_order" in signature.parameters
         except TypeError as error:
             raise OptionError(
                 f"{self.who} cannot be called with two arguments ({error}); it must take prompts and pairs"
             ) from error
-        except ValueError:
-            return  # a built-in without a signature
 
     def ready(self) -> list[str]:
-        """Check on rank 0 that an endpoint judge is available, and return a line for the start of a run. Collective.
-
-        Raises:
-            RewardError: the endpoint is unavailable; the same error on all ranks.
-        """
-        if not isinstance(self.code, EndpointJudge):
+        """Check on rank 0 that an endpoint judge is available; return a line for the start of a run. Collective."""
+        if not isinstance(self.code, LLMJudge):
             return []
         on_first_rank(self.code.check)
         return [f"judge: {self.code.where}"]
 
     def looked_at(self) -> list[str]:
         """Check an endpoint judge once, and return a line for a dry run."""
-        if not isinstance(self.code, EndpointJudge):
+        if not isinstance(self.code, LLMJudge):
             return []
         try:
             self.code.check(retries=0)
@@ -96,7 +88,7 @@ class Judge:
             places: (P,) names of the prompts' rows, for messages.
 
         Raises:
-            RewardError: the judge failed or returned invalid verdicts on any rank; the same error on all ranks.
+            RewardError: the judge failed on any rank; the same error on all ranks.
         """
         # Not Python's generator: a random judge with the same seed would then depend on the order of the pairs.
         turned = (np.random.default_rng(seed).random(len(pairs)) < 0.5).tolist()

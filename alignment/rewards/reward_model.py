@@ -44,19 +44,13 @@ class ClassifierReward:
         tokenizer: the reward model's tokenizer; None to load it from the model.
         options: the run's options.
         dtypes: the run's dtypes; the reward model computes in the policy's dtype.
-        placement: ``offload``, ``sharded`` or ``replica``; None: determined by ``deepspeed`` or by ``place``.
-        deepspeed: DeepSpeed configuration of its engine: path, packaged name or mapping; None: the packaged one of the
-            placement.
-        batch_size: sequences per forward pass; None: two for each row of the policy's micro-batch.
-        in_4bit: load its weights in 4 bits.
+        placement, deepspeed, batch_size, in_4bit: see ``reward_placement`` and so on in the options.
         place: chooses a placement for a model with weights of a given number of bits, and returns it with the sizes
             that explain it; used if both ``placement`` and ``deepspeed`` are None.
 
     Attributes:
-        name: its name in metrics.
         frozen: placement and DeepSpeed configuration of its engine.
-        truncated: number of this rank's sequences that were truncated in the last call of :meth:`score`.
-        tokens: number of this rank's tokens that were scored in the last call.
+        truncated, tokens: this rank's truncated sequences, and scored tokens, in the last call of :meth:`score`.
 
     Raises:
         ModelError: the model or tokenizer cannot be used.
@@ -122,12 +116,7 @@ class ClassifierReward:
         return f"{text}; Liger has no kernels for {self.source.config.model_type} models" if plain else text
 
     def check(self, prompt: Text, place: str, template: Mapping[str, Any]) -> None:
-        """Check that the reward model supports prompts like this one, before weights are loaded.
-
-        Args:
-            prompt: the prompt of a row.
-            place: name of the row in messages.
-            template: variables for the chat template.
+        """Check that the reward model supports the prompt of a row, at ``place``, before weights are loaded.
 
         Raises:
             ModelError: the prompt is conversational, but the reward model's tokenizer has no chat template.
@@ -142,11 +131,7 @@ class ClassifierReward:
         self.rows.encode([Source(prompt, (completion,), place, template)])
 
     def build(self) -> FrozenEngine:
-        """Return the engine, and build it on the first call. Collective.
-
-        Raises:
-            ModelError: the model cannot be loaded, or computes scores in an unsupported way.
-        """
+        """Return the engine, and build it on the first call. Collective."""
         if self._engine is None:
             compute = getattr(torch, self.dtypes.compute)
             model = self.source.load(self.options, compute, self.frozen.ds_config, device())
@@ -196,10 +181,7 @@ class ClassifierReward:
         return [ids[: self._longest] for ids in whole]
 
     def _scored(self, sequences: list[list[int]]) -> list[float | None]:
-        """Score sequences, batched by length, and return the scores in order.
-
-        All ranks run the same number of passes.
-        """
+        """Score sequences, batched by length, in order; all ranks run the same number of passes."""
         engine, size = self.build(), self.batch_size
         order = sorted((n for n, ids in enumerate(sequences) if ids), key=lambda n: -len(sequences[n]))
         forwards = int(largest_numbers([math.ceil(len(order) / size)])[0])

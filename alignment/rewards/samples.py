@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from alignment.data.messages import Text
@@ -32,25 +32,15 @@ class Samples:
     places: list[str]
     template: list[Mapping[str, Any]]
 
-    def __post_init__(self) -> None:
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "columns"}
-        sizes = {name: len(values) for name, values in {**self.columns, **given}.items()}
-        assert set(sizes.values()) == {len(self)}, f"of unequal length: {sizes}"
-
     def __len__(self) -> int:
         return len(self.prompts)
 
 
 class RewardSource(Protocol):
-    """Scores samples. Sources other than functions may run collectives, so all ranks must make the same calls.
+    """Scores samples. Sources other than functions may run collectives, so all ranks must make the same calls."""
 
-    Attributes:
-        name: name in messages and metrics.
-        truncated: number of samples that were truncated in the last call because they were too long.
-    """
-
-    name: str
-    truncated: int
+    name: str  # in messages and metrics
+    truncated: int  # samples that were too long and truncated in the last call
 
     def score(self, samples: Samples) -> list[float | None]:
         """Return one finite score per sample, or None for no score."""

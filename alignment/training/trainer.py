@@ -24,7 +24,7 @@ from alignment.checkpoint.run_folder import LOG, RunFolder
 from alignment.checkpoint.writer import CheckpointWriter
 from alignment.compat.trl.overrides import check_attributes, check_overrides, check_saving
 from alignment.compat.trl.surface import TrainerSurface
-from alignment.config.errors import LastCheckpointError, OptionError, setting
+from alignment.config.errors import HubError, LastCheckpointError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.data.windows import WindowSampler
 from alignment.engines.collectives import barrier, device, on_first_rank
@@ -58,8 +58,7 @@ from alignment.training.callbacks import Events, check_callbacks, check_early_st
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import DataPreparation, PreparedData, RunData, check_evaluation, total_steps
 from alignment.training.evaluation import evaluate, evaluation_windows
-from alignment.training.hub.card import Subject
-from alignment.training.hub.publisher import Publisher
+from alignment.training.hub.contents import Subject
 from alignment.training.hub.repository import Repository, prepared_repository
 from alignment.training.hub.uploads import Uploads
 from alignment.training.loop import TrainingLoop
@@ -185,7 +184,7 @@ class AlignmentTrainer(TrainerSurface):
         """Return the repository of uploads, checked and created before data are tokenized; None without uploads."""
         if not self.args.push_to_hub:
             return None
-        return prepared_repository(self.args, self.retries, resumes=bool(self.args.resume_from_checkpoint))
+        return prepared_repository(self.args, self.retries)
 
     def _models_read(self) -> Iterable[tuple[str, Any]]:
         """Arguments that are further models of the run, and their values."""
@@ -232,12 +231,11 @@ class AlignmentTrainer(TrainerSurface):
             from alignment.training.sampling.answers import answers_of  # imports generation code
 
             self.context.answers = answers_of(self.context, lambda: self._writes_logs)
-        self.uploads = Uploads(self.context, self._subject)
+        self.uploads = Uploads(self.context, self._subject, lambda: self.save_model(_internal_call=True))
         handler = self.events.handler
         if repository is not None:
-            self.uploads.use(repository)
+            self.uploads.repository = repository
             handler.add_callback(self.uploads)
-        self.publisher = Publisher(self.context, self.uploads, self.save_model)
         self.engines = RunEngines(
             self.context, self.planned.engines, optimizers, self.planned.aux_coefficient, self.resources
         )
@@ -297,7 +295,6 @@ class AlignmentTrainer(TrainerSurface):
             loop, writer, resumed = self._load(data, sampler, checkpoint, manifest)
             with self.uploads.ending():
                 result = loop.run(evaluation_windows(self.context), writer, resumed)
-                self.uploads.finish()
             self._finish(writer)
         return result
 
@@ -394,8 +391,7 @@ class AlignmentTrainer(TrainerSurface):
         """Write what follows a completed run: its report, and the merged model if requested."""
         self.write_report(show=True)
         if self.args.merged_output_dir is not None:
-            with self.uploads.held():
-                self.save_model()
+            self.save_model(_internal_call=True)
             write_merged(self.args, self.planned.engines.source)
         if writer.failure is not None:
             raise LastCheckpointError(
@@ -472,8 +468,14 @@ class AlignmentTrainer(TrainerSurface):
         with ACTIVITY("save model"):
             self.engines.write(folder)
             barrier()
-        if self.args.push_to_hub and not _internal_call and not self.uploads.holds:
-            self.publisher.push_saved(folder)
+        if self.args.push_to_hub and not _internal_call:
+            try:
+                if folder == self.output_dir:
+                    self.create_model_card()
+                self.uploads.push(folder, "Model save")
+            except (HubError, OptionError) as error:
+                tell(f"{error}; training is not affected")
+            self.uploads.wait()
 
     # Output ---------------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     fake = FakeHub()
     for name, value in {"HF_ENDPOINT": fake.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", fake.url)  # read when the library is imported
+    for name, value in {"ENDPOINT": fake.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)  # read when the library is imported
     with fake.serving():
         yield fake
 
@@ -66,7 +67,7 @@ def test_a_run_uploads_its_checkpoints_and_its_model(
     trainer.train()
     (tmp_path / "out" / "notes.txt").write_text("written by a user")
     said = capsys.readouterr().out
-    assert said.count("could not upload checkpoint-1 (HTTP 500") == 1
+    assert said.count("could not upload checkpoint-1 (HfHubHTTPError") == 1
     paths = {name.partition("/")[0] for name in hub.files("me/out") if "/" in name}
     assert paths == {"checkpoint-2", "checkpoint-3"}  # save_total_limit has removed the first one locally
     # A failure at the end is reported with the command to upload manually.
@@ -83,7 +84,7 @@ def test_a_run_uploads_its_checkpoints_and_its_model(
     )
     assert done.returncode == 0 and len(hub.repos["me/out"].commits) == before + 1
     hub.faults["/preupload/"] = [403]
-    with pytest.raises(HubError, match="push_to_hub: the token has no write access"):
+    with pytest.raises(HubError, match="push_to_hub: .*403"):
         trainer.push_to_hub()
     info = trainer.push_to_hub("mine", dataset_name="org/rows", license="mit", tags="x", revision="dev")
     assert info is not None and info.commit_message == "mine" and "dev" in hub.repos["me/out"].branches
@@ -130,7 +131,7 @@ def test_a_stop_does_not_wait_for_uploads(
     began = time.monotonic()
     with pytest.raises(RunStopped):
         trainer.train()
-    assert time.monotonic() - began < 60 and "the upload of checkpoint-1 was cancelled" in capsys.readouterr().out
+    assert time.monotonic() - began < 60 and "could not upload checkpoint-1 (given up after" in capsys.readouterr().out
     assert hub.repos["me/out"].commits == [] and (tmp_path / "out" / "checkpoint-2").is_dir()
     trainer.close()
 

@@ -20,7 +20,7 @@ from alignment.rollout.backend import Sampling
 from alignment.run.stop import Cut
 from alignment.training.sampling import answers, sampler
 from alignment.training.sampling.answers import EvaluationAnswers, shortened
-from alignment.training.sampling.sampler import Sampler, first_prompts
+from alignment.training.sampling.sampler import completions, first_prompts, fitting
 from alignment.training.sampling.settings import of_model, sampling_of
 
 
@@ -48,7 +48,7 @@ def test_prompts_leave_space_for_a_completion() -> None:
         config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=4))
     )
     sampling = sampling_of(GenerationConfig(), TOKENIZER, 9)
-    prompts, cut = Sampler(SimpleNamespace()).fitting(model, [(1,), (1, 2, 3), (1, 2, 3, 4)], sampling)  # type: ignore[arg-type]
+    prompts, cut = fitting(model, [(1,), (1, 2, 3), (1, 2, 3, 4)], sampling)
     assert prompts == [(1,), (1, 2, 3)] and cut.max_new_tokens == 1
 
 
@@ -76,15 +76,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     """A run on the first rank, whose models generate their names."""
     speakers = []
 
-    def said(self: Any, speaker: Any, prompts: Any, sampling: Any, phase: str = "") -> list[str]:
+    def said(context: Any, speaker: Any, prompts: Any, sampling: Any, phase: str) -> list[str]:
         speakers.append(speaker.engine)
         if speaker.engine == "cut":
             raise Cut
         return [f"{speaker.engine} {sum(prompt)}" for prompt in prompts]
 
-    monkeypatch.setattr(Sampler, "answers", said)
-    monkeypatch.setattr(Sampler, "fitting", lambda self, model, prompts, sampling: (prompts, sampling))
     for module in (answers, callbacks):
+        monkeypatch.setattr(module, "completions", said)
+        monkeypatch.setattr(module, "fitting", lambda model, prompts, sampling: (prompts, sampling))
         monkeypatch.setattr(module, "of_model", lambda config: GenerationConfig())
     monkeypatch.setattr(answers.Speaker, "model", SimpleNamespace(generation_config=None))
     monkeypatch.setattr(answers, "speaker_of", lambda reference: reference and answers.Speaker(reference))
@@ -221,8 +221,8 @@ def test_answers_are_in_the_order_of_the_prompts_and_counted(monkeypatch: pytest
         phases=lambda name: contextlib.nullcontext(record),
     )  # fmt: skip
     speaker: Any = SimpleNamespace(engine="engine", computing=contextlib.nullcontext)
-    one, sampling = Sampler(context), Sampling(max_new_tokens=7, eos_token_ids=(), pad_token_id=0)
+    sampling = Sampling(max_new_tokens=7, eos_token_ids=(), pad_token_id=0)
     for number in (1, 2):
-        assert one.answers(speaker, [(1, 2, 3), (4,)], sampling) == ["[1, 2, 3][[9, 9, 9]]", "[4][[9]]"]
-        assert record.tokens == 8 * number
-    assert one.answers(speaker, [], sampling) == [] and requests[0].seed == requests[1].seed
+        found = completions(context, speaker, [(1, 2, 3), (4,)], sampling, "answers")
+        assert found == ["[1, 2, 3][[9, 9, 9]]", "[4][[9]]"] and record.tokens == 8 * number
+    assert completions(context, speaker, [], sampling, "answers") == [] and requests[0].seed == requests[1].seed

@@ -20,7 +20,6 @@ from alignment.config.errors import OptionError
 from alignment.reporting.html.page import _percent
 from alignment.reporting.log import _cut_torn_line
 from alignment.reporting.model_card import ModelCard
-from alignment.rewards.asking import _Round
 from alignment.run.requests import REQUESTS
 from alignment.run.stop import StopReason
 from alignment.training import callbacks, trainer
@@ -149,11 +148,3 @@ def test_a_card_has_no_empty_sections() -> None:
     pairs = itertools.pairwise(lines)
     assert not [one for one, other in pairs if one.startswith("## ") and other.startswith("## ")]
     assert "## Versions" not in lines and "## Versions" in replace(card, versions={"torch": "2"}).text()
-
-
-def test_questions_stop_when_the_caller_has_left() -> None:
-    asked = _Round()
-    asked.answered()
-    assert not asked.hopeless
-    asked.leave()
-    assert asked.hopeless and asked.ended.is_set()

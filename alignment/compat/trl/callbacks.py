@@ -10,7 +10,7 @@ from transformers.trainer_utils import IntervalStrategy
 from alignment.checkpoint.run_folder import COMPLETIONS
 from alignment.config.errors import OptionError, setting, show
 from alignment.reporting.completions import CompletionTable
-from alignment.training.sampling.sampler import Sampler, Speaker, first_prompts, interleaved
+from alignment.training.sampling.sampler import Speaker, completions, decoded, first_prompts, fitting
 from alignment.training.sampling.settings import of_model, sampling_of
 
 _LONGEST = 256  # default for max_new_tokens
@@ -52,7 +52,6 @@ class LogCompletionsCallback(TrainerCallback):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise OptionError(f"{setting(name, value)}: expected an integer of at least 1")
         self.trainer, self.generation_config, self.freq = trainer, generation_config, freq
-        self.sampler = Sampler(trainer.context)
         self.prompts = first_prompts(next(iter(trainer.data.eval.values())), num_prompts)
         if generation_config is not None:
             sampling_of(generation_config, trainer.processing_class, _LONGEST, draw=False)  # check it now
@@ -71,11 +70,11 @@ class LogCompletionsCallback(TrainerCallback):
             sampling = sampling_of(of_model(policy.model.generation_config), tokenizer, _LONGEST)
         else:
             sampling = sampling_of(self.generation_config, tokenizer, _LONGEST, draw=False)
-        prompts, sampling = self.sampler.fitting(policy.model, self.prompts, sampling)
-        texts = self.sampler.answers(policy, prompts, sampling, "completions")
-        columns = [self.sampler.decoded(prompts), texts]
+        prompts, sampling = fitting(policy.model, self.prompts, sampling)
+        texts = completions(trainer.context, policy, prompts, sampling, "completions")
         if trainer.is_world_process_zero():
-            self._table.write(state.global_step, list(interleaved(("prompt", "completion"), columns)))
+            rows = zip(decoded(trainer.context, prompts), texts, strict=True)
+            self._table.write(state.global_step, [{"prompt": one, "completion": text} for one, text in rows])
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write rows that are waiting for disk space."""

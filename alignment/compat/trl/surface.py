@@ -24,8 +24,7 @@ from alignment.run.ranks import local_rank, rank
 from alignment.training.callbacks import Events, check_callbacks
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, RunData, total_steps
-from alignment.training.hub.process import Answer
-from alignment.training.hub.publisher import Publisher
+from alignment.training.hub.uploads import Uploads
 from alignment.training.method import AnyMethod
 from alignment.training.preparation import PlannedModels
 from alignment.training.run_engines import RunEngines
@@ -42,7 +41,7 @@ class TrainerSurface:
     events: Events
     context: RunContext
     engines: RunEngines
-    publisher: Publisher
+    uploads: Uploads
     output_dir: Path
     planned: PlannedModels
     data: RunData
@@ -241,7 +240,8 @@ class TrainerSurface:
     @property
     def hub_model_id(self) -> str | None:
         """The repository with its owner; until the owner is known, the value of the option."""
-        return self.publisher.model_id
+        repository = self.uploads.repository
+        return self.args.hub_model_id if repository is None or not repository.known else repository.name
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository if needed, and check that it is writable. All ranks must call it.
@@ -253,14 +253,15 @@ class TrainerSurface:
         Raises:
             OptionError: if the repository is not available, or the Hub cannot be reached.
         """
-        self.publisher.use(token, private)
+        self.uploads.repository = self.uploads.prepared(token, private)
 
     def create_model_card(
         self,
         model_name: str | None = None,
         dataset_name: str | list[str] | None = None,
         tags: str | list[str] | None = None,
-        **details: Any,
+        language: str | list[str] | None = None,
+        license: str | None = None,
     ) -> None:
         """Write the model card, ``README.md`` in the output folder, unless someone else's card is there.
 
@@ -270,14 +271,12 @@ class TrainerSurface:
             model_name: for the metadata; defaults to the name of the repository or of the output folder.
             dataset_name: the training dataset's name on the Hub.
             tags: added to those of the method.
-            **details: further arguments of transformers: ``language``, ``license``, ``finetuned_from``, ``tasks``,
-                ``dataset_tags``, ``dataset``, ``dataset_args``.
-
-        Raises:
-            TypeError: if an argument is unknown.
-            OutputError: if the card cannot be written.
+            language: of the data, for the metadata.
+            license: of the model, for the metadata.
         """
-        self.publisher.create_model_card(model_name=model_name, dataset_name=dataset_name, tags=tags, **details)
+        self.uploads.write_card(
+            model_name=model_name, dataset_name=dataset_name, tags=tags, language=language, license=license
+        )
 
     def push_to_hub(
         self,
@@ -287,7 +286,7 @@ class TrainerSurface:
         revision: str | None = None,
         private: bool | None = None,
         **kwargs: Any,
-    ) -> CommitInfo | Future[Answer] | None:
+    ) -> CommitInfo | Future[CommitInfo] | None:
         """Save the model to the output folder and upload it with its card. All ranks must call it.
 
         Args:
@@ -303,9 +302,12 @@ class TrainerSurface:
 
         Raises:
             OptionError: if the repository is not available.
-            HubError: if the upload failed; the message has the command to upload manually.
+            HubError: if the upload failed; a line has said how to complete it.
         """
-        return self.publisher.push(commit_message, blocking, token, revision, private, **kwargs)
+        self.uploads.save_model()
+        self.create_model_card(**kwargs)
+        future = self.uploads.push(self.output_dir, commit_message or "Upload model", token, private, revision)
+        return self.uploads.wait(future) if blocking else future
 
 
 def _formatted(name: str, value: Any) -> Any:

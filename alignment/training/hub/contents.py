@@ -1,19 +1,18 @@
-"""The single place that decides what is uploaded: file names, and options without secrets and local paths."""
+"""The single place that decides what is uploaded: files, options without secrets and local paths, and a model card."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from alignment.checkpoint.manifest import MANIFEST, Manifest
+from alignment.checkpoint.card import card_of
 from alignment.models.adapters.record import TRAINING_BASE
-from alignment.reporting.durable import replace_text
-from alignment.reporting.model_card import is_secret, public
+from alignment.reporting.model_card import OURS, hub_id, is_secret, public
 
 OPTIONS, CARD = "options.json", "README.md"
 # Weights in any format that an earlier upload may have used: files not replaced would still be loaded.
@@ -21,9 +20,10 @@ WEIGHTS = (
     *("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"),
     *("adapter_model.safetensors", "adapter_config.json"),
 )
-_MODEL = (*WEIGHTS, "config.json", "generation_config.json", TRAINING_BASE)
-_TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+_CONFIGS = ("config.json", "tokenizer_config.json")
+_OTHERS = (
+    *(*_CONFIGS, "generation_config.json", TRAINING_BASE),
+    *("tokenizer.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
 _CODE = ("configuration_*.py", "modeling_*.py", "tokenization_*.py")  # if a configuration refers to it
@@ -32,32 +32,15 @@ _CODE = ("configuration_*.py", "modeling_*.py", "tokenization_*.py")  # if a con
 def model_files(folder: Path, tokenizer: Any) -> list[str]:
     """Return the relative paths of model, adapter and tokenizer files in a folder that may contain anything.
 
-    Args:
-        folder: a checkpoint or an output folder.
-        tokenizer: its class's vocabulary files are included.
+    The vocabulary files of the tokenizer's class are included.
     """
-    vocabularies = getattr(tokenizer, "vocab_files_names", {})
-    allowed = [*_MODEL, *_TOKENIZER, *vocabularies.values()]
-    if any(_names_code(folder / name) for name in ("config.json", "tokenizer_config.json")):
+    allowed = [*WEIGHTS, *_OTHERS, *getattr(tokenizer, "vocab_files_names", {}).values()]
+    configs = [folder / name for name in _CONFIGS if (folder / name).is_file()]
+    if any('"auto_map"' in path.read_text(encoding="utf-8", errors="replace") for path in configs):
         allowed += _CODE
     found = {path for pattern in allowed for path in folder.glob(str(pattern))}
     found = {path for path in found if path.is_file() and not path.is_symlink()}  # which could point anywhere
     return sorted(str(path.relative_to(folder)) for path in found)
-
-
-def _names_code(path: Path) -> bool:
-    with contextlib.suppress(OSError, ValueError):
-        return "auto_map" in json.loads(path.read_text(encoding="utf-8"))
-    return False
-
-
-def checkpoint_files(folder: Path) -> list[str]:
-    """Return the relative paths of the files of a checkpoint, its state included.
-
-    Raises:
-        CheckpointError: if it has no readable manifest.
-    """
-    return [*Manifest.read(folder).files, MANIFEST]
 
 
 def published_options(options: Mapping[str, Any]) -> str:
@@ -66,16 +49,12 @@ def published_options(options: Mapping[str, Any]) -> str:
     return json.dumps(shown, indent=2, default=str) + "\n"
 
 
-def stage(source: Path, names: Iterable[str], target: Path, texts: Mapping[str, str] | None = None) -> int:
+def stage(source: Path, names: Iterable[str], target: Path) -> int:
     """Stage files in a folder that stays the same while the source changes; return their total bytes.
 
     Uses hard links if the file system supports them: a run replaces or removes files, and never changes them in place.
-
-    Raises:
-        OSError: if a file cannot be read, or the folder cannot be written.
     """
     size = 0
-    target.mkdir(parents=True)
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -83,17 +62,49 @@ def stage(source: Path, names: Iterable[str], target: Path, texts: Mapping[str, 
         except OSError:
             shutil.copyfile(source / name, target / name)
         size += (target / name).stat().st_size
-    for name, text in (texts or {}).items():
-        replace_text(target / name, text)
-        size += len(text)
     return size
 
 
-@contextlib.contextmanager
-def removed_if_failed(folder: Path) -> Iterator[None]:
-    """Remove a partly filled folder on failure."""
+class Subject(NamedTuple):
+    """What is known of a model before anything is on disk; ``base``: the model that was trained, if it has a name."""
+
+    title: str
+    base: str | None
+    is_classifier: bool
+    is_adapter: bool
+    tags: Sequence[str] = ()
+
+
+def card_text(folder: Path, subject: Subject, options: Mapping[str, Any], details: Mapping[str, Any]) -> str:
+    """Return the card of the model in ``folder``, a checkpoint or an output folder.
+
+    ``details`` are arguments of the trainer's ``create_model_card``.
+    """
+    whole, adapter = "all weights are here; no adapter is needed", "only the adapter is here; PEFT loads it on top of"
+    name, named = details.get("model_name", subject.title), _several(details.get("dataset_name", ()))
+    export = [f"{adapter} its base model" if subject.is_adapter else whole]
+    card = card_of(folder, name, subject.is_classifier, subject.base, export, options)
+    return dataclasses.replace(
+        card,
+        library="peft" if subject.is_adapter else "transformers",
+        datasets=[*dict.fromkeys([*card.datasets, *filter(hub_id, named)])],
+        data=[*dict.fromkeys([*card.data, *(("dataset", each) for each in named)])],
+        # The first tag is on every card of transformers' Trainer, for searches on the Hub.
+        tags=["generated_from_trainer", *subject.tags, *_several(details.get("tags", ()))],
+        model_name=name,
+        language=details.get("language"),
+        license=details.get("license"),
+    ).text()
+
+
+def own_card(folder: Path) -> bool:
+    """Whether the folder has a card written by someone else, which must be kept."""
     try:
-        yield
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+        text = (folder / CARD).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
+    return f"- {OURS}\n" not in text.partition("\n---")[0] + "\n"
+
+
+def _several(value: str | Sequence[str]) -> list[str]:
+    return [value] if isinstance(value, str) else list(value)

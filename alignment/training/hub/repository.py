@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub import HfApi
+from huggingface_hub.errors import RepositoryNotFoundError
 
-from alignment.config.errors import OptionError, is_placeholder, setting
+from alignment.config.errors import HubError, OptionError, is_placeholder, one_line
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import on_first_rank
 from alignment.run.console import tell
-from alignment.run.retries import Retries
-from alignment.training.hub.process import HubCall
-from alignment.training.hub.pushes import Call
-
-_CHECK_S = 60.0
+from alignment.run.retries import Retries, is_transient
 
 
 @dataclass(frozen=True)
@@ -25,7 +20,7 @@ class Repository:
     """The destination of uploads.
 
     Attributes:
-        name: with its owner, unless the Hub could not be reached.
+        name: with its owner, once ``known``.
         known: whether it is known to exist and to be writable.
         token: None uses the token of the login.
         private: whether the repository is created as private; None uses the owner's default.
@@ -34,93 +29,35 @@ class Repository:
 
     name: str
     known: bool = False
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     private: bool | None = None
     revision: str | None = None
 
-    def __repr__(self) -> str:
-        return f"Repository({self.name!r}, revision={self.revision!r})"  # without the token
+    @property
+    def api(self) -> HfApi:
+        """A client of the Hub with the token."""
+        return HfApi(token=self.token, library_name="deepspeed-alignment")
 
-    def request(self, parts: list[dict[str, Any]], *, create: bool = True) -> dict[str, Any]:
-        """Return a request for :mod:`worker`."""
-        return {
-            "repo": self.name,
-            "known": self.known,
-            "token": self.token,
-            "private": self.private,
-            "revision": self.revision,
-            "create": create,
-            "parts": parts,
-        }
+    def ready(self, create: bool = True) -> Repository:
+        """Return it with the token's owner; create the repository and its branch if they do not exist."""
+        user = self.api.whoami()
+        if (user.get("auth") or {}).get("accessToken", {}).get("role") == "read":
+            raise HubError("the token is read-only; run `hf auth login` with one that can write, or set hub_token")
+        name = self.name if "/" in self.name else f"{user['name']}/{self.name}"
+        try:
+            self.api.repo_info(name)
+        except RepositoryNotFoundError:
+            if not create:
+                return replace(self, name=name)
+            name = self.api.create_repo(name, private=self.private, exist_ok=True).repo_id
+        if create and self.revision and self.revision != "main" and not self.revision.startswith("refs/"):
+            self.api.create_branch(name, branch=self.revision, exist_ok=True)
+        return replace(self, name=name, known=create)
 
-
-class _Unreachable(ConnectionError):
-    """A failure that :class:`Retries` repeats."""
-
-
-def named_repository(args: AlignmentConfig, token: str | None = None, private: bool | None = None) -> Repository:
-    """Return the repository named by the options, without contacting the Hub.
-
-    Args:
-        args: the run's options.
-        token: replaces ``hub_token``.
-        private: replaces ``hub_private_repo``.
-
-    Raises:
-        OptionError: if the name or the token is invalid.
-    """
-    given = args.hub_model_id
-    name = given or Path(args.output_dir or "").absolute().name
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        option = (
-            setting("hub_model_id", given) if given else f"hub_model_id: not set, and the output folder's name {name}"
-        )
-        why = " ".join(str(error).split())
-        raise OptionError(
-            f"{option} is not a valid repository name: {why}; set hub_model_id to a name such as me/my-model"
-        ) from None
-    token = token if token is not None else args.hub_token
-    token = None if is_placeholder("hub_token", token) else token
-    if token is not None and (not token or not token.isascii() or any(c.isspace() for c in token)):
-        raise OptionError("hub_token=<hidden>: is not a valid token: it is empty or contains invalid characters")
-    private = private if private is not None else args.hub_private_repo
-    return Repository(name, token=token, private=private, revision=args.hub_revision)
-
-
-def ready_repository(
-    repository: Repository,
-    retries: Retries,
-    *,
-    create: bool = True,
-    call: Callable[[], Call] = HubCall,
-) -> Repository:
-    """Identify the owner of the token, and create the repository and its branch if they do not exist.
-
-    Args:
-        repository: as named by the options.
-        retries: retry policy if the Hub cannot be reached.
-        create: False only checks.
-        call: sends the request.
-
-    Returns:
-        The repository with its owner.
-
-    Raises:
-        OptionError: if there is no token, it is rejected or lacks write access, or there is no network.
-        ConnectionError: if the Hub could not be reached, or was busy.
-    """
-
-    def ask() -> Repository:
-        answer = call()(repository.request([], create=create), _CHECK_S)
-        if answer.error is None:
-            return replace(repository, name=answer.repo, known=create)
-        if answer.transient:
-            raise _Unreachable(answer.error)
-        raise OptionError(f"push_to_hub: {answer.error}")
-
-    return retries("push_to_hub", ask)
+    def failure(self, error: BaseException) -> str:
+        """Describe a failed request to the Hub on one line, without the token."""
+        text = f"{type(error).__name__}: {one_line(error).rstrip('.')}"
+        return (text.replace(self.token, "<hidden>") if self.token else text)[:400]
 
 
 def prepared_repository(
@@ -128,32 +65,36 @@ def prepared_repository(
     retries: Retries,
     token: str | None = None,
     private: bool | None = None,
-    *,
-    resumes: bool,
+    revision: str | None = None,
 ) -> Repository:
-    """Return the repository of the options, created and checked on the first rank; collective.
+    """Return the repository of the options, created (except in a dry run) and checked on the first rank; collective.
 
     Args:
-        args: the run's options.
+        args: the run's options. If it resumes, an unreachable Hub is only a warning.
         retries: retry policy if the Hub cannot be reached.
-        token: replaces ``hub_token``.
-        private: replaces ``hub_private_repo``.
-        resumes: whether the run resumes; then an unreachable Hub is only a warning.
+        token: replaces ``hub_token``, if not None.
+        private: replaces ``hub_private_repo``, if not None.
+        revision: replaces ``hub_revision``, if not None.
 
     Raises:
-        OptionError: if the repository is not available, or the Hub cannot be reached.
+        OptionError: if the token is invalid, the repository is not available, or the Hub cannot be reached.
     """
+    token = token if token is not None else args.hub_token
+    token = None if is_placeholder("hub_token", token) else token
+    if token is not None and (not token or not token.isascii() or any(c.isspace() for c in token)):
+        raise OptionError("hub_token=<hidden>: is not a valid token: it is empty or contains invalid characters")
+    name = args.hub_model_id or Path(args.output_dir or "").absolute().name
+    private = args.hub_private_repo if private is None else private
+    repository = Repository(name, token=token, private=private, revision=revision or args.hub_revision)
 
     def ready() -> Repository:
-        repository = named_repository(args, token, private)
         try:
-            return ready_repository(repository, retries, create=not args.dry_run)
-        except ConnectionError as error:
-            if not resumes:
-                raise OptionError(
-                    f"push_to_hub: cannot reach the Hub: {error}; try again, or set push_to_hub: false"
-                ) from None
-            tell(f"warning: push_to_hub: cannot reach the Hub: {error}; uploads are attempted anyway")
+            return retries("push_to_hub", lambda: repository.ready(create=not args.dry_run))
+        except Exception as error:  # each library used has its own error classes
+            said = f"push_to_hub: {repository.failure(error)}"
+            if not is_transient(error) or not args.resume_from_checkpoint:
+                raise OptionError(f"{said}; set hub_model_id and hub_token, or push_to_hub: false") from None
+            tell(f"warning: {said}; uploads are attempted anyway")
             return repository
 
     found: Repository = on_first_rank(ready)

@@ -1,52 +1,66 @@
-"""The uploads of a run: what is sent at each save and at the end, and how failures are reported.
+"""The uploads of a run: what is sent at each save, on request and at the end, and how failures are reported.
 
-The first rank uploads; the others wait for it only when training is over. A failed upload never ends a
-run.
+The first rank uploads, in a daemon thread. Ranks wait for it only when training is over, and for a bounded time. A
+failed upload never ends a run.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import dataclasses
+import itertools
+import queue
 import shlex
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import CommitInfo
+from huggingface_hub.utils import disable_progress_bars
 from transformers import TrainerCallback
 
 from alignment.checkpoint.folder import checkpoint_folder
-from alignment.config.errors import one_line
-from alignment.engines.collectives import from_first_rank
+from alignment.checkpoint.manifest import MANIFEST, Manifest
+from alignment.config.errors import HubError, one_line
+from alignment.engines.collectives import from_first_rank, on_first_rank
+from alignment.internals.threads import before_threads_end, leave_daemon_pools
 from alignment.reporting.durable import replace_text
 from alignment.run.activity import ACTIVITY
 from alignment.run.console import tell
 from alignment.run.requests import REQUESTS
+from alignment.run.retries import is_transient
 from alignment.training.context import RunContext
-from alignment.training.hub.card import Details, Subject, card_text, own_card
-from alignment.training.hub.contents import (
-    CARD,
-    OPTIONS,
-    WEIGHTS,
-    checkpoint_files,
-    model_files,
-    published_options,
-    removed_if_failed,
-    stage,
-)
-from alignment.training.hub.process import CUT_OFF, Answer, HubCall
-from alignment.training.hub.pushes import Call, Push, Pushes
-from alignment.training.hub.repository import Repository
+from alignment.training.hub import contents
+from alignment.training.hub.contents import CARD, Subject, own_card, stage
+from alignment.training.hub.repository import Repository, prepared_repository
 
 STAGING = ".hub-upload"  # in the output folder: files being uploaded, and those of failed uploads
-LAST = "last-checkpoint"
-_FAILURES = 3  # consecutive failures after which only the end of training retries
-_GRACE_S = 5.0  # for an upload in progress when the run is asked to stop
-_SLICE_S = 1.0
+_MODEL = "model"
+_LEAST_S, _SLOWEST = 600.0, 1e6  # wait for an upload: minimum seconds, and lowest expected bytes per second
+_GRACE_S, _SLICE_S = 5.0, 1.0  # wait if the run is asked to stop, and between two looks at that
+
+
+@dataclass
+class Push:
+    """An upload of staged files, ``size`` bytes. The ``last`` one, or a caller's, is retried, and kept if it fails."""
+
+    label: str
+    step: int
+    repository: Repository
+    folder: Path
+    parts: dict[str, str]  # message of the commit by the name of a folder in ``folder``
+    last: bool
+    size: int = 0
+    seconds: float = 0.0
+    future: Future[CommitInfo] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self.future.set_running_or_notify_cancel()  # it cannot be cancelled
 
 
 class Uploads(TrainerCallback):
@@ -55,260 +69,250 @@ class Uploads(TrainerCallback):
     Args:
         context: the run.
         subject: describes the model, for its card.
-        call: creates the object that sends requests to the Hub.
+        save_model: writes the model to the output folder.
 
     Attributes:
-        repository: the destination; None until :meth:`use` is called.
+        repository: the destination; None until known.
         details: the caller's additions to the card, repeated by later cards.
-        holds: whether saving a model currently does not upload it.
     """
 
-    def __init__(
-        self, context: RunContext, subject: Callable[[], Subject], call: Callable[[], Call] = HubCall
-    ) -> None:
-        self.context, self.args, self.state = context, context.args, context.state
-        self._subject, self._call = subject, call
+    def __init__(self, context: RunContext, subject: Callable[[], Subject], save_model: Callable[[], None]) -> None:
+        self.context, self.args, self.root = context, context.args, context.output_dir
+        self._subject, self.save_model = subject, save_model
         self.repository: Repository | None = None
-        self.details = Details()
-        self.holds = False
-        self._pushes: Pushes | None = None
-        self._failures = self._number = 0
-        self._unsent: int | None = None  # step of a checkpoint whose upload was skipped or failed
+        self.details: dict[str, Any] = {}
+        self._open: list[Push] = []  # not yet reported, oldest first
+        self._queue: queue.SimpleQueue[Push] | None = None
+        self._numbers, self._warned = itertools.count(1), False
 
-    def use(self, repository: Repository) -> None:
-        """Set the destination."""
-        self.repository = repository
-
-    @contextlib.contextmanager
-    def ending(self) -> Iterator[None]:
-        """Give up uploads in progress if the body fails or is stopped."""
-        try:
-            yield
-        except BaseException:
-            self.cut_off()
-            raise
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Within this context, saving a model does not upload it."""
-        before, self.holds = self.holds, True
-        try:
-            yield
-        finally:
-            self.holds = before
+    def prepared(self, *given: Any) -> Repository:
+        """Return the repository of the options, or of these token, privacy and branch, ready to use; collective."""
+        return prepared_repository(self.args, self.context.retries, *given)
 
     # At each save ---------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the staged files of an earlier attempt."""
-        if self.context.is_first and (self._pushes is None or not self._pushes.busy):
-            shutil.rmtree(self.context.output_dir / STAGING, ignore_errors=True)
+        if self.context.is_first and not self._open:
+            shutil.rmtree(self.root / STAGING, ignore_errors=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report finished uploads between steps."""
-        self.report()
+        self._report()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Upload the saved checkpoint according to ``hub_strategy``."""
-        if not self.context.is_first or self.repository is None or args.hub_strategy == "end":
+        """Upload the saved checkpoint according to ``hub_strategy``, unless the run is about to stop."""
+        if not self.context.is_first or args.hub_strategy == "end" or REQUESTS.reason is not None:
             return
-        self.report()
+        self._report()
         last = state.global_step >= state.max_steps or control.should_training_stop
-        if REQUESTS.reason is not None:  # the run is about to stop
+        if self._open and not last and not args.hub_always_push:
             return
-        busy = self._pushes is not None and self._pushes.busy
-        if not last and (self._failures >= _FAILURES or (busy and not args.hub_always_push)):
-            self._unsent = state.global_step
-            return
-        self._send_checkpoint(state.global_step, last=last)
-
-    def _send_checkpoint(self, step: int, *, last: bool) -> None:
-        source = checkpoint_folder(self.context.output_dir, step)
-        named = f"step {step}" if self.args.save_strategy != "epoch" else f"epoch {int(self.state.epoch or 0)}"
-        message = f"Training in progress, {named}"
-        self._unsent = None
+        source = checkpoint_folder(self.root, state.global_step)
+        named = f"epoch {int(state.epoch or 0)}" if args.save_strategy == "epoch" else f"step {state.global_step}"
+        path = {"checkpoint": "last-checkpoint", "all_checkpoints": source.name}.get(args.hub_strategy)
         try:
-            push = self._staged(source, message, self._where(None, None), last=last)
-            self._add_state(push, source, message)
+            self._begin(source, f"Training in progress, {named}", self.repository, last, path)
         except Exception as error:  # no error here may end training
-            self._tell_failure(f"step {step}", one_line(error))
-            return
+            self._warn(source.name, one_line(error))
+
+    def _begin(
+        self, source: Path, message: str, to: Repository | None, last: bool, state: str | None = None
+    ) -> Future[CommitInfo]:
+        """Stage model, tokenizer, options and card of a folder, and a checkpoint's files in ``state``; queue them."""
+        assert to is not None
+        step = self.context.state.global_step
+        folder = self.root / STAGING / f"{step}-{next(self._numbers)}"
+        model = folder / _MODEL
+        push = Push(source.name, step, to, folder, {_MODEL: message}, last)
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            model.mkdir(parents=True)
+            push.size = stage(source, contents.model_files(source, self.context.processing_class), model)
+            replace_text(model / contents.OPTIONS, contents.published_options(self.args.to_dict()))
+            if own_card(self.root):
+                stage(self.root, [CARD], model)
+            else:
+                self._write_card(source, model)
+            if state is not None:  # after the model, whose weights are then not sent again
+                push.parts[state] = f"{message}, checkpoint"
+                push.size += stage(source, [*Manifest.read(source).files, MANIFEST], folder / state)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if self._queue is None:  # at the first upload, or after another has not ended
+            self._queue = queue.SimpleQueue()
+            before_threads_end(self._at_exit)
+            threading.Thread(target=self._work, args=(self._queue,), name="hub uploads", daemon=True).start()
         self.context.events("on_push_begin")
-        self._add(push)
+        self._open.append(push)
+        self._queue.put(push)
+        return push.future
 
-    def _staged(self, source: Path, message: str, repository: Repository, *, last: bool) -> Push:
-        """Stage model, tokenizer, options and card of a folder."""
-        self._number += 1
-        target = self.context.output_dir / STAGING / f"{self.state.global_step}-{self._number}"
-        shutil.rmtree(target, ignore_errors=True)
-        names = model_files(source, self.context.processing_class)
-        texts = {OPTIONS: published_options(self.args.to_dict())}
-        root = self.context.output_dir
-        with removed_if_failed(target):
-            if not own_card(root):
-                texts[CARD] = self.card(source)
-            size = stage(source, names, target / "model", texts)
-            if own_card(root):
-                stage(root, [CARD], target / "card")
-                (target / "card" / CARD).replace(target / "model" / CARD)
-        part = {"folder": str(target / "model"), "path": "", "message": message, "replaces": list(WEIGHTS)}
-        return Push(
-            label=source.name,
-            step=self.state.global_step,
-            request=repository.request([part]),
-            folder=target,
-            size=size,
-            tries=1 + self.args.retries if last else 1,
-            last=last,
-        )
+    # The thread -----------------------------------------------------------------------------------------------------
 
-    def _add_state(self, push: Push, source: Path, message: str) -> None:
-        """Add the checkpoint with all its files, with the strategies that upload checkpoints."""
-        if self.args.hub_strategy not in ("checkpoint", "all_checkpoints"):
-            return
-        path = LAST if self.args.hub_strategy == "checkpoint" else source.name
-        with removed_if_failed(push.folder):
-            push.size += stage(source, checkpoint_files(source), push.folder / "checkpoint")
-        part = {"folder": str(push.folder / "checkpoint"), "path": path, "message": f"{message}, checkpoint"}
-        push.request["parts"].append({**part, "replaces": ["*"]})
+    def _work(self, waiting: queue.SimpleQueue[Push]) -> None:
+        disable_progress_bars()  # they would be drawn into that of training
+        while True:
+            push, began = waiting.get(), time.monotonic()
+            if push.future.done():  # given up
+                continue
+            with contextlib.suppress(InvalidStateError):  # given up meanwhile
+                try:
+                    info = self._uploaded(push)
+                    shutil.rmtree(push.folder, ignore_errors=True)
+                    push.seconds = time.monotonic() - began
+                    push.future.set_result(info)
+                except Exception as error:  # each library used has its own error classes
+                    push.seconds = time.monotonic() - began
+                    push.future.set_exception(HubError(push.repository.failure(error)))
 
-    def _where(self, token: str | None, revision: str | None) -> Repository:
-        assert self.repository is not None
-        changed = dataclasses.replace(self.repository, token=token) if token else self.repository
-        if revision is None or revision == changed.revision:
-            return changed
-        return dataclasses.replace(changed, revision=revision, known=False)
-
-    def _add(self, push: Push) -> None:
-        if self._pushes is None:
-            self._pushes = Pushes(self._call(), self.args.retry_pause)
-            atexit.register(self.at_exit)
-        self._pushes.add(push)
+    def _uploaded(self, push: Push) -> CommitInfo:
+        for number in itertools.count():
+            try:
+                to = push.repository = push.repository if push.repository.known else push.repository.ready()
+                commits = [
+                    to.api.upload_folder(
+                        repo_id=to.name,
+                        folder_path=push.folder / name,
+                        path_in_repo=None if name == _MODEL else name,
+                        commit_message=message,
+                        revision=to.revision,
+                        # Files that are not replaced: of other weights, or of another number of ranks.
+                        delete_patterns=[*contents.WEIGHTS] if name == _MODEL else ["*"],
+                    )
+                    for name, message in push.parts.items()
+                ]
+                return commits[0]
+            except Exception as error:
+                if not push.last or number >= self.args.retries or not is_transient(error):
+                    raise
+            time.sleep(min(self.args.retry_pause * 2**number, 300.0))
+        raise AssertionError
 
     # At a caller's request, and at the end --------------------------------------------------------------------------
 
-    def card(self, folder: Path) -> str:
-        """Return the card of the model in a folder."""
-        return card_text(folder, self._subject(), self.args.to_dict(), self.details)
+    def write_card(self, **details: Any) -> None:
+        """Write the card to the output folder, unless someone else's is there; collective."""
+        self.details |= {name: value for name, value in details.items() if value is not None}
+        on_first_rank(lambda: None if own_card(self.root) else self._write_card(self.root, self.root))
 
-    def write_card(self, folder: Path) -> None:
-        """Write the card to a folder, unless someone else's is there; on the first rank.
+    def _write_card(self, source: Path, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(folder / CARD, contents.card_text(source, self._subject(), self.args.to_dict(), self.details))
 
-        Raises:
-            OSError: if it cannot be written.
-        """
-        if not own_card(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_text(folder / CARD, self.card(folder))
+    def push(self, folder: Path, message: str, *given: Any) -> Future[CommitInfo] | None:
+        """Begin the upload of the model in a folder; return its future on the first rank, None on others. Collective.
 
-    def push(
-        self, folder: Path, message: str, token: str | None = None, revision: str | None = None
-    ) -> Future[Answer] | None:
-        """Queue an upload of the model in a folder; return its future on the first rank, None on others.
+        Args:
+            folder: the output folder or another one.
+            message: message of the commit.
+            *given: arguments of :meth:`prepared`, for another repository than that of the run.
 
         Raises:
-            OSError: if a file cannot be read or staged.
+            HubError: if a file cannot be read or staged.
         """
-        if not self.context.is_first:
-            return None
-        push = self._staged(folder, message, self._where(token, revision), last=True)
-        self._unsent = None
-        self._add(push)
-        return push.future
+        if self.repository is None:
+            self.repository = self.prepared(*given)
+        to = self.prepared(*given) if any(given) else self.repository
+        begun: list[Future[CommitInfo]] = []
 
-    def finish(self) -> None:
-        """At the end of training, upload the newest checkpoint if it was skipped, and wait; collective."""
-        if self.context.is_first and self._unsent is not None and self.repository is not None:
-            if checkpoint_folder(self.context.output_dir, self._unsent).is_dir():
-                self._send_checkpoint(self._unsent, last=True)
+        def begin() -> None:
+            try:
+                begun.append(self._begin(folder, message, to, last=True))
+            except OSError as error:
+                raise HubError(f"push_to_hub: could not stage the model: {error}") from error
+
+        on_first_rank(begin)
+        return begun[0] if begun else None
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Wait for uploads after the body, or only a few seconds if it fails; collective."""
+        try:
+            yield
+        except BaseException:
+            self._settle(_GRACE_S)
+            raise
         self.wait()
 
-    def wait(self) -> None:
-        """Wait for all uploads, only briefly if the run is asked to stop; collective."""
+    def wait(self, future: Future[CommitInfo] | None = None) -> CommitInfo | None:
+        """Wait for all uploads, and return the commit of ``future`` on the rank that has one; collective.
+
+        Raises:
+            HubError: on every rank, if that upload failed.
+        """
         with ACTIVITY("upload"):
-            grace: float | None = None
-            while True:
-                settled = True
-                if self.context.is_first and self._pushes is not None:
-                    settled = self._pushes.wait(_SLICE_S)
-                    if not settled and REQUESTS.reason is not None:
-                        grace = grace or time.monotonic() + _GRACE_S
-                        if time.monotonic() > grace:
-                            self.cut_off(0.0)
-                            settled = True
-                ACTIVITY.progress()
-                if from_first_rank(settled):
-                    break
-        self.report()
+            self._settle(together=from_first_rank)
+        failed = from_first_rank(future and future.exception())
+        if failed is not None:
+            raise HubError(f"push_to_hub: {failed}")
+        return None if future is None else future.result()
 
-    def cut_off(self, grace: float | None = None) -> None:
-        """If a run ends early: wait ``grace`` seconds, or a few by default, then cancel the current upload."""
-        pushes = self._pushes
-        if pushes is not None and not pushes.wait(_GRACE_S if grace is None else grace):
-            pushes.cut_off()
-            pushes.wait(_GRACE_S)
-            self.report()
-            self._pushes = None
-            atexit.unregister(self.at_exit)
-
-    def at_exit(self) -> None:
-        """Wait at exit for uploads that the caller did not wait for; every upload has a time limit."""
-        while self._pushes is not None and not self._pushes.wait(_SLICE_S):
+    def _settle(self, seconds: float | None = None, together: Callable[[bool], bool] = bool) -> None:
+        """Wait for all uploads, only briefly if the run is asked to stop; give up those that have not ended then."""
+        bound = sum(_LEAST_S + push.size / _SLOWEST for push in self._open) if seconds is None else seconds
+        start = time.monotonic()
+        end = start + bound
+        while together(bool(self._unfinished(_SLICE_S)) and time.monotonic() < end):
+            ACTIVITY.progress()
             if REQUESTS.reason is not None:
-                self.cut_off()
-        self.report()
+                end = min(end, time.monotonic() + _GRACE_S)
+        for push in self._unfinished(0):
+            self._queue = None  # its thread may wait for ever
+            why = f"given up after {time.monotonic() - start:.0f} s, because the run is ending"
+            with contextlib.suppress(InvalidStateError):  # it has ended after all
+                push.future.set_exception(HubError(why))
+        self._report()
 
-    # Messages -------------------------------------------------------------------------------------------------------
+    def _unfinished(self, seconds: float) -> list[Push]:
+        """Return the uploads that have not ended after ``seconds``."""
+        wait_for([push.future for push in self._open], seconds)
+        return [push for push in self._open if not push.future.done()]
 
-    def report(self) -> None:
+    def _at_exit(self) -> None:
+        self._settle()
+        leave_daemon_pools()
+
+    def _report(self) -> None:
         """Report the uploads that are over since the last call."""
-        for outcome in self._pushes.outcomes() if self._pushes is not None else ():
-            push, answer = outcome.push, outcome.answer
-            record = {"event": "upload", "of": push.label, "step": push.step, "seconds": round(outcome.seconds, 3)}
-            if answer.error is None:
-                self._failures = 0
-                self._sent(push, answer)
-                record["commit"] = answer.commits[0]["oid"]
-            else:
-                record["error"] = answer.error
+        while self._open and self._open[0].future.done():
+            push = self._open.pop(0)
+            record: dict[str, Any] = {
+                "event": "upload",
+                "of": push.label,
+                "step": push.step,
+                "seconds": round(push.seconds, 3),
+            }
+            if (error := push.future.exception()) is None:
+                info, self._warned = push.future.result(), False
+                record["commit"] = info.oid
                 if push.last:
-                    tell(self._by_hand(push, answer.error))
-                else:
-                    self._unsent = max(push.step, self._unsent or 0)
-                    self._tell_failure(push.label, answer.error)
+                    tell(f"push_to_hub: uploaded {push.label} to {info.commit_url}")
+            else:
+                record["error"] = str(error)
+                self._failed(push, record["error"])
             if self.context.data.sampler is not None:
                 self.context.log_file.write(record)
             with contextlib.suppress(OSError):  # the folder has further uploads
-                (self.context.output_dir / STAGING).rmdir()
+                (self.root / STAGING).rmdir()
 
-    def _sent(self, push: Push, answer: Answer) -> None:
-        if self.repository is not None and not self.repository.known:
-            self.repository = dataclasses.replace(self.repository, name=answer.repo, known=True)
+    def _failed(self, push: Push, error: str) -> None:
+        to = push.repository
         if push.last:
-            tell(f"push_to_hub: uploaded {push.label} to {answer.commits[0]['url']}")
-
-    def _tell_failure(self, label: str, error: str) -> None:
-        if error == CUT_OFF:
-            tell(f"push_to_hub: the upload of {label} was {error}")
-            return
-        self._failures += 1
-        if self._failures == 1:
+            branch = ["--revision", to.revision] if to.revision else []
+            paths = {str(push.folder / name): "." if name == _MODEL else name for name in push.parts}
+            commands = [shlex.join(["hf", "upload", to.name, *both, *branch]) for both in paths.items()]
             tell(
-                f"warning: push_to_hub: could not upload {label} ({error}); training continues, and the next save "
-                "tries again"
+                f"push_to_hub: the upload of {push.label} to {to.name} failed ({error}); training is not affected, "
+                f"and {self.root} has the model. To upload it, run: {' && '.join(commands)}"
             )
-        elif self._failures == _FAILURES:
-            tell(f"warning: push_to_hub: {_FAILURES} consecutive uploads failed ({error}); the next try is at the end")
+        else:
+            shutil.rmtree(push.folder, ignore_errors=True)
+            self._warn(push.label, error)
 
-    def _by_hand(self, push: Push, error: str) -> str:
-        """Return commands for uploading manually after the last upload failed."""
-        request = push.request
-        commands = []
-        for part in request["parts"]:
-            words = ["hf", "upload", request["repo"], part["folder"], part["path"] or "."]
-            words += ["--revision", request["revision"]] if request["revision"] else []
-            commands.append(shlex.join(words))
-        return (
-            f"push_to_hub: the upload of {push.label} to {request['repo']} failed ({error}); training is not "
-            f"affected, and {self.context.output_dir} has the model. To upload it, run: {' && '.join(commands)}"
-        )
+    def _warn(self, label: str, error: str) -> None:
+        """Report the first of consecutive failures."""
+        if not self._warned:
+            tell(f"warning: push_to_hub: could not upload {label} ({error}); the next save tries again")
+        self._warned = True

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -53,77 +53,55 @@ def first_prompts(data: PreparedData, count: int | None) -> list[TokenIds]:
     """
     found: dict[TokenIds, None] = {}
     for row in data.dataset.select_columns(["prompt_ids"]):
-        if count is not None and len(found) == count:
+        if len(found) == count:
             break
         if len(row["prompt_ids"]) > 1:
             found.setdefault(tuple(row["prompt_ids"]))
     return list(found)
 
 
-class Sampler:
-    """Samples completions; holds no memory between calls, and leaves random streams and engines unchanged.
+def fitting(
+    model: PreTrainedModel, prompts: Sequence[TokenIds], sampling: Sampling
+) -> tuple[list[TokenIds], Sampling]:
+    """Return the prompts that are short enough for a completion, and the sampling settings limited accordingly."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    kept = [prompt for prompt in prompts if len(prompt) < limit]
+    room = limit - max(map(len, kept), default=0)
+    return kept, replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+
+
+def completions(
+    context: RunContext, speaker: Speaker, prompts: Sequence[TokenIds], sampling: Sampling, phase: str
+) -> list[str]:
+    """Sample a completion for each prompt; return the texts in their order, on every rank. Collective.
+
+    The same prompts, weights and ranks give the same texts. Random streams and engines stay as they are.
 
     Args:
         context: the run.
+        speaker: the model that generates.
+        prompts: the same on every rank; each rank processes its share.
+        sampling: see :func:`fitting`.
+        phase: the phase that time and tokens are recorded as.
+
+    Raises:
+        Cut: if the run was asked to stop; on every rank.
     """
-
-    def __init__(self, context: RunContext) -> None:
-        self.context = context
-
-    def answers(
-        self, speaker: Speaker, prompts: Sequence[TokenIds], sampling: Sampling, phase: str = "answers"
-    ) -> list[str]:
-        """Sample a completion for each prompt, reproducibly for the same prompts, weights and ranks. Collective.
-
-        Args:
-            speaker: the model that generates.
-            prompts: the same on every rank; each rank processes its share.
-            sampling: sampling settings. Completions are also limited by the model's positions.
-            phase: the phase that time and tokens are recorded as.
-
-        Returns:
-            The texts in the order of the prompts, on every rank.
-
-        Raises:
-            Cut: if the run was asked to stop; on every rank.
-        """
-        if not prompts:
-            return []
-        args, tokenizer = self.context.args, self.context.processing_class
-        own = [list(prompt) for prompt in prompts[rank() :: world_size()]]
-        longest = max(map(len, prompts))
-        rollout = RolloutEngine(
-            speaker.engine,
-            batch_size=args.eval_batch_size,
-            longest_context=longest + sampling.max_new_tokens,
-        )
-        seed = int(np.random.SeedSequence([args.seed, _ANSWERS, rank()]).generate_state(1)[0])
-        with self.context.phases(phase) as record, speaker.computing():
-            found = rollout.generate(RolloutRequest(own, 1, sampling, seed))
-            record.tokens += sum(map(len, own)) + sum(len(each.ids) for group in found for each in group)
-        texts = [
-            continuations(prompt, [list(group[0].ids)], tokenizer)[0] for prompt, group in zip(own, found, strict=True)
-        ]
-        everyone = gathered(texts)
-        return [everyone[number % world_size()][number // world_size()] for number in range(len(prompts))]
-
-    def fitting(
-        self, model: PreTrainedModel, prompts: Sequence[TokenIds], sampling: Sampling
-    ) -> tuple[list[TokenIds], Sampling]:
-        """Return the prompts that are short enough for a completion, and the sampling settings limited accordingly."""
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        if not isinstance(limit, int) or limit <= 0:
-            return list(prompts), sampling
-        kept = [prompt for prompt in prompts if len(prompt) < limit]
-        room = limit - max(map(len, kept), default=0)
-        return kept, replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-
-    def decoded(self, prompts: Sequence[TokenIds]) -> list[str]:
-        """Decode the prompts as the model sees them, special tokens included."""
-        tokenizer = self.context.processing_class
-        return [tokenizer.decode(list(prompt), clean_up_tokenization_spaces=False) for prompt in prompts]
+    if not prompts:
+        return []
+    own = [list(prompt) for prompt in prompts[rank() :: world_size()]]
+    longest = max(map(len, prompts)) + sampling.max_new_tokens
+    rollout = RolloutEngine(speaker.engine, batch_size=context.args.eval_batch_size, longest_context=longest)
+    seed = int(np.random.SeedSequence([context.args.seed, _ANSWERS, rank()]).generate_state(1)[0])
+    with context.phases(phase) as record, speaker.computing():
+        found = [group[0].ids for group in rollout.generate(RolloutRequest(own, 1, sampling, seed))]
+        record.tokens += sum(map(len, own)) + sum(map(len, found))
+    tokenizer = context.processing_class
+    everyone = gathered([continuations(prompt, [list(ids)], tokenizer)[0] for prompt, ids in zip(own, found)])
+    return [everyone[number % world_size()][number // world_size()] for number in range(len(prompts))]
 
 
-def interleaved(names: Sequence[str], columns: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Return the rows of a table from its columns."""
-    return (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
+def decoded(context: RunContext, prompts: Sequence[TokenIds]) -> list[str]:
+    """Decode the prompts as the model sees them, special tokens included."""
+    decode = context.processing_class.decode
+    return [decode(list(prompt), clean_up_tokenization_spaces=False) for prompt in prompts]
