@@ -25,8 +25,7 @@ from alignment.checkpoint.saving import no_progress_bar, written_folder
 from alignment.config.errors import ModelError, OptionError, OutputError, counted, first_line, listing
 from alignment.config.options_export import ExportOptions
 from alignment.models.adapters.folder import read_adapter, task_name
-from alignment.models.adapters.merge_base import base_config, check_match, load_base, trained_dtype
-from alignment.models.adapters.merging import Rounding, finish, inject, merge, put_saved_tensors
+from alignment.models.adapters.merging import base_config, check_match, inject, load_base, merge, trained_dtype
 from alignment.models.loading import load_whole
 from alignment.models.source import read_config
 from alignment.models.tasks import CAUSAL_LM, CLASSIFIER, Task
@@ -171,22 +170,20 @@ def _merged(source: Path, masters: Masters, options: ExportOptions, tell: Tell) 
     adapter = replace(adapter, quantization=options.quantization or adapter.quantization)
     config = base_config(adapter, trust)
     quantized = (adapter.quantization or getattr(config, "quantization_config", None)) is not None
-    where, revision = (str(source), None) if adapter.has_tokenizer else (adapter.base, adapter.revision)
+    own = (source / "tokenizer_config.json").is_file()
+    where, revision = (str(source), None) if own else (adapter.base, adapter.revision)
     tokenizer = _tokenizer(where, revision, trust)
-    replaced = check_match(adapter, config, trust)
+    check_match(adapter, config, trust)
     dtype = getattr(torch, options.dtype, None) or trained_dtype(adapter) or config.dtype or torch.bfloat16
     rows = sample_rows(options, tokenizer, config)
     precision = str(dtype).removeprefix("torch.")
     tell(f"base: {adapter.base}, {adapter.task.noun}; exporting in {precision}")
-    model, kept = load_base(adapter, config, dtype, replaced, trust)
-    put_saved_tensors(model, adapter, replaced)
+    model, kept = load_base(adapter, config, dtype, trust)
     injected = inject(model, adapter)
     count = put_masters(model, masters, source)
     before = outputs(model, rows, adapter.task)
-    rounding = Rounding(dtype, kept)
-    merge(injected, rounding)
     report = ExportReport(source.absolute().name, adapter.base, task_name(adapter.task), precision, quantized, count)
-    return finish(injected, rounding), adapter.task, tokenizer, rows, before, report
+    return merge(injected, dtype, kept), adapter.task, tokenizer, rows, before, report
 
 
 def _tokenizer(where: str, revision: str | None, trust_remote_code: bool) -> Any:

@@ -61,8 +61,5 @@ def _names_here(name: str) -> Iterator[str]:
     """A parameter's name in training, followed by its possible names in a model to export."""
     yield name
     parts = name.split(".")
-    if "modules_to_save" in parts:  # here, such a module is in the base itself
-        place = parts.index("modules_to_save")
-        yield ".".join(parts[:place] + parts[place + 2 :])
     for place in range(len(parts)):  # an adapter of another name is called `default` here
         yield ".".join([*parts[:place], "default", *parts[place + 1 :]])

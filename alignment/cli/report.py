@@ -8,8 +8,8 @@ from pathlib import Path
 
 from alignment.cli.output import run_reader
 from alignment.reporting.durable import replace_text
-from alignment.reporting.html.page import PAGE, render, render_comparison
-from alignment.reporting.run_content import read_content
+from alignment.reporting.html.page import PAGE, render
+from alignment.reporting.run_content import comparison, read_content
 
 _COMPARISON = "comparison.html"
 _ABOUT = f"""\
@@ -26,11 +26,10 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
 def _write(options: Namespace) -> None:
     contents = [read_content(Path(run).expanduser()) for run in options.runs]
     several = len(contents) > 1
-    default = _COMPARISON if several else Path(contents[0].folder) / PAGE
-    target = Path(options.out or default).expanduser()
-    text = render_comparison(contents) if several else render(contents[0])
+    page = comparison(contents) if several else contents[0].page
+    target = Path(options.out or (_COMPARISON if several else Path(page.folder) / PAGE)).expanduser()
     target.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(target, text)
+    replace_text(target, render(page))
     print(target, flush=True)
 
 

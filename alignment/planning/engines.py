@@ -15,7 +15,7 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.options_online import OnlineOptions
 from alignment.engines.collectives import gathered
 from alignment.engines.placement import PLACEMENTS, placement_of, plan_frozen
-from alignment.models.adapters.given import Given
+from alignment.models.adapters.injection import Given
 from alignment.models.adapters.plan import plan_adapters
 from alignment.models.adapters.record import Adapters
 from alignment.models.quantization import plan_quantization
@@ -82,8 +82,7 @@ class EnginePlan:
 def check_alike(plan: EnginePlan) -> None:
     """Check that all ranks have the same plan. Collective.
 
-    Hosts with different GPUs may choose different compute dtypes; hosts with different caches of the Hub may train or
-    save different weights.
+    Hosts with different GPUs may choose different compute dtypes.
 
     Raises:
         OptionError: on every rank, if the plans differ.
@@ -92,11 +91,6 @@ def check_alike(plan: EnginePlan) -> None:
     if len({*found}) > 1:
         ranks = ", ".join(f"{dtype} on rank {found.index(dtype)}" for dtype in sorted({*found}))
         raise OptionError(f"dtype: the default differs between the GPUs of this run ({ranks}); set dtype explicitly")
-    if plan.adapters is not None and len({*gathered((plan.adapters.trained, plan.adapters.head))}) > 1:
-        raise OptionError(
-            "model: the model files in the Hub caches of the hosts differ: only some have a reward model head; name "
-            "the head in peft_config, or load the model from a folder that all hosts share"
-        )
 
 
 def plan_engines(

@@ -11,7 +11,7 @@ from alignment.config.errors import OptionError
 from alignment.data.batching import Batch
 from alignment.engines.scoring import ScoringEngine
 from alignment.internals.peft import computing_with
-from alignment.models.adapters.given import Given
+from alignment.models.adapters.injection import Given
 from alignment.models.adapters.record import Adapters
 from alignment.models.checking import probe_ids
 from alignment.references.base import RowIds

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from alignment.config.options import AlignmentConfig
 from alignment.data.batching import Batch
-from alignment.engines.collectives import device, true_on_every_rank
+from alignment.engines.collectives import device
 from alignment.engines.placement import FrozenPlan
 from alignment.engines.scoring import FrozenEngine, checked
-from alignment.models.adapters.given import Given, equip
+from alignment.models.adapters.injection import Given, equip
 from alignment.models.adapters.record import Adapters
 from alignment.models.leaves import mark_leaves, unmark_leaves
 from alignment.models.loading import disable_dropout, snapshot
@@ -86,15 +86,7 @@ class ReferencePlan:
             model = self.source.load(options, self.dtype, config, device())
         scorer = CAUSAL_LM.scorer(model, False)
         if self.adapters is not None:
-            equip(
-                model,
-                self.adapters,
-                ds_config=config,
-                dtype=self.dtype,
-                seed=options.seed,
-                keep=False,
-                agreed=true_on_every_rank,
-            )
+            equip(model, self.adapters, ds_config=config, dtype=self.dtype, seed=options.seed, keep=False)
         if options.disable_dropout:
             disable_dropout(model)
         leaves = mark_leaves(model, config)

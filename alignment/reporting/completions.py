@@ -19,25 +19,18 @@ _MARKS = frozenset("|*_`[]\\#~")
 
 
 class CompletionTable:
-    """Writes rows to a JSONL file, and to Weights & Biases and TensorBoard if enabled.
+    """Appends rows to a JSONL file, and to Weights & Biases and TensorBoard if ``callbacks`` has their integrations.
 
-    Args:
-        path: the file to append to; None writes nothing (ranks other than rank 0).
-        callbacks: the run's callbacks, including those of the reporting integrations.
+    Without a ``path``, on ranks other than rank 0, nothing is written.
     """
 
     def __init__(self, path: Path | None, callbacks: Sequence[Any] = ()) -> None:
         self._log, self._callbacks = JsonlLog(path), callbacks
 
     def write(self, step: int, rows: Sequence[Row]) -> None:
-        """Write the table of one step.
+        """Write the table of one step, which becomes the first column; raise OutputError if that fails.
 
-        Args:
-            step: the optimizer step, which becomes the first column.
-            rows: values by column, the same columns in each row; messages are written as text, None for no value.
-
-        Raises:
-            OutputError: the file cannot be written.
+        ``rows`` are values by column, the same columns in each; messages are written as text, None for no value.
         """
         if self._log.path is None or not rows:
             return

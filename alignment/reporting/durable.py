@@ -28,10 +28,7 @@ def replace_text(path: Path, text: str) -> None:
     """Write a UTF-8 file atomically: ``path`` has either its old or its new content, also after a crash.
 
     The text is first written to a hidden file in the same folder, which is removed on failure. Only one process may
-    write a given file at a time.
-
-    Raises:
-        OSError: it cannot be written; ``path`` is unchanged.
+    write a given file at a time. Raises OSError, with ``path`` unchanged, if it cannot be written.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -48,11 +45,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write indented JSON, replacing the file; creates the folder.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Write indented JSON, replacing the file; creates the folder. Raises OutputError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(content, indent=2, default=str) + "\n")
@@ -60,33 +53,22 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         raise OutputError(f"output_dir: cannot write {path}: {error}") from error
 
 
-def sync(path: Path) -> None:
-    """Flush the contents of a file to disk.
-
-    Raises:
-        OSError: it cannot be read, or the disk is full.
-    """
-    _sync(path, os.O_RDONLY)
-
-
-def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to disk: files created, renamed or removed in it.
-
-    File systems that do not support this order such changes themselves; their error is ignored.
-
-    Raises:
-        OSError: it is not a folder, or the disk fails.
-    """
-    try:
-        _sync(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        if error.errno not in _NO_FOLDER_SYNC:
-            raise
-
-
-def _sync(path: Path, flags: int) -> None:
+def sync(path: Path, flags: int = os.O_RDONLY) -> None:
+    """Flush the contents of a file to disk. Raises OSError, for example if the disk is full."""
     descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's entries to disk: files created, renamed or removed in it. Raises OSError if the disk fails.
+
+    File systems that do not support this order such changes themselves; their error is ignored.
+    """
+    try:
+        sync(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise

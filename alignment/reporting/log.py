@@ -5,6 +5,7 @@ A full disk does not end a run: lines that cannot be written are kept in memory 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -16,21 +17,10 @@ from typing import Any
 from alignment.config.errors import OutputError, counted
 from alignment.reporting.durable import is_full, sync
 
-_BLOCK = 1 << 16
-
 
 def strict(record: Mapping[str, Any]) -> dict[str, Any]:
     """The record with None for inf and nan (the gradient norm of an fp16 overflow), which are not valid JSON."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-
-
-def _now() -> str:
-    """The current time as ``2026-11-22T18:20:11.042Z``, always of the same length."""
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _tell(text: str) -> None:
-    print(text, flush=True)
 
 
 class JsonlLog:
@@ -45,7 +35,7 @@ class JsonlLog:
         self.path, self._timed = path, timed
         self._pending: list[str] = []
         self._full = False
-        self._failed_at: int | None = None  # offset of a failed write that is not truncated yet
+        self._size: int | None = None  # bytes of complete lines; unknown before the first write
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record, after any pending ones. On a full disk it becomes pending.
@@ -54,7 +44,8 @@ class JsonlLog:
             OutputError: the file cannot be written for another reason.
         """
         if self.path is not None:
-            time = {"time": _now()} if self._timed else {}
+            now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")  # always of the same length
+            time = {"time": now.replace("+00:00", "Z")} if self._timed else {}
             self._pending.append(json.dumps(strict({**record, **time})))
             self.flush()
 
@@ -89,11 +80,9 @@ class JsonlLog:
         Raises:
             OutputError: there is no space for it, or the file cannot be written.
         """
+        lost = counted(len(self._pending), "line")
         if not self.flush():
-            raise OutputError(
-                f"output_dir: no space left to write {self.path}: "
-                f"{counted(len(self._pending), 'line')} lost; free disk space"
-            )
+            raise OutputError(f"output_dir: no space left to write {self.path}: {lost} lost; free disk space")
         self._sync()
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,7 +94,7 @@ class JsonlLog:
         self.flush()
         self._sync()
         size = self.path.stat().st_size if self.path is not None and self.path.exists() else 0
-        return {"bytes": size if self._failed_at is None else self._failed_at, "pending": list(self._pending)}
+        return {"bytes": size if self._size is None else self._size, "pending": list(self._pending)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Truncate the file to the size in :meth:`state_dict`: the resumed run writes the rest again.
@@ -117,49 +106,31 @@ class JsonlLog:
         """
         if self.path is None:
             return
-        self._pending, self._failed_at = list(state.get("pending", ())), None
+        self._pending = list(state.get("pending", ()))
         try:
-            self._cut_back(self.path, state["bytes"])
+            _cut(self.path, state["bytes"])
+            self._size = _cut_torn_line(self.path)
         except OSError as error:
             raise self._error(error) from error
-
-    def _cut_back(self, path: Path, size: int) -> None:
-        if not path.exists():
-            if size:
-                _tell(f"output_dir: {path} is missing; its lines from before the checkpoint are lost")
-            return
-        if path.stat().st_size > size:
-            os.truncate(path, size)
-        left = _cut_torn_line(path)
-        if left < size:
-            _tell(
-                f"output_dir: {path} has {left} bytes of complete lines, and had {size} at the checkpoint; some lines "
-                "from before the checkpoint are lost"
-            )
+        if self._size < state["bytes"]:
+            _tell(f"output_dir: {self.path}: some lines from before the checkpoint are lost")
 
     def _append(self, path: Path) -> None:
         """Write all pending records, or none."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        if self._failed_at is not None:
-            self._cut_failed_write(path)
+        size = self._size = _cut_torn_line(path) if self._size is None else self._size
+        _cut(path, size)  # what is left of a failed write
         data = memoryview("".join(f"{line}\n" for line in self._pending).encode())
-        start = _cut_torn_line(path) if path.exists() else 0
         try:
             with path.open("ab", buffering=0) as file:  # network file systems may report a full disk on closing
-                self._failed_at = start
-                while data:
-                    data = data[file.write(data) :]
+                written = 0
+                while written < len(data):
+                    written += file.write(data[written:])
         except OSError:
-            if self._failed_at is not None:
-                self._cut_failed_write(path)
+            with contextlib.suppress(OSError):  # otherwise before the next write
+                _cut(path, size)
             raise
-        self._failed_at = None
-
-    def _cut_failed_write(self, path: Path) -> None:
-        assert self._failed_at is not None
-        if path.exists() and path.stat().st_size > self._failed_at:
-            os.truncate(path, self._failed_at)
-        self._failed_at = None
+        self._size = size + len(data)
 
     def _sync(self) -> None:
         if self.path is not None and self.path.exists():
@@ -172,18 +143,17 @@ class JsonlLog:
         return OutputError(f"output_dir: could not write {self.path}: {error}")
 
 
+def _tell(text: str) -> None:
+    print(text, flush=True)
+
+
+def _cut(path: Path, size: int) -> None:
+    if path.exists() and path.stat().st_size > size:
+        os.truncate(path, size)
+
+
 def _cut_torn_line(path: Path) -> int:
     """Remove an incomplete last line, left by a crash; return the new size."""
-    with path.open("rb") as file:
-        size = end = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - 1) if end == size else max(0, end - _BLOCK)  # most files end with a complete line
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                end = start + found + 1
-                break
-            end = start
-    if end < size:
-        os.truncate(path, end)
-    return end
+    size = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
+    _cut(path, size)
+    return size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -28,17 +29,9 @@ def is_mean(name: str) -> bool:
 
 
 class Log:
-    """The complete lines of a log.
+    """The complete lines of a log, which may be missing: ``records`` are its JSON objects, in order.
 
-    Args:
-        path: the file; it may be missing.
-
-    Attributes:
-        records: the lines that are JSON objects, in order.
-        unreadable: number of the others.
-
-    Raises:
-        OSError: the file exists and cannot be read.
+    ``unreadable`` is the number of other lines. Raises OSError if the file exists and cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,8 +53,7 @@ class Log:
     @functools.cached_property
     def evaluation(self) -> Record:
         """The newest evaluation, all evaluation sets combined (each set has its own line)."""
-        other = ("event", "num_tokens", "train_runtime")
-        found = [record for record in self.records if not any(key in record for key in other)]
+        found = [record for record in self.records if not {"event", "num_tokens", "train_runtime"} & record.keys()]
         newest = [record for record in found if record.get("step") == found[-1].get("step")]
         return {name: value for record in newest for name, value in record.items()}
 
@@ -115,11 +107,8 @@ def metrics_of(record: Record) -> Record:
 
 def number(value: Any) -> float | None:
     """``value`` as a float if it is a finite number, else None."""
-    known = isinstance(value, (int, float)) and not isinstance(value, bool)
-    try:
-        return float(value) if known and math.isfinite(value) else None
-    except OverflowError:
-        return None
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if known and math.isfinite(value) else None
 
 
 def whole(value: Any) -> int | None:
@@ -129,18 +118,14 @@ def whole(value: Any) -> int | None:
 
 def seconds_of(time: Any) -> float | None:
     """Parse a time of the log or of ``status.json`` into seconds since 1970; None for anything else."""
-    if not isinstance(time, str) or not time.endswith("Z"):
-        return None
-    try:
-        return datetime.fromisoformat(f"{time[:-1]}+00:00").timestamp()
-    except (ValueError, OverflowError):
-        return None
+    with contextlib.suppress(ValueError, OverflowError, AttributeError):
+        return datetime.fromisoformat(time.removesuffix("Z") + "+00:00").timestamp()
+    return None
 
 
 def parsed(line: bytes) -> Record:
     """A line of JSON as an object; empty if it is not one."""
-    try:
-        found = json.loads(line) if line else {}
-    except (ValueError, RecursionError):
-        return {}
+    found = None
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(line)
     return found if isinstance(found, dict) else {}

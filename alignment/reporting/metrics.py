@@ -13,15 +13,10 @@ REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies")
 
 
 class MetricSums:
-    """Sums and counts of one window on one rank, for a fixed list of names.
+    """Sums and counts of one window on one rank, for a fixed list of names, stored on ``device`` until reduced.
 
-    The list is fixed so that the all-reduced tensor always has the same shape: a rank whose rows lack a class
-    contributes zeros.
-
-    Args:
-        names: the metrics.
-        device: where the sums are stored until they are reduced.
-        first_rank: whether this rank contributes values of the window as a whole.
+    With a fixed list, the all-reduced tensor always has the same shape: a rank whose rows lack a class contributes
+    zeros. Only the ``first_rank`` contributes values of the window as a whole.
     """
 
     def __init__(self, names: Iterable[str], device: torch.device, first_rank: bool) -> None:
@@ -86,9 +81,7 @@ class MetricHistory:
     def pop(self, sums: bool = False, *, asked: bool = True) -> dict[str, float]:
         """The means since the last call; see :func:`means` for ``sums``.
 
-        Args:
-            sums: see :func:`means`.
-            asked: whether this log entry is scheduled. Entries written only because the run ends are for :meth:`rest`.
+        Entries that are not scheduled (``asked``), written only because the run ends, are for :meth:`rest`.
         """
         result, self._unasked, self._items = means(self._items, sums), {} if asked else self._items, {}
         return result
@@ -128,13 +121,9 @@ def add_rewards(sums: MetricSums, chosen: Tensor, rejected: Tensor) -> None:
 
 
 def add_sides(sums: MetricSums, name: str, values: Tensor, weights: Tensor | None = None) -> None:
-    """Add (2P,) values by side, those of the chosen completions first.
+    """Add (2P,) values by side, those of the chosen completions first; ``name`` is without the side.
 
-    Args:
-        sums: the sums to add to.
-        name: the metric's name, without the side.
-        values: sums over ``weights`` (2P,) items each, or single values if that is None.
-        weights: number of items in each sum.
+    The values are sums over ``weights`` (2P,) items each, or single values if that is None.
     """
     pairs = len(values) // 2
     for side, part in (("chosen", slice(pairs)), ("rejected", slice(pairs, None))):

@@ -5,7 +5,6 @@ Private values are left out: anything that looks like a secret, and local folder
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from alignment.config.errors import SECRETS
+from alignment.reporting.log_reading import number
 from alignment.reporting.report import markdown_table
 
 OURS = "deepspeed-alignment"  # the tag of every card
@@ -31,76 +31,53 @@ _SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|AKIA|Bearer )\S{8,}|(?<=://)[^/@\s]
 
 @dataclass(frozen=True)
 class ModelCard:
-    """The content of a card.
+    """The content of a card; what is None or empty is omitted."""
 
-    Attributes:
-        title: the model's name.
-        is_classifier: whether it is a reward model, which outputs a score.
-        base_model: name of the model that was trained; None if unknown.
-        base_id: its identifier on the Hub; None if it is not there.
-        method: name of the method, such as ``dpo``; None if unknown.
-        method_title: the method's display name.
-        papers: title and URL of each paper to cite.
-        datasets: identifiers of datasets on the Hub.
-        export: sentences about how the weights were written.
-        training: facts about the run, such as ``("steps", "100")``.
-        options: options changed from their defaults.
-        data: facts about the rows.
-        results_of: what the metrics were measured on, such as ``step 100``.
-        train: metrics.
-        evaluation: metrics.
-        versions: of libraries, by name.
-        library: the library that loads the model, ``transformers`` or ``peft``.
-        tags: additional tags.
-        model_name: for the metadata; None omits it.
-        language, license: for the metadata; None omits them.
-        task: the Hub's pipeline tag. Defaults to one chosen by ``is_classifier``.
-    """
-
-    title: str
-    is_classifier: bool = False
-    base_model: str | None = None
-    base_id: str | None = None
-    method: str | None = None
-    method_title: str | None = None
-    papers: Sequence[tuple[str, str]] = ()
-    datasets: Sequence[str] = ()
-    export: Sequence[str] = ()
-    training: Facts = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    data: Facts = ()
-    results_of: str = ""
-    train: Mapping[str, Any] = field(default_factory=dict)
-    evaluation: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    library: str = "transformers"
-    tags: Sequence[str] = ()
-    model_name: str | None = None
+    title: str  #: the model's name
+    is_classifier: bool = False  #: whether it is a reward model, which outputs a score
+    base_model: str | None = None  #: name of the model that was trained
+    base_id: str | None = None  #: its identifier on the Hub
+    method: str | None = None  #: name of the method, such as ``dpo``
+    method_title: str | None = None  #: its display name
+    papers: Sequence[tuple[str, str]] = ()  #: title and URL of each paper to cite
+    datasets: Sequence[str] = ()  #: identifiers of datasets on the Hub
+    export: Sequence[str] = ()  #: sentences about how the weights were written
+    training: Facts = ()  #: facts about the run, such as ``("steps", "100")``
+    options: Mapping[str, Any] = field(default_factory=dict)  #: those changed from their defaults
+    data: Facts = ()  #: facts about the rows
+    results_of: str = ""  #: what the metrics were measured on, such as ``step 100``
+    train: Mapping[str, Any] = field(default_factory=dict)  #: metrics
+    evaluation: Mapping[str, Any] = field(default_factory=dict)  #: metrics
+    versions: Mapping[str, str] = field(default_factory=dict)  #: of libraries, by name
+    library: str = "transformers"  #: the library that loads the model, ``transformers`` or ``peft``
+    tags: Sequence[str] = ()  #: additional tags
+    model_name: str | None = None  #: for the metadata, like the following
     language: str | Sequence[str] | None = None
     license: str | None = None
-    task: str | None = None
+    task: str | None = None  #: the Hub's pipeline tag; by default chosen by ``is_classifier``
 
     def text(self) -> str:
         """The card, ending with a line break."""
-        sections = [
-            f"---\n{self._metadata()}\n---",
-            f"# {escaped(self.title)}",
-            self._what(),
-            *self._training(),
-            *([f"## Data\n\n{_facts(self.data)}"] if self.data else []),
-            *self._results(),
-            *([f"## Versions\n\n{_facts(self.versions.items())}"] if self.versions else []),
-        ]
-        return "\n\n".join(sections) + "\n"
+        papers = "\n".join(f"- method: [{escaped(title)}]({url})" for title, url in self.papers)
+        training = "\n".join(filter(None, (papers, _facts(self.training))))
+        sections = {
+            "Training": "\n\n".join(filter(None, (training, self._options()))),
+            "Data": _facts(self.data),
+            "Results": self._results(),
+            "Versions": _facts(self.versions.items()),
+        }
+        parts = [f"---\n{self._metadata()}\n---", f"# {escaped(self.title)}", self._what()]
+        parts += [f"## {name}\n\n{text}" for name, text in sections.items() if text]
+        return "\n\n".join(parts) + "\n"
 
     def _metadata(self) -> str:
-        method = [self.method] if self.method and _is_tag(self.method) else []
+        is_tag = self.method and re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,40}", self.method)
         data = ModelCardData(
             base_model=self.base_id,
             library_name=self.library,
             pipeline_tag=self.task or ("text-classification" if self.is_classifier else "text-generation"),
             datasets=list(self.datasets) or None,
-            tags=list(dict.fromkeys([OURS, *method, *self.tags])),
+            tags=list(dict.fromkeys(filter(None, [OURS, self.method if is_tag else None, *self.tags]))),
             model_name=self.model_name,
             language=self.language if isinstance(self.language, (str, type(None))) else list(self.language),
             license=self.license,
@@ -112,30 +89,22 @@ class ModelCard:
         noun = "reward model (a sequence classifier with one score)" if self.is_classifier else "language model"
         start = "" if self.base_model is None else f", trained from {_named(self.base_model, self.base_id)}"
         method = self.method_title or self.method
-        how = "" if method is None else f" with {escaped(public(method))}"
-        if how and not start:
-            how = f", trained{how}"
+        how = f"{'' if start else ', trained'} with {escaped(public(method))}" if method else ""
         lines = "\n".join(f"- {escaped(public(line), longest=1000)}" for line in self.export)
         return f"A {noun}{start}{how}.\n\n{lines}".rstrip()
 
-    def _training(self) -> list[str]:
-        papers = "\n".join(f"- method: [{escaped(title)}]({url})" for title, url in self.papers)
-        parts = [text for text in ("\n".join(filter(None, (papers, _facts(self.training)))),) if text]
+    def _options(self) -> str:
         shown = {name: value for name, value in self.options.items() if not is_secret(name)}
-        if shown:
-            rows = [(escaped(name), escaped(public(value))) for name, value in shown.items()]
-            parts.append(f"Options changed from their defaults:\n\n{markdown_table(('option', 'value'), rows)}")
-        return ["\n\n".join(["## Training", *parts])] if parts else []
+        rows = [(escaped(name), escaped(public(value))) for name, value in shown.items()]
+        return f"Options changed from their defaults:\n\n{markdown_table(('option', 'value'), rows)}" if rows else ""
 
-    def _results(self) -> list[str]:
-        both = (("training", self.train), ("evaluation", self.evaluation))
-        columns = [(title, values) for title, values in both if values]
-        if not columns:
-            return []
-        names = dict.fromkeys(name for _, values in columns for name in values)
-        rows = [[escaped(name), *(_number(values.get(name)) for _, values in columns)] for name in names]
+    def _results(self) -> str:
+        columns = {name: one for name, one in (("training", self.train), ("evaluation", self.evaluation)) if one}
+        names = dict.fromkeys(name for values in columns.values() for name in values)
+        found = {name: [number(values.get(name)) for values in columns.values()] for name in names}
+        rows = [[escaped(name), *("" if v is None else f"{v:.5g}" for v in each)] for name, each in found.items()]
         of = f"Of {escaped(self.results_of)}, as logged during training.\n\n" if self.results_of else ""
-        return ["## Results\n\n" + of + markdown_table(("metric", *(title for title, _ in columns)), rows)]
+        return of + markdown_table(("metric", *columns), rows) if columns else ""
 
 
 def escaped(text: object, longest: int = _LONGEST) -> str:
@@ -195,15 +164,5 @@ def _named(name: str, on_hub: str | None) -> str:
     return f"{escaped(_last(name))} (a local folder)" if is_local(name) or "/" in name else escaped(name)
 
 
-def _is_tag(text: str) -> bool:
-    return re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,40}", text) is not None
-
-
 def _facts(facts: Iterable[tuple[str, object]]) -> str:
     return "\n".join(f"- {escaped(name)}: {escaped(public(value))}" for name, value in facts)
-
-
-def _number(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return ""
-    return f"{value:.5g}"

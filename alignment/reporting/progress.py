@@ -16,13 +16,8 @@ _SHOWN = {"loss": "loss", "rewards/margins": "margin", "kl": "kl", "rewards/accu
 
 
 def memory_gib(device: torch.device) -> float:
-    """Memory in GiB: reserved by the device's allocator or, on a CPU, the process's peak resident set size.
-
-    On a device this is not the peak, which each phase resets.
-    """
-    if device.type == "cuda":
-        return torch.cuda.memory_reserved(device) / 2**30
-    return peak_resident_bytes() / 2**30
+    """Memory in GiB: reserved now by the device's allocator or, on a CPU, the process's peak resident set size."""
+    return (torch.cuda.memory_reserved(device) if device.type == "cuda" else peak_resident_bytes()) / 2**30
 
 
 def peak_resident_bytes() -> int:

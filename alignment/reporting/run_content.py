@@ -6,15 +6,32 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup, escape
 
 from alignment.compat.trl.verdicts import judged_names
 from alignment.config.fields import option_fields
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
-from alignment.reporting.html import content
+from alignment.reporting.html.charts import charts, compared
+from alignment.reporting.html.page import (
+    Card,
+    Page,
+    Sample,
+    Samples,
+    Section,
+    Table,
+    badge,
+    brief,
+    metrics_section,
+    phases_section,
+    shown,
+    swatch,
+)
 from alignment.reporting.log_reading import Log, Record, number, parsed, seconds_of
 from alignment.reporting.model_card import is_secret, without_secret_values
 from alignment.reporting.report import duration
@@ -23,6 +40,15 @@ from alignment.reporting.run_view import IN_PROGRESS, RunView, read_run, utc
 _LONGEST_VALUE = 300  # characters of an option's value
 _LONGEST_TEXT = 1500  # characters of a prompt or completion
 _MOST_PROMPTS = 6  # in a group of completions
+_MOST_TILES = 6
+# Metrics of the tiles at the top, in order of importance.
+_TILES = {
+    "loss": "Loss", "eval_loss": "Evaluation loss", "rewards/margins": "Reward margin",
+    "rewards/accuracies": "Reward accuracy", "eval_rewards/accuracies": "Evaluation accuracy",
+    "eval_win_rate": "Win rate", "objective/scores": "Score", "kl": "KL", "objective/kl": "KL",
+    "mean_token_accuracy": "Token accuracy", "completions/mean_length": "Completion length",
+    "grad_norm": "Gradient norm",
+}  # fmt: skip
 _DATA_COUNTS = {
     "desirable": "desirable", "undesirable": "undesirable", "prompts_cut": "truncated prompts",
     "completions_cut": "truncated completions", "packs": "packs", "pack_left_out": "omitted sequences without targets",
@@ -31,53 +57,135 @@ _EVENTS = {
     "bad_step": "Non-finite or outlying steps", "omitted_window": "Omitted windows", "overflow": "fp16 overflows",
     "retry": "Retries of reads or reward calls",
 }  # fmt: skip
-_IN_PROGRESS = "This run is in progress; the report shows it as of the time below."
+_MONO, _VALUE = "mono name", "value mono"
 
 
-def read_content(folder: Path, *, state: str | None = None) -> content.RunContent:
+@dataclass(frozen=True)
+class RunContent:
+    """A run as its report shows it: its page, and what a comparison puts side by side with other runs."""
+
+    page: Page
+    method: str
+    history: Sequence[Record]  #: training and evaluation entries of the log
+    train: Record  #: the newest metrics
+    evaluation: Record  #: the newest ones, without the prefix ``eval_``
+    options: Mapping[str, tuple[str, str]]  #: value and default, empty if unknown, of the changed ones
+
+
+def read_content(folder: Path, *, state: str | None = None) -> RunContent:
     """Collect the content of the report of a run; ``state`` is its state if ``status.json`` does not have it yet."""
     view = read_run(folder)
-    log, state, start = view.log, state or view.status.state, view.log.newest("start")
-    options = read_object(folder / "options.json", _without_secrets)
-    entries = [entry for entry in log.records if "event" not in entry]
-    best = _best_step(folder, view, options)
-    resumes = [(event["step"], "resumed") for event in view.resumes]
-    error, method = view.status.error, view.status.method or str(options.get("method") or "")
+    log, start, state = view.log, view.log.newest("start"), state or view.status.state
+    given = read_object(folder / "options.json", _without_secrets)
+    history = [entry for entry in log.records if "event" not in entry and "train_runtime" not in entry]
+    best, method = _best_step(folder, view, given), view.status.method or str(given.get("method") or "")
+    marks = [(event["step"], "resumed") for event in view.resumes] + ([(best, "best checkpoint")] if best else [])
     named = METHODS[method] if method in METHODS.entries else None  # external methods are not imported
-    return content.RunContent(
-        name=view.name or folder.absolute().name,
+    method = method if named is None else str(named.TITLE)
+    options = {
+        name: (_text(value), "unset" if default is None else _text(default))
+        for name, value, default in changed_options(given, named or AlignmentConfig)
+        if name not in ("method", "output_dir", "dry_run")
+    }
+    evaluation = {name.removeprefix("eval_"): value for name, value in view.evaluation.items()}
+    metrics = (("Training", view.metrics_step, view.metrics), ("Evaluation", view.evaluation_step, evaluation))
+    memory = "peak GPU memory" if start.get("device") == "cuda" else "peak resident memory"
+    part = "the whole run" if log.ended else f"up to step {view.status.step}"
+    best_badge = Markup(" ") + badge("best", "good")
+    sections = [
+        Section("Warnings and advice", messages=[*_messages(view)]),
+        Section("Curves", _marked(marks), charts=charts(history, marks)),
+        Section("Completions", samples=_samples(folder / "completions.jsonl")),
+        metrics_section(metrics),
+        phases_section(view.phases, memory, f"Rank 0, {part}."),
+        Section("Data", cards=[_data(one) for one in start.get("data", ())], columns=True),
+        _table("Options", "Options changed from their defaults.", ("option", "value", "default"),
+               [(name, *both) for name, both in options.items()], (_MONO, _VALUE, f"{_VALUE} muted")),
+        _table("Attempts", "", ("attempt", "started", "from", "ranks"),
+               [_attempt(event) for event in (start, *view.resumes)] if view.resumes else [], ("",) * 4),
+        _table("Checkpoints", "", ("name", "step", "size", "condition"),
+               [(one.name, one.step, one.size, escape(one.condition) + best_badge * (one.step == best))
+                for one in view.checkpoints], ("mono nowrap", "", "nowrap", "")),
+        _table("Versions", "", ("library", "version"), [*start.get("versions", {}).items()], ("", "")),
+    ]  # fmt: skip
+    page = Page(
+        title=view.name or folder.absolute().name,
+        kind=method,
+        sections=sections,
+        footer=f"Drawn {_now()} from the files in the output folder. All values are in log.jsonl.",
         folder=str(folder),
-        method=method if named is None else str(named.TITLE),
         state=state,
-        sentence=_IN_PROGRESS if state in IN_PROGRESS else f"{view.sentence[0].upper()}{view.sentence[1:]}.",
-        error=without_secret_values(error) if error and state == "failed" else None,
-        facts=[(name, str(value)) for name, value in _facts(view, options) if value],
-        history=[entry for entry in entries if "train_runtime" not in entry],
-        marks=resumes + ([] if best is None else [(best, "best checkpoint")]),
-        train=view.metrics,
-        train_step=view.metrics_step,
-        evaluation={name.removeprefix("eval_"): value for name, value in view.evaluation.items()},
-        evaluation_step=view.evaluation_step,
-        data=[_data(one) for one in start.get("data", ())],
-        completions=_completions(folder / "completions.jsonl"),
-        options=[
-            content.ChangedOption(name, _text(value), "unset" if default is None else _text(default))
-            for name, value, default in changed_options(options, named or AlignmentConfig)
-            if name not in ("method", "output_dir", "dry_run")
-        ],
-        phases=[content.PhaseFacts(name, **one) for name, one in view.phases.items()],
-        phases_of="the whole run" if log.ended else f"up to step {view.status.step}",
-        memory="peak GPU memory" if start.get("device") == "cuda" else "peak resident memory",
-        attempts=[_attempt(event) for event in (start, *view.resumes)] if view.resumes else [],
-        checkpoints=[
-            content.CheckpointFacts(one.name, one.step, one.size, one.condition, best=one.step == best)
-            for one in view.checkpoints
-        ],
-        warnings=[*_warnings(log.events), *view.problems],
-        advice=[text for event in (start, log.ended or {}) for text in event.get("advice", ())],
-        versions=start.get("versions", {}),
-        drawn=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        facts=[(name, str(value)) for name, value in _facts(view, given) if value],
+        tiles=_tiles(history),
+        note=_note(view, state),
     )
+    return RunContent(page, method, history, view.metrics, evaluation, options)
+
+
+def comparison(contents: Sequence[RunContent]) -> Page:
+    """The page that compares several runs, which are named by their folders if they have the same name."""
+    titles = [one.page.title for one in contents]
+    names = [title if titles.count(title) == 1 else one.page.folder for title, one in zip(titles, contents)]
+    defaults = {name: default for one in contents for name, (_, default) in one.options.items()}
+    values = [{name: one.options.get(name, ("", defaults[name]))[0] or defaults[name] for name in sorted(defaults)}
+              for one in contents]  # fmt: skip
+    values = [{name: text for name, text in each.items() if len({one[name] for one in values}) > 1} for each in values]
+    runs = [
+        (swatch(color, name), one.method, badge(one.page.state), one.page.folder)
+        for color, (name, one) in enumerate(zip(names, contents), start=1)
+    ]
+    return Page(
+        title=f"{len(contents)} runs",
+        kind="Comparison",
+        sections=[
+            _table("Runs", "", ("run", "method", "state", "folder"), runs, ("", "", "", f"{_VALUE} muted")),
+            Section("Curves", charts=compared([one.history for one in contents], names)),
+            _side_by_side("Training metrics", "metric", names, "number", [shown(one.train) for one in contents]),
+            _side_by_side(
+                "Evaluation metrics", "metric", names, "number", [shown(one.evaluation) for one in contents]
+            ),
+            _side_by_side("Options that differ", "option", names, _VALUE, values),
+            _side_by_side("Facts", "fact", names, "value", [dict(one.page.facts) for one in contents]),
+        ],
+        footer=f"Drawn {_now()} from the files in the output folders.",
+    )
+
+
+def _table(title: str, lead: str, heads: Sequence[str], rows: Sequence[Any], classes: Sequence[str]) -> Section:
+    return Section(title, lead, [Card([Table(title, heads, rows, classes)])] if rows else [])
+
+
+def _side_by_side(
+    title: str, first: str, names: Sequence[str], kind: str, columns: Sequence[Mapping[str, str]]
+) -> Section:
+    rows = [[name, *(column.get(name, "") for column in columns)] for name in dict.fromkeys(itertools.chain(*columns))]
+    classes = ["" if first == "fact" else _MONO, *[kind] * len(names)]
+    return _table(title, "As last logged." if first == "metric" else "", [first, *names], rows, classes)
+
+
+def _marked(marks: Sequence[tuple[int, str]]) -> str:
+    return f"Dotted lines: {', '.join(f'{label} (step {step})' for step, label in marks)}." if marks else ""
+
+
+def _note(view: RunView, state: str) -> tuple[str, str, str] | None:
+    if state == "failed" and view.status.error:
+        return "bad", "Error.", without_secret_values(view.status.error)
+    if state in IN_PROGRESS:
+        return "info", "", "This run is in progress; the report shows it as of the time below."
+    sentence = f"{view.sentence[0].upper()}{view.sentence[1:]}."
+    return (
+        None if state in ("finished", "unknown") else ("bad" if state in ("failed", "lost") else "warn", "", sentence)
+    )
+
+
+def _tiles(history: Sequence[Record]) -> list[tuple[str, str, str]]:
+    """Label, last value, and first value of each tile."""
+    found: dict[str, tuple[str, str, str]] = {}
+    for metric, label in _TILES.items():
+        values = [value for entry in history if (value := number(entry.get(metric))) is not None]
+        if values and label not in found:
+            found[label] = (label, brief(values[-1]), f"from {brief(values[0])}" if len(values) > 1 else "")
+    return list(found.values())[:_MOST_TILES]
 
 
 def _facts(view: RunView, options: Record) -> Iterator[tuple[str, Any]]:
@@ -131,19 +239,26 @@ def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
-def _data(one: Record) -> content.DataFacts:
-    counts = {text: one[key] for key, text in _DATA_COUNTS.items() if one.get(key)}
-    rows_in, rows_out, dropped = one.get("rows_in"), one.get("rows_out"), one.get("dropped", {})
-    return content.DataFacts(one["role"], one["where"], rows_in, rows_out, dropped, counts, one.get("lengths", {}))
+def _data(one: Record) -> Card:
+    rows = {"read": one.get("rows_in"), "kept": one.get("rows_out")}
+    rows |= {f"dropped: {reason}": count for reason, count in one.get("dropped", {}).items()}
+    rows |= {text: one.get(key) or None for key, text in _DATA_COUNTS.items()}
+    role, lengths = str(one.get("role", "")), one.get("lengths") or {}
+    counted = [(name, f"{count:,}") for name, count in rows.items() if count is not None]
+    tables = [Table(f"Rows of the {role} data", ("rows", "count"), counted, ("", "number"))]
+    if lengths:
+        heads = ["tokens", *next(iter(lengths.values()))]
+        each = [[name, *(f"{value:,}" for value in values.values())] for name, values in lengths.items()]
+        tables.append(Table(f"Token counts of the {role} data", heads, each, ["", *["number"] * len(heads)]))
+    return Card(tables, role.capitalize(), lead=str(one.get("where", "")))
 
 
-def _attempt(event: Record) -> content.Attempt:
+def _attempt(event: Record) -> tuple[str, ...]:
     begins = "scratch" if event.get("event") == "start" else f"{event.get('checkpoint')}, step {event.get('step')}"
-    attempt, ranks = str(event.get("attempt") or 1), str(event.get("world_size", ""))
-    return content.Attempt(attempt, utc(event.get("time"), 16), begins, ranks)
+    return str(event.get("attempt") or 1), utc(event.get("time"), 16), begins, str(event.get("world_size", ""))
 
 
-def _completions(path: Path) -> list[content.CompletionGroup]:
+def _samples(path: Path) -> list[Samples]:
     """The completions of the last step, beside those of the first step for the same prompts, by evaluation set."""
     first, last = dict[tuple[str, str], Record](), dict[tuple[str, str], Record]()
     with contextlib.suppress(OSError), path.open("rb") as file:
@@ -155,26 +270,26 @@ def _completions(path: Path) -> list[content.CompletionGroup]:
                 if row["step"] != next(iter(last.values()), row)["step"]:
                     last.clear()
                 last[prompt] = row
-    groups = dict[str, list[content.Completion]]()
+    groups = dict[str, list[Sample]]()
     for prompt, row in last.items():
         before, name = first.get(prompt, row), prompt[0].removeprefix("eval").removeprefix("_")
         steps = f"Before and after: steps {before['step']} and {row['step']}"
         title = (f"Step {row['step']}" if before is row else steps) + (f", {name}" if name else "")
-        groups.setdefault(title, []).append(_completion(row, before))
-    return [content.CompletionGroup(title, rows[:_MOST_PROMPTS], len(rows)) for title, rows in groups.items()]
+        groups.setdefault(title, []).append(_sample(row, before))
+    return [Samples(title, rows[:_MOST_PROMPTS], len(rows)) for title, rows in groups.items()]
 
 
-def _completion(row: Record, before: Record) -> content.Completion:
+def _sample(row: Record, before: Record) -> Sample:
     """The texts of two steps side by side; what has not changed, such as the reference's, once."""
-    earlier, shown = _texts(before), dict[str, str]()
+    earlier, texts = _texts(before), dict[str, str]()
     for name, text in _texts(row).items():
         if earlier.get(name, text) == text:
-            shown[name] = text
+            texts[name] = text
         else:
-            shown |= {f"{name}, step {before['step']}": earlier[name], f"{name}, step {row['step']}": text}
+            texts |= {f"{name}, step {before['step']}": earlier[name], f"{name}, step {row['step']}": text}
     scores = {name.replace("_", " "): value for name, each in row.items() if (value := number(each)) is not None}
     scores.pop("step", None)
-    return content.Completion(_cut(row["prompt"], _LONGEST_TEXT), shown, scores)
+    return Sample(_cut(row["prompt"], _LONGEST_TEXT), texts, scores)
 
 
 def _texts(row: Record) -> dict[str, str]:
@@ -183,11 +298,14 @@ def _texts(row: Record) -> dict[str, str]:
     return {names.get(name, name.replace("_", " ")): _cut(text, _LONGEST_TEXT) for name, text in found.items()}
 
 
-def _warnings(events: Sequence[Record]) -> Iterator[str]:
+def _messages(view: RunView) -> Iterator[tuple[str, str]]:
     for name, said in _EVENTS.items():
-        if found := [event for event in events if event.get("event") == name]:
+        if found := [event for event in view.log.events if event.get("event") == name]:
             at = f", the first in step {found[0]['step']}" if "step" in found[0] else ""
-            yield f"{said}: {len(found)}{at}. See log.jsonl."
+            yield "warning", f"{said}: {len(found)}{at}. See log.jsonl."
+    yield from (("warning", problem) for problem in view.problems)
+    for event in (view.log.newest("start"), view.log.ended or {}):
+        yield from (("advice", text) for text in event.get("advice", ()))
 
 
 def read_object(path: Path, hook: Callable[[Record], Record] | None = None) -> Record:
@@ -200,3 +318,7 @@ def read_object(path: Path, hook: Callable[[Record], Record] | None = None) -> R
 
 def _without_secrets(found: Record) -> Record:
     return {name: value for name, value in found.items() if not is_secret(name)}
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")

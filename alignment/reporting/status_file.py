@@ -23,7 +23,6 @@ STATES = ("starting", "running", "preempted", "stopped", "failed", "finished")
 ENDED = STATES[2:]
 _EVERY_S = 5.0  # between two writes while a run is in progress
 _LAST_S = 5.0  # maximum time to wait for the last write
-_LARGEST = 2**53
 
 
 def now() -> str:
@@ -33,102 +32,61 @@ def now() -> str:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The content of ``status.json``.
+    """The content of ``status.json``; names are empty and numbers 0 while they are unknown."""
 
-    Attributes:
-        state: one of :data:`STATES`.
-        signal: what requested the stop: ``SIGTERM``, ``SIGUSR1``, ``SIGHUP``, ``SIGINT`` or ``STOP`` (the file);
-            None if no stop was requested.
-        error: the error line of a failed run.
-        run: the run's identifier, shared by all attempts that resume from its checkpoints.
-        attempt: number of the attempt, from 1.
-        stalled: number of consecutive attempts of this job, including this one, without a newer checkpoint than the
-            one they started from.
-        method: ``kto`` …
-        host: host name of rank 0.
-        pid: process ID of rank 0.
-        world_size: number of ranks.
-        job: SLURM job ID, or empty.
-        restarts: number of times SLURM has requeued it.
-        phase: the current phase of rank 0.
-        step: the last completed optimizer step.
-        total_steps: optimizer steps of the whole run; 0 while unknown.
-        checkpoint: name of the newest checkpoint, or empty.
-        resumed_from: name of the checkpoint that this attempt resumed from, or empty.
-        started: when this attempt started, in UTC.
-        time: when the file was written, in UTC.
-    """
-
-    state: str = "starting"
-    signal: str | None = None
-    error: str | None = None
-    run: str = ""
-    attempt: int = 1
+    state: str = "starting"  #: one of :data:`STATES`
+    signal: str | None = None  #: what requested the stop: the name of a signal, or ``STOP`` (the file)
+    error: str | None = None  #: the error line of a failed run
+    run: str = ""  #: the run's identifier, shared by all attempts that resume from its checkpoints
+    attempt: int = 1  #: number of the attempt, from 1
+    #: number of consecutive attempts of this job, including this one, that ended without a newer checkpoint
     stalled: int = 1
-    method: str = ""
-    host: str = ""
-    pid: int = 0
-    world_size: int = 1
-    job: str = ""
-    restarts: int = 0
-    phase: str = "start"
-    step: int = 0
-    total_steps: int = 0
-    checkpoint: str = ""
-    resumed_from: str = ""
-    started: str = ""
-    time: str = ""
+    method: str = ""  #: such as ``kto``
+    host: str = ""  #: host name of rank 0
+    pid: int = 0  #: process ID of rank 0
+    world_size: int = 1  #: number of ranks
+    job: str = ""  #: SLURM job ID
+    restarts: int = 0  #: number of times SLURM has requeued it
+    phase: str = "start"  #: the current phase of rank 0
+    step: int = 0  #: the last completed optimizer step
+    total_steps: int = 0  #: optimizer steps of the whole run
+    checkpoint: str = ""  #: name of the newest checkpoint
+    resumed_from: str = ""  #: name of the checkpoint that this attempt resumed from
+    started: str = ""  #: when this attempt started, in UTC
+    time: str = ""  #: when the file was written, in UTC
 
     def text(self) -> str:
         """The content of the file: a JSON object with one key per line."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
-    @classmethod
-    def parsed(cls, text: str) -> RunStatus:
-        """Parse the content of a file; unknown keys are ignored.
-
-        Raises:
-            ValueError: it is not a valid status.
-        """
-        try:
-            found = json.loads(text)
-        except RecursionError:
-            raise ValueError("it is nested too deeply") from None
-        if not isinstance(found, dict) or found.get("state") not in STATES:
-            raise ValueError("not a status of a run")
-        known: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):
-            if field.name not in found:
-                continue
-            value, default = found[field.name], field.default
-            kinds = (str, type(None)) if default is None else (type(default),)
-            if type(value) not in kinds or (isinstance(value, int) and value > _LARGEST):
-                raise ValueError(f"{field.name} is {value!r}")
-            known[field.name] = value
-        return cls(**known)
-
 
 def read_status(folder: Path) -> RunStatus | None:
-    """Read the status in a run's folder; None if there is none.
+    """Read the status in a run's folder, without unknown keys; None if there is none.
 
     Raises:
         ValueError: the file is not a valid status.
         OSError: it cannot be read.
     """
     try:
-        return RunStatus.parsed((folder / STATUS).read_text(encoding="utf-8"))
+        found = json.loads((folder / STATUS).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(found, dict) or found.get("state") not in STATES:
+        raise ValueError("not a status of a run")
+    known = {field.name: found[field.name] for field in dataclasses.fields(RunStatus) if field.name in found}
+    for name, value in known.items():
+        expected = type(getattr(RunStatus, name))
+        if not (type(value) is expected or (expected is type(None) and isinstance(value, str))) or (
+            isinstance(value, int) and value > 2**53
+        ):
+            raise ValueError(f"{name} is {value!r}")
+    return RunStatus(**known)
 
 
 def fail_in_place_of(folder: Path, host: str, pid: int, error: str) -> None:
-    """Record the failure of a run whose rank 0 was killed, unless a later attempt has started.
-
-    Args:
-        folder: the output folder.
-        host, pid: host and process ID of rank 0.
-        error: the error line.
-    """
+    """Record the failure of a run whose rank 0, a process of ``host``, was killed, unless another has started."""
     with contextlib.suppress(OSError, ValueError):
         status = read_status(folder)
         if status is not None and status.state not in ENDED and (status.host, status.pid) == (host, pid):

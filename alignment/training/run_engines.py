@@ -19,13 +19,12 @@ from alignment.config.dtypes import SHORT
 from alignment.config.errors import OptionError
 from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
-from alignment.engines.collectives import device, true_on_every_rank
+from alignment.engines.collectives import device
 from alignment.engines.optimizers import build_optimizer, build_scheduler, check_counts, step_bytes
 from alignment.engines.scoring import FrozenEngine, PolicyEngine, ScoringEngine, checked
 from alignment.internals.deepspeed_state import inner_optimizer, state_units
 from alignment.internals.peft import as_peft_model
-from alignment.models.adapters.given import Given, equip
-from alignment.models.adapters.injection import REFERENCE
+from alignment.models.adapters.injection import REFERENCE, Given, equip
 from alignment.models.loading import disable_dropout, enable_checkpointing
 from alignment.models.scorer import Scorer
 from alignment.models.tasks import CAUSAL_LM, Task
@@ -268,7 +267,6 @@ class RunEngines:
                 dtype=plan.compute,
                 seed=args.seed,
                 keep=isinstance(plan.reference, AdapterReferencePlan),
-                agreed=true_on_every_rank,
             )
         if args.disable_dropout:  # also that of the adapters
             disable_dropout(model)

@@ -29,4 +29,4 @@ def write_page(folder: Path, state: str | None = None) -> None:
 
 def draw_page(folder: Path, state: str | None) -> None:
     """Write the report; unlike :func:`write_page`, raise errors."""
-    replace_text(folder / PAGE, render(read_content(folder, state=state)))
+    replace_text(folder / PAGE, render(read_content(folder, state=state).page))

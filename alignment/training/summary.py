@@ -6,8 +6,9 @@ from alignment.config.errors import counted
 from alignment.engines.collectives import gathered
 from alignment.engines.phases import over_ranks
 from alignment.reporting.durable import replace_text
+from alignment.reporting.html.page import Section, metrics_section, phases_section, report_text
 from alignment.reporting.progress import memory_gib
-from alignment.reporting.report import duration, report_text
+from alignment.reporting.report import duration
 from alignment.run.console import tell
 from alignment.run.ranks import world_size
 from alignment.training.context import RunContext
@@ -39,15 +40,14 @@ def _write(
 ) -> None:
     title = f"{context.args.method}: {context.args.run_name or context.output_dir.name}"
     cuda = engines.window_pass.device.type == "cuda"
-    text = report_text(
-        title=title,
-        facts=_facts(context, engines, int(phases.get("train", {}).get("tokens", 0)), largest),
-        phases=phases,
-        memory="GPU memory" if cuda else "resident memory",
-        train=_last(context, "loss"),
-        evaluation={name.removeprefix("eval_"): value for name, value in _evaluation(context).items()},
-        advice=context.data.advice,
-    )
+    facts = _facts(context, engines, int(phases.get("train", {}).get("tokens", 0)), largest)
+    evaluation = {name.removeprefix("eval_"): value for name, value in _evaluation(context).items()}
+    sections = [
+        phases_section(phases, "GPU memory" if cuda else "resident memory"),
+        metrics_section([("Training", None, _last(context, "loss")), ("Evaluation", None, evaluation)]),
+        Section("Advice", messages=[("advice", text) for text in context.data.advice]),
+    ]
+    text = report_text(title, facts, sections)
     replace_text(context.output_dir / REPORT, text)
     if show:
         tell(f"\n{text}")

@@ -13,7 +13,7 @@ from helpers import STAGES, make_model, unpaired_rows
 from transformers import TrainerCallback
 
 from alignment import KTOConfig, KTOTrainer
-from alignment.reporting.report import report_text
+from alignment.reporting.html.page import Section, metrics_section, phases_section, report_text
 from alignment.run.stop import RunStopped
 from alignment.training import run_page
 from alignment.training.run_page import draw_page
@@ -22,23 +22,22 @@ REPORT = """\
 # kto: a run
 
 - steps: 4 of 4
-- time: 2.0 s
 
 ## Phases
 
-| phase | times | seconds | share | tokens/s | GPU memory |
-| ----- | ----: | ------: | ----: | -------: | ---------: |
-| train |     4 |    1.50 |   75% |    2,000 |   1.50 GiB |
-| step  |     4 |    0.50 |   25% |          |            |
-| save  |     1 |    0.00 |    0% |          |            |
+| phase | share of the time |  time | times | tokens/s | GPU memory |
+| ----- | ----------------: | ----: | ----: | -------: | ---------: |
+| train |               75% | 1.5 s |     4 |    2,000 |   1.50 GiB |
+| step  |               25% | 0.5 s |     4 |          |            |
+| save  |                0% | 0.0 s |     1 |          |            |
 
 ## Final metrics
 
-| metric         | training | evaluation |
-| -------------- | -------: | ---------: |
-| loss           |  0.48312 |        0.5 |
-| kl             |        2 |            |
-| rewards/chosen |          |       -1.5 |
+### Evaluation
+
+| metric         | value |
+| -------------- | ----: |
+| rewards/chosen |  -1.5 |
 
 ## Advice
 
@@ -47,20 +46,18 @@ REPORT = """\
 
 
 def test_the_text() -> None:
-    text = report_text(
-        title="kto: a run",
-        facts=[("steps", "4 of 4"), ("time", "2.0 s")],
-        phases={
-            "train": {"seconds": 1.5, "tokens": 3000, "peak_bytes": 1.5 * 2**30, "entries": 4},
-            "step": {"seconds": 0.5, "tokens": 0, "peak_bytes": 0, "entries": 4},
-            "save": {"seconds": 0.0, "tokens": 3, "peak_bytes": 0, "entries": 1},
-        },
-        memory="GPU memory",
-        train={"loss": 0.48312, "kl": 2.0, "count/chosen": 3.0, "logps/chosen_sum": -9.0},
-        evaluation={"loss": 0.5, "rewards/chosen": -1.5},
-        advice=["use more rows"],
-    )
-    assert text == REPORT
+    phases = {
+        "train": {"seconds": 1.5, "tokens": 3000, "peak_bytes": 1.5 * 2**30, "entries": 4},
+        "step": {"seconds": 0.5, "tokens": 0, "peak_bytes": 0, "entries": 4},
+        "save": {"seconds": 0.0, "tokens": 3, "peak_bytes": 0, "entries": 1},
+    }
+    evaluation = {"rewards/chosen": -1.5, "count/chosen": 3.0, "logps/chosen_sum": -9.0}
+    sections = [
+        phases_section(phases, "GPU memory"),
+        metrics_section([("Training", None, {}), ("Evaluation", None, evaluation)]),
+        Section("Advice", messages=[("advice", "use more rows")]),
+    ]
+    assert report_text("kto: a run", [("steps", "4 of 4")], sections) == REPORT
 
 
 class Obstacle(TrainerCallback):
@@ -110,15 +107,15 @@ def test_a_run_ends_with_its_report(tmp_path: Path, capsys: pytest.CaptureFixtur
     phases, metrics = text.split("## Final metrics")
     cells = table(phases)
     for name in ("reference", "kl", "train", "step", "evaluate", "save"):
-        assert float(cells[name][1]) >= 0 and cells[name][4].endswith("GiB")
+        assert cells[name][1].endswith(" s") and cells[name][4].endswith("GiB")
     page = (tmp_path / "out" / "report.html").read_text()
     for said in ("finished</span>", ">Loss<", ">Gradient norm<", "train_dataset", "prompt and completion", "torch"):
         assert said in page, said
-    cells = table(metrics)
+    cells, evaluation = map(table, metrics.split("### Evaluation"))
     last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry][-1]
-    assert cells["loss"] == [f"{last['loss']:.6g}", f"{evaluated['eval_loss']:.6g}"]
-    assert cells["grad_norm"] == [f"{last['grad_norm']:.6g}", ""]
+    assert cells["loss"] == [f"{last['loss']:.5g}"] and evaluation["loss"] == [f"{evaluated['eval_loss']:.5g}"]
+    assert cells["grad_norm"] == [f"{last['grad_norm']:.5g}"] and "grad_norm" not in evaluation
 
 
 @pytest.fixture

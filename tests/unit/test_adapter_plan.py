@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import make_model, tiny_config
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig
 
 from alignment import KTOConfig
 from alignment.config.errors import AlignmentError
@@ -65,29 +65,10 @@ def test_unset_targets_are_all_linear_layers_but_the_head() -> None:
 
 
 def test_the_options_become_a_configuration() -> None:
-    config = of(
-        planned(
-            lora_r=4,
-            lora_alpha=6,
-            lora_dropout=0.2,
-            lora_target_modules="q_proj",
-            lora_modules_to_save=["lm_head"],
-            use_rslora=True,
-            use_dora=True,
-        )
-    )
-    assert (config.r, config.lora_alpha, config.lora_dropout, config.use_rslora, config.use_dora) == (
-        4,
-        6,
-        0.2,
-        True,
-        True,
-    )
-    assert (set(config.target_modules), config.modules_to_save, config.task_type) == (
-        {"q_proj"},
-        ["lm_head"],
-        "CAUSAL_LM",
-    )
+    given = {"lora_r": 4, "lora_alpha": 6, "lora_dropout": 0.2, "use_rslora": True, "use_dora": True}
+    config = of(planned(**given, lora_target_modules="q_proj", lora_modules_to_save=["lm_head"]))
+    assert {name: getattr(config, name.replace("lora_r", "r")) for name in given} == given
+    assert (config.target_modules, config.modules_to_save, config.task_type) == (["q_proj"], ["lm_head"], "CAUSAL_LM")
     assert config.base_model_name_or_path == "some/model" and not config.inference_mode
     assert of(planned(lora_target_modules=r".*\.(q|v)_proj")).target_modules == r".*\.(q|v)_proj"
 
@@ -103,30 +84,12 @@ def test_trainable_parameters_are_counted() -> None:
     assert found.describe().startswith("LoRA r=")
 
 
-def test_the_score_of_a_classifier_is_trained_and_saved() -> None:
-    found = planned("tied", task=REWARD_MODEL)
-    assert of(found).modules_to_save == ["score"] and of(found).task_type == "SEQ_CLS"
-    assert sorted(of(found).target_modules) == LINEAR
-
-
 def test_routers_are_excluded_and_experts_reported() -> None:
     found = planned("moe")
     assert sorted(of(found).target_modules) == ATTENTION
     assert found is not None and "down_proj, gate_up_proj) get no adapters;" in found.notes[0]
-    packed = planned("moe", bits=4)
-    assert packed is not None and "are not quantized" in packed.notes[0]
     named = planned("moe", lora_dropout=0.0, lora_target_parameters=["experts.gate_up_proj", "experts.down_proj"])
     assert named is not None and named.notes == ()
-
-
-def test_a_tied_head_that_is_trained_is_reported() -> None:
-    found, other = (planned(kind, lora_modules_to_save=["lm_head"]) for kind in ("tied", "untied"))
-    assert found is not None and "the head and the embeddings of this model are tied" in found.notes[0]
-    assert other is not None and other.notes == ()
-
-
-def test_the_full_model_is_trained_by_default() -> None:
-    assert planned(use_peft=False) is None
 
 
 EXPERTS: dict[str, Any] = {"kind": "moe", "lora_target_parameters": ["experts.down_proj"]}
@@ -135,49 +98,42 @@ EXPERTS: dict[str, Any] = {"kind": "moe", "lora_target_parameters": ["experts.do
 @pytest.mark.parametrize(
     ("said", "more"),
     [
-        ("has no 'q_prj'; did you mean 'q_proj'", {"lora_target_modules": ["q_prj", "v_proj"]}),
+        ("lora_target_modules: the model has no 'q_prj'", {"lora_target_modules": ["q_prj", "v_proj"]}),
         ("lora_target_modules: ", {"lora_target_modules": "nothing.*"}),
         ("lora_modules_to_save: the model has no 'head'", {"lora_modules_to_save": ["head"]}),
         ("lora_target_parameters: the model has no 'x'", {"lora_target_parameters": ["x"], "lora_dropout": 0.0}),
-        ("dropout is not supported", EXPERTS),
-        ("not supported at ZeRO stage 3", {**EXPERTS, "lora_dropout": 0.0, "stage": 3}),
-        ("4-bit weights cannot be trained", {"use_peft": False, "bits": 4}),
-        ("8-bit weights cannot be trained", {"use_peft": False, "bits": 8}),
-        ("DoRA reads the norms", {"use_dora": True, "bits": 4, "stage": 3}),
-        ("PROMPT_TUNING is a prompt learning method", {"config": peft.PromptTuningConfig(num_virtual_tokens=2)}),
-        ("PREFIX_TUNING is a prompt learning method", {"config": peft.PrefixTuningConfig(num_virtual_tokens=2)}),
-        ("VERA adapters are not supported", {"config": peft.VeraConfig()}),
-        ("LOHA adapters take their shapes", {"config": peft.LoHaConfig(), "stage": 3}),
-        ("LOHA adapters cannot be added", {"config": peft.LoHaConfig(), "bits": 4}),
-        ("LOKR adapters cannot be added", {"config": peft.LoKrConfig(), "bits": 8}),
-        ("which are partitioned", {"config": LoraConfig(init_lora_weights="pissa"), "stage": 3}),
-        ("which are quantized", {"config": LoraConfig(init_lora_weights="olora"), "bits": 4}),
-        ("needs data", {"config": LoraConfig(init_lora_weights="eva")}),
-        ("layer_replication", {"config": LoraConfig(layer_replication=[(0, 2), (1, 2)])}),
-        ("is not a PEFT configuration", {"config": {"r": 4}}),
-        ("conflicts with peft_config", {"config": LoraConfig(), "adapter_name_or_path": "x"}),
-        ("adapter_config.json of '/nowhere' could not be loaded", {"adapter_name_or_path": "/nowhere"}),
-        ("pass its path", {"path": None, "merged_output_dir": "m"}),
-        ("no adapters to merge", {"use_peft": False, "merged_output_dir": "m"}),
-        ("selects an adapter of a live PeftModel", {"model_adapter_name": "a"}),
-        ("selects an adapter of a live PeftModel", {"ref_adapter_name": "a"}),
+        ("lora_target_modules: .*lora_dropout", EXPERTS),
+        ("lora_target_parameters: ", {**EXPERTS, "lora_dropout": 0.0, "stage": 3}),
+        ("some/model: 4-bit", {"use_peft": False, "bits": 4}),
+        ("use_dora=True: ", {"use_dora": True, "bits": 4, "stage": 3}),
+        ("peft_config: PREFIX_TUNING", {"config": peft.PrefixTuningConfig(num_virtual_tokens=2)}),
+        ("peft_config: VERA", {"config": peft.VeraConfig()}),
+        ("peft_config: LOHA", {"config": peft.LoHaConfig(), "stage": 3}),
+        ("peft_config: LOKR", {"config": peft.LoKrConfig(), "bits": 8}),
+        ("peft_config: init_lora_weights='pissa'", {"config": LoraConfig(init_lora_weights="pissa")}),
+        ("peft_config: init_lora_weights='eva'", {"config": LoraConfig(init_lora_weights="eva")}),
+        ("peft_config: layer_replication", {"config": LoraConfig(layer_replication=[(0, 2), (1, 2)])}),
+        ("peft_config: dict", {"config": {"r": 4}}),
+        ("adapter_name_or_path: conflicts", {"config": LoraConfig(), "adapter_name_or_path": "x"}),
+        ("adapter_name_or_path: .*/nowhere", {"adapter_name_or_path": "/nowhere"}),
+        ("merged_output_dir='m': .* pass its path", {"path": None, "merged_output_dir": "m"}),
+        ("merged_output_dir='m': .* no adapters", {"use_peft": False, "merged_output_dir": "m"}),
+        ("model_adapter_name='a'", {"model_adapter_name": "a"}),
+        ("ref_adapter_name='a'", {"ref_adapter_name": "a"}),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said(said: str, more: dict[str, Any]) -> None:
-    with pytest.raises(AlignmentError, match=said) as caught:
+    with pytest.raises(AlignmentError, match=f"^{said}") as caught:
         planned(**more)
     assert "\n" not in str(caught.value)
 
 
-def test_a_configuration_and_use_peft_together() -> None:
-    """TRL's scripts set both; the configuration decides."""
-    assert of(planned(config=LoraConfig(r=3), use_peft=True)).r == 3
-
-
-def test_the_users_configuration_is_not_modified() -> None:
-    config = LoraConfig(target_modules=None)
-    planned(config=config)
+def test_a_configuration_replaces_use_peft_and_is_not_modified() -> None:
+    """TRL's scripts set both."""
+    config = LoraConfig(r=3, target_modules=None)
+    assert of(planned(config=config, use_peft=True)).r == 3
     assert config.target_modules is None and config.task_type is None
+    assert planned(use_peft=False) is None
 
 
 # Existing adapters --------------------------------------------------------------------------------------------------
@@ -199,14 +155,12 @@ def test_an_adapter_of_another_base(trained: Path) -> None:
     assert of(planned(adapter_name_or_path=path)).r == 2
     wide = tiny_config("untied")
     wide.hidden_size = 64
-    with pytest.raises(
-        AlignmentError, match=r"does not fit some/model: .*lora_A.weight has shape \(2, 32\).*\(2, 64\)"
+    for more, said in (
+        ({"kind": wide}, r"lora_A.weight has shape \(2, 32\).*\(2, 64\)"),
+        ({"task": REWARD_MODEL}, "score"),
     ):
-        planned(wide, adapter_name_or_path=path)
-    with pytest.raises(AlignmentError, match="contain score, the head of a reward model"):
-        planned(adapter_name_or_path=path, task=REWARD_MODEL)
-    other = Qwen2Config(**{**tiny_config("untied").to_dict(), "model_type": "qwen2"})
-    assert of(planned(other, adapter_name_or_path=path)).r == 2, "another family with the same shapes cannot be told"
+        with pytest.raises(AlignmentError, match=f"^adapter_name_or_path: .*{said}"):
+            planned(adapter_name_or_path=path, **more)
 
 
 def test_live_adapters(trained: Path) -> None:
@@ -222,18 +176,16 @@ def test_live_adapters(trained: Path) -> None:
     assert found.trained == 2 * 2 * 2 * 32
     both = planned(live=live("one", "two"), model_adapter_name="two", ref_adapter_name="one")
     assert both is not None and (both.name, both.reference) == ("two", "one")
-    faults: list[tuple[str, dict[str, Any]]] = [
-        ("no adapter of this name; available: one, two", {"model_adapter_name": "three"}),
-        ("this adapter is being trained", {"ref_adapter_name": "one"}),
-        ("conflicts with a model that has adapters", {"adapter_name_or_path": "x"}),
-    ]
-    for said, more in faults:
-        with pytest.raises(AlignmentError, match=said):
+    for said, more in (
+        ("model_adapter_name='three'", {"model_adapter_name": "three"}),
+        ("ref_adapter_name='one'", {"ref_adapter_name": "one"}),
+        ("adapter_name_or_path: conflicts", {"adapter_name_or_path": "x"}),
+    ):
+        with pytest.raises(AlignmentError, match=f"^{said}"):
             planned(live=live("one", "two"), **more)
     several, merged = live("one", "two"), live("one")
     several.base_model.set_adapter(["one", "two"])
-    with pytest.raises(AlignmentError, match="several adapters are active \\(one, two\\)"):
-        planned(live=several)
     merged.merge_adapter()
-    with pytest.raises(AlignmentError, match="merged into the base"):
-        planned(live=merged)
+    for model in (several, merged):
+        with pytest.raises(AlignmentError, match="^model: "):
+            planned(live=model)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import DRIVERS, ROOT
-from helpers import make_model
+from conftest import ROOT
 
 from alignment.engines import collectives
-from tools.ranks import RankServer
 
 # `barrier` has no tensor. ProcessFacts offers TRL's `main_process_first`, two layers below the collectives.
 ELSEWHERE = {("alignment/config/process_facts.py", "barrier")}
@@ -59,10 +56,3 @@ def test_tensors_are_reduced_on_the_communication_device(monkeypatch: pytest.Mon
         values = torch.ones(2)
         assert collective(values) is values
     assert devices == ["meta"] * 2
-
-
-def test_adapters_in_a_group_for_cuda_tensors(tmp_path: Path, ranks: RankServer) -> None:
-    """With NCCL, a collective on a tensor in host memory raises; injecting adapters needs none of its own."""
-    done = ranks.run(DRIVERS / "cuda_group.py", make_model(tmp_path / "model"), nproc=1)
-    assert "No backend type associated with device type cpu" in done.stdout
-    assert "equipped" in done.stdout

@@ -81,10 +81,6 @@ def test_hosts_with_different_gpus_are_rejected(plan: Plan, monkeypatch: pytest.
         engines.check_alike(made)
     monkeypatch.setattr(engines, "gathered", lambda own: [own, own])
     engines.check_alike(made)
-    made.adapters = SimpleNamespace(trained=5, head=True)
-    monkeypatch.setattr(engines, "gathered", lambda own: [own, own if isinstance(own, str) else (7, False)])
-    with pytest.raises(OptionError, match="^model: the model files in the Hub caches of the hosts differ"):
-        engines.check_alike(made)
 
 
 @pytest.mark.parametrize("stage", ["stage0", "stage2", "stage3"])

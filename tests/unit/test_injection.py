@@ -10,7 +10,7 @@ from helpers import make_model
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from alignment.models.adapters.injection import REFERENCE, inject, keep_given, plain_start
+from alignment.models.adapters.injection import REFERENCE, Given, equip, inject, keep_given
 from alignment.models.adapters.record import Adapters
 
 
@@ -69,6 +69,15 @@ def test_the_initial_policy_is_kept_while_its_adapters_are_trained(folder: str, 
     assert model.active_adapters() == ["default"]
 
 
-def test_a_plain_start_is_a_copy() -> None:
-    given = LoraConfig(init_lora_weights="gaussian")
-    assert plain_start(given).init_lora_weights is True and given.init_lora_weights == "gaussian"
+@pytest.mark.parametrize(("start", "copied"), [(True, False), ("gaussian", False), (False, True)])
+def test_only_new_adapters_without_effect_are_disabled_for_the_initial_policy(
+    folder: str, start: bool | str, copied: bool
+) -> None:
+    """In a later run, the same adapters may have been trained."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=start, task_type="CAUSAL_LM")  # type: ignore[arg-type]
+    found = [
+        equip(model, Adapters(config), ds_config={}, dtype=torch.float32, seed=1, keep=True)
+        for _ in ("first", "later")
+    ]
+    assert found == [Given(REFERENCE if copied else None), Given(REFERENCE)]

@@ -10,9 +10,9 @@ import pytest
 from report_folders import NASTY, nasty_run, whole_run, write_completions, write_options
 from run_folders import at, entry, start, write_log, write_status
 
-from alignment.reporting.html.page import render, render_comparison
-from alignment.reporting.html.series import charts
-from alignment.reporting.run_content import read_content
+from alignment.reporting.html.charts import charts
+from alignment.reporting.html.page import render
+from alignment.reporting.run_content import comparison, read_content
 
 
 class Page(HTMLParser):
@@ -46,7 +46,7 @@ class Page(HTMLParser):
 
 def test_content_of_a_report(tmp_path: Path) -> None:
     whole_run(tmp_path)
-    html = render(read_content(tmp_path))
+    html = render(read_content(tmp_path).page)
     text = Page(html).text
     for said in (
         "KTO a run finished",
@@ -81,14 +81,14 @@ def test_the_end_of_a_run(tmp_path: Path) -> None:
         ({"state": "running"}, "lost {} No heartbeat since 2026-09-21 14:14:01 UTC: process 4711 on node7 is gone"),
     ):
         write_status(tmp_path, **values)
-        assert says.format(tmp_path) in Page(render(read_content(tmp_path))).text
-    assert read_content(tmp_path, state="finished").state == "finished", "which status.json does not say yet"
+        assert says.format(tmp_path) in Page(render(read_content(tmp_path).page)).text
+    assert read_content(tmp_path, state="finished").page.state == "finished", "which status.json does not say yet"
 
 
 def test_time_is_without_pauses(tmp_path: Path) -> None:
     resume = {"event": "resume", "step": 40, "attempt": 2, "checkpoint": "checkpoint-40", "time": at(1000)}
     write_log(tmp_path, [start(), entry(40, 40, 400), resume, entry(50, 1020, 500)])
-    assert dict(read_content(tmp_path).facts)["Time"] == "1 min 00 s"
+    assert dict(read_content(tmp_path).page.facts)["Time"] == "1 min 00 s"
 
 
 # Nothing in it is markup, and nothing is loaded ---------------------------------------------------------------------
@@ -98,7 +98,7 @@ def test_time_is_without_pauses(tmp_path: Path) -> None:
 def test_markup_in_a_run_is_escaped(tmp_path: Path, several: bool) -> None:
     nasty_run(tmp_path)
     content = read_content(tmp_path)
-    html = render_comparison([content, content]) if several else render(content)
+    html = render(comparison([content, content]) if several else content.page)
     page = Page(html)
     assert html.count(NASTY) == 0 and "onerror=alert" not in html
     assert not {tag for tag, _ in page.tags} & {"img", "script", "iframe", "object", "embed", "form", "base"}
@@ -110,8 +110,8 @@ def test_markup_in_a_run_is_escaped(tmp_path: Path, several: bool) -> None:
 def test_the_page_loads_no_resources(tmp_path: Path, several: bool) -> None:
     whole_run(tmp_path)
     content = read_content(tmp_path)
-    html = render_comparison([content, content]) if several else render(content)
-    assert not re.findall(r"https?:|//[\w.]+/|@import|@font-face", html)
+    html = render(comparison([content, content]) if several else content.page)
+    assert not re.findall(r"https?:|//[\w.]+/|@import|@font-face", re.sub(r'xmlns(:xlink)?="[^"]*"', "", html))
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", html))
     page = Page(html)
     addresses = [
@@ -132,7 +132,7 @@ def test_options_without_defaults_and_secrets(tmp_path: Path) -> None:
         tmp_path, beta=0.2, model_name_or_path="some/model", model_init_kwargs=keywords, hub_token="x" * 30,
         reward_url="https://me:secret@host/v1", dry_run=True, dataset_name="d" * 301, hub_model_id="h" * 300,
     )  # fmt: skip
-    assert {one.name: (one.value, one.default) for one in read_content(tmp_path).options} == {
+    assert read_content(tmp_path).options == {
         "beta": ("0.2", "0.1"),
         "model_name_or_path": ("some/model", "unset"),
         "model_init_kwargs": ('{"revision": "main"}', "unset"),
@@ -147,7 +147,7 @@ def test_damaged_files_shorten_the_report(tmp_path: Path) -> None:
     for name in ("options.json", "trainer_state.json", "completions.jsonl"):
         for content in ("{", "[1]", "[" * 9000, '{"step": "x"}'):
             (tmp_path / name).write_text(content)
-            assert "Steps 100 of 100" in Page(render(read_content(tmp_path))).text
+            assert "Steps 100 of 100" in Page(render(read_content(tmp_path).page)).text
 
 
 # Curves --------------------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_completions_before_and_after(tmp_path: Path) -> None:
     with (tmp_path / "completions.jsonl").open("a") as file:
         file.write('{"prompt": "p"}\n{"step": 20, "pro')  # being written
     write_log(tmp_path, [start()])
-    groups = read_content(tmp_path).completions
+    groups = next(one.samples for one in read_content(tmp_path).page.sections if one.samples)
     title = "Before and after: steps 0 and 10"
     assert [(group.title, group.total) for group in groups] == [(title, 2), (f"{title}, x", 2)]
     for group in groups:

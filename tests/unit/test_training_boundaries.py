@@ -9,16 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import TrainerState
 
 from alignment import CPOConfig, KTOConfig
 from alignment.checkpoint.manifest import Manifest
 from alignment.checkpoint.resume import Checkpoint, check_same_run
 from alignment.config.errors import OptionError
-from alignment.reporting.html.page import _percent
-from alignment.reporting.log import _cut_torn_line
 from alignment.reporting.model_card import ModelCard
 from alignment.run.requests import REQUESTS
 from alignment.run.stop import StopReason
@@ -118,23 +114,6 @@ def test_learning_rates_of_models_and_adapters(rate: float, adapters: bool, insi
 
 
 # Files and pages -----------------------------------------------------------------------------------------------------
-
-
-@given(text=st.text(alphabet="ab\n", max_size=12), block=st.integers(1, 5))
-def test_only_an_incomplete_last_line_is_cut_off(
-    text: str, block: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "log.jsonl"
-    path.write_text(text)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("alignment.reporting.log._BLOCK", block)
-        size = _cut_torn_line(path)
-    assert path.read_text() == text[: text.rfind("\n") + 1] and size == path.stat().st_size
-
-
-@pytest.mark.parametrize(("value", "shown"), [(0, "0%"), (0.01, "<1%"), (0.49, "<1%"), (0.51, "1%"), (100, "100%")])
-def test_shares_of_a_page(value: float, shown: str) -> None:
-    assert _percent(value) == shown
 
 
 def test_a_card_has_no_empty_sections() -> None:

@@ -94,19 +94,17 @@ def test_merging_is_reported() -> None:
     live.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
     model, note = merge_live(live)
     assert not hasattr(model, "peft_config") and not any("lora" in name for name, _ in model.named_modules())
-    assert (
-        "'default' was merged into the base model and rounded to bfloat16; other of its adapters are dropped" in note
-    )
+    assert "'default' was merged into the base model in bfloat16; others are dropped" in note
 
 
 def test_unsupported_merges(monkeypatch: pytest.MonkeyPatch) -> None:
     lora = LoraConfig(r=2, target_modules=["q_proj"])
-    with pytest.raises(OptionError, match="PROMPT_TUNING adapters, which change no weights"):
+    with pytest.raises(OptionError, match="^peft_config: .*PROMPT_TUNING"):
         merge_live(adapted(PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)))
     live = adapted(lora)
     live.add_adapter("other", lora)
     live.base_model.set_adapter(["default", "other"])
-    with pytest.raises(OptionError, match="several active adapters \\(default, other\\)"):
+    with pytest.raises(OptionError, match="^peft_config: .*default, other"):
         merge_live(live)
     for what, message in (("is_packed", "quantized"), ("is_partitioned", "ZeRO-3")):
         with monkeypatch.context() as patched, pytest.raises(OptionError, match=message):

@@ -1,180 +1,230 @@
-"""Merge an adapter into its base model in fp32, one tensor at a time, rounding each once to the dtype of the export.
+"""Merge an adapter into its base model in fp32, one layer at a time, rounding each tensor once to the export's dtype.
 
-PEFT does the arithmetic, layer by layer. This module adds what ``merge_and_unload`` does not do: the sum is not
-computed in the base model's 16 bits, saved modules are taken exactly from the file, and a tied embedding is untied if
-the embedding or the head was trained.
+The base is checked against the adapter without weights, then loaded on the CPU as in training. PEFT loads, merges and
+unloads. This module adds what ``merge_and_unload`` does not do: the sum is not computed in the base model's 16 bits,
+fully trained tensors keep their values from the file, and a tied embedding is untied if the embedding or the head was
+trained.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft import PeftModel
-from safetensors import safe_open
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from alignment.config.errors import ModelError, first_line
+from alignment.internals.transformers import loading
 from alignment.models.adapters.folder import AdapterFolder
-from alignment.models.adapters.merge_base import plain, tuner_layers, without_saved_modules
+from alignment.models.adapters.record import PREFIX, with_initialization
+from alignment.models.loading import load_whole
+from alignment.models.source import read_config
 from alignment.run.activity import ACTIVITY
 
+_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What PEFT raises for adapters that do not fit a model.
+_FAILURES = (ValueError, TypeError, KeyError, RuntimeError, AttributeError, NotImplementedError, ImportError)
 
-@dataclass(frozen=True)
-class Rounding:
-    """The dtype of each tensor of the export.
 
-    Attributes:
-        target: dtype of the export.
-        kept: names of the parameters that transformers always keeps in fp32.
+def base_config(adapter: AdapterFolder, trust_remote_code: bool) -> PretrainedConfig:
+    """Read the configuration of the adapter's base model, and check that a local folder's weights are complete.
+
+    Raises:
+        ModelError: the model does not exist, is truncated, does not fit the adapter's task, or is quantized by a
+            method that cannot be reverted.
     """
+    arguments = {"revision": adapter.revision} if adapter.revision else {}
+    config = read_config(adapter.base, key="base", trust_remote_code=trust_remote_code, init_kwargs=arguments)
+    method = _quantized_by(config)
+    if method not in (None, "bitsandbytes"):
+        raise ModelError(
+            f"base: {adapter.base!r} is quantized with {method}, but adapters can only be merged into unquantized or "
+            "bitsandbytes weights; pass the unquantized model with --base"
+        )
+    return config
 
-    target: torch.dtype
-    kept: set[str]
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor in the export."""
-        return torch.float32 if name in self.kept else self.target
+def check_match(adapter: AdapterFolder, config: PretrainedConfig, trust_remote_code: bool) -> None:
+    """Load the adapter into the base model on the meta device, before any weights of the base are read.
 
+    If the adapter contains embeddings, their vocabulary size is written to ``config``.
 
-def put_saved_tensors(model: PreTrainedModel, adapter: AdapterFolder, replaced: set[str]) -> None:
-    """Replace the base model's tensors with those that the adapter contains in full: modules, biases, embeddings.
-
-    They stay in fp32 until :func:`finish`, because adapters may be merged into them.
+    Raises:
+        ModelError: the adapter does not fit the base model.
     """
-    if not replaced:
-        return
-    one_of_both = _untie(model, replaced) and getattr(adapter.config, "ensure_weight_tying", False)
-    with safe_open(adapter.weights, framework="pt") as opened:
-        for key in opened.keys():
-            name = plain(key.removeprefix("base_model.model."))
-            if name in replaced:
-                _replace(model, name, opened.get_tensor(key).float())
-    if one_of_both:
-        ends = _ends(model)
-        if sum(name in replaced for name in ends) == 1:
-            source, other = sorted(ends, key=lambda name: name not in replaced)
-            _replace(model, other, model.get_parameter(source).data.clone())
+    model = _without_weights(adapter, config, trust_remote_code)
+    ends = {f"{name}.weight" for name, module in model.named_modules() if module in _ends(model)}
+    rows = [shape[0] for key, shape in adapter.shapes.items() if key.replace(".base_layer.", ".") in ends]
+    if rows and rows[0] != config.get_text_config().vocab_size:
+        config.get_text_config().vocab_size = rows[0]
+        model = _without_weights(adapter, config, trust_remote_code)
+    _load(adapter, model, initialize=False)
+
+
+def load_base(
+    adapter: AdapterFolder, config: PretrainedConfig, target: torch.dtype, trust_remote_code: bool
+) -> tuple[PreTrainedModel, set[str]]:
+    """Load the base model on the CPU in its checkpoint's dtype, with ``config`` as :func:`check_match` has left it.
+
+    Quantized weights are dequantized, to at least the ``target`` dtype of the export. Also returns the names of the
+    parameters that transformers keeps in fp32.
+
+    Raises:
+        ModelError: the model cannot be loaded, or weights are missing.
+    """
+    arguments: dict[str, Any] = {"revision": adapter.revision} if adapter.revision else {}
+    dtype: torch.dtype | str = "auto"
+    quantized = adapter.quantization is not None or _quantized_by(config) is not None
+    if quantized:
+        # Quantize on the CPU even if a GPU is available: it may round differently, and the export would depend on it.
+        arguments["device_map"] = {"": "cpu"}
+    if adapter.quantization is not None and _quantized_by(config) is None:
+        arguments["quantization_config"] = BitsAndBytesConfig.from_dict(dict(adapter.quantization))
+        dtype = trained_dtype(adapter) or torch.bfloat16
+    own = [key.replace(".base_layer.", ".") for key in adapter.shapes]  # may be missing from the checkpoint
+    model = load_whole(adapter.base, adapter.task, dtype, trust_remote_code, own, **arguments)
+    narrow = model.config.dtype in (torch.bfloat16, torch.float16)
+    kept = {name for name, one in model.named_parameters() if narrow and one.dtype == torch.float32}
+    if quantized:
+        packed = [f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ in
+                  ("Linear4bit", "Linear8bitLt")]  # fmt: skip
+        kept -= {*packed}  # even if their storage dtype is fp32
+        # Do not run 4-bit layers before this: on CPUs with AVX512-BF16, a forward pass may repack their weights.
+        model = model.dequantize(dtype=torch.promote_types(model.config.dtype, target))
+    rows = config.get_text_config().vocab_size
+    if model.config.get_text_config().vocab_size != rows:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    return model, kept
+
+
+def trained_dtype(adapter: AdapterFolder) -> torch.dtype | None:
+    """Return the dtype in which the adapter was trained, or None if it was not recorded."""
+    quantization = adapter.quantization or {}
+    computed = quantization.get("bnb_4bit_compute_dtype") if quantization.get("load_in_4bit") else None
+    return _NAMES.get(str(adapter.dtype or computed).removeprefix("torch."))
 
 
 def inject(model: PreTrainedModel, adapter: AdapterFolder) -> PeftModel:
-    """Inject the adapter with fp32 weights into ``model``, in place, and activate it.
+    """Inject the adapter into ``model``, in place, with its own tensors in fp32, and activate it.
+
+    The embedding and the head of a tied model are separated, because an adapter may change only one of them.
 
     Raises:
         ModelError: PEFT cannot load the adapter.
     """
-    own = {id(parameter) for parameter in model.parameters()}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            injected = PeftModel.from_pretrained(
-                model, str(adapter.path), config=without_saved_modules(adapter.config), torch_device="cpu"
-            )
-    except (ValueError, TypeError, KeyError, RuntimeError, NotImplementedError) as error:
-        raise ModelError(
-            f"{adapter.path} cannot be loaded into its base model {adapter.base!r}: {first_line(error)}"
-        ) from error
-    for parameter in injected.parameters():
-        if id(parameter) not in own and parameter.is_floating_point():
-            parameter.data = parameter.data.float()
-    _untie_adapted(model)
-    return injected.eval().requires_grad_(False)
+    ends = _ends(model)
+    if len(ends) == 2 and ends[0].weight is ends[1].weight:
+        ends[1].weight = nn.Parameter(ends[0].weight.detach().clone(), requires_grad=False)
+    return _load(adapter, model, initialize=True).eval().requires_grad_(False)
 
 
-def merge(injected: PeftModel, rounding: Rounding) -> None:
-    """Merge every adapted layer in place. Peak memory is the model plus a few fp32 copies of its largest tensor.
+def merge(injected: PeftModel, dtype: torch.dtype, kept: set[str]) -> PreTrainedModel:
+    """Merge every adapted layer in place, and return the model in the dtype of the export, without adapters.
+
+    Peak memory is the model plus a few fp32 copies of its largest tensor. If the embedding and the head of a tied
+    model are still equal, they are tied again; otherwise the configuration is changed to untied.
 
     Args:
         injected: the result of :func:`inject`.
-        rounding: the dtypes of the merged tensors.
+        dtype: dtype of the export.
+        kept: names of the parameters that stay in fp32.
 
     Raises:
         ModelError: PEFT cannot merge this adapter.
     """
-    for name, layer in list(tuner_layers(injected.get_base_model())):
-        ACTIVITY.progress()
-        base = layer.get_base_layer()
-        only = getattr(layer, "parameter_name", None)  # if the adapter is on a single parameter
-        before: dict[str, Tensor] = {}
-        for inner, parameter in base.named_parameters():
-            if only in (None, inner):
-                before[inner] = parameter.data
-                parameter.data = parameter.data.to(torch.float32, copy=True)
-        try:
-            with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")
-                layer.merge()
-        except (ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
-            raise ModelError(f"the adapter of {name} cannot be merged: {first_line(error)}") from error
-        for inner, old in before.items():
-            parameter = base.get_parameter(inner)
-            if torch.equal(parameter.data, old.float()):
-                parameter.data = old
-            else:
-                outer = plain(f"{name}.").removesuffix(".").replace(".base_layer", "")
-                parameter.data = parameter.data.to(rounding.dtype(f"{outer}.{inner}"))
-
-
-def finish(injected: PeftModel, rounding: Rounding) -> PreTrainedModel:
-    """Return the model without adapters, in the dtype of the export. Call this after :func:`merge`.
-
-    If a tied embedding was untied but still equals the head, they are tied again; otherwise the configuration is
-    changed to untied.
-    """
-    was_tied = injected.get_base_model().config.get_text_config().tie_word_embeddings  # merge_and_unload may change it
-    with warnings.catch_warnings():
+    text = injected.get_base_model().config.get_text_config()
+    was_tied = text.tie_word_embeddings  # merge_and_unload may change it
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
+        for name, layer in list(injected.get_base_model().named_modules()):
+            if not isinstance(layer, BaseTunerLayer):
+                continue
+            ACTIVITY.progress()
+            only = getattr(layer, "parameter_name", None)  # if the adapter is on a single parameter
+            base: Any = layer.get_base_layer()
+            for inner, parameter in base.named_parameters():
+                if only in (None, inner):
+                    parameter.data = parameter.data.float()
+            try:
+                layer.merge()
+            except _FAILURES as error:
+                raise ModelError(f"the adapter of {name} cannot be merged: {first_line(error)}") from error
+            for inner, parameter in base.named_parameters():
+                if only in (None, inner) and f"{name}.{inner}".replace(".base_layer", "") not in kept:
+                    parameter.data = parameter.data.to(dtype)
         model: PreTrainedModel = injected.merge_and_unload()
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(rounding.dtype(name))
-    _tie_or_tell(model, was_tied)
+            parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
+    ends = _ends(model)
+    if was_tied and len(ends) == 2:
+        tied = torch.equal(ends[0].weight, ends[1].weight)
+        if tied:
+            ends[1].weight = ends[0].weight
+        model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = tied
     return model
 
 
-def _replace(model: nn.Module, name: str, new: Tensor) -> None:
-    owner, _, last = name.rpartition(".")
-    getattr(model.get_submodule(owner), last).data = new
+def _quantized_by(config: PretrainedConfig) -> str | None:
+    """Return transformers' name of a checkpoint's quantization method, or None if it is not quantized."""
+    given: Any = getattr(config, "quantization_config", None)
+    if given is None:
+        return None
+    method = (given if isinstance(given, dict) else vars(given)).get("quant_method")
+    return str(getattr(method, "value", method) or "bitsandbytes")
 
 
-def _ends(model: PreTrainedModel) -> list[str]:
-    """Return the names of the weights of the input embedding and of the head."""
-    modules = [model.get_input_embeddings(), model.get_output_embeddings()]
-    names = {id(module): name for name, module in model.named_modules()}
-    return [f"{names[id(module)]}.weight" for module in modules if module is not None and id(module) in names]
+def _ends(model: PreTrainedModel) -> list[Any]:
+    """Return the input embedding and the head."""
+    return [one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None]
 
 
-def _untie(model: PreTrainedModel, trained: set[str]) -> bool:
-    """Give the head its own copy of tied weights if ``trained`` contains the embedding or the head."""
-    ends = _ends(model)
-    if len(ends) < 2 or not trained.intersection(ends):
-        return False
-    return _separate(model.get_input_embeddings(), model.get_output_embeddings())
+def _without_weights(adapter: AdapterFolder, config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    """Create the base model on the meta device."""
+    config = copy.deepcopy(config)
+    for name, value in adapter.task.arguments.items():
+        setattr(config, name, value)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    try:
+        with torch.device("meta"), loading(None):
+            model: PreTrainedModel = adapter.task.auto.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, ImportError, OSError) as error:
+        raise ModelError(f"base: {adapter.base!r} cannot be built: {first_line(error)}") from error
+    return model
 
 
-def _untie_adapted(model: PreTrainedModel) -> None:
-    """Untie the embedding and the head if either has an adapter, because merging it would change both."""
-    layers = {id(layer) for _, layer in tuner_layers(model)}
-    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    if any(id(end) in layers for end in ends):
-        _separate(*(end.get_base_layer() if id(end) in layers else end for end in ends))
+def _load(adapter: AdapterFolder, model: PreTrainedModel, initialize: bool) -> PeftModel:
+    """Inject the adapter and load its tensors with PEFT, without rounding them.
 
-
-def _separate(embedding: Any, head: Any) -> bool:
-    if embedding is None or head is None or embedding.weight is not head.weight:
-        return False
-    head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
-    return True
-
-
-def _tie_or_tell(model: PreTrainedModel, was_tied: bool) -> None:
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not was_tied or embedding is None or head is None:
-        return
-    if embedding.weight is not head.weight and torch.equal(embedding.weight, head.weight):
-        head.weight = embedding.weight
-    tied = embedding.weight is head.weight
-    model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = tied
+    Initial weights, which PiSSA computes from the base's, are not computed (``initialize``) on the meta device.
+    """
+    config = copy.deepcopy(adapter.config) if initialize else with_initialization(adapter.config, False)
+    config.inference_mode = True
+    base = {id(parameter) for parameter in model.parameters()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            injected = PeftModel(model, config, low_cpu_mem_usage=not initialize)
+            for name, parameter in injected.named_parameters():
+                replaced = name.removeprefix(PREFIX) in adapter.shapes or id(parameter) not in base
+                if replaced and parameter.is_floating_point():
+                    parameter.data = parameter.data.float()
+            found = injected.load_adapter(
+                str(adapter.path), "default", torch_device="cpu", low_cpu_mem_usage=not initialize
+            )
+            for what, keys in (("no", found.missing_keys), ("the unexpected", found.unexpected_keys)):
+                if keys:
+                    name = keys[0].removeprefix(PREFIX).replace(".default", "")
+                    raise ValueError(f"the adapter has {what} tensor {name}")
+    except _FAILURES as error:
+        raise ModelError(
+            f"{adapter.path} does not fit its base model {adapter.base!r}: {first_line(error)}; pass the right model "
+            "with --base"
+        ) from error
+    return injected

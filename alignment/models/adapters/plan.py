@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 from alignment.config.errors import ModelError, OptionError, first_line, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_model import changed_lora
-from alignment.models.adapters.kinds import check_kind, check_variant, classifies
-from alignment.models.adapters.record import Adapters, is_adapter_config
-from alignment.models.adapters.score import HeadPlan, plan_live, task_type
-from alignment.models.adapters.skeleton import has_grown, tried
+from alignment.models.adapters.record import Adapters, kind_of, unsupported
+from alignment.models.adapters.skeleton import classifies, has_grown, plan_head, tried
 from alignment.models.quantization import Quantization
 from alignment.models.source import ModelSource
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftConfig, PeftModel
+    from peft import LoraConfig, PeftModel
 
 
 def plan_adapters(
@@ -54,43 +52,71 @@ def plan_adapters(
     if len(given) > 1 and given != ["peft_config", "use_peft"]:  # TRL's scripts set both
         raise OptionError(f"{given[1]}: conflicts with {given[0]}: both define the adapters to train; remove one")
     if live is None:
-        _refuse_names(options)
-        _refuse_injected(source)
+        _refuse_live_only(options, source)
     if not given:
-        _check_full(options, source, quantization)
+        if quantization is not None:
+            raise OptionError(
+                f"{source.name}: {quantization.bits}-bit weights cannot be trained directly; set use_peft: true to "
+                "train adapters on them, or load the model without quantization"
+            )
+        if options.merged_output_dir is not None:
+            raise OptionError(
+                f"{setting('merged_output_dir', options.merged_output_dir)}: the run trains the full model, so there "
+                "are no adapters to merge; remove it (the model is saved in output_dir)"
+            )
         return None
     _check_folders(options, source)
     if live is not None:
         return _of_live(options, live, source)
+    config: Any
     if path is not None:
-        config = _read(path)
+        from peft import PeftConfig
+
+        key = "adapter_name_or_path"
+        try:
+            config = PeftConfig.from_pretrained(path)
+        except Exception as error:  # every library raises its own classes for a corrupt file
+            raise ModelError(
+                f"{key}: adapter_config.json of {path!r} could not be loaded: {first_line(error)}"
+            ) from error
+    elif peft_config is not None:
+        config, key = _copied(peft_config, options), "peft_config"
     else:
-        config = _lora(options) if peft_config is None else _copied(peft_config, options)
-    check_kind(config, "adapter_name_or_path" if path else "peft_config" if peft_config else "use_peft")
-    check_variant(config, quantization, stage)
-    in_python = path is None and peft_config is not None
-    adapters = tried(config, path, source, quantization, options.trust_remote_code, given=in_python)
-    check_variant(adapters.config, quantization, stage)  # PEFT may have replaced the targets
+        config, key = _lora(options, classifies(source)), "lora_target_modules"
+    _check_variant(config, quantization, stage, key)
+    adapters = tried(config, path, source, options.trust_remote_code, key)
+    _check_variant(adapters.config, quantization, stage, key)  # PEFT may have replaced the targets
     return adapters
 
 
-def _check_full(options: AlignmentConfig, source: ModelSource, quantization: Quantization | None) -> None:
-    """Reject what only a run with adapters can do."""
-    if quantization is not None:
+def _check_variant(config: Any, quantization: Quantization | None, stage: int, key: str) -> None:
+    """Reject adapters that are not supported, at all or on these weights."""
+    reason, kind = unsupported(config), kind_of(config)
+    if reason is not None:
+        raise OptionError(f"{key}: {reason}")
+    if kind != "LORA" and (stage == 3 or quantization is not None):
+        raise OptionError(f"{key}: {kind} adapters need unquantized weights below ZeRO stage 3; use LORA")
+    start = getattr(config, "init_lora_weights", True)
+    if start not in (True, False, "gaussian", "orthogonal"):
         raise OptionError(
-            f"{source.name}: {quantization.bits}-bit weights cannot be trained directly; set use_peft: true to "
-            "train adapters on them, or load the model without quantization"
+            f"{key}: init_lora_weights={start!r} needs data or rewrites the base weights; use the default, or prepare "
+            "the model with PEFT and pass the PeftModel"
         )
-    if options.merged_output_dir is not None:
+    if getattr(config, "use_dora", False) and quantization is not None and stage == 3:
         raise OptionError(
-            f"{setting('merged_output_dir', options.merged_output_dir)}: the run trains the full model, so there "
-            "are no adapters to merge; remove it (the model is saved in output_dir)"
+            f"use_dora=True: DoRA reads the norms of the base weights, but PEFT cannot gather {quantization.bits}-bit "
+            "weights at ZeRO stage 3; set deepspeed: zero2, or remove use_dora"
+        )
+    if getattr(config, "target_parameters", None) and stage == 3:
+        raise OptionError(
+            "lora_target_parameters: not supported at ZeRO stage 3, where PEFT adds adapters to parameters before "
+            "they are gathered; set deepspeed: zero2"
         )
 
 
 def _copied(peft_config: Any, options: AlignmentConfig) -> Any:
     """Return a copy of the user's configuration, which replaces the options ``lora_*``."""
-    if not is_adapter_config(peft_config):
+    if not (hasattr(peft_config, "peft_type") and hasattr(peft_config, "to_dict")):
         raise OptionError(f"peft_config: {type(peft_config).__name__} is not a PEFT configuration")
     changed = changed_lora(options)
     if changed is not None:
@@ -118,24 +144,18 @@ def _check_folders(options: AlignmentConfig, source: ModelSource) -> None:
         )
     if merged == out or merged in out.parents:
         raise OptionError(f"{named}: the adapters are saved in {options.output_dir}; choose a separate folder")
-    further = sorted(set(source.init_kwargs) & {"subfolder", "cache_dir", "token"})
-    if further:
-        raise OptionError(
-            f"{named}: merging does not support {further[0]} in model_init_kwargs; remove one of the two"
-        )
+    for name in sorted({"subfolder", "cache_dir", "token"} & source.init_kwargs.keys()):
+        raise OptionError(f"{named}: merging does not support {name} in model_init_kwargs; remove one of the two")
 
 
-def _refuse_names(options: AlignmentConfig) -> None:
+def _refuse_live_only(options: AlignmentConfig, source: ModelSource) -> None:
+    """Reject options of a ``PeftModel``, and a transformers model with adapters that was passed without it."""
     for name in ("model_adapter_name", "ref_adapter_name"):
         if getattr(options, name) is not None:
             raise OptionError(
                 f"{setting(name, getattr(options, name))}: it selects an adapter of a live PeftModel; pass one as "
                 "model, or remove it"
             )
-
-
-def _refuse_injected(source: ModelSource) -> None:
-    """Reject a transformers model with injected adapters that was passed without its ``PeftModel``."""
     there = list(getattr(source.live, "peft_config", None) or ())
     if there:
         raise OptionError(
@@ -144,7 +164,7 @@ def _refuse_injected(source: ModelSource) -> None:
         )
 
 
-def _lora(options: AlignmentConfig) -> LoraConfig:
+def _lora(options: AlignmentConfig, classifier: bool) -> LoraConfig:
     from peft import LoraConfig
 
     targets = options.lora_target_modules
@@ -159,18 +179,8 @@ def _lora(options: AlignmentConfig) -> LoraConfig:
         modules_to_save=options.lora_modules_to_save,
         use_rslora=options.use_rslora,
         use_dora=options.use_dora,
+        task_type="SEQ_CLS" if classifier else "CAUSAL_LM",
     )
-
-
-def _read(path: str) -> PeftConfig:
-    from peft import PeftConfig
-
-    try:
-        return PeftConfig.from_pretrained(path)
-    except Exception as error:  # every library raises its own classes for a corrupt file
-        raise ModelError(
-            f"adapter_name_or_path: adapter_config.json of {path!r} could not be loaded: {first_line(error)}"
-        ) from error
 
 
 def _of_live(options: AlignmentConfig, live: PeftModel, source: ModelSource) -> Adapters:
@@ -200,10 +210,10 @@ def _of_live(options: AlignmentConfig, live: PeftModel, source: ModelSource) -> 
         if isinstance(module, BaseTunerLayer) and module.merged:
             raise OptionError("model: its adapters are merged into the base; call unmerge_adapter() before training")
     config = copy.deepcopy(live.peft_config[name])
-    check_kind(config, "model")
-    head = plan_live(config, source) if classifies(source) else HeadPlan()
-    if config.task_type is None:
-        config.task_type = task_type(config, source)
+    reason = unsupported(config)
+    if reason is not None:
+        raise OptionError(f"model: {reason}")
+    kept, note = plan_head(config, source, live=True)
     trained = sum(p.numel() for n, p in live.named_parameters() if f".{name}." in f"{n}.")
     total = live.get_nb_trainable_parameters()[1]
     return Adapters(
@@ -214,6 +224,6 @@ def _of_live(options: AlignmentConfig, live: PeftModel, source: ModelSource) -> 
         trained=trained,
         total=total,
         embeddings=has_grown(source),
-        head=head.kept,
-        notes=(head.note,) if head.note else (),
+        head=kept,
+        notes=(note,) if note else (),
     )

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alignment.config.errors import ModelError
+from alignment.config.errors import ModelError, first_line, setting
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-_WRITTEN = {"LORA": "LoRA", "LOHA": "LoHa", "LOKR": "LoKr", "IA3": "IA³"}  # as their papers write them
+KINDS = ("LORA", "IA3", "LOHA", "LOKR", "OFT")  # covered by tests that train, save and reload them
 TRAINING_BASE = "training_base.json"  # what saved adapters were trained on; PEFT records only part of it
+PREFIX = "base_model.model."  # of the names in a saved adapter
+_WRITTEN = {"LORA": "LoRA", "LOHA": "LoHa", "LOKR": "LoKr", "IA3": "IA³"}  # as their papers write them
+_INITIALIZATIONS = ("init_lora_weights", "init_ia3_weights", "init_weights")
+# LoRA settings that change the structure of a layer, or what it computes beside its weights.
+_UNSUPPORTED = ("layer_replication", "alora_invocation_tokens", "arrow_config", "megatron_config", "velora_config")
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Adapters:
         trained, total: number of trainable parameters and of all parameters, including embeddings.
         notes: messages for the user.
         embeddings: whether the embeddings are saved as well, because tokens were added to the base model.
-        head: whether the reward model's head is saved unchanged, because it is neither in a checkpoint nor trained.
+        head: whether a reward model's head that is not trained in full is saved with the adapters.
     """
 
     config: PeftConfig
@@ -47,26 +53,44 @@ class Adapters:
     head: bool = False
 
     @property
-    def kind(self) -> str:
-        """PEFT's name of the adapter type, such as ``LORA``."""
-        return str(self.config.peft_type.value)
-
-    @property
     def are_new(self) -> bool:
         """Whether the adapters are newly initialized."""
         return self.path is None and self.live is None
 
+    @property
+    def begin_neutral(self) -> bool:
+        """Whether the adapters are new and have no effect on the model before they are trained."""
+        starts = [getattr(self.config, field, True) for field in _INITIALIZATIONS]
+        return self.are_new and all(start in (True, "gaussian") for start in starts)
+
     def describe(self) -> str:
         """Describe the adapters, with the number of trainable parameters."""
-        kind = _WRITTEN.get(self.kind, self.kind)
+        kind = _WRITTEN.get(kind_of(self.config), kind_of(self.config))
         rank = f" r={self.config.r}" if getattr(self.config, "r", None) else ""
         source = f" from {self.path}" if self.path else ""
         return f"{kind}{rank} adapters{source}: {self.trained:,} of {self.total:,} parameters are trainable"
 
 
-def is_adapter_config(value: Any) -> bool:
-    """Return whether a value is a PEFT configuration."""
-    return hasattr(value, "peft_type") and hasattr(value, "to_dict")
+def kind_of(config: PeftConfig) -> str:
+    """PEFT's name of the adapter type, such as ``LORA``."""
+    return str(getattr(config.peft_type, "value", config.peft_type))
+
+
+def unsupported(config: PeftConfig) -> str | None:
+    """Return why adapters are neither trained nor merged, or None if they are supported."""
+    if kind_of(config) not in KINDS:
+        return f"{kind_of(config)} adapters are not supported; use one of {', '.join(KINDS)}"
+    used = next((name for name in _UNSUPPORTED if getattr(config, name, None)), None)
+    return None if used is None else f"{setting(used, getattr(config, used))} is not supported; remove it"
+
+
+def with_initialization(config: Any, value: bool) -> Any:
+    """Return a copy of a configuration that initializes adapters by default (True) or at random (False)."""
+    twin = copy.deepcopy(config)
+    for field in _INITIALIZATIONS:
+        if hasattr(twin, field):
+            setattr(twin, field, value)
+    return twin
 
 
 def unwrapped(model: Any) -> tuple[Any, PeftModel | None]:
@@ -87,16 +111,11 @@ def adapter_weights(path: str) -> dict[str, Tensor]:
     try:
         state: dict[str, Tensor] = load_peft_weights(path, device="cpu")
     except Exception as error:  # every library raises its own classes for a corrupt file
-        raise ModelError(f"adapter {path!r}: its weights cannot be read: {error}") from error
+        raise ModelError(f"adapter {path!r}: its weights cannot be read: {first_line(error)}") from error
     return state
 
 
-def adapter_shapes(model: PreTrainedModel, name: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of an adapter's tensors, by their names in a saved adapter."""
-    return {key: tuple(value.shape) for key, value in adapter_tensors(model, name, dict(model.state_dict())).items()}
-
-
-def adapter_tensors(model: PreTrainedModel, name: str, state: dict[str, Tensor], *, embeddings: bool = False) -> Any:
+def adapter_tensors(model: PreTrainedModel, name: str, state: dict[str, Any], *, embeddings: bool = False) -> Any:
     """Select an adapter's tensors from ``state`` (by the model's parameter names) and return them by PEFT's names."""
     from peft import get_peft_model_state_dict
 

@@ -1,156 +1,167 @@
-"""Render reports of one run or of several. The templates escape every value."""
+"""The page of a report: one description of sections, rendered as HTML, which escapes every value, or as Markdown."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from alignment.reporting.html.content import RunContent
-from alignment.reporting.html.drawing import draw
-from alignment.reporting.html.series import Chart, charts, compared
-from alignment.reporting.html.theme import declarations
+from alignment.reporting.html.charts import COLORS, Chart
 from alignment.reporting.log_reading import is_mean, number
-from alignment.reporting.report import duration, gibibytes
+from alignment.reporting.report import duration, gibibytes, markdown_table
 
 PAGE = "report.html"
-TONES = {
+_TONES = {
     "finished": "good", "starting": "info", "running": "info", "preempted": "warn", "stopped": "warn",
     "failed": "bad", "lost": "bad",
 }  # fmt: skip
-# Metrics of the tiles at the top, in order of importance.
-_TILES = {
-    "loss": "Loss", "eval_loss": "Evaluation loss", "rewards/margins": "Reward margin",
-    "rewards/accuracies": "Reward accuracy", "eval_rewards/accuracies": "Evaluation accuracy",
-    "eval_win_rate": "Win rate", "objective/scores": "Score", "kl": "KL", "objective/kl": "KL",
-    "mean_token_accuracy": "Token accuracy", "completions/mean_length": "Completion length",
-    "grad_norm": "Gradient norm",
-}  # fmt: skip
-_MOST_TILES = 6
-_NOT_SHOWN = ("runtime", "_per_second")
 
 
-def render(content: RunContent) -> str:
-    """Render the page of one run."""
-    template = _environment().get_template("run.html")
-    return template.render(
-        run=content,
-        title=f"{content.name}: run report",
-        themes=declarations(),
-        tone=TONES.get(content.state, "plain"),
-        tiles=_tiles(content),
-        charts=_drawn(charts(content.history, content.marks)),
-        phases=_phases(content),
-    )
+class Table(NamedTuple):
+    """A table of texts and :class:`Markup`; ``classes`` are CSS classes of its columns, such as ``number``."""
+
+    label: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    classes: Sequence[str]
 
 
-def render_comparison(contents: Sequence[RunContent]) -> str:
-    """Render the page that compares several runs."""
-    names = distinct([content.name for content in contents], [content.folder for content in contents])
-    options = dict.fromkeys(option.name for content in contents for option in content.options)
-    values = [{option.name: option.value for option in content.options} for content in contents]
-    defaults = {one.name: one.default for content in contents for one in content.options}
-    rows = [(name, [each.get(name, defaults[name]) for each in values]) for name in sorted(options)]
-    differing = [(name, each) for name, each in rows if len(set(each)) > 1]
-    template = _environment().get_template("comparison.html")
-    return template.render(
-        title=f"Comparison of {len(contents)} runs",
-        themes=declarations(),
-        runs=[
-            {"name": name, "run": content, "tone": TONES.get(content.state, "plain"), "color": color}
-            for color, (name, content) in enumerate(zip(names, contents), start=1)
-        ],
-        facts=_side_by_side([dict(content.facts) for content in contents]),
-        options=differing,
-        metrics=[
-            (title, rows)
-            for title, rows in (
-                ("Training", _side_by_side([_shown(content.train) for content in contents])),
-                ("Evaluation", _side_by_side([_shown(content.evaluation) for content in contents])),
-            )
-            if rows
-        ],
-        charts=_drawn(compared(dict(zip(names, (content.history for content in contents))))),
-        drawn=contents[0].drawn,
-    )
+class Card(NamedTuple):
+    """Tables in a frame, with an optional title, the muted end of it, and an introduction."""
+
+    tables: Sequence[Table]
+    title: str = ""
+    muted: str = ""
+    lead: str = ""
 
 
-def distinct(names: Sequence[str], folders: Sequence[str]) -> list[str]:
-    """Return distinct names: runs with the same name are named by their folders."""
-    return [name if names.count(name) == 1 else folder for name, folder in zip(names, folders)]
+class Sample(NamedTuple):
+    """A prompt, and completions and scores by label."""
+
+    prompt: str
+    texts: Mapping[str, str]
+    scores: Mapping[str, float]
 
 
-def _tiles(content: RunContent) -> list[tuple[str, str, str]]:
-    """Return label, last value, and first value of each tile."""
-    found: dict[str, tuple[str, str, str]] = {}
-    for metric, label in _TILES.items():
-        values = [value for entry in content.history if (value := number(entry.get(metric))) is not None]
-        if values and label not in found:
-            found[label] = (label, _compact(values[-1]), f"from {_compact(values[0])}" if len(values) > 1 else "")
-    return list(found.values())[:_MOST_TILES]
+class Samples(NamedTuple):
+    """Samples that are shown together, of ``total`` ones."""
+
+    title: str
+    rows: Sequence[Sample]
+    total: int
 
 
-def _phases(content: RunContent) -> list[dict[str, Any]]:
-    total = sum(phase.seconds for phase in content.phases) or 1.0
-    most = max((phase.peak_bytes for phase in content.phases), default=0.0) or 1.0
-    ordered = sorted(content.phases, key=lambda phase: -phase.seconds)
-    return [
-        {
-            "name": phase.name,
-            "entries": f"{phase.entries:,.0f}",
-            "time": duration(phase.seconds),
-            "share": 100 * phase.seconds / total,
-            "rate": f"{phase.tokens / phase.seconds:,.0f}" if phase.tokens and phase.seconds else "",
-            "memory": gibibytes(phase.peak_bytes),
-            "memory_share": 100 * phase.peak_bytes / most,
-        }
-        for phase in ordered
-    ]
+class Section(NamedTuple):
+    """A section with any of: cards, side by side with ``columns``; messages (kind and text); charts; samples."""
+
+    title: str
+    lead: str = ""
+    cards: Sequence[Card] = ()
+    columns: bool = False
+    messages: Sequence[tuple[str, str]] = ()
+    charts: Sequence[Chart] = ()
+    samples: Sequence[Samples] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.cards or self.messages or self.charts or self.samples)
 
 
-def _drawn(found: Sequence[Chart]) -> list[dict[str, Any]]:
-    # matplotlib escapes the labels of axes; nothing else in a drawing is text.
-    return [{"chart": chart, "svg": Markup(draw(chart, place))} for place, chart in enumerate(found)]
+class Page(NamedTuple):
+    """A page. ``tiles`` are label, value and remark each; ``note`` is a tone, an emphasized word and a text."""
+
+    title: str
+    kind: str
+    sections: Sequence[Section]
+    footer: str
+    folder: str = ""
+    state: str = ""
+    facts: Sequence[tuple[str, str]] = ()
+    tiles: Sequence[tuple[str, str, str]] = ()
+    note: tuple[str, str, str] | None = None
 
 
-def _shown(metrics: Mapping[str, Any]) -> dict[str, str]:
+def render(page: Page) -> str:
+    """Render a page as a single HTML file that loads nothing."""
+    sections = [section for section in page.sections if section]
+    return str(_template().render(page=page._replace(sections=sections)))
+
+
+def report_text(title: str, facts: Iterable[tuple[str, str]], sections: Iterable[Section]) -> str:
+    """Render the tables and messages of a report as Markdown that is also readable in a terminal."""
+    parts = [f"# {title}", "\n".join(f"- {name}: {value}" for name, value in facts)]
+    for section in filter(None, sections):
+        parts.append(f"## {section.title}")
+        parts += ["\n".join(f"- {text}" for _, text in section.messages)] if section.messages else []
+        for card in section.cards:
+            parts += [f"### {card.title}"] if card.title else []
+            for table in card.tables:
+                rows = [[Markup(cell).striptags().replace("−", "-") for cell in row] for row in table.rows]
+                parts.append(markdown_table(table.heads, rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def phases_section(phases: Mapping[str, Mapping[str, float]], memory: str, lead: str = "") -> Section:
+    """Time and memory of each phase, from totals by name: seconds, tokens, peak_bytes and entries."""
+    total = sum(one["seconds"] for one in phases.values()) or 1.0
+    most = max((one.get("peak_bytes", 0) for one in phases.values()), default=0) or 1
+    rows = []
+    for name, one in sorted(phases.items(), key=lambda item: -item[1]["seconds"]):
+        seconds, tokens, peak = one["seconds"], one.get("tokens", 0), one.get("peak_bytes", 0)
+        share, rate = 100 * seconds / total, f"{tokens / seconds:,.0f}" if tokens and seconds else ""
+        shown = "<1%" if 0 < share < 0.5 else f"{share:.0f}%"
+        size = bar(100 * peak / most, gibibytes(peak), "bar second") if peak else ""
+        rows.append([name, bar(share, shown), duration(seconds), f"{one.get('entries', 0):,.0f}", rate, size])
+    heads = ("phase", "share of the time", "time", "times", "tokens/s", memory)
+    table = Table("Phases", heads, rows, ("", "", "number", "number", "number", ""))
+    return Section("Phases", lead, [Card([table])] if rows else [])
+
+
+def metrics_section(metrics: Iterable[tuple[str, int | None, Mapping[str, Any]]]) -> Section:
+    """The final metrics, from titles, steps and values."""
+    cards = []
+    for title, step, values in metrics:
+        rows = list(shown(values).items())
+        table = Table(f"{title} metrics", ("metric", "value"), rows, ("mono name", "number"))
+        cards += [Card([table], title, "" if step is None else f"at step {step}")] if rows else []
+    return Section("Final metrics", "", cards, columns=True)
+
+
+def shown(metrics: Mapping[str, Any]) -> dict[str, str]:
     """Format metrics, without sums, counts and speeds."""
-    return {
-        name: _number(value)
-        for name, each in metrics.items()
-        if (value := number(each)) is not None and is_mean(name) and not name.endswith(_NOT_SHOWN)
-    }
+    known = {name: number(each) for name, each in metrics.items() if is_mean(name)}
+    left_out = ("runtime", "_per_second")
+    return {name: brief(one, 5) for name, one in known.items() if one is not None and not name.endswith(left_out)}
 
 
-def _side_by_side(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]:
-    names = dict.fromkeys(name for column in columns for name in column)
-    return [(name, [column.get(name, "") for column in columns]) for name in names]
+def brief(value: float, digits: int = 3) -> str:
+    """Format a number with a few significant digits."""
+    return f"{value:.{digits}g}".replace("-", "−")
 
 
-def _number(value: float) -> str:
-    return f"{value:.5g}".replace("-", "−")
+def bar(share: float, text: str, kind: str = "bar") -> Markup:
+    """A bar of ``share`` percent, with a text."""
+    return Markup('<div class="{}" style="--size: {:.2f}%"><i></i><span>{}</span></div>').format(kind, share, text)
 
 
-def _compact(value: float) -> str:
-    return f"{value:.3g}".replace("-", "−")
+def badge(text: str, tone: str | None = None) -> Markup:
+    """A state, or any text with a tone: ``good``, ``warn``, ``bad`` or ``info``."""
+    return Markup('<span class="badge {}">{}</span>').format(tone or _TONES.get(text, "plain"), text)
 
 
-def _breakable(name: str) -> Markup:
-    """Escape a name, and allow line breaks after its underscores and slashes."""
-    return Markup(re.sub(r"([_/])", r"\1<wbr>", str(escape(name))))
-
-
-def _percent(value: float) -> str:
-    return "<1%" if 0 < value < 0.5 else f"{value:.0f}%"
+def swatch(number: int, text: str) -> Markup:
+    """A text with the color of a curve."""
+    color = (number - 1) % COLORS + 1
+    return Markup('<span class="run color-{}"><span class="swatch"></span><span>{}</span></span>').format(color, text)
 
 
 @functools.cache
-def _environment() -> Environment:
+def _template() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -158,9 +169,9 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["shown"] = _shown
-    environment.filters["percent"] = _percent
-    environment.filters["short"] = _compact
-    environment.filters["breakable"] = _breakable
-    environment.filters["count"] = lambda value: f"{value:,}"
-    return environment
+    # Line breaks are allowed after underscores and slashes.
+    breakable = lambda name: Markup(re.sub(r"([_/])", r"\1<wbr>", str(escape(name))))  # noqa: E731
+    slug = lambda title: title.lower().replace(" ", "-")  # noqa: E731
+    environment.filters.update(breakable=breakable, slug=slug, short=brief)
+    environment.globals.update(badge=badge, colors=COLORS)
+    return environment.get_template("page.html")
