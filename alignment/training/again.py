@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import uuid
 
 from transformers import TrainerControl, TrainerState
@@ -14,18 +13,12 @@ from alignment.training.run_engines import RunEngines
 
 
 def begin_again(context: RunContext, engines: RunEngines, steps: int, resumes: bool) -> None:
-    """Start a new run from the weights of the last one: at step 0, with a new schedule and a new log.
+    """Start a new run of ``steps`` steps from the weights of the last one, with a new schedule and a new log.
 
     As in transformers, the optimizer keeps its moments, the reference its weights, and a given schedule continues.
 
-    Args:
-        context: the run.
-        engines: its engines.
-        steps: length of the schedule.
-        resumes: whether a resume was requested.
-
     Raises:
-        OptionError: if it was, or the trained weights were released.
+        OptionError: if a resume was requested, or the trained weights were released.
     """
     if engines.models is None:
         raise OptionError(
@@ -37,10 +30,9 @@ def begin_again(context: RunContext, engines: RunEngines, steps: int, resumes: b
             "checkpoint, create a new trainer"
         )
     engines.policy.discard()  # the gradient of a window that an error or Ctrl-C interrupted
-    fresh = TrainerState()
-    for field in dataclasses.fields(fresh):
-        if not field.name.endswith("process_zero"):
-            setattr(context.state, field.name, getattr(fresh, field.name))
+    state = context.state
+    first, local = state.is_world_process_zero, state.is_local_process_zero
+    vars(state).update(vars(TrainerState(is_world_process_zero=first, is_local_process_zero=local)))
     context.events.control = TrainerControl()
     context.identity.name, context.identity.attempt = uuid.uuid4().hex, 1
     context.phases.load_state_dict({"records": {}})
