@@ -22,17 +22,13 @@ def begin_again(context: RunContext, engines: RunEngines, steps: int, resumes: b
     """
     if engines.models is None:
         raise OptionError(
-            "train: close() released the trained weights; call save_model before it, then create a new trainer"
+            "train: close() released the trained weights; save the model first, and create a new trainer"
         )
     if resumes:
-        raise OptionError(
-            "train: this trainer has already trained, so its engines are not in their initial state; to resume from a "
-            "checkpoint, create a new trainer"
-        )
+        raise OptionError("train: this trainer has already trained; to resume a checkpoint, create a new trainer")
     engines.policy.discard()  # the gradient of a window that an error or Ctrl-C interrupted
-    state = context.state
-    first, local = state.is_world_process_zero, state.is_local_process_zero
-    vars(state).update(vars(TrainerState(is_world_process_zero=first, is_local_process_zero=local)))
+    own = {name: value for name, value in vars(context.state).items() if name.endswith("process_zero")}
+    vars(context.state).update(vars(TrainerState(**own)))
     context.events.control = TrainerControl()
     context.identity.name, context.identity.attempt = uuid.uuid4().hex, 1
     context.phases.load_state_dict({"records": {}})

@@ -67,7 +67,7 @@ class TrainerSurface:
     @property
     def model_wrapped(self) -> Any:
         """The DeepSpeed engine if it exists, else :attr:`model`."""
-        return self.model if self.engines.models is None else self.engines.models.policy.engine
+        return self.engines.models.policy.engine if self.engines.models is not None else self.model
 
     @property
     def ref_model(self) -> nn.Module | None:
@@ -173,9 +173,7 @@ class TrainerSurface:
         """Remove a callback, an instance or a class, and return it; None if it is not found."""
         return self.events.handler.pop_callback(callback)
 
-    def remove_callback(self, callback: Any) -> None:
-        """Remove a callback, an instance or a class, if present."""
-        self.pop_callback(callback)
+    remove_callback = pop_callback
 
     hub_model_id = property(
         lambda self: self.publisher.model_id, doc="The repository; until its owner is known, the option."
@@ -186,8 +184,7 @@ class TrainerSurface:
 
         Args:
             model_name: for the metadata; defaults to the name of the repository or of the output folder.
-            **details: further arguments of transformers, such as ``dataset_name``, ``tags`` (added to those of the
-                method), ``language`` and ``license``. Later uploads repeat them.
+            **details: further arguments of transformers, such as ``dataset_name``. Later uploads repeat them.
 
         Raises:
             TypeError: if an argument is unknown.

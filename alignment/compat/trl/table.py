@@ -27,35 +27,21 @@ _PADDING = "Has no effect: padding is masked, whatever its width and token."
 _SYNC = "Applies to `sync_ref_model` only, which is not supported."
 _VLLM = "Applies to `use_vllm` only, which is not supported."
 _LD_DPO = (
-    "length desensitization (LD-DPO) weights single tokens, whose reference log-probs are not stored; remove it, or "
-    "set loss_type to sigmoid_norm, which averages log-ratios over tokens"
+    "length desensitization (LD-DPO) weights single tokens; set loss_type: sigmoid_norm, which averages over them"
 )
 _DECODER = "encoder-decoder models are not supported; use a causal language model"
 
 # Names that are not options here, and what to do.
 REMOVED: dict[str, str] = {
-    "tpu": "TPUs are not supported; use a GPU or the CPU",
     "tokenizer": "the model's tokenizer is used; from Python, pass processing_class to the trainer",
     "tokenizer_name_or_path": "the model's tokenizer is used; save another one in the model's folder",
     "model": "set model_name_or_path",
-    "model_name": "set model_name_or_path",
     "ref_model": "set ref_model_name_or_path",
-    "dataset": "set dataset_name",
-    "data_path": "set dataset_name",
     "lr": "set learning_rate",
     "epochs": "set num_train_epochs",
     "batch_size": "set per_device_train_batch_size",
-    "train_batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
-    "reward_model": "set reward_model_path",
-    "reward_func": "set reward_funcs",
-    "reward_fn": "set reward_funcs",
-    "response_length": "set max_new_tokens",
     "rewind_windows": "runs no longer return to a checkpoint; remove it, and set on_bad_step: skip",
 }
-
-
-def _alone(options: Any) -> bool:
-    return bool(options.world_size == 1)
 
 
 def _plain(options: Any) -> bool:
@@ -71,7 +57,7 @@ class TransformersOptions:
 
     # Devices, processes and communication.
     average_tokens_across_devices: bool = only(
-        True, "averages are always taken over all devices; remove it", when=_alone
+        True, "averages are always taken over all devices; remove it", when=lambda options: options.world_size == 1
     )
     bf16_full_eval: bool = only(False, f"{_EVAL_DTYPE} bf16", when=lambda options: options.resolved_bf16)
     fp16_full_eval: bool = only(False, f"{_EVAL_DTYPE} fp16", when=lambda options: options.resolved_fp16)
@@ -95,9 +81,7 @@ class TransformersOptions:
     # Loss, gradients and the order of rows.
     label_smoothing_factor: float = only(0.0, "not used by any loss here; set label_smoothing with CPO or DPO")
     neftune_noise_alpha: float | None = only(None, "embedding noise (NEFTune) is not supported; remove it")
-    optim_target_modules: list[str] | str | None = only(
-        None, "GaLore and APOLLO are not supported; set optim: adamw_8bit"
-    )
+    optim_target_modules: list[str] | str | None = only(None, "GaLore is not supported; set optim: adamw_8bit")
     use_cache: bool = accepted(False, "Has no effect: generation always uses a KV cache, and log-probs never do.")
     ignore_data_skip: bool = only(False, "a resumed run always continues with the next row; remove it")
     length_column_name: str = accepted("length", "Has no effect: lengths are taken from the tokenized rows.")

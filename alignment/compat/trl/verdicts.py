@@ -30,24 +30,22 @@ class Verdict(str):
 
 def accepted(default: Any, reason: str) -> Any:
     """Declare a field whose values are all accepted and have no effect, for this reason."""
-    verdict = Verdict(reason)
-    verdict.values, verdict.reason, verdict.condition = None, reason, None
-    return dataclasses.field(default=default, metadata={"help": verdict})
+    return _field(default, reason, None, reason, None)
 
 
 def only(default: Any, reason: str, *further: Any, when: Condition | None = None) -> Any:
-    """Declare a field of which only the values are accepted that match the behavior here.
+    """Declare a field that accepts only the default and ``further`` values, or every value if ``when(options)``.
 
-    Args:
-        default: the default, which is accepted.
-        reason: why other values are rejected, and what to set instead.
-        further: further accepted values.
-        when: a predicate on the options; if true, every value is accepted.
+    ``reason`` says why other values are rejected, and what to set instead.
     """
     values = (default, *further)
     shown = " or ".join("unset" if each is None else str(each).lower() for each in values if each != "")
-    verdict = Verdict(f"Must be {shown or 'unset'}: {reason}.")
-    verdict.values, verdict.reason, verdict.condition = values, reason, when
+    return _field(default, f"Must be {shown or 'unset'}: {reason}.", values, reason, when)
+
+
+def _field(default: Any, text: str, values: tuple[Any, ...] | None, reason: str, condition: Condition | None) -> Any:
+    verdict = Verdict(text)
+    verdict.values, verdict.reason, verdict.condition = values, reason, condition
     return dataclasses.field(default=default, metadata={"help": verdict})
 
 

@@ -76,15 +76,11 @@ class TokenFormat(TokenColumns):
 
 
 def divided(ids: Sequence[int], learned: Sequence[bool]) -> Encoded:
-    """Divide a sequence before its first token in the loss into a prompt, of at least one token, and a completion.
+    """Divide (T,) token IDs before the first one in the loss mask into a prompt, of at least one, and a completion.
 
     The result's ``further`` has ``scored``, the loss mask of the completion (None if all its tokens are in the loss;
     the completion is empty if no token is), and ``first``: whether the sequence's first token has a label, although
     it cannot be predicted; only for display.
-
-    Args:
-        ids: (T,) token IDs.
-        learned: (T,) loss mask.
     """
     border = next((place for place in range(1, len(ids)) if learned[place]), len(ids))
     scored = [bool(value) for value in learned[border:]]
@@ -93,16 +89,10 @@ def divided(ids: Sequence[int], learned: Sequence[bool]) -> Encoded:
 
 
 def read_ids(row: Mapping[str, Any], columns: TokenColumns, where: str, vocabulary: int) -> list[list[int]]:
-    """Return the token IDs of a row's columns.
-
-    Args:
-        row: one row.
-        columns: its columns.
-        where: name of the row in messages.
-        vocabulary: number of tokens of the tokenizer.
+    """Return the token IDs of the columns of a row, which ``where`` names in messages.
 
     Raises:
-        DataError: a value is not a list of valid token IDs.
+        DataError: a value is not a list of token IDs less than ``vocabulary``.
     """
     for name in columns.ids:
         ids = row.get(name)
@@ -156,22 +146,22 @@ def learned_row(
                 f"{where}: {name} is {show(values)}; expected one value for each of the {len(ids)} tokens of "
                 f"{columns.ids[0]}"
             )
-    seen, labels, masks = beside.pop("attention_mask", [1] * len(ids)), beside.pop("labels", None), beside
-    if labels is not None:
-        for place, (label, token) in enumerate(zip(labels, ids)):
+    seen = beside.pop("attention_mask", [1] * len(ids))
+    if "labels" in beside:
+        for place, (label, token) in enumerate(zip(beside["labels"], ids)):
             if label not in (IGNORED, token):
                 raise DataError(
                     f"{where}: labels[{place}] is {show(label)}, but the row's token is {token}; expected the same "
                     f"token ID, or {IGNORED} to exclude the token from the loss"
                 )
-        masks = {"labels": [label != IGNORED for label in labels]}
+        beside = {"labels": [label != IGNORED for label in beside["labels"]]}
     else:
-        asked = {"completion_mask": completion_only, "assistant_masks": assistant_only}
         for name, option in (("completion_mask", "completion_only_loss"), ("assistant_masks", "assistant_only_loss")):
-            if asked[name] and name not in masks:
+            asked = completion_only if name == "completion_mask" else assistant_only
+            if asked and name not in beside:
                 raise DataError(f"{where}: {option} requires {name} or labels for tokenized rows; add one")
         if completion_only is False:
-            masks.pop("completion_mask", None)
-    learned = [all(bits) for bits in zip(*masks.values())] if masks else [True] * len(ids)
+            beside.pop("completion_mask", None)
+    learned = [all(bits) for bits in zip([True] * len(ids), *beside.values())]
     kept = [place for place, value in enumerate(seen) if value]
     return divided([ids[place] for place in kept], [learned[place] for place in kept])
