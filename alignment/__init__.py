@@ -12,12 +12,7 @@ from alignment.methods import METHODS
 
 if TYPE_CHECKING:
     from alignment.compat.trl.callbacks import LogCompletionsCallback, WinRateCallback
-    from alignment.compat.trl.rows import (
-        extract_prompt,
-        maybe_extract_prompt,
-        maybe_unpair_preference_dataset,
-        unpair_preference_dataset,
-    )
+    from alignment.compat.trl.rows import extract_prompt, unpair_preference_dataset
     from alignment.methods.cpo import CPOTrainer
     from alignment.methods.cpo_options import CPOConfig
     from alignment.methods.dpo import DPOTrainer
@@ -68,8 +63,6 @@ __all__ = [
     "SFTTrainer",
     "WinRateCallback",
     "extract_prompt",
-    "maybe_extract_prompt",
-    "maybe_unpair_preference_dataset",
     "unpair_preference_dataset",
     "__version__",
 ]
@@ -82,9 +75,7 @@ _FOR_SCRIPTS = {
     "rewards.llm_judge": "HfPairwiseJudge LLMJudge OpenAIPairwiseJudge PairRMJudge",
     "rewards.pairwise": "AllTrueJudge BaseBinaryJudge BaseJudge BasePairwiseJudge BaseRankJudge",
     "compat.trl.callbacks": "LogCompletionsCallback WinRateCallback",
-    "compat.trl.rows": (
-        "extract_prompt maybe_extract_prompt maybe_unpair_preference_dataset unpair_preference_dataset"
-    ),
+    "compat.trl.rows": "extract_prompt unpair_preference_dataset",
 }
 _HOMES.update({name: f"alignment.{module}" for module, names in _FOR_SCRIPTS.items() for name in names.split()})
 

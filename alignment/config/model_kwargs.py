@@ -11,8 +11,6 @@ from alignment.config.fields import keywords, words
 # Keyword arguments with the equivalent option.
 _OPTIONS = {name: name for name in words("dtype attn_implementation trust_remote_code load_in_4bit load_in_8bit")}
 _OPTIONS["torch_dtype"] = "dtype"
-_DEVICE_MAP = "device_map"
-_DEFAULTS = (None, False)
 
 
 def read_keywords(options: Any) -> None:
@@ -22,41 +20,32 @@ def read_keywords(options: Any) -> None:
         OptionError: an argument conflicts with an option, or with that of the other model.
     """
     for where in ("model_init_kwargs", "ref_model_init_kwargs"):
-        for key, value in _said(options, where).items():
-            own = where == "model_init_kwargs"
+        given: Mapping[str, Any] = getattr(options, where) or {}
+        own = where == "model_init_kwargs"
+        if any(place in str(given.get("device_map")) for place in ("cpu", "disk", "meta")):
+            raise OptionError(
+                f"{setting(where, given)}: DeepSpeed places the model; remove device_map, or set deepspeed: zero3 to "
+                "shard it across devices"
+            )
+        for key in (key for key in _OPTIONS if given.get(key) is not None):
             name = _OPTIONS[key] if own or key != "load_in_4bit" else "ref_load_in_4bit"
-            present = getattr(options, name)
-            if (own and present in _DEFAULTS) or (name == "ref_load_in_4bit" and present is None):
+            value, present = given[key], getattr(options, name)
+            if name == "dtype":
+                value = str(value).removeprefix("torch.")
+                if value in ("auto", "float32") and options.bf16 is not False:
+                    continue  # weights are stored in float32 in any case, whatever the compute dtype
+            if (own and present in (None, False)) or (name == "ref_load_in_4bit" and present is None):
                 setattr(options, name, value)
-            elif value not in (present, *_DEFAULTS):
+            elif value not in (present, False):
                 raise OptionError(
-                    f"{setting(where, getattr(options, where))} and {setting(name, present)}: {key} contradicts the "
-                    f"option {name}; remove it from {where}"
+                    f"{setting(where, given)} and {setting(name, present)}: {key} contradicts the option {name}; "
+                    f"remove it from {where}"
                 )
 
 
 def loading_keywords(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
     """Return the arguments to pass on to ``from_pretrained``: those that are no options and are set."""
-    left = {key: value for key, value in keywords(given).items() if key not in _OPTIONS and key != _DEVICE_MAP}
-    left = {key: value for key, value in left.items() if not is_placeholder(key, value)}
-    return {key: value for key, value in left.items() if value is not None or key != "quantization_config"}
-
-
-def _said(options: Any, where: str) -> dict[str, Any]:
-    """Return the arguments that have an equivalent option, with the values that the option takes."""
-    given: Mapping[str, Any] = getattr(options, where) or {}
-    if "output_loading_info" in given:
-        raise OptionError(f"{setting(where, given)}: output_loading_info is not supported; remove it")
-    placed = given.get(_DEVICE_MAP)
-    whole = isinstance(placed, Mapping) and {*placed} == {""} and str(placed[""]) not in ("cpu", "disk", "meta")
-    if placed not in (None, "auto", "balanced", "sequential") and not whole:  # on this process's device
-        raise OptionError(
-            f"{setting(where, given)}: DeepSpeed places the model; remove device_map, or set deepspeed: zero3 to "
-            "shard it across devices"
-        )
-    said = {key: given[key] for key in _OPTIONS if given.get(key) is not None}
-    for key in said.keys() & {"dtype", "torch_dtype"}:
-        said[key] = str(said[key]).removeprefix("torch.")
-        if said[key] in ("auto", "float32") and options.bf16 is not False:
-            del said[key]  # weights are stored in float32 in any case, whatever the compute dtype
-    return said
+    left = {key: value for key, value in keywords(given).items() if key not in (*_OPTIONS, "device_map")}
+    if left.get("quantization_config", ...) is None:
+        del left["quantization_config"]
+    return {key: value for key, value in left.items() if not is_placeholder(key, value)}

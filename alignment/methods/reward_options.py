@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from alignment.compat.trl.table import RewardCompatibility
+from alignment.compat.trl.table import GivenCompletions
 from alignment.config import checks
 from alignment.config.errors import refuse
 from alignment.config.fields import Count, Early, NotNegative, option
@@ -16,7 +16,7 @@ from alignment.config.registry import Paper
 
 
 @dataclass(kw_only=True)
-class RewardConfig(TokenizerOptions, SequenceOptions, RewardCompatibility, AlignmentConfig):
+class RewardConfig(TokenizerOptions, SequenceOptions, GivenCompletions, AlignmentConfig):
     """Options of reward model training: a sequence classifier with one label and the Bradley-Terry loss on pairs.
 
     Raises:

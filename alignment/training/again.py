@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import uuid
 
 from transformers import TrainerControl, TrainerState
@@ -14,33 +13,22 @@ from alignment.training.run_engines import RunEngines
 
 
 def begin_again(context: RunContext, engines: RunEngines, steps: int, resumes: bool) -> None:
-    """Start a new run from the weights of the last one: at step 0, with a new schedule and a new log.
+    """Start a new run of ``steps`` steps from the weights of the last one, with a new schedule and a new log.
 
     As in transformers, the optimizer keeps its moments, the reference its weights, and a given schedule continues.
 
-    Args:
-        context: the run.
-        engines: its engines.
-        steps: length of the schedule.
-        resumes: whether a resume was requested.
-
     Raises:
-        OptionError: if it was, or the trained weights were released.
+        OptionError: if a resume was requested, or the trained weights were released.
     """
     if engines.models is None:
         raise OptionError(
-            "train: close() released the trained weights; call save_model before it, then create a new trainer"
+            "train: close() released the trained weights; save the model first, and create a new trainer"
         )
     if resumes:
-        raise OptionError(
-            "train: this trainer has already trained, so its engines are not in their initial state; to resume from a "
-            "checkpoint, create a new trainer"
-        )
+        raise OptionError("train: this trainer has already trained; to resume a checkpoint, create a new trainer")
     engines.policy.discard()  # the gradient of a window that an error or Ctrl-C interrupted
-    fresh = TrainerState()
-    for field in dataclasses.fields(fresh):
-        if not field.name.endswith("process_zero"):
-            setattr(context.state, field.name, getattr(fresh, field.name))
+    own = {name: value for name, value in vars(context.state).items() if name.endswith("process_zero")}
+    vars(context.state).update(vars(TrainerState(**own)))
     context.events.control = TrainerControl()
     context.identity.name, context.identity.attempt = uuid.uuid4().hex, 1
     context.phases.load_state_dict({"records": {}})

@@ -122,7 +122,7 @@ class AlignmentTrainer(TrainerSurface):
         quantization_config: Any = None,
         **unsupported: Any,
     ) -> None:
-        check_overrides(type(self), AlignmentTrainer)
+        check_overrides(type(self))
         ref_model = reference_of(type(self).__name__, positional, ref_model, self.takes_reference)
         refuse_arguments(unsupported)
         check_collator(data_collator)
@@ -300,7 +300,7 @@ class AlignmentTrainer(TrainerSurface):
 
     def _check_training(self) -> tuple[PreparedData, WindowSampler]:
         """Check what may have been set since the trainer was created; return the training data and its windows."""
-        check_attributes(self, AlignmentTrainer)
+        check_attributes(self)
         self.args.check_late()
         check_saving(type(self), saves=self.args.save_strategy != "no")
         check_evaluation(self.args, self.metrics, self.data.eval)

@@ -1,4 +1,4 @@
-"""Pairs of short runs, of which the second one samples at each evaluation, and by callbacks; on one or several ranks.
+"""Pairs of short runs, of which the second one samples at each evaluation; on one or several ranks.
 
 Usage: eval_answers.py FOLDER CASES. CASES is a JSON file with ``[{"name", "method", "args", "lora", "reference"}]``,
 FOLDER/model the policy and FOLDER/reference the reference. FOLDER/NAME-plain and FOLDER/NAME are the output folders,
@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from helpers import STAGES, options, paired_rows, unpaired_rows
 from tiny_adapters import lora
-from transformers import GenerationConfig
 
 import alignment
-from alignment import LogCompletionsCallback
 from alignment.cli.guarded import guarded
 from alignment.run.ranks import rank
 
@@ -50,9 +48,6 @@ def train(folder: Path, case: dict[str, Any], samples: bool) -> list[dict[str, A
         eval_dataset=rows_of(method),
         peft_config=lora() if case.get("lora") else None,
     )
-    if samples:
-        greedy = GenerationConfig(max_new_tokens=12)
-        trainer.add_callback(LogCompletionsCallback(trainer, greedy, num_prompts=3, freq=2))
     trainer.train()
     trainer.save_model()
     trainer.close()

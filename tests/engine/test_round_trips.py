@@ -133,19 +133,6 @@ STORED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"prompt_ids": [0, 3, 4], "completion_ids": [5, 1], "label": False},
     ),
-    "KTO before 1.0": (
-        {
-            "label": True,
-            "prompt_input_ids": [0, 3, 4],
-            "prompt_attention_mask": [1] * 3,
-            "answer_input_ids": [5, 1],
-            "completion_input_ids": [0, 3, 4, 5, 1],
-            "completion_attention_mask": [1] * 5,
-            "completion_labels": [-100, -100, -100, 5, 1],
-            "KL_completion_input_ids": [0, 3, 4, 9, 1],
-        },
-        {"prompt_ids": [0, 3, 4], "completion_ids": [5, 1], "label": True},
-    ),
     "DPO": (
         {"prompt": "ab", "prompt_ids": [0, 3], "chosen_ids": [4, 5, 1], "rejected_ids": [1], "ref_chosen_logps": -1.5},
         {"prompt_ids": [0, 3], "chosen_ids": [4, 5, 1], "rejected_ids": [1]},
@@ -168,29 +155,6 @@ def test_rows_that_trl_stored_are_trained_on_as_there(layout: str, models: dict[
     trainer = trainer_of(layout.split()[0], models, tmp_path, Dataset.from_list([stored] * 4))
     assert sequences(trainer) == [expected] * 4
     trainer.close()
-
-
-def test_pairs_that_trls_cpo_trainer_stored_are_trained_on_as_there(models: dict[str, str], tmp_path: Path) -> None:
-    """The columns of ``tokenize_row`` of TRL 1.16, which ``trainer.train_dataset`` of TRL stores."""
-    stored = {
-        "prompt": "ab",
-        "chosen": "c",
-        "rejected": "de",
-        "chosen_input_ids": [0, 3, 4, 5, 1],
-        "chosen_attention_mask": [1] * 5,
-        "chosen_labels": [-100, -100, -100, 5, 1],
-        "rejected_input_ids": [0, 3, 4, 6, 7, 1],
-        "rejected_attention_mask": [1] * 6,
-        "rejected_labels": [-100, -100, -100, 6, 7, 1],
-        "prompt_input_ids": [0, 3, 4],
-        "prompt_attention_mask": [1] * 3,
-    }
-    for method in ("CPO", "DPO"):
-        trainer = trainer_of(method, models, tmp_path, Dataset.from_list([stored] * 4))
-        [row, *_] = sequences(trainer)
-        assert row == {"prompt_ids": [0, 3, 4], "chosen_ids": [5, 1], "rejected_ids": [6, 7, 1]}
-        assert {name: trainer.train_dataset[0][name] for name in row} == row
-        trainer.close()
 
 
 @pytest.fixture(scope="module")

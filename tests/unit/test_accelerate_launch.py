@@ -41,7 +41,9 @@ def test_accelerates_deepspeed_file(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     environment = LAUNCHED | {"_DEEPSPEED_CONFIG_FILE": str(file)}
     assert options(monkeypatch, environment, deepspeed=str(file)).deepspeed == str(file)
-    with pytest.raises(OptionError, match="^ACCELERATE_DEEPSPEED_CONFIG_FILE=.*deepspeed='zero2'; set deepspeed to"):
+    with pytest.raises(
+        OptionError, match="ACCELERATE_DEEPSPEED_CONFIG_FILE=.* does not agree with the option deepspeed"
+    ):
         CPOConfig("out", deepspeed="zero2")
 
 
@@ -52,22 +54,21 @@ def test_variables_set_by_libraries_are_ignored(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "given", "said"),
+    ("name", "value", "given", "option"),
     [
-        ("DEEPSPEED_ZERO_STAGE", "3", {"deepspeed": "zero2"}, "='3' .*deepspeed='zero2'; .*stage=3"),
-        ("DEEPSPEED_ZERO_STAGE", "three", {}, "='three' .*deepspeed"),
-        ("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu", {"deepspeed": "zero2"}, "='cpu' .*offload_optimizer.device=cpu"),
-        ("GRADIENT_ACCUMULATION_STEPS", "4", {}, "='4' .*set gradient_accumulation_steps: 4"),
-        ("GRADIENT_CLIPPING", "0.5", {}, "='0.5' .*set max_grad_norm: 0.5"),
-        ("MIXED_PRECISION", "bf16", {"fp16": True}, "='bf16' .*set bf16: true"),
-        ("MIXED_PRECISION", "fp16", {"bf16": False}, "='fp16' .*set fp16: true"),
-        ("MIXED_PRECISION", "fp8", {}, "='fp8' .*bf16"),
-        ("USE_FSDP", "true", {}, "='true' .*set deepspeed"),
-        ("DYNAMO_BACKEND", "INDUCTOR", {}, "='INDUCTOR' .*not supported"),
+        ("DEEPSPEED_ZERO_STAGE", "3", {"deepspeed": "zero2"}, "deepspeed"),
+        ("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu", {"deepspeed": "zero2"}, "deepspeed"),
+        ("GRADIENT_ACCUMULATION_STEPS", "4", {}, "gradient_accumulation_steps"),
+        ("GRADIENT_CLIPPING", "0.5", {}, "max_grad_norm"),
+        ("MIXED_PRECISION", "bf16", {"fp16": True}, "bf16 or fp16"),
+        ("MIXED_PRECISION", "fp8", {}, "bf16 or fp16"),
+        ("USE_FSDP", "true", {}, "deepspeed"),
+        ("DYNAMO_BACKEND", "INDUCTOR", {}, "deepspeed"),
     ],
 )
 def test_settings_that_differ(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, given: dict[str, Any], said: str
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, given: dict[str, Any], option: str
 ) -> None:
-    with pytest.raises(OptionError, match=f"ACCELERATE_{name}{said}"):
+    said = f"ACCELERATE_{name}='{value}' does not agree with the option {option}"
+    with pytest.raises(OptionError, match=said):
         options(monkeypatch, LAUNCHED | {f"ACCELERATE_{name}": value}, **given)

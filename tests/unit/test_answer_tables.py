@@ -13,7 +13,6 @@ from datasets import Dataset
 from transformers import GenerationConfig
 
 from alignment import LogCompletionsCallback, RewardConfig, WinRateCallback
-from alignment.compat.trl import callbacks
 from alignment.config.errors import OptionError
 from alignment.reporting.completions import CompletionTable
 from alignment.rollout.backend import Sampling
@@ -82,10 +81,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             raise Cut
         return [f"{speaker.engine} {sum(prompt)}" for prompt in prompts]
 
-    for module in (answers, callbacks):
-        monkeypatch.setattr(module, "completions", said)
-        monkeypatch.setattr(module, "fitting", lambda model, prompts, sampling: (prompts, sampling))
-        monkeypatch.setattr(module, "of_model", lambda config: GenerationConfig())
+    monkeypatch.setattr(answers, "completions", said)
+    monkeypatch.setattr(answers, "fitting", lambda model, prompts, sampling: (prompts, sampling))
+    monkeypatch.setattr(answers, "of_model", lambda config: GenerationConfig())
     monkeypatch.setattr(answers.Speaker, "model", SimpleNamespace(generation_config=None))
     monkeypatch.setattr(answers, "speaker_of", lambda reference: reference and answers.Speaker(reference))
     phases = SimpleNamespace(of_evaluation=lambda: __import__("contextlib").nullcontext())
@@ -163,38 +161,10 @@ def test_an_interrupted_evaluation_writes_no_table_twice(run: Any) -> None:
     assert [line["step"] for line in run.lines()] == [3, 3, 4, 4]
 
 
-def test_the_callback(run: Any) -> None:
-    trainer = SimpleNamespace(
-        context=run.context,
-        data=SimpleNamespace(eval={"": run.rows}),
-        engines=SimpleNamespace(window_pass=SimpleNamespace(models=run.models("policy"))),
-        processing_class=TOKENIZER,
-        output_dir=run.context.output_dir,
-        events=run.context.events,
-        is_world_process_zero=lambda: True,
-    )
-    args, state = SimpleNamespace(eval_strategy="steps"), run.context.state
-    one = LogCompletionsCallback(trainer, GenerationConfig(max_new_tokens=3), num_prompts=2)
-    for state.global_step in (1, 2, 3, 4):
-        one.on_step_end(args, state, None)  # type: ignore[arg-type]
-    assert [line["step"] for line in run.lines()] == [2, 2, 4, 4]
-    assert run.lines()[0] == {"step": 2, "prompt": "1 2", "completion": "policy 3"}
-    epochs = SimpleNamespace(eval_strategy="epoch")
-    assert one._every(epochs, SimpleNamespace(max_steps=9, num_train_epochs=3)) == 3  # type: ignore[arg-type]
-    assert LogCompletionsCallback(trainer, freq=5)._every(args, state) == 5
-    with pytest.raises(OptionError, match="no evaluation data"):
-        LogCompletionsCallback(SimpleNamespace(data=SimpleNamespace(eval={}), context=None))
-    with pytest.raises(OptionError, match="freq=0"):
-        LogCompletionsCallback(trainer, freq=0)
-    with pytest.raises(OptionError, match="num_beams=2"):
-        LogCompletionsCallback(trainer, GenerationConfig(num_beams=2))
-    with pytest.raises(OptionError, match="not a trainer of this package"):
-        LogCompletionsCallback(object())
-
-
 def test_refused_arguments() -> None:
-    with pytest.raises(OptionError, match="WinRateCallback: not supported"):
-        WinRateCallback(judge=None, trainer=None)
+    for callback in (LogCompletionsCallback, WinRateCallback):
+        with pytest.raises(OptionError, match=f"^{callback.__name__}: not supported; set generate_during_eval"):
+            callback(None, num_prompts=2)
     with pytest.raises(OptionError, match="a reward model does not generate completions"):
         RewardConfig(output_dir="x", generate_during_eval=True)
     assert CompletionTable(None).state_dict()["bytes"] == 0

@@ -219,7 +219,6 @@ def test_aliases_and_values_of_other_libraries(cls: type, given: dict[str, Any],
         ({"max_seq_length": 7, "max_length": 8}, "max_seq_length=7 and max_length=8 contradict each other"),
         ({"model_init_kwargs": {"dtype": "float16"}, "dtype": "bfloat16"}, "dtype contradicts the option dtype"),
         ({"model_init_kwargs": {"device_map": {"": "cpu"}}}, "DeepSpeed places the model"),
-        ({"model_init_kwargs": {"output_loading_info": True}}, "output_loading_info is not supported"),
         ({"ref_model_init_kwargs": {"attn_implementation": "eager"}}, "contradicts the option attn_implementation"),
     ],
 )

@@ -77,8 +77,7 @@ USER, GOOD, BAD = (
 
 def test_the_common_prompt_of_pairs() -> None:
     pair = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
-    assert alignment.maybe_extract_prompt({"chosen": [USER, GOOD], "rejected": [USER, BAD]}) == pair
-    assert alignment.maybe_extract_prompt(pair) is pair and alignment.maybe_extract_prompt(USER) is USER
+    assert alignment.extract_prompt({"chosen": [USER, GOOD], "rejected": [USER, BAD]}) == pair
     assert alignment.extract_prompt({"chosen": "It is blue", "rejected": "It is red"})["prompt"] == "It is"
     prefix = alignment.extract_prompt({"chosen": "yes", "rejected": "yes, sir"})
     assert prefix == {"prompt": "yes", "chosen": "", "rejected": ", sir"}
@@ -88,12 +87,11 @@ def test_the_common_prompt_of_pairs() -> None:
 
 def test_pairs_become_labeled_rows() -> None:
     pairs = Dataset.from_dict({"prompt": ["p"], "chosen": ["a"], "rejected": ["b"], "id": [3]})
-    rows = alignment.maybe_unpair_preference_dataset(pairs)
+    rows = alignment.unpair_preference_dataset(pairs)
     assert [tuple(row[key] for key in ("prompt", "completion", "label", "id")) for row in rows] == [
         ("p", "a", True, 3),
         ("p", "b", False, 3),
     ]
-    assert alignment.maybe_unpair_preference_dataset(rows) is rows
 
 
 def test_quantization_of_a_model_given_by_name(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
-"""Run TRL's own tests against this package, to measure how much of a script written for TRL works with it.
+"""Run TRL's own tests and example scripts against this package, to measure how much of TRL's code works with it.
 
-``python -m tools.trl CHECKOUT...`` takes unmodified checkouts of TRL. Their test files are copied to a temporary
-folder and run with a substitute package ``trl`` that provides the public names of ``alignment``
-(:mod:`tools.trl.shim`). Models and datasets come from a local Hub (:mod:`tools.trl.hub`). ``expected.txt`` lists every
-test that does not pass, with a reason from a fixed list (:mod:`tools.trl.reasons`).
+Checkouts of TRL are not modified. Models and datasets come from a local Hub (:mod:`tools.trl.hub`). Tests import a
+substitute package ``trl`` that provides the public names of ``alignment`` (:mod:`tools.trl.shim`); ``expected.txt``
+lists those that fail, with the reason. Of scripts, only the import lines are changed (:mod:`tools.trl.scripts`).
 """

@@ -1,6 +1,6 @@
 """The package ``trl`` that TRL's tests import, which provides the public names of ``alignment``.
 
-It has the modules that exist in the checkouts, so that ``from trl.trainer.kto_trainer import KTOTrainer`` works like
+It has the modules that exist in the checkout, so that ``from trl.trainer.kto_trainer import KTOTrainer`` works like
 ``from trl import KTOTrainer``. A name that ``alignment`` does not have is a :class:`Missing`: it can be imported, but
 a test that uses it is skipped with the name as the reason.
 """
@@ -13,13 +13,12 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 PRIVATE = "private helper: "
-_AVAILABLE = {"math_verify": "math_verify", "llm_blender": "llm_blender", "liger_kernel": ""}
 
 
 class Missing:
@@ -68,18 +67,14 @@ class _Module(ModuleType):
             return importlib.import_module(f"{self.__name__}.{name}")
         if name.startswith("is_") and name.endswith("_available"):
             package = name.removeprefix("is_").removesuffix("_available")
-            return lambda: _installed(_AVAILABLE.get(package, package))
+            return lambda: package != "liger_kernel" and importlib.util.find_spec(package) is not None
         if name in alignment.__all__ or name in _OF_TRL:
             return _OF_TRL.get(name) or getattr(alignment, name)
         return Missing(f"{self.__name__}.{name}")
 
 
-def _installed(package: str) -> bool:
-    return bool(package) and importlib.util.find_spec(package) is not None
-
-
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules that exist in the checkouts."""
+    """Finds the modules that exist in the checkout."""
 
     def __init__(self) -> None:
         self.modules: set[str] = set()
@@ -104,23 +99,16 @@ _FINDER = _Finder()
 _OF_TRL: dict[str, Any] = {}  # what alignment imports from the installed release of TRL
 
 
-def modules(checkout: Path) -> set[str]:
-    """Return the names of all modules of a checkout's package."""
-    files = [file.relative_to(checkout) for file in (checkout / "trl").rglob("*.py")]
-    return {".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files}
-
-
-def install(checkouts: Iterable[Path]) -> None:
+def install(checkout: Path) -> None:
     """Make ``import trl`` find the shim in this process, even if TRL is installed."""
     import alignment
     from alignment.compat.trl.scripts import NAMES
 
-    for name in sorted(NAMES) if _installed("trl") and _FINDER not in sys.meta_path else ():
+    for name in sorted(NAMES) if importlib.util.find_spec("trl") is not None else ():
         with contextlib.suppress(ImportError):  # names that only other releases have
             _OF_TRL[name] = getattr(alignment, name)
     for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
         del sys.modules[name]
-    for checkout in checkouts:
-        _FINDER.modules |= modules(checkout)
-    if _FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, _FINDER)
+    files = [file.relative_to(checkout) for file in (checkout / "trl").rglob("*.py")]
+    _FINDER.modules |= {".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files}
+    sys.meta_path.insert(0, _FINDER)

@@ -30,32 +30,16 @@ def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
 
 
-def maybe_extract_prompt(example: Mapping[str, Any]) -> Any:
-    """Apply :func:`extract_prompt` to a pair without a prompt, or with one of another format than its completions."""
-    if "chosen" not in example or "rejected" not in example:
-        return example
-    if "prompt" in example and isinstance(example["prompt"], str) == isinstance(example["chosen"], str):
-        return example
-    return extract_prompt(example)
-
-
 def unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
     """Convert a dataset (or splits) of pairs to rows with ``completion`` and ``label``.
 
     In each batch of 1000 rows, the chosen completions come before the rejected ones.
     """
-    return dataset.map(_unpaired, batched=True, remove_columns=["chosen", "rejected"], num_proc=num_proc, desc=desc)
 
+    def unpaired(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        chosen, rejected = rows["chosen"], rows["rejected"]
+        others = {name: values * 2 for name, values in rows.items() if name not in ("chosen", "rejected")}
+        labels = [True] * len(chosen) + [False] * len(rejected)
+        return {**others, "completion": chosen + rejected, "label": labels}
 
-def _unpaired(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    pairs = len(rows["chosen"])
-    result = {"completion": rows["chosen"] + rows["rejected"], "label": [True] * pairs + [False] * pairs}
-    return {**{key: rows[key] * 2 for key in rows if key not in ("chosen", "rejected")}, **result}
-
-
-def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
-    """Apply :func:`unpair_preference_dataset` to a dataset of pairs; return any other dataset unchanged."""
-    columns = dataset.column_names
-    if isinstance(columns, Mapping):  # a DatasetDict
-        columns = next(iter(columns.values()))
-    return unpair_preference_dataset(dataset, num_proc, desc) if {"chosen", "rejected"} <= {*columns} else dataset
+    return dataset.map(unpaired, batched=True, remove_columns=["chosen", "rejected"], num_proc=num_proc, desc=desc)

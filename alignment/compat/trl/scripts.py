@@ -9,8 +9,6 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
 RELEASES = ">=0.24,<2"  # the extra `trl` in setup.py
 _PLACES = ("trl", "trl.scripts.utils", "trl.trainer.utils")
 NAMES = frozenset(
@@ -32,7 +30,7 @@ def of_trl(name: str) -> Any:
         found = version("trl")
     except PackageNotFoundError:
         found = ""
-    if not SpecifierSet(RELEASES).contains(found or "0", prereleases=True):
+    if not found or not (0, 24) <= tuple(map(int, found.split(".")[:2])) < (2,):
         there = f"trl {found} is installed" if found else "it is not installed"
         raise ImportError(
             f"alignment.{name}: requires trl{RELEASES}, and {there}; run pip install 'deepspeed-alignment[trl]'"

@@ -9,10 +9,10 @@ options of this project, with the same names. Names of earlier releases, and of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from alignment.compat.trl.verdicts import accepted, only
-from alignment.config.fields import Keywords, ListOrKeywords, words
+from alignment.config.fields import Keywords, ListOrKeywords
 from alignment.config.process_facts import LogLevel
 
 _ENGINE = "Has no effect: DeepSpeed reduces the gradients."
@@ -27,45 +27,21 @@ _PADDING = "Has no effect: padding is masked, whatever its width and token."
 _SYNC = "Applies to `sync_ref_model` only, which is not supported."
 _VLLM = "Applies to `use_vllm` only, which is not supported."
 _LD_DPO = (
-    "length desensitization (LD-DPO) weights single tokens, whose reference log-probs are not stored; remove it, or "
-    "set loss_type to sigmoid_norm, which averages log-ratios over tokens"
+    "length desensitization (LD-DPO) weights single tokens; set loss_type: sigmoid_norm, which averages over them"
 )
-_LEAVE = "remove it"
 _DECODER = "encoder-decoder models are not supported; use a causal language model"
 
 # Names that are not options here, and what to do.
 REMOVED: dict[str, str] = {
-    **dict.fromkeys(
-        words(
-            "adafactor jit_mode_eval use_ipex use_mps_device half_precision_backend fp16_backend fp16_opt_level "
-            "tpu_num_cores tpu_metrics_debug fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap torchdynamo "
-            "ray_scope past_index mp_parameters split_batches dispatch_batches include_inputs_for_metrics "
-            "push_to_hub_organization num_of_sequences chars_per_token max_target_length"
-        ),
-        "an option of earlier releases of transformers or TRL; remove it",
-    ),
-    "tpu": "TPUs are not supported; use a GPU or the CPU",
     "tokenizer": "the model's tokenizer is used; from Python, pass processing_class to the trainer",
     "tokenizer_name_or_path": "the model's tokenizer is used; save another one in the model's folder",
     "model": "set model_name_or_path",
-    "model_name": "set model_name_or_path",
     "ref_model": "set ref_model_name_or_path",
-    "dataset": "set dataset_name",
-    "data_path": "set dataset_name",
     "lr": "set learning_rate",
     "epochs": "set num_train_epochs",
     "batch_size": "set per_device_train_batch_size",
-    "train_batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
-    "reward_model": "set reward_model_path",
-    "reward_func": "set reward_funcs",
-    "reward_fn": "set reward_funcs",
-    "response_length": "set max_new_tokens",
     "rewind_windows": "runs no longer return to a checkpoint; remove it, and set on_bad_step: skip",
 }
-
-
-def _alone(options: Any) -> bool:
-    return bool(options.world_size == 1)
 
 
 def _plain(options: Any) -> bool:
@@ -76,13 +52,12 @@ def _plain(options: Any) -> bool:
 
 
 @dataclass(kw_only=True)
-class DeviceArguments:
-    """Devices, processes and communication."""
+class TransformersOptions:
+    """All options of ``TrainingArguments`` that have no effect or are not supported here."""
 
-    TITLE: ClassVar[str] = "Devices and processes"
-
+    # Devices, processes and communication.
     average_tokens_across_devices: bool = only(
-        True, "averages are always taken over all devices; remove it", when=_alone
+        True, "averages are always taken over all devices; remove it", when=lambda options: options.world_size == 1
     )
     bf16_full_eval: bool = only(False, f"{_EVAL_DTYPE} bf16", when=lambda options: options.resolved_bf16)
     fp16_full_eval: bool = only(False, f"{_EVAL_DTYPE} fp16", when=lambda options: options.resolved_fp16)
@@ -98,23 +73,15 @@ class DeviceArguments:
     ddp_timeout: int = accepted(1800, "Has no effect: `hang_timeout` ends a run in which a rank hangs.")
     fsdp: list[str] | str | None = only(None, _FSDP, "")
     fsdp_config: Keywords = only(None, _FSDP)
-    accelerator_config: Keywords = only(None, f"batches are neither split nor dispatched; {_LEAVE}", {}, when=_plain)
+    accelerator_config: Keywords = only(None, "batches are neither split nor dispatched; remove it", {}, when=_plain)
     parallelism_config: Any = only(None, "only data parallelism is supported; set deepspeed to zero3")
     debug: list[str] | str | None = only("", "not supported; set on_bad_step, which handles overflows", None)
     local_rank: int = accepted(-1, "Has no effect: the local rank is read from the launcher's environment.")
 
-
-@dataclass(kw_only=True)
-class LoopArguments:
-    """Loss, gradients and the order of rows."""
-
-    TITLE: ClassVar[str] = "Training"
-
+    # Loss, gradients and the order of rows.
     label_smoothing_factor: float = only(0.0, "not used by any loss here; set label_smoothing with CPO or DPO")
     neftune_noise_alpha: float | None = only(None, "embedding noise (NEFTune) is not supported; remove it")
-    optim_target_modules: list[str] | str | None = only(
-        None, "GaLore and APOLLO are not supported; set optim: adamw_8bit"
-    )
+    optim_target_modules: list[str] | str | None = only(None, "GaLore is not supported; set optim: adamw_8bit")
     use_cache: bool = accepted(False, "Has no effect: generation always uses a KV cache, and log-probs never do.")
     ignore_data_skip: bool = only(False, "a resumed run always continues with the next row; remove it")
     length_column_name: str = accepted("length", "Has no effect: lengths are taken from the tokenized rows.")
@@ -130,13 +97,7 @@ class LoopArguments:
     do_eval: bool = accepted(False, _SCRIPT)
     do_predict: bool = accepted(False, _SCRIPT)
 
-
-@dataclass(kw_only=True)
-class ReportArguments:
-    """Logging, evaluation and saving."""
-
-    TITLE: ClassVar[str] = "Logging, evaluation, saving"
-
+    # Logging, evaluation and saving.
     log_level: LogLevel = accepted("passive", "Sets `get_process_log_level()` on rank 0 only.")
     log_level_replica: LogLevel = accepted("warning", "Sets `get_process_log_level()` on the other ranks only.")
     log_on_each_node: bool = accepted(True, "Has no effect: only rank 0 logs.")
@@ -160,15 +121,8 @@ class ReportArguments:
 
 
 @dataclass(kw_only=True)
-class TransformersOptions(ReportArguments, LoopArguments, DeviceArguments):
-    """All options of ``TrainingArguments`` that have no effect or are not supported here."""
-
-
-@dataclass(kw_only=True)
 class GivenCompletions:
-    """Options of all methods that train on given completions, and of Online DPO."""
-
-    TITLE: ClassVar[str] = "Options of TRL"
+    """Options of all of TRL's configurations."""
 
     pad_to_multiple_of: int | str | None = accepted(None, _PADDING)
 
@@ -176,8 +130,6 @@ class GivenCompletions:
 @dataclass(kw_only=True)
 class CPOCompatibility(GivenCompletions):
     """Further options of TRL's ``CPOConfig``."""
-
-    TITLE: ClassVar[str] = "Options of TRL"
 
     label_pad_token_id: int = accepted(-100, "Has no effect: labels are not padded.")
     padding_value: int | None = accepted(None, _PADDING)
@@ -189,8 +141,6 @@ class CPOCompatibility(GivenCompletions):
 class KTOCompatibility(CPOCompatibility):
     """Further options of TRL's ``KTOConfig``."""
 
-    TITLE: ClassVar[str] = "Options of TRL"
-
     ref_model_mixup_alpha: float = accepted(0.6, _SYNC)
     ref_model_sync_steps: int = accepted(512, _SYNC)
 
@@ -198,8 +148,6 @@ class KTOCompatibility(CPOCompatibility):
 @dataclass(kw_only=True)
 class DPOCompatibility(KTOCompatibility):
     """Further options of TRL's ``DPOConfig``."""
-
-    TITLE: ClassVar[str] = "Options of TRL"
 
     pad_token: str | None = accepted(None, _PADDING)
     padding_free: bool = accepted(False, "Affects speed only; set `max_tokens_per_batch` to reduce padding.")
@@ -215,15 +163,8 @@ class DPOCompatibility(KTOCompatibility):
 
 
 @dataclass(kw_only=True)
-class RewardCompatibility(GivenCompletions):
-    """Further options of TRL's ``RewardConfig``."""
-
-
-@dataclass(kw_only=True)
 class SFTCompatibility(GivenCompletions):
     """Further options of TRL's ``SFTConfig``."""
-
-    TITLE: ClassVar[str] = "Options of TRL"
 
     dataset_batch_size: int | None = accepted(1000, "Affects speed only.")
     padding_free: bool = accepted(False, "Affects speed only, and sequences never attend to each other.")
@@ -232,8 +173,6 @@ class SFTCompatibility(GivenCompletions):
 @dataclass(kw_only=True)
 class OnlineDPOCompatibility(GivenCompletions):
     """Further options of TRL's ``OnlineDPOConfig``."""
-
-    TITLE: ClassVar[str] = "Options of TRL"
 
     use_vllm: bool = only(False, "completions come from transformers; set rollout_backend: continuous")
     gpu_memory_utilization: float | None = accepted(None, _VLLM)

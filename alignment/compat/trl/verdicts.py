@@ -20,7 +20,7 @@ class Verdict(str):
     Attributes:
         values: accepted values; None for all.
         reason: why they have no effect, or why other values are rejected and what to set instead.
-        condition: a predicate on the options; if true, every value is accepted. None for no such predicate.
+        condition: a predicate on the options; if true, every value is accepted.
     """
 
     values: tuple[Any, ...] | None
@@ -30,27 +30,22 @@ class Verdict(str):
 
 def accepted(default: Any, reason: str) -> Any:
     """Declare a field whose values are all accepted and have no effect, for this reason."""
-    return _declared(default, reason, None, reason)
+    return _field(default, reason, None, reason, None)
 
 
 def only(default: Any, reason: str, *further: Any, when: Condition | None = None) -> Any:
-    """Declare a field of which only the values are accepted that match the behavior here.
+    """Declare a field that accepts only the default and ``further`` values, or every value if ``when(options)``.
 
-    Args:
-        default: the default, which is accepted.
-        reason: why other values are rejected, and what to set instead.
-        further: further accepted values.
-        when: a predicate on the options; if true, every value is accepted.
+    ``reason`` says why other values are rejected, and what to set instead.
     """
-    shown = " or ".join("unset" if each is None else str(each).lower() for each in (default, *further) if each != "")
-    return _declared(default, f"Must be {shown or 'unset'}: {reason}.", (default, *further), reason, when)
+    values = (default, *further)
+    shown = " or ".join("unset" if each is None else str(each).lower() for each in values if each != "")
+    return _field(default, f"Must be {shown or 'unset'}: {reason}.", values, reason, when)
 
 
-def _declared(
-    default: Any, help: str, values: tuple[Any, ...] | None, reason: str, when: Condition | None = None
-) -> Any:
-    verdict = Verdict(help)
-    verdict.values, verdict.reason, verdict.condition = values, reason, when
+def _field(default: Any, text: str, values: tuple[Any, ...] | None, reason: str, condition: Condition | None) -> Any:
+    verdict = Verdict(text)
+    verdict.values, verdict.reason, verdict.condition = values, reason, condition
     return dataclasses.field(default=default, metadata={"help": verdict})
 
 
@@ -64,15 +59,10 @@ def refuse_values(options: Any) -> None:
     """Raise :class:`OptionError` for the first value that is not accepted."""
     for field in option_fields(options):
         verdict, value = verdict_of(field), getattr(options, field.name)
-        if verdict is None or verdict.values is None or any(_same(value, each) for each in verdict.values):
+        if verdict is None or verdict.values is None or any(value == each for each in verdict.values):
             continue
         if verdict.condition is None or not verdict.condition(options):
             raise OptionError(f"{setting(field.name, value)}: {verdict.reason}")
-
-
-def _same(one: Any, other: Any) -> bool:
-    # False == 0 in Python: compare the types as well, except for numbers.
-    return bool(one == other) and (type(one) is type(other) or bool not in (type(one), type(other)))
 
 
 def judged_names(cls: Any) -> set[str]:

@@ -13,8 +13,7 @@ from alignment.data.batching import Batch, OnDevice, collate
 from alignment.data.kinds.base import Kind, Record
 from alignment.data.messages import Row, Source
 from alignment.data.packing.rows import PackedRows
-from alignment.data.targets.rules import divided
-from alignment.data.targets.tokenized import TokenColumns, TokenFormat, learned_row
+from alignment.data.targets.tokenized import TokenColumns, TokenFormat, divided, learned_row
 from alignment.data.targets.turns import assistant_mask
 from alignment.data.tokenization import Encoded, Limits, RowTokenizer
 from alignment.data.windows import RowTable, WindowPlan
@@ -62,9 +61,8 @@ class Completions(Kind):
 
     @property
     def tokens(self) -> TokenFormat:  # type: ignore[override]
-        return TokenFormat(
-            (("input_ids",),), beside=("labels", "completion_mask", "assistant_masks"), demanded=self.tokenized
-        )
+        beside = ("attention_mask", "labels", "completion_mask", "assistant_masks")
+        return TokenFormat(("input_ids",), beside, demanded=self.tokenized)
 
     def parse(self, row: Row, where: str, others: Row) -> Source:
         """Convert a row with ``prompt, completion``, with ``messages`` or with ``text``.

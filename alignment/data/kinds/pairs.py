@@ -37,10 +37,7 @@ class Pairs(Kind):
     name = "preference"
     formats = (("chosen", "rejected"),)
     completions = ("chosen_ids", "rejected_ids")
-    tokens = TokenFormat(
-        (("prompt_ids", "chosen_ids", "rejected_ids"), ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids")),
-        beside=("chosen_labels", "rejected_labels"),
-    )
+    tokens = TokenFormat(("prompt_ids", "chosen_ids", "rejected_ids"))
 
     def parse(self, row: Row, where: str, others: Row) -> Source:
         """Convert a row with ``chosen``, ``rejected`` and, optionally, ``prompt``.

@@ -23,15 +23,7 @@ class ScoredPairs(Pairs):
     name = "preference_margin"
     optional = ("margin", *Pairs.optional)
     further = {"margin": Value("float32")}
-    tokens = TokenFormat(
-        (
-            ("chosen_ids", "rejected_ids"),
-            ("chosen_input_ids", "rejected_input_ids"),
-            ("input_ids_chosen", "input_ids_rejected"),
-        ),
-        beside=("margin",),
-        whole=True,
-    )
+    tokens = TokenFormat(("chosen_ids", "rejected_ids"), ("margin",), whole=True)
     whole = True
 
     def parse(self, row: Row, where: str, others: Row) -> Source:

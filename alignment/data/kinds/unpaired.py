@@ -49,11 +49,7 @@ class Unpaired(Kind):
     completions = ("completion_ids",)
     divides = True
     further = {"label": Value("bool"), "prompt_key": Value("int64")}
-    tokens = TokenFormat(
-        (("prompt_ids", "completion_ids"), ("prompt_input_ids", "completion_input_ids")),
-        beside=("label", "completion_labels"),
-        required=("label",),
-    )
+    tokens = TokenFormat(("prompt_ids", "completion_ids"), ("label",), required=("label",))
 
     def parse(self, row: Row, where: str, others: Row) -> Source:
         """Convert a row to one completion with its label, or to both completions of a pair, True and False.

@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from alignment.data.packing.flat import COLUMNS, flat
 from alignment.data.packing.packs import Packs
-from alignment.data.targets.rules import divided
+from alignment.data.targets.tokenized import divided
 
 
 class Stretch(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Dataset, Features, IterableDataset, Value
 
-from alignment.config.errors import DataError, OptionError, show
+from alignment.config.errors import DataError, show
 from alignment.config.lookup import FAILURES, raised
 
 Format = Callable[[Mapping[str, Any]], str]
@@ -16,27 +16,22 @@ Format = Callable[[Mapping[str, Any]], str]
 def formatted(
     data: Dataset | IterableDataset, function: Format, where: str, column: str = "text"
 ) -> Dataset | IterableDataset:
-    """Apply ``function`` to each row to get its text.
-
-    Args:
-        data: the rows, with any columns except token IDs.
-        function: maps a row to its text.
-        where: name of the data in messages.
-        column: name of the text column.
+    """Replace the columns of ``data`` by one, ``column``, with the text that ``function`` returns for each row.
 
     Raises:
-        OptionError: the rows are already tokenized, or ``function`` is not callable.
         DataError: the function raised an error or did not return a string; for a stream, raised when it is read.
+            ``where`` names the data.
     """
-    if not callable(function):
-        raise OptionError(f"formatting_func={show(function)}: expected a function that maps a row to a string")
-    if "input_ids" in (data.column_names or ()):
-        raise OptionError(
-            f"formatting_func: the rows of {where} are already tokenized; remove formatting_func, or pass text"
-        )
 
     def made(row: Mapping[str, Any], number: int) -> dict[str, str]:
-        return {column: _text(row, number, function, where)}
+        place = f"{where}, row {number + 1}: formatting_func"
+        try:
+            text = function(row)
+        except FAILURES as error:
+            raise DataError(f"{place} raised {raised(error)}; fix the function, or remove the row") from error
+        if not isinstance(text, str):
+            raise DataError(f"{place} returned {show(text)}; expected a string")
+        return {column: text}
 
     if isinstance(data, IterableDataset):
         return data.map(made, with_indices=True).select_columns([column])
@@ -51,15 +46,3 @@ def formatted(
         new_fingerprint="formatted",
         desc="Formatting",
     )
-
-
-def _text(row: Mapping[str, Any], number: int, function: Format, where: str) -> str:
-    try:
-        text = function(row)
-    except FAILURES as error:
-        raise DataError(
-            f"{where}, row {number + 1}: formatting_func raised {raised(error)}; fix the function, or remove the row"
-        ) from error
-    if not isinstance(text, str):
-        raise DataError(f"{where}, row {number + 1}: formatting_func returned {show(text)}; expected a string")
-    return text

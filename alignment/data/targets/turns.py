@@ -6,13 +6,12 @@ end of the generation prompt before it, and ends with the first end-of-turn toke
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from alignment.config.errors import DataError, one_line
 from alignment.data.messages import Source
 from alignment.data.tokenization import RowTokenizer, common_length
-
-_REMEDY = "use a chat template that marks the assistant's turns with {% generation %}, or remove assistant_only_loss"
 
 
 def assistant_mask(tokenizer: RowTokenizer, source: Source, ids: list[int]) -> list[bool]:
@@ -31,15 +30,8 @@ def assistant_mask(tokenizer: RowTokenizer, source: Source, ids: list[int]) -> l
             f"{source.place}: assistant_only_loss requires a conversation, but this row is plain text; use messages, "
             "or remove assistant_only_loss"
         )
-    messages = [*source.prompt, *source.completions[0]]
-    if "{% generation" in _plain(tokenizer.tokenizer.chat_template):
-        return _marked(tokenizer, source, messages, ids)
-    return _found(tokenizer, source, messages, ids)
-
-
-def _plain(template: Any) -> str:
-    """Normalize the spelling of block tags in a template (or in a dictionary of templates)."""
-    return str(template).replace("{%-", "{%").replace("{%+", "{%").replace("{%generation", "{% generation")
+    is_marked = re.search(r"{%[-+]?\s*generation", str(tokenizer.tokenizer.chat_template))
+    return (_marked if is_marked else _found)(tokenizer, source, [*source.prompt, *source.completions[0]], ids)
 
 
 def _marked(tokenizer: RowTokenizer, source: Source, messages: list[Any], ids: list[int]) -> list[bool]:
@@ -73,7 +65,8 @@ def _found(tokenizer: RowTokenizer, source: Source, messages: list[Any], ids: li
         if start < len(head) - 1 or stop is None or (following and stop == len(ids) - 1):
             raise DataError(
                 f"{source.place}: the chat template of {tokenizer.name} does not mark the assistant's tokens, and "
-                f"renders message {number} differently if other messages follow; {_REMEDY}"
+                f"renders message {number} differently if other messages follow; use a chat template that marks the "
+                "assistant's turns with {% generation %}, or remove assistant_only_loss"
             )
         mask[start : stop + 1] = [True] * (stop + 1 - start)
     return mask

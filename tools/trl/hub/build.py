@@ -10,6 +10,7 @@ from pathlib import Path
 
 import transformers
 
+from tools.ranks.client import ROOT
 from tools.trl.hub import rows
 
 _HASH = "0" * 40
@@ -37,6 +38,20 @@ def prepare(folder: Path) -> Path:
     return home
 
 
+def environment(home: Path) -> dict[str, str]:
+    """Return the environment of tests and scripts: the Hub at ``home``, no network, no trackers, one thread each."""
+    names = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE", "HF_TOKEN")
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    own = {
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": f"{home}/datasets",
+        "OMP_NUM_THREADS": "1",
+    }
+    own |= {"TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
+    return {"DS_ACCELERATOR": "cpu", **kept, **own}
+
+
 def build(home: Path) -> None:
     """Write all files."""
     from tools.trl.hub import models
@@ -44,7 +59,6 @@ def build(home: Path) -> None:
     texts = rows.texts()
     for tiny in models.MODELS:
         models.save(tiny, texts, snapshot(home, tiny.repository))
-    _remote(home, texts)
     organization = models.ORGANIZATION
     for name, configs in {"zen": rows.zen(), "harmony": rows.harmony(), "toolcall": rows.toolcall()}.items():
         for config, columns in reversed(configs.items()):  # the newest one is used by calls without a name
@@ -52,6 +66,8 @@ def build(home: Path) -> None:
     chats = rows.conversational()["language_modeling"]
     write_rows(home, f"{organization}/dolly-chatml-sft", "default", chats)
     write_rows(home, "stanfordnlp/imdb", "plain_text", rows.reviews())
+    for repository, columns in rows.of_scripts().items():
+        write_rows(home, repository.lower(), "default", columns)  # the folder names of datasets
 
 
 def snapshot(home: Path, repository: str) -> Path:
@@ -93,24 +109,3 @@ def write_rows(home: Path, repository: str, config: str, columns: rows.Columns) 
         splits=infos,
     )
     info.write_to_directory(str(folder))
-
-
-def _remote(home: Path, texts: list[str]) -> None:
-    """Write a model with custom classes, which requires ``trust_remote_code``."""
-    import json
-
-    from tools.trl.hub import models
-
-    folder = snapshot(home, f"{models.ORGANIZATION}/tiny-RemoteForCausalLM")
-    models.save(models.Tiny("tiny-RemoteForCausalLM", "LlamaForCausalLM", "llama3"), texts, folder)
-    for name in ("configuration_remote.py", "modeling_remote.py"):
-        shutil.copyfile(Path(__file__).with_name("remote") / f"{name}.txt", folder / name)
-    config = json.loads((folder / "config.json").read_text())
-    modules = {
-        "AutoConfig": "configuration_remote.RemoteConfig",
-        "AutoModel": "modeling_remote.RemoteModel",
-        "AutoModelForCausalLM": "modeling_remote.RemoteForCausalLM",
-        "AutoModelForSequenceClassification": "modeling_remote.RemoteForSequenceClassification",
-    }
-    config |= {"model_type": "remote", "architectures": ["RemoteForCausalLM"], "auto_map": modules}
-    (folder / "config.json").write_text(json.dumps(config))

@@ -142,6 +142,17 @@ def reviews() -> Columns:
     return {"text": texts, "label": [i % 2 for i in range(200)]}
 
 
+def of_scripts() -> dict[str, Columns]:
+    """Return rows by the name of the dataset that TRL's example scripts use, with its columns."""
+    chats = conversational()
+    pairs, turns = chats["implicit_prompt_preference"], chats["language_modeling"]["messages"]
+    scores = {"score_chosen": [8.0] * len(turns), "score_rejected": [3.5] * len(turns)}
+    talks = {"source": ["Tiny"] * len(turns), "messages": turns, "num_turns": [2] * len(turns)}
+    found = {"kto-mix-14k": chats["unpaired_preference"], "ultrafeedback_binarized": pairs | scores}
+    found |= {"tldr": standard()["prompt_completion"], "Capybara": talks}
+    return {f"trl-lib/{name}": {key: value * 6 for key, value in rows.items()} for name, rows in found.items()}
+
+
 def texts() -> list[str]:
     """Return the texts on which tokenizers are trained."""
     whole = [text for prompt, good, bad in STATEMENTS for text in (prompt + good, prompt + bad)]

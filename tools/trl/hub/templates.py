@@ -44,31 +44,17 @@ def _turns(opening: str, closing: str, *, first: str = "", generation: bool = Fa
 _CHATML = ("'<|im_start|>' + role + '\\n'", "'<|im_end|>\\n'")
 CHATML = _turns(*_CHATML, default="You are a helpful assistant.")
 CHATML_MARKED = _turns(*_CHATML, generation=True)
-CHATML_BOS = _turns(*_CHATML, first="bos_token")
 LLAMA3 = _turns(
     "'<|start_header_id|>' + role + '<|end_header_id|>\\n\\n'", "'<|eot_id|>'", first="bos_token", generation=True
 )
 GEMMA = _turns(
     "'<start_of_turn>' + ('model' if role == 'assistant' else role) + '\\n'", "'<end_of_turn>\\n'", first="bos_token"
 )
-COHERE = _turns(
-    "'<|START_OF_TURN_TOKEN|><|' + ('CHATBOT' if role == 'assistant' else role | upper) + '_TOKEN|>'",
-    "'<|END_OF_TURN_TOKEN|>'",
-    first="bos_token",
-)
 PHI3 = _turns("'<|' + role + '|>\\n'", "'<|end|>\\n'")
-GLM4 = _turns("'<|' + role + '|>\\n'", "''", first="'[gMASK]<sop>'")
 MISTRAL = (
     "{{ bos_token }}{%- for message in messages %}{%- if message.role == 'assistant' %}"
     "{{ ' ' + message.content + eos_token }}{%- else %}{{ '[INST] ' + message.content + ' [/INST]' }}{%- endif %}"
     "{%- endfor %}"
-)
-DEEPSEEK = (
-    "{{ bos_token }}{%- for message in messages %}{%- if message.role == 'assistant' %}"
-    "{{ '<｜Assistant｜>' + message.content + '<｜end▁of▁sentence｜>' }}"
-    "{%- elif message.role == 'user' %}{{ '<｜User｜>' + message.content }}"
-    "{%- else %}{{ message.content }}{%- endif %}"
-    "{%- endfor %}{%- if add_generation_prompt %}{{ '<｜Assistant｜>' }}{%- endif %}"
 )
 HARMONY = (
     "{{ '<|start|>system<|message|>' + (model_identity or 'You are a small model.') + '\\nReasoning: ' "

@@ -24,7 +24,6 @@ class Family:
         template: chat template; None if the family has none.
         others: further special tokens.
         starts: whether ``bos`` is added before every text.
-        ends: whether ``eos`` is added after every text.
     """
 
     eos: str
@@ -33,7 +32,6 @@ class Family:
     template: str | None = None
     others: tuple[str, ...] = field(default=())
     starts: bool = False
-    ends: bool = False
 
     def specials(self) -> list[str]:
         """All special tokens, without duplicates."""
@@ -52,33 +50,10 @@ FAMILIES: dict[str, Family] = {
         ("<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>"),
         starts=True,
     ),
-    "llama": Family("</s>", None, "<s>", None, ("<unk>",), starts=True),
     "mistral": Family("</s>", None, "<s>", templates.MISTRAL, ("<unk>",), starts=True),
     "gemma": Family("<eos>", "<pad>", "<bos>", templates.GEMMA, ("<start_of_turn>", "<end_of_turn>"), starts=True),
-    "gpt2": Family("<|endoftext|>", None, "<|endoftext|>", templates.CHATML, _CHATML),
     "neox": Family("<|endoftext|>", None, "<|endoftext|>"),
-    "cohere": Family(
-        "<|END_OF_TURN_TOKEN|>",
-        "<PAD>",
-        "<BOS_TOKEN>",
-        templates.COHERE,
-        ("<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>"),
-        starts=True,
-    ),
     "phi3": Family("<|endoftext|>", "<|endoftext|>", "<s>", templates.PHI3, ("<|user|>", "<|assistant|>", "<|end|>")),
-    "deepseek": Family(
-        "<｜end▁of▁sentence｜>",
-        "<｜end▁of▁sentence｜>",
-        "<｜begin▁of▁sentence｜>",
-        templates.DEEPSEEK,
-        ("<｜User｜>", "<｜Assistant｜>"),
-        starts=True,
-    ),
-    "glm4": Family(
-        "<|endoftext|>", "<|endoftext|>", None, templates.GLM4, ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>")
-    ),
-    "lfm2": Family("<|im_end|>", "<|pad|>", "<|startoftext|>", templates.CHATML_BOS, _CHATML, starts=True),
-    "olmo3": Family("<|im_end|>", "<|pad|>", None, templates.CHATML_MARKED, (*_CHATML, "<|endoftext|>")),
     "harmony": Family(
         "<|return|>",
         "<|endoftext|>",
@@ -86,7 +61,6 @@ FAMILIES: dict[str, Family] = {
         templates.HARMONY,
         ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
     ),
-    "t5": Family("</s>", "<pad>", None, None, ("<unk>",), ends=True),
 }
 
 
@@ -107,12 +81,9 @@ def train(family: Family, texts: Iterable[str]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    first = [family.bos] if family.starts and family.bos else []
-    last = [family.eos] if family.ends else []
-    if first or last:
+    if family.starts and family.bos:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=" ".join([*first, "$A", *last]),
-            special_tokens=[(token, tokenizer.token_to_id(token)) for token in (*first, *last)],
+            single=f"{family.bos} $A", special_tokens=[(family.bos, tokenizer.token_to_id(family.bos))]
         )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

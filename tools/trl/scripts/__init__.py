@@ -1,1 +1,0 @@
-"""Run TRL's example scripts with this package instead of TRL."""
