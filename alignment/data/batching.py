@@ -42,17 +42,12 @@ class OnDevice:
     def to(self: Self, device: torch.device, leave: Collection[str] = ()) -> Self:
         """Return the batch with all tensors on ``device``, except those in fields and inputs named in ``leave``."""
         tensors: list[Tensor] = []
-
-        def collected(tensor: Tensor) -> Tensor:
-            tensors.append(tensor)
-            return tensor
-
-        _replaced(self, collected, leave)
+        _replaced(self, tensors.append, leave)
         moved = iter(transferred(tensors, device))
         return _replaced(self, lambda _: next(moved), leave)
 
 
-def _replaced(value: Any, change: Callable[[Tensor], Tensor], leave: Collection[str]) -> Any:
+def _replaced(value: Any, change: Callable[[Tensor], Any], leave: Collection[str]) -> Any:
     """Return a batch with every tensor replaced, in nested batches and mappings too, in the order of the fields."""
     if isinstance(value, Tensor):
         return change(value)
@@ -211,5 +206,6 @@ class EpochWindows(torch.utils.data.Dataset[tuple[WindowPlan, Sequence[AnyBatch]
         return self.sampler.steps_per_epoch
 
     def __getitem__(self, step: int) -> tuple[WindowPlan, Sequence[AnyBatch]]:
-        plan = self.sampler.plan(self.epoch, step)
-        return plan, list(MicroBatches(self.function, self.dataset, self.sampler.table, plan, self.rank))
+        plan, table = self.sampler.plan(self.epoch, step), self.sampler.table
+        micros = range(len(plan.micro_batches))
+        return plan, [self.function(self.dataset, table, plan, micro, self.rank) for micro in micros]

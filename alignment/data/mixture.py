@@ -21,7 +21,7 @@ from alignment.data.report import NOT_DRAWN, DataReport, counts
 
 @dataclass(frozen=True)
 class Part:
-    """A dataset by its name in messages, or one of a mixture; called, it loads.
+    """A dataset by its name in messages, or one of a mixture.
 
     Attributes:
         where: its name in messages.
@@ -34,9 +34,6 @@ class Part:
     load: Callable[[], Any]
     column_map: Mapping[str, str] | None = None
     weight: float | None = None
-
-    def __call__(self) -> Any:
-        return self.load()
 
 
 def shares(parts: Sequence[tuple[str, int, float | None]], most: int | None) -> list[int]:
@@ -76,15 +73,13 @@ def mixed(
     """Return the rows of a mixture, dataset by dataset, and the report of each dataset.
 
     Args:
-        parts: name, tokenized rows and weight of each dataset. A single dataset is used in full.
+        parts: name, tokenized rows and weight of each dataset.
         most: maximum number of rows of the mixture.
         seed: seed for sampling rows.
 
     Raises:
         DataError: a dataset would contribute no rows.
     """
-    if len(parts) == 1:
-        return parts[0][1].dataset, [parts[0][1].report]
     used = shares([(name, len(part.dataset), weight) for name, part, weight in parts], most)
     datasets, reports = [], []
     for number, ((_, part, _), count) in enumerate(zip(parts, used)):

@@ -79,11 +79,6 @@ def _sources(cls: type) -> Iterator[str]:
             yield inspect.getsource(value)
 
 
-def key_of(folder: Path) -> str:
-    """Return the key of the rows in a folder that :func:`prepare` returned."""
-    return folder.stem
-
-
 def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
     """Return everything that determines how a tokenizer converts text to token IDs."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -168,7 +163,7 @@ def prepare(
                     num_proc=num_proc,
                     cache_file_name=f"{scratch}/rows.arrow",
                     load_from_cache_file=False,
-                    new_fingerprint=key_of(target).rpartition("-")[2],  # avoids pickling the tokenizer
+                    new_fingerprint=target.stem.rpartition("-")[2],  # avoids pickling the tokenizer
                     desc="Tokenizing",
                 )
             reasons = mapped.data.column("dropped").to_pylist()
@@ -249,37 +244,37 @@ class RowMapper:
         self.features = Features({**self.kind.features, "dropped": Value("string")})
         self._tokens = self.kind.tokens.find(self.given)
         # Arrow adds null entries so that all objects have the same keys; JSON columns are unchanged.
-        self._filled = {n for n, feature in self.given.items() if not _holds_json(feature)} - {*self.others}
+        nested = {n for n, feature in self.given.items() if not (isinstance(feature, Value) or _holds_json(feature))}
+        self._filled = nested - {*self.others}
 
     def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         ACTIVITY.progress()  # no effect in a worker process
-        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        read = [self._read(row, f"{self.where}, row {index + 1}") for row, index in zip(rows, indices, strict=True)]
+        read: list[Source | Encoded] = []  # rows as text, or as token IDs if they are already tokenized
+        for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
+            row, place = dict(zip(batch, values, strict=True)), f"{self.where}, row {index + 1}"
+            row |= {name: without_nulls(row[name]) for name in self._filled}
+            if "label" in self.column_map and isinstance(row["label"], str):  # CSV files have no types
+                row["label"] = LABELS.get(row["label"].strip().lower(), row["label"])
+            others = {name: row.pop(name) for name in self.others}
+            try:
+                if self._tokens is not None:
+                    read.append(self.kind.read_tokens(row, self._tokens, place, self.tokenizer))
+                else:
+                    read.append(self.kind.parse(row, place, others))
+            except DataError as error:
+                if not self.column_map:
+                    raise
+                renamed = ", ".join(f"{name}: {column}" for name, column in self.column_map.items())
+                raise DataError(f"{error} (column_map: {renamed})") from None
         encoded = iter(self.kind.encode([one for one in read if isinstance(one, Source)], self.tokenizer))
         out: dict[str, list[Any]] = {name: [] for name in self.features}
         for index, one in zip(indices, read, strict=True):
             ids = next(encoded) if isinstance(one, Source) else one
             for record in self.kind.records(ids, self.limits, self.tokenizer):
                 record["row"] = index
-                for name, values in out.items():
-                    values.append(record[name])
+                for name, column in out.items():
+                    column.append(record[name])
         return out
-
-    def _read(self, row: dict[str, Any], place: str) -> Source | Encoded:
-        """Read a row: as text, or as token IDs if it is already tokenized."""
-        row = {key: without_nulls(value) if key in self._filled else value for key, value in row.items()}
-        if "label" in self.column_map and isinstance(row["label"], str):  # CSV files have no types
-            row["label"] = LABELS.get(row["label"].strip().lower(), row["label"])
-        others = {name: row.pop(name) for name in self.others}
-        try:
-            if self._tokens is not None:
-                return self.kind.read_tokens(row, self._tokens, place, self.tokenizer)
-            return self.kind.parse(row, place, others)
-        except DataError as error:
-            if not self.column_map:
-                raise
-            renamed = ", ".join(f"{name}: {column}" for name, column in self.column_map.items())
-            raise DataError(f"{error} (column_map: {renamed})") from None
 
 
 def _holds_json(feature: Any) -> bool:
@@ -305,11 +300,11 @@ def _check_report(report: DataReport, where: str, strict: bool) -> None:
 @contextmanager
 def _progress_bars(shown: bool) -> Iterator[None]:
     """Hide the progress bars of the ``datasets`` library, without overriding the user's own setting."""
-    if shown or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
+    hidden = not shown and not are_progress_bars_disabled()
+    if hidden:
+        disable_progress_bars()
     try:
         yield
     finally:
-        enable_progress_bars()
+        if hidden:
+            enable_progress_bars()

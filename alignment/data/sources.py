@@ -20,7 +20,7 @@ from datasets import Dataset, Features, IterableDataset
 
 from alignment.config.errors import DataError, listing, one_line, show
 from alignment.data.columns import check_no_images, foreign_columns
-from alignment.data.readers import SPOOLED, Placed, encoded, encoded_files, infer_features, read_rows, spooled
+from alignment.data.readers import Placed, encoded, infer_features, json_object, read_rows, stored
 from alignment.internals.datasets import cache_folder, cause_of, data_files_by_split, slices, was_saved
 from alignment.reporting.durable import write_json
 
@@ -75,12 +75,15 @@ def dataset_from_python(value: object) -> Dataset:
     if not value:
         raise DataError("dataset is an empty list; pass at least one row")
     rows = list(_checked_rows(value, None, "dataset"))
-    features = infer_features(iter(rows))
+    features = infer_features(rows)
     if not features:
         raise DataError("the rows of the dataset have no columns; pass dicts with prompt, completion, label, …")
-    stored = list(encoded(iter(rows), features))
+    columns = {
+        name: [stored(name, row.get(name), feature, place) for place, row in rows]
+        for name, feature in features.items()
+    }
     try:
-        return Dataset.from_dict({key: [row[key] for row in stored] for key in features}, features=features)
+        return Dataset.from_dict(columns, features=features)
     except (TypeError, ValueError) as error:
         raise DataError(
             f"dataset is a list that cannot be stored: {one_line(error)}; use values that JSON supports"
@@ -107,11 +110,10 @@ def from_stream(
         stream = stream.remove_columns(foreign_columns(stream.features))
     given = _streamed(islice(stream.with_format(None), rows), where)
     with TemporaryDirectory(prefix=".stream-", dir=folder) as scratch:
-        path = Path(scratch) / f"stream{SPOOLED}"
-        features = infer_features(spooled(_checked_rows(given, columns, where), path))
-        if not features:
-            raise DataError(f"{where}: the stream has no rows with usable columns; pass another stream")
-        return _guarded(where, lambda: _stored([path], features, file_hash(path).hex()))
+        path = Path(scratch) / "stream.jsonl"
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(json_object(row, place) + "\n" for place, row in _checked_rows(given, columns, where))
+        return _guarded(where, functools.partial(_read_exactly, where, [path]))
 
 
 def _streamed(rows: Iterable[Any], where: str) -> Iterator[Any]:
@@ -176,15 +178,11 @@ def _read_exactly(name: str, paths: list[Path]) -> Dataset:
     if not memory.exists():
         found = infer_features(placed for path in paths for placed in read_rows(path))
         if not found:
-            raise DataError(f"{name}: contains no rows; choose a file with rows")
+            raise DataError(f"{name}: contains no rows with usable columns; choose data with rows")
         write_json(memory, found.to_dict())
     features = Features.from_dict(json.loads(memory.read_text(encoding="utf-8")))
-    return _stored(paths, features, key)
-
-
-def _stored(paths: list[Path], features: Features, fingerprint: str) -> Dataset:
     kwargs = {"paths": [str(path) for path in paths], "features": features}
-    return Dataset.from_generator(encoded_files, features=features, gen_kwargs=kwargs, fingerprint=fingerprint)
+    return Dataset.from_generator(encoded, features=features, gen_kwargs=kwargs, fingerprint=key)
 
 
 def file_hash(path: Path) -> bytes:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from alignment.config.errors import DataError, did_you_mean, listing, one_line, show
 from alignment.data.messages import ROLES, Message, Source, Text
@@ -78,7 +78,12 @@ class RowTokenizer:
             DataError: a row is conversational but there is no chat template, or the template fails, renders every
                 row alike or does not know a role.
         """
-        texts = [self._texts(source) for source in sources]
+        texts = [
+            [source.prompt, *(source.prompt + str(completion) for completion in source.completions)]
+            if isinstance(source.prompt, str)
+            else self._rendered(source.prompt, source)
+            for source in sources
+        ]
         ids, rows = iter(self.ids([text for group in texts for text in group])), []
         for source, group in zip(sources, texts):
             prompt, *fulls = islice(ids, len(group))
@@ -88,14 +93,8 @@ class RowTokenizer:
                 fulls = [self._end_turn(full, text) for full, text in zip(fulls, source.completions, strict=True)]
             border = common_length(prompt, fulls)
             row = Encoded(prompt[:border], [full[border:] for full in fulls], source.further)
-            rows.append(self.with_context(row))
+            rows.append(row if row.prompt else self.with_context(row))
         return rows
-
-    def head_length(self, prompt: list[int]) -> int:
-        """Return the number of leading special tokens of a prompt, such as BOS."""
-        if self.leading and prompt[: len(self.leading)] == self.leading:
-            return len(self.leading)
-        return int(bool(prompt) and prompt[0] == self.bos)
 
     def ids(self, texts: list[str]) -> list[list[int]]:
         """Return the token IDs of rendered texts, without adding special tokens."""
@@ -175,16 +174,13 @@ class RowTokenizer:
         context = self.bos if self.bos is not None else self.eos
         return row if context is None else replace(row, prompt=[context])
 
-    def _texts(self, source: Source) -> list[str]:
+    def _rendered(self, prompt: list[Any], source: Source) -> list[str]:
         """Return the rendered prompt, followed by the rendered prompt + completion of every completion."""
-        if isinstance(source.prompt, str):
-            return [source.prompt, *(source.prompt + str(completion) for completion in source.completions)]
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"{source.place}: the row is conversational, but tokenizer {self.name} has no chat template; "
                 "set tokenizer.chat_template, use an instruct model, or use rows with strings"
             )
-        prompt: list[Any] = source.prompt
         for messages in (prompt, *source.completions):
             self._check_roles(messages, source.place)
         self._check_template([*prompt, *(source.completions[0] if source.completions else ())], source)
@@ -193,9 +189,8 @@ class RowTokenizer:
             return [self.opening(source), *fulls]
         if prompt[-1]["role"] != "assistant":
             return [self.render(prompt, source, add_generation_prompt=True), *fulls]
-        if prompt[-1]["content"] is None:  # a tool call: the completion starts with another turn
-            return [self.render(prompt, source), *fulls]
-        return [self.render(prompt, source, continue_final_message=True), *fulls]
+        unfinished = prompt[-1]["content"] is not None  # after a tool call, the completion starts with another turn
+        return [self.render(prompt, source, **({"continue_final_message": True} if unfinished else {})), *fulls]
 
     def _check_roles(self, messages: Sequence[Any], place: str) -> None:
         """Check that the roles are common ones, or that the chat template mentions them."""
@@ -282,8 +277,7 @@ class Limits:
     shorten_prompts: bool = False
 
 
-@dataclass(frozen=True)
-class Fitted:
+class Fitted(NamedTuple):
     """A prompt and its completions, truncated to the limits.
 
     ``reasons[i]`` is None, or the reason why completion i cannot be used (it is then empty); ``cut[i]`` tells whether
@@ -318,11 +312,10 @@ def fit(prompt: list[int], completions: Sequence[list[int]], limits: Limits, hea
         else:
             kept = prompt[:head] + prompt[len(prompt) - (most - head) :]
     room = longest if whole is None else whole - len(kept)
-    fitted: list[list[int]] = []
-    reasons: list[str | None] = []
-    for completion in limited:
-        reason = EMPTY if not completion else NO_CONTEXT if not (kept or alone) else NO_ROOM if room < 1 else None
-        fitted.append([] if reason else completion[:room])
-        reasons.append(reason)
+    reasons = [
+        EMPTY if not completion else NO_CONTEXT if not (kept or alone) else NO_ROOM if room < 1 else None
+        for completion in limited
+    ]
+    fitted = [[] if reason else completion[:room] for completion, reason in zip(limited, reasons)]
     cut = [not reason and len(new) < len(old) for new, old, reason in zip(fitted, completions, reasons, strict=True)]
     return Fitted(kept, len(kept) < len(prompt), fitted, cut, reasons)

@@ -55,11 +55,6 @@ class RowTable:
     max_length: int | None = None
     scored: Rows | None = None
 
-    @property
-    def targets(self) -> Rows:
-        """(R, C) number of scored completion tokens."""
-        return self.completions if self.scored is None else self.scored
-
     def __len__(self) -> int:
         return len(self.prompt)
 
@@ -164,7 +159,8 @@ def plan_window(
         epoch: recorded in the plan.
         step: recorded in the plan.
     """
-    mismatched = table.mismatched_completion(rows, partners)
+    mismatched, targets = table.mismatched_completion(rows, partners), table.completions
+    targets = targets if table.scored is None else table.scored
     longest_completion = np.maximum(table.completions[rows].max(axis=1, initial=0), mismatched)
     width = table.prompt[rows] + longest_completion
     order = np.lexsort((rows, -width))
@@ -178,13 +174,13 @@ def plan_window(
         start += len(group)
         shares = [group[rank::world_size] for rank in range(world_size)]
         micro_batches.append(tuple(MicroBatch(tuple(rows[s].tolist()), tuple(partners[s].tolist())) for s in shares))
-        longest.append(max(int(table.targets[rows[s]].sum()) for s in shares))
+        longest.append(max(int(targets[rows[s]].sum()) for s in shares))
         longest_mismatched.append(max(int(mismatched[s].sum()) for s in shares))
     counts = WindowCounts(
         rows=len(rows),
         desirable=0 if table.labels is None else int(table.labels[rows].sum()),
         partnered=int((partners >= 0).sum()),
-        first_completion_tokens=int(table.targets[rows, :1].sum()),
+        first_completion_tokens=int(targets[rows, :1].sum()),
         sequence_tokens=int((table.prompt[rows, None] + table.completions[rows]).sum()),
     )
     return WindowPlan(epoch, step, tuple(micro_batches), tuple(longest), tuple(longest_mismatched), counts)

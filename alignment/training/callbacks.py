@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -31,11 +31,7 @@ from alignment.run.ranks import world_size
 from alignment.run.requests import REQUESTS
 from alignment.run.stop import StopReason
 
-_PACKAGES = {  # integrations whose package, or whose function that looks for it, has another name
-    "azure_ml": ("azureml", "azureml-sdk"),
-    "comet_ml": ("comet", "comet-ml"),
-    "flyte": ("flytekit", "flytekit"),
-}
+_SHORT = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}  # other names in ``is_*_available``
 # In the order of Decision.
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
@@ -64,23 +60,17 @@ def _integrations(report_to: str | list[str]) -> list[str]:
 
 
 def check_reporting(report_to: str | list[str]) -> None:
-    """Check that the packages of the integrations in ``report_to`` are installed, before anything is loaded.
-
-    A callback that is created without its package raises, and once more when it is deleted.
+    """Check that the integrations in ``report_to`` are available, before anything is loaded.
 
     Raises:
-        OptionError: if an integration is not available.
+        OptionError: if one is not.
     """
     for name in _integrations(report_to):
-        short, package = _PACKAGES.get(name, (name, name))
-        if getattr(integrations, f"is_{short}_available")():
-            continue
-        need = f"requires {package}; run pip install {package}"
-        if name == "kubeflow":
-            need = "requires a Kubeflow TrainJob, which sets KUBEFLOW_TRAINER_SERVER_URL; start the run in one"
-        elif os.environ.get(f"DISABLE_{name.upper()}_INTEGRATION", "").upper() == "TRUE":
-            need = f"DISABLE_{name.upper()}_INTEGRATION=TRUE disables it; unset this environment variable"
-        raise OptionError(f"{setting('report_to', name)}: {need}, or set report_to to none")
+        if not getattr(integrations, f"is_{_SHORT.get(name, name)}_available")():
+            raise OptionError(
+                f"{setting('report_to', name)}: not available: its package is not installed, or "
+                f"DISABLE_{name.upper()}_INTEGRATION disables it; install it, or set report_to to none"
+            )
 
 
 def check_callbacks(callbacks: Any) -> list[Any]:
@@ -105,14 +95,12 @@ def check_early_stopping(args: AlignmentConfig, callbacks: Sequence[TrainerCallb
     Raises:
         OptionError: if it has no metric to follow.
     """
-    if not any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks):
-        return
-    if args.metric_for_best_model is None:
+    stops = any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks)
+    if stops and (args.metric_for_best_model is None or args.eval_strategy == "no"):
         raise OptionError(
-            "callbacks: EarlyStoppingCallback requires metric_for_best_model; set it, for example to loss"
+            "callbacks: EarlyStoppingCallback requires metric_for_best_model (for example loss) and eval_strategy "
+            "steps or epoch; set both"
         )
-    if args.eval_strategy == "no":
-        raise OptionError("callbacks: EarlyStoppingCallback requires evaluation; set eval_strategy to steps or epoch")
 
 
 def log_in(callbacks: Sequence[TrainerCallback]) -> None:
@@ -181,14 +169,12 @@ class Events:
     def save_state(self) -> None:
         """Store the callbacks' own states in the trainer's state by class; a list for several of one class."""
         states: dict[str, list[dict[str, Any]]] = {}
-        for name, part in self._stateful():
-            states.setdefault(name, []).append(part.state())
+        for part in self._stateful():
+            states.setdefault(type(part).__name__, []).append(part.state())
         self.state.stateful_callbacks = {n: each[0] if len(each) == 1 else each for n, each in states.items()}
 
-    def _stateful(self) -> Iterator[tuple[str, Any]]:
-        for part in (self.control, *self.handler.callbacks):
-            if keeps_state(part):
-                yield type(part).__name__, part
+    def _stateful(self) -> list[Any]:
+        return [part for part in (self.control, *self.handler.callbacks) if keeps_state(part)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return transformers' state including that of callbacks, without the fields that identify the rank."""
@@ -199,11 +185,10 @@ class Events:
         """Restore the state returned by :meth:`state_dict` in place."""
         for name, value in state.items():
             setattr(self.state, name, copy.deepcopy(value))
-        saved = {
-            n: list(each) if isinstance(each, list) else [each] for n, each in self.state.stateful_callbacks.items()
-        }
-        for name, part in self._stateful():
-            own = saved[name].pop(0) if saved.get(name) else {}
+        saved = self.state.stateful_callbacks
+        left = {name: list(each) if isinstance(each, list) else [each] for name, each in saved.items()}
+        for part in self._stateful():
+            own = each.pop(0) if (each := left.get(type(part).__name__)) else {}
             given = own.get("attributes", {}) | (own.get("args", {}) if part is self.control else {})
             for attribute, value in given.items():
                 setattr(part, attribute, value)

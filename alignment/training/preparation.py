@@ -19,13 +19,9 @@ from alignment.models.vocabulary import check_vocabulary
 from alignment.planning.engines import EnginePlan, check_alike, plan_engines, with_reference
 from alignment.run.console import tell
 from alignment.run.failures import OtherRankFailed
-from alignment.training.arguments import (
-    balancing_coefficient,
-    check_optimizers,
-    model_sources,
-)
+from alignment.training.arguments import balancing_coefficient, model_sources
 from alignment.training.method import AnyMethod
-from alignment.training.tokenizers import load_tokenizer, with_options, with_vocabulary
+from alignment.training.tokenizers import load_tokenizer, with_options
 
 
 @dataclass(frozen=True)
@@ -70,16 +66,19 @@ class PlannedModels:
 def plan_models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) -> PlannedModels:
     """Plan models, tokenizer and engines; nothing is loaded. Collective.
 
-    Args:
-        args: the run's options.
-        method: its method; learns whether adapters are trained.
-        given: the constructor's models.
+    ``method`` learns whether adapters are trained.
 
     Raises:
         AlignmentError: if a model, its tokenizer or its placement cannot be used.
         OtherRankFailed: if another rank cannot use its models or its tokenizer.
     """
-    check_optimizers(given.optimizers, given.model)
+    optimizer, schedule = given.optimizers
+    if optimizer is not None and isinstance(given.model, str):
+        raise OptionError("optimizers: requires a live model; pass the model object whose parameters they optimize")
+    if schedule is not None and (optimizer is None or schedule.optimizer is not optimizer):
+        raise OptionError(
+            "optimizers: the scheduler belongs to a different optimizer; pass the one that it was created with"
+        )
     with together(OtherRankFailed):
         policy, reference, tokenizer, adapted = _models(args, method, given)
         coefficient = balancing_coefficient(args, policy.config)
@@ -110,10 +109,8 @@ def _models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) -> tup
         policy = replace(policy, merged=True)
     tokenizer = load_tokenizer(*given.tokenizers, policy, args)
     if isinstance(args, TokenizerOptions):
-        tokenizer, vocabulary = with_options(tokenizer, args, policy.config.get_text_config().vocab_size)
-        if vocabulary:
-            policy, added = with_vocabulary(policy, vocabulary, given.optimizers)
-            tell(added)
+        tokenizer, vocabulary = with_options(tokenizer, args, policy, given.optimizers)
+        policy = policy.knowing(vocabulary) if vocabulary else policy
     reference = policy if same else reference
     if method.task is not CAUSAL_LM and policy.config.num_labels > 1:
         tell(f"the model has {policy.config.num_labels} labels; only the first is trained and used as the reward")

@@ -14,6 +14,7 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import TokenizerOptions
 from alignment.models.source import ModelSource
 from alignment.models.vocabulary import Vocabulary, fill_up, rounded_up, take_template
+from alignment.run.console import tell
 
 _TEMPLATES = (".jinja", ".j2")
 
@@ -35,37 +36,9 @@ def load_tokenizer(given: Any, older_name: Any, policy: ModelSource, options: Al
     return policy.tokenizer(tokenizer, "processing_class", options.trust_remote_code)
 
 
-def with_vocabulary(
-    source: ModelSource, vocabulary: Vocabulary, optimizers: tuple[Any, Any]
-) -> tuple[ModelSource, str | None]:
-    """Return the policy with the vocabulary extended by ``chat_template_path``, and a message about it.
-
-    Raises:
-        OptionError: if the optimizer or the adapters of a live model would no longer match it.
-    """
-    if vocabulary.rows is None and not vocabulary.new:
-        return source.knowing(vocabulary), None
-    if vocabulary.rows is not None and any(optimizers):
-        raise OptionError(
-            "chat_template_path: adds tokens, which resizes the embeddings and invalidates optimizers; remove it, or "
-            "call clone_chat_template() before creating the optimizer"
-        )
-    if getattr(source.live, "peft_config", None):
-        raise OptionError(
-            "chat_template_path: adds tokens to a model that already has adapters; call clone_chat_template() before "
-            "adding them, or set a .jinja file to write these tokens as text"
-        )
-    before = source.config.get_text_config().vocab_size
-    note = f"chat_template_path: added {len(vocabulary.new)} tokens to the tokenizer of {source.name}"
-    if vocabulary.rows is not None:
-        note += (
-            f"; resized the embeddings from {before} to {vocabulary.rows} rows, the new ones initialized to the mean "
-            "of the others"
-        )
-    return source.knowing(vocabulary), note
-
-
-def with_options(tokenizer: Any, options: Any, rows: int) -> tuple[Any, Vocabulary]:
+def with_options(
+    tokenizer: Any, options: TokenizerOptions, policy: ModelSource, optimizers: tuple[Any, Any] = (None, None)
+) -> tuple[Any, Vocabulary]:
     """Apply :class:`TokenizerOptions` to a copy of the tokenizer; return the tokenizer itself if none is set.
 
     A chat template of another tokenizer may use tokens that are missing here. In that case all added tokens of the
@@ -74,23 +47,22 @@ def with_options(tokenizer: Any, options: Any, rows: int) -> tuple[Any, Vocabula
     Args:
         tokenizer: the model's tokenizer.
         options: options of the run.
-        rows: number of rows of the model's embeddings.
+        policy: the model.
+        optimizers: the user's optimizer and schedule, or Nones.
 
     Returns:
         The tokenizer, and the changes that the model needs.
 
     Raises:
-        OptionError: a token is not in the vocabulary.
+        OptionError: a token is not in the vocabulary, or the optimizer or adapters of a live model do not allow more.
         ModelError: a chat template cannot be read.
     """
-    assert isinstance(options, TokenizerOptions)
     path = options.chat_template_path
     named = {"eos_token": options.eos_token, "pad_token": options.pad_token}
     given = {name: token for name, token in named.items() if token is not None}
     if not given and path is None:
         return tokenizer, Vocabulary()
-    tokenizer = copy.deepcopy(tokenizer)
-    end, new, grows = None, [], False
+    tokenizer, new, grows = copy.deepcopy(tokenizer), [], False
     if path is not None and path.endswith(_TEMPLATES):
         try:
             tokenizer.chat_template = Path(path).expanduser().read_text(encoding="utf-8")
@@ -100,15 +72,17 @@ def with_options(tokenizer: Any, options: Any, rows: int) -> tuple[Any, Vocabula
             ) from error
     elif path is not None:
         source = _source(path, options.trust_remote_code)  # type: ignore[attr-defined]
-        end = source.eos_token
-        if _lacks(tokenizer, source):
+        tokens = [token.content for token in source.added_tokens_decoder.values()]
+        needed = {token for token in tokens if token in source.get_chat_template()} | {source.eos_token or ""} - {""}
+        if needed - set(tokenizer.get_vocab()):
             new = take_template(tokenizer, source)
         else:
             tokenizer.chat_template = source.chat_template
-        grows = len(tokenizer) > rows
+        grows = len(tokenizer) > policy.config.get_text_config().vocab_size
         if grows:
             new += fill_up(tokenizer, rounded_up(len(tokenizer)))
-    given = ({} if end is None else {"eos_token": end}) | given
+        given = ({} if source.eos_token is None else {"eos_token": source.eos_token}) | given
+        _check_new(policy, grows, new, optimizers)
     vocabulary = tokenizer.get_vocab()
     for name, token in given.items():
         if token not in vocabulary:
@@ -117,11 +91,29 @@ def with_options(tokenizer: Any, options: Any, rows: int) -> tuple[Any, Vocabula
                 "tokenizer and model and save both"
             )
         setattr(tokenizer, name, token)
-    return tokenizer, Vocabulary(
-        len(tokenizer) if grows else None,
-        tuple(tokenizer.convert_tokens_to_ids(new)),
-        tokenizer.eos_token_id if "eos_token" in given else None,
-    )
+    rows, eos = len(tokenizer) if grows else None, tokenizer.eos_token_id if "eos_token" in given else None
+    if new:
+        before = policy.config.get_text_config().vocab_size
+        resized = (
+            f"; resized the embeddings from {before} to {rows} rows, the new ones initialized to the mean of the "
+        )
+        said = f"chat_template_path: added {len(new)} tokens to the tokenizer of {policy.name}"
+        tell(f"{said}{f'{resized}others' if grows else ''}")
+    return tokenizer, Vocabulary(rows, tuple(tokenizer.convert_tokens_to_ids(new)), eos)
+
+
+def _check_new(policy: ModelSource, grows: bool, new: list[str], optimizers: tuple[Any, Any]) -> None:
+    """Check that an optimizer or adapters of a live model still match it after tokens are added."""
+    if grows and any(optimizers):
+        raise OptionError(
+            "chat_template_path: adds tokens, which resizes the embeddings and invalidates optimizers; remove it, or "
+            "call clone_chat_template() before creating the optimizer"
+        )
+    if new and getattr(policy.live, "peft_config", None):
+        raise OptionError(
+            "chat_template_path: adds tokens to a model that already has adapters; call clone_chat_template() before "
+            "adding them, or set a .jinja file to write these tokens as text"
+        )
 
 
 def _source(path: str, trust_remote_code: bool) -> Any:
@@ -136,10 +128,3 @@ def _source(path: str, trust_remote_code: bool) -> Any:
     if not source.chat_template:
         raise ModelError(f"{key}: the tokenizer has no chat template; set another one, or a .jinja file")
     return source
-
-
-def _lacks(tokenizer: Any, source: Any) -> bool:
-    """Whether the tokenizer lacks tokens that the chat template of another one uses, or its end-of-sequence token."""
-    tokens = [token.content for token in source.added_tokens_decoder.values()]
-    needed = {token for token in tokens if token in source.get_chat_template()} | {source.eos_token or ""} - {""}
-    return bool(needed - set(tokenizer.get_vocab()))

@@ -453,7 +453,7 @@ class AlignmentTrainer(TrainerSurface):
             data = {given: data[given]}
         elif given is not None:
             data = {n: self._preparation().one(d, None, "eval_dataset") for n, d in named_datasets(given).items()}
-            self.engines.know(data.values())
+            self.engines.check_known(data.values())
         if not data:
             raise OptionError("eval_dataset: required for evaluation; pass it to the trainer or to evaluate()")
         return data

@@ -15,7 +15,7 @@ from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.prompts import PROMPTS
 from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
-from alignment.data.messages import Source, conversation, template_variables, text_of, without_nulls
+from alignment.data.messages import Source, conversation, source_of, text_of, without_nulls
 from alignment.data.prepare import load_prepared, prepare
 from alignment.data.sources import dataset_from_python
 from alignment.data.tokenization import Limits, RowTokenizer
@@ -163,16 +163,16 @@ def test_a_template_that_renders_every_row_alike_is_refused(tmp_path: Path, kind
 
 def test_template_variables_may_be_json_strings() -> None:
     row = {"chat_template_kwargs": '{"enable_thinking": false}', "tools": '[{"name": "f"}]'}
-    assert template_variables(row, "row 1") == {"enable_thinking": False, "tools": [{"name": "f"}]}
-    assert template_variables({"tools": "", "chat_template_kwargs": None}, "row 1") == {}
-    assert template_variables({"tools": []}, "row 1") == {}
+    assert source_of(row, "row 1", "").template == {"enable_thinking": False, "tools": [{"name": "f"}]}
+    assert source_of({"tools": "", "chat_template_kwargs": None}, "row 1", "").template == {}
+    assert source_of({"tools": []}, "row 1", "").template == {}
     for key, value, said in (
         ("tools", "f()", "not valid JSON"),
         ("tools", "{}", "expected a list of tool"),
         ("chat_template_kwargs", "[]", "expected an object"),
     ):
         with pytest.raises(DataError, match=f"^row 1: {key} is .*{said}"):
-            template_variables({key: value}, "row 1")
+            source_of({key: value}, "row 1", "")
 
 
 def test_nulls_are_only_removed_from_objects() -> None:
@@ -185,7 +185,7 @@ def rendered(template: str, *messages: dict[str, Any]) -> str:
     tokenizer = char_tokenizer(template=template)
     *prompt, answer = messages
     rows = RowTokenizer(tokenizer)
-    return rows._texts(Source(prompt, ([answer],), "row 1", {}))[1]
+    return rows._rendered(prompt, Source(prompt, ([answer],), "row 1", {}))[1]
 
 
 def test_null_content_in_templates() -> None:

@@ -223,7 +223,7 @@ def test_means_are_over_the_tokens_in_the_loss(tmp_path: Path) -> None:
     ]
     data = made(rows, tmp_path).dataset
     table = row_table(data, ("completion_ids",), None)
-    assert table.completions.tolist() == [[3], [1], [2]] and table.targets.tolist() == [[2], [1], [2]]
+    assert table.completions.tolist() == [[3], [1], [2]] and table.scored.tolist() == [[2], [1], [2]]
     plan = evaluation_plan(table, world_size=1, batch_size=3, seed=0, draw_partners=False)
     assert plan.counts.first_completion_tokens == 5 and plan.longest == (5,)
     batch: Any = COMPLETIONS.collate(data, table, plan, 0, 0)

@@ -197,7 +197,7 @@ def test_templates_run_in_a_sandbox_and_rows_are_no_templates() -> None:
             encode(char_tokenizer(template=code), [user("x")], [assistant("c")])
     rows = RowTokenizer(char_tokenizer(template=PLAIN))
     source = Source([user("{{ 7 * 6 }}")], ([assistant("{% raw %}")],), "row 1", {})
-    assert rows._texts(source)[1] == "user: {{ 7 * 6 }}\nassistant: {% raw %}\n"
+    assert rows._rendered(source.prompt, source)[1] == "user: {{ 7 * 6 }}\nassistant: {% raw %}\n"
 
 
 def test_tokenizer_without_eos_warns_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -257,13 +257,6 @@ def test_a_prompt_is_tokenized_as_with_completions() -> None:
                 alone = encode(tokenizer, text)
                 assert alone.completions == [] and alone.prompt
                 assert alone.prompt == encode(tokenizer, text, completion).prompt
-
-
-def test_head_length() -> None:
-    assert RowTokenizer(char_tokenizer(before=("[gMASK]", "<s>"))).head_length([2, 0, 9]) == 2
-    assert RowTokenizer(char_tokenizer()).head_length([0, 9]) == 1
-    assert RowTokenizer(char_tokenizer()).head_length([9, 0]) == 0
-    assert RowTokenizer(char_tokenizer(bos=None)).head_length([0]) == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from alignment.config.errors import DataError, listing
 from alignment.config.options_data import COLUMNS
 from alignment.data.batching import AnyBatch
 from alignment.data.messages import Row, Source
-from alignment.data.targets.tokenized import TokenColumns, TokenFormat, read_completions
+from alignment.data.targets.tokenized import TokenColumns, TokenFormat, read_completions, read_whole
 from alignment.data.tokenization import CUT_ALIKE, IDENTICAL, Encoded, Limits, RowTokenizer, fit
 from alignment.data.windows import RowTable, WindowPlan
 
@@ -101,7 +101,8 @@ class Kind(ABC):
         Raises:
             DataError: the row is invalid.
         """
-        return tokenizer.with_context(read_completions(row, columns, where, len(tokenizer.tokenizer)))
+        read = read_whole if self.whole else read_completions
+        return tokenizer.with_context(read(row, columns, where, len(tokenizer.tokenizer)))
 
     def encode(self, sources: Sequence[Source], tokenizer: RowTokenizer) -> list[Encoded]:
         """Convert rows to token IDs; see ``RowTokenizer.encode``."""
@@ -113,7 +114,8 @@ class Kind(ABC):
         A row that is dropped has no tokens, but a reason: that of one of its sequences, or that its completions are
         identical, as they are or truncated.
         """
-        whole, head = row.completions, tokenizer.head_length(row.prompt)
+        whole, first = row.completions, row.prompt[: len(tokenizer.leading)]
+        head = len(first) if first and first == tokenizer.leading else int(row.prompt[:1] == [tokenizer.bos])
         groups = [[completion] for completion in whole] if self.divides else [whole]
         fits = [fit(row.prompt, group, limits, head, self.whole) for group in groups]
         answers = [ids for fitted in fits for ids in fitted.completions]
@@ -125,15 +127,9 @@ class Kind(ABC):
             dropped = next(filter(None, (pair if pair == IDENTICAL else None, *fitted.reasons, pair)), None)
             kept = dropped is None
             ids = zip(("prompt_ids", *self.completions), (fitted.prompt, *fitted.completions))
-            records.append(
-                {
-                    **row.further,
-                    **{name: tokens if kept else [] for name, tokens in ids},
-                    "dropped": dropped,
-                    "prompt_cut": kept and fitted.prompt_cut,
-                    "completions_cut": sum(fitted.cut) if kept else 0,
-                }
-            )
+            cut = {"prompt_cut": kept and fitted.prompt_cut, "completions_cut": sum(fitted.cut) if kept else 0}
+            tokens = {name: value if kept else [] for name, value in ids}
+            records.append({**row.further, **tokens, "dropped": dropped, **cut})
         return records
 
     @abstractmethod

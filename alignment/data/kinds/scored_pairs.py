@@ -11,7 +11,7 @@ from datasets import Value
 from alignment.config.errors import DataError, show
 from alignment.data.kinds.pairs import Pairs
 from alignment.data.messages import Row, Source
-from alignment.data.targets.tokenized import TokenColumns, TokenFormat, read_whole
+from alignment.data.targets.tokenized import TokenColumns, TokenFormat
 from alignment.data.tokenization import Encoded, RowTokenizer
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -38,8 +38,7 @@ class ScoredPairs(Pairs):
         return replace(super().parse(row, where, others), further={"margin": margin_of(row, where)})
 
     def read_tokens(self, row: Row, columns: TokenColumns, where: str, tokenizer: RowTokenizer) -> Encoded:
-        ids = read_whole(row, columns, where, len(tokenizer.tokenizer))
-        return replace(ids, further={"margin": margin_of(row, where)})
+        return replace(super().read_tokens(row, columns, where, tokenizer), further={"margin": margin_of(row, where)})
 
 
 SCORED_PAIRS = ScoredPairs()

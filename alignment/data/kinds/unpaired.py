@@ -81,7 +81,9 @@ class Unpaired(Kind):
     def records(self, row: Encoded, limits: Limits, tokenizer: RowTokenizer) -> list[Record]:
         """Return one record per label, each truncated by itself."""
         records = super().records(row, limits, tokenizer)
-        key = prompt_key(row.prompt)  # the same however the prompt is truncated
+        # Equal for equal prompts, however they are truncated, in every process and on every machine.
+        digest = hashlib.blake2b(np.asarray(row.prompt, dtype="<i4").tobytes(), digest_size=8).digest()
+        key = int.from_bytes(digest, "little", signed=True)
         labels = row.further["labels"]
         return [{**record, "label": label, "prompt_key": key} for record, label in zip(records, labels)]
 
@@ -116,9 +118,3 @@ def label_of(row: Row, where: str) -> bool:
     if type(label := row["label"]) is not bool:
         raise DataError(f"{where}: label is {show(label)}; expected true or false")
     return label
-
-
-def prompt_key(prompt: list[int]) -> int:
-    """Return an int64 hash of a prompt's token IDs that is the same in every process and on every machine."""
-    digest = hashlib.blake2b(np.asarray(prompt, dtype="<i4").tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
