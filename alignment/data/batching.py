@@ -19,8 +19,7 @@ from alignment.data.packing.rows import PackedRows
 from alignment.data.transfer import transferred
 from alignment.data.windows import RowTable, WindowPlan, WindowSampler
 
-# Cost of an additional pass through the model, in padded tokens.
-_BLOCK_COST = 256
+_BLOCK_COST = 256  # cost of an additional pass through the model, in padded tokens
 TokenIds = Sequence[int]
 Self = TypeVar("Self", bound="OnDevice")
 
@@ -93,9 +92,9 @@ def collate(
 ) -> Batch:
     """Pad (prompt, completion) pairs on the right. An empty batch gets one dummy token, which is not scored.
 
-    The fill value is 0. It is neither scored nor attended to by scored tokens, so no pad token is needed. Rows are in
-    the order of the sequences, or sorted by descending length and cut into blocks if that saves padding. ``scored``
-    contains a mask of the scored completion tokens for each sequence; None means all of them.
+    The fill value 0 is neither scored nor attended to by scored tokens. Rows are in the order of the sequences, or
+    sorted by descending length and cut into blocks if that saves padding. ``scored`` has a mask of the scored
+    completion tokens of each sequence; None for all.
     """
     count = max(1, len(sequences))
     totals = [len(p) + len(c) for p, c in sequences] or [1]
@@ -133,11 +132,8 @@ def collate(
 def ends(batch: Batch, longest: int | None = None) -> Batch:
     """Return the same sequences with their last tokens only, from which a reward model computes its score.
 
-    Unlike in other batches, a position is that of the token itself, not the one before it. There is one per sequence.
-
-    Args:
-        batch: S sequences with at least one completion token each; S may be 0.
-        longest: largest S on any rank in this forward pass; None for the batch's own S.
+    Unlike in other batches, a position is that of the token itself, not the one before it. Each of the S sequences
+    needs a completion token. ``longest`` is the largest S on any rank in this forward pass; None for the batch's own.
     """
     # On a GPU, the host would wait for the answer.
     assert batch.lengths.is_cuda or bool(batch.lengths.all()), "a sequence without completion tokens has no known end"

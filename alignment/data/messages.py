@@ -129,11 +129,7 @@ def different_forms(where: str, **texts: Text) -> DataError:
 
 
 def prompt_of(row: Row, where: str) -> Text | None:
-    """Return the row's prompt, followed by its ``query`` on a new line, or None if it has no prompt.
-
-    Raises:
-        DataError: see :func:`text_of`; or there is a query, and one of the two is not a string.
-    """
+    """Return the row's prompt, followed by its ``query`` on a new line, or None if it has no prompt."""
     prompt = None if row.get("prompt") is None else text_of(row, "prompt", where)
     query = row.get("query")
     if query in (None, ""):
@@ -153,11 +149,7 @@ def answered(row: Row, where: str) -> Source:
 
 
 def conversation(row: Row, key: str, where: str) -> Source:
-    """Return a row with ``messages`` as text: the completion is the final message.
-
-    Raises:
-        DataError: the value is not a conversation, or the last message is not the assistant's.
-    """
+    """Return a row with ``messages`` as text: the completion is the final message, which is the assistant's."""
     refuse_mapped(row, key, where, "query")
     text = text_of(row, key, where, answer=True)
     if isinstance(text, str):
@@ -219,15 +211,16 @@ def _content(message: Mapping[str, Any], where: str) -> Message:
 
 
 def _part(part: object, where: str) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    if isinstance(part, Mapping) and part.get("type") not in (None, "text"):
-        raise DataError(f"{where} has type {show(part['type'])}; only text is supported; remove the row")
+    form, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+    if form == "text" and isinstance(text, str):
+        return text
+    if form not in (None, "text"):
+        raise DataError(f"{where} has type {show(form)}; only text is supported; remove the row")
     raise DataError(f'{where} is {show(part)}; expected {{"type": "text", "text": …}}')
 
 
 def _spoken(turn: Mapping[str, Any], where: str) -> Message:
-    """Convert a ShareGPT turn to a message. Calls of functions are a JSON string."""
+    """Convert a ShareGPT turn, in which calls of functions are a JSON string."""
     speaker, value = turn["from"], turn.get("value")
     if not isinstance(speaker, str) or speaker not in _SPEAKERS:
         raise DataError(f"{where}.from is {show(speaker)}; expected one of {listing(_SPEAKERS)}")

@@ -72,10 +72,7 @@ def mixed(
 ) -> tuple[Dataset, list[DataReport]]:
     """Return the rows of a mixture, dataset by dataset, and the report of each dataset.
 
-    Args:
-        parts: name, tokenized rows and weight of each dataset.
-        most: maximum number of rows of the mixture.
-        seed: seed for sampling rows.
+    ``parts`` are name, tokenized rows and weight of each dataset, and ``most`` is the maximum number of rows.
 
     Raises:
         DataError: a dataset would contribute no rows.
@@ -96,13 +93,8 @@ def mixed(
 def draw(rows: np.ndarray, count: int, seed: Sequence[int]) -> np.ndarray:
     """Sample ``count`` tokenized rows and return their indices in the order of the data, as a function of the seed.
 
-    Rows from the same source row (the two rows of a pair, for KTO) are sampled together, except possibly the last
-    ones.
-
-    Args:
-        rows: (N,) source row of each tokenized row.
-        count: number of rows, at most N.
-        seed: any number of integers.
+    ``rows`` (N,) has the source row of each: those of one source row (the two rows of a pair, for KTO) are sampled
+    together, except possibly the last ones.
     """
     _, source = np.unique(rows, return_inverse=True)
     places = np.random.default_rng(list(seed)).permutation(len(rows))[source]

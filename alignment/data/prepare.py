@@ -44,14 +44,7 @@ def data_key(dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits, other
     """Return the key of a tokenized dataset, such as ``preference-3f…``: a hash of everything that determines it.
 
     The content of the rows is hashed rather than the dataset's fingerprint: two processes that load the same file get
-    the same name, and a modified file gets a new one regardless of its timestamp.
-
-    Args:
-        dataset: the rows, with the columns that are used, by their expected names.
-        kind: kind of rows.
-        tokenizer: the tokenizer, of which everything that affects token IDs is hashed.
-        limits: lengths in tokens.
-        others: columns that the kind does not know and keeps.
+    the same name. ``others`` are columns that the kind does not know and keeps.
     """
     digest = hashlib.blake2b(digest_size=16)
     settings: dict[str, Any] = {"version": _TOKENS_VERSION, "kind": kind.name, "limits": asdict(limits)}
@@ -123,11 +116,9 @@ def prepare(
 
     Args:
         dataset: rows of any accepted format.
-        kind: kind of rows.
-        tokenizer: a transformers tokenizer.
-        limits: lengths in tokens.
+        kind, tokenizer, limits: how they become token IDs.
         where: name of the data in messages, such as the file name.
-        cache_dir: the folder in which the result's folder is created; it is created if it does not exist.
+        cache_dir: the folder in which the result's folder is created.
         column_map: expected name of a column -> its name in the dataset.
         num_proc: number of worker processes; does not affect the result.
         progress: whether to show a progress bar.
@@ -144,11 +135,10 @@ def prepare(
         raise DataError(f"{where}: contains no rows; pass a dataset with rows")
     target = cache_dir / f"{data_key(dataset, kind, tokenizer, limits, others)}.{_FORMAT_VERSION}"
     if target.is_dir():
-        _check_report(DataReport.load(target), where, strict)
+        _check_report(_report(target), where, strict)
         return target
-    mapper = RowMapper(
-        RowTokenizer(tokenizer, whole=kind.whole), kind, limits, where, column_map, dataset.features, others
-    )
+    given = dataset.features
+    mapper = RowMapper(RowTokenizer(tokenizer, whole=kind.whole), kind, limits, where, column_map, given, others)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=cache_dir) as scratch:
@@ -174,7 +164,7 @@ def prepare(
             made = Path(scratch) / "made"
             with _progress_bars(False):
                 kept.remove_columns("dropped").save_to_disk(str(made / "data"))
-            report.save(made)
+            (made / "report.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
             try:
                 made.rename(target)
             except OSError:  # if another process was faster, its identical folder is used
@@ -215,22 +205,19 @@ def load_prepared(path: Path) -> Prepared:
         dataset = datasets.load_from_disk(str(path / "data"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: the tokenized data cannot be read: {one_line(error)}; delete the folder") from error
-    return Prepared(dataset, DataReport.load(path))
+    return Prepared(dataset, _report(path))
+
+
+def _report(folder: Path) -> DataReport:
+    try:
+        return DataReport(**json.loads((folder / "report.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{folder}: its report.json cannot be read: {one_line(error)}; delete the folder") from error
 
 
 @dataclass
 class RowMapper:
-    """The function for ``Dataset.map`` with ``with_indices``. Rows to be dropped are only marked.
-
-    Attributes:
-        tokenizer: converts texts to token IDs.
-        kind: kind of rows.
-        limits: lengths in tokens.
-        where: name of the data in messages.
-        column_map: expected name of a column -> its name in the data.
-        given: the columns with their types.
-        others: the columns that the kind does not know and keeps.
-    """
+    """The function for ``Dataset.map`` of rows with the columns ``given``. Rows to be dropped are only marked."""
 
     tokenizer: RowTokenizer
     kind: Kind
@@ -301,9 +288,9 @@ def _check_report(report: DataReport, where: str, strict: bool) -> None:
 def _progress_bars(shown: bool) -> Iterator[None]:
     """Hide the progress bars of the ``datasets`` library, without overriding the user's own setting."""
     hidden = not shown and not are_progress_bars_disabled()
-    if hidden:
-        disable_progress_bars()
     try:
+        if hidden:
+            disable_progress_bars()
         yield
     finally:
         if hidden:

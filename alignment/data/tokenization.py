@@ -46,10 +46,6 @@ class RowTokenizer:
     Standard text gets the tokenizer's leading special tokens and EOS exactly once. Conversations are rendered with the
     chat template, which has its own special tokens; EOS is added only if the template does not end the turn.
 
-    The first token of a row with an empty prompt and no BOS cannot be predicted: it is moved to the prompt as context
-    and has no log-prob. If two completions start with different tokens, the BOS token, or else the EOS token, is used
-    as context instead.
-
     Args:
         tokenizer: a transformers tokenizer, fast or slow, with or without pad, BOS and EOS tokens.
         whole: for reward models, which score the last token: use a rendered conversation unchanged up to its last
@@ -61,10 +57,17 @@ class RowTokenizer:
         self.name = str(getattr(tokenizer, "name_or_path", "")) or type(tokenizer).__name__
         self.bos: int | None = tokenizer.bos_token_id
         self.eos: int | None = tokenizer.eos_token_id
-        self.leading = leading_specials(tokenizer)
+        self.leading: list[int] = []  # the special tokens (usually BOS, often none) that it adds before a text
+        for probe in ("a", "1", "the"):
+            ids, body = (list(tokenizer(probe, add_special_tokens=both)["input_ids"]) for both in (True, False))
+            starts = [start for start in range(len(ids)) if body and ids[start : start + len(body)] == body]
+            if starts:
+                self.leading = ids[: starts[0]]
+                break
         self._added = {i: (token.content, token.special) for i, token in tokenizer.added_tokens_decoder.items()}
         self._special = {i for i, (_, special) in self._added.items() if special} | set(tokenizer.all_special_ids)
         self._special.discard(getattr(tokenizer, "unk_token_id", None))  # represents text and does not end a turn
+        self._known = self._special | self._added.keys()
         self._roles, self._distinguishes = set(ROLES), False
         if self.eos is None:
             logger.warning(
@@ -126,7 +129,7 @@ class RowTokenizer:
         if closing and ids[-len(closing) :] == closing:
             return ids[: len(ids) - len(closing) + 1]
         end = len(ids)
-        while end and self._is_blank(ids[end - 1]):
+        while end and ids[end - 1] not in self._known and not self.tokenizer.decode([ids[end - 1]]).strip():
             end -= 1
         if end and self._ends_turn(ids[end - 1], completion):
             return ids[:end]
@@ -160,12 +163,11 @@ class RowTokenizer:
         said = str(completion[-1]["content"] or "")  # type: ignore[index]
         return bool(content) and not said.rstrip().endswith(content)
 
-    def _is_blank(self, token: int) -> bool:
-        known = token in self._added or token in self._special
-        return not known and not self.tokenizer.decode([token]).strip()
-
     def with_context(self, row: Encoded) -> Encoded:
-        """Add a context token if the prompt is empty, or use the common first token of the completions as context."""
+        """Give a row with an empty prompt a context, as its first token cannot be predicted.
+
+        It is the common first token of the completions, which then has no log-prob, or else BOS or EOS.
+        """
         if row.prompt or self.whole or not all(row.completions):
             return row
         if len({completion[0] for completion in row.completions}) == 1:
@@ -244,17 +246,6 @@ class RowTokenizer:
         ) from failure
 
 
-def leading_specials(tokenizer: Any) -> list[int]:
-    """Return the special tokens (usually BOS, often none) that ``tokenizer`` adds before a text by default."""
-    for probe in ("a", "1", "the"):
-        whole = list(tokenizer(probe)["input_ids"])
-        body = list(tokenizer(probe, add_special_tokens=False)["input_ids"])
-        for start in range(len(whole) - len(body) + 1 if body else 0):
-            if whole[start : start + len(body)] == body:
-                return whole[:start]
-    return []
-
-
 def common_length(prompt: list[int], fulls: list[list[int]]) -> int:
     """Return the length of the longest common prefix of the prompt and every full text."""
     if all(full[: len(prompt)] == prompt for full in fulls):  # nearly always
@@ -294,12 +285,8 @@ class Fitted(NamedTuple):
 def fit(prompt: list[int], completions: Sequence[list[int]], limits: Limits, head: int, alone: bool = False) -> Fitted:
     """Truncate a prompt, and then each completion at its end, to the limits.
 
-    Args:
-        prompt: token IDs; empty only if there is no context token.
-        completions: token IDs of each completion.
-        limits: the limits.
-        head: number of leading prompt tokens (BOS) that ``keep_end`` must preserve.
-        alone: whether completions are allowed without a prompt.
+    ``head`` is the number of leading prompt tokens (BOS) that ``keep_end`` preserves. ``alone`` says whether
+    completions are allowed without a prompt.
     """
     limited = [completion[: limits.max_completion_length] for completion in completions]
     longest, most, whole = max(map(len, limited), default=0), limits.max_prompt_length, limits.max_length

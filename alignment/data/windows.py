@@ -120,9 +120,8 @@ class WindowPlan:
 def derangement(keys: Rows, rng: np.random.Generator) -> Rows:
     """Draw a partner for each position: a permutation without fixed points, with a different key if possible.
 
-    Rows are shuffled, grouped by key in random order, and shifted by the size of the largest group. A row is then
-    paired with its own group only if that group has more than half of all rows, which no permutation can avoid. A
-    single row gets -1.
+    Rows are shuffled, grouped by key in random order, and shifted by the size of the largest group: rows of one group
+    are paired only if it has more than half of all rows, which no permutation can avoid. A single row gets -1.
     """
     count = len(keys)
     if count < 2:
@@ -151,13 +150,11 @@ def plan_window(
 
     Args:
         table: lengths of the full dataset.
-        rows: (W,) row IDs.
-        partners: (W,) row IDs, -1 for none.
+        rows, partners: (W,) row IDs; a partner is -1 for none.
         world_size: number of ranks.
         batch_size: rows per rank and forward pass.
         max_tokens: maximum number of padded tokens per rank and forward pass, which then determines the batch size.
-        epoch: recorded in the plan.
-        step: recorded in the plan.
+        epoch, step: recorded in the plan.
     """
     mismatched, targets = table.mismatched_completion(rows, partners), table.completions
     targets = targets if table.scored is None else table.scored
@@ -192,9 +189,7 @@ class WindowSampler:
 
     Attributes:
         table: lengths of the dataset.
-        world_size: number of ranks.
-        batch_size: ``per_device_train_batch_size``.
-        accumulation: ``gradient_accumulation_steps``; the window is batch_size x accumulation x world_size rows.
+        world_size, batch_size, accumulation: ranks, and rows and passes of each; their product is the window.
         seed: seed of the order and the partners.
         draw_partners: draw a partner for each row from its window (KTO).
         stratify: give every window the dataset's share of True labels, to within one row.
@@ -232,8 +227,8 @@ class WindowSampler:
         """Return the (R,) row IDs of one epoch in order."""
         if self._order is None or self._order[0] != epoch:
             rng = self._rng(_ORDER, epoch)
-            count = len(self.table)
-            rows = np.arange(count) if self.sequential else rng.permutation(count).astype(np.int64)
+            rows = np.arange(len(self.table))
+            rows = rows if self.sequential else rng.permutation(len(rows)).astype(np.int64)
             self._order = (epoch, self._stratified(rows, rng) if self.stratify else rows)
         return self._order[1]
 
@@ -270,16 +265,12 @@ class WindowSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run: the next window."""
-        names = ("epoch", "step", "seed", "window", "stratify")
         partners = "of the window" if self.partners is None else "of the whole set"
-        return {name: getattr(self, name) for name in names} | {"rows": len(self.table), "partners": partners}
+        position = {"epoch": self.epoch, "step": self.step, "rows": len(self.table), "partners": partners}
+        return position | {"seed": self.seed, "window": self.window, "stratify": self.stratify}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved position.
-
-        Raises:
-            OptionError: the state was saved with other data, or another seed, window or order.
-        """
+        """Resume from a saved position; OptionError if it is one of other data, or another seed, window or order."""
         own = self.state_dict()
         for key, options in _CONTINUED.items():
             if state[key] != own[key]:

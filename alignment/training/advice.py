@@ -1,7 +1,4 @@
-"""Advice on settings that are valid but known to work poorly; each method chooses which checks apply.
-
-Pure functions: options and counts in, sentences out. Invalid settings are refused where options are checked.
-"""
+"""Advice on settings that are valid but known to work poorly; each method chooses which checks apply."""
 
 from __future__ import annotations
 
@@ -45,17 +42,6 @@ def about_rows(report: DataReport, completions: int = 1) -> list[str]:
             remedy = "raise max_length, or change max_prompt_length"
             found.append(f"{cut} of {total} {what} are truncated, so {effect}; {remedy}")
     return found
-
-
-def about_steps(options: AlignmentConfig, steps: int, window_rows: int) -> list[str]:
-    """Warn if the only step of a run is a warmup step, whose learning rate is 0."""
-    if steps != 1 or not options.get_warmup_steps(steps):
-        return []
-    return [
-        f"the run has a single step of up to {window_rows} rows, which is a warmup step with a learning rate of 0, so "
-        "the model does not change; lower gradient_accumulation_steps, increase num_train_epochs, or set "
-        "warmup_ratio: 0"
-    ]
 
 
 def about_labels(

@@ -35,12 +35,7 @@ _PADS_ONLY = (
 
 
 def refuse_arguments(arguments: dict[str, Any]) -> None:
-    """Refuse TRL's arguments that are not supported here, unless they are None.
-
-    Raises:
-        OptionError: if one is set.
-        TypeError: if one is unknown, as in Python.
-    """
+    """Refuse TRL's arguments that are not supported here unless they are None, and unknown ones (TypeError)."""
     for name, value in arguments.items():
         if name not in _REFUSED:
             raise TypeError(f"unexpected keyword argument {name!r}")
@@ -49,11 +44,7 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
 
 
 def reference_of(trainer: str, positional: Sequence[Any], ref_model: Any, takes_reference: bool) -> Any:
-    """Return the reference, which may follow the model by position.
-
-    Raises:
-        TypeError: if there are further positional arguments, whose order differs between TRL's releases.
-    """
+    """Return the reference, which may follow the model by position; TypeError for further positional arguments."""
     if takes_reference and len(positional) == 1 and ref_model is None:
         return positional[0]
     if positional:
@@ -111,11 +102,7 @@ def model_and_options(
 def with_arguments(
     args: AlignmentConfig, model: str | PreTrainedModel, quantization_config: Any = None, **names: str | None
 ) -> AlignmentConfig:
-    """Return the options with the constructor's arguments that are options too: adapter names, and how to quantize.
-
-    Raises:
-        OptionError: if one is set in both places, or the model to quantize is already loaded.
-    """
+    """Return the options with the constructor's arguments that are options too: adapter names, and how to quantize."""
     changed: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
     for name, value in changed.items():
         if getattr(args, name) not in (None, value):
@@ -162,9 +149,7 @@ def named_datasets(value: Any) -> dict[str, Any]:
 def balancing_coefficient(options: AlignmentConfig, config: PretrainedConfig) -> float | None:
     """Return the weight of the load-balancing loss; None for a model without one or for a weight of 0.
 
-    Raises:
-        OptionError: if the option is set for a mixture of experts that does not output router logits. For dense
-            models the option is ignored.
+    The option is ignored for dense models, and refused (OptionError) for experts without router logits.
     """
     text, asked = config.get_text_config(), options.router_aux_loss_coef
     if getattr(text, "output_router_logits", None):
@@ -218,10 +203,7 @@ def inputs_of(
 ) -> Iterator[tuple[str, str]]:
     """Yield the options and paths or Hub names of the models and data that a run reads.
 
-    Args:
-        args: the options.
-        models: arguments of the trainer and their values: names, live models or None.
-        datasets: datasets, or mappings of several; those in memory have no path.
+    ``models`` are arguments of the trainer with their values. Models and datasets in memory may have no path.
     """
     names = ("ref_model_name_or_path", "adapter_name_or_path", "reward_model_path", "dataset_name")
     given = [(option, getattr(model, "name_or_path", model)) for option, model in models]

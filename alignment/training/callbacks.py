@@ -14,7 +14,6 @@ from transformers import (
     TrainerCallback,
     TrainerControl,
     TrainerState,
-    integrations,
 )
 from transformers.integrations import (
     TensorBoardCallback,
@@ -31,7 +30,6 @@ from alignment.run.ranks import world_size
 from alignment.run.requests import REQUESTS
 from alignment.run.stop import StopReason
 
-_SHORT = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}  # other names in ``is_*_available``
 # In the order of Decision.
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
@@ -50,35 +48,8 @@ class Decision(NamedTuple):
     leave: StopReason | None = None
 
 
-def _integrations(report_to: str | list[str]) -> list[str]:
-    """Return the names of the integrations in ``report_to``; ``all`` selects those that are installed."""
-    names = [report_to] if isinstance(report_to, str) else report_to
-    if "all" in names:
-        # Trackio's callback reads options that only transformers' TrainingArguments have.
-        names = [name for name in get_available_reporting_integrations() if name != "trackio"]
-    return [name for name in names if name != "none"]
-
-
-def check_reporting(report_to: str | list[str]) -> None:
-    """Check that the integrations in ``report_to`` are available, before anything is loaded.
-
-    Raises:
-        OptionError: if one is not.
-    """
-    for name in _integrations(report_to):
-        if not getattr(integrations, f"is_{_SHORT.get(name, name)}_available")():
-            raise OptionError(
-                f"{setting('report_to', name)}: not available: its package is not installed, or "
-                f"DISABLE_{name.upper()}_INTEGRATION disables it; install it, or set report_to to none"
-            )
-
-
 def check_callbacks(callbacks: Any) -> list[Any]:
-    """Return the callbacks as a list of instances or classes.
-
-    Raises:
-        OptionError: if one is neither.
-    """
+    """Return the callbacks as a list of instances or classes; OptionError if one is neither."""
     given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks is not None else []
     for callback in given:
         kind = callback if isinstance(callback, type) else type(callback)
@@ -89,11 +60,9 @@ def check_callbacks(callbacks: Any) -> list[Any]:
     return given
 
 
-def check_early_stopping(args: AlignmentConfig, callbacks: Sequence[TrainerCallback]) -> None:
-    """Check early what transformers' EarlyStoppingCallback checks only after the models are loaded.
-
-    Raises:
-        OptionError: if it has no metric to follow.
+def check_before_loading(args: AlignmentConfig, callbacks: Sequence[TrainerCallback]) -> None:
+    """Do early what callbacks do only after the models are loaded: check the metric of early stopping (OptionError),
+    and log in to Weights & Biases, which may fail, or ask for a key. Collective.
     """
     stops = any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks)
     if stops and (args.metric_for_best_model is None or args.eval_strategy == "no"):
@@ -101,41 +70,30 @@ def check_early_stopping(args: AlignmentConfig, callbacks: Sequence[TrainerCallb
             "callbacks: EarlyStoppingCallback requires metric_for_best_model (for example loss) and eval_strategy "
             "steps or epoch; set both"
         )
-
-
-def log_in(callbacks: Sequence[TrainerCallback]) -> None:
-    """Log in to Weights & Biases before the models are loaded: it may fail, or ask for a key. Collective."""
-
-    def ask() -> None:
+    online = os.environ.get("WANDB_MODE", "online") == "online"
+    if online and any(isinstance(callback, WandbCallback) for callback in callbacks):
         import wandb
 
-        if wandb.run is None:
-            wandb.login(verify=False)
-
-    needed = any(isinstance(callback, WandbCallback) for callback in callbacks)
-    if needed and os.environ.get("WANDB_MODE", "online") == "online":
-        on_first_rank(ask)
+        on_first_rank(lambda: None if wandb.run is not None else wandb.login(verify=False))
 
 
 class Events:
     """Notify the callbacks of the events of a run; ``control`` holds their requests.
 
-    Args:
-        args: the run's options.
-        state: the trainer's state.
-        callbacks: the user's callbacks, instances or classes.
-        processing_class: the tokenizer, passed to callbacks.
-
-    Raises:
-        OptionError: if a reporting integration cannot be used.
+    ``callbacks`` are the user's, instances or classes. OptionError if a reporting integration cannot be used.
     """
 
     def __init__(
         self, args: AlignmentConfig, state: TrainerState, callbacks: Sequence[Any], processing_class: Any
     ) -> None:
         self.args, self.state, self.control = args, state, TrainerControl()
+        names = [args.report_to] if isinstance(args.report_to, str) else args.report_to
+        # Trackio's callback reads options that only transformers' TrainingArguments have.
+        left_out = ("none", "trackio") if "all" in names else ("none",)
+        names = get_available_reporting_integrations() if "all" in names else names
         try:
-            reporting = [kind() for kind in get_reporting_integration_callbacks(_integrations(args.report_to))]
+            kinds = get_reporting_integration_callbacks([name for name in names if name not in left_out])
+            reporting = [kind() for kind in kinds]
         except Exception as error:  # the integrations' packages have their own exception classes
             raise OptionError(f"{setting('report_to', args.report_to)}: {one_line(error)}") from error
         for callback in reporting:

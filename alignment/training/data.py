@@ -22,7 +22,7 @@ from alignment.checkpoint.run_folder import check_filled, fills
 from alignment.config.errors import DataError, OptionError, setting
 from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
-from alignment.config.options_data import MixturePart, SequenceOptions, mixture_parts, tested_parts
+from alignment.config.options_data import MixturePart, mixture_parts, tested_parts
 from alignment.data.columns import used_columns
 from alignment.data.mixture import Part, mixed
 from alignment.data.packing.packs import Packing, Packs, pack_rows
@@ -39,7 +39,7 @@ from alignment.run.console import tell
 from alignment.run.failures import OtherRankFailed
 from alignment.run.ranks import local_rank, world_size
 from alignment.run.retries import Retries
-from alignment.training.advice import about_rows, about_steps
+from alignment.training.advice import about_rows
 from alignment.training.arguments import named_datasets
 from alignment.training.method import AnyMethod
 from alignment.training.preparation import PlannedModels
@@ -128,13 +128,7 @@ class PreparedData:
 
 @dataclass
 class RunData:
-    """The data of a run.
-
-    Attributes:
-        train, sampler: training data and its windows; None for evaluation only.
-        eval: evaluation sets by name.
-        advice: advice that the report repeats.
-    """
+    """The data of a run: training rows and their windows, or None, evaluation sets by name, and advice about them."""
 
     train: PreparedData | None = None
     sampler: WindowSampler | None = None
@@ -149,13 +143,8 @@ class RunData:
 
 def limits_of(options: Any) -> Limits:
     """Return the length limits that the options set for rows."""
-    return Limits(
-        max_length=options.max_length,
-        max_prompt_length=options.max_prompt_length,
-        max_completion_length=options.max_completion_length,
-        truncation_mode=options.truncation_mode,
-        shorten_prompts=isinstance(options, SequenceOptions) and options.SHORTEN_PROMPTS,
-    )
+    most, prompt, completion = options.max_length, options.max_prompt_length, options.max_completion_length
+    return Limits(most, prompt, completion, options.truncation_mode, getattr(options, "SHORTEN_PROMPTS", False))
 
 
 def order_seed(options: AlignmentConfig) -> int:
@@ -178,19 +167,15 @@ class DataPreparation:
     retries: Retries
 
     def __call__(self, train_dataset: Any, eval_dataset: Any, own_optimizer: bool) -> RunData:
-        """Return the data of a run, with advice about settings that are unlikely to work well.
-
-        ``train_dataset`` is None for evaluation only. ``own_optimizer`` says whether the optimizer is the user's.
-        """
+        """Return the data of a run, with advice about settings that are unlikely to work well."""
         args, data = self.args, RunData()
         if train_dataset is not None:
             data.train = self.one(train_dataset, args.max_train_samples, TRAINING, trains=True)
             data.sampler = window_sampler(data.train, self.method, args)
-            steps, report, window = total_steps(args, data.sampler), data.train.report, data.sampler.window
+            report, window = data.train.report, data.sampler.window
             data.advice = [*about_rows(report, len(self.method.completions)), *self.method.advice(report, window)]
             if not own_optimizer:
-                tell(check_optimization(args, steps))
-                data.advice += about_steps(args, steps, window)
+                tell(check_optimization(args, total_steps(args, data.sampler)))
             for sentence in () if args.dry_run else data.advice:
                 tell(f"advice: {sentence}")
         for name, source in named_datasets(eval_dataset).items():
@@ -200,11 +185,7 @@ class DataPreparation:
     def one(self, source: Any, limit: int | None, where: str, *, trains: bool = False) -> PreparedData:
         """Tokenize a dataset on one rank per cache, or find it there, and read it on every rank. Collective.
 
-        Args:
-            source: a dataset, a list of rows, or a :class:`Part`, which is loaded where rows are tokenized.
-            limit: maximum number of rows to use, or None.
-            where: its name in messages, unless it is a :class:`Part`.
-            trains: whether it is trained on.
+        ``source`` is a dataset, a list of rows, or a :class:`Part`, which is loaded where rows are tokenized.
 
         Raises:
             DataError: naming file, row, key and value; or if a node has prepared different rows from the first one.
@@ -270,21 +251,16 @@ class DataPreparation:
             if options.ref_placement == "precomputed":
                 raise OptionError(
                     f"{setting('ref_placement', 'precomputed')}: not supported for {where}, an IterableDataset, since "
-                    "log-probs are stored by row; pass a Dataset, or set another ref_placement (or "
-                    "precompute_ref_log_probs: false)"
+                    "log-probs are stored by row; pass a Dataset, or set another ref_placement"
                 )
             rows, columns = _rows_of_stream(where, limit, options, packing), used_columns(kind, column_map)
             data = self.retries(where, functools.partial(from_stream, data, rows, columns, where, folder))
         elif not isinstance(data, Dataset):
             data = dataset_from_python(data)
         data = data if limit is None else data.select(range(min(limit, len(data))))
+        tokenizer, limits = self.models.processing_class, self._limits(packing)
         return prepare(
-            data,
-            kind,
-            self.models.processing_class,
-            self._limits(packing),
-            where,
-            folder,
+            *(data, kind, tokenizer, limits, where, folder),
             column_map=column_map,
             num_proc=options.dataset_num_proc,
             strict=options.strict_data,
@@ -313,11 +289,7 @@ def _rows_of_stream(where: str, limit: int | None, options: AlignmentConfig, pac
 
 
 def window_sampler(data: PreparedData, method: AnyMethod, args: AlignmentConfig) -> WindowSampler:
-    """Return the sampler of the training data.
-
-    Raises:
-        DataError: if the only window is incomplete and would be dropped.
-    """
+    """Return the sampler of the training data; DataError if the only window is incomplete and would be dropped."""
     fixed = args.ref_placement == "precomputed" and method.draws_partners  # partners are stored with the log-probs
     sampler = WindowSampler(
         data.table,
@@ -346,11 +318,7 @@ def total_steps(args: AlignmentConfig, sampler: WindowSampler) -> int:
 
 
 def check_evaluation(args: AlignmentConfig, metrics: Iterable[str], evaluation: dict[str, PreparedData]) -> None:
-    """Check that there is the data and the metric that the options evaluate.
-
-    Raises:
-        OptionError: naming the option.
-    """
+    """Check that there is the data and the metric that the options evaluate; OptionError if not."""
     if evaluation:
         check_best_metric(args, tuple(metrics), evaluation)
     elif args.eval_strategy != "no" or args.eval_on_start:

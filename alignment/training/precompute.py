@@ -21,12 +21,7 @@ from alignment.config.errors import OptionError
 from alignment.config.options_model import ReferenceOptions
 from alignment.data.batching import MicroBatches
 from alignment.data.windows import Rows, WindowPlan, plan_window, set_partners
-from alignment.engines.collectives import (
-    copied_from_first_rank,
-    device,
-    on_first_rank,
-    sum_over_ranks,
-)
+from alignment.engines.collectives import copied_from_first_rank, device, on_first_rank, sum_over_ranks
 from alignment.engines.rng import RandomStreams
 from alignment.references.content import adapters_content, source_content
 from alignment.references.engine import EngineReference, ReferencePlan
@@ -44,18 +39,11 @@ _ROWS = 10_000  # rows hashed at a time; affects the hash
 
 
 class ReferenceStores:
-    """The stores of a run's datasets for its reference, one per dataset.
-
-    Args:
-        context: the run.
-        plan: the reference, which is only loaded if a store is incomplete.
-
-    Raises:
-        OptionError: if the method does not define which sequences it needs.
-    """
+    """The stores of a run's datasets for its reference, one per dataset; it is only loaded if one is incomplete."""
 
     def __init__(self, context: RunContext, plan: ReferencePlan) -> None:
         self.context, self.plan, method = context, plan, context.method
+        self._width = len(method.completions) + method.draws_partners  # sequences per row
         # Fingerprints of reference and adapters; those of a live policy are taken before training.
         self._content: tuple[dict[str, Any], dict[str, Any] | None] | None = None
         if type(method).reference_sequences is Method.reference_sequences:
@@ -65,11 +53,7 @@ class ReferenceStores:
             )
 
     def reference(self) -> PrecomputedReference:
-        """Return a reference that covers the run's datasets; collective, before the policy exists.
-
-        Raises:
-            OutputError: if a store cannot be written.
-        """
+        """Return a reference that covers the run's datasets; collective, before the policy exists."""
         if self.plan.copies_policy:  # a live model may have changed since engines were last built
             self._content = None
         opened, seconds = self._opened(prepare=True), dict[str, float]()
@@ -84,7 +68,10 @@ class ReferenceStores:
         tables = {}
         for data, store in opened:
             if rank() == 0:
-                self._tell(data, store, seconds.get(data.key))
+                spent = seconds.get(data.key)
+                how = "found" if spent is None else f"computed in {duration(spent)}, stored"
+                place = f"{store.folder} ({len(store.partners):,} rows, {store.size:,} bytes)"
+                tell(f"reference log-probs of {data.where}: {how} in {place}")
             values = copied_from_first_rank(torch.from_numpy(store.values).to(device())).cpu()
             tables[data.key] = LogpTable(values, store.partners)
         return PrecomputedReference(tables, len(self.context.method.completions))
@@ -97,11 +84,6 @@ class ReferenceStores:
             state = f"{total - missing} of {total} parts" if missing < total else "not computed yet"
             said.append(f"reference log-probs of {data.where}: {state if missing else 'complete'}, {store.folder}")
         return said
-
-    @property
-    def _width(self) -> int:
-        """Sequences per row."""
-        return len(self.context.method.completions) + self.context.method.draws_partners
 
     def _opened(self, *, prepare: bool) -> list[tuple[PreparedData, LogpStore]]:
         """Open the store of each dataset: its files on the first rank, what is missing on every rank."""
@@ -162,9 +144,8 @@ class ReferenceStores:
         args, rows = self.context.args, np.arange(part.start, part.stop, dtype=np.int64)
         asked = args.precompute_ref_batch_size if isinstance(args, ReferenceOptions) else None
         size, tokens = asked or args.eval_batch_size, None if asked else args.max_tokens_per_batch
-        return plan_window(
-            data.table, rows, partners[rows], world_size=world_size(), batch_size=size, max_tokens=tokens
-        )
+        ranks, own = world_size(), partners[rows]
+        return plan_window(data.table, rows, own, world_size=ranks, batch_size=size, max_tokens=tokens)
 
     def _part(
         self, engine: EngineReference, data: PreparedData, part: range, plan: WindowPlan, progress: Progress
@@ -181,19 +162,6 @@ class ReferenceStores:
                 record.tokens += asked.tokens
                 progress.advance()
             return sum_over_ranks(found).cpu()
-
-    def _tell(self, data: PreparedData, store: LogpStore, seconds: float | None) -> None:
-        """Print where a store is and what it saves."""
-        epochs, how = self.context.args.num_train_epochs, "found in"
-        saved = "; steps run without the reference, which saves about a third of the time of a LoRA step"
-        if seconds is not None:
-            how = f"computed in {duration(seconds)}, stored in"
-            saved = "; from the second epoch on, this saves about a third of the time of a LoRA step"
-            if self.context.args.max_steps < 0 and epochs <= 1:
-                saved += f"; with num_train_epochs={epochs:g}, only later runs are faster"
-        place = f"{store.folder} ({len(store.partners):,} rows, {store.size:,} bytes)"
-        saved = saved if data is self.context.data.train else ""
-        tell(f"reference log-probs of {data.where}: {how} {place}{saved}")
 
 
 def rows_content(data: PreparedData, completions: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from alignment.config.errors import OptionError
 from alignment.models.adapters import merged
 from alignment.models.adapters.merged import merge_live
 from alignment.models.vocabulary import Vocabulary, resize
-from alignment.training.tokenizers import with_options
+from alignment.training.preparation import with_options
 
 WORDS = "a b c"
 GPT_NEO_X = GPTNeoXConfig(

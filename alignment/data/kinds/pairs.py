@@ -44,14 +44,7 @@ class Pairs(Kind):
     )
 
     def parse(self, row: Row, where: str, others: Row) -> Source:
-        """Convert a row with ``chosen``, ``rejected`` and, optionally, ``prompt``.
-
-        Without a prompt column, the prompt is the common prefix of both completions. Messages of the prompt that are
-        repeated in the completions are removed from them.
-
-        Raises:
-            DataError: the row is invalid.
-        """
+        """Convert a row. Without a prompt column, the prompt is the common prefix of both completions."""
         for key in ("chosen", "rejected"):
             if row.get(key) is None:
                 raise DataError(f"{where}: {key} is missing; every row must have chosen and rejected")
@@ -80,13 +73,7 @@ PAIRS = Pairs()
 def collate_pairs(
     rows: tuple[int, ...], pairs: Sequence[tuple[TokenIds, TokenIds, TokenIds]], longest: int
 ) -> PreferenceBatch:
-    """Collate pairs of token IDs.
-
-    Args:
-        rows: (P,) row IDs, for messages.
-        pairs: P tuples of prompt, first and second completion; P may be 0.
-        longest: largest number of completion tokens on any rank in this forward pass.
-    """
+    """Collate P pairs of prompt, first and second completion; P may be 0. For ``longest`` see :class:`Batch`."""
     firsts = [(prompt, first) for prompt, first, _ in pairs]
     seconds = [(prompt, second) for prompt, _, second in pairs]
     return PreferenceBatch(rows, collate(firsts + seconds, longest))

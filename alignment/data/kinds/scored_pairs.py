@@ -53,15 +53,11 @@ def margin_of(row: Row, where: str) -> float:
     Raises:
         DataError: the margin is not a finite number that fits in 32 bits.
     """
-    value = row.get("margin")
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
+    given = row.get("margin")
+    value = given[0] if isinstance(given, list) and len(given) == 1 else given
     if value is None or (isinstance(value, str) and not value.strip()):
         return 0.0
-    margin = float("nan")
-    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError, OverflowError):
-            margin = float(value)
-    if not abs(margin) <= _LARGEST:
-        raise DataError(f"{where}: margin is {show(value)}; expected a finite number or null")
-    return margin
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(value, bool) and abs(float(value)) <= _LARGEST:
+            return float(value)
+    raise DataError(f"{where}: margin is {show(value)}; expected a finite number or null")

@@ -56,13 +56,7 @@ class Unpaired(Kind):
     )
 
     def parse(self, row: Row, where: str, others: Row) -> Source:
-        """Convert a row to one completion with its label, or to both completions of a pair, True and False.
-
-        A dataset may contain both pairs and labeled completions.
-
-        Raises:
-            DataError: the row is invalid.
-        """
+        """Convert a row to one completion with its label, or to both completions of a pair, True and False."""
         there = [row.get(key) is not None for key in ("chosen", "rejected")]
         labeled = row.get("completion") is not None and row.get("label") is not None
         if labeled and all(there):
@@ -110,11 +104,7 @@ UNPAIRED = Unpaired()
 
 
 def label_of(row: Row, where: str) -> bool:
-    """Return whether the row's completion is desirable.
-
-    Raises:
-        DataError: the label is neither true nor false.
-    """
+    """Return whether the row's completion is desirable; DataError if its label is neither true nor false."""
     if type(label := row["label"]) is not bool:
         raise DataError(f"{where}: label is {show(label)}; expected true or false")
     return label
