@@ -1,7 +1,6 @@
 """Collate planned rows into tensors.
 
-A batch is a set of *sequences*, each a prompt and a completion; only completion tokens are scored. Callers work with
-sequences, never with rows of a matrix, so that several sequences could share a row of ``input_ids``.
+A batch is a set of *sequences*, each a prompt and a completion; only completion tokens are scored.
 """
 
 from __future__ import annotations

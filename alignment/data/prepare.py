@@ -1,7 +1,6 @@
 """Tokenize a dataset once and cache it on disk, under a name that depends on everything that determines its content.
 
-Either one process calls :func:`prepare` while the others wait, or all call it: the result is the same folder, which is
-created atomically. :func:`load_prepared` reads it.
+Processes that call :func:`prepare` at the same time get the same folder, which is created atomically.
 """
 
 from __future__ import annotations
@@ -179,11 +178,7 @@ def prepare(
 
 
 def check_cache(folder: Path) -> None:
-    """Check that the cache folder is writable, because the datasets library would report a problem with the data.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
+    """Check that the cache folder is writable (OutputError); ``datasets`` would report a problem with the data."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -196,11 +191,7 @@ def check_cache(folder: Path) -> None:
 
 
 def load_prepared(path: Path) -> Prepared:
-    """Load the result of :func:`prepare`.
-
-    Raises:
-        DataError: the folder is missing or corrupt.
-    """
+    """Load the result of :func:`prepare`; DataError if the folder is missing or corrupt."""
     try:
         dataset = datasets.load_from_disk(str(path / "data"))
     except (OSError, ValueError) as error:

@@ -31,10 +31,7 @@ Placed = Iterator[tuple[str, dict[str, Any]]]  # ("FILE, line 3", row)
 def read_rows(path: Path) -> Placed:
     """Yield ``(place, row)`` for every row of a .json, .jsonl or .csv file; ``place`` names the file and line or row.
 
-    A JSON file has one object per line, or a single list of objects.
-
-    Raises:
-        DataError: a line cannot be read, is not an object, or contains an unpaired surrogate.
+    A JSON file has one object per line, or a single list of objects; DataError for anything else.
     """
     if path.suffix.lower() == ".csv":
         yield from _csv_rows(path)
@@ -96,22 +93,15 @@ def infer_features(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> Features:
 
 def encoded(paths: Iterable[str], features: Features) -> Iterator[dict[str, Any]]:
     """Yield the rows of files for ``Dataset.from_generator``: one entry per feature, JSON columns as strings."""
+    as_json = [name for name, feature in features.items() if isinstance(feature, Json)]
     for path in paths:
         for place, row in read_rows(Path(path)):
-            yield {key: stored(key, row.get(key), feature, place) for key, feature in features.items()}
-
-
-def stored(name: str, value: object, feature: Any, where: str) -> object:
-    """Return a value as its column stores it: unchanged, or as JSON; see :func:`json_text`."""
-    return json_text(name, value, where) if isinstance(feature, Json) and value is not None else value
+            texts = {name: json_text(name, row[name], place) for name in as_json if row.get(name) is not None}
+            yield {name: row.get(name) for name in features} | texts
 
 
 def json_text(name: str, value: object, where: str) -> str:
-    """Encode the value in column ``name`` as JSON; ``where`` names its row in messages.
-
-    Raises:
-        DataError: the value cannot be represented in JSON.
-    """
+    """Encode the value in column ``name`` of the row ``where`` as JSON; DataError if that is not possible."""
     try:
         return json.dumps(_finite(value), allow_nan=False, default=_iso_text)
     except (TypeError, ValueError) as error:

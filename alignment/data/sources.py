@@ -16,11 +16,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
-from datasets import Dataset, Features, IterableDataset
+from datasets import Dataset, Features, IterableDataset, Json
 
 from alignment.config.errors import DataError, listing, one_line, show
 from alignment.data.columns import check_no_images, foreign_columns
-from alignment.data.readers import Placed, encoded, infer_features, json_object, read_rows, stored
+from alignment.data.readers import Placed, encoded, infer_features, json_object, json_text, read_rows
 from alignment.internals.datasets import cache_folder, cause_of, data_files_by_split, slices, was_saved
 from alignment.reporting.durable import write_json
 
@@ -59,11 +59,7 @@ def load_split(name: str, config: str | None, split: str) -> Dataset:
 
 
 def dataset_from_python(value: object) -> Dataset:
-    """Return a dataset passed by the user: a ``Dataset``, or a list of dictionaries, which keep their types.
-
-    Raises:
-        DataError: ``value`` is a dictionary of splits, an empty list, or of another type, or it cannot be stored.
-    """
+    """Return a dataset passed by the user: a ``Dataset``, or a list of dictionaries, which keep their types."""
     if isinstance(value, Dataset):
         return value
     if isinstance(value, dict):  # also a DatasetDict, or one of streams
@@ -77,10 +73,10 @@ def dataset_from_python(value: object) -> Dataset:
     features = infer_features(rows)
     if not features:
         raise DataError("the rows of the dataset have no columns; pass dicts with prompt, completion, label, …")
-    columns = {
-        name: [stored(name, row.get(name), feature, place) for place, row in rows]
-        for name, feature in features.items()
-    }
+    columns = {name: [row.get(name) for _, row in rows] for name in features}
+    for name in (name for name, feature in features.items() if isinstance(feature, Json)):
+        given = zip(columns[name], rows)
+        columns[name] = [None if value is None else json_text(name, value, place) for value, (place, _) in given]
     try:
         return Dataset.from_dict(columns, features=features)
     except (TypeError, ValueError) as error:

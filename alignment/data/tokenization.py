@@ -78,8 +78,7 @@ class RowTokenizer:
         """Return the token IDs of every source, with a single call of the tokenizer.
 
         Raises:
-            DataError: a row is conversational but there is no chat template, or the template fails, renders every
-                row alike or does not know a role.
+            DataError: a row cannot be rendered with the chat template.
         """
         texts = [
             [source.prompt, *(source.prompt + str(completion) for completion in source.completions)]

@@ -3,8 +3,7 @@
 The *window* is the global batch of one optimizer step: ``per_device_train_batch_size`` x
 ``gradient_accumulation_steps`` x ranks rows. An evaluation set is planned as a single window.
 
-The plan of a window is a pure function of (seed, epoch, step, lengths), so every rank computes the same plan. It is
-the single source for collation, for the denominators of means, for the number of scheduler steps and for resuming.
+The plan of a window is a pure function of (seed, epoch, step, lengths), so every rank computes the same plan.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ _CONTINUED = {
     "stratify": "stratify_labels",
     "partners": "ref_placement",
 }
-_PIECE = 10_000  # number of rows whose lengths are read at a time
 
 
 @dataclass(frozen=True)
@@ -101,8 +99,7 @@ class WindowPlan:
     """The plan of one optimizer step, or of an evaluation set.
 
     Attributes:
-        epoch: index of the epoch.
-        step: index of the window in the epoch.
+        epoch, step: index of the epoch, and of the window in it.
         micro_batches: ``[micro][rank]``; every rank has the same number.
         longest: ``[micro]`` largest number of scored tokens of matched completions on any rank in the forward pass.
         longest_mismatched: ``[micro]`` the same for mismatched completions.
@@ -302,13 +299,11 @@ def row_table(dataset: Dataset, completions: Sequence[str], max_length: int | No
     further = (name for name in ("label", "prompt_key", "scored") if name in dataset.column_names)
     pieces: dict[str, list[np.ndarray]] = {name: [] for name in ("prompt_ids", *completions, *further)}
     # In pieces, because a dataset with sampled rows copies the rows that are read.
-    for table in dataset.with_format("arrow").iter(_PIECE):
+    for table in dataset.with_format("arrow").iter(10_000):
         for name, arrays in pieces.items():
-            column = table[name]
+            found = (pc.list_value_length(table[name]) if name.endswith("_ids") else table[name]).to_numpy()
             if name == "scored":
-                found = _scored(column, pc.list_value_length(table[completions[0]]).to_numpy())
-            else:
-                found = (pc.list_value_length(column) if name.endswith("_ids") else column).to_numpy()
+                found = _scored(table[name], pc.list_value_length(table[completions[0]]).to_numpy())
             arrays.append(found)
     columns = {name: np.concatenate(arrays) for name, arrays in pieces.items()}
     tokens = np.array([columns[name] for name in completions], dtype=np.int64)  # empty for prompts without completions

@@ -77,10 +77,7 @@ def _range(least: float) -> str:
 def about_learning_rate(
     options: AlignmentConfig, beta: float, sooner: str = "", *, adapters: bool = False
 ) -> list[str]:
-    """Warn if the learning rate is outside the range that works for preference fine-tuning, of models or adapters.
-
-    ``sooner`` says why training may diverge at a lower learning rate than usual.
-    """
+    """Warn if the learning rate is unusual; ``sooner`` says why training may diverge at a lower one than usual."""
     rate, scale = options.learning_rate, ADAPTER_RATES if adapters else 1.0
     least, most = LEAST_RATE * scale, MOST_RATE * scale
     if least * (1 - _EDGE) <= rate <= most * (1 + _EDGE):

@@ -201,10 +201,7 @@ def model_sources(
 def inputs_of(
     args: AlignmentConfig, models: Iterable[tuple[str, Any]], datasets: Iterable[Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the options and paths or Hub names of the models and data that a run reads.
-
-    ``models`` are arguments of the trainer with their values. Models and datasets in memory may have no path.
-    """
+    """Yield the options and paths or Hub names of the models and data that a run reads, as far as they have one."""
     names = ("ref_model_name_or_path", "adapter_name_or_path", "reward_model_path", "dataset_name")
     given = [(option, getattr(model, "name_or_path", model)) for option, model in models]
     given += [(option, getattr(args, option, None)) for option in names]

@@ -35,10 +35,7 @@ _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_ev
 
 
 class Decision(NamedTuple):
-    """What happens between two steps, the same on every rank; if all fields are unset, training continues.
-
-    ``leave`` is a request to stop the run, to be resumed later; all other fields are requests of callbacks.
-    """
+    """What is requested between two steps, the same on every rank; ``leave`` stops the run, to be resumed later."""
 
     stop: bool = False
     end_epoch: bool = False
@@ -61,9 +58,7 @@ def check_callbacks(callbacks: Any) -> list[Any]:
 
 
 def check_before_loading(args: AlignmentConfig, callbacks: Sequence[TrainerCallback]) -> None:
-    """Do early what callbacks do only after the models are loaded: check the metric of early stopping (OptionError),
-    and log in to Weights & Biases, which may fail, or ask for a key. Collective.
-    """
+    """Check the metric of early stopping, and log in to W&B: callbacks do so after models are loaded. Collective."""
     stops = any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks)
     if stops and (args.metric_for_best_model is None or args.eval_strategy == "no"):
         raise OptionError(
@@ -78,10 +73,7 @@ def check_before_loading(args: AlignmentConfig, callbacks: Sequence[TrainerCallb
 
 
 class Events:
-    """Notify the callbacks of the events of a run; ``control`` holds their requests.
-
-    ``callbacks`` are the user's, instances or classes. OptionError if a reporting integration cannot be used.
-    """
+    """Notify callbacks of a run's events; ``control`` holds their requests. Raises OptionError for ``report_to``."""
 
     def __init__(
         self, args: AlignmentConfig, state: TrainerState, callbacks: Sequence[Any], processing_class: Any

@@ -158,7 +158,7 @@ def with_options(
                 f"{setting('chat_template_path', path)}: cannot be read: {one_line(error)}; set it to a Jinja file"
             ) from error
     elif path is not None:
-        source = _source(path, options.trust_remote_code)  # type: ignore[attr-defined]
+        source = _template_source(path, options.trust_remote_code)  # type: ignore[attr-defined]
         tokens = [token.content for token in source.added_tokens_decoder.values()]
         needed = {token for token in tokens if token in source.get_chat_template()} | {source.eos_token or ""} - {""}
         if needed - set(tokenizer.get_vocab()):
@@ -180,12 +180,9 @@ def with_options(
         setattr(tokenizer, name, token)
     rows, eos = len(tokenizer) if grows else None, tokenizer.eos_token_id if "eos_token" in given else None
     if new:
-        before = policy.config.get_text_config().vocab_size
-        resized = (
-            f"; resized the embeddings from {before} to {rows} rows, the new ones initialized to the mean of the "
-        )
+        resized = f"; resized the embeddings to {rows} rows, the new ones initialized to the mean of the others"
         said = f"chat_template_path: added {len(new)} tokens to the tokenizer of {policy.name}"
-        tell(f"{said}{f'{resized}others' if grows else ''}")
+        tell(said + (resized if grows else ""))
     return tokenizer, Vocabulary(rows, tuple(tokenizer.convert_tokens_to_ids(new)), eos)
 
 
@@ -203,8 +200,7 @@ def _check_new(policy: ModelSource, grows: bool, new: list[str], optimizers: tup
         )
 
 
-def _source(path: str, trust_remote_code: bool) -> Any:
-    """Load a tokenizer that has a chat template."""
+def _template_source(path: str, trust_remote_code: bool) -> Any:
     key = setting("chat_template_path", path)
     try:
         source = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
