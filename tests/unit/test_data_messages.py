@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_tokenizers import CHATML, PLAIN, TOOLS, byte_tokenizer, char_tokenizer
+from data_tokenizers import CHATML, TOOLS, byte_tokenizer, char_tokenizer
 from datasets import Dataset
 
 from alignment.config.errors import DataError
@@ -15,7 +15,7 @@ from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.prompts import PROMPTS
 from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
-from alignment.data.messages import Source, conversation, source_of, text_of, without_nulls
+from alignment.data.messages import Source, conversation, source_of, text_of
 from alignment.data.prepare import load_prepared, prepare
 from alignment.data.sources import dataset_from_python
 from alignment.data.tokenization import Limits, RowTokenizer
@@ -175,11 +175,6 @@ def test_template_variables_may_be_json_strings() -> None:
             source_of({key: value}, "row 1", "")
 
 
-def test_nulls_are_only_removed_from_objects() -> None:
-    assert without_nulls({"a": None, "b": [{"c": None, "d": 0}, None], "e": ""}) == {"b": [{"d": 0}, None], "e": ""}
-    assert without_nulls(None) is None
-
-
 def rendered(template: str, *messages: dict[str, Any]) -> str:
     """Render a conversation whose last message is the completion."""
     tokenizer = char_tokenizer(template=template)
@@ -202,15 +197,6 @@ def test_null_content_in_templates() -> None:
         rendered("{{ raise_exception('no calls') }}", USER, CALLING)
 
 
-def test_a_prompt_that_ends_with_a_call() -> None:
-    rows = RowTokenizer(char_tokenizer(template=TOOLS))
-    result = {"role": "tool", "content": "1"}
-    [encoded] = rows.encode(
-        [Source([USER, CALLING], ([result, {"role": "assistant", "content": "so"}],), "row 1", {})]
-    )
-    assert rows.tokenizer.decode(encoded.completions[0]).startswith("<|im_start|>tool\n1<|im_end|>")
-
-
 def test_templates_do_not_see_nulls_added_by_arrow(tmp_path: Path) -> None:
     """The same rows give the same tokens as written and in Arrow's structs."""
     other = {"type": "function", "function": {"name": "g", "arguments": {"y": "z"}}}
@@ -228,10 +214,3 @@ def test_templates_do_not_see_nulls_added_by_arrow(tmp_path: Path) -> None:
     assert read[0] == read[1]
     texts = [tokenizer.decode(row["completion_ids"]) for row in read[0]]
     assert '"arguments": {"x": 1}}' in texts[0] and '"arguments": {"y": "z"}}' in texts[1]
-
-
-def test_a_row_without_tools_passes_none_to_the_template(tmp_path: Path) -> None:
-    rows = [{"prompt": [USER], "completion": [{"role": "assistant", "content": "so"}], "label": True, "tools": []}]
-    tokenizer = char_tokenizer(template="{% if tools is not none and tools is defined %}TOOLS{% endif %}" + PLAIN)
-    path = prepare(dataset_from_python(rows), UNPAIRED, tokenizer, Limits(), "data", tmp_path, progress=False)
-    assert tokenizer.decode(load_prepared(path).dataset[0]["prompt_ids"]).startswith("user: hi")

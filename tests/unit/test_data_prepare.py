@@ -266,19 +266,6 @@ def test_the_key_of_the_data_depends_on_every_row() -> None:
     assert len(names) == 3
 
 
-def test_dataset_formats_and_selections(tmp_path: Path) -> None:
-    plain = Dataset.from_list(KTO)
-    formatted = plain.with_format("numpy", columns=["label"])
-    shuffled = plain.select([2, 0])
-    tokenizer = char_tokenizer()
-    paths = [
-        prepare(data, UNPAIRED, tokenizer, Limits(), "data", tmp_path, progress=False)
-        for data in (plain, formatted, shuffled)
-    ]
-    assert paths[0] == paths[1] != paths[2]
-    assert load_prepared(paths[2]).dataset["label"][:] == [False, True]
-
-
 def test_strict_data_and_no_rows_left(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^data: 1 of 3 rows would be dropped \(1 × chosen and .*strict_data: false"):
         run(PAIRED, PAIRS, tmp_path, strict=True)
@@ -288,16 +275,6 @@ def test_strict_data_and_no_rows_left(tmp_path: Path) -> None:
         run(PAIRED, PAIRS, tmp_path, strict=True)
     with pytest.raises(DataError, match=r"^data: all 3 rows were dropped \(2 × no space .*; 1 × chosen"):
         run(PAIRED, PAIRS, tmp_path, Limits(max_length=2))
-
-
-def test_columns_are_checked_first(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="missing columns chosen, rejected; training requires"):
-        run(KTO, PAIRS, tmp_path)
-    with pytest.raises(DataError, match="^data: contains no rows"):
-        empty = Dataset.from_dict({"chosen": [], "rejected": []})
-        prepare(empty, PAIRS, char_tokenizer(), Limits(), "data", tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    assert data_key(Dataset.from_dict({"a": [1]}), PAIRS, char_tokenizer(), Limits()).startswith("preference-")
 
 
 def test_conversations_need_a_template(tmp_path: Path) -> None:
@@ -321,17 +298,15 @@ def test_a_folder_that_cannot_be_written_or_read(tmp_path: Path) -> None:
 
 
 def test_a_finished_folder_of_another_process_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = DataReport.save
-    other = tmp_path / "other"
-    usual = prepare(dataset_from_python(KTO), UNPAIRED, char_tokenizer(), Limits(), "data", other, progress=False)
-    cache = tmp_path / "cache"
+    usual = prepare(dataset_from_python(KTO), UNPAIRED, char_tokenizer(), Limits(), "data", tmp_path, progress=False)
+    cache, counts = tmp_path / "cache", module.counts
     target = cache / usual.name
 
-    def overtaken(report: DataReport, folder: Path) -> None:
-        save(report, folder)
+    def overtaken(rows: Dataset) -> dict[str, int]:
         (target / "theirs").mkdir(parents=True)
+        return counts(rows)
 
-    monkeypatch.setattr(DataReport, "save", overtaken)
+    monkeypatch.setattr(module, "counts", overtaken)
     path = prepare(dataset_from_python(KTO), UNPAIRED, char_tokenizer(), Limits(), "data", cache, progress=False)
     assert [entry.name for entry in cache.iterdir()] == [path.name] and (path / "theirs").is_dir()
 
