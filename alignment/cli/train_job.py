@@ -18,7 +18,7 @@ from alignment.reporting.html.page import PAGE
 from alignment.run.console import tell
 from alignment.run.ranks import rank
 from alignment.training.data import evaluation_data, tokenized_folder, training_data
-from alignment.training.summary import REPORT
+from alignment.training.run_page import REPORT
 from alignment.training.trainer import AlignmentTrainer
 
 

@@ -1,7 +1,6 @@
 """Collate planned rows into tensors.
 
-A batch is a set of *sequences*, each a prompt and a completion; only completion tokens are scored. Callers work with
-sequences, never with rows of a matrix, so that several sequences could share a row of ``input_ids``.
+A batch is a set of *sequences*, each a prompt and a completion; only completion tokens are scored.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from alignment.data.packing.rows import PackedRows
 from alignment.data.transfer import transferred
 from alignment.data.windows import RowTable, WindowPlan, WindowSampler
 
-# Cost of an additional pass through the model, in padded tokens.
-_BLOCK_COST = 256
+_BLOCK_COST = 256  # cost of an additional pass through the model, in padded tokens
 TokenIds = Sequence[int]
 Self = TypeVar("Self", bound="OnDevice")
 
@@ -42,17 +40,12 @@ class OnDevice:
     def to(self: Self, device: torch.device, leave: Collection[str] = ()) -> Self:
         """Return the batch with all tensors on ``device``, except those in fields and inputs named in ``leave``."""
         tensors: list[Tensor] = []
-
-        def collected(tensor: Tensor) -> Tensor:
-            tensors.append(tensor)
-            return tensor
-
-        _replaced(self, collected, leave)
+        _replaced(self, tensors.append, leave)
         moved = iter(transferred(tensors, device))
         return _replaced(self, lambda _: next(moved), leave)
 
 
-def _replaced(value: Any, change: Callable[[Tensor], Tensor], leave: Collection[str]) -> Any:
+def _replaced(value: Any, change: Callable[[Tensor], Any], leave: Collection[str]) -> Any:
     """Return a batch with every tensor replaced, in nested batches and mappings too, in the order of the fields."""
     if isinstance(value, Tensor):
         return change(value)
@@ -98,9 +91,9 @@ def collate(
 ) -> Batch:
     """Pad (prompt, completion) pairs on the right. An empty batch gets one dummy token, which is not scored.
 
-    The fill value is 0. It is neither scored nor attended to by scored tokens, so no pad token is needed. Rows are in
-    the order of the sequences, or sorted by descending length and cut into blocks if that saves padding. ``scored``
-    contains a mask of the scored completion tokens for each sequence; None means all of them.
+    The fill value 0 is neither scored nor attended to by scored tokens. Rows are in the order of the sequences, or
+    sorted by descending length and cut into blocks if that saves padding. ``scored`` has a mask of the scored
+    completion tokens of each sequence; None for all.
     """
     count = max(1, len(sequences))
     totals = [len(p) + len(c) for p, c in sequences] or [1]
@@ -138,11 +131,8 @@ def collate(
 def ends(batch: Batch, longest: int | None = None) -> Batch:
     """Return the same sequences with their last tokens only, from which a reward model computes its score.
 
-    Unlike in other batches, a position is that of the token itself, not the one before it. There is one per sequence.
-
-    Args:
-        batch: S sequences with at least one completion token each; S may be 0.
-        longest: largest S on any rank in this forward pass; None for the batch's own S.
+    Unlike in other batches, a position is that of the token itself, not the one before it. Each of the S sequences
+    needs a completion token. ``longest`` is the largest S on any rank in this forward pass; None for the batch's own.
     """
     # On a GPU, the host would wait for the answer.
     assert batch.lengths.is_cuda or bool(batch.lengths.all()), "a sequence without completion tokens has no known end"
@@ -211,5 +201,6 @@ class EpochWindows(torch.utils.data.Dataset[tuple[WindowPlan, Sequence[AnyBatch]
         return self.sampler.steps_per_epoch
 
     def __getitem__(self, step: int) -> tuple[WindowPlan, Sequence[AnyBatch]]:
-        plan = self.sampler.plan(self.epoch, step)
-        return plan, list(MicroBatches(self.function, self.dataset, self.sampler.table, plan, self.rank))
+        plan, table = self.sampler.plan(self.epoch, step), self.sampler.table
+        micros = range(len(plan.micro_batches))
+        return plan, [self.function(self.dataset, table, plan, micro, self.rank) for micro in micros]

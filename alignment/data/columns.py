@@ -36,13 +36,6 @@ def arranged(
     name, and replaces a column that already has this name. ``query`` and ``system`` are only used if they are mapped.
     Other columns that are kept but cannot be represented in JSON are dropped with a warning.
 
-    Args:
-        dataset: the dataset.
-        column_map: expected name of a column -> its name in the dataset.
-        kind: the kind of its rows.
-        where: name of the dataset in messages.
-        method: name of the method in messages.
-
     Raises:
         DataError: a column of the map, or one that ``kind`` needs, is missing; or the data cannot be used.
     """
@@ -61,10 +54,8 @@ def arranged(
         return dataset.with_format(None).select_columns(list(tokens.names)), []
     for name, column in column_map.items():
         if column not in there:
-            raise DataError(
-                f"{where}: column_map maps {name} to column {column!r}, which does not exist; columns: "
-                f"{listing(there)}"
-            )
+            said = f"column_map maps {name} to column {column!r}, which does not exist"
+            raise DataError(f"{where}: {said}; columns: {listing(there)}")
     mapped = {*column_map, *column_map.values()}
     own = [name for name in kind.columns if name in there and name not in mapped]
     kind.check_columns([*own, *column_map], there, where, method)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 from alignment.config.errors import DataError, listing, one_line, show, type_name
@@ -27,6 +28,11 @@ _SPEAKERS = {
     "gpt": "assistant",
     "function_call": "assistant",
     "observation": "tool",
+}
+# Columns with variables for the chat template -> their type, and what is expected of them.
+_VARIABLES: dict[str, tuple[type, str]] = {
+    "chat_template_kwargs": (Mapping, "an object with template variables"),  # type: ignore[type-abstract]
+    "tools": (list, "a list of tool descriptions"),
 }
 
 
@@ -48,16 +54,20 @@ class Source:
     further: Mapping[str, Any] = field(default_factory=dict)
 
 
-def source_of(row: Row, where: str, prompt: Text, **completions: Text) -> Source:
+def source_of(row: Row, where: str, prompt: Text | None, **completions: Text) -> Source:
     """Return a row as text, with the system message and the template variables of its other columns.
 
-    Messages of the prompt that completions repeat, as in many published datasets, are removed from them.
+    Messages of the prompt that completions repeat, as in many published datasets, are removed from them. ``tools`` and
+    ``chat_template_kwargs`` may contain JSON strings.
 
     Raises:
-        DataError: a completion has another form than the prompt, or a system message or variables are invalid.
+        DataError: the prompt is missing, a completion has another form, or a system message or variables are invalid.
     """
+    if prompt is None:
+        raise DataError(f'{where}: prompt is missing; every row must have one (use "" or [] for an empty prompt)')
     for name, completion in completions.items():
-        check_same_form(where, prompt=prompt, **{name: completion})
+        if isinstance(prompt, str) is not isinstance(completion, str):
+            raise different_forms(where, prompt=prompt, **{name: completion})
     answers = tuple(completions.values())
     if isinstance(prompt, list):
         size = len(prompt)
@@ -75,7 +85,16 @@ def source_of(row: Row, where: str, prompt: Text, **completions: Text) -> Source
                 f"{where}: system is set, but the messages already start with a system message; remove one"
             )
         prompt = [{"role": "system", "content": system}, *prompt]
-    return Source(prompt, answers, where, template_variables(row, where))
+    variables: dict[str, Any] = {}
+    for name, (kind, expected) in _VARIABLES.items():
+        value = row.get(name)
+        if isinstance(value, str):
+            value = _json(value, f"{where}: {name}") if value.strip() else None
+        if not isinstance(value, (kind, NoneType)):
+            raise DataError(f"{where}: {name} is {show(value)}; expected {expected}")
+        entries = value if isinstance(value, Mapping) else {name: value or None}
+        variables |= {key: entry for key, entry in entries.items() if entry is not None}
+    return Source(prompt, answers, where, variables)
 
 
 def text_of(row: Row, key: str, where: str, *, answer: bool = False) -> Text:
@@ -100,26 +119,17 @@ def text_of(row: Row, key: str, where: str, *, answer: bool = False) -> Text:
     return text
 
 
-def check_same_form(where: str, **texts: Text) -> None:
-    """Check that two texts are both strings or both messages.
-
-    Raises:
-        DataError: one is a string and the other one messages.
-    """
+def different_forms(where: str, **texts: Text) -> DataError:
+    """Return the error about two texts of which one is a string and the other one messages."""
     (first, one), (second, other) = texts.items()
-    if isinstance(one, str) is not isinstance(other, str):
-        remedy = "use strings for both or messages for both"
-        if first == "prompt" and isinstance(one, str):
-            remedy += ", or remove the prompt column if the completions contain the prompt's messages"
-        raise DataError(f"{where}: {first} is {type_name(one)} but {second} is {type_name(other)}; {remedy}")
+    remedy = "use strings for both or messages for both"
+    if first == "prompt" and isinstance(one, str):
+        remedy += ", or remove the prompt column if the completions contain the prompt's messages"
+    return DataError(f"{where}: {first} is {type_name(one)} but {second} is {type_name(other)}; {remedy}")
 
 
 def prompt_of(row: Row, where: str) -> Text | None:
-    """Return the row's prompt, followed by its ``query`` on a new line, or None if it has no prompt.
-
-    Raises:
-        DataError: see :func:`text_of`; or there is a query, and one of the two is not a string.
-    """
+    """Return the row's prompt, followed by its ``query`` on a new line, or None if it has no prompt."""
     prompt = None if row.get("prompt") is None else text_of(row, "prompt", where)
     query = row.get("query")
     if query in (None, ""):
@@ -134,25 +144,12 @@ def prompt_of(row: Row, where: str) -> Text | None:
 
 def answered(row: Row, where: str) -> Source:
     """Return a row with ``prompt, completion`` as text. The prompt may be empty, but not missing."""
-    prompt = required_prompt(row, where)
     completion = text_of({"completion": None, **row}, "completion", where, answer=True)
-    return source_of(row, where, prompt, completion=completion)
-
-
-def required_prompt(row: Row, where: str) -> Text:
-    """Return the row's prompt, see :func:`prompt_of`, which may be empty but not missing."""
-    prompt = prompt_of(row, where)
-    if prompt is None:
-        raise DataError(f'{where}: prompt is missing; every row must have one (use "" or [] for an empty prompt)')
-    return prompt
+    return source_of(row, where, prompt_of(row, where), completion=completion)
 
 
 def conversation(row: Row, key: str, where: str) -> Source:
-    """Return a row with ``messages`` as text: the completion is the final message.
-
-    Raises:
-        DataError: the value is not a conversation, or the last message is not the assistant's.
-    """
+    """Return a row with ``messages`` as text: the completion is the final message, which is the assistant's."""
     refuse_mapped(row, key, where, "query")
     text = text_of(row, key, where, answer=True)
     if isinstance(text, str):
@@ -168,25 +165,6 @@ def refuse_mapped(row: Row, key: str, where: str, *names: str) -> None:
                 f"{where}: {name} is {show(row[name])}, but the row has {key} and no prompt to add it to; "
                 f"remove {name} from column_map"
             )
-
-
-def template_variables(row: Row, where: str) -> dict[str, Any]:
-    """Return the row's variables for the chat template. Both columns may contain JSON strings.
-
-    Raises:
-        DataError: ``tools`` is not a list, or ``chat_template_kwargs`` is not an object.
-    """
-    extra, tools = row.get("chat_template_kwargs"), row.get("tools")
-    if isinstance(extra, str):
-        extra = _json(extra, f"{where}: chat_template_kwargs") if extra.strip() else None
-    if isinstance(tools, str):
-        tools = _json(tools, f"{where}: tools") if tools.strip() else None
-    if extra is not None and not isinstance(extra, Mapping):
-        raise DataError(f"{where}: chat_template_kwargs is {show(extra)}; expected an object with template variables")
-    variables = {key: value for key, value in (extra or {}).items() if value is not None}
-    if tools is not None and not isinstance(tools, list):
-        raise DataError(f"{where}: tools is {show(tools)}; expected a list of tool descriptions")
-    return {**variables, "tools": tools} if tools else variables
 
 
 def without_nulls(value: Any) -> Any:
@@ -233,15 +211,16 @@ def _content(message: Mapping[str, Any], where: str) -> Message:
 
 
 def _part(part: object, where: str) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    if isinstance(part, Mapping) and part.get("type") not in (None, "text"):
-        raise DataError(f"{where} has type {show(part['type'])}; only text is supported; remove the row")
+    form, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+    if form == "text" and isinstance(text, str):
+        return text
+    if form not in (None, "text"):
+        raise DataError(f"{where} has type {show(form)}; only text is supported; remove the row")
     raise DataError(f'{where} is {show(part)}; expected {{"type": "text", "text": …}}')
 
 
 def _spoken(turn: Mapping[str, Any], where: str) -> Message:
-    """Convert a ShareGPT turn to a message. Calls of functions are a JSON string."""
+    """Convert a ShareGPT turn, in which calls of functions are a JSON string."""
     speaker, value = turn["from"], turn.get("value")
     if not isinstance(speaker, str) or speaker not in _SPEAKERS:
         raise DataError(f"{where}.from is {show(speaker)}; expected one of {listing(_SPEAKERS)}")

@@ -21,7 +21,7 @@ from alignment.data.report import NOT_DRAWN, DataReport, counts
 
 @dataclass(frozen=True)
 class Part:
-    """A dataset by its name in messages, or one of a mixture; called, it loads.
+    """A dataset by its name in messages, or one of a mixture.
 
     Attributes:
         where: its name in messages.
@@ -34,9 +34,6 @@ class Part:
     load: Callable[[], Any]
     column_map: Mapping[str, str] | None = None
     weight: float | None = None
-
-    def __call__(self) -> Any:
-        return self.load()
 
 
 def shares(parts: Sequence[tuple[str, int, float | None]], most: int | None) -> list[int]:
@@ -75,16 +72,11 @@ def mixed(
 ) -> tuple[Dataset, list[DataReport]]:
     """Return the rows of a mixture, dataset by dataset, and the report of each dataset.
 
-    Args:
-        parts: name, tokenized rows and weight of each dataset. A single dataset is used in full.
-        most: maximum number of rows of the mixture.
-        seed: seed for sampling rows.
+    ``parts`` are name, tokenized rows and weight of each dataset, and ``most`` is the maximum number of rows.
 
     Raises:
         DataError: a dataset would contribute no rows.
     """
-    if len(parts) == 1:
-        return parts[0][1].dataset, [parts[0][1].report]
     used = shares([(name, len(part.dataset), weight) for name, part, weight in parts], most)
     datasets, reports = [], []
     for number, ((_, part, _), count) in enumerate(zip(parts, used)):
@@ -101,13 +93,8 @@ def mixed(
 def draw(rows: np.ndarray, count: int, seed: Sequence[int]) -> np.ndarray:
     """Sample ``count`` tokenized rows and return their indices in the order of the data, as a function of the seed.
 
-    Rows from the same source row (the two rows of a pair, for KTO) are sampled together, except possibly the last
-    ones.
-
-    Args:
-        rows: (N,) source row of each tokenized row.
-        count: number of rows, at most N.
-        seed: any number of integers.
+    ``rows`` (N,) has the source row of each: those of one source row (the two rows of a pair, for KTO) are sampled
+    together, except possibly the last ones.
     """
     _, source = np.unique(rows, return_inverse=True)
     places = np.random.default_rng(list(seed)).permutation(len(rows))[source]

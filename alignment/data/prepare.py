@@ -1,7 +1,6 @@
 """Tokenize a dataset once and cache it on disk, under a name that depends on everything that determines its content.
 
-Either one process calls :func:`prepare` while the others wait, or all call it: the result is the same folder, which is
-created atomically. :func:`load_prepared` reads it.
+Processes that call :func:`prepare` at the same time get the same folder, which is created atomically.
 """
 
 from __future__ import annotations
@@ -44,14 +43,7 @@ def data_key(dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits, other
     """Return the key of a tokenized dataset, such as ``preference-3f…``: a hash of everything that determines it.
 
     The content of the rows is hashed rather than the dataset's fingerprint: two processes that load the same file get
-    the same name, and a modified file gets a new one regardless of its timestamp.
-
-    Args:
-        dataset: the rows, with the columns that are used, by their expected names.
-        kind: kind of rows.
-        tokenizer: the tokenizer, of which everything that affects token IDs is hashed.
-        limits: lengths in tokens.
-        others: columns that the kind does not know and keeps.
+    the same name. ``others`` are columns that the kind does not know and keeps.
     """
     digest = hashlib.blake2b(digest_size=16)
     settings: dict[str, Any] = {"version": _TOKENS_VERSION, "kind": kind.name, "limits": asdict(limits)}
@@ -77,11 +69,6 @@ def _sources(cls: type) -> Iterator[str]:
     for value in vars(cls).values():
         with contextlib.suppress(OSError, TypeError):
             yield inspect.getsource(value)
-
-
-def key_of(folder: Path) -> str:
-    """Return the key of the rows in a folder that :func:`prepare` returned."""
-    return folder.stem
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
@@ -128,11 +115,9 @@ def prepare(
 
     Args:
         dataset: rows of any accepted format.
-        kind: kind of rows.
-        tokenizer: a transformers tokenizer.
-        limits: lengths in tokens.
+        kind, tokenizer, limits: how they become token IDs.
         where: name of the data in messages, such as the file name.
-        cache_dir: the folder in which the result's folder is created; it is created if it does not exist.
+        cache_dir: the folder in which the result's folder is created.
         column_map: expected name of a column -> its name in the dataset.
         num_proc: number of worker processes; does not affect the result.
         progress: whether to show a progress bar.
@@ -149,11 +134,10 @@ def prepare(
         raise DataError(f"{where}: contains no rows; pass a dataset with rows")
     target = cache_dir / f"{data_key(dataset, kind, tokenizer, limits, others)}.{_FORMAT_VERSION}"
     if target.is_dir():
-        _check_report(DataReport.load(target), where, strict)
+        _check_report(_report(target), where, strict)
         return target
-    mapper = RowMapper(
-        RowTokenizer(tokenizer, whole=kind.whole), kind, limits, where, column_map, dataset.features, others
-    )
+    given = dataset.features
+    mapper = RowMapper(RowTokenizer(tokenizer, whole=kind.whole), kind, limits, where, column_map, given, others)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=cache_dir) as scratch:
@@ -168,7 +152,7 @@ def prepare(
                     num_proc=num_proc,
                     cache_file_name=f"{scratch}/rows.arrow",
                     load_from_cache_file=False,
-                    new_fingerprint=key_of(target).rpartition("-")[2],  # avoids pickling the tokenizer
+                    new_fingerprint=target.stem.rpartition("-")[2],  # avoids pickling the tokenizer
                     desc="Tokenizing",
                 )
             reasons = mapped.data.column("dropped").to_pylist()
@@ -179,7 +163,7 @@ def prepare(
             made = Path(scratch) / "made"
             with _progress_bars(False):
                 kept.remove_columns("dropped").save_to_disk(str(made / "data"))
-            report.save(made)
+            (made / "report.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
             try:
                 made.rename(target)
             except OSError:  # if another process was faster, its identical folder is used
@@ -194,11 +178,7 @@ def prepare(
 
 
 def check_cache(folder: Path) -> None:
-    """Check that the cache folder is writable, because the datasets library would report a problem with the data.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
+    """Check that the cache folder is writable (OutputError); ``datasets`` would report a problem with the data."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -211,31 +191,24 @@ def check_cache(folder: Path) -> None:
 
 
 def load_prepared(path: Path) -> Prepared:
-    """Load the result of :func:`prepare`.
-
-    Raises:
-        DataError: the folder is missing or corrupt.
-    """
+    """Load the result of :func:`prepare`; DataError if the folder is missing or corrupt."""
     try:
         dataset = datasets.load_from_disk(str(path / "data"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: the tokenized data cannot be read: {one_line(error)}; delete the folder") from error
-    return Prepared(dataset, DataReport.load(path))
+    return Prepared(dataset, _report(path))
+
+
+def _report(folder: Path) -> DataReport:
+    try:
+        return DataReport(**json.loads((folder / "report.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{folder}: its report.json cannot be read: {one_line(error)}; delete the folder") from error
 
 
 @dataclass
 class RowMapper:
-    """The function for ``Dataset.map`` with ``with_indices``. Rows to be dropped are only marked.
-
-    Attributes:
-        tokenizer: converts texts to token IDs.
-        kind: kind of rows.
-        limits: lengths in tokens.
-        where: name of the data in messages.
-        column_map: expected name of a column -> its name in the data.
-        given: the columns with their types.
-        others: the columns that the kind does not know and keeps.
-    """
+    """The function for ``Dataset.map`` of rows with the columns ``given``. Rows to be dropped are only marked."""
 
     tokenizer: RowTokenizer
     kind: Kind
@@ -249,37 +222,37 @@ class RowMapper:
         self.features = Features({**self.kind.features, "dropped": Value("string")})
         self._tokens = self.kind.tokens.find(self.given)
         # Arrow adds null entries so that all objects have the same keys; JSON columns are unchanged.
-        self._filled = {n for n, feature in self.given.items() if not _holds_json(feature)} - {*self.others}
+        nested = {n for n, feature in self.given.items() if not (isinstance(feature, Value) or _holds_json(feature))}
+        self._filled = nested - {*self.others}
 
     def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         ACTIVITY.progress()  # no effect in a worker process
-        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        read = [self._read(row, f"{self.where}, row {index + 1}") for row, index in zip(rows, indices, strict=True)]
+        read: list[Source | Encoded] = []  # rows as text, or as token IDs if they are already tokenized
+        for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
+            row, place = dict(zip(batch, values, strict=True)), f"{self.where}, row {index + 1}"
+            row |= {name: without_nulls(row[name]) for name in self._filled}
+            if "label" in self.column_map and isinstance(row["label"], str):  # CSV files have no types
+                row["label"] = LABELS.get(row["label"].strip().lower(), row["label"])
+            others = {name: row.pop(name) for name in self.others}
+            try:
+                if self._tokens is not None:
+                    read.append(self.kind.read_tokens(row, self._tokens, place, self.tokenizer))
+                else:
+                    read.append(self.kind.parse(row, place, others))
+            except DataError as error:
+                if not self.column_map:
+                    raise
+                renamed = ", ".join(f"{name}: {column}" for name, column in self.column_map.items())
+                raise DataError(f"{error} (column_map: {renamed})") from None
         encoded = iter(self.kind.encode([one for one in read if isinstance(one, Source)], self.tokenizer))
         out: dict[str, list[Any]] = {name: [] for name in self.features}
         for index, one in zip(indices, read, strict=True):
             ids = next(encoded) if isinstance(one, Source) else one
             for record in self.kind.records(ids, self.limits, self.tokenizer):
                 record["row"] = index
-                for name, values in out.items():
-                    values.append(record[name])
+                for name, column in out.items():
+                    column.append(record[name])
         return out
-
-    def _read(self, row: dict[str, Any], place: str) -> Source | Encoded:
-        """Read a row: as text, or as token IDs if it is already tokenized."""
-        row = {key: without_nulls(value) if key in self._filled else value for key, value in row.items()}
-        if "label" in self.column_map and isinstance(row["label"], str):  # CSV files have no types
-            row["label"] = LABELS.get(row["label"].strip().lower(), row["label"])
-        others = {name: row.pop(name) for name in self.others}
-        try:
-            if self._tokens is not None:
-                return self.kind.read_tokens(row, self._tokens, place, self.tokenizer)
-            return self.kind.parse(row, place, others)
-        except DataError as error:
-            if not self.column_map:
-                raise
-            renamed = ", ".join(f"{name}: {column}" for name, column in self.column_map.items())
-            raise DataError(f"{error} (column_map: {renamed})") from None
 
 
 def _holds_json(feature: Any) -> bool:
@@ -305,11 +278,11 @@ def _check_report(report: DataReport, where: str, strict: bool) -> None:
 @contextmanager
 def _progress_bars(shown: bool) -> Iterator[None]:
     """Hide the progress bars of the ``datasets`` library, without overriding the user's own setting."""
-    if shown or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
+    hidden = not shown and not are_progress_bars_disabled()
     try:
+        if hidden:
+            disable_progress_bars()
         yield
     finally:
-        enable_progress_bars()
+        if hidden:
+            enable_progress_bars()

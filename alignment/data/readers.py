@@ -8,13 +8,11 @@ non-finite numbers, with which pandas represents missing values, become null.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import math
-import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import date, time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +23,6 @@ from alignment.config.errors import DataError, one_line, show
 
 LABELS = {"true": True, "false": False}
 _PLAIN = {str: "string", bool: "bool", int: "int64", float: "float64"}
-SPOOLED = ".rows"  # suffix of a temporary file
 _MARK = b"\xef\xbb\xbf"  # a byte order mark
 
 Placed = Iterator[tuple[str, dict[str, Any]]]  # ("FILE, line 3", row)
@@ -34,44 +31,49 @@ Placed = Iterator[tuple[str, dict[str, Any]]]  # ("FILE, line 3", row)
 def read_rows(path: Path) -> Placed:
     """Yield ``(place, row)`` for every row of a .json, .jsonl or .csv file; ``place`` names the file and line or row.
 
-    A JSON file has one object per line, or a single list of objects. A file of rows that were written by
-    :func:`spooled` has places of its own.
-
-    Raises:
-        DataError: a line cannot be read, is not an object, or contains an unpaired surrogate.
+    A JSON file has one object per line, or a single list of objects; DataError for anything else.
     """
-    with path.open("rb") as file:
-        if path.suffix == SPOOLED:
-            with contextlib.suppress(EOFError):
-                while True:
-                    yield pickle.load(file)
-            return
-        if path.suffix.lower() == ".csv":
-            yield from _csv_rows(path)
-            return
-        first = next((text for line in file if (text := line.removeprefix(_MARK).strip())), b"")
-        file.seek(0)
-        if first.startswith(b"["):
-            listed = enumerate(_parsed(file.read(), path, 1), start=1)
-            rows = ((f"{path}, row {number}", row) for number, row in listed)
-        else:
-            lines = ((number, text) for number, line in enumerate(file, start=1) if (text := line.strip()))
-            rows = ((f"{path}, line {number}", _parsed(text, path, number)) for number, text in lines)
-        for place, row in rows:
-            if not isinstance(row, dict):
-                raise DataError(f"{place}: the row is {show(row)}; expected an object with one entry per column")
-            yield place, row
+    if path.suffix.lower() == ".csv":
+        yield from _csv_rows(path)
+        return
+    text, line = b"", 1
+    try:
+        with path.open("rb") as file:
+            first = next((text for each in file if (text := each.removeprefix(_MARK).strip())), b"")
+            file.seek(0)
+            listed = first.startswith(b"[")
+            for line, text in enumerate([file.read()] if listed else file, start=1):
+                if not (text := text if listed else text.strip()):
+                    continue
+                found = json.loads(text.decode("utf-8-sig"), parse_constant=_refused)
+                if b"\\ud" in text.lower():  # a string that cannot be encoded, such as an unpaired \ud83d
+                    json.dumps(found, ensure_ascii=False).encode("utf-8")
+                for number, row in enumerate(found if listed else [found], start=1):
+                    place = f"{path}, row {number}" if listed else f"{path}, line {line}"
+                    if not isinstance(row, dict):
+                        raise DataError(
+                            f"{place}: the row is {show(row)}; expected an object with one entry per column"
+                        )
+                    yield place, row
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path}, line {line + error.lineno - 1}: invalid JSON: {error.msg} (column {error.colno}); "
+            "expected one object per line, or a single list of objects"
+        ) from error
+    except UnicodeDecodeError as error:
+        line += text.count(b"\n", 0, error.start)
+        raise DataError(f"{path}, line {line}: not UTF-8 text: {error.reason}; save the file as UTF-8") from error
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{path}, line {line}: a string contains an unpaired surrogate (\\ud… escape); fix or remove it"
+        ) from error
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{path}, line {line}: invalid JSON: {one_line(error)}") from error
 
 
-def spooled(rows: Placed, path: Path) -> Placed:
-    """Write rows to ``path`` as they arrive."""
-    with path.open("wb") as file:
-        for placed in rows:
-            pickle.dump(placed, file)
-            yield placed
-
-
-def infer_features(rows: Placed) -> Features:
+def infer_features(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> Features:
     """Infer a feature for each key: a primitive type if it holds the values of all rows, otherwise JSON."""
     seen: dict[str, set[type]] = {}
     for _, row in rows:
@@ -89,30 +91,17 @@ def infer_features(rows: Placed) -> Features:
     return Features(features)
 
 
-def encoded(rows: Placed, features: Features) -> Iterator[dict[str, Any]]:
-    """Encode rows for the dataset writer, without changing values: one entry per feature, JSON columns as strings.
-
-    Raises:
-        DataError: a value cannot be represented in JSON.
-    """
-    as_json = [key for key, feature in features.items() if isinstance(feature, Json)]
-    for place, row in rows:
-        out = {key: row.get(key) for key in features}
-        yield out | {key: json_text(key, out[key], place) for key in as_json if out[key] is not None}
-
-
-def encoded_files(paths: list[str], features: Features) -> Iterator[dict[str, Any]]:
-    """Yield the encoded rows of several files, for ``Dataset.from_generator``."""
+def encoded(paths: Iterable[str], features: Features) -> Iterator[dict[str, Any]]:
+    """Yield the rows of files for ``Dataset.from_generator``: one entry per feature, JSON columns as strings."""
+    as_json = [name for name, feature in features.items() if isinstance(feature, Json)]
     for path in paths:
-        yield from encoded(read_rows(Path(path)), features)
+        for place, row in read_rows(Path(path)):
+            texts = {name: json_text(name, row[name], place) for name in as_json if row.get(name) is not None}
+            yield {name: row.get(name) for name in features} | texts
 
 
 def json_text(name: str, value: object, where: str) -> str:
-    """Encode the value in column ``name`` as JSON; ``where`` names its row in messages.
-
-    Raises:
-        DataError: the value cannot be represented in JSON.
-    """
+    """Encode the value in column ``name`` of the row ``where`` as JSON; DataError if that is not possible."""
     try:
         return json.dumps(_finite(value), allow_nan=False, default=_iso_text)
     except (TypeError, ValueError) as error:
@@ -120,6 +109,11 @@ def json_text(name: str, value: object, where: str) -> str:
             f"{where}: {name} is {show(value)}, which cannot be stored: {one_line(error)}; use values that JSON "
             "supports (strings, numbers, lists, objects), or remove the column"
         ) from error
+
+
+def json_object(values: Mapping[str, object], where: str) -> str:
+    """Encode values by column as a JSON object; see :func:`json_text`."""
+    return f"{{{', '.join(f'{json.dumps(name)}: {json_text(name, value, where)}' for name, value in values.items())}}}"
 
 
 def _iso_text(value: object) -> str:
@@ -139,29 +133,6 @@ def _finite(value: Any) -> Any:
 
 def _refused(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value; use null or a number")
-
-
-def _parsed(data: bytes, path: Path, line: int) -> Any:
-    """Parse JSON that starts at a line of a file. Its strings can be encoded (an unpaired ``\\ud83d`` cannot)."""
-    try:
-        found = json.loads(data.decode("utf-8-sig"), parse_constant=_refused)
-        if b"\\ud" in data.lower():
-            json.dumps(found, ensure_ascii=False).encode("utf-8")
-        return found
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path}, line {line + error.lineno - 1}: invalid JSON: {error.msg} (column {error.colno}); "
-            "expected one object per line, or a single list of objects"
-        ) from error
-    except UnicodeDecodeError as error:
-        line += data.count(b"\n", 0, error.start)
-        raise DataError(f"{path}, line {line}: not UTF-8 text: {error.reason}; save the file as UTF-8") from error
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{path}, line {line}: a string contains an unpaired surrogate (\\ud… escape); fix or remove it"
-        ) from error
-    except ValueError as error:
-        raise DataError(f"{path}, line {line}: invalid JSON: {one_line(error)}") from error
 
 
 def _csv_rows(path: Path) -> Placed:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from datasets import Dataset
 
-from alignment.config.errors import DataError, counted, one_line
+from alignment.config.errors import counted
 
 NOT_DRAWN = "not sampled (proportions of the mixture)"
 
@@ -19,10 +17,8 @@ NOT_DRAWN = "not sampled (proportions of the mixture)"
 class DataReport:
     """Counts for one prepared dataset, in rows as the method sees them (a pair counts as two rows for KTO).
 
-    ``rows_in == rows_out + sum(dropped.values())``. ``prompts_cut`` and ``completions_cut`` count truncated prompts
-    and completions of the kept rows. ``desirable`` and ``undesirable`` are 0 for rows without labels. ``packs`` is 0
-    without packing; otherwise the packs have up to ``pack_length`` tokens each and ``pack_tokens`` in total, and
-    ``pack_left_out`` sequences without loss tokens are omitted.
+    ``rows_in == rows_out + sum(dropped.values())``; all other counts are of the kept rows. Only labeled rows are
+    ``desirable`` or ``undesirable``. With packing, ``pack_left_out`` sequences without loss tokens are omitted.
     """
 
     rows_in: int
@@ -55,24 +51,6 @@ class DataReport:
         """Return the reasons for dropped rows with their counts, most frequent first."""
         ordered = sorted(self.dropped.items(), key=lambda item: (-item[1], item[0]))
         return "; ".join(f"{count} × {reason}" for reason, count in ordered)
-
-    def save(self, folder: Path) -> None:
-        """Write the report to ``report.json``."""
-        (folder / "report.json").write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, folder: Path) -> DataReport:
-        """Load a report written by :meth:`save`.
-
-        Raises:
-            DataError: the file is missing or damaged.
-        """
-        try:
-            return cls(**json.loads((folder / "report.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise DataError(
-                f"{folder}: its report.json cannot be read: {one_line(error)}; delete the folder"
-            ) from error
 
 
 def counts(rows: Dataset) -> dict[str, int]:

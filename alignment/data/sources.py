@@ -9,18 +9,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
-from datasets import Dataset, Features, IterableDataset
+from datasets import Dataset, Features, IterableDataset, Json
 
 from alignment.config.errors import DataError, listing, one_line, show
 from alignment.data.columns import check_no_images, foreign_columns
-from alignment.data.readers import SPOOLED, Placed, encoded, encoded_files, infer_features, read_rows, spooled
+from alignment.data.readers import Placed, encoded, infer_features, json_object, json_text, read_rows
 from alignment.internals.datasets import cache_folder, cause_of, data_files_by_split, slices, was_saved
 from alignment.reporting.durable import write_json
 
@@ -33,8 +33,7 @@ def load_split(name: str, config: str | None, split: str) -> Dataset:
     """Load one split of a dataset.
 
     Args:
-        name: a local file (``.json``, ``.jsonl``, ``.csv``, ``.parquet``, ``.arrow``), a local folder (written by
-            ``save_to_disk``, or with data files), or a name on the Hugging Face Hub.
+        name: a local file, a local folder (written by ``save_to_disk``, or with data files), or a name on the Hub.
         config: configuration of a Hub dataset; None for local data.
         split: a split, or a slice of one such as ``train[:10%]``. A single file only has the split ``train``.
 
@@ -60,11 +59,7 @@ def load_split(name: str, config: str | None, split: str) -> Dataset:
 
 
 def dataset_from_python(value: object) -> Dataset:
-    """Return a dataset passed by the user: a ``Dataset``, or a list of dictionaries, which keep their types.
-
-    Raises:
-        DataError: ``value`` is a dictionary of splits, an empty list, or of another type, or it cannot be stored.
-    """
+    """Return a dataset passed by the user: a ``Dataset``, or a list of dictionaries, which keep their types."""
     if isinstance(value, Dataset):
         return value
     if isinstance(value, dict):  # also a DatasetDict, or one of streams
@@ -75,12 +70,15 @@ def dataset_from_python(value: object) -> Dataset:
     if not value:
         raise DataError("dataset is an empty list; pass at least one row")
     rows = list(_checked_rows(value, None, "dataset"))
-    features = infer_features(iter(rows))
+    features = infer_features(rows)
     if not features:
         raise DataError("the rows of the dataset have no columns; pass dicts with prompt, completion, label, …")
-    stored = list(encoded(iter(rows), features))
+    columns = {name: [row.get(name) for _, row in rows] for name in features}
+    for name in (name for name, feature in features.items() if isinstance(feature, Json)):
+        given = zip(columns[name], rows)
+        columns[name] = [None if value is None else json_text(name, value, place) for value, (place, _) in given]
     try:
-        return Dataset.from_dict({key: [row[key] for row in stored] for key in features}, features=features)
+        return Dataset.from_dict(columns, features=features)
     except (TypeError, ValueError) as error:
         raise DataError(
             f"dataset is a list that cannot be stored: {one_line(error)}; use values that JSON supports"
@@ -90,14 +88,9 @@ def dataset_from_python(value: object) -> Dataset:
 def from_stream(
     stream: IterableDataset, rows: int | None, columns: Collection[str] | None, where: str, folder: Path
 ) -> Dataset:
-    """Create a dataset of (up to) the first ``rows`` rows of a stream, without holding all of them in memory.
+    """Create a dataset of the first ``rows`` rows of a stream (None: all), without holding all of them in memory.
 
-    Args:
-        stream: the stream, which is read once from its start.
-        rows: number of rows; None for all.
-        columns: the columns to keep; None for all.
-        where: name of the data in messages.
-        folder: folder for a temporary file.
+    Only ``columns`` are kept (None: all). A temporary file is written to ``folder``.
 
     Raises:
         DataError: the stream has no rows, fails, or has values in a used column that JSON does not support.
@@ -105,28 +98,25 @@ def from_stream(
     folder.mkdir(parents=True, exist_ok=True)
     if columns is None and stream.features is not None:  # before reading, because images would be decoded
         stream = stream.remove_columns(foreign_columns(stream.features))
-    given = _streamed(islice(stream.with_format(None), rows), where)
+    given = _checked_rows(islice(stream.with_format(None), rows), columns, where)
     with TemporaryDirectory(prefix=".stream-", dir=folder) as scratch:
-        path = Path(scratch) / f"stream{SPOOLED}"
-        features = infer_features(spooled(_checked_rows(given, columns, where), path))
-        if not features:
-            raise DataError(f"{where}: the stream has no rows with usable columns; pass another stream")
-        return _guarded(where, lambda: _stored([path], features, file_hash(path).hex()))
-
-
-def _streamed(rows: Iterable[Any], where: str) -> Iterator[Any]:
-    number = 0
-    try:
-        for row in rows:
-            number += 1
-            yield row
-    except Exception as error:  # any error of the user's generator or the network
-        raise DataError(f"{where}: the stream failed after row {number}: {one_line(error)}") from error
+        path = Path(scratch) / "stream.jsonl"
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(json_object(row, place) + "\n" for place, row in given)
+        return _guarded(where, functools.partial(_read_exactly, where, [path]))
 
 
 def _checked_rows(rows: Iterable[Any], columns: Collection[str] | None, where: str) -> Placed:
     """Yield rows, restricted to ``columns``, with the place of each."""
-    for number, row in enumerate(rows, start=1):
+    number, left = 0, iter(rows)
+    while True:
+        try:
+            row = next(left)
+        except StopIteration:
+            return
+        except Exception as error:  # any error of the user's generator or the network
+            raise DataError(f"{where}: the stream failed after row {number}: {one_line(error)}") from error
+        number += 1
         place = f"{where}, row {number}"
         if not isinstance(row, dict) or not all(isinstance(key, str) for key in row):
             raise DataError(f"{place}: the row is {show(row)}; expected a dict of column names to values")
@@ -141,10 +131,9 @@ def _local_split(name: str, path: Path, split: str) -> Dataset:
     for part in [piece.split("[")[0].strip() for piece in split.split("+")]:
         if part not in parts:
             raise DataError(f"{name}: split {part!r} does not exist; available: {listing(parts)}")
-        if isinstance(parts[part], Dataset):
-            loaded[part] = parts[part]
+        if isinstance(paths := parts[part], Dataset):
+            loaded[part] = paths
             continue
-        paths = parts[part]
         suffix, *others = sorted({file.suffix.lower() for file in paths})
         if others:
             raise DataError(f"{name}: the split mixes {listing([suffix, *others])} files; use a single file type")
@@ -176,15 +165,11 @@ def _read_exactly(name: str, paths: list[Path]) -> Dataset:
     if not memory.exists():
         found = infer_features(placed for path in paths for placed in read_rows(path))
         if not found:
-            raise DataError(f"{name}: contains no rows; choose a file with rows")
+            raise DataError(f"{name}: contains no rows with usable columns; choose data with rows")
         write_json(memory, found.to_dict())
     features = Features.from_dict(json.loads(memory.read_text(encoding="utf-8")))
-    return _stored(paths, features, key)
-
-
-def _stored(paths: list[Path], features: Features, fingerprint: str) -> Dataset:
     kwargs = {"paths": [str(path) for path in paths], "features": features}
-    return Dataset.from_generator(encoded_files, features=features, gen_kwargs=kwargs, fingerprint=fingerprint)
+    return Dataset.from_generator(encoded, features=features, gen_kwargs=kwargs, fingerprint=key)
 
 
 def file_hash(path: Path) -> bytes:
@@ -201,15 +186,13 @@ def _folder_parts(folder: Path) -> dict[str, Any]:
     if was_saved(folder):
         saved = _guarded(str(folder), lambda: datasets.load_from_disk(str(folder)))
         return dict(saved) if isinstance(saved, dict) else {"train": saved}
-    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix.lower() in SUFFIXES]
-    if not files:
+    if not any(path.is_file() and path.suffix.lower() in SUFFIXES for path in folder.rglob("*")):
         raise DataError(f"{folder}: contains neither a saved dataset nor data files ({listing(SUFFIXES)})")
-    found = data_files_by_split(str(folder))
-    parts = {
-        str(split): sorted(Path(file) for file in names if Path(file).suffix.lower() in SUFFIXES)
-        for split, names in found.items()
-    }
-    return {split: names for split, names in parts.items() if names}
+    parts = {}
+    for split, names in data_files_by_split(str(folder)).items():
+        if known := sorted(Path(file) for file in names if Path(file).suffix.lower() in SUFFIXES):
+            parts[str(split)] = known
+    return parts
 
 
 def _guarded(name: str, load: Callable[[], Any], remedy: str = "") -> Any:

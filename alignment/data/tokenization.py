@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from alignment.config.errors import DataError, did_you_mean, listing, one_line, show
 from alignment.data.messages import ROLES, Message, Source, Text
@@ -46,10 +46,6 @@ class RowTokenizer:
     Standard text gets the tokenizer's leading special tokens and EOS exactly once. Conversations are rendered with the
     chat template, which has its own special tokens; EOS is added only if the template does not end the turn.
 
-    The first token of a row with an empty prompt and no BOS cannot be predicted: it is moved to the prompt as context
-    and has no log-prob. If two completions start with different tokens, the BOS token, or else the EOS token, is used
-    as context instead.
-
     Args:
         tokenizer: a transformers tokenizer, fast or slow, with or without pad, BOS and EOS tokens.
         whole: for reward models, which score the last token: use a rendered conversation unchanged up to its last
@@ -61,10 +57,17 @@ class RowTokenizer:
         self.name = str(getattr(tokenizer, "name_or_path", "")) or type(tokenizer).__name__
         self.bos: int | None = tokenizer.bos_token_id
         self.eos: int | None = tokenizer.eos_token_id
-        self.leading = leading_specials(tokenizer)
+        self.leading: list[int] = []  # the special tokens (usually BOS, often none) that it adds before a text
+        for probe in ("a", "1", "the"):
+            ids, body = (list(tokenizer(probe, add_special_tokens=both)["input_ids"]) for both in (True, False))
+            starts = [start for start in range(len(ids)) if body and ids[start : start + len(body)] == body]
+            if starts:
+                self.leading = ids[: starts[0]]
+                break
         self._added = {i: (token.content, token.special) for i, token in tokenizer.added_tokens_decoder.items()}
         self._special = {i for i, (_, special) in self._added.items() if special} | set(tokenizer.all_special_ids)
         self._special.discard(getattr(tokenizer, "unk_token_id", None))  # represents text and does not end a turn
+        self._known = self._special | self._added.keys()
         self._roles, self._distinguishes = set(ROLES), False
         if self.eos is None:
             logger.warning(
@@ -75,10 +78,14 @@ class RowTokenizer:
         """Return the token IDs of every source, with a single call of the tokenizer.
 
         Raises:
-            DataError: a row is conversational but there is no chat template, or the template fails, renders every
-                row alike or does not know a role.
+            DataError: a row cannot be rendered with the chat template.
         """
-        texts = [self._texts(source) for source in sources]
+        texts = [
+            [source.prompt, *(source.prompt + str(completion) for completion in source.completions)]
+            if isinstance(source.prompt, str)
+            else self._rendered(source.prompt, source)
+            for source in sources
+        ]
         ids, rows = iter(self.ids([text for group in texts for text in group])), []
         for source, group in zip(sources, texts):
             prompt, *fulls = islice(ids, len(group))
@@ -88,14 +95,8 @@ class RowTokenizer:
                 fulls = [self._end_turn(full, text) for full, text in zip(fulls, source.completions, strict=True)]
             border = common_length(prompt, fulls)
             row = Encoded(prompt[:border], [full[border:] for full in fulls], source.further)
-            rows.append(self.with_context(row))
+            rows.append(row if row.prompt else self.with_context(row))
         return rows
-
-    def head_length(self, prompt: list[int]) -> int:
-        """Return the number of leading special tokens of a prompt, such as BOS."""
-        if self.leading and prompt[: len(self.leading)] == self.leading:
-            return len(self.leading)
-        return int(bool(prompt) and prompt[0] == self.bos)
 
     def ids(self, texts: list[str]) -> list[list[int]]:
         """Return the token IDs of rendered texts, without adding special tokens."""
@@ -127,7 +128,7 @@ class RowTokenizer:
         if closing and ids[-len(closing) :] == closing:
             return ids[: len(ids) - len(closing) + 1]
         end = len(ids)
-        while end and self._is_blank(ids[end - 1]):
+        while end and ids[end - 1] not in self._known and not self.tokenizer.decode([ids[end - 1]]).strip():
             end -= 1
         if end and self._ends_turn(ids[end - 1], completion):
             return ids[:end]
@@ -161,12 +162,11 @@ class RowTokenizer:
         said = str(completion[-1]["content"] or "")  # type: ignore[index]
         return bool(content) and not said.rstrip().endswith(content)
 
-    def _is_blank(self, token: int) -> bool:
-        known = token in self._added or token in self._special
-        return not known and not self.tokenizer.decode([token]).strip()
-
     def with_context(self, row: Encoded) -> Encoded:
-        """Add a context token if the prompt is empty, or use the common first token of the completions as context."""
+        """Give a row with an empty prompt a context, as its first token cannot be predicted.
+
+        It is the common first token of the completions, which then has no log-prob, or else BOS or EOS.
+        """
         if row.prompt or self.whole or not all(row.completions):
             return row
         if len({completion[0] for completion in row.completions}) == 1:
@@ -175,16 +175,13 @@ class RowTokenizer:
         context = self.bos if self.bos is not None else self.eos
         return row if context is None else replace(row, prompt=[context])
 
-    def _texts(self, source: Source) -> list[str]:
+    def _rendered(self, prompt: list[Any], source: Source) -> list[str]:
         """Return the rendered prompt, followed by the rendered prompt + completion of every completion."""
-        if isinstance(source.prompt, str):
-            return [source.prompt, *(source.prompt + str(completion) for completion in source.completions)]
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"{source.place}: the row is conversational, but tokenizer {self.name} has no chat template; "
                 "set tokenizer.chat_template, use an instruct model, or use rows with strings"
             )
-        prompt: list[Any] = source.prompt
         for messages in (prompt, *source.completions):
             self._check_roles(messages, source.place)
         self._check_template([*prompt, *(source.completions[0] if source.completions else ())], source)
@@ -193,9 +190,8 @@ class RowTokenizer:
             return [self.opening(source), *fulls]
         if prompt[-1]["role"] != "assistant":
             return [self.render(prompt, source, add_generation_prompt=True), *fulls]
-        if prompt[-1]["content"] is None:  # a tool call: the completion starts with another turn
-            return [self.render(prompt, source), *fulls]
-        return [self.render(prompt, source, continue_final_message=True), *fulls]
+        unfinished = prompt[-1]["content"] is not None  # after a tool call, the completion starts with another turn
+        return [self.render(prompt, source, **({"continue_final_message": True} if unfinished else {})), *fulls]
 
     def _check_roles(self, messages: Sequence[Any], place: str) -> None:
         """Check that the roles are common ones, or that the chat template mentions them."""
@@ -249,17 +245,6 @@ class RowTokenizer:
         ) from failure
 
 
-def leading_specials(tokenizer: Any) -> list[int]:
-    """Return the special tokens (usually BOS, often none) that ``tokenizer`` adds before a text by default."""
-    for probe in ("a", "1", "the"):
-        whole = list(tokenizer(probe)["input_ids"])
-        body = list(tokenizer(probe, add_special_tokens=False)["input_ids"])
-        for start in range(len(whole) - len(body) + 1 if body else 0):
-            if whole[start : start + len(body)] == body:
-                return whole[:start]
-    return []
-
-
 def common_length(prompt: list[int], fulls: list[list[int]]) -> int:
     """Return the length of the longest common prefix of the prompt and every full text."""
     if all(full[: len(prompt)] == prompt for full in fulls):  # nearly always
@@ -282,8 +267,7 @@ class Limits:
     shorten_prompts: bool = False
 
 
-@dataclass(frozen=True)
-class Fitted:
+class Fitted(NamedTuple):
     """A prompt and its completions, truncated to the limits.
 
     ``reasons[i]`` is None, or the reason why completion i cannot be used (it is then empty); ``cut[i]`` tells whether
@@ -300,12 +284,8 @@ class Fitted:
 def fit(prompt: list[int], completions: Sequence[list[int]], limits: Limits, head: int, alone: bool = False) -> Fitted:
     """Truncate a prompt, and then each completion at its end, to the limits.
 
-    Args:
-        prompt: token IDs; empty only if there is no context token.
-        completions: token IDs of each completion.
-        limits: the limits.
-        head: number of leading prompt tokens (BOS) that ``keep_end`` must preserve.
-        alone: whether completions are allowed without a prompt.
+    ``head`` is the number of leading prompt tokens (BOS) that ``keep_end`` preserves. ``alone`` says whether
+    completions are allowed without a prompt.
     """
     limited = [completion[: limits.max_completion_length] for completion in completions]
     longest, most, whole = max(map(len, limited), default=0), limits.max_prompt_length, limits.max_length
@@ -318,11 +298,10 @@ def fit(prompt: list[int], completions: Sequence[list[int]], limits: Limits, hea
         else:
             kept = prompt[:head] + prompt[len(prompt) - (most - head) :]
     room = longest if whole is None else whole - len(kept)
-    fitted: list[list[int]] = []
-    reasons: list[str | None] = []
-    for completion in limited:
-        reason = EMPTY if not completion else NO_CONTEXT if not (kept or alone) else NO_ROOM if room < 1 else None
-        fitted.append([] if reason else completion[:room])
-        reasons.append(reason)
+    reasons = [
+        EMPTY if not completion else NO_CONTEXT if not (kept or alone) else NO_ROOM if room < 1 else None
+        for completion in limited
+    ]
+    fitted = [[] if reason else completion[:room] for completion, reason in zip(limited, reasons)]
     cut = [not reason and len(new) < len(old) for new, old, reason in zip(fitted, completions, reasons, strict=True)]
     return Fitted(kept, len(kept) < len(prompt), fitted, cut, reasons)

@@ -15,15 +15,10 @@ _ALIGNMENT = 64  # bytes; larger than the address alignment that any kernel requ
 
 
 def transferred(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Move tensors to ``device`` with one asynchronous copy.
+    """Move tensors to ``device`` with one asynchronous copy; those that are already there are returned unchanged.
 
     Each call allocates its own pinned memory from torch's allocator, which reuses it only after the copy has finished.
     The results are views of one tensor, whose memory is freed when the last view is deleted.
-
-    Args:
-        tensors: tensors of any shape and dtype on the host. Tensors that are already on ``device`` are returned
-            unchanged.
-        device: the target device.
     """
     away = [tensor for tensor in tensors if tensor.device != device]
     if not away:

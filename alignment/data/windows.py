@@ -3,8 +3,7 @@
 The *window* is the global batch of one optimizer step: ``per_device_train_batch_size`` x
 ``gradient_accumulation_steps`` x ranks rows. An evaluation set is planned as a single window.
 
-The plan of a window is a pure function of (seed, epoch, step, lengths), so every rank computes the same plan. It is
-the single source for collation, for the denominators of means, for the number of scheduler steps and for resuming.
+The plan of a window is a pure function of (seed, epoch, step, lengths), so every rank computes the same plan.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ _CONTINUED = {
     "stratify": "stratify_labels",
     "partners": "ref_placement",
 }
-_PIECE = 10_000  # number of rows whose lengths are read at a time
 
 
 @dataclass(frozen=True)
@@ -54,11 +52,6 @@ class RowTable:
     prompt_key: Rows | None = None
     max_length: int | None = None
     scored: Rows | None = None
-
-    @property
-    def targets(self) -> Rows:
-        """(R, C) number of scored completion tokens."""
-        return self.completions if self.scored is None else self.scored
 
     def __len__(self) -> int:
         return len(self.prompt)
@@ -106,8 +99,7 @@ class WindowPlan:
     """The plan of one optimizer step, or of an evaluation set.
 
     Attributes:
-        epoch: index of the epoch.
-        step: index of the window in the epoch.
+        epoch, step: index of the epoch, and of the window in it.
         micro_batches: ``[micro][rank]``; every rank has the same number.
         longest: ``[micro]`` largest number of scored tokens of matched completions on any rank in the forward pass.
         longest_mismatched: ``[micro]`` the same for mismatched completions.
@@ -125,9 +117,8 @@ class WindowPlan:
 def derangement(keys: Rows, rng: np.random.Generator) -> Rows:
     """Draw a partner for each position: a permutation without fixed points, with a different key if possible.
 
-    Rows are shuffled, grouped by key in random order, and shifted by the size of the largest group. A row is then
-    paired with its own group only if that group has more than half of all rows, which no permutation can avoid. A
-    single row gets -1.
+    Rows are shuffled, grouped by key in random order, and shifted by the size of the largest group: rows of one group
+    are paired only if it has more than half of all rows, which no permutation can avoid. A single row gets -1.
     """
     count = len(keys)
     if count < 2:
@@ -156,15 +147,14 @@ def plan_window(
 
     Args:
         table: lengths of the full dataset.
-        rows: (W,) row IDs.
-        partners: (W,) row IDs, -1 for none.
+        rows, partners: (W,) row IDs; a partner is -1 for none.
         world_size: number of ranks.
         batch_size: rows per rank and forward pass.
         max_tokens: maximum number of padded tokens per rank and forward pass, which then determines the batch size.
-        epoch: recorded in the plan.
-        step: recorded in the plan.
+        epoch, step: recorded in the plan.
     """
-    mismatched = table.mismatched_completion(rows, partners)
+    mismatched, targets = table.mismatched_completion(rows, partners), table.completions
+    targets = targets if table.scored is None else table.scored
     longest_completion = np.maximum(table.completions[rows].max(axis=1, initial=0), mismatched)
     width = table.prompt[rows] + longest_completion
     order = np.lexsort((rows, -width))
@@ -178,13 +168,13 @@ def plan_window(
         start += len(group)
         shares = [group[rank::world_size] for rank in range(world_size)]
         micro_batches.append(tuple(MicroBatch(tuple(rows[s].tolist()), tuple(partners[s].tolist())) for s in shares))
-        longest.append(max(int(table.targets[rows[s]].sum()) for s in shares))
+        longest.append(max(int(targets[rows[s]].sum()) for s in shares))
         longest_mismatched.append(max(int(mismatched[s].sum()) for s in shares))
     counts = WindowCounts(
         rows=len(rows),
         desirable=0 if table.labels is None else int(table.labels[rows].sum()),
         partnered=int((partners >= 0).sum()),
-        first_completion_tokens=int(table.targets[rows, :1].sum()),
+        first_completion_tokens=int(targets[rows, :1].sum()),
         sequence_tokens=int((table.prompt[rows, None] + table.completions[rows]).sum()),
     )
     return WindowPlan(epoch, step, tuple(micro_batches), tuple(longest), tuple(longest_mismatched), counts)
@@ -196,9 +186,7 @@ class WindowSampler:
 
     Attributes:
         table: lengths of the dataset.
-        world_size: number of ranks.
-        batch_size: ``per_device_train_batch_size``.
-        accumulation: ``gradient_accumulation_steps``; the window is batch_size x accumulation x world_size rows.
+        world_size, batch_size, accumulation: ranks, and rows and passes of each; their product is the window.
         seed: seed of the order and the partners.
         draw_partners: draw a partner for each row from its window (KTO).
         stratify: give every window the dataset's share of True labels, to within one row.
@@ -236,8 +224,8 @@ class WindowSampler:
         """Return the (R,) row IDs of one epoch in order."""
         if self._order is None or self._order[0] != epoch:
             rng = self._rng(_ORDER, epoch)
-            count = len(self.table)
-            rows = np.arange(count) if self.sequential else rng.permutation(count).astype(np.int64)
+            rows = np.arange(len(self.table))
+            rows = rows if self.sequential else rng.permutation(len(rows)).astype(np.int64)
             self._order = (epoch, self._stratified(rows, rng) if self.stratify else rows)
         return self._order[1]
 
@@ -274,16 +262,12 @@ class WindowSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run: the next window."""
-        names = ("epoch", "step", "seed", "window", "stratify")
         partners = "of the window" if self.partners is None else "of the whole set"
-        return {name: getattr(self, name) for name in names} | {"rows": len(self.table), "partners": partners}
+        position = {"epoch": self.epoch, "step": self.step, "rows": len(self.table), "partners": partners}
+        return position | {"seed": self.seed, "window": self.window, "stratify": self.stratify}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved position.
-
-        Raises:
-            OptionError: the state was saved with other data, or another seed, window or order.
-        """
+        """Resume from a saved position; OptionError if it is one of other data, or another seed, window or order."""
         own = self.state_dict()
         for key, options in _CONTINUED.items():
             if state[key] != own[key]:
@@ -315,13 +299,11 @@ def row_table(dataset: Dataset, completions: Sequence[str], max_length: int | No
     further = (name for name in ("label", "prompt_key", "scored") if name in dataset.column_names)
     pieces: dict[str, list[np.ndarray]] = {name: [] for name in ("prompt_ids", *completions, *further)}
     # In pieces, because a dataset with sampled rows copies the rows that are read.
-    for table in dataset.with_format("arrow").iter(_PIECE):
+    for table in dataset.with_format("arrow").iter(10_000):
         for name, arrays in pieces.items():
-            column = table[name]
+            found = (pc.list_value_length(table[name]) if name.endswith("_ids") else table[name]).to_numpy()
             if name == "scored":
-                found = _scored(column, pc.list_value_length(table[completions[0]]).to_numpy())
-            else:
-                found = (pc.list_value_length(column) if name.endswith("_ids") else column).to_numpy()
+                found = _scored(table[name], pc.list_value_length(table[completions[0]]).to_numpy())
             arrays.append(found)
     columns = {name: np.concatenate(arrays) for name, arrays in pieces.items()}
     tokens = np.array([columns[name] for name in completions], dtype=np.int64)  # empty for prompts without completions

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from alignment.config.errors import OptionError
 from alignment.config.fields import keywords
 from alignment.data.batching import Batch
 from alignment.data.kinds.completions import CompletionBatch, Completions
+from alignment.data.mixture import Part
 from alignment.data.packing.packs import Packing
 from alignment.data.sources import dataset_from_python
 from alignment.data.targets.formatting import Format, formatted
@@ -120,25 +121,17 @@ class _Formatting(DataPreparation):
     def one(self, source: Any, limit: int | None, where: str, *, trains: bool = False) -> PreparedData:
         if self.function is not None:
             assert isinstance(self.args, SFTConfig)
-            where = getattr(source, "where", where)
-            source = _Formatted(source, self.function, where, self.args.dataset_text_field)
+            where, column = getattr(source, "where", where), self.args.dataset_text_field
+            source = Part(where, functools.partial(_formatted, source, self.function, where, column))
         return super().one(source, limit, where, trains=trains)
 
 
-@dataclass(frozen=True)
-class _Formatted:
-    """Rows that ``formatting_func`` formats when they are read."""
-
-    source: Any
-    function: Format
-    where: str
-    column: str
-
-    def __call__(self) -> Any:
-        given = self.source() if callable(self.source) else self.source
-        if isinstance(given, tuple):
-            raise OptionError(
-                "formatting_func: not supported with dataset_mixture; use datasets with a text column, or column_map"
-            )
-        data = given if isinstance(given, IterableDataset) else dataset_from_python(given)
-        return formatted(data, self.function, self.where, self.column)
+def _formatted(source: Any, function: Format, where: str, column: str) -> Any:
+    """Load rows, and format them with ``formatting_func``."""
+    given = source.load() if isinstance(source, Part) else source
+    if isinstance(given, tuple):
+        raise OptionError(
+            "formatting_func: not supported with dataset_mixture; use datasets with a text column, or column_map"
+        )
+    data = given if isinstance(given, IterableDataset) else dataset_from_python(given)
+    return formatted(data, function, where, column)

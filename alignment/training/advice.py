@@ -1,7 +1,4 @@
-"""Advice on settings that are valid but known to work poorly; each method chooses which checks apply.
-
-Pure functions: options and counts in, sentences out. Invalid settings are refused where options are checked.
-"""
+"""Advice on settings that are valid but known to work poorly; each method chooses which checks apply."""
 
 from __future__ import annotations
 
@@ -27,62 +24,46 @@ def about_rows(report: DataReport, completions: int = 1) -> list[str]:
     """Warn if many rows are dropped, or many prompts or completions (``completions`` per row) are truncated."""
     found = []
     lost = {reason: count for reason, count in report.dropped.items() if reason != NOT_DRAWN}
-    count = sum(lost.values())
-    if count > MOST_LOST * report.rows_in:
+    if sum(lost.values()) > MOST_LOST * report.rows_in:
         short = lost.keys() & {NO_ROOM, CUT_ALIKE}
         remedy = "raise max_length, or lower max_prompt_length" if short else "check these rows"
-        found.append(
-            f"{count} of {report.rows_in} rows were dropped ({replace(report, dropped=lost).drops()}); {remedy}"
-        )
-    if report.prompts_cut > MOST_LOST * report.rows_out:
-        found.append(
-            f"{report.prompts_cut} of {report.rows_out} prompts are truncated, so their completions are learned "
-            "without part of the prompt; raise max_length, and max_prompt_length if it is set"
-        )
-    total = completions * report.rows_out
-    if report.completions_cut > MOST_LOST * total:
-        found.append(
-            f"{report.completions_cut} of {total} completions are truncated, so the model does not learn "
-            "how they end; raise max_length, or lower max_prompt_length"
-        )
+        drops = replace(report, dropped=lost).drops()
+        found.append(f"{sum(lost.values())} of {report.rows_in} rows were dropped ({drops}); {remedy}")
+    for what, cut, total, effect in (
+        ("prompts", report.prompts_cut, report.rows_out, "completions are learned without part of their prompt"),
+        (
+            "completions",
+            report.completions_cut,
+            completions * report.rows_out,
+            "the model does not learn how they end",
+        ),
+    ):
+        if cut > MOST_LOST * total:
+            remedy = "raise max_length, or change max_prompt_length"
+            found.append(f"{cut} of {total} {what} are truncated, so {effect}; {remedy}")
     return found
-
-
-def about_steps(options: AlignmentConfig, steps: int, window_rows: int) -> list[str]:
-    """Warn if the only step of a run is a warmup step, whose learning rate is 0."""
-    if steps != 1 or not options.get_warmup_steps(steps):
-        return []
-    return [
-        f"the run has a single step of up to {window_rows} rows, which is a warmup step with a learning rate of 0, so "
-        "the model does not change; lower gradient_accumulation_steps, increase num_train_epochs, or set "
-        "warmup_ratio: 0"
-    ]
 
 
 def about_labels(
     options: AlignmentConfig, report: DataReport, desirable_weight: float, undesirable_weight: float
 ) -> list[str]:
     """Warn if desirable and undesirable rows, weighted as in the loss, are imbalanced."""
-    rows = {"desirable": report.desirable, "undesirable": report.undesirable}
-    absent = [name for name, count in rows.items() if not count]
-    if absent:
-        there = "desirable" if absent == ["undesirable"] else "undesirable"
+    if not (report.desirable and report.undesirable):
         return [
-            f"all {report.rows_out} rows are {there}, so no opposite examples limit the policy; set "
-            f"learning_rate below the usual value (it is {options.learning_rate:g})"
+            f"all {report.rows_out} rows are {'desirable' if report.desirable else 'undesirable'}, so no opposite "
+            f"examples limit the policy; set learning_rate below the usual value (it is {options.learning_rate:g})"
         ]
     good, bad = desirable_weight * report.desirable, undesirable_weight * report.undesirable
     if LEAST_RATIO * bad * (1 - _EDGE) <= good <= MOST_RATIO * bad * (1 + _EDGE):
         return []
-    ratio = f"{good / bad:.3g}:1" if bad else "1:0"
     ways = []
     if undesirable_weight:
         ways.append(f"desirable_weight to {_range(bad / report.desirable)}")
     if desirable_weight:
         ways.append(f"undesirable_weight to {_range(good / MOST_RATIO / report.undesirable)}")
     return [
-        f"the weighted ratio of desirable to undesirable rows ({report.desirable}:{report.undesirable}) is {ratio}, "
-        f"outside 1:1 to 4:3; set {' or '.join(ways)}"
+        f"the weighted ratio of desirable to undesirable rows ({report.desirable}:{report.undesirable}) is "
+        f"{f'{good / bad:.3g}:1' if bad else '1:0'}, outside 1:1 to 4:3; set {' or '.join(ways)}"
     ]
 
 
@@ -96,14 +77,7 @@ def _range(least: float) -> str:
 def about_learning_rate(
     options: AlignmentConfig, beta: float, sooner: str = "", *, adapters: bool = False
 ) -> list[str]:
-    """Warn if the learning rate is outside the range that works for preference fine-tuning.
-
-    Args:
-        options: the run's options.
-        beta: strength of the regularization toward the reference.
-        sooner: why training may diverge at a lower learning rate than usual.
-        adapters: whether adapters are trained rather than the full model.
-    """
+    """Warn if the learning rate is unusual; ``sooner`` says why training may diverge at a lower one than usual."""
     rate, scale = options.learning_rate, ADAPTER_RATES if adapters else 1.0
     least, most = LEAST_RATE * scale, MOST_RATE * scale
     if least * (1 - _EDGE) <= rate <= most * (1 + _EDGE):

@@ -27,8 +27,6 @@ _REFUSED = {
     "compute_metrics": "not supported; the method's own metrics are logged",
     "preprocess_logits_for_metrics": "not supported; log-probs are computed without materializing logits",
 }
-
-
 # Collators of transformers and TRL that only pad rows, and leave every token unchanged.
 _PADS_ONLY = (
     *("DataCollatorForUnpairedPreference", "DataCollatorForPreference", "DPODataCollatorWithPadding"),
@@ -37,12 +35,7 @@ _PADS_ONLY = (
 
 
 def refuse_arguments(arguments: dict[str, Any]) -> None:
-    """Refuse TRL's arguments that are not supported here, unless they are None.
-
-    Raises:
-        OptionError: if one is set.
-        TypeError: if one is unknown, as in Python.
-    """
+    """Refuse TRL's arguments that are not supported here unless they are None, and unknown ones (TypeError)."""
     for name, value in arguments.items():
         if name not in _REFUSED:
             raise TypeError(f"unexpected keyword argument {name!r}")
@@ -51,11 +44,7 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
 
 
 def reference_of(trainer: str, positional: Sequence[Any], ref_model: Any, takes_reference: bool) -> Any:
-    """Return the reference, which may follow the model by position. Other arguments are keywords.
-
-    Raises:
-        TypeError: if there are more, whose order differs between TRL's releases.
-    """
+    """Return the reference, which may follow the model by position; TypeError for further positional arguments."""
     if takes_reference and len(positional) == 1 and ref_model is None:
         return positional[0]
     if positional:
@@ -68,14 +57,9 @@ def reference_of(trainer: str, positional: Sequence[Any], ref_model: Any, takes_
 
 
 def check_collator(collator: Any) -> None:
-    """Refuse a collator that may do more than pad; rows are not padded here.
-
-    Raises:
-        OptionError: if it is not one of the known collators.
-    """
+    """Refuse a collator that may do more than pad (OptionError); rows are not padded here."""
     theirs = type(collator).__module__.partition(".")[0] in ("transformers", "trl")
-    known = theirs and type(collator).__name__ in _PADS_ONLY
-    if collator is not None and not known:
+    if collator is not None and not (theirs and type(collator).__name__ in _PADS_ONLY):
         raise OptionError(
             f"data_collator: {type(collator).__name__} would not be called, since batches are planned over the whole "
             "window and computed without padding; change rows with dataset.map(), and lengths with max_length"
@@ -90,17 +74,13 @@ def model_and_options(
 ) -> tuple[str | PreTrainedModel, AlignmentConfig]:
     """Return the model and the options of a trainer, each of which can be derived from the other.
 
-    Args:
-        trainer: class name of the trainer, for messages.
-        kind: class of its options.
-        model: path, Hub name or live model; None uses ``args.model_name_or_path``.
-        args: the options, which may have been modified after creation, or plain ``TrainingArguments``; None uses
-            the defaults and an output folder named after model and method.
+    Plain ``TrainingArguments`` are converted with every value, as TRL does. Without ``args``, the output folder is
+    named after model and method.
 
     Raises:
-        OptionError: if the options are of another method, or there is no model or no output folder.
+        OptionError: if the options are of another method, or there is no model.
     """
-    if isinstance(args, TrainingArguments):  # converted with every value, as TRL does
+    if isinstance(args, TrainingArguments):
         given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
         given["accelerator_config"] = args.accelerator_config.to_dict()
         if unknown := sorted(set(given) - option_names(kind) - set(older_names(kind))):
@@ -122,12 +102,7 @@ def model_and_options(
 def with_arguments(
     args: AlignmentConfig, model: str | PreTrainedModel, quantization_config: Any = None, **names: str | None
 ) -> AlignmentConfig:
-    """Return the options with the constructor's arguments that are options too: adapter names, and how to quantize.
-
-    Raises:
-        OptionError: if a name is set in both places and differs, ``model_init_kwargs`` also quantize, or there are no
-            weights to quantize since the model is already loaded.
-    """
+    """Return the options with the constructor's arguments that are options too: adapter names, and how to quantize."""
     changed: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
     for name, value in changed.items():
         if getattr(args, name) not in (None, value):
@@ -149,11 +124,7 @@ def with_arguments(
 
 
 def check_datasets(args: AlignmentConfig, train_dataset: Any, eval_dataset: Any) -> None:
-    """Refuse a training set that an option names too, since it would be ignored, and a trainer without any rows.
-
-    Raises:
-        OptionError: in both cases.
-    """
+    """Refuse (OptionError) a training set that an option names too, and a trainer without any rows."""
     for name in ("dataset_name", "dataset_mixture"):
         value = getattr(args, name)
         if value is not None and train_dataset is not None and not isinstance(train_dataset, Part):
@@ -170,21 +141,6 @@ def data_of_commands(args: AlignmentConfig) -> str:
     return " (only the command line reads dataset_name; pass load_dataset(...) in Python)" if named else ""
 
 
-def check_optimizers(optimizers: tuple[Any, Any], model: Any) -> None:
-    """Refuse an optimizer without its model, and a schedule without its optimizer.
-
-    Raises:
-        OptionError: if they cannot act on the parameters that are trained.
-    """
-    optimizer, schedule = optimizers
-    if optimizer is not None and isinstance(model, str):
-        raise OptionError("optimizers: requires a live model; pass the model object whose parameters they optimize")
-    if schedule is not None and (optimizer is None or schedule.optimizer is not optimizer):
-        raise OptionError(
-            "optimizers: the scheduler belongs to a different optimizer; pass the one that it was created with"
-        )
-
-
 def named_datasets(value: Any) -> dict[str, Any]:
     """Return datasets by name for None, one dataset, or a dict of several; a single one is called ``""``."""
     return {} if value is None else dict(value) if isinstance(value, dict) else {"": value}
@@ -193,26 +149,18 @@ def named_datasets(value: Any) -> dict[str, Any]:
 def balancing_coefficient(options: AlignmentConfig, config: PretrainedConfig) -> float | None:
     """Return the weight of the load-balancing loss; None for a model without one or for a weight of 0.
 
-    Raises:
-        OptionError: if the option is set for a mixture of experts that does not output router logits. For dense
-            models the option is ignored.
+    The option is ignored for dense models, and refused (OptionError) for experts without router logits.
     """
-    text = config.get_text_config()
-    asked, puts_out = options.router_aux_loss_coef, getattr(text, "output_router_logits", None)
-    if not puts_out:
-        if asked and puts_out is not None:
-            raise OptionError(
-                f"router_aux_loss_coef={asked}: output_router_logits is off in the model's configuration; "
-                'set model_init_kwargs: {"output_router_logits": true}, or remove router_aux_loss_coef'
-            )
-        if asked and getattr(text, "num_experts_per_tok", None):
-            raise OptionError(
-                f"router_aux_loss_coef={asked}: {type(text).__name__} has experts but no output_router_logits, so the "
-                "balancing loss cannot be computed; remove router_aux_loss_coef"
-            )
-        return None
-    coefficient = asked if asked is not None else getattr(text, "router_aux_loss_coef", None)
-    return coefficient or None
+    text, asked = config.get_text_config(), options.router_aux_loss_coef
+    if getattr(text, "output_router_logits", None):
+        return (asked if asked is not None else getattr(text, "router_aux_loss_coef", None)) or None
+    if asked and (hasattr(text, "output_router_logits") or getattr(text, "num_experts_per_tok", None)):
+        raise OptionError(
+            f"router_aux_loss_coef={asked}: {type(text).__name__} does not output router logits, so the balancing "
+            'loss cannot be computed; set model_init_kwargs: {"output_router_logits": true} if the model has this '
+            "setting, or remove router_aux_loss_coef"
+        )
+    return None
 
 
 def model_sources(
@@ -236,17 +184,15 @@ def model_sources(
             "ref_model: is the same object as model, so it would be trained too; remove ref_model (the policy is "
             "copied) or pass a copy"
         )
-    kwargs = loading_keywords(options.model_init_kwargs)
-    policy = reference = model_source(model, "model_name_or_path", options, kwargs, task)
-    further = loading_keywords(options.ref_model_init_kwargs)
+    kwargs, further = loading_keywords(options.model_init_kwargs), loading_keywords(options.ref_model_init_kwargs)
     if ref_model is None and further not in ({}, kwargs):  # TRL's scripts pass the same arguments for both
         raise OptionError(
             f"{setting('ref_model_init_kwargs', further)}: has no effect on the initial policy as the reference; "
             "remove it, or set ref_model_name_or_path"
         )
+    policy = reference = model_source(model, "model_name_or_path", options, kwargs, task)
     if ref_model is not None:
-        kwargs = further or kwargs
-        reference = model_source(ref_model, "ref_model_name_or_path", options, kwargs, task)
+        reference = model_source(ref_model, "ref_model_name_or_path", options, further or kwargs, task)
     for source in (policy, reference):
         check_positions(source.config, options.max_length)  # type: ignore[attr-defined]
     return policy, reference
@@ -255,24 +201,14 @@ def model_sources(
 def inputs_of(
     args: AlignmentConfig, models: Iterable[tuple[str, Any]], datasets: Iterable[Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the options and paths or Hub names of the models and data that a run reads.
-
-    Args:
-        args: the options.
-        models: arguments of the trainer and their values: names, live models or None.
-        datasets: datasets, or mappings of several; those in memory have no path.
-    """
-    for option, given in models:
-        name = given if isinstance(given, str) else getattr(given, "name_or_path", None)
-        if name:
-            yield option, str(name)
-    for option in ("ref_model_name_or_path", "adapter_name_or_path", "reward_model_path", "dataset_name"):
-        if value := getattr(args, option, None):
-            yield option, str(value)
-    for part in mixture_parts(args.dataset_mixture) if args.dataset_mixture is not None else ():
-        yield "dataset_mixture", part.dataset_name
-    for given in datasets:
-        for dataset in given.values() if isinstance(given, dict) else (given,):
-            for file in getattr(dataset, "cache_files", None) or ():
-                path = Path(file["filename"])
-                yield "train_dataset", str(path.parent if was_saved(path.parent) else path)
+    """Yield the options and paths or Hub names of the models and data that a run reads, as far as they have one."""
+    names = ("ref_model_name_or_path", "adapter_name_or_path", "reward_model_path", "dataset_name")
+    given = [(option, getattr(model, "name_or_path", model)) for option, model in models]
+    given += [(option, getattr(args, option, None)) for option in names]
+    parts = mixture_parts(args.dataset_mixture) if args.dataset_mixture is not None else ()
+    given += [("dataset_mixture", part.dataset_name) for part in parts]
+    yield from ((option, str(name)) for option, name in given if name)
+    for dataset in (each for sets in datasets for each in named_datasets(sets).values()):
+        for file in getattr(dataset, "cache_files", None) or ():
+            path = Path(file["filename"])
+            yield "train_dataset", str(path.parent if was_saved(path.parent) else path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -14,7 +14,6 @@ from transformers import (
     TrainerCallback,
     TrainerControl,
     TrainerState,
-    integrations,
 )
 from transformers.integrations import (
     TensorBoardCallback,
@@ -31,20 +30,12 @@ from alignment.run.ranks import world_size
 from alignment.run.requests import REQUESTS
 from alignment.run.stop import StopReason
 
-_PACKAGES = {  # integrations whose package, or whose function that looks for it, has another name
-    "azure_ml": ("azureml", "azureml-sdk"),
-    "comet_ml": ("comet", "comet-ml"),
-    "flyte": ("flytekit", "flytekit"),
-}
 # In the order of Decision.
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
 class Decision(NamedTuple):
-    """What happens between two steps, the same on every rank; if all fields are unset, training continues.
-
-    ``leave`` is a request to stop the run, to be resumed later; all other fields are requests of callbacks.
-    """
+    """What is requested between two steps, the same on every rank; ``leave`` stops the run, to be resumed later."""
 
     stop: bool = False
     end_epoch: bool = False
@@ -54,41 +45,8 @@ class Decision(NamedTuple):
     leave: StopReason | None = None
 
 
-def _integrations(report_to: str | list[str]) -> list[str]:
-    """Return the names of the integrations in ``report_to``; ``all`` selects those that are installed."""
-    names = [report_to] if isinstance(report_to, str) else report_to
-    if "all" in names:
-        # Trackio's callback reads options that only transformers' TrainingArguments have.
-        names = [name for name in get_available_reporting_integrations() if name != "trackio"]
-    return [name for name in names if name != "none"]
-
-
-def check_reporting(report_to: str | list[str]) -> None:
-    """Check that the packages of the integrations in ``report_to`` are installed, before anything is loaded.
-
-    A callback that is created without its package raises, and once more when it is deleted.
-
-    Raises:
-        OptionError: if an integration is not available.
-    """
-    for name in _integrations(report_to):
-        short, package = _PACKAGES.get(name, (name, name))
-        if getattr(integrations, f"is_{short}_available")():
-            continue
-        need = f"requires {package}; run pip install {package}"
-        if name == "kubeflow":
-            need = "requires a Kubeflow TrainJob, which sets KUBEFLOW_TRAINER_SERVER_URL; start the run in one"
-        elif os.environ.get(f"DISABLE_{name.upper()}_INTEGRATION", "").upper() == "TRUE":
-            need = f"DISABLE_{name.upper()}_INTEGRATION=TRUE disables it; unset this environment variable"
-        raise OptionError(f"{setting('report_to', name)}: {need}, or set report_to to none")
-
-
 def check_callbacks(callbacks: Any) -> list[Any]:
-    """Return the callbacks as a list of instances or classes.
-
-    Raises:
-        OptionError: if one is neither.
-    """
+    """Return the callbacks as a list of instances or classes; OptionError if one is neither."""
     given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks is not None else []
     for callback in given:
         kind = callback if isinstance(callback, type) else type(callback)
@@ -99,55 +57,35 @@ def check_callbacks(callbacks: Any) -> list[Any]:
     return given
 
 
-def check_early_stopping(args: AlignmentConfig, callbacks: Sequence[TrainerCallback]) -> None:
-    """Check early what transformers' EarlyStoppingCallback checks only after the models are loaded.
-
-    Raises:
-        OptionError: if it has no metric to follow.
-    """
-    if not any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks):
-        return
-    if args.metric_for_best_model is None:
+def check_before_loading(args: AlignmentConfig, callbacks: Sequence[TrainerCallback]) -> None:
+    """Check the metric of early stopping, and log in to W&B: callbacks do so after models are loaded. Collective."""
+    stops = any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks)
+    if stops and (args.metric_for_best_model is None or args.eval_strategy == "no"):
         raise OptionError(
-            "callbacks: EarlyStoppingCallback requires metric_for_best_model; set it, for example to loss"
+            "callbacks: EarlyStoppingCallback requires metric_for_best_model (for example loss) and eval_strategy "
+            "steps or epoch; set both"
         )
-    if args.eval_strategy == "no":
-        raise OptionError("callbacks: EarlyStoppingCallback requires evaluation; set eval_strategy to steps or epoch")
-
-
-def log_in(callbacks: Sequence[TrainerCallback]) -> None:
-    """Log in to Weights & Biases before the models are loaded: it may fail, or ask for a key. Collective."""
-
-    def ask() -> None:
+    online = os.environ.get("WANDB_MODE", "online") == "online"
+    if online and any(isinstance(callback, WandbCallback) for callback in callbacks):
         import wandb
 
-        if wandb.run is None:
-            wandb.login(verify=False)
-
-    needed = any(isinstance(callback, WandbCallback) for callback in callbacks)
-    if needed and os.environ.get("WANDB_MODE", "online") == "online":
-        on_first_rank(ask)
+        on_first_rank(lambda: None if wandb.run is not None else wandb.login(verify=False))
 
 
 class Events:
-    """Notify the callbacks of the events of a run; ``control`` holds their requests.
-
-    Args:
-        args: the run's options.
-        state: the trainer's state.
-        callbacks: the user's callbacks, instances or classes.
-        processing_class: the tokenizer, passed to callbacks.
-
-    Raises:
-        OptionError: if a reporting integration cannot be used.
-    """
+    """Notify callbacks of a run's events; ``control`` holds their requests. Raises OptionError for ``report_to``."""
 
     def __init__(
         self, args: AlignmentConfig, state: TrainerState, callbacks: Sequence[Any], processing_class: Any
     ) -> None:
         self.args, self.state, self.control = args, state, TrainerControl()
+        names = [args.report_to] if isinstance(args.report_to, str) else args.report_to
+        # Trackio's callback reads options that only transformers' TrainingArguments have.
+        left_out = ("none", "trackio") if "all" in names else ("none",)
+        names = get_available_reporting_integrations() if "all" in names else names
         try:
-            reporting = [kind() for kind in get_reporting_integration_callbacks(_integrations(args.report_to))]
+            kinds = get_reporting_integration_callbacks([name for name in names if name not in left_out])
+            reporting = [kind() for kind in kinds]
         except Exception as error:  # the integrations' packages have their own exception classes
             raise OptionError(f"{setting('report_to', args.report_to)}: {one_line(error)}") from error
         for callback in reporting:
@@ -181,14 +119,12 @@ class Events:
     def save_state(self) -> None:
         """Store the callbacks' own states in the trainer's state by class; a list for several of one class."""
         states: dict[str, list[dict[str, Any]]] = {}
-        for name, part in self._stateful():
-            states.setdefault(name, []).append(part.state())
+        for part in self._stateful():
+            states.setdefault(type(part).__name__, []).append(part.state())
         self.state.stateful_callbacks = {n: each[0] if len(each) == 1 else each for n, each in states.items()}
 
-    def _stateful(self) -> Iterator[tuple[str, Any]]:
-        for part in (self.control, *self.handler.callbacks):
-            if keeps_state(part):
-                yield type(part).__name__, part
+    def _stateful(self) -> list[Any]:
+        return [part for part in (self.control, *self.handler.callbacks) if keeps_state(part)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return transformers' state including that of callbacks, without the fields that identify the rank."""
@@ -199,11 +135,10 @@ class Events:
         """Restore the state returned by :meth:`state_dict` in place."""
         for name, value in state.items():
             setattr(self.state, name, copy.deepcopy(value))
-        saved = {
-            n: list(each) if isinstance(each, list) else [each] for n, each in self.state.stateful_callbacks.items()
-        }
-        for name, part in self._stateful():
-            own = saved[name].pop(0) if saved.get(name) else {}
+        saved = self.state.stateful_callbacks
+        left = {name: list(each) if isinstance(each, list) else [each] for name, each in saved.items()}
+        for part in self._stateful():
+            own = each.pop(0) if (each := left.get(type(part).__name__)) else {}
             given = own.get("attributes", {}) | (own.get("args", {}) if part is self.control else {})
             for attribute, value in given.items():
                 setattr(part, attribute, value)

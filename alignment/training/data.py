@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import Dataset, IterableDataset
 
@@ -22,12 +22,12 @@ from alignment.checkpoint.run_folder import check_filled, fills
 from alignment.config.errors import DataError, OptionError, setting
 from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
-from alignment.config.options_data import MixturePart, SequenceOptions, mixture_parts, tested_parts
+from alignment.config.options_data import MixturePart, mixture_parts, tested_parts
 from alignment.data.columns import used_columns
 from alignment.data.mixture import Part, mixed
 from alignment.data.packing.packs import Packing, Packs, pack_rows
 from alignment.data.packing.rows import PackedRows
-from alignment.data.prepare import check_cache, key_of, load_prepared, prepare
+from alignment.data.prepare import check_cache, load_prepared, prepare
 from alignment.data.report import DataReport, joined
 from alignment.data.sources import dataset_from_python, from_stream, load_split
 from alignment.data.tokenization import Limits
@@ -39,7 +39,7 @@ from alignment.run.console import tell
 from alignment.run.failures import OtherRankFailed
 from alignment.run.ranks import local_rank, world_size
 from alignment.run.retries import Retries
-from alignment.training.advice import about_rows, about_steps
+from alignment.training.advice import about_rows
 from alignment.training.arguments import named_datasets
 from alignment.training.method import AnyMethod
 from alignment.training.preparation import PlannedModels
@@ -74,8 +74,7 @@ def _split(whole: AlignmentConfig, options: AlignmentConfig | MixturePart, split
     return Part(where, functools.partial(load_split, name, options.dataset_config, split), column_map)
 
 
-@dataclass(frozen=True)
-class PreparedPart:
+class PreparedPart(NamedTuple):
     """A dataset of a mixture: its name in messages, and statistics of its rows."""
 
     where: str
@@ -87,8 +86,7 @@ class PreparedData:
     """A tokenized dataset with what planning needs and statistics of the source rows.
 
     ``parts`` has one entry, or one per part of a mixture, in the order of the rows. ``key`` identifies the tokenized
-    rows, their order and their packing. With packing, windows are planned over packs, and ``table`` has one entry per
-    pack.
+    rows, their order and their packing. With packing, ``table`` has one entry per pack.
     """
 
     where: str
@@ -130,13 +128,7 @@ class PreparedData:
 
 @dataclass
 class RunData:
-    """The data of a run.
-
-    Attributes:
-        train, sampler: training data and its windows; None for evaluation only.
-        eval: evaluation sets by name.
-        advice: advice that the report repeats.
-    """
+    """The data of a run: training rows and their windows, or None, evaluation sets by name, and advice about them."""
 
     train: PreparedData | None = None
     sampler: WindowSampler | None = None
@@ -146,18 +138,13 @@ class RunData:
     @property
     def sets(self) -> list[PreparedData]:
         """All datasets, training data first."""
-        return [*([] if self.train is None else [self.train]), *self.eval.values()]
+        return [data for data in (self.train, *self.eval.values()) if data is not None]
 
 
 def limits_of(options: Any) -> Limits:
     """Return the length limits that the options set for rows."""
-    return Limits(
-        max_length=options.max_length,
-        max_prompt_length=options.max_prompt_length,
-        max_completion_length=options.max_completion_length,
-        truncation_mode=options.truncation_mode,
-        shorten_prompts=isinstance(options, SequenceOptions) and options.SHORTEN_PROMPTS,
-    )
+    most, prompt, completion = options.max_length, options.max_prompt_length, options.max_completion_length
+    return Limits(most, prompt, completion, options.truncation_mode, getattr(options, "SHORTEN_PROMPTS", False))
 
 
 def order_seed(options: AlignmentConfig) -> int:
@@ -172,14 +159,7 @@ def tokenized_folder() -> Path:
 
 @dataclass
 class DataPreparation:
-    """Tokenizes the datasets of a run; collective.
-
-    Attributes:
-        args: the run's options.
-        method: its method, which decides the kind of rows.
-        models: its models.
-        retries: retry policy for reads that fail for a transient reason.
-    """
+    """Tokenizes the datasets of a run for its method, and retries reads that fail for a transient reason."""
 
     args: AlignmentConfig
     method: AnyMethod
@@ -187,22 +167,15 @@ class DataPreparation:
     retries: Retries
 
     def __call__(self, train_dataset: Any, eval_dataset: Any, own_optimizer: bool) -> RunData:
-        """Return the data of a run, with advice about settings that are unlikely to work well.
-
-        Args:
-            train_dataset: a dataset, a list of rows, or a function that loads them; None for evaluation only.
-            eval_dataset: in the same forms, or a dict of several.
-            own_optimizer: whether the optimizer is the user's.
-        """
+        """Return the data of a run, with advice about settings that are unlikely to work well."""
         args, data = self.args, RunData()
         if train_dataset is not None:
             data.train = self.one(train_dataset, args.max_train_samples, TRAINING, trains=True)
             data.sampler = window_sampler(data.train, self.method, args)
-            steps, report, window = total_steps(args, data.sampler), data.train.report, data.sampler.window
+            report, window = data.train.report, data.sampler.window
             data.advice = [*about_rows(report, len(self.method.completions)), *self.method.advice(report, window)]
             if not own_optimizer:
-                tell(check_optimization(args, steps))
-                data.advice += about_steps(args, steps, window)
+                tell(check_optimization(args, total_steps(args, data.sampler)))
             for sentence in () if args.dry_run else data.advice:
                 tell(f"advice: {sentence}")
         for name, source in named_datasets(eval_dataset).items():
@@ -212,22 +185,18 @@ class DataPreparation:
     def one(self, source: Any, limit: int | None, where: str, *, trains: bool = False) -> PreparedData:
         """Tokenize a dataset on one rank per cache, or find it there, and read it on every rank. Collective.
 
-        Args:
-            source: a dataset, a list of rows, a mixture, or a function that loads them where rows are tokenized.
-            limit: maximum number of rows to use, or None.
-            where: what to call it in messages, unless the source has a name.
-            trains: whether it is trained on.
+        ``source`` is a dataset, a list of rows, or a :class:`Part`, which is loaded where rows are tokenized.
 
         Raises:
             DataError: naming file, row, key and value; or if a node has prepared different rows from the first one.
         """
         where, packing, retries = getattr(source, "where", where), self.method.packing(trains), self.retries
-        made = None
+        folder, seed, made = tokenized_folder(), order_seed(self.args), None
         with together(OtherRankFailed):
             if local_rank() == 0:
                 check_cache(cache_folder())
             if fills(cache_folder()):
-                given = retries(where, source) if callable(source) else source
+                given = retries(where, source.load) if isinstance(source, Part) else source
                 parts = given if isinstance(given, tuple) else (Part(where, lambda: given),)
                 # Cutting each part first would change the sizes of parts without weights, and lose rows if some are
                 # dropped.
@@ -236,14 +205,14 @@ class DataPreparation:
         # A folder's name is a hash of its content, so the first rank's name is right on every node.
         made = from_first_rank(made)
         barrier()
-        folder = tokenized_folder()
         check_filled(folder, [name for _, name, _ in made], where)
         read = [(name, retries(name, functools.partial(load_prepared, folder / key)), w) for name, key, w in made]
         retries.counted(gathered(retries.taken()))
-        dataset, reports = mixed(read, limit, order_seed(self.args))
-        used = tuple(PreparedPart(name, report) for (name, _, _), report in zip(read, reports))
-        chosen = [(key_of(Path(name)), weight) for _, name, weight in made]
-        made_of = (chosen, limit, order_seed(self.args), *(() if packing is None else (packing,)))
+        dataset, reports = read[0][1].dataset, [read[0][1].report]
+        if len(read) > 1:
+            dataset, reports = mixed(read, limit, seed)
+        chosen = [(Path(name).stem, weight) for _, name, weight in made]
+        made_of = (chosen, limit, seed, *(() if packing is None else (packing,)))
         key = hashlib.blake2b(repr(made_of).encode(), digest_size=16).hexdigest()
         report, packs = joined(reports), None
         if packing is None:
@@ -255,15 +224,11 @@ class DataPreparation:
                     f"{where}: no pack of {packing.length} tokens has a token to train on; increase max_length or "
                     "check the rows"
                 )
-            table = packs.table
-            report = replace(
-                report,
-                packs=len(packs),
-                pack_length=packing.length,
-                pack_tokens=int(packs.tokens.sum()),
-                pack_left_out=packs.left_out,
-            )
+            table, count, tokens = packs.table, len(packs), int(packs.tokens.sum())
+            report = replace(report, packs=count, pack_length=packing.length, pack_tokens=tokens)
+            report = replace(report, pack_left_out=packs.left_out)
         tell(f"{where}: {report.summary()}")
+        used = tuple(PreparedPart(name, own) for (name, _, _), own in zip(read, reports))
         return PreparedData(where, key, dataset, table, report, used, packs)
 
     def _limits(self, packing: Packing | None) -> Limits:
@@ -284,22 +249,18 @@ class DataPreparation:
         data = self.retries(where, part.load)
         if isinstance(data, IterableDataset):
             if options.ref_placement == "precomputed":
-                early = getattr(options, "precompute_ref_log_probs", False)
-                asked = setting("precompute_ref_log_probs", True) if early else setting("ref_placement", "precomputed")
                 raise OptionError(
-                    f"{asked}: not supported for {where}, an IterableDataset, since log-probs are stored by row; "
-                    "pass a Dataset, or set another ref_placement"
+                    f"{setting('ref_placement', 'precomputed')}: not supported for {where}, an IterableDataset, since "
+                    "log-probs are stored by row; pass a Dataset, or set another ref_placement"
                 )
             rows, columns = _rows_of_stream(where, limit, options, packing), used_columns(kind, column_map)
             data = self.retries(where, functools.partial(from_stream, data, rows, columns, where, folder))
-        data = dataset_from_python(data)
+        elif not isinstance(data, Dataset):
+            data = dataset_from_python(data)
+        data = data if limit is None else data.select(range(min(limit, len(data))))
+        tokenizer, limits = self.models.processing_class, self._limits(packing)
         return prepare(
-            data if limit is None else data.select(range(min(limit, len(data)))),
-            kind,
-            self.models.processing_class,
-            self._limits(packing),
-            where,
-            folder,
+            *(data, kind, tokenizer, limits, where, folder),
             column_map=column_map,
             num_proc=options.dataset_num_proc,
             strict=options.strict_data,
@@ -318,20 +279,17 @@ def _rows_of_stream(where: str, limit: int | None, options: AlignmentConfig, pac
             "is not known before packing; set max_train_samples, or pass a Dataset"
         )
     steps = options.max_steps * options.window_size if options.max_steps > 0 else None
-    if limit is None and steps is None:
+    known = [rows for rows in (limit, steps) if rows is not None]
+    if not known:
         raise DataError(
             f"{where}: is an IterableDataset, which may be endless; set max_steps (or max_train_samples), or pass "
             "a Dataset"
         )
-    return min(rows for rows in (limit, steps) if rows is not None)
+    return min(known)
 
 
 def window_sampler(data: PreparedData, method: AnyMethod, args: AlignmentConfig) -> WindowSampler:
-    """Return the sampler of the training data.
-
-    Raises:
-        DataError: if the only window is incomplete and would be dropped.
-    """
+    """Return the sampler of the training data; DataError if the only window is incomplete and would be dropped."""
     fixed = args.ref_placement == "precomputed" and method.draws_partners  # partners are stored with the log-probs
     sampler = WindowSampler(
         data.table,
@@ -347,10 +305,9 @@ def window_sampler(data: PreparedData, method: AnyMethod, args: AlignmentConfig)
         partners=set_partners(data.table, order_seed(args), draw=True) if fixed else None,
     )
     if sampler.steps_per_epoch == 0:
-        what = "rows" if data.packs is None else "packs"
         raise DataError(
-            f"{data.where}: the {len(data.table)} {what} do not fill a window of {sampler.window}; set "
-            "dataloader_drop_last: false or a smaller batch"
+            f"{data.where}: the {len(data.table)} {'rows' if data.packs is None else 'packs'} do not fill a window of "
+            f"{sampler.window}; set dataloader_drop_last: false or a smaller batch"
         )
     return sampler
 
@@ -361,11 +318,7 @@ def total_steps(args: AlignmentConfig, sampler: WindowSampler) -> int:
 
 
 def check_evaluation(args: AlignmentConfig, metrics: Iterable[str], evaluation: dict[str, PreparedData]) -> None:
-    """Check that there is the data and the metric that the options evaluate.
-
-    Raises:
-        OptionError: naming the option.
-    """
+    """Check that there is the data and the metric that the options evaluate; OptionError if not."""
     if evaluation:
         check_best_metric(args, tuple(metrics), evaluation)
     elif args.eval_strategy != "no" or args.eval_on_start:

@@ -11,7 +11,6 @@ import hashlib
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,15 +21,8 @@ from alignment.config.errors import OptionError
 from alignment.config.options_model import ReferenceOptions
 from alignment.data.batching import MicroBatches
 from alignment.data.windows import Rows, WindowPlan, plan_window, set_partners
-from alignment.engines.collectives import (
-    copied_from_first_rank,
-    device,
-    from_first_rank,
-    on_first_rank,
-    sum_over_ranks,
-)
+from alignment.engines.collectives import copied_from_first_rank, device, on_first_rank, sum_over_ranks
 from alignment.engines.rng import RandomStreams
-from alignment.internals.datasets import cache_folder
 from alignment.references.content import adapters_content, source_content
 from alignment.references.engine import EngineReference, ReferencePlan
 from alignment.references.precomputed import LogpTable, PrecomputedReference, places
@@ -40,32 +32,20 @@ from alignment.reporting.report import duration
 from alignment.run.console import tell
 from alignment.run.ranks import rank, world_size
 from alignment.training.context import RunContext
-from alignment.training.data import PreparedData, limits_of, order_seed
+from alignment.training.data import PreparedData, limits_of, order_seed, tokenized_folder
 from alignment.training.method import Method
 
 _ROWS = 10_000  # rows hashed at a time; affects the hash
 
 
 class ReferenceStores:
-    """The stores of a run's datasets for its reference, one per dataset.
-
-    Args:
-        context: the run.
-        plan: the reference, which is only loaded if a store is incomplete.
-
-    Attributes:
-        further: datasets that :meth:`reference` covers in addition to the run's own.
-
-    Raises:
-        OptionError: if the method does not define which sequences it needs.
-    """
+    """The stores of a run's datasets for its reference, one per dataset; it is only loaded if one is incomplete."""
 
     def __init__(self, context: RunContext, plan: ReferencePlan) -> None:
         self.context, self.plan, method = context, plan, context.method
-        self.further: tuple[PreparedData, ...] = ()
+        self._width = len(method.completions) + method.draws_partners  # sequences per row
         # Fingerprints of reference and adapters; those of a live policy are taken before training.
         self._content: tuple[dict[str, Any], dict[str, Any] | None] | None = None
-        self._changed = False  # whether its files have changed since the run began
         if type(method).reference_sequences is Method.reference_sequences:
             raise OptionError(
                 f"ref_placement='precomputed': {type(method).__name__} does not define reference_sequences, which "
@@ -73,36 +53,11 @@ class ReferenceStores:
             )
 
     def reference(self) -> PrecomputedReference:
-        """Return a reference that covers the run's datasets and further ones; collective, before the policy exists."""
-        self._content = None  # a live model may have changed since engines were last built
-        tables = self.tables((*self.context.data.sets, *self.further))
-        return PrecomputedReference(tables, len(self.context.method.completions))
-
-    def tables(self, datasets: Iterable[PreparedData], *, loadable: bool = True) -> dict[str, LogpTable]:
-        """Return the log-probs of these datasets by their keys; collective.
-
-        Args:
-            datasets: duplicates are allowed.
-            loadable: whether the reference can still be loaded as given.
-
-        Raises:
-            OptionError: if something is missing that can no longer be computed.
-            OutputError: if a store cannot be written.
-        """
-        opened = self._opened(datasets, prepare=True)
-        seconds: dict[str, float] = {}
-        if named := next((data.where for data, store in opened if store.missing), None):
-            if from_first_rank(self._changed):
-                source = self.plan.source.name
-                raise OptionError(
-                    f"{named}: its reference log-probs are not in the cache, and the files of {source} or of its "
-                    "adapters have changed since the run began; pass it to the constructor as eval_dataset"
-                )
-            if not loadable:
-                raise OptionError(
-                    f"{named}: its reference log-probs are not in the cache, and the initial policy, which is the "
-                    "reference, has been trained; pass it to the constructor as eval_dataset, or the model as a path"
-                )
+        """Return a reference that covers the run's datasets; collective, before the policy exists."""
+        if self.plan.copies_policy:  # a live model may have changed since engines were last built
+            self._content = None
+        opened, seconds = self._opened(prepare=True), dict[str, float]()
+        if any(store.missing for _, store in opened):
             # Runs that find a store and runs that compute it draw the same random numbers.
             streams = RandomStreams()
             before = streams.state_dict()
@@ -110,54 +65,40 @@ class ReferenceStores:
                 seconds = self._fill(opened)
             finally:
                 streams.load_state_dict(before)
-        found = {}
+        tables = {}
         for data, store in opened:
             if rank() == 0:
-                self._tell(data, store, seconds.get(data.key))
+                spent = seconds.get(data.key)
+                how = "found" if spent is None else f"computed in {duration(spent)}, stored"
+                place = f"{store.folder} ({len(store.partners):,} rows, {store.size:,} bytes)"
+                tell(f"reference log-probs of {data.where}: {how} in {place}")
             values = copied_from_first_rank(torch.from_numpy(store.values).to(device())).cpu()
-            found[data.key] = LogpTable(values, store.partners)
-        return found
+            tables[data.key] = LogpTable(values, store.partners)
+        return PrecomputedReference(tables, len(self.context.method.completions))
 
     def lines(self) -> list[str]:
         """Describe each store of the run's datasets without writing anything; collective."""
         said = []
-        for data, store in self._opened(self.context.data.sets, prepare=False):
+        for data, store in self._opened(prepare=False):
             total, missing = len(store.parts), len(store.missing)
             state = f"{total - missing} of {total} parts" if missing < total else "not computed yet"
             said.append(f"reference log-probs of {data.where}: {state if missing else 'complete'}, {store.folder}")
         return said
 
-    @property
-    def _width(self) -> int:
-        """Sequences per row."""
-        return len(self.context.method.completions) + self.context.method.draws_partners
-
-    def _opened(self, datasets: Iterable[PreparedData], *, prepare: bool) -> list[tuple[PreparedData, LogpStore]]:
+    def _opened(self, *, prepare: bool) -> list[tuple[PreparedData, LogpStore]]:
         """Open the store of each dataset: its files on the first rank, what is missing on every rank."""
-        if self._content is None or not self.plan.copies_policy:
-            memory = _folder() / "file-hashes.json"
-            adapters = self.plan.adapters if rank() == 0 else None
-            found = (
-                source_content(self.plan.source, memory, keep=rank() == 0),
-                None if adapters is None else adapters_content(adapters, memory),
-            )
-            self._changed = self._changed or self._content not in (None, found)
-            self._content = self._content or found
+        folder = tokenized_folder()
+        if self._content is None:
+            memory, adapters = folder / "file-hashes.json", self.plan.adapters if rank() == 0 else None
+            content = source_content(self.plan.source, memory, keep=rank() == 0)
+            self._content = content, None if adapters is None else adapters_content(adapters, memory)
         opened = []
-        for data in {data.key: data for data in datasets}.values():
+        for data in {data.key: data for data in self.context.data.sets}.values():
             partners = set_partners(data.table, order_seed(self.context.args), self.context.method.draws_partners)
-            store = LogpStore(_folder(), self.key(data) if rank() == 0 else {}, partners, self._width)
-            store.missing = on_first_rank(functools.partial(self._missing, store, prepare))
+            store = LogpStore(folder, self.key(data) if rank() == 0 else {}, partners, self._width)
+            store.missing = on_first_rank(functools.partial(_missing, store, prepare))
             opened.append((data, store))
         return opened
-
-    def _missing(self, store: LogpStore, prepare: bool) -> list[range]:
-        """Read a store, and return its missing parts."""
-        for fault in store.read():
-            tell(fault)
-        if prepare and store.missing and not self._changed:
-            store.prepare()
-        return store.missing
 
     def key(self, data: PreparedData) -> dict[str, object]:
         """Return everything that the values depend on, by name; on the first rank."""
@@ -180,9 +121,7 @@ class ReferenceStores:
     def _fill(self, opened: list[tuple[PreparedData, LogpStore]]) -> dict[str, float]:
         """Compute every missing part; return the seconds spent per dataset key."""
         context, seconds = self.context, {}
-        windows = [
-            [(part, self._plan(data, store.partners, part)) for part in store.missing] for data, store in opened
-        ]
+        windows = [[(p, self._plan(data, store.partners, p)) for p in store.missing] for data, store in opened]
         total = sum(len(plan.micro_batches) for parts in windows for _, plan in parts)
         engine = self.plan.build(context.args)
         progress = Progress(total, "precompute", context.is_first and not context.args.disable_tqdm, device())
@@ -205,9 +144,8 @@ class ReferenceStores:
         args, rows = self.context.args, np.arange(part.start, part.stop, dtype=np.int64)
         asked = args.precompute_ref_batch_size if isinstance(args, ReferenceOptions) else None
         size, tokens = asked or args.eval_batch_size, None if asked else args.max_tokens_per_batch
-        return plan_window(
-            data.table, rows, partners[rows], world_size=world_size(), batch_size=size, max_tokens=tokens
-        )
+        ranks, own = world_size(), partners[rows]
+        return plan_window(data.table, rows, own, world_size=ranks, batch_size=size, max_tokens=tokens)
 
     def _part(
         self, engine: EngineReference, data: PreparedData, part: range, plan: WindowPlan, progress: Progress
@@ -225,19 +163,6 @@ class ReferenceStores:
                 progress.advance()
             return sum_over_ranks(found).cpu()
 
-    def _tell(self, data: PreparedData, store: LogpStore, seconds: float | None) -> None:
-        """Print where a store is and what it saves."""
-        epochs, how = self.context.args.num_train_epochs, "found in"
-        saved = "; steps run without the reference, which saves about a third of the time of a LoRA step"
-        if seconds is not None:
-            how = f"computed in {duration(seconds)}, stored in"
-            saved = "; from the second epoch on, this saves about a third of the time of a LoRA step"
-            if self.context.args.max_steps < 0 and epochs <= 1:
-                saved += f"; with num_train_epochs={epochs:g}, only later runs are faster"
-        place = f"{store.folder} ({len(store.partners):,} rows, {store.size:,} bytes)"
-        saved = saved if data is self.context.data.train else ""
-        tell(f"reference log-probs of {data.where}: {how} {place}{saved}")
-
 
 def rows_content(data: PreparedData, completions: Iterable[str]) -> str:
     """Return a hash of the tokens of all rows in order."""
@@ -251,5 +176,10 @@ def rows_content(data: PreparedData, completions: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def _folder() -> Path:
-    return cache_folder() / "deepspeed-alignment"
+def _missing(store: LogpStore, prepare: bool) -> list[range]:
+    """Read a store, and return its missing parts."""
+    for fault in store.read():
+        tell(fault)
+    if prepare and store.missing:
+        store.prepare()
+    return store.missing

@@ -1,13 +1,15 @@
-"""What a trainer prepares when it is created: models, tokenizer and datasets, planned and checked but not loaded."""
+"""What a trainer prepares when it is created: models and tokenizer, planned and checked but not loaded."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
-from alignment.config.errors import OptionError, setting
+from alignment.config.errors import ModelError, OptionError, one_line, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import TokenizerOptions
 from alignment.config.options_online import OnlineOptions
@@ -15,30 +17,21 @@ from alignment.engines.collectives import together
 from alignment.models.adapters.merged import merge_live
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM
-from alignment.models.vocabulary import check_vocabulary
+from alignment.models.vocabulary import Vocabulary, check_vocabulary, fill_up, rounded_up, take_template
 from alignment.planning.engines import EnginePlan, check_alike, plan_engines, with_reference
 from alignment.run.console import tell
 from alignment.run.failures import OtherRankFailed
-from alignment.training.arguments import (
-    balancing_coefficient,
-    check_optimizers,
-    model_sources,
-)
+from alignment.training.arguments import balancing_coefficient, model_sources
 from alignment.training.method import AnyMethod
-from alignment.training.tokenizers import load_tokenizer, with_options, with_vocabulary
+
+_TEMPLATES = (".jinja", ".j2")
 
 
 @dataclass(frozen=True)
 class GivenModels:
-    """The models that the constructor of a trainer received.
+    """The models that the constructor of a trainer received, by its arguments.
 
-    Attributes:
-        model: path, Hub name or live model.
-        ref_model: the reference, in the same forms; None for the initial policy.
-        adapted: the live ``PeftModel`` around ``model``, or None.
-        peft_config: PEFT's configuration of adapters to train, or None.
-        optimizers: the user's optimizer and schedule, or Nones.
-        tokenizers: the tokenizer by its present and its older name, or Nones.
+    ``adapted`` is the live ``PeftModel`` around ``model``; ``tokenizers`` are the present and the older argument.
     """
 
     model: str | PreTrainedModel
@@ -53,11 +46,8 @@ class GivenModels:
 class PlannedModels:
     """The models of a run before they are loaded.
 
-    Attributes:
-        policy, reference: where their weights come from; the same object for the initial policy as the reference.
-        processing_class: the tokenizer.
-        engines: DeepSpeed configurations, dtypes and placements.
-        aux_coefficient: weight of the load-balancing loss of a mixture of experts, or None.
+    ``reference`` is the same object as ``policy`` for the initial policy. ``aux_coefficient`` is the weight of the
+    load-balancing loss of a mixture of experts, or None.
     """
 
     policy: ModelSource
@@ -68,18 +58,14 @@ class PlannedModels:
 
 
 def plan_models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) -> PlannedModels:
-    """Plan models, tokenizer and engines; nothing is loaded. Collective.
-
-    Args:
-        args: the run's options.
-        method: its method; learns whether adapters are trained.
-        given: the constructor's models.
-
-    Raises:
-        AlignmentError: if a model, its tokenizer or its placement cannot be used.
-        OtherRankFailed: if another rank cannot use its models or its tokenizer.
-    """
-    check_optimizers(given.optimizers, given.model)
+    """Plan models, tokenizer and engines; nothing is loaded. Collective. The method learns if adapters are trained."""
+    optimizer, schedule = given.optimizers
+    if optimizer is not None and isinstance(given.model, str):
+        raise OptionError("optimizers: requires a live model; pass the model object whose parameters they optimize")
+    if schedule is not None and (optimizer is None or schedule.optimizer is not optimizer):
+        raise OptionError(
+            "optimizers: the scheduler belongs to a different optimizer; pass the one that it was created with"
+        )
     with together(OtherRankFailed):
         policy, reference, tokenizer, adapted = _models(args, method, given)
         coefficient = balancing_coefficient(args, policy.config)
@@ -108,12 +94,10 @@ def _models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) -> tup
     same = reference is policy
     if merged:
         policy = replace(policy, merged=True)
-    tokenizer = load_tokenizer(*given.tokenizers, policy, args)
+    tokenizer = _load_tokenizer(*given.tokenizers, policy, args)
     if isinstance(args, TokenizerOptions):
-        tokenizer, vocabulary = with_options(tokenizer, args, policy.config.get_text_config().vocab_size)
-        if vocabulary:
-            policy, added = with_vocabulary(policy, vocabulary, given.optimizers)
-            tell(added)
+        tokenizer, vocabulary = with_options(tokenizer, args, policy, given.optimizers)
+        policy = policy.knowing(vocabulary) if vocabulary else policy
     reference = policy if same else reference
     if method.task is not CAUSAL_LM and policy.config.num_labels > 1:
         tell(f"the model has {policy.config.num_labels} labels; only the first is trained and used as the reward")
@@ -123,11 +107,7 @@ def _models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) -> tup
 
 
 def place_for(args: AlignmentConfig, method: AnyMethod, models: PlannedModels, longest: int) -> None:
-    """Place the reference again, now that the longest sequence is known, and check the token budget.
-
-    Raises:
-        OptionError: if the longest row exceeds ``max_tokens_per_batch``.
-    """
+    """Place the reference again, now that the longest sequence is known, and check ``max_tokens_per_batch``."""
     least, budget, plan = longest * max(1, len(method.completions)), args.max_tokens_per_batch, models.engines
     if budget is not None and budget < least:
         raise OptionError(
@@ -138,3 +118,96 @@ def place_for(args: AlignmentConfig, method: AnyMethod, models: PlannedModels, l
     if longest and plan.cards is not None and not isinstance(args, OnlineOptions):
         reference = models.reference if method.needs_reference else None
         models.engines = with_reference(args, plan, reference, reference is models.policy, longest)
+
+
+def _load_tokenizer(given: Any, older_name: Any, policy: ModelSource, options: AlignmentConfig) -> Any:
+    """Return the given tokenizer, or the one saved with the adapters to continue from, or the policy's own."""
+    if given is not None and older_name is not None and given is not older_name:
+        raise OptionError("tokenizer: processing_class is also passed; remove tokenizer, its older name")
+    tokenizer = given if given is not None else older_name
+    saved = options.adapter_name_or_path
+    if tokenizer is None and saved is not None and (Path(saved) / "tokenizer_config.json").is_file():
+        # It has the chat template that the adapters were trained with.
+        policy = replace(policy, path=saved, live=None, init_kwargs={})
+    return policy.tokenizer(tokenizer, "processing_class", options.trust_remote_code)
+
+
+def with_options(
+    tokenizer: Any, options: TokenizerOptions, policy: ModelSource, optimizers: tuple[Any, Any] = (None, None)
+) -> tuple[Any, Vocabulary]:
+    """Apply :class:`TokenizerOptions` to a copy of the tokenizer; return it with the changes that the model needs.
+
+    A chat template of another tokenizer may use tokens that are missing here. In that case all added tokens of the
+    other tokenizer are added, and the vocabulary is padded with unused tokens to the new size of the embeddings.
+
+    Raises:
+        OptionError: a token is not in the vocabulary, or the optimizer or adapters of a live model do not allow more.
+        ModelError: a chat template cannot be read.
+    """
+    path = options.chat_template_path
+    named = {"eos_token": options.eos_token, "pad_token": options.pad_token}
+    given = {name: token for name, token in named.items() if token is not None}
+    if not given and path is None:
+        return tokenizer, Vocabulary()
+    tokenizer, new, grows = copy.deepcopy(tokenizer), [], False
+    if path is not None and path.endswith(_TEMPLATES):
+        try:
+            tokenizer.chat_template = Path(path).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(
+                f"{setting('chat_template_path', path)}: cannot be read: {one_line(error)}; set it to a Jinja file"
+            ) from error
+    elif path is not None:
+        source = _template_source(path, options.trust_remote_code)  # type: ignore[attr-defined]
+        tokens = [token.content for token in source.added_tokens_decoder.values()]
+        needed = {token for token in tokens if token in source.get_chat_template()} | {source.eos_token or ""} - {""}
+        if needed - set(tokenizer.get_vocab()):
+            new = take_template(tokenizer, source)
+        else:
+            tokenizer.chat_template = source.chat_template
+        grows = len(tokenizer) > policy.config.get_text_config().vocab_size
+        if grows:
+            new += fill_up(tokenizer, rounded_up(len(tokenizer)))
+        given = ({} if source.eos_token is None else {"eos_token": source.eos_token}) | given
+        _check_new(policy, grows, new, optimizers)
+    vocabulary = tokenizer.get_vocab()
+    for name, token in given.items():
+        if token not in vocabulary:
+            raise OptionError(
+                f"{setting(name, token)}: not in the vocabulary of the tokenizer; set another token, or add it to "
+                "tokenizer and model and save both"
+            )
+        setattr(tokenizer, name, token)
+    rows, eos = len(tokenizer) if grows else None, tokenizer.eos_token_id if "eos_token" in given else None
+    if new:
+        resized = f"; resized the embeddings to {rows} rows, the new ones initialized to the mean of the others"
+        said = f"chat_template_path: added {len(new)} tokens to the tokenizer of {policy.name}"
+        tell(said + (resized if grows else ""))
+    return tokenizer, Vocabulary(rows, tuple(tokenizer.convert_tokens_to_ids(new)), eos)
+
+
+def _check_new(policy: ModelSource, grows: bool, new: list[str], optimizers: tuple[Any, Any]) -> None:
+    """Check that an optimizer or adapters of a live model still match it after tokens are added."""
+    if grows and any(optimizers):
+        raise OptionError(
+            "chat_template_path: adds tokens, which resizes the embeddings and invalidates optimizers; remove it, or "
+            "call clone_chat_template() before creating the optimizer"
+        )
+    if new and getattr(policy.live, "peft_config", None):
+        raise OptionError(
+            "chat_template_path: adds tokens to a model that already has adapters; call clone_chat_template() before "
+            "adding them, or set a .jinja file to write these tokens as text"
+        )
+
+
+def _template_source(path: str, trust_remote_code: bool) -> Any:
+    key = setting("chat_template_path", path)
+    try:
+        source = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # network, files and code of many kinds
+        raise ModelError(
+            f"{key}: cannot load a tokenizer: {one_line(error)}; set it to a folder, a Hub name or a .jinja file"
+        ) from error
+    if not source.chat_template:
+        raise ModelError(f"{key}: the tokenizer has no chat template; set another one, or a .jinja file")
+    return source

@@ -33,7 +33,6 @@ from alignment.planning.gradients import GradientPlan, bytes_in_use, plan_gradie
 from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.base import Reference
 from alignment.references.engine import ReferencePlan
-from alignment.references.precomputed import PrecomputedReference
 from alignment.run.console import tell
 from alignment.run.ranks import world_size
 from alignment.training.context import Resources, RunContext
@@ -188,21 +187,18 @@ class RunEngines:
         policy.scheduler = policy.engine.lr_scheduler = self.context.events.handler.lr_scheduler = schedule
         self.context.run_state.register("schedule", ScheduleState(schedule))
 
-    def know(self, datasets: Iterable[PreparedData]) -> None:
-        """Let a precomputed reference cover these datasets too; collective. Does nothing for other references.
+    def check_known(self, datasets: Iterable[PreparedData]) -> None:
+        """Check that the reference can be asked about the rows of these datasets.
 
         Raises:
-            OptionError: if that requires the initial policy, which has been trained since.
+            OptionError: if its log-probs were precomputed for other datasets.
         """
-        if self.stores is None:
-            return
-        if self.stores.plan.copies_policy and not self.trained:
-            self.close()  # so that the reference is again built before the policy's engine
-        if self.models is None:
-            self.stores.further = tuple(datasets)
-            return
-        assert isinstance(self.models.reference, PrecomputedReference)
-        self.models.reference.tables |= self.stores.tables(datasets, loadable=not self.stores.plan.copies_policy)
+        known = {data.key for data in self.context.data.sets}
+        new = next((data.where for data in datasets if data.key not in known), None)
+        if self.stores is not None and new is not None:
+            raise OptionError(
+                f"{new}: its reference log-probs are not precomputed; pass it to the constructor as eval_dataset"
+            )
 
     def _built(self, training_steps: int | None) -> Models:
         """Build reference and policy; each is released if a later build fails."""

@@ -21,20 +21,14 @@ PERCENTILES = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 
 def token_lengths(data: PreparedData, completions: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Percentiles of the numbers of tokens, by what is counted.
-
-    Args:
-        data: the tokenized rows.
-        completions: the method's columns of completions.
-    """
+    """Return percentiles of numbers of tokens by what is counted; ``completions`` are the method's columns."""
     prompt, counts = data.table.prompt, data.table.completions
-    lengths = {"prompt": prompt}
-    lengths |= {shown_name(name): counts[:, i] for i, name in enumerate(completions)}
+    lengths = {"prompt": prompt} | {shown_name(name): counts[:, i] for i, name in enumerate(completions)}
     if completions:
         lengths["prompt and completion"] = (prompt[:, None] + counts).ravel()
     if data.packs is not None:
-        lengths = {"pack": data.packs.tokens, "trained on per pack": counts[:, 0]}
-        lengths["sequence"] = data.packs.stops - data.packs.begins
+        sequences = data.packs.stops - data.packs.begins
+        lengths = {"pack": data.packs.tokens, "trained on per pack": counts[:, 0], "sequence": sequences}
     found = {}
     for name, values in lengths.items():
         points = np.percentile(values, list(PERCENTILES.values()), method="higher").tolist()
@@ -42,33 +36,22 @@ def token_lengths(data: PreparedData, completions: Sequence[str]) -> dict[str, d
     return found
 
 
-def _data_facts(role: str, data: PreparedData, completions: Sequence[str]) -> dict[str, Any]:
-    """The facts about a dataset as the log has them: counts other than 0, and lengths. ``role`` is its use."""
-    counts = {name: count for name, count in asdict(data.report).items() if count}
-    return {"role": role, "where": data.where, **counts, "lengths": token_lengths(data, completions)}
-
-
 def shown_name(column: str) -> str:
-    """A column of token ids as users know it."""
+    """Return the name of a column of token IDs as users know it."""
     return column.removesuffix("_ids")
 
 
 def start_event(
     context: RunContext, engines: RunEngines, data: PreparedData, *, run: str, window: int, steps: int
 ) -> dict[str, Any]:
-    """The event.
-
-    Args:
-        context: the run.
-        engines: its engines.
-        data: the training data.
-        run: the run's identifier.
-        window: rows of a step, at most.
-        steps: optimizer steps of the whole run.
-    """
-    args, report = context.args, data.report
+    """Return the event of a run with this identifier, training data, and numbers of rows per step and of steps."""
+    args, report, source = context.args, data.report, engines.plan.source.name
     sets = {"training": data, **{f"evaluation {name}".rstrip(): each for name, each in context.data.eval.items()}}
-    source = engines.plan.source.name
+    facts = []
+    for role, each in sets.items():
+        counts = {name: count for name, count in asdict(each.report).items() if count}
+        lengths = token_lengths(each, context.method.completions)
+        facts.append({"role": role, "where": each.where, **counts, "lengths": lengths})
     return {
         "event": "start",
         "run": run,
@@ -83,7 +66,7 @@ def start_event(
         "model": source if isinstance(source, str) else "",
         "models": engines.plan.describe(),
         "device": engines.window_pass.device.type,
-        "data": [_data_facts(role, each, context.method.completions) for role, each in sets.items()],
+        "data": facts,
         "advice": list(context.data.advice),
         "versions": library_versions(),
     }

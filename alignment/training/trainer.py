@@ -54,7 +54,7 @@ from alignment.training.arguments import (
     refuse_arguments,
     with_arguments,
 )
-from alignment.training.callbacks import Events, check_callbacks, check_early_stopping, check_reporting, log_in
+from alignment.training.callbacks import Events, check_before_loading, check_callbacks
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import DataPreparation, PreparedData, RunData, check_evaluation, total_steps
 from alignment.training.evaluation import evaluate, evaluation_windows
@@ -66,8 +66,7 @@ from alignment.training.method import AnyMethod
 from alignment.training.preparation import GivenModels, place_for, plan_models
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_manifest import run_manifest
-from alignment.training.run_page import write_page
-from alignment.training.summary import write_report
+from alignment.training.run_page import write_page, write_report
 
 
 class AlignmentTrainer(TrainerSurface):
@@ -152,7 +151,6 @@ class AlignmentTrainer(TrainerSurface):
         trained, reference = adapter_names
         names = {"model_adapter_name": trained, "ref_adapter_name": reference}
         args = with_arguments(args, model, quantization_config, **names).sealed()
-        check_reporting(args.report_to)
         check_saving(type(self), saves=args.save_strategy != "no")
         check_datasets(args, *datasets)
         return args, replace(given, model=model, adapted=adapted)
@@ -307,8 +305,7 @@ class AlignmentTrainer(TrainerSurface):
         if self.data.train is None or self.data.sampler is None:
             said = data_of_commands(self.args)
             raise OptionError(f"train_dataset: required for training{said or '; pass it to the trainer'}")
-        check_early_stopping(self.args, self.events.handler.callbacks)
-        log_in(self.events.handler.callbacks)
+        check_before_loading(self.args, self.events.handler.callbacks)
         return self.data.train, self.data.sampler
 
     def _enter_folder(self, asked: str | bool | None, manifest: Manifest) -> Checkpoint | None:
@@ -449,7 +446,7 @@ class AlignmentTrainer(TrainerSurface):
             data = {given: data[given]}
         elif given is not None:
             data = {n: self._preparation().one(d, None, "eval_dataset") for n, d in named_datasets(given).items()}
-            self.engines.know(data.values())
+            self.engines.check_known(data.values())
         if not data:
             raise OptionError("eval_dataset: required for evaluation; pass it to the trainer or to evaluate()")
         return data

@@ -58,8 +58,8 @@ def broken() -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("stream", "said"),
     [
-        (stream_of([]), "the stream has no rows"),
-        (stream_of([{"other": 1}]), "the stream has no rows with usable columns"),
+        (stream_of([]), "contains no rows with usable columns"),
+        (stream_of([{"other": 1}]), "contains no rows"),
         (IterableDataset.from_generator(broken), "the stream failed after row 2: the line was cut"),
         (
             stream_of([*unpaired_rows(2), {"prompt": {1}}]),

@@ -53,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder for this test's stores, with four parts for ten rows."""
     monkeypatch.setattr(store, "PART_ROWS", 3)
-    monkeypatch.setattr(precompute, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(precompute, "tokenized_folder", lambda: tmp_path / "cache" / "deepspeed-alignment")
     return tmp_path / "cache" / "deepspeed-alignment"
 
 
@@ -108,9 +108,9 @@ def make(method: str, model: Any, reference: Any, folder: Path, **more: Any) -> 
 
 
 def finished(trainer: AlignmentTrainer, method: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """Return everything that a run logs, including an evaluation of new data at its end, and the weights."""
+    """Return everything that a run logs, including another evaluation at its end, and the weights."""
     trainer.train()
-    trainer.evaluate(rows_of(method, 3, seed=5))
+    trainer.evaluate(rows_of(method, 5, seed=3))  # those of the constructor
     log = [{n: v for n, v in entry.items() if not n.endswith(TIMES)} for entry in trainer.state.log_history]
     assert trainer.model is not None
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -127,10 +127,10 @@ def stored(folder: Path) -> dict[str, bytes]:
 def test_a_precomputed_reference_trains_like_a_live_one(
     method: str, models: dict[str, str], tmp_path: Path, stores: Path, built: list[str]
 ) -> None:
-    """Bitwise for equal batches; for two epochs, evaluations and new data."""
+    """Bitwise for equal batches; for two epochs and evaluations."""
     precomputed = make(method, models["policy"], models["reference"], tmp_path / "precomputed")
     log, weights = finished(precomputed, method)
-    assert built == ["reference", "released", "policy", "reference", "released"], "once for the run, once for new data"
+    assert built == ["reference", "released", "policy"]
     assert {"precompute", "reference", "eval reference"} <= precomputed.phases.records.keys()
     files = stored(stores)
     assert sum(name.endswith(".safetensors") for name in files) == 4 + 2 + 2 + 1
@@ -277,10 +277,6 @@ def test_different_weights_have_different_stores(
     weights[-2] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
     assert key_of(trainer) == before, "a run keeps its initial reference"
-    assert trainer.engines.stores is not None
-    new = trainer._preparation().one(paired_rows(2, seed=9), None, "new rows")
-    with pytest.raises(OptionError, match="new rows: .* have changed since the run began"):
-        trainer.engines.stores.tables((new,))
     trainer = make("DPO", models["policy"], str(folder), tmp_path)
     assert key_of(trainer)["model"] != before["model"]
     trainer.precompute()
@@ -355,11 +351,11 @@ def test_an_interrupted_pass_resumes(
     """Interrupted twice, once with another batch size; the result equals that of an uninterrupted pass."""
     part = random.Random(where).randint(2, 5)
     trainer = make("KTO", models["policy"], None, tmp_path)
-    monkeypatch.setattr(precompute, "cache_folder", lambda: tmp_path / "whole")
+    monkeypatch.setattr(precompute, "tokenized_folder", lambda: tmp_path / "whole" / "deepspeed-alignment")
     trainer.precompute()
     whole = stored(tmp_path / "whole" / "deepspeed-alignment")
     tokens = trainer.phases.records.pop("precompute").tokens
-    monkeypatch.setattr(precompute, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(precompute, "tokenized_folder", lambda: tmp_path / "cache" / "deepspeed-alignment")
     interrupted(trainer, part, where, monkeypatch)
     done = stored(stores)
     assert sum(name.endswith(".safetensors") for name in done) == part - (where != "after a write")
@@ -392,21 +388,11 @@ def values_of(trainer: AlignmentTrainer, folder: Path) -> list[float]:
 # Refusals and messages ----------------------------------------------------------------------------------------------
 
 
-def test_new_data_with_a_live_policy(models: dict[str, str], tmp_path: Path, built: list[str]) -> None:
-    """Before training the policy is copied again; afterwards only the store has the initial log-probs."""
-    model = AutoModelForCausalLM.from_pretrained(models["policy"], dtype=torch.float32)
-    new, newer = rows_of("DPO", 3, seed=5), rows_of("DPO", 3, seed=6)
-    trainer = make("DPO", model, None, tmp_path, max_steps=1, eval_strategy="no")
-    trainer.evaluate()
-    before = trainer.evaluate(new)
-    assert before["eval_loss"] == pytest.approx(np.log(2)) and before["eval_rewards/margins"] == 0
-    trainer.train()
-    after = trainer.evaluate(new)
-    assert after["eval_rewards/margins"] != 0 and built.count("reference") == 2
-    with pytest.raises(
-        OptionError, match=r"^eval_dataset: .* the initial policy, which is the reference, has been trained"
-    ):
-        trainer.evaluate(newer)
+def test_new_data_is_refused(models: dict[str, str], tmp_path: Path) -> None:
+    """Rows of the constructor can be passed again."""
+    trainer = make("DPO", models["policy"], None, tmp_path, max_steps=1, eval_strategy="no")
+    with pytest.raises(OptionError, match="^eval_dataset: its reference log-probs are not precomputed"):
+        trainer.evaluate(rows_of("DPO", 3, seed=5))
     trainer.close()
 
 

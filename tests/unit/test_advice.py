@@ -12,8 +12,7 @@ from alignment.data.report import NOT_DRAWN, DataReport
 from alignment.data.tokenization import NO_ROOM
 from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.kto_options import KTOConfig
-from alignment.methods.sft_options import SFTConfig
-from alignment.training.advice import about_rows, about_steps
+from alignment.training.advice import about_rows
 
 
 def said(report: tuple[int, int] = (50, 50), window: int = 16, cls: Any = KTOConfig, **options: Any) -> str:
@@ -104,22 +103,6 @@ def test_window() -> None:
 def test_ranks_count_in_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert said(window=4, per_device_train_batch_size=1).endswith("set gradient_accumulation_steps=4")
-
-
-def test_pairs_have_no_labels_and_sft_no_advice() -> None:
-    assert said((0, 0), cls=CPOConfig) == ""
-    assert said((0, 0), window=1, cls=SFTConfig, learning_rate=1e-3) == ""
-
-
-def test_several_pieces_of_advice() -> None:
-    assert len(said((10, 100), window=4, learning_rate=1e-4).splitlines()) == 3
-
-
-def test_a_run_that_only_warms_up() -> None:
-    options = CPOConfig("out", warmup_ratio=0.1)
-    (sentence,) = about_steps(options, 1, 32)
-    assert sentence.startswith("the run has a single step of up to 32 rows, which is a warmup step")
-    assert about_steps(options, 2, 32) == about_steps(CPOConfig("out"), 1, 32) == []
 
 
 def test_many_lost_rows() -> None:

@@ -6,9 +6,7 @@ import contextlib
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from datasets import Json, Value
 from hypothesis import given, settings
@@ -18,12 +16,11 @@ from alignment.config.errors import DataError
 from alignment.config.fields import choices_of
 from alignment.config.options_data import Truncation
 from alignment.data.kinds.completions import COMPLETIONS
-from alignment.data.kinds.pairs import HH_TURN, PAIRS, split_messages, split_texts
+from alignment.data.kinds.pairs import HH_TURN, PAIRS, split_texts
 from alignment.data.kinds.prompts import PROMPTS
-from alignment.data.kinds.scored_pairs import SCORED_PAIRS, margin_of
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.readers import infer_features
-from alignment.data.report import DataReport, joined
 from alignment.data.sources import load_split
 from alignment.data.tokenization import EMPTY, NO_CONTEXT, NO_ROOM, Limits, fit
 
@@ -35,11 +32,11 @@ TOKENS = st.integers(0, 9).map(lambda count: list(range(100, 100 + count)))
 @settings(max_examples=300)
 @given(
     prompt=TOKENS, completions=st.lists(TOKENS, min_size=1, max_size=2), longest=LENGTH, prompt_most=st.integers(1, 9),
-    completion_most=LENGTH, mode=st.sampled_from(MODES), head=st.integers(0, 2), alone=st.booleans(),
+    completion_most=LENGTH, mode=st.sampled_from(MODES), head=st.integers(0, 2), alone=st.booleans()
 )  # fmt: skip
 def test_every_limit_holds_and_nothing_else_is_cut(
     prompt: list[int], completions: list[list[int]], longest: int | None, prompt_most: int,
-    completion_most: int | None, mode: str, head: int, alone: bool,
+    completion_most: int | None, mode: str, head: int, alone: bool
 ) -> None:  # fmt: skip
     """The prompt is cut first, then each completion to the space that is left."""
     fitted = fit(prompt, completions, Limits(longest, prompt_most, completion_most, mode), head, alone)
@@ -82,18 +79,6 @@ def test_a_common_prompt_is_the_longest_that_splits_no_word(common: str, one: st
     assert len(prompt) == (starts[-1] if starts else 0)
 
 
-MESSAGES = st.lists(st.sampled_from("abc").map(lambda text: {"role": "user", "content": text}), min_size=1, max_size=4)
-
-
-@given(chosen=MESSAGES, rejected=MESSAGES)
-def test_common_messages_leave_one_in_each_completion(chosen: list[Any], rejected: list[Any]) -> None:
-    if chosen == rejected:
-        return
-    prompt, one, other = split_messages(chosen, rejected)
-    assert (prompt + one, prompt + other) == (chosen, rejected) and one and other
-    assert one[0] != other[0] or len(one) == 1 or len(other) == 1
-
-
 @pytest.mark.parametrize("suffix", ["json", "jsonl", "csv"])
 def test_a_byte_order_mark_is_no_text(suffix: str, tmp_path: Path) -> None:
     """Notepad and Excel write one."""
@@ -109,18 +94,6 @@ def test_a_byte_order_mark_is_no_text(suffix: str, tmp_path: Path) -> None:
 def test_integers_beyond_64_bits_are_stored_as_json(value: int, plain: bool) -> None:
     feature = infer_features([("line 1", {"n": value}), ("line 2", {"n": None})])["n"]
     assert feature == Value("int64") if plain else isinstance(feature, Json)
-
-
-@pytest.mark.parametrize(
-    ("desirable", "undesirable", "said"),
-    [(2, 2, "4 of 7 rows kept (2 desirable, 2 undesirable)"), (0, 0, "4 of 7 rows kept"), (0, 4, "(0 desirable, 4")],
-)
-def test_labels_in_a_summary(desirable: int, undesirable: int, said: str) -> None:
-    report = DataReport(7, 4, {"b": 1, "a": 1, "c": 1}, 1, 2, desirable, undesirable)
-    assert said in report.summary() and (" (" in report.summary()) == bool(desirable + undesirable)
-    assert report.drops() == "1 × a; 1 × b; 1 × c"
-    both = joined([report, report])
-    assert (both.rows_in, both.rows_out, both.completions_cut, both.dropped["a"]) == (14, 8, 4, 2)
 
 
 def test_the_columns_that_each_kind_of_rows_needs() -> None:
@@ -139,45 +112,3 @@ def test_the_columns_that_each_kind_of_rows_needs() -> None:
         for kind, enough in fits.items():
             with contextlib.nullcontext() if enough else pytest.raises(DataError, match="^data: "):
                 kind.check_columns(names, sorted(names), "data", "training")
-
-
-CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-LABELED = {"prompt": "q", "completion": "a", "label": True}
-
-
-@pytest.mark.parametrize(
-    ("row", "key"),
-    [
-        ({"messages": CHAT, "label": True, "system": 1}, "system"),
-        ({**LABELED, "system": "s"}, "system"),
-        ({**LABELED, "query": 1}, "query"),
-        ({**LABELED, "prompt": CHAT[:1], "query": "x"}, "query"),
-        ({**LABELED, "prompt": None, "query": 1}, "query"),
-        ({**LABELED, "prompt": None}, "prompt"),
-        ({**LABELED, "completion": CHAT[1:]}, "prompt"),
-        ({**LABELED, "label": 1}, "label"),
-        ({**LABELED, "label": None, "chosen": "a"}, "rejected"),
-        ({**LABELED, "chosen": "a", "rejected": "b"}, "both completion, label and chosen, rejected"),
-    ],
-)
-def test_invalid_values_of_a_row(row: dict[str, Any], key: str) -> None:
-    with pytest.raises(DataError, match=f"^row 1: {key} "):
-        UNPAIRED.parse(row, "row 1", {})
-
-
-LARGEST = float(np.finfo(np.float32).max)
-
-
-@pytest.mark.parametrize(
-    ("value", "margin"),
-    [
-        (None, 0.0), (" ", 0.0), ("", 0.0), ("-2.5", -2.5), ([3], 3.0), ([3, 4], None), ([], None), (True, None),
-        (LARGEST, LARGEST), (-LARGEST, -LARGEST), (LARGEST * 1.001, None), ("nan", None), ("x", None), (10**400, None),
-    ],
-)  # fmt: skip
-def test_margins(value: Any, margin: float | None) -> None:
-    if margin is not None:
-        assert margin_of({"margin": value}, "row 1") == margin
-        return
-    with pytest.raises(DataError, match="^row 1: margin is "):
-        margin_of({"margin": value}, "row 1")

@@ -53,12 +53,6 @@ def test_a_mapped_column_replaces_a_column_of_the_same_name(tmp_path: Path) -> N
     assert texts([row], {"prompt": "prompt", "query": "query"}, tmp_path, PAIRS) == [["aa\nff", "d</s>", "e</s>"]]
 
 
-def test_a_mapped_column_is_only_available_under_its_new_name() -> None:
-    data = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c", "label": True}])
-    made, _ = arranged(data, {"completion": "chosen"}, UNPAIRED, "data")
-    assert made.to_list() == [{"prompt": "a", "label": True, "rejected": "c", "completion": "b"}]
-
-
 def test_system_column(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "oh"}]
     names = {"messages": "conversations", "system": "system", "label": "kto_tag"}
@@ -94,16 +88,8 @@ def test_labels_of_csv_files(tmp_path: Path) -> None:
             PAIRS,
             "column_map maps prompt to column 'question', which does not exist; columns: a, inst",
         ),
-        (
-            {"prompt": "instruction"},
-            PAIRS,
-            "missing columns chosen, rejected; .*; columns: a, instruction; if your",
-        ),
-        (
-            {"prompt": "instruction", "completion": "a"},
-            UNPAIRED,
-            "missing column label; .* set column_map",
-        ),
+        ({"prompt": "instruction"}, PAIRS, "missing columns chosen, rejected; .*; columns: a, instruction; if your"),
+        ({"prompt": "instruction", "completion": "a"}, UNPAIRED, "missing column label; .* set column_map"),
         (
             {},
             COMPLETIONS,

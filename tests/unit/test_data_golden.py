@@ -14,13 +14,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytest
-
 if __name__ == "__main__":
     sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
 from data_tokenizers import CHATML, DEFAULT_SYSTEM, ENDED, MARKED, PLAIN, THINK, THINK_OPEN, TOOLS, readable_tokenizer  # noqa: E402
-from datasets import Dataset, DatasetDict  # noqa: E402
+from datasets import Dataset  # noqa: E402
 
 from alignment.data.kinds.completions import COMPLETIONS, Completions  # noqa: E402
 from alignment.data.kinds.pairs import PAIRS  # noqa: E402
@@ -28,7 +26,7 @@ from alignment.data.kinds.prompts import PROMPTS  # noqa: E402
 from alignment.data.kinds.scored_pairs import SCORED_PAIRS  # noqa: E402
 from alignment.data.kinds.unpaired import UNPAIRED  # noqa: E402
 from alignment.data.prepare import load_prepared, prepare  # noqa: E402
-from alignment.data.sources import dataset_from_python, load_split  # noqa: E402
+from alignment.data.sources import dataset_from_python  # noqa: E402
 from alignment.data.tokenization import Limits  # noqa: E402
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "tokenization.txt"
@@ -366,63 +364,6 @@ def test_the_table_matches_the_code(tmp_path: Path) -> None:
         difflib.unified_diff(GOLDEN.read_text("utf-8").splitlines(), table(tmp_path).splitlines(), GOLDEN.name, "code")
     )
     assert not difference, f"rows are tokenized differently; if that is intended, run python {__file__}\n{difference}"
-
-
-def test_every_line_of_the_table_has_one_start_and_one_end() -> None:
-    lines = [line[4:] for line in GOLDEN.read_text("utf-8").splitlines() if line[:4] in ("  + ", "  - ")]
-    answered = [case for case in CASES if case.kind != PROMPTS]
-    assert len(lines) == sum(len(case.rows) * (1 + ("chosen" in case.rows[-1])) for case in answered) - 1
-    wholes = 0
-    for line in lines:
-        prompt, completion = line.split(" || ")
-        assert prompt.count("<s>") + completion.count("<s>") == prompt.startswith("<s>")
-        wholes += completion.endswith("|<|im_end|>|⏎")  # for a reward model: up to the template's last token
-        assert completion.endswith(("|</s>", "|<|im_end|>", "|[<|im_end|>]", "|<|im_end|>|⏎"))
-        assert "</s>" not in prompt + completion[:-4]
-    assert wholes == 2
-
-
-def test_every_prompt_of_the_table_has_one_start_and_no_end() -> None:
-    lines = [line[4:] for line in GOLDEN.read_text("utf-8").splitlines() if line[:4] == "  ? "]
-    assert len(lines) == sum(len(case.rows) for case in CASES if case.kind == PROMPTS)
-    for line in lines:
-        assert line.count("<s>") == line.startswith("<s>")
-        assert "||" not in line and (line == "</s>" or not line.endswith(("</s>", "<|im_end|>")))
-
-
-FILES = ["json", "jsonl", "csv", "parquet", "arrow", "saved folder", "folder of splits", "folder of files"]
-
-
-@pytest.mark.parametrize("form", FILES)
-def test_from_file_to_tokens(form: str, tmp_path: Path) -> None:
-    rows = [{"prompt": U, "completion": " " + A, "label": True}, {"prompt": U, "completion": " " + B, "label": False}]
-    data, plain, path = (
-        Dataset.from_list(rows),
-        "".join(json.dumps(row) + "\n" for row in rows),
-        tmp_path / f"a.{form}",
-    )
-    if form in ("json", "jsonl"):
-        path.write_text(plain if form == "jsonl" else json.dumps(rows))
-    elif form == "csv":
-        path.write_text(f"prompt,completion,label\n{U}, {A},True\n{U}, {B},False\n")
-    elif form == "parquet":
-        data.to_parquet(str(path))
-    elif form == "arrow":
-        data.save_to_disk(str(tmp_path / "saved"))
-        next((tmp_path / "saved").glob("*.arrow")).rename(path)
-    elif form == "saved folder":
-        data.save_to_disk(str(path))
-    elif form == "folder of splits":
-        DatasetDict(train=data).save_to_disk(str(path))
-    else:
-        path.mkdir()
-        (path / "train.jsonl").write_text(plain)
-    tokenizer = readable_tokenizer()
-    lines = tokenized(load_split(str(path), None, "train"), UNPAIRED, tokenizer, {}, tmp_path / "cache")
-    assert lines == [
-        "  + what|·is|·the|·cat || ·the|·cat|·is|·red|</s>",
-        "  - what|·is|·the|·cat || ·no|</s>",
-    ]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_tokenizers import CHATML, PLAIN, TOOLS, byte_tokenizer, char_tokenizer
+from data_tokenizers import CHATML, TOOLS, byte_tokenizer, char_tokenizer
 from datasets import Dataset
 
 from alignment.config.errors import DataError
@@ -15,7 +15,7 @@ from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.prompts import PROMPTS
 from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
-from alignment.data.messages import Source, conversation, template_variables, text_of, without_nulls
+from alignment.data.messages import Source, conversation, source_of, text_of
 from alignment.data.prepare import load_prepared, prepare
 from alignment.data.sources import dataset_from_python
 from alignment.data.tokenization import Limits, RowTokenizer
@@ -163,21 +163,16 @@ def test_a_template_that_renders_every_row_alike_is_refused(tmp_path: Path, kind
 
 def test_template_variables_may_be_json_strings() -> None:
     row = {"chat_template_kwargs": '{"enable_thinking": false}', "tools": '[{"name": "f"}]'}
-    assert template_variables(row, "row 1") == {"enable_thinking": False, "tools": [{"name": "f"}]}
-    assert template_variables({"tools": "", "chat_template_kwargs": None}, "row 1") == {}
-    assert template_variables({"tools": []}, "row 1") == {}
+    assert source_of(row, "row 1", "").template == {"enable_thinking": False, "tools": [{"name": "f"}]}
+    assert source_of({"tools": "", "chat_template_kwargs": None}, "row 1", "").template == {}
+    assert source_of({"tools": []}, "row 1", "").template == {}
     for key, value, said in (
         ("tools", "f()", "not valid JSON"),
         ("tools", "{}", "expected a list of tool"),
         ("chat_template_kwargs", "[]", "expected an object"),
     ):
         with pytest.raises(DataError, match=f"^row 1: {key} is .*{said}"):
-            template_variables({key: value}, "row 1")
-
-
-def test_nulls_are_only_removed_from_objects() -> None:
-    assert without_nulls({"a": None, "b": [{"c": None, "d": 0}, None], "e": ""}) == {"b": [{"d": 0}, None], "e": ""}
-    assert without_nulls(None) is None
+            source_of({key: value}, "row 1", "")
 
 
 def rendered(template: str, *messages: dict[str, Any]) -> str:
@@ -185,7 +180,7 @@ def rendered(template: str, *messages: dict[str, Any]) -> str:
     tokenizer = char_tokenizer(template=template)
     *prompt, answer = messages
     rows = RowTokenizer(tokenizer)
-    return rows._texts(Source(prompt, ([answer],), "row 1", {}))[1]
+    return rows._rendered(prompt, Source(prompt, ([answer],), "row 1", {}))[1]
 
 
 def test_null_content_in_templates() -> None:
@@ -200,15 +195,6 @@ def test_null_content_in_templates() -> None:
     assert rendered(needs, USER, CALLING) == "user:hi;assistant:;"
     with pytest.raises(DataError, match="^row 1: the chat template .* failed: no calls"):
         rendered("{{ raise_exception('no calls') }}", USER, CALLING)
-
-
-def test_a_prompt_that_ends_with_a_call() -> None:
-    rows = RowTokenizer(char_tokenizer(template=TOOLS))
-    result = {"role": "tool", "content": "1"}
-    [encoded] = rows.encode(
-        [Source([USER, CALLING], ([result, {"role": "assistant", "content": "so"}],), "row 1", {})]
-    )
-    assert rows.tokenizer.decode(encoded.completions[0]).startswith("<|im_start|>tool\n1<|im_end|>")
 
 
 def test_templates_do_not_see_nulls_added_by_arrow(tmp_path: Path) -> None:
@@ -228,10 +214,3 @@ def test_templates_do_not_see_nulls_added_by_arrow(tmp_path: Path) -> None:
     assert read[0] == read[1]
     texts = [tokenizer.decode(row["completion_ids"]) for row in read[0]]
     assert '"arguments": {"x": 1}}' in texts[0] and '"arguments": {"y": "z"}}' in texts[1]
-
-
-def test_a_row_without_tools_passes_none_to_the_template(tmp_path: Path) -> None:
-    rows = [{"prompt": [USER], "completion": [{"role": "assistant", "content": "so"}], "label": True, "tools": []}]
-    tokenizer = char_tokenizer(template="{% if tools is not none and tools is defined %}TOOLS{% endif %}" + PLAIN)
-    path = prepare(dataset_from_python(rows), UNPAIRED, tokenizer, Limits(), "data", tmp_path, progress=False)
-    assert tokenizer.decode(load_prepared(path).dataset[0]["prompt_ids"]).startswith("user: hi")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -138,13 +137,6 @@ def test_invalid_mixtures(value: Any, said: str) -> None:
         KTOConfig("o", dataset_mixture=value)
 
 
-@pytest.mark.parametrize("option", ["dataset_name", "dataset_config"])
-def test_a_mixture_excludes_dataset_name(option: str) -> None:
-    with pytest.raises(OptionError, match=f"^{option}='x': dataset_mixture is set as well; remove one"):
-        KTOConfig("o", dataset_mixture=["a"], **{option: "x"})
-    check_command_line(KTOConfig("o", dataset_mixture=["a"], model_name_or_path="m"))
-
-
 def test_evaluation_needs_a_split_of_some_part() -> None:
     usual = {"model_name_or_path": "m", "eval_strategy": "epoch"}
     for mixture, more in (([{"dataset_name": "a", "test_split": "x"}], {}), (["a"], {"dataset_test_split": "x"})):
@@ -229,27 +221,6 @@ def test_a_limit_takes_the_first_rows(folder: Path) -> None:
     assert rows(max_train_samples=7, max_eval_samples=3) == [whole[0][:7], whole[1][:3]]
 
 
-def test_a_limit_replaces_dropped_rows_of_weighted_parts(tmp_path: Path, folder: Path) -> None:
-    equal = [{"prompt": "a", "chosen": "b", "rejected": "b"}] * 6
-    parts = []
-    for name, rows, weight in (("first.jsonl", [*equal, *unpaired_rows(9)], 2), ("second.jsonl", unpaired_rows(9), 1)):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        parts.append({"dataset_name": str(tmp_path / name), "weight": weight})
-    data = trainer_of(folder, dataset_mixture=parts, max_train_samples=6).data.train
-    assert data is not None and [part.report.rows_out for part in data.parts] == [4, 2]
-
-
-def test_truncated_rows_are_counted_after_sampling(tmp_path: Path, folder: Path) -> None:
-    long = [{**row, "completion": "a b " * 60} for row in unpaired_rows(20)]
-    parts = []
-    for name, rows in (("long.jsonl", long), ("short.jsonl", unpaired_rows(20))):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        parts.append({"dataset_name": str(tmp_path / name)})
-    data = trainer_of(folder, dataset_mixture=parts, max_train_samples=10, max_length=48).data.train
-    assert data is not None and [part.report.completions_cut for part in data.parts] == [5, 0]
-    assert (data.report.rows_out, data.report.completions_cut) == (10, 5)
-
-
 def test_a_mixture_of_labeled_rows_pairs_and_other_columns(folder: Path) -> None:
     trainer = trainer_of(folder)
     data = trainer.data.train
@@ -287,22 +258,3 @@ def test_a_mixture_of_a_given_size(folder: Path) -> None:
     data = trainer_of(folder, max_train_samples=12).data.train
     assert data is not None
     assert [part.report.rows_out for part in data.parts] == [6, 4, 2]
-
-
-def test_errors_name_the_part_and_its_row(folder: Path, tmp_path: Path) -> None:
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text(json.dumps({"prompt": "a", "completion": "b", "label": 3}) + "\n")
-    for part, said in (
-        (str(bad), f"{bad}, row 1: label is 3"),
-        (str(folder / "none.jsonl"), "file or folder does not exist"),
-        (str(folder / "alpaca"), "alpaca: missing columns prompt, completion, label"),
-    ):
-        with pytest.raises(DataError, match=said):
-            trainer_of(folder, dataset_mixture=[str(folder / "labeled.jsonl"), part])
-
-
-def test_omitted_settings_of_a_part_are_unset() -> None:
-    """It is None rather than empty, because an empty name would be requested from the Hub."""
-    (part,) = mixture_parts(["a.jsonl"])
-    values = dataclasses.asdict(part)
-    assert values.pop("dataset_name") == "a.jsonl" and set(values.values()) == {None}

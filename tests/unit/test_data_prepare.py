@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +16,11 @@ from alignment.data import prepare as module
 from alignment.data.kinds.completions import COMPLETIONS
 from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.scored_pairs import SCORED_PAIRS
-from alignment.data.kinds.unpaired import UNPAIRED, prompt_key
-from alignment.data.prepare import Prepared, data_key, key_of, load_prepared, prepare
+from alignment.data.kinds.unpaired import UNPAIRED
+from alignment.data.prepare import Prepared, data_key, load_prepared, prepare
 from alignment.data.report import DataReport
 from alignment.data.sources import dataset_from_python, load_split
-from alignment.data.tokenization import Limits
+from alignment.data.tokenization import Encoded, Limits, RowTokenizer
 from alignment.models.vocabulary import check_vocabulary
 from alignment.training.data import limits_of
 
@@ -56,19 +53,17 @@ def test_unpaired_columns_and_report(tmp_path: Path) -> None:
     assert prepared.dataset["label"][:] == [True, False, False]
     assert prepared.dataset["row"][:] == [0, 1, 2]
     keys = prepared.dataset["prompt_key"][:]
-    assert keys[0] == keys[2] == prompt_key(prepared.dataset[0]["prompt_ids"]) != keys[1]
+    assert keys[0] == keys[2] != keys[1]
     assert prepared.report == DataReport(3, 3, {}, 1, 1, 1, 2)
     assert prepared.report.summary() == (
         "3 of 3 rows kept (1 desirable, 2 undesirable), 1 prompts and 1 completions truncated"
     )
 
 
-def test_prompt_key_is_the_same_everywhere() -> None:
-    code = "from alignment.data.kinds.unpaired import prompt_key; print(prompt_key([1, 2, 3]))"
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(Path(module.__file__).parents[2])}
-    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert int(out.stdout) == prompt_key([1, 2, 3]) == -7044357283931317034
-    assert prompt_key([1, 2]) != prompt_key([2, 1])
+def test_the_key_of_a_prompt_is_the_same_everywhere() -> None:
+    row = Encoded([1, 2, 3], [[4]], {"labels": [True]})
+    (record,) = UNPAIRED.records(row, Limits(), RowTokenizer(char_tokenizer()))
+    assert record["prompt_key"] == -7044357283931317034
 
 
 def test_pairs_and_drops(tmp_path: Path) -> None:
@@ -198,7 +193,7 @@ def test_second_run_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tokenizer = char_tokenizer(before=("<s>",))
     data = dataset_from_python(KTO)
     path = prepare(data, UNPAIRED, tokenizer, Limits(), "data", tmp_path, progress=False)
-    assert key_of(path) == data_key(data, UNPAIRED, tokenizer, Limits())
+    assert path.stem == data_key(data, UNPAIRED, tokenizer, Limits())
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [path.name]
     assert sorted(entry.name for entry in path.iterdir()) == ["data", "report.json"]
     monkeypatch.setattr(module, "RowMapper", lambda *args: pytest.fail("built again"))
@@ -271,19 +266,6 @@ def test_the_key_of_the_data_depends_on_every_row() -> None:
     assert len(names) == 3
 
 
-def test_dataset_formats_and_selections(tmp_path: Path) -> None:
-    plain = Dataset.from_list(KTO)
-    formatted = plain.with_format("numpy", columns=["label"])
-    shuffled = plain.select([2, 0])
-    tokenizer = char_tokenizer()
-    paths = [
-        prepare(data, UNPAIRED, tokenizer, Limits(), "data", tmp_path, progress=False)
-        for data in (plain, formatted, shuffled)
-    ]
-    assert paths[0] == paths[1] != paths[2]
-    assert load_prepared(paths[2]).dataset["label"][:] == [False, True]
-
-
 def test_strict_data_and_no_rows_left(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^data: 1 of 3 rows would be dropped \(1 × chosen and .*strict_data: false"):
         run(PAIRED, PAIRS, tmp_path, strict=True)
@@ -293,16 +275,6 @@ def test_strict_data_and_no_rows_left(tmp_path: Path) -> None:
         run(PAIRED, PAIRS, tmp_path, strict=True)
     with pytest.raises(DataError, match=r"^data: all 3 rows were dropped \(2 × no space .*; 1 × chosen"):
         run(PAIRED, PAIRS, tmp_path, Limits(max_length=2))
-
-
-def test_columns_are_checked_first(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="missing columns chosen, rejected; training requires"):
-        run(KTO, PAIRS, tmp_path)
-    with pytest.raises(DataError, match="^data: contains no rows"):
-        empty = Dataset.from_dict({"chosen": [], "rejected": []})
-        prepare(empty, PAIRS, char_tokenizer(), Limits(), "data", tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    assert data_key(Dataset.from_dict({"a": [1]}), PAIRS, char_tokenizer(), Limits()).startswith("preference-")
 
 
 def test_conversations_need_a_template(tmp_path: Path) -> None:
@@ -326,17 +298,15 @@ def test_a_folder_that_cannot_be_written_or_read(tmp_path: Path) -> None:
 
 
 def test_a_finished_folder_of_another_process_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = DataReport.save
-    other = tmp_path / "other"
-    usual = prepare(dataset_from_python(KTO), UNPAIRED, char_tokenizer(), Limits(), "data", other, progress=False)
-    cache = tmp_path / "cache"
+    usual = prepare(dataset_from_python(KTO), UNPAIRED, char_tokenizer(), Limits(), "data", tmp_path, progress=False)
+    cache, counts = tmp_path / "cache", module.counts
     target = cache / usual.name
 
-    def overtaken(report: DataReport, folder: Path) -> None:
-        save(report, folder)
+    def overtaken(rows: Dataset) -> dict[str, int]:
         (target / "theirs").mkdir(parents=True)
+        return counts(rows)
 
-    monkeypatch.setattr(DataReport, "save", overtaken)
+    monkeypatch.setattr(module, "counts", overtaken)
     path = prepare(dataset_from_python(KTO), UNPAIRED, char_tokenizer(), Limits(), "data", cache, progress=False)
     assert [entry.name for entry in cache.iterdir()] == [path.name] and (path / "theirs").is_dir()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from data_tokenizers import CHATML, char_tokenizer
-from datasets import Array2D, Dataset, Features, Image, IterableDataset, List, Value, concatenate_datasets
+from datasets import Array2D, Dataset, Features, Image, IterableDataset, List, Value
 
 from alignment.config.errors import DataError
 from alignment.config.options_data import COLUMNS
@@ -21,7 +21,7 @@ from alignment.data.kinds.prompts import PROMPTS, PromptRow, prompt_row
 from alignment.data.kinds.scored_pairs import SCORED_PAIRS, margin_of
 from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.prepare import Prepared, load_prepared, prepare
-from alignment.data.sources import dataset_from_python, from_stream, load_split
+from alignment.data.sources import dataset_from_python, from_stream
 from alignment.data.tokenization import Limits
 
 USER = {"role": "user", "content": "hi"}
@@ -98,24 +98,6 @@ def test_an_empty_prompt_needs_a_first_token(tmp_path: Path) -> None:
     assert reason.startswith("no tokens to start from (empty prompt")
 
 
-def test_the_cache_depends_on_the_other_columns(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [{"prompt": [USER], "system": "s", "answer": 1}]
-    plain = made(rows, tmp_path)
-    assert columns_of(made([{**rows[0], "answer": 2}], tmp_path)) == [{"system": "s", "answer": 2}]
-    assert columns_of(plain) == [{"system": "s", "answer": 1}]
-    used = made(rows, tmp_path, column_map={"system": "system"})
-    assert columns_of(used) == [{"answer": 1}] and len(used.dataset[0]["prompt_ids"]) > len(
-        plain.dataset[0]["prompt_ids"]
-    )
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_datasets_with_other_columns_can_be_mixed(tmp_path: Path) -> None:
-    parts = [made([{"prompt": "a", "x": 1}], tmp_path), made([{"prompt": "b", "y": ["z"]}], tmp_path)]
-    both = concatenate_datasets([part.dataset for part in parts])
-    assert [prompt_row(both, index).columns for index in range(2)] == [{"x": 1}, {"y": ["z"]}]
-
-
 NAN = float("nan")
 
 
@@ -123,7 +105,7 @@ def test_additional_columns_never_make_a_dataset_invalid(tmp_path: Path, caplog:
     given = {
         "score": Value("float32"), "seen": List(Value("float64")), "image": Image(),
         "packed": List({"raw": Value("binary")}), "price": Value("decimal128(5, 2)"),
-        "took": Value("duration[s]"), "grid": Array2D((1, 2), "float32"),
+        "took": Value("duration[s]"), "grid": Array2D((1, 2), "float32")
     }  # fmt: skip
     row: dict[str, Any] = {"score": 0.5, "seen": [1.0, -math.inf], "packed": [{"raw": b"x"}], "price": Decimal("1.50")}
     row |= {"prompt": "a", "took": timedelta(seconds=3), "grid": [[1.0, NAN]], "image": None}
@@ -151,14 +133,6 @@ def test_further_columns_of_a_list(tmp_path: Path) -> None:
         made(pairs, tmp_path, SCORED_PAIRS, column_map={"margin": "gap"})
 
 
-def test_a_stream_of_images_is_not_decoded(tmp_path: Path) -> None:
-    typed = Dataset.from_dict(
-        {"prompt": ["a"], "image": [None]}, features=Features({"prompt": Value("string"), "image": Image()})
-    )
-    data = from_stream(typed.to_iterable_dataset(), 5, used_columns(PROMPTS, None), "data", tmp_path / "stream")
-    assert columns_of(made(data, tmp_path)) == [{}]
-
-
 def dated() -> Iterator[dict[str, Any]]:
     """Rows of a stream."""
     yield {"prompt": "a", "when": datetime(2024, 5, 1), "answer": [1, None]}
@@ -174,24 +148,6 @@ def test_a_stream_keeps_every_column_of_prompts_only(tmp_path: Path) -> None:
     ]
     assert used_columns(SCORED_PAIRS, {"prompt": "answer"}) == {*COLUMNS, "answer", *SCORED_PAIRS.tokens.names}
     assert "margin" not in (used_columns(PAIRS, None) or set())
-
-
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        (
-            [{"question": "a", "messages": [USER]}],
-            "data: missing column prompt; training requires prompt; columns: question, mess",
-        ),
-        ([{"prompt": "a"}, {"prompt": None}], "data, row 2: prompt is missing; every row must have one"),
-        ([{"prompt": 5}], r"data, row 1: prompt is 5 \(an integer\); expected a string or a list of {role, content}"),
-        ([{"prompt": [{"role": "user"}]}], r"data, row 1: prompt\[0\] has no content"),
-        ([{"prompt": [{**USER, "image": b"x"}]}], "data, row 1: prompt is .*, which cannot be stored"),
-    ],
-)
-def test_invalid_prompts_are_named(rows: list[dict[str, Any]], said: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"^{said}"):
-        made(Dataset.from_list(rows), tmp_path)
 
 
 PAIR = {"prompt": "ab", "chosen": "c", "rejected": "d"}
@@ -231,13 +187,6 @@ def test_equal_completions_of_conversations_are_dropped(tmp_path: Path, kind: An
     each = 1 + (kind is UNPAIRED)
     assert prepared.dataset["row"][:] == [len(same)] * each
     assert prepared.report.dropped == {"chosen and rejected are identical": len(same) * each}
-
-
-def test_margins_of_a_csv_file_and_under_another_name(tmp_path: Path) -> None:
-    path = tmp_path / "data.csv"
-    path.write_text("prompt,chosen,rejected,gap\na,b,c,-0.25\na,b,c,\n")
-    data = load_split(str(path), None, "train")
-    assert made(data, tmp_path, SCORED_PAIRS, column_map={"margin": "gap"}).dataset["margin"][:] == [-0.25, 0.0]
 
 
 @pytest.mark.parametrize("margin", [float("nan"), float("inf"), 1e39, 10**400, True, "wide", [1.0, 2.0], {"a": 1}])

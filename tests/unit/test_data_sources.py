@@ -90,14 +90,6 @@ def test_missing_and_unreadable(tmp_path: Path) -> None:
     assert "dataset nobody/nothing, split train: cannot be read" in refused("nobody/nothing")
 
 
-@pytest.mark.parametrize("content", ["", "\n\n", "[]"])
-@pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_empty_files(tmp_path: Path, content: str, suffix: str) -> None:
-    path = tmp_path / f"data.{suffix}"
-    path.write_text(content)
-    assert refused(str(path)).startswith(f"{path}: contains no rows")
-
-
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -210,29 +202,11 @@ def test_python_objects() -> None:
             dataset_from_python(value)
 
 
-def test_only_the_error_of_a_hub_split_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise ValueError('Unknown split "x". Should be one of ["train"].\nMore')
-
-    monkeypatch.setattr(datasets, "load_dataset", fail)
-    message = refused("owner/name", "x", "en")
-    assert message.startswith('dataset owner/name (config en), split x: cannot be read: Unknown split "x".')
-
-
 def test_two_file_types_in_one_split(tmp_path: Path) -> None:
     (tmp_path / "train-1.jsonl").write_text('{"a": 1}\n')
     (tmp_path / "train-2.csv").write_text("a\n1\n")
     with pytest.raises(DataError, match=r"the split mixes \.csv, \.jsonl files; use a single file type"):
         load_split(str(tmp_path), None, "train")
-
-
-def test_plain_columns_keep_their_types(tmp_path: Path) -> None:
-    """A column of one primitive type is stored with this type, so that no decoding is needed."""
-    row = {"text": "a", "bool": True, "int": 1, "float": 0.5}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    loaded = load_split(str(tmp_path / "rows.jsonl"), None, "train")
-    types = {name: feature.dtype for name, feature in loaded.features.items()}
-    assert types == {"text": "string", "bool": "bool", "int": "int64", "float": "float64"}
 
 
 def test_a_hub_dataset_is_loaded_by_name_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from data_tokenizers import CHATML, PLAIN, char_tokenizer, readable_tokenizer
 from datasets import Dataset, IterableDataset
@@ -179,7 +178,7 @@ def test_means_are_over_the_tokens_in_the_loss(tmp_path: Path) -> None:
     ]
     data = made(rows, tmp_path).dataset
     table = row_table(data, ("completion_ids",), None)
-    assert table.completions.tolist() == [[3], [1], [2]] and table.targets.tolist() == [[2], [1], [2]]
+    assert table.completions.tolist() == [[3], [1], [2]] and table.scored.tolist() == [[2], [1], [2]]
     plan = evaluation_plan(table, world_size=1, batch_size=3, seed=0, draw_partners=False)
     assert plan.counts.first_completion_tokens == 5 and plan.longest == (5,)
     batch: Any = COMPLETIONS.collate(data, table, plan, 0, 0)
@@ -188,7 +187,7 @@ def test_means_are_over_the_tokens_in_the_loss(tmp_path: Path) -> None:
     assert batch.completions.targets.tolist() == [t for row in batch.rows for t in ([5, 7], [9], [5, 6])[row]]
     flat = batch.completions.inputs["input_ids"].flatten()
     assert flat[batch.completions.positions + 1].tolist() == batch.completions.targets.tolist()
-    assert np.array_equal(row_table(data.select([1, 2]), ("completion_ids",), None).targets, [[1], [2]])
+    assert row_table(data.select([1, 2]), ("completion_ids",), None).scored is None
     assert collate([([1], [2, 3])], 1, [[False, True]]).targets.tolist() == [3]
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 from data_tokenizers import CHATML, PLAIN, byte_tokenizer, char_tokenizer, word_tokenizer
 
-from alignment.config.errors import DataError, OptionError
+from alignment.config.errors import DataError
 from alignment.data.messages import Source
 from alignment.data.tokenization import EMPTY, NO_CONTEXT, NO_ROOM, Encoded, Limits, RowTokenizer, fit
-from alignment.methods.kto_options import KTOConfig
 
 BOS = ("<s>",)
 
@@ -70,10 +68,6 @@ def assistant(content: str) -> dict[str, str]:
 )
 def test_standard_text(options: dict[str, Any], prompt: str, completions: list[str], expected: list[str]) -> None:
     assert golden(char_tokenizer(**options), prompt, *completions) == expected
-
-
-def test_word_level_text() -> None:
-    assert golden(word_tokenizer("what is it a cat"), "what is it", " a cat") == ["what|is|it", "a|cat|</s>"]
 
 
 def test_byte_level_border_and_round_trip() -> None:
@@ -154,41 +148,10 @@ def test_an_unknown_character_ends_no_turn() -> None:
     assert golden(tokenizer, [user("x")], [assistant("c ?")]) == ["user:|x|assistant:", "c|[UNK]|</s>"]
 
 
-def test_no_second_eos_for_a_template_that_writes_one() -> None:
-    tokenizer = char_tokenizer(template="{% for m in messages %}{{ m['content'] }}</s>\n{% endfor %}")
-    assert golden(tokenizer, [user("x")], [assistant("c")]) == ["x|</s>|\n", "c|</s>"]
-
-
 def test_row_options_reach_the_template() -> None:
     tokenizer = char_tokenizer(template="{{ mood }}" + PLAIN)
     encoded = encode(tokenizer, [user("x")], [assistant("c")], mood="glad")
     assert tokenizer.decode(encoded.prompt).startswith("gladuser: x")
-
-
-def test_a_mixed_batch_equals_single_rows() -> None:
-    tokenizer = char_tokenizer(template=CHATML, before=BOS)
-    sources = [
-        Source("xa", ("b", "c"), "row 1", {}),
-        Source([user("x")], ([assistant("c")],), "row 2", {}),
-        Source("", ("c",), "row 3", {}),
-    ]
-    rows = RowTokenizer(tokenizer)
-    assert rows.encode(sources) == [rows.encode([source])[0] for source in sources]
-    assert rows.encode([]) == []
-
-
-def test_conversation_without_chat_template() -> None:
-    with pytest.raises(
-        DataError, match="data, row 1: the row is conversational, but tokenizer .* has no chat template"
-    ):
-        encode(char_tokenizer(), [user("x")], [assistant("c")])
-
-
-def test_template_error_names_the_row() -> None:
-    tokenizer = char_tokenizer(template="{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match="data, row 1: the chat template .* roles must alternate") as caught:
-        encode(tokenizer, [user("x")], [assistant("c")])
-    assert "\n" not in str(caught.value)
 
 
 def test_templates_run_in_a_sandbox_and_rows_are_no_templates() -> None:
@@ -197,15 +160,7 @@ def test_templates_run_in_a_sandbox_and_rows_are_no_templates() -> None:
             encode(char_tokenizer(template=code), [user("x")], [assistant("c")])
     rows = RowTokenizer(char_tokenizer(template=PLAIN))
     source = Source([user("{{ 7 * 6 }}")], ([assistant("{% raw %}")],), "row 1", {})
-    assert rows._texts(source)[1] == "user: {{ 7 * 6 }}\nassistant: {% raw %}\n"
-
-
-def test_tokenizer_without_eos_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="alignment"):
-        rows = RowTokenizer(char_tokenizer(eos=None))
-        for _ in range(2):
-            rows.encode([Source("x", ("c",), "row 1", {})])
-    assert [record.message for record in caplog.records if "no EOS token" in record.message] == [caplog.messages[0]]
+    assert rows._rendered(source.prompt, source)[1] == "user: {{ 7 * 6 }}\nassistant: {% raw %}\n"
 
 
 def test_no_context_token() -> None:
@@ -257,19 +212,3 @@ def test_a_prompt_is_tokenized_as_with_completions() -> None:
                 alone = encode(tokenizer, text)
                 assert alone.completions == [] and alone.prompt
                 assert alone.prompt == encode(tokenizer, text, completion).prompt
-
-
-def test_head_length() -> None:
-    assert RowTokenizer(char_tokenizer(before=("[gMASK]", "<s>"))).head_length([2, 0, 9]) == 2
-    assert RowTokenizer(char_tokenizer()).head_length([0, 9]) == 1
-    assert RowTokenizer(char_tokenizer()).head_length([9, 0]) == 0
-    assert RowTokenizer(char_tokenizer(bos=None)).head_length([0]) == 0
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"max_length": 0}, {"max_prompt_length": True}, {"max_completion_length": 0}, {"truncation_mode": "end"}],
-)
-def test_invalid_limits(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=next(iter(options))):
-        KTOConfig("out", **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,14 +12,14 @@ from data_tokenizers import word_tokenizer
 from helpers import tiny_config
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from alignment import SFTConfig
 from alignment.config.errors import OptionError
 from alignment.models.adapters import merged
 from alignment.models.adapters.merged import merge_live
 from alignment.models.vocabulary import Vocabulary, resize
-from alignment.training.tokenizers import with_options
+from alignment.training.preparation import with_options
 
 WORDS = "a b c"
 
@@ -38,10 +39,15 @@ def test_new_rows_are_the_mean_of_the_old_ones(kind: str) -> None:
     assert model.config.vocab_size == 128
 
 
+def model_of(rows: int) -> Any:
+    """A model with this number of embeddings."""
+    return SimpleNamespace(config=PretrainedConfig(vocab_size=rows), name="model", live=None)
+
+
 def of(source: Any, tmp_path: Path, rows: int) -> tuple[Any, Vocabulary]:
     source.save_pretrained(tmp_path)
     options = SFTConfig(str(tmp_path / "out"), chat_template_path=str(tmp_path))
-    return with_options(word_tokenizer(WORDS), options, rows)
+    return with_options(word_tokenizer(WORDS), options, model_of(rows))
 
 
 def test_tokens_of_a_template(tmp_path: Path) -> None:
@@ -69,7 +75,7 @@ def test_a_template_in_a_file(tmp_path: Path) -> None:
     path, template = tmp_path / "chat.jinja", "{{ messages[0]['content'] }}"
     path.write_text(template)
     own = word_tokenizer(WORDS)
-    tokenizer, vocabulary = with_options(own, SFTConfig("out", chat_template_path=str(path)), len(own))
+    tokenizer, vocabulary = with_options(own, SFTConfig("out", chat_template_path=str(path)), model_of(len(own)))
     assert tokenizer.chat_template == template and tokenizer.get_vocab() == own.get_vocab()
     assert (tokenizer.eos_token, vocabulary.rows, vocabulary.new) == (own.eos_token, None, ())
 
@@ -77,12 +83,12 @@ def test_a_template_in_a_file(tmp_path: Path) -> None:
 def test_tokens_of_the_vocabulary() -> None:
     own = word_tokenizer(WORDS)
     first, second = WORDS.split()[:2]
-    tokenizer, vocabulary = with_options(own, SFTConfig("out", eos_token=first, pad_token=second), len(own))
+    tokenizer, vocabulary = with_options(own, SFTConfig("out", eos_token=first, pad_token=second), model_of(len(own)))
     assert (tokenizer.eos_token, tokenizer.pad_token) == (first, second)
     assert (vocabulary.eos, vocabulary.rows) == (own.get_vocab()[first], None) and own.eos_token != first
     for name in ("eos_token", "pad_token"):
         with pytest.raises(OptionError, match=f"^{name}='<new>': not in the vocabulary"):
-            with_options(own, SFTConfig("out", **{name: "<new>"}), len(own))
+            with_options(own, SFTConfig("out", **{name: "<new>"}), model_of(len(own)))
 
 
 def adapted(config: Any, dtype: torch.dtype = torch.float32) -> Any:

@@ -13,7 +13,7 @@ from alignment.config.errors import DataError, listing
 from alignment.config.options_data import COLUMNS
 from alignment.data.batching import AnyBatch
 from alignment.data.messages import Row, Source
-from alignment.data.targets.tokenized import TokenColumns, TokenFormat, read_completions
+from alignment.data.targets.tokenized import TokenColumns, TokenFormat, read_completions, read_whole
 from alignment.data.tokenization import CUT_ALIKE, IDENTICAL, Encoded, Limits, RowTokenizer, fit
 from alignment.data.windows import RowTable, WindowPlan
 
@@ -35,7 +35,7 @@ class Kind(ABC):
         completions: columns of tokenized rows that contain completions.
         further: features of tokenized rows other than token IDs and ``row``.
         divides: whether every completion of a row becomes a tokenized row.
-        whole: whether sequences are scored at their last token, so that they need no context (reward models).
+        whole: whether sequences are scored at their last token, and need no context (reward models).
         keeps_columns: whether columns that it does not know are kept.
     """
 
@@ -73,9 +73,9 @@ class Kind(ABC):
         Raises:
             DataError: columns are missing; it lists the columns ``there``, by their original names.
         """
-        missing = {form: [name for name in form if name not in names] for form in self.formats}
-        begun = [form for form in self.formats if len(missing[form]) < len(form)] or self.formats[:1]
-        if least := min((missing[form] for form in begun), key=len):
+        missing = [[name for name in form if name not in names] for form in self.formats]
+        begun = [lacks for form, lacks in zip(self.formats, missing) if len(lacks) < len(form)]
+        if least := min(begun or missing[:1], key=len):
             plural, needs = "s" if least[1:] else "", ", or ".join(" and ".join(form) for form in self.formats)
             raise DataError(
                 f"{where}: missing column{plural} {listing(least)}; {method} requires {needs}; columns: "
@@ -96,12 +96,9 @@ class Kind(ABC):
         """
 
     def read_tokens(self, row: Row, columns: TokenColumns, where: str, tokenizer: RowTokenizer) -> Encoded:
-        """Read a row that is already tokenized.
-
-        Raises:
-            DataError: the row is invalid.
-        """
-        return tokenizer.with_context(read_completions(row, columns, where, len(tokenizer.tokenizer)))
+        """Read a row that is already tokenized; see :meth:`parse`."""
+        read = read_whole if self.whole else read_completions
+        return tokenizer.with_context(read(row, columns, where, len(tokenizer.tokenizer)))
 
     def encode(self, sources: Sequence[Source], tokenizer: RowTokenizer) -> list[Encoded]:
         """Convert rows to token IDs; see ``RowTokenizer.encode``."""
@@ -110,10 +107,10 @@ class Kind(ABC):
     def records(self, row: Encoded, limits: Limits, tokenizer: RowTokenizer) -> list[Record]:
         """Return the tokenized rows, truncated to the limits, that a row becomes: one, or one per completion.
 
-        A row that is dropped has no tokens, but a reason: that of one of its sequences, or that its completions are
-        identical, as they are or truncated.
+        A row that is dropped has no tokens, but a reason.
         """
-        whole, head = row.completions, tokenizer.head_length(row.prompt)
+        whole, first = row.completions, row.prompt[: len(tokenizer.leading)]
+        head = len(first) if first and first == tokenizer.leading else int(row.prompt[:1] == [tokenizer.bos])
         groups = [[completion] for completion in whole] if self.divides else [whole]
         fits = [fit(row.prompt, group, limits, head, self.whole) for group in groups]
         answers = [ids for fitted in fits for ids in fitted.completions]
@@ -125,15 +122,9 @@ class Kind(ABC):
             dropped = next(filter(None, (pair if pair == IDENTICAL else None, *fitted.reasons, pair)), None)
             kept = dropped is None
             ids = zip(("prompt_ids", *self.completions), (fitted.prompt, *fitted.completions))
-            records.append(
-                {
-                    **row.further,
-                    **{name: tokens if kept else [] for name, tokens in ids},
-                    "dropped": dropped,
-                    "prompt_cut": kept and fitted.prompt_cut,
-                    "completions_cut": sum(fitted.cut) if kept else 0,
-                }
-            )
+            cut = {"prompt_cut": kept and fitted.prompt_cut, "completions_cut": sum(fitted.cut) if kept else 0}
+            tokens = {name: value if kept else [] for name, value in ids}
+            records.append({**row.further, **tokens, "dropped": dropped, **cut})
         return records
 
     @abstractmethod

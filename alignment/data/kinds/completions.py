@@ -65,11 +65,7 @@ class Completions(Kind):
         return TokenFormat(("input_ids",), beside, demanded=self.tokenized)
 
     def parse(self, row: Row, where: str, others: Row) -> Source:
-        """Convert a row with ``prompt, completion``, with ``messages`` or with ``text``.
-
-        Raises:
-            DataError: the row is invalid, or plain text would have to be split into prompt and completion.
-        """
+        """Convert a row with ``prompt, completion``, with ``messages`` or with ``text``."""
         if row.get("completion") is not None:
             return replace(messages.answered(row, where), further={"all": self.completion_only is False})
         key = next((key for key in self._whole_rows if row.get(key) is not None), None)
@@ -89,8 +85,8 @@ class Completions(Kind):
         return replace(source, prompt=text[:0], completions=(source.prompt,), further={"all": True})
 
     def read_tokens(self, row: Row, columns: TokenColumns, where: str, tokenizer: RowTokenizer) -> Encoded:
-        size = len(tokenizer.tokenizer)
-        return learned_row(row, columns, where, size, self.completion_only, self.assistant_only)
+        only = (self.completion_only, self.assistant_only)
+        return learned_row(row, columns, where, len(tokenizer.tokenizer), *only)
 
     def encode(self, sources: Sequence[Source], tokenizer: RowTokenizer) -> list[Encoded]:
         """Convert rows to token IDs, and divide each before the first token in the loss."""
@@ -114,7 +110,6 @@ class Completions(Kind):
     def collate(
         self, dataset: Dataset | PackedRows, table: RowTable, plan: WindowPlan, micro: int, rank: int
     ) -> CompletionBatch:
-        """Collate one rank's micro-batch. Sequences of packs are handled like those of rows."""
         own = plan.micro_batches[micro][rank]
         data = dataset[list(own.rows)]
         sequences = list(zip(data["prompt_ids"], data["completion_ids"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,19 +41,13 @@ class Pairs(Kind):
     tokens = TokenFormat(("prompt_ids", "chosen_ids", "rejected_ids"))
 
     def parse(self, row: Row, where: str, others: Row) -> Source:
-        """Convert a row with ``chosen``, ``rejected`` and, optionally, ``prompt``.
-
-        Without a prompt column, the prompt is the common prefix of both completions. Messages of the prompt that are
-        repeated in the completions are removed from them.
-
-        Raises:
-            DataError: the row is invalid.
-        """
+        """Convert a row. Without a prompt column, the prompt is the common prefix of both completions."""
         for key in ("chosen", "rejected"):
             if row.get(key) is None:
                 raise DataError(f"{where}: {key} is missing; every row must have chosen and rejected")
         chosen, rejected = (messages.text_of(row, key, where, answer=True) for key in ("chosen", "rejected"))
-        messages.check_same_form(where, chosen=chosen, rejected=rejected)
+        if isinstance(chosen, str) is not isinstance(rejected, str):
+            raise messages.different_forms(where, chosen=chosen, rejected=rejected)
         prompt = messages.prompt_of(row, where)
         if prompt is None:
             split: Any = split_texts if isinstance(chosen, str) else split_messages
@@ -75,13 +70,7 @@ PAIRS = Pairs()
 def collate_pairs(
     rows: tuple[int, ...], pairs: Sequence[tuple[TokenIds, TokenIds, TokenIds]], longest: int
 ) -> PreferenceBatch:
-    """Collate pairs of token IDs.
-
-    Args:
-        rows: (P,) row IDs, for messages.
-        pairs: P tuples of prompt, first and second completion; P may be 0.
-        longest: largest number of completion tokens on any rank in this forward pass.
-    """
+    """Collate P pairs of prompt, first and second completion; P may be 0. For ``longest`` see :class:`Batch`."""
     firsts = [(prompt, first) for prompt, first, _ in pairs]
     seconds = [(prompt, second) for prompt, _, second in pairs]
     return PreferenceBatch(rows, collate(firsts + seconds, longest))
@@ -104,11 +93,14 @@ def split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
     The prompt ends after the last common ``\\n\\nAssistant:``; without one, before the last common whitespace, which
     then belongs to the completions, so that no word is split. A common prefix of one word gives an empty prompt.
     """
-    common = os.path.commonprefix([chosen, rejected])
-    room = min(len(chosen), len(rejected))  # a prompt of at least this length would leave the shorter completion empty
-    cut = _turn_end(common, room)
-    if cut is None:
-        cut = _word_boundary(chosen, rejected, len(common))
+    common, room = os.path.commonprefix([chosen, rejected]), min(len(chosen), len(rejected))
+    # A prompt as long as the shorter text would leave its completion empty.
+    turns = [turn.end() for turn in re.finditer(HH_TURN, common) if turn.end() < room]
+    cut = turns[-1] if turns else max(0, min(len(common), room - 1))
+    if not turns:
+        while cut > 0 and not (chosen[cut].isspace() and rejected[cut].isspace()):
+            cut -= 1
+        cut = len(chosen[:cut].rstrip())
     return chosen[:cut], chosen[cut:], rejected[cut:]
 
 
@@ -123,23 +115,3 @@ def split_messages(
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
     return chosen[:shared], chosen[shared:], rejected[shared:]
-
-
-def _turn_end(common: str, room: int) -> int | None:
-    """Return the end of the last ``HH_TURN`` in ``common`` that leaves both completions non-empty, if any."""
-    start = common.rfind(HH_TURN)
-    while start >= 0:
-        if start + len(HH_TURN) < room:
-            return start + len(HH_TURN)
-        start = common.rfind(HH_TURN, 0, start + len(HH_TURN) - 1)
-    return None
-
-
-def _word_boundary(chosen: str, rejected: str, length: int) -> int:
-    """Return the start of the last whitespace at or before ``length`` that occurs in both texts."""
-    cut = min(length, len(chosen) - 1, len(rejected) - 1)
-    while cut > 0 and not (chosen[cut].isspace() and rejected[cut].isspace()):
-        cut -= 1
-    while cut > 0 and chosen[cut - 1].isspace():
-        cut -= 1
-    return max(cut, 0)

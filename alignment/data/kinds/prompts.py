@@ -12,8 +12,8 @@ from datasets import Dataset, Value
 from alignment.config.errors import counted
 from alignment.data.batching import OnDevice
 from alignment.data.kinds.base import Kind, Record
-from alignment.data.messages import Row, Source, Text, required_prompt, source_of
-from alignment.data.readers import json_text
+from alignment.data.messages import Row, Source, Text, prompt_of, source_of
+from alignment.data.readers import json_object, json_text
 from alignment.data.tokenization import Encoded, Limits, RowTokenizer
 from alignment.data.windows import RowTable, WindowPlan
 
@@ -55,12 +55,11 @@ class Prompts(Kind):
     keeps_columns = True
 
     def parse(self, row: Row, where: str, others: Row) -> Source:
-        source = source_of(row, where, required_prompt(row, where))
-        columns = ", ".join(f"{json.dumps(name)}: {json_text(name, value, where)}" for name, value in others.items())
+        source = source_of(row, where, prompt_of(row, where))
         stored = {
             "prompt": json_text("prompt", source.prompt, where),
             "template": json_text("chat_template_kwargs", source.template, where),
-            "columns": f"{{{columns}}}",
+            "columns": json_object(others, where),
         }
         return replace(source, further=stored)
 

@@ -11,7 +11,7 @@ from datasets import Value
 from alignment.config.errors import DataError, show
 from alignment.data.kinds.pairs import Pairs
 from alignment.data.messages import Row, Source
-from alignment.data.targets.tokenized import TokenColumns, TokenFormat, read_whole
+from alignment.data.targets.tokenized import TokenColumns, TokenFormat
 from alignment.data.tokenization import Encoded, RowTokenizer
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -30,8 +30,7 @@ class ScoredPairs(Pairs):
         return replace(super().parse(row, where, others), further={"margin": margin_of(row, where)})
 
     def read_tokens(self, row: Row, columns: TokenColumns, where: str, tokenizer: RowTokenizer) -> Encoded:
-        ids = read_whole(row, columns, where, len(tokenizer.tokenizer))
-        return replace(ids, further={"margin": margin_of(row, where)})
+        return replace(super().read_tokens(row, columns, where, tokenizer), further={"margin": margin_of(row, where)})
 
 
 SCORED_PAIRS = ScoredPairs()
@@ -46,15 +45,11 @@ def margin_of(row: Row, where: str) -> float:
     Raises:
         DataError: the margin is not a finite number that fits in 32 bits.
     """
-    value = row.get("margin")
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
+    given = row.get("margin")
+    value = given[0] if isinstance(given, list) and len(given) == 1 else given
     if value is None or (isinstance(value, str) and not value.strip()):
         return 0.0
-    margin = float("nan")
-    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError, OverflowError):
-            margin = float(value)
-    if not abs(margin) <= _LARGEST:
-        raise DataError(f"{where}: margin is {show(value)}; expected a finite number or null")
-    return margin
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(value, bool) and abs(float(value)) <= _LARGEST:
+            return float(value)
+    raise DataError(f"{where}: margin is {show(value)}; expected a finite number or null")

@@ -52,13 +52,7 @@ class Unpaired(Kind):
     tokens = TokenFormat(("prompt_ids", "completion_ids"), ("label",), required=("label",))
 
     def parse(self, row: Row, where: str, others: Row) -> Source:
-        """Convert a row to one completion with its label, or to both completions of a pair, True and False.
-
-        A dataset may contain both pairs and labeled completions.
-
-        Raises:
-            DataError: the row is invalid.
-        """
+        """Convert a row to one completion with its label, or to both completions of a pair, True and False."""
         there = [row.get(key) is not None for key in ("chosen", "rejected")]
         labeled = row.get("completion") is not None and row.get("label") is not None
         if labeled and all(there):
@@ -77,7 +71,9 @@ class Unpaired(Kind):
     def records(self, row: Encoded, limits: Limits, tokenizer: RowTokenizer) -> list[Record]:
         """Return one record per label, each truncated by itself."""
         records = super().records(row, limits, tokenizer)
-        key = prompt_key(row.prompt)  # the same however the prompt is truncated
+        # Equal for equal prompts, however they are truncated, in every process and on every machine.
+        digest = hashlib.blake2b(np.asarray(row.prompt, dtype="<i4").tobytes(), digest_size=8).digest()
+        key = int.from_bytes(digest, "little", signed=True)
         labels = row.further["labels"]
         return [{**record, "label": label, "prompt_key": key} for record, label in zip(records, labels)]
 
@@ -104,17 +100,7 @@ UNPAIRED = Unpaired()
 
 
 def label_of(row: Row, where: str) -> bool:
-    """Return whether the row's completion is desirable.
-
-    Raises:
-        DataError: the label is neither true nor false.
-    """
+    """Return whether the row's completion is desirable; DataError if its label is neither true nor false."""
     if type(label := row["label"]) is not bool:
         raise DataError(f"{where}: label is {show(label)}; expected true or false")
     return label
-
-
-def prompt_key(prompt: list[int]) -> int:
-    """Return an int64 hash of a prompt's token IDs that is the same in every process and on every machine."""
-    digest = hashlib.blake2b(np.asarray(prompt, dtype="<i4").tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
