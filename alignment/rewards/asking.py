@@ -18,7 +18,7 @@ from alignment.rewards.pairwise import BasePairwiseJudge
 from alignment.rewards.questions import FAILED, INSTRUCTION, check_instruction, filled_in, read_verdict
 from alignment.run.activity import ACTIVITY
 from alignment.run.ranks import rank
-from alignment.run.requests import REQUESTS
+from alignment.run.stop import REQUESTS
 
 _LONGEST_PAUSE_S = 300.0  # limit of exponential backoff and of Retry-After
 _LOOK_S = 1.0  # seconds between heartbeats while waiting for answers

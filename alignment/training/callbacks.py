@@ -28,8 +28,7 @@ from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import largest_numbers, on_first_rank
 from alignment.internals.transformers import callback_handler, keeps_state
 from alignment.run.ranks import world_size
-from alignment.run.requests import REQUESTS
-from alignment.run.stop import StopReason
+from alignment.run.stop import REQUESTS, StopReason
 
 _PACKAGES = {  # integrations whose package, or whose function that looks for it, has another name
     "azure_ml": ("azureml", "azureml-sdk"),

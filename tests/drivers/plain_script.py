@@ -1,6 +1,6 @@
 """A script that calls ``train()`` on two ranks, without a command: ``plain_script.py FAULT FOLDER MODEL``.
 
-In step 3, rank 1 is stopped or killed, hangs, holds the interpreter lock, or raises an error; or nothing happens.
+In step 3, rank 1 is stopped or killed, hangs, holds the interpreter lock, raises an error, exits, or goes ahead.
 It first creates the file ``reached``. With ``data``, rank 0 cannot read the rows; with ``model``, rank 1 has no model.
 """
 
@@ -26,6 +26,7 @@ FAULTS = {
     "sleep": lambda: time.sleep(600),
     "lock": lambda: re.match("(a+)+b", "a" * 60),
     "error": lambda: 1 // 0,
+    "exit": lambda: sys.exit(0),
 }
 
 

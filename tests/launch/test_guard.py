@@ -68,14 +68,6 @@ def test_success_help_and_silent_exits(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == ""
 
 
-def test_an_incomplete_environment_is_a_one_line_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert guarded(lambda: None) == 1
-    assert "RANK is not set in the environment of this rank" in capsys.readouterr().err
-
-
 def test_an_open_progress_bar_does_not_share_the_line(capsys: pytest.CaptureFixture[str]) -> None:
     from tqdm.auto import tqdm
 

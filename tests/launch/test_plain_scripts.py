@@ -24,6 +24,9 @@ PLACE = r"in phase \w+, step 2"
         pytest.param(
             "error", [1, 0], r"rank 1 in phase training, step 2: ZeroDivisionError", [], marks=pytest.mark.ci
         ),
+        pytest.param(
+            "exit", [1, 0], r"rank 1 in phase training, step 2: exited with status 0", [], marks=pytest.mark.ci
+        ),
     ],
 )
 def test_a_rank_of_a_script_fails(

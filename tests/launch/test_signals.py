@@ -36,5 +36,5 @@ def signals(ranks: RankServer) -> Iterator[Signals]:
 )
 def test_a_signal(signals: Signals, name: str) -> None:
     cell = CELLS[name]
-    seen = signals.make(cell, table()[cell])
-    assert not seen.problems, f"{seen.problems}\n{seen.output}"
+    problems = signals.make(cell, table()[cell])
+    assert not problems, "\n".join(problems)

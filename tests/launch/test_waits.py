@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from alignment.engines.launch_env import init_distributed
-from alignment.engines.scoring import PolicyEngine
 from benchmarks import host_waits
 from benchmarks.host_waits import METHODS, STAGES, maker
 from benchmarks.shapes import TINY, write_model
-from tools.waits.device import DEVICE
 from tools.waits.run import Share, places, shares, waits_of
 
 
@@ -55,15 +51,3 @@ def test_waits_of_a_single_row(model: str, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("method", METHODS)
 def test_waits(method: str, stage: int, model: str, tmp_path: Path) -> None:
     within_budget(counted(method, stage, model, tmp_path))
-
-
-@pytest.mark.ci
-def test_an_additional_wait_is_counted(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backward = PolicyEngine.backward
-
-    def waits(engine: PolicyEngine, *args: Any, **kwargs: Any) -> Any:
-        torch.tensor([1.0]).to(DEVICE)
-        return backward(engine, *args, **kwargs)
-
-    monkeypatch.setattr(PolicyEngine, "backward", waits)
-    assert counted("CPO", 0, model, tmp_path)["ours"] == Share(1, 2)

@@ -19,9 +19,8 @@ from transformers import TrainerControl
 from alignment.checkpoint.manifest import Manifest, files_in, record_of
 from alignment.config.errors import HubError, OptionError
 from alignment.methods.kto_options import KTOConfig
-from alignment.run.requests import REQUESTS
 from alignment.run.retries import Retries
-from alignment.run.stop import StopReason
+from alignment.run.stop import REQUESTS, StopReason
 from alignment.training.hub import process, uploads, worker
 from alignment.training.hub.card import Details, Subject, card_text, own_card
 from alignment.training.hub.contents import checkpoint_files, model_files, published_options, stage

@@ -21,8 +21,7 @@ from alignment.reporting.html.page import _percent
 from alignment.reporting.log import _cut_torn_line
 from alignment.reporting.model_card import ModelCard
 from alignment.rewards.asking import _Round
-from alignment.run.requests import REQUESTS
-from alignment.run.stop import StopReason
+from alignment.run.stop import REQUESTS, StopReason
 from alignment.training import callbacks, trainer
 from alignment.training.advice import about_learning_rate
 from alignment.training.callbacks import Decision, Events

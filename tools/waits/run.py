@@ -84,11 +84,14 @@ def standing_in() -> Iterator[StandIn]:
     # torch takes a mode off the stack while one of its functions runs, and ``backward`` runs a whole pass.
     replaced.append((torch.autograd, "_engine_run_backward", _within(stand_in, torch.autograd._engine_run_backward)))
     for name in ("all_gather_object", "broadcast_object_list"):
-        replaced.append((torch.distributed, name, _blocking(stand_in, getattr(torch.distributed, name))))
+        replaced.append((torch.distributed, name, _uncounted(stand_in, getattr(torch.distributed, name), waits=True)))
     with contextlib.ExitStack() as patched:
         for owner, name, value in replaced:
             patched.enter_context(mock.patch.object(owner, name, value))
-        patched.enter_context(mock.patch.object(RolloutEngine, "generate", _uncounted(stand_in)))
+        # It synchronizes for every token anyway.
+        patched.enter_context(
+            mock.patch.object(RolloutEngine, "generate", _uncounted(stand_in, RolloutEngine.generate))
+        )
         # A recomputation is compared with its forward by shape, dtype and device, and torch looks at the last of them
         # now inside of one of its functions, now outside.
         patched.enter_context(mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, {"default": _shape}))
@@ -126,30 +129,16 @@ def _within(stand_in: StandIn, function: Callable[..., Any]) -> Callable[..., An
     return called
 
 
-def _blocking(stand_in: StandIn, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Count a collective of Python objects as one synchronization, regardless of its implementation."""
+def _uncounted(stand_in: StandIn, function: Callable[..., Any], *, waits: bool = False) -> Callable[..., Any]:
+    """Count nothing within a function, or one synchronization: for a collective of Python objects."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        stand_in.wait("objects of other ranks")
+        if waits:
+            stand_in.wait("objects of other ranks")
         before, stand_in.counting = stand_in.counting, False
         try:
             return function(*args, **kwargs)
-        finally:
-            stand_in.counting = before
-
-    return called
-
-
-def _uncounted(stand_in: StandIn) -> Callable[..., Any]:
-    """Do not count ``RolloutEngine.generate``, which synchronizes for every token anyway."""
-    generate = RolloutEngine.generate
-
-    @functools.wraps(generate)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        before, stand_in.counting = stand_in.counting, False
-        try:
-            return generate(*args, **kwargs)
         finally:
             stand_in.counting = before
 

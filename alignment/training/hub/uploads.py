@@ -25,7 +25,7 @@ from alignment.engines.collectives import from_first_rank
 from alignment.reporting.durable import replace_text
 from alignment.run.activity import ACTIVITY
 from alignment.run.console import tell
-from alignment.run.requests import REQUESTS
+from alignment.run.stop import REQUESTS
 from alignment.training.context import RunContext
 from alignment.training.hub.card import Details, Subject, card_text, own_card
 from alignment.training.hub.contents import (
