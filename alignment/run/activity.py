@@ -71,7 +71,7 @@ class Activity:
         return self.now - self._moved
 
     def tick(self) -> None:
-        """Advance the time; called twice a second by the watching thread."""
+        """Advance the time; called once a second by the watching thread."""
         before, self._ticked = self._ticked, time.monotonic()
         self.now += min(self._ticked - before, _LONGEST_TICK_S)
 

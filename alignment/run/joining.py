@@ -11,10 +11,10 @@ from concurrent import futures
 from datetime import timedelta
 from typing import Any
 
+from alignment.config.errors import AlignmentError
 from alignment.internals.deepspeed_groups import set_timeout_of_new_groups
 from alignment.internals.torch import set_group_timeout
-from alignment.run.ending import bounded, within
-from alignment.run.failures import JoinError, reason_of
+from alignment.run.ending import bounded, reason_of, within
 from alignment.run.ranks import local_rank, rank, take_from_group, world_size
 
 _ARRIVE_S = 600.0  # how long ranks wait for the last one to start
@@ -34,8 +34,7 @@ def join(backend: str) -> None:
     Afterwards, ranks may wait for each other for hours. DEEPSPEED_TIMEOUT, in minutes, overrides all limits if set.
 
     Raises:
-        JoinError: the ranks cannot meet or connect in time.
-        AlignmentError: the process group has another rank or world size than the environment.
+        AlignmentError: the ranks cannot meet in time, or the process group differs from the environment.
     """
     import deepspeed
     import torch.distributed as dist
@@ -69,7 +68,7 @@ def _connect(seconds: float) -> Any:
             limit = _RESOLVE_S if isinstance(error, (socket.gaierror, UnicodeError)) else seconds
             if time.monotonic() - begun > limit:
                 what = f"cannot reach rank 0 at MASTER_ADDR={name}, MASTER_PORT={port}"
-                raise JoinError(f"host {socket.gethostname()} {what} ({error}); {_CAUSES}") from error
+                raise AlignmentError(f"host {socket.gethostname()} {what} ({error}); {_CAUSES}") from error
         time.sleep(_POLL_S)
     try:
         store = TCPStore(name, port, None, serves, timedelta(seconds=_CONNECT_S), False, serves)
@@ -80,7 +79,7 @@ def _connect(seconds: float) -> Any:
             raise DistError(f"another run has a rank {rank()} there")
     except DistError as error:
         what = f"MASTER_PORT={port} of host {name} cannot be used ({reason_of(error)})"
-        raise JoinError(f"{what}; choose another port (--master_port), or end the program that uses it") from error
+        raise AlignmentError(f"{what}; choose another --master_port, or end the program that uses it") from error
     return meeting
 
 
@@ -114,4 +113,4 @@ def _meet(store: Any, backend: str, limit: float) -> None:
         missing = bounded(lambda: [str(each) for each in range(size) if not store.check([f"rank/{each}"])], _ANSWER_S)
         what = f"{len(missing or ())} of {size} ranks have not arrived: {', '.join(missing or ())}"
         what = what if missing else f"host {socket.gethostname()} could not connect to the other ranks"
-        raise JoinError(f"{what} ({reason_of(error) or 'no response in time'}); {_CAUSES}") from error
+        raise AlignmentError(f"{what} ({reason_of(error) or 'no response in time'}); {_CAUSES}") from error

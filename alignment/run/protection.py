@@ -1,7 +1,6 @@
 """The protection of a run: signals become requests to stop, ranks watch each other, and a hang ends the job.
 
-A command enters it with :func:`protecting_command`. ``train()`` and ``evaluate()`` enter :func:`protected`, which does
-the rest within a command, and everything in a script of the user.
+``train()`` and ``evaluate()`` enter it with :func:`protected`, unless they run within a command, which has entered it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import re
 import select
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from time import monotonic
 from types import FrameType
@@ -30,9 +29,10 @@ from alignment.run.peers import Peers, state_of
 from alignment.run.ranks import rank, world_size
 from alignment.run.stop import REQUESTS, RunStopped, StopReason
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 _AGAIN_S = 2.0  # launchers and schedulers repeat signals; a second SIGINT counts after this
-_TICK_S = 0.5
+_TICK_S = 1.0  # also between two settings of the dead-man switch
+_CAUSE_S = 2.5  # launchers also send SIGTERM after a rank was killed, which the other ranks notice until then
 _MARGIN_S = 5.0  # until the dead-man switch acts, a rank that can run Python reports the hang
 # Programs that start ranks and monitor them, also as a script or module of an interpreter. Shells do not count: a
 # `nohup … &` run outlives its shell. SLURM appends the step ID.
@@ -46,18 +46,21 @@ _current: Protection | None = None
 
 def launchers() -> list[int]:
     """The process IDs of the launchers among the ancestors of this process."""
-    with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(psutil.Error, OSError):
         return [each.pid for each in psutil.Process().parents() if _LAUNCHER.match(" ".join(each.cmdline()))]
     return []
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    """Request a stop; a handler of signals, whose numbers the interpreter has written into the pipe."""
+    """Request a stop; a handler of signals. If the watching thread has called it, raise what that thread has set."""
     REQUESTS.request(StopReason[signal.Signals(number).name])
+    if _current is not None and _current.stop is not None and not (REQUESTS.deferring or REQUESTS.done):
+        stop, _current.stop = _current.stop, None
+        raise stop
 
 
 class Protection:
-    """A thread that receives signals, and twice a second looks for a reason to stop or to end this process.
+    """A thread that receives signals, and once a second looks for a reason to stop or to end this process.
 
     A Python handler runs between two bytecodes of the main thread, which may wait in a collective for minutes. The
     interpreter writes the number of each signal into a pipe immediately, and the thread reads that pipe.
@@ -65,9 +68,10 @@ class Protection:
 
     def __init__(self) -> None:
         self.peers: Peers | None = None  # the other ranks, once they have joined
-        self._interrupted: float | None = None  # the first SIGINT
-        self._announced: StopReason | None = None
-        self._mark, self._moved = -1, ACTIVITY.now  # progress of all ranks, and when it last changed
+        self.end: Callable[[Ending], NoReturn] = end_with  # this process, or all ranks
+        self.stop: RunStopped | None = None  # what interrupts the main thread
+        self._interrupted, self._asked = 0.0, 0.0  # the first SIGINT, and the first request outside of training
+        self._hangs = False  # whether a hang has been reported
 
     @contextlib.contextmanager
     def active(self, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Iterator[Protection]:
@@ -78,21 +82,20 @@ class Protection:
         global _current
         _current = self
         in_main = threading.current_thread() is threading.main_thread()
-        before = {each: signal.getsignal(each) for each in signals} if in_main else {}
+        taken = [each for each in signals if in_main and signal.getsignal(each) != signal.SIG_IGN]
         reader, writer = os.pipe()
         os.set_blocking(writer, False)  # as Python demands
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if in_main else -1
-        for each, old in before.items():
-            if old != signal.SIG_IGN:
-                signal.signal(each, _note)
-        over = threading.Event()
+        before = {each: signal.signal(each, _note) for each in taken}
+        over, own = threading.Event(), os.getpid()
         thread = threading.Thread(target=self._run, args=(reader, over), name="alignment-signals", daemon=True)
-        thread.start()
         try:
+            thread.start()
             yield self
         finally:
             over.set()
-            os.write(writer, b"\0")
+            if os.getpid() == own:  # not a forked child, which shares the pipe
+                os.write(writer, b"\0")
             thread.join(2 * _TICK_S)
             for each, old in before.items():
                 if signal.getsignal(each) is _note:
@@ -100,65 +103,64 @@ class Protection:
             if in_main:
                 signal.set_wakeup_fd(wakeup)
             os.close(writer)
-            _current = None
-            REQUESTS.forget()
+            _current, REQUESTS.done = None, False
+            ACTIVITY.forget_durations()  # which another run of this script does not have
 
     def _run(self, reader: int, over: threading.Event) -> None:
-        poll, above = select.poll(), launchers()
-        poll.register(reader, select.POLLIN)
-        while not over.is_set():
-            if poll.poll(_TICK_S * 1000) and not over.is_set():
-                for number in os.read(reader, 64):
-                    self._hear(number)
-            for launcher in [each for each in above if state_of(each) == "gone"]:  # nothing else would end the ranks
-                REQUESTS.request(StopReason.SIGTERM, f"the launcher (process {launcher}) has exited")
-            self._tick()
+        try:
+            poll, above = select.poll(), launchers()
+            poll.register(reader, select.POLLIN)
+            while not over.is_set():
+                with contextlib.suppress(OSError):  # such as too many open files, which may pass
+                    for number in os.read(reader, 64) if poll.poll(_TICK_S * 1000) else b"":
+                        if number and signal.getsignal(number) is _note:  # otherwise it belongs to another handler
+                            self._hear(signal.Signals(number))
+                    self._tick()
+                    for launcher in [each for each in above if state_of(each) == "gone"]:
+                        REQUESTS.request(StopReason.SIGTERM, f"the launcher (process {launcher}) has exited")
+        except Exception as error:
+            self.end(ending_of(error))
         os.close(reader)
 
-    def _hear(self, number: int) -> None:
-        if signal.getsignal(number) is _note:  # otherwise it belongs to another handler
-            _note(number, None)
-            if number == signal.SIGINT:
-                self._interrupted = self._interrupted or monotonic()
-                if monotonic() - self._interrupted >= _AGAIN_S:
-                    line = f"stopped immediately by SIGINT in phase {ACTIVITY.phase} after step {ACTIVITY.step}"
-                    self.end(Ending(line, StopReason.SIGINT.code, StopReason.SIGINT.state, StopReason.SIGINT.name))
+    def _hear(self, number: signal.Signals) -> None:
+        REQUESTS.request(StopReason[number.name])
+        if number == signal.SIGINT:
+            self._interrupted = self._interrupted or monotonic()
+            if monotonic() - self._interrupted >= _AGAIN_S:
+                line = f"stopped immediately by SIGINT in phase {ACTIVITY.phase} after step {ACTIVITY.step}"
+                self.end(Ending(line, StopReason.SIGINT.code, number.name))
 
     def _tick(self) -> None:
         ACTIVITY.tick()
         SWITCH.keep(ACTIVITY.limit + _MARGIN_S)
+        peers = self.peers  # the main thread may leave them meanwhile
+        if peers is not None and (ending := peers.verdict()) is not None:
+            peers.end(ending)
         if REQUESTS.reason is not None and not REQUESTS.done:  # also a request to another rank
             self._obey(REQUESTS.reason)
-        if self.peers is not None and (ending := self.peers.verdict()) is not None:
-            self.end(ending)
-        if rank() == 0:  # it knows of the progress of all ranks
-            self._check_progress()
+        idle, limit, who = (ACTIVITY.idle, ACTIVITY.limit, ACTIVITY.place) if peers is None else peers.progress()
+        if idle > limit and not self._hangs and rank() == 0:  # which knows of the progress of all ranks
+            line = f"no progress for {idle:.0f} s (hang_timeout, hang_timeout_first): {who}; stacks: hang-RANK.txt"
+            if ACTIVITY.guarded or peers is not None:
+                self.end(Ending(f"error: {line}", stacks=True))
+            write(f"warning: {line}")  # a notebook continues
+            write_stacks()
+        self._hangs = idle > limit
 
     def _obey(self, reason: StopReason) -> None:
-        """Announce that the main thread will stop, once for a reason; end this process if it does not check for it."""
-        if not REQUESTS.deferring:
+        """Announce that training will stop, or elsewhere, interrupt the main thread, once."""
+        if REQUESTS.deferring:
+            if self._asked < math.inf and rank() == 0:
+                again = "; press Ctrl-C again to exit immediately" if reason is StopReason.SIGINT else ""
+                write(f"{REQUESTS}: saving a checkpoint at the next safe point, then stopping{again}")
+            self._asked = math.inf  # also if training ends with an error instead
+        self._asked = self._asked or monotonic()
+        ours = [each for each in STOP_SIGNALS if signal.getsignal(each) is _note]
+        if ours and monotonic() - self._asked >= (0.0 if self.peers is None else _CAUSE_S):
+            self._asked = math.inf
             what = f"{reason.state} by {REQUESTS} in phase {ACTIVITY.phase}; no training step was in progress"
-            self.end(Ending(what, reason.code, reason.state, reason.name))
-        if reason is not self._announced and rank() == 0:
-            again = "; press Ctrl-C again to exit immediately" if reason is StopReason.SIGINT else ""
-            write(f"{REQUESTS}: saving a checkpoint at the next safe point, then stopping{again}")
-        self._announced = reason
-
-    def _check_progress(self) -> None:
-        """End the job if no rank has made progress for longer than any may; a notebook only gets stack traces."""
-        mark, limit, who = ACTIVITY.count, ACTIVITY.limit, ACTIVITY.place
-        if self.peers is not None:
-            mark, limit, who = self.peers.progress()
-        if mark != self._mark:
-            self._mark, self._moved = mark, ACTIVITY.now
-        idle = ACTIVITY.now - self._moved
-        if idle > limit:
-            line = f"no progress for {idle:.0f} s (hang_timeout, hang_timeout_first): {who}; stacks: hang-RANK.txt"
-            if ACTIVITY.guarded or self.peers is not None:
-                self.end(Ending(f"error: {line}", stacks=True))
-            self._moved = math.inf  # it is reported once
-            write(f"warning: {line}")
-            write_stacks()
+            self.stop = RunStopped(reason, what)
+            signal.pthread_kill(threading.main_thread().ident or 0, ours[0])
 
     def watch_ranks(self) -> None:
         """Start to exchange heartbeats with the other ranks, which have joined the process group."""
@@ -170,29 +172,15 @@ class Protection:
             store = PrefixStore(f"alignment.run/{next(_SECTIONS)}", self._server.clone())  # type: ignore[attr-defined]
             self.peers = Peers(store, rank(), world_size())
             self.peers.start()
-
-    def end(self, ending: Ending) -> NoReturn:
-        """Exit with all ranks; see :meth:`Peers.end`."""
-        if self.peers is None:
-            end_with(ending)
-        self.peers.end(ending)
+            self.end = self.peers.end
 
     def leave(self, error: BaseException | None = None) -> None:
         """Leave the other ranks, once all have finished, or because this one has failed; see :meth:`Peers.leave`."""
+        everywhere = isinstance(error, RunStopped) and REQUESTS.done  # and ranks may still have output to write
+        REQUESTS.done = True
         if self.peers is not None:
-            stopped = isinstance(error, RunStopped)  # on all ranks, which may still have output to write
-            self.peers.leave(None if error is None or stopped else ending_of(error))
-            self.peers = None
-
-
-@contextlib.contextmanager
-def protecting_command() -> Iterator[Protection]:
-    """Within this context, a command is protected: its errors, and a hang at any time, end all ranks."""
-    ACTIVITY.reset()
-    ACTIVITY.guarded = True
-    with Protection().active() as protection:
-        yield protection
-    ACTIVITY.reset()
+            self.peers.leave(None if error is None or everywhere else ending_of(error))
+            self.peers, self.end = None, end_with
 
 
 @contextlib.contextmanager
@@ -204,17 +192,19 @@ def protected(folder: Path, limits: FaultOptions) -> Iterator[None]:
     dies, hangs or leaves with an exception that the others do not raise, the others exit.
     """
     ACTIVITY.folder, ACTIVITY.limits = folder, limits
-    if _current is None:
-        ACTIVITY.forget_durations()  # of another run of this script
     with SWITCH.armed(ACTIVITY.limit + _MARGIN_S, exits=ACTIVITY.guarded or world_size() > 1):
         if _current is not None:
             yield
             return
         free = [each for each in STOP_SIGNALS if signal.getsignal(each) == signal.SIG_DFL]  # not SIGINT
-        with Protection().active(free) as protection, contextlib.ExitStack() as ranks:
-            ranks.push(lambda kind, error, trace: protection.leave(error))
-            protection.watch_ranks()
-            yield
+        try:
+            with Protection().active(free) as protection, contextlib.ExitStack() as ranks:
+                ranks.push(lambda kind, error, trace: protection.leave(error))
+                protection.watch_ranks()
+                yield
+        except RunStopped:
+            REQUESTS.forget()  # this request was carried out; any other also stops the next call
+            raise
 
 
 def _detach_child() -> None:
@@ -223,6 +213,8 @@ def _detach_child() -> None:
         if signal.getsignal(each) is _note:
             signal.set_wakeup_fd(-1)
             signal.signal(each, signal.SIG_DFL if each == signal.SIGTERM else signal.SIG_IGN)
+    if _current is not None:
+        _current.peers = ACTIVITY.status = None
 
 
 os.register_at_fork(after_in_child=_detach_child)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from alignment.config.errors import one_line
 from alignment.run.activity import ACTIVITY
-from alignment.run.failures import causes
+from alignment.run.ending import causes
 from alignment.run.stop import REQUESTS
 
 Result = TypeVar("Result")
@@ -20,7 +20,6 @@ _ERRNOS = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EHOSTUNREACH, errno.ENET
 _CLASSES = re.compile("Connection|Timeout|TransportError|ProtocolError|ChunkedEncodingError|IncompleteRead")
 _OFFLINE = "OfflineModeIsEnabled"  # a ConnectionError of the Hub's client; the datasets library mentions its name
 _BUSY = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses
-_LONGEST = 300.0  # maximum pause in seconds
 
 
 def is_transient(error: BaseException) -> bool:
@@ -57,7 +56,7 @@ class Retries:
         """Wait before retry ``number`` of a call; return False if no retry is left."""
         if number > self.limit:
             return False
-        left = min(self.pause * 2 ** (number - 1), max(_LONGEST, self.pause))
+        left = min(self.pause * 2 ** (number - 1), max(300.0, self.pause))
         text = f"{type(error).__name__}: {one_line(error)}".removesuffix(": ")
         print(f"{what}: {text}; retry {number} of {self.limit} in {left:g} s", flush=True)
         self._own += 1

@@ -1,6 +1,6 @@
 """Requests to stop a run: signals, the loss of a launcher, or the file ``STOP`` in the output folder.
 
-Training checks for them where it can stop without losing anything; elsewhere, they end the process.
+Training checks for them where it can stop without losing anything; elsewhere, they interrupt the main thread.
 """
 
 from __future__ import annotations
@@ -57,21 +57,15 @@ class StopRequests:
     Attributes:
         reason: the reason to stop, as far as it is known without checking the disk.
         detail: explanation of a reason that is not a signal; otherwise empty.
-        deferring: whether the main thread checks for requests; otherwise, they end the process.
-        in_callback: whether a callback is running, whose work must not be abandoned: its step may have been taken.
+        deferring: whether the main thread checks for requests; otherwise, they interrupt it.
+        may_cut: whether work may be abandoned where all ranks check for requests; in a callback, a step may be done.
         done: the request was carried out, or the work is finished: requests have no effect any more.
     """
 
     def __init__(self) -> None:
         self.reason: StopReason | None = None
-        self.detail, self.deferring, self.in_callback, self.done = "", False, False, False
+        self.detail, self.deferring, self.may_cut, self.done, self._looked = "", False, False, False, 0.0
         self._file: Path | None = None
-        self._looked = 0.0
-
-    @property
-    def may_cut(self) -> bool:
-        """Whether work may be abandoned where all ranks check for requests."""
-        return self.deferring and not self.in_callback
 
     def __str__(self) -> str:
         return (self.reason.name if self.reason else "") + (f" ({self.detail})" if self.detail else "")
@@ -93,11 +87,11 @@ class StopRequests:
     @contextlib.contextmanager
     def deferred(self, file: Path | None) -> Iterator[None]:
         """Within this context, requests wait until the main thread checks for them, and ``file`` is a request."""
-        self._file, before, self.deferring = file, self.deferring, True
+        before, self._file, self.deferring, self.may_cut = self.deferring, file, True, True
         try:
             yield
         finally:
-            self._file, self.deferring = None, before
+            self._file, self.deferring, self.may_cut = None, before, before
 
     def forget(self) -> None:
         """Reset to the state of a process that has received no request."""

@@ -157,13 +157,13 @@ class Events:
 
     def __call__(self, event: str, **kwargs: Any) -> None:
         """Notify every callback of ``event``, such as ``on_step_end``; an evaluation that it starts is not cut."""
-        before, REQUESTS.in_callback = REQUESTS.in_callback, True
+        before, REQUESTS.may_cut = REQUESTS.may_cut, False
         try:
             self.control = getattr(self.handler, event)(self.args, self.state, self.control, **kwargs)
         except RewardError as error:  # after which a run saves a checkpoint, but the step may be half-done
             raise TrainingError(f"{event}: {error}") from error
         finally:
-            REQUESTS.in_callback = before
+            REQUESTS.may_cut = before
 
     def decide(self) -> Decision:
         """Return the combined requests of all ranks' callbacks, and copy them to ``control``. Collective."""

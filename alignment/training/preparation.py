@@ -18,7 +18,7 @@ from alignment.models.tasks import CAUSAL_LM
 from alignment.models.vocabulary import check_vocabulary
 from alignment.planning.engines import EnginePlan, check_alike, plan_engines, with_reference
 from alignment.run.console import tell
-from alignment.run.failures import OtherRankFailed
+from alignment.run.ending import OtherRankFailed
 from alignment.training.arguments import (
     balancing_coefficient,
     check_optimizers,

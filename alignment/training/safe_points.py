@@ -10,7 +10,6 @@ from alignment.run.ranks import world_size
 from alignment.run.stop import REQUESTS, Cut, StopReason
 
 _EVERY_S = 2.0  # approximate interval between two exchanges
-_MOST = 1000
 
 
 def agreed_reason(own: StopReason | None) -> StopReason | None:
@@ -28,29 +27,22 @@ class SafePoint:
     """
 
     def __init__(self) -> None:
-        self._every, self._calls, self._first, self._seconds = 1, 0, True, _EVERY_S
-        self._since: float | None = None
+        self._every, self._calls, self._seconds, self._since = 1, 0, _EVERY_S, time.monotonic()
 
     def __call__(self) -> None:
         """Record progress of the main thread, which could stop here."""
         ACTIVITY.progress()
         if not REQUESTS.may_cut:
             return
-        self._since = time.monotonic() if self._since is None else self._since
-        self._calls += not self._first
-        if self._first or self._calls < self._every:
-            self._first = False
+        self._calls += 1
+        if self._calls < self._every:
             return
         asked, seconds = float(REQUESTS.asked() or 0), self._seconds
         if world_size() > 1:
             asked, seconds = largest_numbers([asked, seconds])
         now = time.monotonic()
         self._seconds = (now - self._since) / self._calls
-        self._every = max(1, min(_MOST, 2 * self._every, int(_EVERY_S / max(seconds, 1e-6))))
+        self._every = max(1, min(1000, 2 * self._every, int(_EVERY_S / max(seconds, 1e-6))))
         self._calls, self._since = 0, now
         if asked:
             raise Cut
-
-    def restart(self) -> None:
-        """Mark the next call as the first of a window: the ranks have just agreed, so it makes no exchange."""
-        self._first = True

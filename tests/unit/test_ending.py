@@ -29,7 +29,6 @@ def test_what_hangs_is_not_waited_for(
     monkeypatch.setattr(ending.os, "_exit", ended)
     for name in ("_WRITE_S", "_REPORT_S", "_LATER_S"):
         monkeypatch.setattr(ending, name, 0.2)
-    monkeypatch.setattr(ending.record, "__defaults__", (0.2,))
     activity = SimpleNamespace(folder=tmp_path, status=SimpleNamespace(update=hang))
     monkeypatch.setattr(ending, "ACTIVITY", activity)
     monkeypatch.setattr(ending.shutil, "move", hang)
@@ -42,20 +41,18 @@ def test_what_hangs_is_not_waited_for(
     assert capsys.readouterr().err == ("" if what == "terminal" else "error: rank 1 hangs\n")
 
 
-@pytest.mark.parametrize(("made", "drawn"), [
-    (Ending("error: it failed"), True), (Ending("", 0, "finished"), False), (Ending("hung", stacks=True), False),
-    (Ending("stopped", 85, "preempted", "SIGTERM"), False),
+@pytest.mark.parametrize(("made", "state"), [
+    (Ending("error: it failed"), "failed"), (Ending("", 0), "finished"), (Ending("hung", stacks=True), "failed"),
+    (Ending("stopped", 85, "SIGTERM"), "preempted"),
 ])  # fmt: skip
-def test_the_report_of_a_failure_follows_its_status(
-    made: Ending, drawn: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_of_a_failure_follows_its_status(made: Ending, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that stops or finishes has drawn it before; one that hangs or is killed has no time for it."""
     activity, happened = Activity(), list[str]()
     activity.status = SimpleNamespace(update=lambda **values: happened.append(values["state"]))  # type: ignore[assignment]
     activity.at_failure = lambda: happened.append("report")
     monkeypatch.setattr(ending, "ACTIVITY", activity)
     ending.record(made)
-    assert happened == [made.state, *(["report"] if drawn else [])]
+    assert happened == [state, *(["report"] if made.line == "error: it failed" else [])]
 
 
 def test_a_process_ends_with_its_workers() -> None:

@@ -18,7 +18,6 @@ from helpers import make_model
 
 from alignment.config.errors import AlignmentError
 from alignment.run import joining
-from alignment.run.failures import JoinError
 from alignment.run.joining import join
 from alignment.run.ranks import take_from_group
 from tools.ranks import RankServer
@@ -47,7 +46,7 @@ def test_missing_ranks_are_named(
     monkeypatch.setattr(joining, "_TELL_S", 0.3)
     served = joining._connect(5)
     begun = time.monotonic()
-    with pytest.raises(JoinError, match=r"2 of 3 ranks have not arrived: 1, 2 .*GLOO_SOCKET_IFNAME"):
+    with pytest.raises(AlignmentError, match=r"2 of 3 ranks have not arrived: 1, 2 .*GLOO_SOCKET_IFNAME"):
         joining._meet(served, "gloo", 1)
     assert time.monotonic() - begun < 4
     assert "1 of 3 ranks have arrived" in capsys.readouterr().err
@@ -58,7 +57,7 @@ def test_a_store_that_is_lost(place: Callable[..., None]) -> None:
     place(RANK=1)
     client = joining._connect(5)
     served.clear()
-    with pytest.raises(JoinError, match="could not connect to the other ranks"):
+    with pytest.raises(AlignmentError, match="could not connect to the other ranks"):
         joining._meet(client, "gloo", 5)
 
 
@@ -68,13 +67,13 @@ def test_a_port_in_use(place: Callable[..., None]) -> None:
         other.bind(("", 0))
         other.listen()
         place(MASTER_PORT=other.getsockname()[1])
-        with pytest.raises(JoinError, match=r"^MASTER_PORT=\d+ of host .* choose another port"):
+        with pytest.raises(AlignmentError, match=r"^MASTER_PORT=\d+ of host .* choose another --master_port"):
             joining._connect(5)
     place(MASTER_PORT=free_port())
     served = joining._connect(5)
     place(RANK=1)
     assert joining._connect(5) is not None
-    with pytest.raises(JoinError, match=r"another run has a rank 1 there"):
+    with pytest.raises(AlignmentError, match=r"another run has a rank 1 there"):
         joining._connect(5)
     place(TORCHELASTIC_USE_AGENT_STORE="True")
     assert joining._connect(5) is not None
@@ -91,13 +90,13 @@ def test_a_name_is_looked_up_for_some_seconds(place: Callable[..., None], monkey
 
     place(MASTER_ADDR="a..b")
     begun = time.monotonic()
-    with pytest.raises(JoinError, match=r"MASTER_ADDR=a\.\.b"):
+    with pytest.raises(AlignmentError, match=r"MASTER_ADDR=a\.\.b"):
         joining._connect(60)
     assert time.monotonic() - begun < 5
     monkeypatch.setattr(joining, "_RESOLVE_S", 5.0)
     monkeypatch.setattr(socket, "getaddrinfo", later)
     place(MASTER_ADDR="node-8", RANK=1, MASTER_PORT=1)
-    with pytest.raises(JoinError, match="refused"):
+    with pytest.raises(AlignmentError, match="refused"):
         joining._connect(0.1)
 
 
@@ -130,7 +129,7 @@ def test_ranks_that_cannot_connect_end_within_the_limit(
     place(WORLD_SIZE=1)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *given, **more: time.sleep(6))
     begun = time.monotonic()
-    with pytest.raises(JoinError, match=r"could not connect to the other ranks"):
+    with pytest.raises(AlignmentError, match=r"could not connect to the other ranks"):
         joining._meet(joining._connect(5), "gloo", 1)
     assert time.monotonic() - begun < 4
 

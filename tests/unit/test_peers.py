@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -42,7 +43,7 @@ class World:
         """Write heartbeats of other ranks."""
         for rank in ranks:
             beat = {"rank": rank, "host": f"n{rank}", "machine": "elsewhere", "pid": 7, "phase": "train", "step": 3}
-            beat |= {"count": self.activity.now, "idle": 0.0, "progress": 1, "limit": LIMIT, "asked": 0, "detail": ""}
+            beat |= {"now": self.activity.now, "idle": 0.0, "limit": LIMIT, "asked": 0, "detail": ""}
             self.store.set(f"beat/{rank}", json.dumps(beat | values))
 
     def spend(self, seconds: float, rank: Peers, *beating: int, **values: Any) -> str:
@@ -172,15 +173,16 @@ def test_rank_0_knows_progress_and_limit_of_all_ranks(world: World) -> None:
     """Except for who has finished."""
     rank = world.rank(0)
     rank._turn()
-    world.beat(1)
-    world.beat(2, progress=5, limit=900.0, idle=9.0)
+    world.activity.now = 7.0
+    world.beat(1, idle=5.0)
+    world.beat(2, limit=900.0, idle=9.0)
     rank._turn()
-    count, limit, where = rank.progress()
-    assert limit == 900 and where.startswith("rank 2 ") and "rank 0 " in where
-    world.beat(2, progress=6, limit=0, count=1)
+    idle, limit, where = rank.progress()
+    assert (idle, limit) == (5, 900) and where.startswith("rank 2 ") and "rank 0 " in where
+    world.beat(2, limit=0, idle=0.0)
     rank._turn()
-    after, limit, where = rank.progress()
-    assert after > count and limit == LIMIT and "rank 2" not in where
+    idle, limit, where = rank.progress()
+    assert (idle, limit) == (5, LIMIT) and "rank 2" not in where
 
 
 def test_a_rank_makes_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +199,7 @@ def test_a_rank_makes_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_first_end_counts_and_one_rank_reports_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    ending = Ending("error: rank 1: no", 130, "stopped", "SIGINT")
+    ending = Ending("error: rank 1: no", 130, "SIGINT")
     world.rank(1).end(ending)
     world.rank(0).end(Ending("late"))
     assert world.exits == [(ending, True), (ending, False)]
@@ -209,12 +211,17 @@ def test_the_first_end_counts_and_one_rank_reports_it(world: World, monkeypatch:
 
 
 def test_a_broken_connection_waits_for_its_cause(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.activity.limits.peer_timeout = 0.1
-    monkeypatch.setattr(peers, "_ASK_S", 0.4)
-    world.store.set("end", json.dumps({"line": "error: the cause"}))
+    """Without one, the line names the ranks that are silent."""
+    monkeypatch.setattr(peers, "_LOST_S", 0.5)
+    rank = world.rank(0)
+    assert not world.spend(5, rank, 1, 2) + world.spend(3, rank, 1)
     begun = time.monotonic()
-    world.rank(0).end(Ending("error: connection closed", lost=True))
-    assert time.monotonic() - begun >= 0.5 and world.exits[0][0].line == "error: the cause"
+    rank._announce(Ending("error: connection closed", lost=True))
+    assert time.monotonic() - begun >= 0.5
+    assert re.search("closed; silent: rank 2 .* step 3$", json.loads(world.store.get("end"))["line"])
+    world.store.set("end", json.dumps({"line": "error: the cause"}))
+    rank.end(Ending("error: connection closed", lost=True))
+    assert world.exits[0][0].line == "error: the cause"
 
 
 def test_ranks_leave_when_all_have_finished(world: World) -> None:

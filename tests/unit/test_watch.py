@@ -143,14 +143,14 @@ class Windows:
     """Micro-batches that take some time each, and the times of the exchanges between them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.clock, self.at, self.point = Clock(), list[float](), SafePoint()
+        self.clock, self.at = Clock(), list[float]()
         monkeypatch.setattr(safe_points, "time", self.clock)
+        self.point = SafePoint()
         monkeypatch.setattr(REQUESTS, "asked", lambda: self.at.append(self.clock.now) or REQUESTS.reason)
-        monkeypatch.setattr(REQUESTS, "deferring", True)
+        monkeypatch.setattr(REQUESTS, "may_cut", True)
 
     def pass_(self, number: int, calls: int, seconds: float) -> None:
         for _ in range(number):
-            self.point.restart()
             for _ in range(calls):
                 self.point()
                 self.clock.now += seconds
@@ -185,7 +185,7 @@ def test_ranks_follow_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_dead_man_switch_leaves_a_timer_of_someone_else_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise it is set at most once a second; and it leaves no file behind."""
+    """Otherwise it is cancelled before a fork and at the end; and it leaves no file behind."""
     monkeypatch.setattr(faulthandler, "dump_traceback_later", faulthandler.dump_traceback_later)
     switch, times, cancelled = DeadManSwitch(), list[float](), list[int]()
     monkeypatch.setattr(switch, "_set", lambda seconds, **_: times.append(seconds))
@@ -195,14 +195,14 @@ def test_the_dead_man_switch_leaves_a_timer_of_someone_else_alone(monkeypatch: p
         path = Path(switch._file.name)
         switch.keep(11.0)
         with switch.armed(12.0, exits=True):
-            monkeypatch.setattr(ending, "_EVERY_S", 0.0)
+            switch.pause()
         switch.keep(math.inf)
     switch.keep(13.0)
-    assert times == [10, ending._LONGEST_S] and cancelled == [1] and not path.exists()
+    assert times == [10, 11, ending._MONTH_S] and cancelled == [1, 1] and not path.exists()
     with switch.armed(14.0, exits=True):
         faulthandler.dump_traceback_later(3600)
         switch.keep(15.0)
-    assert times[2:] == [14, 3600] and cancelled == [1]
+    assert times[3:] == [14, 3600] and cancelled == [1, 1]
 
 
 # A process whose phase "work" may take one second without progress.
