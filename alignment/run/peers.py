@@ -31,10 +31,10 @@ _LOST_S = 5.0  # for the end of another rank to be noticed after a connection br
 _SILENT_S = 2.0  # without a heartbeat, for a rank to be suspected of it
 _RANK = "rank {rank} (host {host}, process {pid}) in phase {phase}, step {step}"
 _KILLED = "was killed or disconnected; the host may have run out of memory"
+_DOWN = "the process, its host or its network is down, or it holds Python's interpreter lock (peer_timeout)"
 _CAUSES = {
     "stopped": "the process is suspended (peer_timeout)",
     "running": "the process holds Python's interpreter lock (hang_timeout)",
-    "unknown": "the process, its host or its network is down, or it holds Python's interpreter lock (peer_timeout)",
 }
 
 
@@ -148,11 +148,11 @@ class Peers(threading.Thread):
         for other, beat in self._beats.items():
             if beat["limit"] and (silent := ACTIVITY.now - beat["heard"]) > ACTIVITY.limits.peer_timeout:
                 if (state := self._state(other)) != "running" or silent + beat["idle"] > beat["limit"]:
-                    why = f"no heartbeat for {silent:.0f} s at {self._here}: {_CAUSES[state]}"
+                    why = f"no heartbeat for {silent:.0f} s at {self._here}: {_CAUSES.get(state, _DOWN)}"
                     return Ending(f"error: {_RANK.format(**beat)}: {why}", stacks=True)
         if (silent := ACTIVITY.now - self._answered) > ACTIVITY.limits.peer_timeout:
             what = f"no response of the store of rank 0 or torchrun for {silent:.0f} s at {self._here}"
-            return Ending(f"error: {what}: {_CAUSES['unknown']}", stacks=True)
+            return Ending(f"error: {what}: {_DOWN}", stacks=True)
         return None
 
     def _state(self, other: int) -> str:

@@ -18,7 +18,8 @@ from typing import Any
 from helpers import options, paired_rows
 from transformers import TrainerCallback
 
-from alignment import CPOConfig, CPOTrainer
+from alignment import CPOConfig, CPOTrainer, RunStopped
+from alignment.run.protection import protected
 
 FAULTS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -27,6 +28,7 @@ FAULTS = {
     "lock": lambda: re.match("(a+)+b", "a" * 60),
     "error": lambda: 1 // 0,
     "exit": lambda: sys.exit(0),
+    "term": lambda: None,
 }
 
 
@@ -68,6 +70,13 @@ def main() -> None:
     try:
         trainer.train()
         trainer.evaluate()
+        if sys.argv[1] == "term":  # a signal to one rank, in an evaluation
+            with protected(trainer.output_dir, trainer.args):
+                os.kill(os.getpid(), signal.SIGTERM if os.environ["RANK"] == "1" else 0)
+                time.sleep(20)
+    except RunStopped:
+        print("stopped")
+        raise
     except ZeroDivisionError:  # a rank that leaves the others alone, but does not exit
         time.sleep(15)
         os._exit(0)

@@ -22,12 +22,11 @@ from alignment.config.errors import RewardError, TrainingError
 from alignment.reporting.status_file import RunStatus, read_status
 from alignment.rollout.generate import GenerateBackend
 from alignment.run.activity import ACTIVITY
-from alignment.run.ending import Ending, record
-from alignment.run.protection import Protection
 from alignment.run.stop import REQUESTS, RunStopped, StopReason
 from alignment.training import safe_points
 from alignment.training import trainer as trainer_module
 from alignment.training import trainer as trainers
+from alignment.training.bad_steps import BadStep, BadSteps
 from alignment.training.trainer import AlignmentTrainer
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
@@ -204,7 +203,29 @@ def test_a_second_signal_does_not_interrupt_the_save(
 
 
 @pytest.mark.ci
-def test_a_signal_after_the_last_step_changes_nothing(
+def test_an_error_counts_although_a_stop_is_pending(
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = CheckpointWriter._write
+
+    def interrupted(self: CheckpointWriter, target: Path) -> None:
+        terminate()
+        written(self, target)
+
+    def bad(self: BadSteps, loss: float) -> None:
+        if len(self.state_dict()["losses"]) == 2:
+            raise BadStep("too high", "loss spike")
+
+    monkeypatch.setattr(CheckpointWriter, "_write", interrupted)
+    monkeypatch.setattr(BadSteps, "check", bad)
+    trainer = make("KTO", models, tmp_path, **RUN)
+    with pytest.raises(TrainingError, match="too high. The weights of step 2 are saved in checkpoint-2$"):
+        trainer.train()
+    trainer.close()
+
+
+@pytest.mark.ci
+def test_a_signal_after_the_last_step_stops_the_next_call_only(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the report, in the final result, and in a callback at the end."""
@@ -218,38 +239,32 @@ def test_a_signal_after_the_last_step_changes_nothing(
     trainer = make("KTO", models, tmp_path, **RUN)
     trainer.add_callback(Asks("on_train_end", 6, terminate))
     trainer.train()
-    trainer.close()
     status = read_status(trainer.output_dir)
     assert status is not None and (status.state, status.signal) == ("finished", None)
-    assert (trainer.output_dir / "report.md").exists() and not REQUESTS.reason
+    assert (trainer.output_dir / "report.md").exists()
+    with pytest.raises(RunStopped, match="preempted by SIGTERM"):
+        trainer.evaluate()
+    trainer.evaluate()
+    trainer.close()
 
 
 @pytest.mark.ci
 def test_a_signal_while_the_model_loads(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends the process."""
     trainer = make("KTO", models, tmp_path, **RUN)
-    ends: list[tuple[Ending, int]] = []
-
-    def end(protection: Protection, ending: Ending) -> None:
-        REQUESTS.done = True
-        record(ending)
-        ends.append((ending, ACTIVITY.step))
+    steps: list[int] = []
 
     def build(_: int) -> None:
+        steps.append(ACTIVITY.step)
         terminate()
-        while not ends:
-            time.sleep(0.05)
-        raise ZeroDivisionError
+        time.sleep(20)
 
     monkeypatch.setattr(trainer.engines, "build", build)
-    monkeypatch.setattr(Protection, "end", end)
     monkeypatch.setattr(ACTIVITY, "step", 500)  # of an earlier run in this process
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    (ending, step) = ends[0]
-    assert (ending.code, step) == (85, 0) and "preempted by SIGTERM in phase load; no training step" in ending.line
+    error = stopped(trainer)
+    assert steps == [0] and REQUESTS.reason is None
+    assert "preempted by SIGTERM in phase load; no training step was in progress" in str(error)
     status = read_status(trainer.output_dir)
     assert status is not None
     assert (status.state, status.signal, status.error) == ("preempted", "SIGTERM", None)

@@ -18,7 +18,7 @@ from alignment.run.activity import Activity
 from alignment.run.ending import Ending, end_with
 
 
-@pytest.mark.parametrize("what", ["disk", "terminal", "an error"])
+@pytest.mark.parametrize("what", ["disk", "terminal", "temporary files", "processes", "an error"])
 def test_what_hangs_is_not_waited_for(
     what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -32,6 +32,11 @@ def test_what_hangs_is_not_waited_for(
     activity = SimpleNamespace(folder=tmp_path, status=SimpleNamespace(update=hang))
     monkeypatch.setattr(ending, "ACTIVITY", activity)
     monkeypatch.setattr(ending.shutil, "move", hang)
+    monkeypatch.setattr(ending, "_LONGEST_S", 3.0)
+    if what == "processes":
+        monkeypatch.setattr(ending.psutil, "Process", hang)
+    if what == "temporary files":
+        monkeypatch.setattr(ending.tempfile, "NamedTemporaryFile", hang)
     if what == "terminal":
         monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=hang, flush=hang))
     begun = time.monotonic()

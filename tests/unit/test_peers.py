@@ -105,6 +105,8 @@ def test_a_process_of_this_machine_is_looked_up(number: int, seconds: float, say
         assert "rank 1 " in (line := world.spend(1, rank, 2)) and says in line
         rank._end_others(Ending("it failed"))
         assert child.wait(10) == -signal.SIGKILL, "a suspended rank notices nothing, so it is killed"
+    rank._gone, rank._beats[1]["heard"] = set(), -1000.0
+    assert "no heartbeat" in str(rank.verdict()), "the store may hang after it has ended"
 
 
 def test_an_announced_end_counts_before_that_of_its_process(world: World) -> None:
@@ -156,6 +158,42 @@ def test_a_lost_store_is_a_killed_rank_0_or_a_lost_launcher(
         assert verdict is not None and "rank 0 (host n0, process 7) in phase train, step 3 was killed" in verdict.line
         rank._end_others(verdict)
         assert recorded == [(tmp_path, "n0", 7, verdict.line.removeprefix("error: "))]
+
+
+def test_a_rank_that_has_finished_is_not_judged(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may end as soon as all have finished; the store may end with rank 0."""
+    for number, other in ((0, 1), (1, 0)):
+        rank = world.rank(number)
+        world.spend(5, rank, 1, 2, 0)
+        world.beat(other, limit=0, **here(2**22 + 1))  # there is no such process
+        rank._turn(), rank._turn()
+        assert not world.spend(SILENCE + 5, rank, 2, *([1] if number else []))
+    monkeypatch.setattr(rank, "_turn", lose)
+    rank.run()
+    assert rank._over.is_set() and rank.verdict() is None
+    first = world.rank(0)
+    world.spend(5, first, 1, 2)
+    monkeypatch.setattr(first, "_turn", lose)
+    first.run()
+    assert "rank 0 was killed or disconnected" in str(first.verdict()), "it has lost its own store"
+
+
+def lose() -> None:
+    raise RuntimeError("Connection reset by peer")
+
+
+def test_an_error_that_may_pass_does_not_end_the_thread(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, turns = world.rank(1), list[int]()
+
+    def turn() -> None:
+        turns.append(1)
+        if len(turns) == 3:
+            rank._over.set()
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(rank, "_turn", turn)
+    rank.run()
+    assert len(turns) == 3 and rank.verdict() is None
 
 
 def test_stop_requests_are_forwarded_with_their_origin(world: World) -> None:
@@ -224,7 +262,11 @@ def test_a_broken_connection_waits_for_its_cause(world: World, monkeypatch: pyte
     assert world.exits[0][0].line == "error: the cause"
 
 
-def test_ranks_leave_when_all_have_finished(world: World) -> None:
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_ranks_leave_when_all_have_finished(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.size = 2
     ranks = [world.rank(number) for number in range(2)]
     for rank in ranks:
@@ -236,7 +278,13 @@ def test_ranks_leave_when_all_have_finished(world: World) -> None:
     threads[1].start()
     for thread in threads:
         thread.join(5)
-    assert not any(each.is_alive() for each in (*ranks, *threads))
+    assert not any(each.is_alive() for each in (*ranks, *threads)) and world.store.values["left"] == "2"
+    interrupted = world.rank(0)
+    interrupted.start()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(peers, "bounded", interrupt)
+        interrupted.leave()
+    assert not interrupted.is_alive()
     failing = world.rank(1)
     failing.start()
     failing.leave(Ending("error: its own", 85))
