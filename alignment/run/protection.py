@@ -112,12 +112,12 @@ class Protection:
             poll.register(reader, select.POLLIN)
             while not over.is_set():
                 with contextlib.suppress(OSError):  # such as too many open files, which may pass
-                    for number in os.read(reader, 64) if poll.poll(_TICK_S * 1000) else b"":
-                        if number and signal.getsignal(number) is _note:  # otherwise it belongs to another handler
-                            self._hear(signal.Signals(number))
                     self._tick()
                     for launcher in [each for each in above if state_of(each) == "gone"]:
                         REQUESTS.request(StopReason.SIGTERM, f"the launcher (process {launcher}) has exited")
+                for number in os.read(reader, 64) if poll.poll(_TICK_S * 1000) else b"":
+                    if number and signal.getsignal(number) is _note:  # otherwise it belongs to another handler
+                        self._hear(signal.Signals(number))
         except Exception as error:
             self.end(ending_of(error))
         os.close(reader)
