@@ -24,9 +24,9 @@ from alignment.reporting.run_lock import LOCK, RunLock, holder
 from alignment.reporting.status_file import STATUS, read_status
 from alignment.run.activity import ACTIVITY
 from alignment.run.console import tell
+from alignment.run.ending import STACKS
 from alignment.run.ranks import local_rank, rank
-from alignment.run.requests import STOP_FILE
-from alignment.run.stacks import STACKS
+from alignment.run.stop import STOP_FILE
 
 T = TypeVar("T")
 LOG, COMPLETIONS, PREVIOUS = "log.jsonl", "completions.jsonl", "previous-"

@@ -1,8 +1,4 @@
-"""The main function of a command: one error message, and every rank exits.
-
-The first rank that fails reports why; the others fall silent and exit with its status. Under torchrun, torchrun's own
-report follows the message; `deepspeed` adds nothing to stderr.
-"""
+"""The main function of a command: the first rank that fails reports why, and the others exit with its status."""
 
 from __future__ import annotations
 
@@ -12,15 +8,13 @@ from collections.abc import Callable
 
 from alignment.cli.output import surviving_closed_output
 from alignment.engines.launch_env import hush_libraries, init_distributed
-from alignment.run.deadlines import bounded
-from alignment.run.ending import Ending, ending_of, record, write
-from alignment.run.protection import Protection, protecting_command
+from alignment.run.activity import ACTIVITY
+from alignment.run.ending import Ending, bounded, ending_of, record, write
+from alignment.run.protection import Protection, ignore_stop_signals
 from alignment.run.ranks import prepare_environment, rank, world_size
-from alignment.run.requests import REQUESTS
-from alignment.run.signals import ignore_stop_signals
-from alignment.run.stop import RunStopped
+from alignment.run.stop import REQUESTS, RunStopped
 
-_LEAVE_S, _RECORD_S = 30.0, 20.0  # to leave the process group; to write the last status
+_LEAVE_S = 30.0  # to leave the process group
 
 
 def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False) -> int:
@@ -28,12 +22,14 @@ def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False
 
     The status is 0, 1 after an error, 85 if a launcher or a scheduler requested a stop, or 130 if the user did.
 
-    With one process, neither torch nor DeepSpeed is imported here. With several, the process group is joined first (on
-    the CPU with `use_cpu`, which is called only then), and `main` runs under supervision. After a failure on any rank,
-    every rank exits through `os._exit`, so this function does not return.
+    With one process, neither torch nor DeepSpeed is imported here. With several, the process group is joined first, on
+    the CPU with `use_cpu`, and after a failure on any rank, every rank exits without returning from this function.
     """
     hush_libraries()
-    with surviving_closed_output(), protecting_command() as protection:
+    ACTIVITY.reset()
+    ACTIVITY.guarded = True
+    ending = Ending("", code=0)
+    with surviving_closed_output(), Protection().active() as protection:
         try:
             prepare_environment()
             if world_size() > 1:
@@ -41,43 +37,31 @@ def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
                 init_distributed(use_cpu() if callable(use_cpu) else use_cpu)
                 protection.watch_ranks()
-            stopped = None
             try:
                 main()
             except RunStopped as error:
-                if not error.everywhere:
+                if not REQUESTS.done:  # it was interrupted, maybe alone
                     raise
-                stopped = error
-            except SystemExit as leaving:  # `sys.exit(0)`, as for `--help`, is not a failure
-                if leaving.code not in (None, 0):
+                ending = ending_of(error)
+            except SystemExit as leaving:  # `sys.exit(0)`, as for `--help`, is not a failure, except within a run
+                if leaving.code not in (None, 0) or ACTIVITY.folder is not None:
                     raise
-            return _finish(protection, stopped)
+            protection.leave()
         except BaseException as error:
             REQUESTS.done = True  # a launcher that ends all ranks must not interrupt the report
             ending = ending_of(error)
             if protection.peers is not None:
-                protection.peers.end(ending)
-            if ending.line:
-                write(ending.trace + ending.line)
-            record(ending)
-            return ending.code
-
-
-def _finish(protection: Protection, stopped: RunStopped | None) -> int:
-    """Wait for the other ranks, and leave the process group."""
-    with REQUESTS.deferred(None):
-        REQUESTS.done = True
-        if protection.peers is not None:
-            protection.peers.leave()
-            protection.peers = None
+                protection.end(ending)
+        if world_size() > 1 or ending.code == 85:
             # A launcher ends all ranks as soon as one has exited, and this one is about to exit anyway.
             ignore_stop_signals()
-        if stopped is None:
-            record(Ending("", code=0, state="finished"), _RECORD_S)
-        elif rank() == 0:
-            write(stopped.message)
+        if ending.line and (rank() == 0 or not ending.signal):
+            write(ending.trace + ending.line)
+        record(ending)
         deepspeed = sys.modules.get("deepspeed")
         if deepspeed is not None and deepspeed.comm.is_initialized():
             # Not torch's function: DeepSpeed's objects for this group would remain and break a later run here.
             bounded(deepspeed.comm.destroy_process_group, _LEAVE_S)
-    return 0 if stopped is None else stopped.reason.code
+    ACTIVITY.reset()
+    REQUESTS.forget()
+    return ending.code

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alignment.config.errors import AlignmentError, CheckpointError, one_line
 from alignment.data.transfer import transferred
-from alignment.run.failures import OtherRankFailed
+from alignment.run.ending import OtherRankFailed
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -58,10 +58,8 @@ def _accelerator(use_cpu: bool) -> str:
 
     found = get_accelerator().device_name()
     if found != wanted:
-        raise OptionError(
-            f"use_cpu={use_cpu}, but DeepSpeed was already imported for {found}; set DS_ACCELERATOR={wanted} in the "
-            "environment, or set use_cpu accordingly"
-        )
+        what = f"use_cpu={use_cpu}, but DeepSpeed was already imported for {found}"
+        raise OptionError(f"{what}; set DS_ACCELERATOR={wanted} in the environment, or set use_cpu accordingly")
     return wanted
 
 

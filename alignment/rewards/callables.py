@@ -15,9 +15,8 @@ import torch
 from alignment.config.errors import RewardError, show
 from alignment.engines.collectives import device, gathered
 from alignment.run.ranks import rank, world_size
-from alignment.run.requests import REQUESTS
 from alignment.run.retries import NEVER, Retries
-from alignment.run.stop import Cut
+from alignment.run.stop import REQUESTS, Cut
 
 
 def name_of(code: Any) -> str:

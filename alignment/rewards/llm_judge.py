@@ -23,9 +23,9 @@ from alignment.reporting.completions import as_text
 from alignment.rewards.callables import awaited
 from alignment.rewards.pairwise import BasePairwiseJudge
 from alignment.run.activity import ACTIVITY
-from alignment.run.failures import causes
+from alignment.run.ending import causes
 from alignment.run.ranks import rank
-from alignment.run.requests import REQUESTS
+from alignment.run.stop import REQUESTS
 
 FAILED = -1
 INSTRUCTION = """Compare two responses to the same prompt. Prefer the one that is more helpful, correct and honest, \

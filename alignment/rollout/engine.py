@@ -30,8 +30,7 @@ from alignment.rollout.memory import Room, measure_room
 from alignment.rollout.processors import neutral_defaults
 from alignment.rollout.weights import weights_by_layer, whole_weights
 from alignment.run.activity import ACTIVITY
-from alignment.run.requests import REQUESTS
-from alignment.run.stop import Cut
+from alignment.run.stop import REQUESTS, Cut
 
 
 def backends() -> tuple[RolloutBackend, ...]:

@@ -18,7 +18,6 @@ class Activity:
 
     Attributes:
         now: seconds for which this process was watched; they stand still while it is suspended.
-        count: how often the main thread has made progress.
         step: the last completed optimizer step.
         limits: how long a phase may go without progress, and a rank without a heartbeat.
         folder: the output folder, once known; set on every rank.
@@ -28,7 +27,7 @@ class Activity:
     """
 
     def __init__(self) -> None:
-        self.now, self.count, self.step = 0.0, 0, 0
+        self.now, self.step = 0.0, 0
         self.limits = FaultOptions()
         self.folder: Path | None = None
         self.status: StatusFile | None = None
@@ -71,14 +70,14 @@ class Activity:
         return self.now - self._moved
 
     def tick(self) -> None:
-        """Advance the time; called twice a second by the watching thread."""
+        """Advance the time; called once a second by the watching thread."""
         before, self._ticked = self._ticked, time.monotonic()
         self.now += min(self._ticked - before, _LONGEST_TICK_S)
 
     def progress(self) -> None:
         """Record that the main thread has made progress."""
         self._longest[self.phase] = max(self._longest.get(self.phase, 0.0), self.idle)
-        self._moved, self.count = self.now, self.count + 1
+        self._moved = self.now
 
     @property
     def limit(self) -> float:

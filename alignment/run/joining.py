@@ -7,20 +7,20 @@ import os
 import socket
 import sys
 import time
+from concurrent import futures
 from datetime import timedelta
 from typing import Any
 
+from alignment.config.errors import AlignmentError
 from alignment.internals.deepspeed_groups import set_timeout_of_new_groups
 from alignment.internals.torch import set_group_timeout
-from alignment.run.deadlines import bounded, within
-from alignment.run.failures import JoinError, ReportedElsewhere, reason_of
+from alignment.run.ending import bounded, reason_of, within
 from alignment.run.ranks import local_rank, rank, take_from_group, world_size
 
 _ARRIVE_S = 600.0  # how long ranks wait for the last one to start
 _CONNECT_S = 60.0  # for ranks to connect to each other once all have started
 _WORK_S = 6 * 3600.0
 _RESOLVE_S, _TELL_S, _ANSWER_S, _POLL_S = 10.0, 30.0, 10.0, 0.2
-_REPORT_S, _FOLLOW_S = 1.0, 3.0  # the rank that reports an error exits once the others know of it, and before them
 _CAUSES = (
     "usual causes: a rank that failed or was not started, another MASTER_ADDR or MASTER_PORT, a firewall between the "
     "hosts, or the wrong network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
@@ -34,8 +34,7 @@ def join(backend: str) -> None:
     Afterwards, ranks may wait for each other for hours. DEEPSPEED_TIMEOUT, in minutes, overrides all limits if set.
 
     Raises:
-        JoinError: the ranks cannot meet or connect in time; ``ReportedElsewhere`` if another rank reports it.
-        AlignmentError: the process group has another rank or world size than the environment.
+        AlignmentError: the ranks cannot meet in time, or the process group differs from the environment.
     """
     import deepspeed
     import torch.distributed as dist
@@ -47,9 +46,8 @@ def join(backend: str) -> None:
         _meet(_connect(limit or _ARRIVE_S), backend, limit)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     take_from_group()
-    working = timedelta(seconds=limit or _WORK_S)
-    set_group_timeout(working)
-    set_timeout_of_new_groups(working)
+    for set_limit in (set_group_timeout, set_timeout_of_new_groups):
+        set_limit(timedelta(seconds=limit or _WORK_S))
 
 
 def _connect(seconds: float) -> Any:
@@ -70,18 +68,18 @@ def _connect(seconds: float) -> Any:
             limit = _RESOLVE_S if isinstance(error, (socket.gaierror, UnicodeError)) else seconds
             if time.monotonic() - begun > limit:
                 what = f"cannot reach rank 0 at MASTER_ADDR={name}, MASTER_PORT={port}"
-                raise JoinError(f"host {socket.gethostname()} {what} ({error}); {_CAUSES}") from error
+                raise AlignmentError(f"host {socket.gethostname()} {what} ({error}); {_CAUSES}") from error
         time.sleep(_POLL_S)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         store = TCPStore(name, port, None, serves, timedelta(seconds=_CONNECT_S), False, serves)
-        meeting = PrefixStore(f"alignment.joining/{world_size()}/{attempt}/{next(_MEETINGS)}", store)
+        attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_MEETINGS)}"
+        meeting = PrefixStore(f"alignment.joining/{world_size()}/{attempt}", store)
         # An agent's store outlives the workers, which may meet again in the same attempt.
         if meeting.add(f"rank/{rank()}", 1) > 1 and not agent:
             raise DistError(f"another run has a rank {rank()} there")
     except DistError as error:
         what = f"MASTER_PORT={port} of host {name} cannot be used ({reason_of(error)})"
-        raise JoinError(f"{what}; choose another port (--master_port), or end the program that uses it") from error
+        raise AlignmentError(f"{what}; choose another --master_port, or end the program that uses it") from error
     return meeting
 
 
@@ -95,8 +93,6 @@ def _meet(store: Any, backend: str, limit: float) -> None:
     def arrive() -> None:
         arrived, told = store.add("arrived", 1), time.monotonic()
         while arrived < size:
-            if store.check(["failed"]):
-                raise ReportedElsewhere("another rank reports why it could not join")
             if rank() == 0 and time.monotonic() - told > _TELL_S:
                 print(f"rank 0: {arrived} of {size} ranks have arrived", file=sys.stderr, flush=True)
                 told = time.monotonic()
@@ -113,10 +109,8 @@ def _meet(store: Any, backend: str, limit: float) -> None:
     try:
         within(limit or _ARRIVE_S, arrive)
         within(limit or _CONNECT_S, connect)  # gloo takes several times its own limit
-    except (TimeoutError, RuntimeError, ReportedElsewhere) as error:
+    except (futures.TimeoutError, RuntimeError) as error:
         missing = bounded(lambda: [str(each) for each in range(size) if not store.check([f"rank/{each}"])], _ANSWER_S)
         what = f"{len(missing or ())} of {size} ranks have not arrived: {', '.join(missing or ())}"
         what = what if missing else f"host {socket.gethostname()} could not connect to the other ranks"
-        known = bounded(lambda: store.add("failed", 1) > 1, _ANSWER_S)
-        time.sleep(_FOLLOW_S if known else _REPORT_S)
-        raise (ReportedElsewhere if known else JoinError)(f"{what} ({reason_of(error)}); {_CAUSES}") from error
+        raise AlignmentError(f"{what} ({reason_of(error) or 'no response in time'}); {_CAUSES}") from error

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
 
 from alignment.config.dtypes import planned
 from alignment.config.errors import AlignmentError, setting
@@ -49,8 +48,7 @@ def prepare_environment() -> None:
     world of one, which needs no address. Repeated calls have no effect.
 
     Raises:
-        AlignmentError: only some are set, a value is not a number in range or contradicts the process group, or the
-            launcher is `mpirun`.
+        AlignmentError: variables are missing, out of range or contradictory, or the launcher is `mpirun`.
     """
     if os.environ.get("MASTER_PORT") == _ANY_PORT and _in_slurm_step():
         for name in (*VARIABLES, "LOCAL_WORLD_SIZE"):  # of a process that trained alone, and then called srun
@@ -84,11 +82,9 @@ def take_from_group() -> None:
     _set({"RANK": str(own), "WORLD_SIZE": str(size)}, "the process group has")
     if "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
         return
-    hosts = [b""]
-    if size > 1:  # over the store: a collective of NCCL would already need the local rank
-        store = default_store()
-        store.set(f"alignment.host/{own}", socket.gethostname())
-        hosts = [store.get(f"alignment.host/{other}") for other in range(size)]
+    store = default_store()  # a collective of NCCL would already need the local rank
+    store.set(f"alignment.host/{own}", socket.gethostname())
+    hosts = [store.get(f"alignment.host/{other}") for other in range(size)]
     os.environ.setdefault("LOCAL_RANK", str(hosts[:own].count(hosts[own])))
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(hosts.count(hosts[own])))
 
@@ -121,7 +117,7 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodelist).partition(",")[0]
 
 
-def _set(found: Mapping[str, str], who: str) -> None:
+def _set(found: dict[str, str], who: str) -> None:
     for name, value in found.items():
         if os.environ.setdefault(name, value) != value:
             raise AlignmentError(f"the environment has {name}={os.environ[name]}, but {who} {value}; unset {name}")
@@ -134,9 +130,8 @@ def _check_numbers() -> None:
     if size > 1:
         _number("MASTER_PORT", least=1, most=65535, default="1")  # not set if a script has made the group
     _number("DEEPSPEED_TIMEOUT", least=1, default="1")  # in minutes; DeepSpeed reads it on import
-    notice = os.environ.get(NOTICE, "")
-    if notice and not re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", notice):
-        raise AlignmentError(f"{setting(NOTICE, notice)} in the environment: expected a number of seconds")
+    if os.environ.get(NOTICE):
+        _number(NOTICE)
 
 
 def _number(name: str, *, least: int = 0, most: int | None = None, default: str = "") -> int:

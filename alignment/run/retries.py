@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 from alignment.config.errors import one_line
 from alignment.run.activity import ACTIVITY
-from alignment.run.failures import causes
-from alignment.run.ranks import rank
-from alignment.run.requests import REQUESTS
+from alignment.run.ending import causes
+from alignment.run.stop import REQUESTS
 
 Result = TypeVar("Result")
 _ERRNOS = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EHOSTUNREACH, errno.ENETUNREACH, socket.EAI_AGAIN}
@@ -21,33 +20,26 @@ _ERRNOS = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EHOSTUNREACH, errno.ENET
 _CLASSES = re.compile("Connection|Timeout|TransportError|ProtocolError|ChunkedEncodingError|IncompleteRead")
 _OFFLINE = "OfflineModeIsEnabled"  # a ConnectionError of the Hub's client; the datasets library mentions its name
 _BUSY = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses
-_LONGEST = 300.0  # maximum pause in seconds
 
 
 def is_transient(error: BaseException) -> bool:
     """Whether an error or a cause of it may be temporary: a lost connection, a timeout, a busy server, a bad disk."""
     passes = False
     for each in causes(error):
-        names, holders = (
-            " ".join(kind.__name__ for kind in type(each).__mro__),
-            (getattr(each, "response", None), each),
-        )
-        statuses = [getattr(holder, name, None) for holder in holders for name in ("status_code", "status")]
-        status = next((value for value in statuses if isinstance(value, int)), None)
-        if _OFFLINE in f"{names} {each}" or (status is not None and status not in _BUSY):
+        names = " ".join(kind.__name__ for kind in type(each).__mro__)
+        holder = each if getattr(each, "response", None) is None else each.response  # type: ignore[attr-defined]
+        status = getattr(holder, "status_code", getattr(holder, "status", None))
+        if _OFFLINE in f"{names} {each}" or (isinstance(status, int) and status not in _BUSY):
             return False
-        passes |= status is not None or getattr(each, "errno", None) in _ERRNOS or bool(_CLASSES.search(names))
+        passes |= status in _BUSY or getattr(each, "errno", None) in _ERRNOS or bool(_CLASSES.search(names))
     return passes
 
 
 class Retries:
     """Repeats calls after transient failures, up to ``limit`` times after pauses that double, and counts retries."""
 
-    def __init__(self, limit: int, pause: float, sleep: Callable[[float], None] = time.sleep) -> None:
-        self.limit, self.pause, self.count = limit, pause, 0
-        self._sleep = sleep
-        self._own: list[dict[str, Any]] = []
-        self._unwritten: list[dict[str, Any]] = []
+    def __init__(self, limit: int, pause: float) -> None:
+        self.limit, self.pause, self.count, self._own = limit, pause, 0, 0
 
     def __call__(self, what: str, call: Callable[[], Result]) -> Result:
         """Return the result of ``call``, named ``what`` in messages, which is retried after transient failures."""
@@ -64,40 +56,32 @@ class Retries:
         """Wait before retry ``number`` of a call; return False if no retry is left."""
         if number > self.limit:
             return False
-        left = min(self.pause * 2 ** (number - 1), max(_LONGEST, self.pause))
+        left = min(self.pause * 2 ** (number - 1), max(300.0, self.pause))
         text = f"{type(error).__name__}: {one_line(error)}".removesuffix(": ")
         print(f"{what}: {text}; retry {number} of {self.limit} in {left:g} s", flush=True)
-        self._own.append({"event": "retry", "rank": rank(), "of": what, "error": text, "retry": number})
+        self._own += 1
         while left > 0 and REQUESTS.reason is None:  # after a request to stop there is little time left
             ACTIVITY.progress()  # a rank that waits here does not hang
-            self._sleep(min(left, 1.0))
+            time.sleep(min(left, 1.0))
             left -= 1.0
-        ACTIVITY.progress()
         return True
 
-    def taken(self) -> list[dict[str, Any]]:
-        """This rank's retries since the last call."""
-        own, self._own = self._own, []
+    def taken(self) -> int:
+        """This rank's number of retries since the last call."""
+        own, self._own = self._own, 0
         return own
 
-    def counted(self, everyone: list[list[dict[str, Any]]]) -> None:
+    def counted(self, everyone: list[int]) -> None:
         """Add the results of :meth:`taken` of all ranks to the count."""
-        for own in everyone:
-            self.count += len(own)
-            self._unwritten += own
-
-    def write(self, record: Callable[[dict[str, Any]], None]) -> None:
-        """Write the counted retries to the log."""
-        while self._unwritten:
-            record(self._unwritten.pop(0))
+        self.count += sum(everyone)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The count for the log, if there is one."""
+        """The count for the log, if there were retries."""
         return {"retries": float(self.count)} if self.count else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """State to save: the count."""
+        """The count."""
         return {"count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -27,8 +27,7 @@ from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import largest_numbers, on_first_rank
 from alignment.internals.transformers import callback_handler, keeps_state
 from alignment.run.ranks import world_size
-from alignment.run.requests import REQUESTS
-from alignment.run.stop import StopReason
+from alignment.run.stop import REQUESTS, StopReason
 
 # In the order of Decision.
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -96,13 +95,13 @@ class Events:
 
     def __call__(self, event: str, **kwargs: Any) -> None:
         """Notify every callback of ``event``, such as ``on_step_end``; an evaluation that it starts is not cut."""
-        before, REQUESTS.in_callback = REQUESTS.in_callback, True
+        before, REQUESTS.may_cut = REQUESTS.may_cut, False
         try:
             self.control = getattr(self.handler, event)(self.args, self.state, self.control, **kwargs)
         except RewardError as error:  # after which a run saves a checkpoint, but the step may be half-done
             raise TrainingError(f"{event}: {error}") from error
         finally:
-            REQUESTS.in_callback = before
+            REQUESTS.may_cut = before
 
     def decide(self) -> Decision:
         """Return the combined requests of all ranks' callbacks, and copy them to ``control``. Collective."""

@@ -36,7 +36,7 @@ from alignment.engines.collectives import barrier, from_first_rank, gathered, to
 from alignment.engines.optimizers import check_optimization
 from alignment.internals.datasets import cache_folder
 from alignment.run.console import tell
-from alignment.run.failures import OtherRankFailed
+from alignment.run.ending import OtherRankFailed
 from alignment.run.ranks import local_rank, world_size
 from alignment.run.retries import Retries
 from alignment.training.advice import about_rows

@@ -30,8 +30,7 @@ from alignment.reporting.progress import Progress
 from alignment.run.activity import ACTIVITY
 from alignment.run.console import tell
 from alignment.run.ranks import rank, world_size
-from alignment.run.requests import REQUESTS, STOP_FILE
-from alignment.run.stop import Cut
+from alignment.run.stop import REQUESTS, STOP_FILE, Cut
 from alignment.training.bad_steps import BadStep, BadSteps, Overflows
 from alignment.training.callbacks import Decision
 from alignment.training.context import RunContext
@@ -169,7 +168,6 @@ class TrainingLoop:
         self.history.add(items)
         norm, rate = taken.grad_norm, taken.learning_rate
         self.totals.last = {"grad_norm": norm, "learning_rate": rate, **self._failures}
-        self.context.retries.write(self.context.log_file.write)
         self._check_reduced(counts, items)
         self.progress.advance(means(items), counts.sequence_tokens)
         self.events("on_step_end")

@@ -20,7 +20,7 @@ from alignment.models.tasks import CAUSAL_LM
 from alignment.models.vocabulary import Vocabulary, check_vocabulary, fill_up, rounded_up, take_template
 from alignment.planning.engines import EnginePlan, check_alike, plan_engines, with_reference
 from alignment.run.console import tell
-from alignment.run.failures import OtherRankFailed
+from alignment.run.ending import OtherRankFailed
 from alignment.training.arguments import balancing_coefficient, model_sources
 from alignment.training.method import AnyMethod
 

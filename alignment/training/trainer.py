@@ -492,7 +492,6 @@ class AlignmentTrainer(TrainerSurface):
         if self.args.disable_tqdm and rank() == 0:
             print(json.dumps(entry), flush=True)
         if self._writes_logs:
-            self.retries.write(self.context.log_file.write)
             self.context.log_file.write(entry)
 
     @property

@@ -118,7 +118,6 @@ class WindowPass:
             plan, batches = self.prepared(plan, batches, data, sums, train=train)
             if progress is not None:
                 batches = progress.watch(batches, self.method.passes)
-            self._safe_point.restart()
             watched = Watched(batches, self._safe_point)
             window = Window(watched, plan.counts, self.models, sums, self.phases, self.dataset_of(data))
             known = self.method.before_training(window)

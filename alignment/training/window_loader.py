@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 from alignment.data.batching import AnyBatch, EpochWindows
 from alignment.data.windows import WindowPlan, WindowSampler
 from alignment.internals.torch import stop_workers
+from alignment.run.protection import ignore_stop_signals
 from alignment.run.ranks import rank
-from alignment.run.signals import ignore_stop_signals
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
 

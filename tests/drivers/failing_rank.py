@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import errno
 import os
+import signal
 import sys
 import time
 
@@ -38,7 +39,14 @@ def main() -> None:
     if kind.startswith("everyone-"):
         torch.distributed.barrier()  # a connecting rank is not notified before torch retries
         fail(kind.removeprefix("everyone-"))
-    if rank() == 1 and kind != "none":
+    if kind == "killed":
+        first = [os.getpid()]
+        torch.distributed.broadcast_object_list(first)
+        time.sleep(1.2)  # the ranks have heard of each other
+        if rank() == 1:
+            os.kill(first[0], signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif rank() == 1 and kind != "none":
         time.sleep(0.5)
         fail(kind)
     if work == "collective":

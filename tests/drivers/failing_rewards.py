@@ -21,8 +21,7 @@ from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
 from alignment.rewards.samples import Samples
 from alignment.run.ranks import rank
-from alignment.run.requests import StopRequests
-from alignment.run.stop import Cut, StopReason
+from alignment.run.stop import Cut, StopReason, StopRequests
 
 
 class Model:

@@ -1,6 +1,6 @@
 """A script that calls ``train()`` on two ranks, without a command: ``plain_script.py FAULT FOLDER MODEL``.
 
-In step 3, rank 1 is stopped or killed, hangs, holds the interpreter lock, or raises an error; or nothing happens.
+In step 3, rank 1 is stopped or killed, hangs, holds the interpreter lock, raises an error, exits, or goes ahead.
 It first creates the file ``reached``. With ``data``, rank 0 cannot read the rows; with ``model``, rank 1 has no model.
 """
 
@@ -18,7 +18,8 @@ from typing import Any
 from helpers import options, paired_rows
 from transformers import TrainerCallback
 
-from alignment import CPOConfig, CPOTrainer
+from alignment import CPOConfig, CPOTrainer, RunStopped
+from alignment.run.protection import protected
 
 FAULTS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -26,6 +27,8 @@ FAULTS = {
     "sleep": lambda: time.sleep(600),
     "lock": lambda: re.match("(a+)+b", "a" * 60),
     "error": lambda: 1 // 0,
+    "exit": lambda: sys.exit(0),
+    "term": lambda: None,
 }
 
 
@@ -67,6 +70,13 @@ def main() -> None:
     try:
         trainer.train()
         trainer.evaluate()
+        if sys.argv[1] == "term":  # a signal to one rank, in an evaluation
+            with protected(trainer.output_dir, trainer.args):
+                os.kill(os.getpid(), signal.SIGTERM if os.environ["RANK"] == "1" else 0)
+                time.sleep(20)
+    except RunStopped:
+        print("stopped")
+        raise
     except ZeroDivisionError:  # a rank that leaves the others alone, but does not exit
         time.sleep(15)
         os._exit(0)

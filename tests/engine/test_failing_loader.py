@@ -10,7 +10,6 @@ import pytest
 from conftest import DRIVERS
 from helpers import make_model
 
-from alignment.run.failures import describe
 from tools.ranks.client import environment
 
 
@@ -25,11 +24,3 @@ def test_a_script_with_a_failing_worker_ends(how: str, says: str, tmp_path: Path
     )
     assert done.returncode == 1
     assert says in done.stderr.strip().splitlines()[-1]
-
-
-def test_the_line_of_a_failing_worker_has_no_traceback() -> None:
-    original = "Caught OSError in DataLoader worker process 1.\nOriginal Traceback (most recent call last):\n  File a"
-    line, is_defect = describe(OSError(f"{original}\nOSError: [Errno 5] Input/output error\n"))
-    assert "Errno 5" in line and "Traceback" not in line and not is_defect
-    line, is_defect = describe(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
-    assert "dataloader_num_workers" in line and not is_defect

@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, RunStopped
 from alignment.checkpoint.manifest import Manifest
 from alignment.config.errors import HubError
-from alignment.run.requests import REQUESTS
-from alignment.run.stop import StopReason
+from alignment.run.stop import REQUESTS, StopReason
 from tools.ranks import RankServer
 
 pytestmark = pytest.mark.ci

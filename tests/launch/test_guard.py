@@ -6,6 +6,7 @@ import errno
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from conftest import DRIVERS
@@ -65,15 +66,17 @@ def test_success_help_and_silent_exits(capsys: pytest.CaptureFixture[str]) -> No
     assert inside == [True] and ACTIVITY.guarded is False
     assert guarded(raising(SystemExit(0))) == 0
     assert guarded(raising(SystemExit(3))) == 3
+    assert guarded(raising(SystemExit(256))) == 1, "of which a process would keep 0"
     assert capsys.readouterr().err == ""
 
 
-def test_an_incomplete_environment_is_a_one_line_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert guarded(lambda: None) == 1
-    assert "RANK is not set in the environment of this rank" in capsys.readouterr().err
+def test_an_exit_within_a_run_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        ACTIVITY.folder = tmp_path
+        sys.exit(0)
+
+    assert guarded(main) == 1
+    assert capsys.readouterr().err == "error: exited with status 0\n"
 
 
 def test_an_open_progress_bar_does_not_share_the_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +128,13 @@ def test_rank_1_fails_and_both_ranks_exit_with_one_message(ranks: RankServer, ki
     done = ranks.run(DRIVER, kind, work, timeout=60, check=False)
     assert [rank.code for rank in done.ranks] == [1, 1]
     check_failure(done.stdout, done.stderr, kind, line)
+
+
+@pytest.mark.ci
+def test_a_rank_that_was_killed_is_the_reason_although_its_launcher_signals(ranks: RankServer) -> None:
+    done = ranks.run(DRIVER, "killed", "sleep", timeout=60, check=False)
+    assert [rank.code for rank in done.ranks] == [1, -9]
+    assert "rank 1 " in error_lines(done.stderr)[0] and "was killed" in done.stderr
 
 
 @pytest.mark.parametrize(("kind", "code"), [("data", 1), ("interrupted", 130)])

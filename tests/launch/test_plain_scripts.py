@@ -24,6 +24,10 @@ PLACE = r"in phase \w+, step 2"
         pytest.param(
             "error", [1, 0], r"rank 1 in phase training, step 2: ZeroDivisionError", [], marks=pytest.mark.ci
         ),
+        pytest.param(
+            "exit", [1, 0], r"rank 1 in phase training, step 2: exited with status 0", [], marks=pytest.mark.ci
+        ),
+        pytest.param("term", [85, 85], "", [], marks=pytest.mark.ci),
     ],
 )
 def test_a_rank_of_a_script_fails(
@@ -34,6 +38,7 @@ def test_a_rank_of_a_script_fails(
     assert [one.code for one in done.ranks] == codes, done.report()
     assert re.search(says, done.stderr), done.report()
     assert [number for number in (0, 1) if (tmp_path / "out" / f"hang-{number}.txt").exists()] == stacks
+    assert done.stdout.count("stopped") == (2 if fault == "term" else 0), "every rank can catch it"
     if fault == "lock":  # its dead-man switch has ended it
         assert any("on_step_begin" in path.read_text() for path in tmp_path.glob("alignment-hang-1-*"))
 

@@ -21,11 +21,9 @@ from typing import Any
 
 import pytest
 
-from alignment.cli.status import main as show
 from tools.chaos.judge import compare, look
 from tools.ranks import Outcome, RankServer
-from tools.signals.judge import status
-from tools.signals.run import SCHEDULED, WORKER, Signals
+from tools.signals.run import WORKER, Signals, status
 from tools.signals.worker import LOADING, Plan, Trail
 from tools.trial import workspace
 
@@ -119,13 +117,13 @@ def test_a_long_rollout_is_not_interrupted(signals: Signals, place: Path) -> Non
     """Rollouts take longer than all limits, but each token is progress, and the other rank waits."""
     plan = {"rank": 1, "event": "after forward in rollout", "fault": "slow"}
     once = {"eval_strategy": "no", "load_best_model_at_end": False, "save_strategy": "no", "max_steps": 1}
-    limits = {"hang_timeout": 4.0, "hang_timeout_first": 4.0, "hang_factor": 1.0}
-    run = Run(signals, place, "online_dpo", plan, {**limits, **once, "max_new_tokens": 24})
+    limits = {"hang_timeout": 10.0, "hang_timeout_first": 10.0, "hang_factor": 1.0}
+    run = Run(signals, place, "online_dpo", plan, {**limits, **once, "max_new_tokens": 24, "rollout_batch_size": 1})
     done = run()
     assert done.returncode == 0, done.report()
     lines = [json.loads(line) for line in (run.output_dir / "log.jsonl").read_text().splitlines()]
     rollouts = next(line["phases"]["rollout"] for line in lines if "phases" in line)
-    assert rollouts["seconds"] > 4.0 * rollouts["entries"]
+    assert rollouts["seconds"] > 10.0 * rollouts["entries"]
 
 
 def run_and(act: Callable[[list[int]], None], run: Run, step: int) -> Outcome:
@@ -143,26 +141,6 @@ def run_and(act: Callable[[list[int]], None], run: Run, step: int) -> Outcome:
     return done
 
 
-@pytest.mark.ci
-def test_everything_is_killed(signals: Signals, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """As when a node fails. Nothing can update `status.json`, but the command `status` detects it."""
-    run = Run(signals, place, "kto", {"slow_from": SCHEDULED + 2, "slow": (1.0, 1.0)}, {})
-
-    def kill(pids: list[int]) -> None:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-
-    done = run_and(kill, run, SCHEDULED + 3)
-    assert [one.code for one in done.ranks] == [-signal.SIGKILL, -signal.SIGKILL]
-    assert status(run.output_dir)["state"] == "running"
-    capfd.readouterr()
-    with pytest.raises(SystemExit):
-        show([str(run.output_dir)])
-    said = capfd.readouterr().out
-    assert "no heartbeat since" in said and f"checkpoint-{SCHEDULED}" in said, said
-    assert signals.go_on("kto", 2, run.output_dir) == []
-
-
 @pytest.mark.slow
 def test_a_suspended_job_continues(signals: Signals, place: Path) -> None:
     """Both ranks are stopped for longer than peer_timeout, as by a scheduler that suspends jobs, then continued."""
@@ -177,20 +155,6 @@ def test_a_suspended_job_continues(signals: Signals, place: Path) -> None:
     done = run_and(suspend, run, 5)
     assert done.returncode == 0, done.report()
     assert compare(run.output_dir, signals.reference("kto", 2), ()) == []
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("rank", [1])
-def test_a_rank_is_killed(signals: Signals, place: Path, rank: int) -> None:
-    """The other rank, which waits in a collective, reports it and draws the run's page, within seconds."""
-    plan = {"rank": rank, "event": "after forward in train", "occurrence": 40, "fault": "kill"}
-    run = Run(signals, place, "kto", plan, {})
-    done = run()
-    killed, other = done.ranks[rank], done.ranks[1 - rank]
-    assert (killed.code, other.code) == (-signal.SIGKILL, 1)
-    assert other.seconds - killed.seconds < 8
-    line = last_line(done)
-    assert re.search(rf"rank {rank} \(host {HOST}.* in phase \w+, step \d+ was killed", line), line
 
 
 @pytest.mark.ci

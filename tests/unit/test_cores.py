@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from conftest import DRIVERS, environment
 from helpers import STAGES
 
 from alignment.config.dtypes import Machine, planning_for
 from alignment.engines import cores
 from alignment.engines.cores import share_cores, users_threads
 from alignment.planning.engines import EnginePlan
-from tools.ranks.client import ROOT
 
 ALL = list(range(8))
 
@@ -75,14 +71,3 @@ def test_work_in_host_memory_is_offloading_or_a_cpu(
     assert plan.works_in_host_memory(None) == works  # type: ignore[arg-type]
     with planning_for(Machine(2, True)):
         assert not plan.works_in_host_memory(None)  # type: ignore[arg-type]
-
-
-@pytest.mark.ci
-def test_torchrun_sets_one_thread_without_being_asked() -> None:
-    variables = environment(PYTHONPATH=str(ROOT))
-    variables.pop("OMP_NUM_THREADS", None)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*command, DRIVERS / "threads.py"], env=variables, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.split() == ["threads", "None"] * 2

@@ -21,9 +21,8 @@ from transformers import TrainerControl
 from alignment.checkpoint.manifest import Manifest, files_in, record_of
 from alignment.config.errors import HubError, OptionError
 from alignment.methods.kto_options import KTOConfig
-from alignment.run.requests import REQUESTS
 from alignment.run.retries import Retries
-from alignment.run.stop import StopReason
+from alignment.run.stop import REQUESTS, StopReason
 from alignment.training.hub import repository, uploads
 from alignment.training.hub.contents import Subject, card_text, model_files, own_card, published_options, stage
 from alignment.training.hub.repository import Repository, prepared_repository

@@ -18,7 +18,6 @@ from helpers import make_model
 
 from alignment.config.errors import AlignmentError
 from alignment.run import joining
-from alignment.run.failures import JoinError, ReportedElsewhere
 from alignment.run.joining import join
 from alignment.run.ranks import take_from_group
 from tools.ranks import RankServer
@@ -35,29 +34,22 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     for name in ("DEEPSPEED_TIMEOUT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("_REPORT_S", "_FOLLOW_S", "_RESOLVE_S"):
-        monkeypatch.setattr(joining, name, 0.1)
+    monkeypatch.setattr(joining, "_RESOLVE_S", 0.1)
     monkeypatch.setattr(joining, "_MEETINGS", itertools.repeat(0))
     change(RANK=0, LOCAL_RANK=0, WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     return change
 
 
-def test_missing_ranks_are_named_by_one_rank(
+def test_missing_ranks_are_named(
     place: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joining, "_TELL_S", 0.3)
     served = joining._connect(5)
     begun = time.monotonic()
-    with pytest.raises(JoinError, match=r"2 of 3 ranks have not arrived: 1, 2 .*GLOO_SOCKET_IFNAME") as caught:
+    with pytest.raises(AlignmentError, match=r"2 of 3 ranks have not arrived: 1, 2 .*GLOO_SOCKET_IFNAME"):
         joining._meet(served, "gloo", 1)
-    assert type(caught.value) is JoinError and time.monotonic() - begun < 4
+    assert time.monotonic() - begun < 4
     assert "1 of 3 ranks have arrived" in capsys.readouterr().err
-    place(RANK=1)
-    late = joining._connect(5)
-    begun = time.monotonic()
-    with pytest.raises(ReportedElsewhere):
-        joining._meet(late, "gloo", 20)
-    assert time.monotonic() - begun < 5
 
 
 def test_a_store_that_is_lost(place: Callable[..., None]) -> None:
@@ -65,7 +57,7 @@ def test_a_store_that_is_lost(place: Callable[..., None]) -> None:
     place(RANK=1)
     client = joining._connect(5)
     served.clear()
-    with pytest.raises(JoinError, match="could not connect to the other ranks"):
+    with pytest.raises(AlignmentError, match="could not connect to the other ranks"):
         joining._meet(client, "gloo", 5)
 
 
@@ -75,13 +67,13 @@ def test_a_port_in_use(place: Callable[..., None]) -> None:
         other.bind(("", 0))
         other.listen()
         place(MASTER_PORT=other.getsockname()[1])
-        with pytest.raises(JoinError, match=r"^MASTER_PORT=\d+ of host .* choose another port"):
+        with pytest.raises(AlignmentError, match=r"^MASTER_PORT=\d+ of host .* choose another --master_port"):
             joining._connect(5)
     place(MASTER_PORT=free_port())
     served = joining._connect(5)
     place(RANK=1)
     assert joining._connect(5) is not None
-    with pytest.raises(JoinError, match=r"another run has a rank 1 there"):
+    with pytest.raises(AlignmentError, match=r"another run has a rank 1 there"):
         joining._connect(5)
     place(TORCHELASTIC_USE_AGENT_STORE="True")
     assert joining._connect(5) is not None
@@ -98,39 +90,29 @@ def test_a_name_is_looked_up_for_some_seconds(place: Callable[..., None], monkey
 
     place(MASTER_ADDR="a..b")
     begun = time.monotonic()
-    with pytest.raises(JoinError, match=r"MASTER_ADDR=a\.\.b"):
+    with pytest.raises(AlignmentError, match=r"MASTER_ADDR=a\.\.b"):
         joining._connect(60)
     assert time.monotonic() - begun < 5
     monkeypatch.setattr(joining, "_RESOLVE_S", 5.0)
     monkeypatch.setattr(socket, "getaddrinfo", later)
     place(MASTER_ADDR="node-8", RANK=1, MASTER_PORT=1)
-    with pytest.raises(JoinError, match="refused"):
+    with pytest.raises(AlignmentError, match="refused"):
         joining._connect(0.1)
 
 
-def test_a_limit_of_waiting_for_each_other(place: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_of_one_needs_no_address(place: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch alone would try to resolve it for ten minutes. DEEPSPEED_TIMEOUT is the limit of collectives."""
+    made: list[dict[str, Any]] = []
     limits: list[float] = []
-    place(WORLD_SIZE=1, DEEPSPEED_TIMEOUT=2)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    place(WORLD_SIZE=1, MASTER_ADDR="a..b", DEEPSPEED_TIMEOUT=2)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **given: made.append(given))
     monkeypatch.setattr(deepspeed, "init_distributed", lambda **given: None)
     monkeypatch.setattr(joining, "take_from_group", lambda: None)
     for name in ("set_group_timeout", "set_timeout_of_new_groups"):
         monkeypatch.setattr(joining, name, lambda limit: limits.append(limit.total_seconds()))
     join("gloo")
-    assert limits == [120, 120]
-
-
-def test_a_world_of_one_needs_no_address(place: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch alone would try to resolve it for ten minutes."""
-    made: list[dict[str, Any]] = []
-    place(WORLD_SIZE=1, MASTER_ADDR="a..b")
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **given: made.append(given))
-    monkeypatch.setattr(deepspeed, "init_distributed", lambda **given: None)
-    for name in ("take_from_group", "set_group_timeout", "set_timeout_of_new_groups"):
-        monkeypatch.setattr(joining, name, lambda *given: None)
-    join("gloo")
-    assert isinstance(made[0]["store"], torch.distributed.HashStore)
+    assert isinstance(made[0]["store"], torch.distributed.HashStore) and limits == [120, 120]
 
 
 def test_a_group_that_contradicts_the_environment(place: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +129,7 @@ def test_ranks_that_cannot_connect_end_within_the_limit(
     place(WORLD_SIZE=1)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *given, **more: time.sleep(6))
     begun = time.monotonic()
-    with pytest.raises(JoinError, match=r"could not connect to the other ranks"):
+    with pytest.raises(AlignmentError, match=r"could not connect to the other ranks"):
         joining._meet(joining._connect(5), "gloo", 1)
     assert time.monotonic() - begun < 4
 

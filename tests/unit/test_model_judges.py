@@ -26,7 +26,7 @@ from alignment.rewards import callables, llm_judge
 from alignment.rewards.judges import Judge
 from alignment.rewards.llm_judge import JudgeSettings, _verdict
 from alignment.rewards.pairwise import AllTrueJudge, BaseBinaryJudge
-from alignment.run.requests import StopRequests
+from alignment.run.stop import StopRequests
 from alignment.run.stop import Cut, StopReason
 
 KEY = "sk-secret-0123456789"

@@ -14,7 +14,7 @@ from alignment.checkpoint.best import check_best_metric
 from alignment.config.deepspeed_keys import check_keys
 from alignment.config.errors import OptionError, setting
 from alignment.reporting.metrics import REWARDS
-from alignment.run.failures import describe
+from alignment.run.ending import describe
 from alignment.training.callbacks import Events
 
 # Messages ------------------------------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from alignment.config.errors import OptionError, RewardError
 from alignment.engines.rng import seeded
 from alignment.rewards import callables
 from alignment.rewards.judges import Judge
-from alignment.run.requests import StopRequests
-from alignment.run.stop import Cut, RunStopped, StopReason
+from alignment.run.stop import Cut, RunStopped, StopReason, StopRequests
 
 PLACES = [f"rows.jsonl, row {number}" for number in range(40)]
 

@@ -16,8 +16,7 @@ from alignment.checkpoint.manifest import Manifest
 from alignment.checkpoint.resume import Checkpoint, check_same_run
 from alignment.config.errors import OptionError
 from alignment.reporting.model_card import ModelCard
-from alignment.run.requests import REQUESTS
-from alignment.run.stop import StopReason
+from alignment.run.stop import REQUESTS, StopReason
 from alignment.training import callbacks, trainer
 from alignment.training.advice import about_learning_rate
 from alignment.training.callbacks import Decision, Events

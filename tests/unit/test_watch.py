@@ -1,36 +1,39 @@
-"""Monitoring of one process: progress and its limits, stop requests, launchers, signals, hangs, status.json."""
+"""Monitoring of one process: progress and its limits, stop requests and safe points, signals, launchers, hangs."""
 
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import ROOT
 
 from alignment.config.options_faults import FaultOptions
 from alignment.run import activity as activities
-from alignment.run import stacks
+from alignment.run import ending, protection, stop
 from alignment.run.activity import Activity
-from alignment.run.processes import launcher_name
-from alignment.run.requests import StopRequests
-from alignment.run.stacks import DeadManSwitch
-from alignment.run.stop import RunStopped, StopReason
-from alignment.training import stopping
+from alignment.run.ending import DeadManSwitch
+from alignment.run.stop import REQUESTS, Cut, RunStopped, StopReason, StopRequests
+from alignment.training import safe_points, stopping
+from alignment.training.safe_points import SafePoint
 
 
 class Clock:
-    """A clock that a test advances."""
+    """A clock that a test advances, instead of the module ``time``."""
 
     def __init__(self) -> None:
         self.now = 100.0
 
-    def __call__(self) -> float:
+    def monotonic(self) -> float:
         return self.now
 
 
@@ -61,7 +64,7 @@ def test_the_limit_of_a_phase_follows_its_history() -> None:
 
 def test_suspended_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(activities.time, "monotonic", clock)
+    monkeypatch.setattr(activities, "time", clock)
     activity = Activity()
     for seconds in (0.5, 500, 2):
         clock.now += seconds
@@ -75,8 +78,8 @@ def test_suspended_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_request_sets_the_reason_and_the_users_overrides_it() -> None:
     requests = StopRequests()
     assert requests.asked() is None
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        requests.request(StopReason.of_signal(number))
+    for reason in (StopReason.SIGUSR1, StopReason.SIGTERM):
+        requests.request(reason)
     assert requests.reason is StopReason.SIGUSR1
     requests.request(StopReason.STOP)
     requests.request(StopReason.SIGTERM)
@@ -90,12 +93,9 @@ def test_the_first_request_sets_the_reason_and_the_users_overrides_it() -> None:
     assert requests.reason is None
 
 
-def test_the_stop_file_is_polled(tmp_path: Path) -> None:
-    clock, file = Clock(), tmp_path / "STOP"
-    requests = StopRequests(clock)
-    file.touch()
-    assert requests.asked() is None, "its location is not known"
-    file.unlink()
+def test_the_stop_file_is_polled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, file, requests = Clock(), tmp_path / "STOP", StopRequests()
+    monkeypatch.setattr(stop, "time", clock)
     with requests.deferred(file):
         assert requests.deferring and requests.asked() is None
         file.touch()
@@ -106,20 +106,23 @@ def test_the_stop_file_is_polled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "name"),
+    ("command", "launches"),
     [
-        ("/usr/bin/python3 -u -m deepspeed.launcher.launch --world_info=x", "deepspeed.launcher.launch"),
-        ("/v/bin/python3.11 /v/bin/torchrun train.py", "torchrun"),
-        ("slurmstepd: [17.0]", "slurmstepd"),
-        ("python train.py deepspeed", ""),
-        ("python -c deepspeed", ""),
-        ("bash -c torchrun train.py", ""),
-        ("less /v/bin/torchrun", ""),
-        ("", ""),
+        ("/usr/bin/python3 -u -m deepspeed.launcher.launch --world_info=x", True),
+        ("/v/bin/python3.11 /v/bin/torchrun train.py", True),
+        ("slurmstepd: [17.0]", True),
+        ("python train.py deepspeed", False),
+        ("python -c deepspeed", False),
+        ("bash -c torchrun train.py", False),
+        ("less /v/bin/torchrun", False),
     ],
 )
-def test_launchers_are_recognized_by_their_command(command: str, name: str) -> None:
-    assert launcher_name(command.split()) == name
+def test_launchers_are_recognized_by_their_command(
+    command: str, launches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = SimpleNamespace(pid=7, cmdline=command.split)
+    monkeypatch.setattr(protection.psutil, "Process", lambda: SimpleNamespace(parents=lambda: [parent]))
+    assert protection.launchers() == [7] * launches
 
 
 def test_the_notice_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,46 +137,83 @@ def test_the_notice_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) 
     assert stopping.notice_too_short(119, 1) is None and "120 s" in str(stopping.notice_too_short(120, 1))
 
 
+# Safe points ---------------------------------------------------------------------------------------------------------
+
+
+class Windows:
+    """Micro-batches that take some time each, and the times of the exchanges between them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock, self.at = Clock(), list[float]()
+        monkeypatch.setattr(safe_points, "time", self.clock)
+        self.point = SafePoint()
+        monkeypatch.setattr(REQUESTS, "asked", lambda: self.at.append(self.clock.now) or REQUESTS.reason)
+        monkeypatch.setattr(REQUESTS, "may_cut", True)
+
+    def pass_(self, number: int, calls: int, seconds: float) -> None:
+        for _ in range(number):
+            for _ in range(calls):
+                self.point()
+                self.clock.now += seconds
+
+
+def test_ranks_check_about_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And more often when micro-batches become slow: only the launch of the first one was timed."""
+    windows = Windows(monkeypatch)
+    windows.pass_(1, 3, 0.01)
+    windows.at.clear()
+    windows.pass_(2, 64, 2.0)
+    gaps = [after - before for before, after in zip(windows.at, windows.at[1:])]
+    assert len(windows.at) > 100 and max(gaps[2:]) <= 4.0
+    windows = Windows(monkeypatch)
+    windows.pass_(1000, 11, 0.01)
+    assert 50 < len(windows.at) < 80, "100 s"
+    monkeypatch.setattr(REQUESTS, "reason", StopReason.STOP)
+    with pytest.raises(Cut):
+        windows.pass_(30, 11, 0.01)
+
+
+def test_ranks_follow_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = Windows(monkeypatch)
+    monkeypatch.setattr(safe_points, "world_size", lambda: 2)
+    # The other rank takes a second per call.
+    monkeypatch.setattr(safe_points, "largest_numbers", lambda values: [values[0], max(values[1], 1.0)])
+    windows.pass_(1, 101, 0.001)
+    assert 45 <= len(windows.at) <= 55, "after every second one"
+
+
 # Hangs ---------------------------------------------------------------------------------------------------------------
 
 
-def test_stacks_are_local_if_the_folder_does_not_respond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    local = tmp_path / "local"
-    local.mkdir()
-    monkeypatch.setattr(stacks.tempfile, "tempdir", str(local))
-    monkeypatch.setattr(stacks, "_COPY_S", 0.2)
-    stacks.write_stacks(tmp_path, 3)
-    assert "test_stacks_are_local" in (tmp_path / "hang-3.txt").read_text() and not list(local.iterdir())
-    os.mkfifo(tmp_path / "hang-4.txt")  # without a reader, open() does not return
-    stacks.write_stacks(tmp_path, 4)
-    assert "test_stacks_are_local" in next(local.iterdir()).read_text()
+def test_the_dead_man_switch_leaves_a_timer_of_someone_else_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it is cancelled before a fork and at the end; and it leaves no file behind."""
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", faulthandler.dump_traceback_later)
+    switch, times, cancelled = DeadManSwitch(), list[float](), list[int]()
+    monkeypatch.setattr(switch, "_set", lambda seconds, **_: times.append(seconds))
+    monkeypatch.setattr(switch, "_cancel", lambda: cancelled.append(1))
+    with switch.armed(10.0, exits=True):
+        assert switch._file is not None
+        path = Path(switch._file.name)
+        switch.keep(11.0)
+        with switch.armed(12.0, exits=True):
+            switch.pause()
+        switch.keep(math.inf)
+    switch.keep(13.0)
+    assert times == [10, 11, ending._MONTH_S] and cancelled == [1, 1] and not path.exists()
+    with switch.armed(14.0, exits=True):
+        faulthandler.dump_traceback_later(3600)
+        switch.keep(15.0)
+    assert times[3:] == [14, 3600] and cancelled == [1, 1]
 
 
-def test_the_dead_man_switch_is_set_again_only_after_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most once a second; it leaves a timer of someone else alone, and no file behind."""
-    times: list[float] = []
-    cancelled: list[int] = []
-    monkeypatch.setattr(stacks, "_set", lambda seconds, **_: times.append(seconds))
-    monkeypatch.setattr(stacks, "_cancel", lambda: cancelled.append(1))
-    monkeypatch.setattr(stacks, "_of_others", False)
-    monkeypatch.setattr(stacks, "_EVERY_S", 0.0)
-    switch = DeadManSwitch(0, exits=True)
-    assert switch._file is not None
-    path = Path(switch._file.name)
-    for mark, seconds in ((1, 10.0), (1, 11.0), (2, 12.0)):
-        switch.keep(mark, seconds)
-    monkeypatch.setattr(stacks, "_EVERY_S", 60.0)
-    switch.keep(3, 13.0)
-    assert times == [10, 12] and path.exists()
-    monkeypatch.setattr(stacks, "_EVERY_S", 0.0)
-    faulthandler.dump_traceback_later(3600)
-    times.clear()
-    switch.keep(4, 14.0)
-    switch.disarm()
-    assert not times and not cancelled and not path.exists()
-    monkeypatch.setattr(stacks, "_of_others", False)
-    switch.keep(5, 15.0)
-    assert not times, "it is disarmed"
+def test_what_the_switch_of_a_notebook_has_written_is_moved_to_the_output_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", faulthandler.dump_traceback_later)
+    monkeypatch.setattr(ending.ACTIVITY, "folder", tmp_path)
+    with DeadManSwitch().armed(0.1, exits=False):
+        time.sleep(0.5)
+    assert "moved_to_the_output_folder" in (tmp_path / "hang-0.txt").read_text()
 
 
 # A process whose phase "work" may take one second without progress.
@@ -205,11 +245,11 @@ def hang(kind: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_hanging_command_ends_even_if_its_disk_hangs(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "hang-0.txt")
+    (tmp_path / "hang-0.txt" / "taken").mkdir(parents=True)
     done = hang("command", tmp_path)
     assert done.returncode == 1 and done.stdout == ""
-    assert re.match(r"error: no progress for \d s .* in phase work, step 0", done.stderr)
-    assert any("in main" in path.read_text() for path in tmp_path.glob("alignment-hang-0-*"))
+    assert re.match(r"error: no progress for \d s .* phase work, step 0", done.stderr)
+    assert any("in main" in path.read_text() for path in tmp_path.glob("**/alignment-hang-0-*"))
 
 
 def test_a_hanging_script_of_one_process_continues(tmp_path: Path) -> None:
@@ -230,8 +270,12 @@ def test_a_held_interpreter_lock_ends_the_process(tmp_path: Path) -> None:
 
 PROGRAM = """
 import os, signal, sys, time
+from pathlib import Path
 from alignment.cli.guarded import guarded
-from alignment.run.requests import REQUESTS
+from alignment.config.options_faults import FaultOptions
+from alignment.run.activity import ACTIVITY
+from alignment.run import protection
+from alignment.run.stop import REQUESTS
 
 def kill(name): os.kill(os.getpid(), getattr(signal, name))
 
@@ -245,7 +289,9 @@ def main():
             for name in ("SIGUSR1", "SIGTERM", "SIGHUP"):
                 kill(name)
                 time.sleep(0.1)
+            time.sleep(0.6)
             print(REQUESTS.asked().name, flush=True)
+            REQUESTS.done = True
     if kind == "twice":
         with REQUESTS.deferred(None):
             kill("SIGINT")
@@ -257,7 +303,28 @@ def main():
     if kind == "ignored":
         kill("SIGHUP")
         kill("SIGINT")
+        signal.signal(signal.SIGUSR1, lambda *_: print("own handler", flush=True))
+        kill("SIGUSR1")
+        time.sleep(1)
         print("survived", flush=True)
+    if kind == "launcher":
+        protection.state_of = lambda pid: "gone"
+        time.sleep(20)
+    if kind in ("files", "bug"):
+        protection.state_of = lambda pid: os.stat("/missing") if kind == "files" else 1 // 0
+        time.sleep(2.5)
+        kill("SIGTERM")
+        time.sleep(20)
+    if kind == "fork":
+        ACTIVITY.limits = FaultOptions()
+        with protection.protected(Path("/missing"), ACTIVITY.limits):
+            pid = os.fork()
+            if not pid:
+                sys.exit(3)  # it leaves the contexts of its parent
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+            time.sleep(1.2)
+            kill("SIGTERM")
+            time.sleep(20)
     if kind == "worker":
         pid = os.fork()
         if not pid:
@@ -269,59 +336,49 @@ def main():
             time.sleep(0.1)
         print(os.waitpid(pid, 0)[1], REQUESTS.reason)
 
-sys.exit(guarded(main))
+def script():
+    with protection.protected(Path("/missing"), ACTIVITY.limits):
+        try:
+            kill("SIGTERM")
+            time.sleep(20)
+        finally:
+            print("finally", flush=True)
+
+protection.launchers = lambda: [7]
+protection.state_of = lambda pid: "running"
+script() if sys.argv[1] == "script" else sys.exit(guarded(main))
 """
 
 
-def run(kind: str, ignoring: tuple[signal.Signals, ...] = ()) -> subprocess.CompletedProcess[str]:
-    def ready() -> None:  # the shell that runs the tests may ignore some
-        for each in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(each, signal.SIG_IGN if each in ignoring else signal.SIG_DFL)
-
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, kind], capture_output=True, text=True, cwd=ROOT, timeout=60, preexec_fn=ready
-    )
+BUG = (
+    "error: ZeroDivisionError: integer division or modulo by zero (this is a bug; please report it with the traceback)"
+)
+LOADING = "in phase start; no training step was in progress"
+SAVING = "saving a checkpoint at the next safe point, then stopping"
 
 
 @pytest.mark.parametrize(
     ("kind", "code", "out", "err"),
     [
-        ("loading", 85, "", "preempted by SIGTERM in phase start; no training step was in progress\n"),
-        ("deferred", 0, "SIGUSR1\n", "SIGUSR1: saving a checkpoint at the next safe point, then stopping\n"),
+        ("loading", 85, "", f"preempted by SIGTERM {LOADING}\n"),
+        ("deferred", 0, "SIGUSR1\n", f"SIGUSR1: {SAVING}\n"),
+        ("script", 85, "finally\n", ""),
+        ("files", 85, "", f"preempted by SIGTERM {LOADING}\n"),
+        ("bug", 1, "", f"{BUG}\n"),
+        ("fork", 85, "3\n", f"preempted by SIGTERM {LOADING}\n"),
         ("worker", 0, f"{signal.SIGTERM.value} None\n", ""),
+        ("ignored", 0, "own handler\nsurvived\n", ""),  # as with `nohup`, or in the background of a script
+        ("launcher", 85, "", f"preempted by SIGTERM (the launcher (process 7) has exited) {LOADING}\n"),
+        ("twice", 130, "still here\n", f"SIGINT: {SAVING}; press Ctrl-C again to exit immediately\n"
+         "stopped immediately by SIGINT in phase start after step 0\n"),
     ],
-)
+)  # fmt: skip
 def test_signals(kind: str, code: int, out: str, err: str) -> None:
-    done = run(kind)
-    assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
+    def ready() -> None:  # the shell that runs the tests may ignore some
+        for each in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(each, signal.SIG_IGN if kind == "ignored" else signal.SIG_DFL)
 
-
-def test_a_second_ctrl_c_exits_immediately() -> None:
-    done = run("twice")
-    assert (done.returncode, done.stdout) == (130, "still here\n")
-    first, last = done.stderr.splitlines()
-    assert first.endswith("then stopping; press Ctrl-C again to exit immediately")
-    assert last == "stopped immediately by SIGINT in phase start after step 0"
-
-
-def test_signals_ignored_at_the_start_stay_ignored() -> None:
-    """As with `nohup`, or in the background of a script."""
-    done = run("ignored", (signal.SIGHUP, signal.SIGINT))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "survived\n", "")
-
-
-def test_a_forked_child_exits_while_the_switch_is_armed(tmp_path: Path) -> None:
-    """faulthandler would wait in the child for a thread that only its parent has; the parent's switch stays armed."""
-    code = """
-import os, sys, time
-from alignment.run.stacks import DeadManSwitch
-DeadManSwitch(0, exits=True).keep(1, 3.0)
-child = os.fork()
-if not child:
-    sys.exit(3)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-time.sleep(60)
-"""
-    command, environment = [sys.executable, "-c", code], {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30, env=environment)
-    assert (done.returncode, done.stdout) == (1, "3\n"), done.stderr
+    command: list[Any] = [sys.executable, "-c", PROGRAM, kind]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, preexec_fn=ready)
+    assert (done.returncode, done.stdout) == (code, out)
+    assert done.stderr == err or (kind == "bug" and done.stderr.endswith(err))

@@ -32,8 +32,8 @@ from alignment.internals.threads import before_threads_end, leave_daemon_pools
 from alignment.reporting.durable import replace_text
 from alignment.run.activity import ACTIVITY
 from alignment.run.console import tell
-from alignment.run.requests import REQUESTS
 from alignment.run.retries import is_transient
+from alignment.run.stop import REQUESTS
 from alignment.training.context import RunContext
 from alignment.training.hub import contents
 from alignment.training.hub.contents import CARD, Subject, own_card, stage
