@@ -41,8 +41,7 @@ def card_of(
 ) -> ModelCard:
     """The card of the model in ``folder``, a checkpoint or an output folder.
 
-    ``export`` are sentences on how its weights were written. ``base`` and ``options`` are read from the run's files
-    if they are None.
+    ``export`` are sentences on how its weights were written; ``base`` and ``options`` are by default those of the run.
     """
     absolute = folder.absolute()
     root = absolute if checkpoint_step(absolute) is None else absolute.parent

@@ -37,27 +37,17 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ExportReport:
-    """Result of an export.
+    """Result of an export."""
 
-    Attributes:
-        source: name of the folder.
-        base_model: folder or Hub name of the model that an adapter was merged into; None for a full model.
-        task, dtype: ``causal_lm`` or ``classifier``, and the dtype of the exported weights, by torch's name.
-        dequantized: whether the base was quantized, so that its dequantized weights were merged.
-        masters: number of tensors that were taken from the fp32 master weights.
-        rows, error_mean, error_max: number of rows on which source and export were compared, and mean and maximum of
-            the absolute differences of their log-probs per token (or scores).
-    """
-
-    source: str
-    base_model: str | None
-    task: str
-    dtype: str
-    dequantized: bool
-    masters: int
-    rows: int = 0
-    error_mean: float | None = None
-    error_max: float | None = None
+    source: str  #: name of the folder
+    base_model: str | None  #: folder or Hub name of the model that an adapter was merged into; None for a full model
+    task: str  #: ``causal_lm`` or ``classifier``
+    dtype: str  #: of the exported weights, by torch's name
+    dequantized: bool  #: whether the base was quantized, so that its dequantized weights were merged
+    masters: int  #: number of tensors that were taken from the fp32 master weights
+    rows: int = 0  #: number of rows on which source and export were compared
+    error_mean: float | None = None  #: mean absolute difference of their log-probs per token (or scores)
+    error_max: float | None = None  #: the largest difference
 
     def lines(self) -> Iterator[str]:
         """The report as lines of text."""

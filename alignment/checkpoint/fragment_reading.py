@@ -40,10 +40,8 @@ def plan_unit(
 ) -> UnitPlan:
     """Find everything that a unit of this rank, which consists of ``pieces``, needs, without changing it.
 
-    ``exported`` are the model's files and keys of the parameters that they contain in fp32.
-
-    Raises:
-        CheckpointError: states fit another split only, or master weights are missing or have another dtype.
+    ``exported`` are the model's files and keys of the parameters that they contain in fp32. Raises CheckpointError if
+    states fit another split only, or master weights are missing or have another dtype.
     """
     found = [(piece, *part) for piece in pieces for part in fragments.find(piece)]
     same = fragments.units.get((unit.master.numel(), pieces))

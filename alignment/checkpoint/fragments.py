@@ -42,44 +42,29 @@ class SavedPiece(NamedTuple):
 class SavedUnit(NamedTuple):
     """One unit of a file.
 
-    Attributes:
-        group: number of its parameter group.
-        numel: number of elements, including padding.
-        master: whether its master weights are in the file; otherwise they are in the model's files.
-        pieces: the parts of parameters that it consists of.
-        states: the kind of each tensor: ``elements`` has one value for each element of the unit, ``scalar`` is 0-dim,
-            and ``whole`` is anything else, which is meaningful only for the unit as it is.
-        values: states that are not tensors.
+    The kind of a state is ``elements`` with one value for each element of the unit, ``scalar`` if it is 0-dim, and
+    ``whole`` for anything else, which is meaningful only for the unit as it is.
     """
 
-    group: int
-    numel: int
-    master: bool
-    pieces: tuple[SavedPiece, ...]
-    states: dict[str, str]
-    values: dict[str, Any]
+    group: int  #: number of its parameter group
+    numel: int  #: number of elements, including padding
+    master: bool  #: whether its master weights are in the file; otherwise they are in the model's files
+    pieces: tuple[SavedPiece, ...]  #: the parts of parameters that it consists of
+    states: dict[str, str]  #: the kind of each tensor
+    values: dict[str, Any]  #: states that are not tensors
 
 
 class Index(NamedTuple):
-    """The index of a file.
+    """The index of a file."""
 
-    Attributes:
-        rank, ranks: number of the file, from 0, and number of files.
-        world_size, stage: number of ranks and ZeRO stage of the run.
-        optimizer: library and class.
-        groups: settings of the parameter groups.
-        shapes: shapes of the parameters with a piece in the file, by name.
-        units: units in the order of their numbers.
-    """
-
-    rank: int
-    ranks: int
-    world_size: int
-    stage: int
-    optimizer: str
-    groups: list[dict[str, Any]]
-    shapes: dict[str, list[int]]
-    units: list[SavedUnit]
+    rank: int  #: number of the file, from 0
+    ranks: int  #: number of files
+    world_size: int  #: of the run
+    stage: int  #: ZeRO stage of the run
+    optimizer: str  #: library and class
+    groups: list[dict[str, Any]]  #: settings of the parameter groups
+    shapes: dict[str, list[int]]  #: shapes of the parameters with a piece in the file, by name
+    units: list[SavedUnit]  #: in the order of their numbers
 
     def metadata(self) -> dict[str, str]:
         """Serialize the index as metadata of the file."""
@@ -107,20 +92,12 @@ def fragment_file(rank: int, ranks: int) -> str:
 
 
 class Interval(NamedTuple):
-    """Consecutive elements of a flattened tensor in a file, and where they belong.
-
-    Attributes:
-        file: the file.
-        key: the tensor's name in it; without the name of a state, such as ``unit-3``, the tensors of a unit.
-        start: first element in the tensor.
-        offset: first element in the target.
-        numel: number of elements.
-    """
+    """Consecutive elements of a flattened tensor in a file, and where they belong."""
 
     file: TensorFile
-    key: str
-    start: int
-    offset: int
+    key: str  #: the tensor's name; without the name of a state, such as ``unit-3``, the tensors of a unit
+    start: int  #: first element in the tensor
+    offset: int  #: first element in the target
     numel: int
 
     def of(self, state: str) -> Interval:
@@ -131,8 +108,7 @@ class Interval(NamedTuple):
 def fill(target: Tensor, intervals: Iterable[Interval]) -> None:
     """Fill a tensor of any shape; elements in none of the intervals are not changed.
 
-    Raises:
-        CheckpointError: a file does not have these elements in the dtype of the tensor.
+    Raises CheckpointError if a file does not have these elements in the dtype of the tensor.
     """
     flat = target.detach().contiguous().view(-1)  # a copy only if the tensor is not contiguous
     for file, key, start, offset, numel in intervals:
@@ -142,13 +118,7 @@ def fill(target: Tensor, intervals: Iterable[Interval]) -> None:
 
 
 class Fragments:
-    """All fragment files of a checkpoint.
-
-    Attributes:
-        optimizer: library and class.
-        split: stage and ranks, as text.
-        shapes: shapes of all parameters, by name.
-        units: all units and their tensors, by size and pieces.
+    """All fragment files of a checkpoint: optimizer, split, shapes of parameters, and units by size and pieces.
 
     Raises:
         CheckpointError: a file is missing, damaged or of another checkpoint.
@@ -180,8 +150,7 @@ class Fragments:
     def find(self, piece: SavedPiece) -> list[tuple[SavedUnit, Interval]]:
         """The units that have the elements of a piece, and where; offsets are those in the piece's own unit.
 
-        Raises:
-            CheckpointError: the files do not have all of its elements.
+        Raises CheckpointError if the files do not have all of its elements.
         """
         found, at, end = [], piece.start, piece.start + piece.numel
         for saved, unit, tensors in self._pieces[piece.name]:
@@ -198,11 +167,8 @@ class Fragments:
 def master_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the optimizer's master weights by parameter name, unsharded and one at a time, in the order of the names.
 
-    Parameters whose master weights are not in the fragments, because the model's files have the same values, are
-    skipped.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
+    Those that are not in the fragments, because the model's files have the same values, are skipped. Raises
+    CheckpointError if a file is missing or damaged.
     """
     fragments = Fragments(folder)
     for name, shape in sorted(fragments.shapes.items()):

@@ -11,12 +11,9 @@ from alignment.internals.torch import version_of
 
 
 class FrozenTensors:
-    """The buffers and frozen parameters of a model, monitored for changes from construction on.
+    """The buffers and frozen parameters of a model in its engine, monitored for changes from construction on.
 
     Partitioned parameters are excluded: ZeRO-3 discards what a module writes into a gathered one.
-
-    Args:
-        model: the model inside its engine.
     """
 
     def __init__(self, model: nn.Module) -> None:

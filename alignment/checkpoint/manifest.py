@@ -29,11 +29,7 @@ class FileRecord(NamedTuple):
 
 
 def record_of(path: Path) -> FileRecord:
-    """Compute size and checksum of a file, which is read in chunks.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    """Compute size and checksum of a file, in chunks; raise CheckpointError if it cannot be read."""
     digest, size = xxhash.xxh3_128(), 0
     try:
         with open(path, "rb", buffering=0) as file:
@@ -47,35 +43,21 @@ def record_of(path: Path) -> FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint.
+    """The content of a checkpoint."""
 
-    Attributes:
-        run: name of the run, shared by its attempts.
-        step, total_steps: number of completed optimizer steps, and of all steps of the run.
-        method: alignment method.
-        world_size, stage: number of ranks that wrote it, and ZeRO stage.
-        window: rows per optimizer step.
-        resumable: whether it contains more than the model.
-        versions: versions of the libraries, by name.
-        fingerprints: fingerprints of data, models and reward sources.
-        options: the resolved options.
-        files: size and checksum of every file, by its path in the folder.
-        format: version of this format.
-    """
-
-    run: str
-    step: int
-    method: str
-    world_size: int
-    stage: int
-    window: int
-    total_steps: int
-    resumable: bool
-    versions: dict[str, str]
-    fingerprints: dict[str, Any]
-    options: dict[str, Any]
-    files: dict[str, FileRecord]
-    format: int = FORMAT
+    run: str  #: name of the run, shared by its attempts
+    step: int  #: number of completed optimizer steps
+    method: str  #: alignment method
+    world_size: int  #: number of ranks that wrote it
+    stage: int  #: ZeRO stage
+    window: int  #: rows per optimizer step
+    total_steps: int  #: number of steps of the run
+    resumable: bool  #: whether it contains more than the model
+    versions: dict[str, str]  #: of libraries, by name
+    fingerprints: dict[str, Any]  #: of data, models and reward sources
+    options: dict[str, Any]  #: resolved
+    files: dict[str, FileRecord]  #: size and checksum of every file, by its path in the folder
+    format: int = FORMAT  #: version of this format
 
     def write(self, folder: Path) -> None:
         """Write the manifest into ``folder``, after all files that it lists."""

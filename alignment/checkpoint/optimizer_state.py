@@ -66,11 +66,7 @@ def group_settings(policy: PolicyEngine) -> list[dict[str, Any]]:
 
 
 def restore_group_settings(policy: PolicyEngine, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Restore settings from :func:`group_settings`.
-
-    Raises:
-        CheckpointError: the number of groups differs.
-    """
+    """Restore settings from :func:`group_settings`; raise CheckpointError if the number of groups differs."""
     groups = inner_optimizer(policy.engine).param_groups
     if len(groups) != len(settings):
         raise CheckpointError(
@@ -91,10 +87,7 @@ def write_fragments(policy: PolicyEngine, folder: Path, exported: Collection[str
 
     Without ZeRO, all ranks have the same state, and only the first one writes a file. ``exported`` are parameters that
     the model's files in the same folder contain in fp32: a unit of only these is written without its master weights.
-
-    Raises:
-        OSError: the file cannot be written.
-        CheckpointError: the optimizer has a state that cannot be saved.
+    Raises OSError, or CheckpointError if the optimizer has a state that cannot be saved.
     """
     rank, ranks = torch.distributed.get_rank(), 1 if replicates_state(policy.engine) else policy.world_size
     if rank >= ranks:

@@ -24,7 +24,7 @@ from alignment.config.errors import OutputError
 from alignment.engines.collectives import copied_from_first_rank
 from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.internals.transformers import tokenizer_options
-from alignment.models.adapters.record import TRAINING_BASE, Adapters, adapter_tensors, adapter_weights
+from alignment.models.adapters.record import PREFIX, TRAINING_BASE, Adapters, adapter_tensors, adapter_weights
 from alignment.models.classifier import HEAD_TENSORS
 from alignment.models.source import ModelSource
 
@@ -52,11 +52,7 @@ def gathered_state_dict(model: PreTrainedModel, keep: bool, only: Collection[str
 
 
 def write_model(model: PreTrainedModel, tokenizer: Any, folder: Path, *, first_rank: bool) -> None:
-    """Write model and tokenizer into ``folder`` with ``save_pretrained``. Collective.
-
-    Raises:
-        OutputError: the folder cannot be written, or the disk is full.
-    """
+    """Write model and tokenizer with ``save_pretrained``. Collective. Raises OutputError if that fails."""
     state = gathered_state_dict(model, keep=first_rank)
     if first_rank:
         with written_folder(folder, tokenizer) as partial:
@@ -68,8 +64,7 @@ def write_adapters(
 ) -> None:
     """Write adapters, fully trained modules and a record of their base model in PEFT's format. Collective.
 
-    Raises:
-        OutputError: the folder cannot be written, or the disk is full.
+    Raises OutputError if the folder cannot be written.
     """
     names = _adapter_names(model, adapters)
     state = gathered_state_dict(model, keep=first_rank, only=set(names.values()))
@@ -79,7 +74,6 @@ def write_adapters(
 
     config = copy.deepcopy(adapters.config)
     config.inference_mode = True
-
     with written_folder(folder, tokenizer) as partial:
         tensors = {key: state[name] for key, name in names.items()}
         save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -101,7 +95,7 @@ def _adapter_names(model: PreTrainedModel, adapters: Adapters) -> dict[str, str]
     names: dict[str, str] = adapter_tensors(model, adapters.name, own, embeddings=adapters.embeddings)
     if adapters.head:
         names |= {name: name for name in HEAD_TENSORS if name in own}
-    return {f"base_model.model.{saved}": name for saved, name in names.items()}
+    return {f"{PREFIX}{saved}": name for saved, name in names.items()}
 
 
 def _saved_keys(model: PreTrainedModel, adapters: Adapters | None) -> dict[str, str]:
@@ -115,8 +109,7 @@ def _saved_keys(model: PreTrainedModel, adapters: Adapters | None) -> dict[str, 
 def written_folder(folder: Path, tokenizer: Any, key: str = "output_dir") -> Iterator[Path]:
     """A hidden folder whose files, and those of the tokenizer if any, are moved into ``folder`` at the end.
 
-    Raises:
-        OutputError: the folder, named as ``key``, cannot be written, or the disk is full.
+    Raises OutputError if the folder, named as ``key``, cannot be written, or the disk is full.
     """
     # Inside an existing folder, which may be a mount point: a move is a rename only within it.
     partial = folder / ".partial" if folder.exists() else folder.parent / f".{folder.name}.partial"

@@ -37,11 +37,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """Write tensors of any device to a safetensors file, in place, and flush it to disk.
 
     ``safetensors.torch.save_file`` copies every tensor into one buffer before it writes; this function copies at most
-    64 MiB at a time, also from a device. Only non-contiguous tensors are copied entirely.
-
-    Raises:
-        OSError: the file cannot be written, or the disk is full.
-        CheckpointError: the format does not support the dtype of a tensor.
+    64 MiB at a time, also from a device. Only non-contiguous tensors are copied entirely. Raises OSError, or
+    CheckpointError if the format does not support the dtype of a tensor.
     """
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # aligns all of them
     header = _header(ordered, metadata)
@@ -61,12 +58,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 class TensorFile:
     """A safetensors file opened for reading; the safetensors library checks its header and maps it into memory.
 
-    Attributes:
-        metadata: strings by name.
-        keys: the names of the tensors.
-
-    Raises:
-        CheckpointError: the file cannot be opened, or is not a complete safetensors file.
+    Raises CheckpointError if it cannot be opened, or is not a complete safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,11 +71,7 @@ class TensorFile:
         self.keys = set(self._file.keys())
 
     def tensor(self, key: str) -> Tensor:
-        """Return a tensor whose elements are read from the file where they are used.
-
-        Raises:
-            CheckpointError: there is no such tensor.
-        """
+        """Return a tensor whose elements are read where they are used; raise CheckpointError if there is none."""
         if key not in self.keys:
             raise CheckpointError(f"{self.path}: has no tensor {key!r}; restore the file")
         tensor: Tensor = self._file.get_tensor(key)
@@ -92,8 +80,7 @@ class TensorFile:
     def read_into(self, key: str, target: Tensor, start: int = 0) -> None:
         """Fill ``target``, of any shape and device, with elements of the flattened tensor, beginning at ``start``.
 
-        Raises:
-            CheckpointError: there is no such tensor, the dtype differs, or it has too few elements.
+        Raises CheckpointError if there is no such tensor, the dtype differs, or it has too few elements.
         """
         source, end = self.tensor(key).view(-1), start + target.numel()
         if target.dtype != source.dtype:

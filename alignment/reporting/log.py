@@ -40,8 +40,7 @@ class JsonlLog:
     def write(self, record: dict[str, Any]) -> None:
         """Append one record, after any pending ones. On a full disk it becomes pending.
 
-        Raises:
-            OutputError: the file cannot be written for another reason.
+        Raises OutputError if the file cannot be written for another reason.
         """
         if self.path is not None:
             now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")  # always of the same length
@@ -52,8 +51,7 @@ class JsonlLog:
     def flush(self) -> bool:
         """Try to write the pending records; return whether none is left.
 
-        Raises:
-            OutputError: the file cannot be written for another reason than a full disk.
+        Raises OutputError if the file cannot be written for another reason than a full disk.
         """
         if self.path is None or not self._pending:
             return True
@@ -77,8 +75,7 @@ class JsonlLog:
     def finish(self) -> None:
         """Write the pending records at the end of a run, and flush the file to disk.
 
-        Raises:
-            OutputError: there is no space for it, or the file cannot be written.
+        Raises OutputError if there is no space for it, or the file cannot be written.
         """
         lost = counted(len(self._pending), "line")
         if not self.flush():
@@ -88,8 +85,7 @@ class JsonlLog:
     def state_dict(self) -> dict[str, Any]:
         """``bytes``: size of the file on disk; ``pending``: lines waiting for space.
 
-        Raises:
-            OutputError: the file cannot be written or synced.
+        Raises OutputError if the file cannot be written or synced.
         """
         self.flush()
         self._sync()
@@ -101,8 +97,7 @@ class JsonlLog:
 
         If the file is missing or shorter than recorded, the run continues with a warning.
 
-        Raises:
-            OutputError: the file cannot be read or truncated.
+        Raises OutputError if the file cannot be read or truncated.
         """
         if self.path is None:
             return

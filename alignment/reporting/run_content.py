@@ -79,7 +79,9 @@ def read_content(folder: Path, *, state: str | None = None) -> RunContent:
     given = read_object(folder / "options.json", _without_secrets)
     history = [entry for entry in log.records if "event" not in entry and "train_runtime" not in entry]
     best, method = _best_step(folder, view, given), view.status.method or str(given.get("method") or "")
-    marks = [(event["step"], "resumed") for event in view.resumes] + ([(best, "best checkpoint")] if best else [])
+    marks = [(event["step"], "resumed") for event in view.resumes] + (
+        [] if best is None else [(best, "best checkpoint")]
+    )
     named = METHODS[method] if method in METHODS.entries else None  # external methods are not imported
     method = method if named is None else str(named.TITLE)
     options = {

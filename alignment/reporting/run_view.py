@@ -150,8 +150,8 @@ def _is_ending(said: RunStatus, folder: Path) -> bool:
 
 def _read_checkpoints(folder: Path) -> list[CheckpointView]:
     """The checkpoints in an output folder, the newest first, compared with their manifests by size."""
-    named = ((path, path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*") if path.is_dir())
-    found = sorted(((int(step), path) for path, step in named if step.isdecimal()), reverse=True)
+    named = ((path.name.removeprefix("checkpoint-"), path) for path in folder.glob("checkpoint-*") if path.is_dir())
+    found = sorted(((int(step), path) for step, path in named if step.isdecimal()), reverse=True)
     return [_read_checkpoint(path, step) for step, path in found]
 
 

@@ -97,15 +97,10 @@ def fail_in_place_of(folder: Path, host: str, pid: int, error: str) -> None:
 class StatusFile:
     """Keeps ``status.json`` up to date; written by one process.
 
-    A thread writes the file: when the state changes, on request, and every few seconds while the run is in progress.
-    :meth:`update` only sets values, so no step waits for a disk; the end of a run waits for a few seconds at most. A
-    full or unresponsive disk costs updates. The end is not written over the status of another attempt, which may have
-    taken over the folder in the meantime.
-
-    Args:
-        folder: the output folder.
-        status: the initial status.
-        doing: returns fields of :class:`RunStatus` to refresh before each write while the run is in progress.
+    A thread writes the file: when the state changes, on request, and every few seconds while the run is in progress,
+    after refreshing the fields that ``doing`` returns. :meth:`update` only sets values, so no step waits for a disk;
+    the end of a run waits for a few seconds at most. A full or unresponsive disk costs updates. The end is not written
+    over the status of another attempt, which may have taken over the folder in the meantime.
     """
 
     def __init__(self, folder: Path, status: RunStatus, doing: Callable[[], dict[str, Any]] = dict) -> None:

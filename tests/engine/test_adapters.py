@@ -16,13 +16,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
     Qwen2Config,
 )
 
-from alignment import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+from alignment import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from alignment.config.errors import OptionError, OutputError
 from alignment.models.adapters.injection import REFERENCE
 
@@ -225,20 +224,6 @@ def test_a_trained_bias_is_not_part_of_the_reference(tmp_path: Path) -> None:
     trainer.close()
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), trainer.output_dir)
     torch.testing.assert_close(logits(loaded), found, rtol=0, atol=1e-5)
-
-
-def test_a_reward_model_trains_and_saves_its_score(base: str, tmp_path: Path) -> None:
-    args = RewardConfig(**run_options(tmp_path, use_peft=True, lora_r=2))
-    trainer = RewardTrainer(base, args=args, train_dataset=paired_rows(4))
-    trainer.train()
-    trainer.save_model()
-    found = inside(trainer)[:, 0]
-    config = trainer.model.config
-    trainer.close()
-    plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=config.pad_token_id)
-    loaded = PeftModel.from_pretrained(plain, trainer.output_dir)
-    torch.testing.assert_close(logits(loaded)[:, 0], found, rtol=0, atol=1e-5)
-    assert "base_model.model.score.weight" in peft.load_peft_weights(str(trainer.output_dir), device="cpu")
 
 
 @pytest.mark.ci

@@ -30,7 +30,7 @@ from alignment.checkpoint.export import ExportReport, export
 from alignment.checkpoint.manifest import Manifest, files_in, record_of
 from alignment.checkpoint.masters import checked_masters
 from alignment.checkpoint.run_folder import REPORT
-from alignment.config.errors import CheckpointError, ModelError, OptionError
+from alignment.config.errors import CheckpointError, ModelError
 from alignment.config.options_export import ExportOptions
 
 OPTIMIZER = "optimizer-00001-of-00001.safetensors"
@@ -240,7 +240,3 @@ def test_models_that_cannot_be_exported(base: str, tmp_path: Path) -> None:
     large, infinite = state | {name: state[name] * 1e6}, state | {name: state[name] * torch.inf}
     refused(ModelError, f"{name} is not finite in float16", but(large), out, dtype="float16")
     refused(ModelError, f"{name} is not finite in float32", but(infinite), out)
-
-
-def test_options_of_adapters(made: tuple[Path, Named], tmp_path: Path) -> None:
-    refused(OptionError, "base: ", made[0], tmp_path / "out", base="x")

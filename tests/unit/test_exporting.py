@@ -73,8 +73,9 @@ def test_an_fp32_export_computes_the_same_as_peft(kind: str, bases: dict[str, st
     adapter = make_adapter(tmp_path / "adapter", bases[base], config)
     plain = AutoModelForCausalLM.from_pretrained(bases[base])
     without = logps(plain)
-    ours, theirs = logps(exported(adapter, tmp_path / "out")), logps(PeftModel.from_pretrained(plain, adapter))
-    assert (theirs - without).abs().max() > 0.05 > 1e-5 > (ours - theirs).abs().max()
+    model, theirs = exported(adapter, tmp_path / "out"), logps(PeftModel.from_pretrained(plain, adapter))
+    assert (theirs - without).abs().max() > 0.05 > 1e-5 > (logps(model) - theirs).abs().max()
+    assert model.config.tie_word_embeddings == (base == "tied")
 
 
 # base model, trained end (embedding or head), whether the export is tied

@@ -30,27 +30,6 @@ def weights(model: Any, name: str) -> dict[str, torch.Tensor]:
     return {key: value for key, value in model.named_parameters() if f".{name}." in f"{key}."}
 
 
-def test_initial_weights_depend_on_the_seed_and_change_no_random_stream(folder: str) -> None:
-    torch.manual_seed(7)
-    expected = torch.rand(3)
-    torch.manual_seed(7)
-    one, other, again = (weights(made(folder, seed)[0], "default") for seed in (3, 4, 3))
-    assert torch.equal(torch.rand(3), expected)
-    assert one and all(torch.equal(one[name], again[name]) for name in one)
-    assert not any(torch.equal(one[name], other[name]) for name in one if "lora_A" in name)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_only_the_adapters_are_trained_and_cast(folder: str, dtype: torch.dtype) -> None:
-    model, adapters = made(folder, dtype=dtype, modules_to_save=["lm_head"])
-    inject(model, adapters, ds_config={}, dtype=dtype, seed=5)  # they are there already
-    own = weights(model, "default")
-    trained = {name for name, value in model.named_parameters() if value.requires_grad}
-    assert trained == set(own) and any("lm_head" in name for name in own)
-    assert {value.dtype for value in own.values()} == {dtype}
-    assert {value.dtype for name, value in model.named_parameters() if name not in own} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_initial_policy_is_kept_while_its_adapters_are_trained(folder: str, dtype: torch.dtype) -> None:
     model, adapters = made(folder, dtype=dtype, modules_to_save=["lm_head"])

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
-from alignment.config.errors import OutputError
-from alignment.reporting.log import JsonlLog
 from alignment.reporting.metrics import MetricHistory, MetricSums, means
-from alignment.reporting.progress import Progress, memory_gib
+from alignment.reporting.progress import Progress
 
 CPU = torch.device("cpu")
 NAMES = ("loss", "kl", "rewards/chosen", "rewards/rejected")
@@ -106,33 +103,6 @@ def test_the_rest_is_what_no_log_has_taken() -> None:
     assert history.rest() == {}
 
 
-def test_the_log_is_appended_to(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "log.jsonl"
-    log = JsonlLog(path)
-    assert not path.parent.exists(), "nothing is made before there is something to write"
-    log.write({"loss": 0.5})
-    assert path.read_text() == '{"loss": 0.5}\n', "flushed immediately"
-    JsonlLog(path).write({"loss": 0.25, "what": "größer"})
-    assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == [
-        {"loss": 0.5},
-        {"loss": 0.25, "what": "größer"},
-    ]
-
-
-def test_the_log_of_other_ranks_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    JsonlLog(None).write({"loss": 0.5})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file" / "log.jsonl", tmp_path):
-        with pytest.raises(OutputError, match=r"^output_dir: could not write .*") as caught:
-            JsonlLog(path).write({"loss": 0.5})
-        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
 def test_progress_shows_the_newest_metrics(capsys: pytest.CaptureFixture[str]) -> None:
     bar = Progress(3, "kto", True, CPU)
     bar.advance({"loss": 0.12345, "kl": 2.0, "rewards/margins": -1.5, "logps/chosen": -3.0}, tokens=100)
@@ -148,24 +118,12 @@ def test_progress_shows_the_newest_metrics(capsys: pytest.CaptureFixture[str]) -
     assert "kl" not in last and "margin" not in last, "metrics of an earlier step"
 
 
-def test_progress_counts_every_label(monkeypatch: pytest.MonkeyPatch) -> None:
-    bar = Progress(1, "kto", True, CPU)
-    monkeypatch.setattr("time.monotonic", lambda: bar._start + 2.0)
-    bar.advance({"loss": 0.123456, "kl": 2.0, "rewards/margins": -1.5}, tokens=100)
-    assert str(bar._bar.postfix).startswith("loss=0.1235, margin=-1.5, kl=2, tok/s=50, mem=")
-    bar.close()
-
-
 def test_a_disabled_bar_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     bar = Progress(3, "kto", False, CPU)
     bar.advance({"loss": 0.5}, tokens=5)
     bar.note("a note")
     bar.close()
     assert capsys.readouterr() == ("", "")
-
-
-def test_memory_on_a_cpu_is_the_process() -> None:
-    assert 0.05 < memory_gib(CPU) < 500
 
 
 def test_the_rate_is_that_of_the_time_that_has_passed(

@@ -14,7 +14,6 @@ from conftest import ROOT
 from run_folders import HOLDER, at, end, entry, locked, start, write_checkpoint, write_log, write_status
 
 from alignment.cli.status import status_line, status_lines
-from alignment.config.errors import OutputError
 from alignment.reporting import run_view
 from alignment.reporting.log_reading import Log, Rates
 from alignment.reporting.run_view import read_run
@@ -148,27 +147,6 @@ def test_phases_after_the_end(tmp_path: Path) -> None:
     assert shown == ["  phases      train: 30.0 s (75%)", "              save: 10.0 s (25%)"]
     write_log(tmp_path, [start(), entry(99, 40, 900), *last, RESUME])
     assert read_run(tmp_path).phases == {}
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["{", '{"state": "flying"}', "[" * 5000, '{"state": "running", "step": 4' + "0" * 400 + "}"],
-)
-def test_a_damaged_status(tmp_path: Path, content: str) -> None:
-    write_log(tmp_path, [start(), entry(40, 40, 40)])
-    (tmp_path / STATUS).write_text(content)
-    found = read_run(tmp_path)
-    assert (found.status.state, found.status.step, found.status.method) == ("unknown", 40, "kto")
-    assert [problem.partition(":")[0] for problem in found.problems] == [STATUS] and status_lines(found)
-
-
-def test_folders_without_a_run(tmp_path: Path) -> None:
-    for folder, says in ((tmp_path / "none", "no such folder"), (tmp_path, "not the output folder of a run")):
-        with pytest.raises(OutputError, match=f"{folder}: {says}"):
-            read_run(folder)
-    write_checkpoint(tmp_path, 30)
-    found = read_run(tmp_path)
-    assert (found.status.state, found.status.step) == ("unknown", 30), "of a checkpoint alone"
 
 
 # Checkpoints --------------------------------------------------------------------------------------------------------
