@@ -26,8 +26,7 @@ from alignment.rewards import callables, llm_judge
 from alignment.rewards.judges import Judge
 from alignment.rewards.llm_judge import JudgeSettings, _verdict
 from alignment.rewards.pairwise import AllTrueJudge, BaseBinaryJudge
-from alignment.run.stop import StopRequests
-from alignment.run.stop import Cut, StopReason
+from alignment.run.stop import Cut, StopReason, StopRequests
 
 KEY = "sk-secret-0123456789"
 RESPONSES = re.compile(r'<response id="[01]">\n(.*?)\n</response>', re.DOTALL)
