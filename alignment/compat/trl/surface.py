@@ -70,9 +70,7 @@ class TrainerSurface:
     data: RunData
     given_data: tuple[Any, Any]
 
-    is_fsdp_enabled = False
-    is_deepspeed_enabled = True
-    is_encoder_decoder = False
+    is_fsdp_enabled, is_deepspeed_enabled, is_encoder_decoder = False, True, False
 
     @property
     def model(self) -> Any:
@@ -168,15 +166,11 @@ class TrainerSurface:
         """Whether this is the first rank of its machine."""
         return local_rank() == 0
 
-    def save_state(self) -> None:
-        """Write ``trainer_state.json`` to the output folder."""
-        self.write_state(self.output_dir)
-
-    def write_state(self, folder: Path) -> None:
-        """Write ``trainer_state.json`` to ``folder``, on the first rank."""
+    def save_state(self, folder: Path | None = None) -> None:
+        """Write ``trainer_state.json`` to ``folder``, by default the output folder, on the first rank."""
         if self.is_world_process_zero():
             self.events.save_state()
-            write_json(folder / "trainer_state.json", dataclasses.asdict(self.state))
+            write_json((folder or self.output_dir) / "trainer_state.json", dataclasses.asdict(self.state))
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print metrics of ``train``, ``eval`` or another split, one per line, on the first rank."""

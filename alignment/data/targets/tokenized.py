@@ -104,17 +104,13 @@ def read_ids(row: Mapping[str, Any], columns: TokenColumns, where: str, vocabula
 
 
 def read_completions(row: Mapping[str, Any], columns: TokenColumns, where: str, vocabulary: int) -> Encoded:
-    """Read a prompt and its completions. Raises :class:`DataError`, see :func:`read_ids`."""
+    """Read a prompt and its completions."""
     prompt, *completions = read_ids(row, columns, where, vocabulary)
     return Encoded(prompt, completions)
 
 
 def read_whole(row: Mapping[str, Any], columns: TokenColumns, where: str, vocabulary: int) -> Encoded:
-    """Read complete sequences. What they have in common is the prompt; each completion keeps at least one token.
-
-    Raises:
-        DataError: see :func:`read_ids`.
-    """
+    """Read complete sequences. What they have in common is the prompt; each completion keeps at least one token."""
     sequences = read_ids(row, columns, where, vocabulary)
     shared = common_length(sequences[0][: max(0, min(map(len, sequences)) - 1)], sequences)
     return Encoded(sequences[0][:shared], [ids[shared:] for ids in sequences])
