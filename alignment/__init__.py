@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Any
 from alignment.methods import METHODS
 
 if TYPE_CHECKING:
-    from alignment.compat.trl.callbacks import LogCompletionsCallback, WinRateCallback
-    from alignment.compat.trl.rows import extract_prompt, unpair_preference_dataset
+    from alignment.compat.trl.scripts import (
+        LogCompletionsCallback,
+        WinRateCallback,
+        extract_prompt,
+        unpair_preference_dataset,
+    )
     from alignment.methods.cpo import CPOTrainer
     from alignment.methods.cpo_options import CPOConfig
     from alignment.methods.dpo import DPOTrainer
@@ -74,8 +78,7 @@ _HOMES["RunStopped"] = "alignment.run.stop"
 _FOR_SCRIPTS = {
     "rewards.llm_judge": "HfPairwiseJudge LLMJudge OpenAIPairwiseJudge PairRMJudge",
     "rewards.pairwise": "AllTrueJudge BaseBinaryJudge BaseJudge BasePairwiseJudge BaseRankJudge",
-    "compat.trl.callbacks": "LogCompletionsCallback WinRateCallback",
-    "compat.trl.rows": "extract_prompt unpair_preference_dataset",
+    "compat.trl.scripts": "LogCompletionsCallback WinRateCallback extract_prompt unpair_preference_dataset",
 }
 _HOMES.update({name: f"alignment.{module}" for module, names in _FOR_SCRIPTS.items() for name in names.split()})
 

@@ -96,7 +96,6 @@ def _of_accelerate(options: Any) -> list[tuple[str, Any, str, Any]]:
     said = {name.removeprefix("ACCELERATE_"): text for name, text in os.environ.items() if name[:11] == "ACCELERATE_"}
     said = {name: text for name, text in said.items() if text.lower() not in ("", "no", "none", "auto", "false")}
     config, file = load_deepspeed_config(options.deepspeed, "zero2"), said.get("DEEPSPEED_CONFIG_FILE")
-    zero = "zero_optimization."
     own = {
         **dict.fromkeys(words("USE_FSDP USE_MEGATRON_LM USE_PARALLELISM_CONFIG DYNAMO_BACKEND"), ("deepspeed", None)),
         "USE_CPU": ("use_cpu", not uses_cuda(options)),
@@ -104,8 +103,11 @@ def _of_accelerate(options: Any) -> list[tuple[str, Any, str, Any]]:
         "GRADIENT_ACCUMULATION_STEPS": ("gradient_accumulation_steps", options.gradient_accumulation_steps),
         "GRADIENT_CLIPPING": ("max_grad_norm", options.max_grad_norm),
         "DEEPSPEED_CONFIG_FILE": ("deepspeed", file and load_deepspeed_config(file, "") == config and file),
-        "DEEPSPEED_ZERO_STAGE": ("deepspeed", value_at(config, f"{zero}stage")),
-        "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("deepspeed", value_at(config, f"{zero}offload_optimizer.device")),
-        "DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("deepspeed", value_at(config, f"{zero}offload_param.device")),
+        "DEEPSPEED_ZERO_STAGE": ("deepspeed", value_at(config, "zero_optimization.stage")),
+        "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (
+            "deepspeed",
+            value_at(config, "zero_optimization.offload_optimizer.device"),
+        ),
+        "DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("deepspeed", value_at(config, "zero_optimization.offload_param.device")),
     }
     return [(f"accelerate launch: ACCELERATE_{name}", said[name], *own[name]) for name in own.keys() & said.keys()]

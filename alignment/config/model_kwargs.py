@@ -23,10 +23,8 @@ def read_keywords(options: Any) -> None:
         given: Mapping[str, Any] = getattr(options, where) or {}
         own = where == "model_init_kwargs"
         if any(place in str(given.get("device_map")) for place in ("cpu", "disk", "meta")):
-            raise OptionError(
-                f"{setting(where, given)}: DeepSpeed places the model; remove device_map, or set deepspeed: zero3 to "
-                "shard it across devices"
-            )
+            instead = "remove device_map, or set deepspeed: zero3 to shard it across devices"
+            raise OptionError(f"{setting(where, given)}: DeepSpeed places the model; {instead}")
         for key in (key for key in _OPTIONS if given.get(key) is not None):
             name = _OPTIONS[key] if own or key != "load_in_4bit" else "ref_load_in_4bit"
             value, present = given[key], getattr(options, name)
@@ -37,10 +35,8 @@ def read_keywords(options: Any) -> None:
             if (own and present in (None, False)) or (name == "ref_load_in_4bit" and present is None):
                 setattr(options, name, value)
             elif value not in (present, False):
-                raise OptionError(
-                    f"{setting(where, given)} and {setting(name, present)}: {key} contradicts the option {name}; "
-                    f"remove it from {where}"
-                )
+                both = f"{setting(where, given)} and {setting(name, present)}"
+                raise OptionError(f"{both}: {key} contradicts the option {name}; remove it from {where}")
 
 
 def loading_keywords(given: Mapping[str, Any] | str | None) -> dict[str, Any]:

@@ -360,7 +360,7 @@ class AlignmentTrainer(TrainerSurface):
         manifest = replace(manifest, run=self.context.identity.name)
         run_state, state = self.context.run_state, self.state
         hold = self.folder.lock.check
-        writer = CheckpointWriter(self.args, self.engines, run_state, state, manifest, self.write_state, hold)
+        writer = CheckpointWriter(self.args, self.engines, run_state, state, manifest, self.save_state, hold)
         if checkpoint is not None and checkpoint.folder.parent.resolve() == self.output_dir.resolve():
             writer.newest = checkpoint.step
         if self.args.save_strategy != "no":

@@ -25,9 +25,8 @@ from alignment import (
     SFTConfig,
     SFTTrainer,
 )
-from alignment.compat.trl.accelerator import Accelerator
 from alignment.compat.trl.overrides import check_overrides, check_saving
-from alignment.compat.trl.surface import TrainerSurface
+from alignment.compat.trl.surface import Accelerator, TrainerSurface
 from alignment.config.errors import OptionError
 from alignment.methods.cpo import CPOMethod
 from alignment.methods.reward import RewardMethod

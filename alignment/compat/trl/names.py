@@ -42,8 +42,8 @@ def read_names(cls: Any, given: dict[str, Any]) -> dict[str, Any]:
         if older not in given:
             continue
         value = result.pop(older)
-        if value is None and name in result:  # an older name that a release of TRL still lists, at its default
-            continue
+        if value is None and name in result:
+            continue  # an older name that a release of TRL still lists, at its default
         if name in result and str(result[name]).lower() != str(value).lower():
             both = f"{setting(older, value)} and {setting(name, result[name])}"
             raise OptionError(f"{both} contradict each other: {older} is an alias of {name}; remove {older}")

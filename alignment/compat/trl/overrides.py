@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from alignment.config.errors import OptionError
 
@@ -40,12 +40,10 @@ def check_saving(trainer: type, saves: bool) -> None:
     Raises:
         OptionError: if checkpoints are written and the class overrides it.
     """
+    instead = "use a TrainerCallback with on_save, or set save_strategy: no and call save_model yourself"
     for kind in _further(trainer):
         if saves and "save_model" in vars(kind):
-            raise OptionError(
-                f"{kind.__name__}.save_model: checkpoints do not call it, so they would lack what it adds; use a "
-                "TrainerCallback with on_save, or set save_strategy: no and call save_model yourself"
-            )
+            raise OptionError(f"{kind.__name__}.save_model: checkpoints do not call it, so they lack it; {instead}")
 
 
 def check_attributes(trainer: object) -> None:
@@ -62,7 +60,7 @@ def check_attributes(trainer: object) -> None:
 
 def _refuse(trainer: type, place: str, names: Iterable[str]) -> None:
     """Refuse methods of other libraries' trainers that the trainer of this package lacks."""
-    ours = next(kind for kind in trainer.__mro__ if _is_ours(kind))
+    ours = next(kind for kind in trainer.__mro__ if kind.__module__.startswith("alignment."))
     for name in names:
         if hasattr(ours, name):
             continue
@@ -73,10 +71,6 @@ def _refuse(trainer: type, place: str, names: Iterable[str]) -> None:
             raise OptionError(f"{place}.{name}: never called, so it would be ignored; {instead}")
 
 
-def _further(trainer: type) -> Iterator[type]:
-    """Yield the classes of a trainer that do not belong to this package."""
-    return (kind for kind in trainer.__mro__ if not _is_ours(kind) and kind is not object)
-
-
-def _is_ours(kind: type) -> bool:
-    return kind.__module__.startswith("alignment.")
+def _further(trainer: type) -> list[type]:
+    """Return the classes of a trainer that do not belong to this package."""
+    return [kind for kind in trainer.__mro__ if not kind.__module__.startswith("alignment.") and kind is not object]

@@ -8,15 +8,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import CommitInfo
 from torch import nn
 from transformers import TrainerState
 
-from alignment.compat.trl.accelerator import Accelerator
 from alignment.config.options import AlignmentConfig
+from alignment.engines.collectives import barrier, device
 from alignment.references.engine import EngineReference
 from alignment.reporting.durable import write_json
-from alignment.run.ranks import local_rank, rank
+from alignment.run.ranks import local_rank, rank, world_size
 from alignment.training.callbacks import Events, check_callbacks
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, RunData, total_steps
@@ -24,6 +25,33 @@ from alignment.training.hub.uploads import Uploads
 from alignment.training.method import AnyMethod
 from alignment.training.preparation import PlannedModels
 from alignment.training.run_engines import RunEngines
+
+
+class Accelerator:
+    """Ranks and device of the run: the members of accelerate's ``Accelerator`` that scripts and callbacks use."""
+
+    distributed_type = "DEEPSPEED"
+
+    def __init__(self) -> None:
+        self.process_index, self.local_process_index, self.num_processes = rank(), local_rank(), world_size()
+        self.is_main_process, self.is_local_main_process = rank() == 0, local_rank() == 0
+        self.device: torch.device = device()
+        self.state = self  # of which scripts read the same fields
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Like ``print``, on the first rank of each machine."""
+        if self.is_local_main_process:
+            print(*values, **options)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until all ranks arrive here."""
+        barrier()
+
+    def unwrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        """Return the model itself, unwrapped from a DeepSpeed engine."""
+        inner = getattr(model, "module", model)
+        scored = getattr(inner, "model", None) if type(inner).__module__.startswith("alignment.") else None
+        return scored if isinstance(scored, nn.Module) else inner
 
 
 class TrainerSurface:
@@ -41,9 +69,7 @@ class TrainerSurface:
     data: RunData
     given_data: tuple[Any, Any]
 
-    is_fsdp_enabled = False
-    is_deepspeed_enabled = True
-    is_encoder_decoder = False
+    is_fsdp_enabled, is_deepspeed_enabled, is_encoder_decoder = False, True, False
 
     @property
     def model(self) -> Any:
@@ -139,15 +165,11 @@ class TrainerSurface:
         """Whether this is the first rank of its machine."""
         return local_rank() == 0
 
-    def save_state(self) -> None:
-        """Write ``trainer_state.json`` to the output folder."""
-        self.write_state(self.output_dir)
-
-    def write_state(self, folder: Path) -> None:
-        """Write ``trainer_state.json`` to ``folder``, on the first rank."""
+    def save_state(self, folder: Path | None = None) -> None:
+        """Write ``trainer_state.json`` to ``folder``, by default the output folder, on the first rank."""
         if self.is_world_process_zero():
             self.events.save_state()
-            write_json(folder / "trainer_state.json", dataclasses.asdict(self.state))
+            write_json((folder or self.output_dir) / "trainer_state.json", dataclasses.asdict(self.state))
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print metrics of ``train``, ``eval`` or another split, one per line, on the first rank."""

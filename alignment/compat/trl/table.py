@@ -22,6 +22,7 @@ _NO_PREDICTIONS = "Has no effect: evaluation accumulates loss and metrics on the
 _TRACKIO = "trackio is not supported; set report_to to another integration, such as tensorboard"
 _EVAL_DTYPE = "evaluation uses the compute dtype of training; set"
 _COMPILE = "torch.compile is not supported; remove it"
+_DEVICES = "averages are always taken over all devices; remove it"
 _FSDP = "FSDP is not supported; set deepspeed to zero3, which also shards parameters"
 _PADDING = "Has no effect: padding is masked, whatever its width and token."
 _SYNC = "Applies to `sync_ref_model` only, which is not supported."
@@ -56,9 +57,7 @@ class TransformersOptions:
     """All options of ``TrainingArguments`` that have no effect or are not supported here."""
 
     # Devices, processes and communication.
-    average_tokens_across_devices: bool = only(
-        True, "averages are always taken over all devices; remove it", when=lambda options: options.world_size == 1
-    )
+    average_tokens_across_devices: bool = only(True, _DEVICES, when=lambda options: options.world_size == 1)
     bf16_full_eval: bool = only(False, f"{_EVAL_DTYPE} bf16", when=lambda options: options.resolved_bf16)
     fp16_full_eval: bool = only(False, f"{_EVAL_DTYPE} fp16", when=lambda options: options.resolved_fp16)
     torch_compile: bool = only(False, _COMPILE)

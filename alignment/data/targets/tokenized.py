@@ -60,8 +60,7 @@ class TokenFormat(TokenColumns):
         found = self.find(there) is not None
         if self.demanded and not found:
             raise DataError(
-                f"{where}: skip_prepare_dataset requires tokenized rows (input_ids, and labels unless all tokens are "
-                f"in the loss); columns: {listing(there)}"
+                f"{where}: skip_prepare_dataset requires tokenized rows (input_ids); columns: {listing(there)}"
             )
         if found and self.whole and "prompt_ids" in there:
             raise DataError(
@@ -99,25 +98,19 @@ def read_ids(row: Mapping[str, Any], columns: TokenColumns, where: str, vocabula
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise DataError(f"{where}: {name} is {show(ids)}; expected a list of token IDs")
         if wrong := [token for token in ids if not 0 <= token < vocabulary]:
-            raise DataError(
-                f"{where}: {name} contains token ID {wrong[0]}, but the tokenizer has {vocabulary} tokens; tokenize "
-                "the rows with the model's own tokenizer"
-            )
+            instead = f"the tokenizer has {vocabulary} tokens; tokenize the rows with the model's own tokenizer"
+            raise DataError(f"{where}: {name} contains token ID {wrong[0]}, but {instead}")
     return [row[name] for name in columns.ids]
 
 
 def read_completions(row: Mapping[str, Any], columns: TokenColumns, where: str, vocabulary: int) -> Encoded:
-    """Read a prompt and its completions. Raises :class:`DataError`, see :func:`read_ids`."""
+    """Read a prompt and its completions."""
     prompt, *completions = read_ids(row, columns, where, vocabulary)
     return Encoded(prompt, completions)
 
 
 def read_whole(row: Mapping[str, Any], columns: TokenColumns, where: str, vocabulary: int) -> Encoded:
-    """Read complete sequences. What they have in common is the prompt; each completion keeps at least one token.
-
-    Raises:
-        DataError: see :func:`read_ids`.
-    """
+    """Read complete sequences. What they have in common is the prompt; each completion keeps at least one token."""
     sequences = read_ids(row, columns, where, vocabulary)
     shared = common_length(sequences[0][: max(0, min(map(len, sequences)) - 1)], sequences)
     return Encoded(sequences[0][:shared], [ids[shared:] for ids in sequences])
@@ -142,10 +135,7 @@ def learned_row(
     beside = {name: row[name] for name in columns.beside if row.get(name) is not None}
     for name, values in beside.items():
         if not isinstance(values, list) or len(values) != len(ids):
-            raise DataError(
-                f"{where}: {name} is {show(values)}; expected one value for each of the {len(ids)} tokens of "
-                f"{columns.ids[0]}"
-            )
+            raise DataError(f"{where}: {name} is {show(values)}; expected one value for each of the {len(ids)} tokens")
     seen = beside.pop("attention_mask", [1] * len(ids))
     if "labels" in beside:
         for place, (label, token) in enumerate(zip(beside["labels"], ids)):

@@ -15,12 +15,7 @@ from alignment.data.tokenization import RowTokenizer, common_length
 
 
 def assistant_mask(tokenizer: RowTokenizer, source: Source, ids: list[int]) -> list[bool]:
-    """Return a (T,) mask of the assistant's tokens in a conversation, including end-of-turn tokens.
-
-    Args:
-        tokenizer: the tokenizer that created ``ids``.
-        source: the conversation: the messages of its prompt and of its only completion.
-        ids: (T,) its token IDs, prompt and completion from :meth:`RowTokenizer.encode`.
+    """Return a (T,) mask of the assistant's tokens among the (T,) ``ids`` of a conversation, with end-of-turn tokens.
 
     Raises:
         DataError: the template does not mark the turns and they cannot be found, or the row is not a conversation.
@@ -65,8 +60,8 @@ def _found(tokenizer: RowTokenizer, source: Source, messages: list[Any], ids: li
         if start < len(head) - 1 or stop is None or (following and stop == len(ids) - 1):
             raise DataError(
                 f"{source.place}: the chat template of {tokenizer.name} does not mark the assistant's tokens, and "
-                f"renders message {number} differently if other messages follow; use a chat template that marks the "
-                "assistant's turns with {% generation %}, or remove assistant_only_loss"
+                f"renders message {number} differently if others follow; use one with {{% generation %}}, or remove "
+                "assistant_only_loss"
             )
         mask[start : stop + 1] = [True] * (stop + 1 - start)
     return mask
