@@ -90,8 +90,7 @@ class Events:
         for callback in reporting:
             if isinstance(callback, TensorBoardCallback) and args.logging_dir is not None:
                 callback.logging_dir = os.path.expanduser(args.logging_dir)
-        everyone = [DefaultFlowCallback(), *reporting, *callbacks]
-        self.handler = callback_handler(everyone, processing_class)
+        self.handler = callback_handler([DefaultFlowCallback(), *reporting, *callbacks], processing_class)
 
     def __call__(self, event: str, **kwargs: Any) -> None:
         """Notify every callback of ``event``, such as ``on_step_end``; an evaluation that it starts is not cut."""

@@ -1,7 +1,6 @@
 """Precomputed reference log-probs: read from the cache, or computed there by an engine that is then released.
 
-The pass over a dataset follows its evaluation plan and is stored part by part, so that parts computed before a run was
-killed are not computed again.
+A pass is stored part by part, so that parts computed before a run was killed are not computed again.
 """
 
 from __future__ import annotations

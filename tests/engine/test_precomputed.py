@@ -133,7 +133,7 @@ def test_a_precomputed_reference_trains_like_a_live_one(
     assert built == ["reference", "released", "policy"]
     assert {"precompute", "reference", "eval reference"} <= precomputed.phases.records.keys()
     files = stored(stores)
-    assert sum(name.endswith(".safetensors") for name in files) == 4 + 2 + 2 + 1
+    assert sum(name.endswith(".safetensors") for name in files) == 4 + 2 + 2
 
     live = make(method, models["policy"], models["reference"], tmp_path / "live", ref_placement=LIVE)
     if method == "KTO":
