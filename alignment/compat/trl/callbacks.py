@@ -10,8 +10,15 @@ from transformers.trainer_utils import IntervalStrategy
 from alignment.checkpoint.run_folder import COMPLETIONS
 from alignment.config.errors import OptionError, setting, show
 from alignment.reporting.completions import CompletionTable
-from alignment.training.sampling.sampler import Speaker, completions, decoded, first_prompts, fitting
-from alignment.training.sampling.settings import of_model, sampling_of
+from alignment.training.sampling.sampler import (
+    Speaker,
+    completions,
+    decoded,
+    first_prompts,
+    fitting,
+    of_model,
+    sampling_of,
+)
 
 _LONGEST = 256  # default for max_new_tokens
 

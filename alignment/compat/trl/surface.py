@@ -24,6 +24,7 @@ from alignment.run.ranks import local_rank, rank
 from alignment.training.callbacks import Events, check_callbacks
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, RunData, total_steps
+from alignment.training.hub.repository import prepared_repository
 from alignment.training.hub.uploads import Uploads
 from alignment.training.method import AnyMethod
 from alignment.training.preparation import PlannedModels
@@ -253,7 +254,7 @@ class TrainerSurface:
         Raises:
             OptionError: if the repository is not available, or the Hub cannot be reached.
         """
-        self.uploads.repository = self.uploads.prepared(token, private)
+        self.uploads.repository = prepared_repository(self.args, self.context.retries, token, private)
 
     def create_model_card(
         self,
