@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from judge_server import Answer, sequence, serving
 
 from alignment import HfPairwiseJudge, LLMJudge, OpenAIPairwiseJudge, PairRMJudge
@@ -83,15 +81,6 @@ def test_both_orders_must_agree_on_the_better_completion() -> None:
         assert judge(server.url).judge(["p"] * 2, [["a", "b"], ["c", "d"]]) == [-1, -1]
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(answers=st.lists(st.sampled_from(["0", "1", None, "x"]), min_size=6, max_size=6))
-def test_a_verdict_needs_two_equal_answers(answers: list[str | None]) -> None:
-    agreed = {("0", "1"): 0, ("1", "0"): 1}  # the second shows the completions in reverse order
-    one = judge("http://h/v1")
-    one._run = lambda coroutine: (coroutine.close(), answers)[1]  # type: ignore[method-assign]
-    assert one.judge(["p"] * 3, [["a", "b"]] * 3) == [agreed.get(p, -1) for p in zip(answers[::2], answers[1::2])]  # type: ignore[call-overload]
-
-
 def test_a_single_random_order_is_reversed_in_the_verdict() -> None:
     with serving(longer) as server:
         np.random.seed(0)
@@ -101,15 +90,6 @@ def test_a_single_random_order_is_reversed_in_the_verdict() -> None:
         del server.asked[:]
         one.judge(["p"] * 5, [["a", "bb"]] * 5, shuffle_order=False)
         assert {tuple(RESPONSES.findall(text)) for text in server.asked} == {("a", "bb")}
-
-
-def test_conversations_are_sent_as_text() -> None:
-    with serving(longer) as server:
-        prompt = [{"role": "user", "content": "Hi"}]
-        pair = [[{"role": "assistant", "content": text}] for text in ("Hello", "Oh")]
-        assert Judge(judge(server.url)).verdicts([prompt], [pair], 0, ["row 1"]) == [0]
-        assert "<prompt>\nuser: Hi\n</prompt>" in server.asked[0]
-        assert sorted(RESPONSES.findall(server.asked[0])) == ["Hello", "Oh"]
 
 
 @pytest.mark.parametrize(
