@@ -222,7 +222,11 @@ class LLMJudge(BasePairwiseJudge):
             if REQUESTS.may_cut and REQUESTS.reason is not None:
                 raise RewardError(f"judge {self.where}: not all questions were answered before the run had to stop")
 
-        return awaited(coroutine, look)
+        try:
+            return awaited(coroutine, look)
+        except RewardError as error:
+            said = str(error)
+        raise RewardError(said)  # without its cause, for which the call would be retried: the client has done that
 
     async def _answers(self, texts: Sequence[str], retries: int | None = None) -> list[str | None]:
         """Return for each text the answer; None for a refusal, and for a question that was not answered."""

@@ -25,6 +25,7 @@ from alignment.rewards.judges import Judge
 from alignment.rewards.llm_judge import JudgeSettings, _verdict
 from alignment.rewards.pairwise import AllTrueJudge, BaseBinaryJudge
 from alignment.run.requests import StopRequests
+from alignment.run.retries import Retries
 from alignment.run.stop import Cut, StopReason
 
 KEY = "sk-secret-0123456789"
@@ -179,8 +180,9 @@ def test_an_endpoint_that_answers_nothing_raises_an_error_with_its_url() -> None
             judge(server.url, concurrency=2).judge(["p"] * 10, [["a", "b"]] * 10)
         assert len(server.asked) <= 8  # the others were not sent, which would have taken their retries
         url = server.url
+    again = Retries(3, 60.0)  # are not for a judge that has retried
     with pytest.raises(RewardError, match=rf"judge m at {url}: APIConnectionError.*\(judging row 7\)"):
-        Judge(judge(url, retries=0)).verdicts(["p"], [["a", "b"]], 0, ["row 7"])
+        Judge(judge(url, retries=0), retries=again).verdicts(["p"], [["a", "b"]], 0, ["row 7"])
 
 
 @pytest.mark.parametrize("status", [302, 307, 401, 403, 404])
