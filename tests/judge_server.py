@@ -47,8 +47,8 @@ class Server:
         most: maximum number of concurrent requests.
     """
 
-    def __init__(self, answer: Callable[[str], Answer], models: Answer | None) -> None:
-        self.answer, self.models = answer, models
+    def __init__(self, answer: Callable[[str], Answer]) -> None:
+        self.answer = answer
         self.asked: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -66,10 +66,6 @@ class Server:
 
             def log_message(self, *args: Any) -> None:
                 pass
-
-            def do_GET(self) -> None:
-                server.headers.append({name.title(): value for name, value in self.headers.items()})
-                self._send(server.models or Answer(status=404, body=b"{}"))
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -118,9 +114,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(answer: Callable[[str], Answer], models: Answer | None = None) -> Iterator[Server]:
+def serving(answer: Callable[[str], Answer]) -> Iterator[Server]:
     """Run the endpoint within this context."""
-    server = Server(answer, models)
+    server = Server(answer)
     server.start()
     try:
         yield server

@@ -54,6 +54,7 @@ class Rewards:
     ) -> None:
         self.retries = retries
         self.sources, self.names = list(sources), _distinct([source.name for source in sources])
+        self.functions = {n: s for n, s in zip(self.names, sources) if isinstance(s, FunctionReward)}
         self.weights = [1.0] * len(sources) if weights is None else list(weights)
         self.penalty = missing_eos_penalty or 0.0
         if len(self.weights) != len(sources):
@@ -66,15 +67,13 @@ class Rewards:
 
     def check(self, columns: Collection[str], where: str | None = None) -> None:
         """See :meth:`FunctionReward.check`; ``where`` names the dataset if there are several."""
-        for source in self.sources:
-            if isinstance(source, FunctionReward):
-                source.check(columns, where or "the dataset")
+        for function in self.functions.values():
+            function.check(columns, where or "the dataset")
 
     def follow(self, state: TrainerState) -> None:
         """Pass the state of the run to functions."""
-        for source in self.sources:
-            if isinstance(source, FunctionReward):
-                source.state = state
+        for function in self.functions.values():
+            function.state = state
 
     def score(self, samples: Samples) -> Scores:
         """Score this rank's samples, possibly none. Collective.
@@ -86,14 +85,13 @@ class Rewards:
             RewardError: a function failed on any rank; the same error on all ranks.
         """
         scores: dict[str, list[float | None]] = {}
-        functions = {n: s for n, s in zip(self.names, self.sources) if isinstance(s, FunctionReward)}
         failure = None
         try:
-            scores |= zip(functions, score_all(list(functions.values()), samples, self.retries))
+            scores |= zip(self.functions, score_all(list(self.functions.values()), samples, self.retries))
         except RewardError as error:
             failure = error
         raise_together(failure, self.retries)
-        scores |= {n: s.score(samples) for n, s in zip(self.names, self.sources) if n not in functions}
+        scores |= {n: s.score(samples) for n, s in zip(self.names, self.sources) if n not in self.functions}
         by_source = {name: scores[name] for name in self.names}
         total = [self._total(values, ended) for *values, ended in zip(*by_source.values(), samples.ended)]
         ignored = sum(values.count(None) for values in by_source.values())

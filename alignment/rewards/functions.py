@@ -52,21 +52,12 @@ class FunctionReward:
         self.state = TrainerState()
         self.who = f"reward function {self.name!r}"
         try:
-            parameters = list(inspect.signature(function).parameters.values())
+            self.signature = inspect.signature(function)
         except (TypeError, ValueError) as error:
-            raise OptionError(
-                f"{self.who} has no readable signature ({error}); wrap it in a function that takes "
-                f"{', '.join(ARGUMENTS)} and the columns that it needs"
-            ) from error
-        self._takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
-        self._taken = {one.name for one in parameters if one.kind in _BY_KEYWORD}
-        required = [one for one in parameters if one.default is inspect.Parameter.empty]
-        self._required = [one.name for one in required if one.kind in _BY_KEYWORD]
-        for one in required:
-            if one.kind is inspect.Parameter.POSITIONAL_ONLY:
-                raise OptionError(
-                    f"{self.who} takes {one.name!r} as a positional-only argument; make it a keyword one"
-                )
+            raise OptionError(f"{self.who} has no readable signature ({error}); wrap it in a function") from error
+        kinds = {name: parameter.kind for name, parameter in self.signature.parameters.items()}
+        self._takes_all = inspect.Parameter.VAR_KEYWORD in kinds.values()
+        self._taken = {name for name, kind in kinds.items() if kind in _BY_KEYWORD}
 
     def check(self, columns: Collection[str], where: str = "the dataset") -> None:
         """Check that the function can be called with the additional columns of a dataset.
@@ -74,18 +65,20 @@ class FunctionReward:
         Raises:
             OptionError: a required argument is missing, or a column has the name of a built-in argument.
         """
-        for name in self._required:
-            if name not in (*ARGUMENTS, STATE) and name not in columns:
-                raise OptionError(
-                    f"{self.who} requires argument {name!r}, but {where} has no such column (available: "
-                    f"{listing(sorted(columns))}); add the column, or give the argument a default"
-                )
         for name in (*ARGUMENTS, STATE):
             if name in columns and (self._takes_all or name in self._taken):
                 raise OptionError(
                     f"{self.who} takes {name!r}, which is both a built-in argument and a column of {where}; rename "
                     "the column"
                 )
+        names = [*ARGUMENTS, STATE, *columns]
+        try:
+            self.signature.bind(**dict.fromkeys(name for name in names if self._takes_all or name in self._taken))
+        except TypeError as error:
+            raise OptionError(
+                f"{self.who}: {error}, and {where} has no such column (available by keyword: {listing(names)}); add "
+                "the column, or give the argument a default"
+            ) from error
 
     def call(self, samples: Samples) -> Any:
         """Call the function and return its result, which may be awaitable."""

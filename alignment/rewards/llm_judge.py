@@ -16,9 +16,9 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
-from alignment.config.errors import OptionError, RewardError, listing, one_line, setting
+from alignment.config.errors import OptionError, RewardError, listing, one_line
 from alignment.reporting.completions import as_text
 from alignment.rewards.callables import awaited
 from alignment.rewards.pairwise import BasePairwiseJudge
@@ -58,12 +58,37 @@ _OPENAI = "https://api.openai.com/v1"
 Text = Annotated[str, Field(min_length=1)]
 
 
+def _checked_instruction(text: str) -> str:
+    names = ("{prompt}", "{response0}", "{response1}")
+    try:
+        text.format(prompt="", response0="", response1="")
+    except (KeyError, IndexError, ValueError, AttributeError):
+        raise ValueError(f"only {listing(names)} are supported; write a literal brace as {{{{ or }}}}") from None
+    if not all(name in text for name in names[1:]):
+        raise ValueError(f"it must contain {names[1]} and {names[2]}")
+    return text
+
+
+def _checked_url(url: str) -> str:
+    """Return a base URL without a trailing slash; messages do not show it, as it may contain a secret."""
+    url = url.strip().rstrip("/")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ValueError("expected http://HOST:PORT/v1")
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise ValueError(
+            "a user name, a password or a query would be saved with the options; store an API key in the environment "
+            "variable named by api_key_env"
+        )
+    return url
+
+
 class JudgeSettings(BaseModel, strict=True, extra="forbid", allow_inf_nan=False):
     """The arguments of :class:`LLMJudge`, which are also the keys of the option ``judge``."""
 
     model: Text
-    base_url: Text = _OPENAI
-    system_prompt: Text = INSTRUCTION
+    base_url: Annotated[Text, AfterValidator(_checked_url)] = _OPENAI
+    system_prompt: Annotated[Text, AfterValidator(_checked_instruction)] = INSTRUCTION
     max_requests: PositiveInt | None = None
     both_orders: bool = True
     concurrency: PositiveInt = 8
@@ -108,9 +133,8 @@ class LLMJudge(BasePairwiseJudge):
             name, text = str(problem["loc"][0]), problem["msg"]
             if problem["type"] == "extra_forbidden" and _SECRET.search(name):
                 text = "secrets are not allowed, as options are saved; set api_key_env to the name of a variable"
-            raise OptionError(f"judge: {name}: {text}") from None
-        self.base_url = _checked_url(self.settings.base_url)
-        _check_instruction(self.settings.system_prompt)
+            raise OptionError(f"judge: {name}: {text.removeprefix('Value error, ')}") from None
+        self.base_url = self.settings.base_url
         if self.base_url == _OPENAI and not self._key:
             raise OptionError(f"judge: {self.where} needs an API key; set {self.settings.api_key_env}, or a base_url")
         try:
@@ -146,7 +170,6 @@ class LLMJudge(BasePairwiseJudge):
             api_key=self._key or "none",  # the client requires one
             base_url=self.base_url,
             timeout=timeout,
-            max_retries=self.settings.retries,
             # A redirect could send the key elsewhere.
             http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False, timeout=timeout),
         )
@@ -184,25 +207,12 @@ class LLMJudge(BasePairwiseJudge):
         return self.settings.system_prompt.format(prompt=as_text(prompt), response0=first, response1=second)
 
     def check(self, retries: int | None = None) -> None:
-        """Check that the endpoint is available and, if it supports ``/models``, that it serves the model.
+        """Ask a question to check that the endpoint is available and serves the model.
 
         Raises:
-            RewardError: it is unavailable after ``retries``, or does not serve the model.
+            RewardError: it does not answer after ``retries``, by default those of the judge.
         """
-
-        async def served() -> list[str]:
-            client = self._client if retries is None else self._client.with_options(max_retries=retries)
-            try:
-                return [str(each.id) for each in (await client.models.list()).data or ()]
-            except Exception as error:  # the client and its HTTP library have their own error classes
-                if _status(error) in (404, 405, 501) or isinstance(error, (TypeError, ValueError, AttributeError)):
-                    return []  # /models is not supported
-                raise RewardError(f"judge {self.where}: {self._failure(error)}") from None
-
-        found = self._run(served())
-        # Only trust short lists: long ones may be paginated, and names may have aliases.
-        if found and len(found) <= 8 and self.settings.model not in found:
-            raise RewardError(f"judge {self.where}: it serves {listing(found)}; set model to one of them")
+        self._run(self._answers([self._question("Name a color.", ["Blue.", "No."])], retries))
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine, unless the run has to stop. Every question takes bounded time, so this is not a hang."""
@@ -212,11 +222,16 @@ class LLMJudge(BasePairwiseJudge):
             if REQUESTS.may_cut and REQUESTS.reason is not None:
                 raise RewardError(f"judge {self.where}: not all questions were answered before the run had to stop")
 
-        return awaited(coroutine, look)
+        try:
+            return awaited(coroutine, look)
+        except RewardError as error:
+            said = str(error)
+        raise RewardError(said)  # without its cause, for which the call would be retried: the client has done that
 
-    async def _answers(self, texts: Sequence[str]) -> list[str | None]:
+    async def _answers(self, texts: Sequence[str], retries: int | None = None) -> list[str | None]:
         """Return for each text the answer; None for a refusal, and for a question that was not answered."""
-        client, settings, failures, answered = self._client, self.settings, list[str](), False
+        settings, failures, answered = self.settings, list[str](), False
+        client = self._client.with_options(max_retries=settings.retries if retries is None else retries)
         places = asyncio.Semaphore(settings.concurrency)
         bound = (settings.retries + 1) * (settings.timeout + _LONGEST_WAIT_S)  # if it sends its answer byte by byte
         body = {"max_tokens": settings.max_tokens, "temperature": 0, **settings.extra_body}
@@ -317,32 +332,3 @@ def _verdict(answer: str | None, turned: bool) -> int:
     """Parse a model's answer: 0 or 1, the other one if ``turned``, or -1 if it is missing or unreadable."""
     found = _VERDICT.match(_THOUGHTS.sub("", answer or "", count=1))
     return FAILED if found is None else int(found[1]) ^ turned
-
-
-def _check_instruction(text: str) -> None:
-    names = ("{prompt}", "{response0}", "{response1}")
-    try:
-        text.format(prompt="", response0="", response1="")
-    except (KeyError, IndexError, ValueError, AttributeError, TypeError):
-        raise OptionError(
-            f"judge: {setting('system_prompt', text)}: only {listing(names)} are supported; write a literal brace as "
-            "{{ or }}"
-        ) from None
-    if not all(name in text for name in names[1:]):
-        raise OptionError(f"judge: {setting('system_prompt', text)}: it must contain {names[1]} and {names[2]}")
-
-
-def _checked_url(url: str) -> str:
-    """Return a base URL without a trailing slash."""
-    url = url.strip().rstrip("/")
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        good = False
-    if not good or parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        raise OptionError(  # without the value, which may contain a secret
-            "judge: base_url: expected http://HOST:PORT/v1, without a user name, a password or a query, which would "
-            "be saved with the options; put an API key into the variable that api_key_env names"
-        )
-    return url

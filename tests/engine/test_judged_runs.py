@@ -58,8 +58,10 @@ def test_a_judge_with_an_endpoint(
     monkeypatch.setenv("JUDGE_KEY", KEY)
     make_model(tmp_path / "model", layers=1)
     plain = train(tmp_path / "plain", by_length)
-    spec: dict[str, Any] = {"model": "m", "api_key_env": "JUDGE_KEY", "pause": 0.01, "retries": 1}
-    troubles = iter([Answer(status=503), Answer(status=429, headers=(("Retry-After", "0.01"),)), Answer(body=b"{")])
+    spec: dict[str, Any] = {"model": "m", "api_key_env": "JUDGE_KEY", "retries": 1}
+    troubles = iter(
+        [Answer(status=503), Answer(status=429, headers=(("Retry-After", "0.01"),)), Answer("0", cut=True)]
+    )
     with serving(lambda text: next(troubles, None) or longer(text)) as server:
         asked = train(tmp_path / "asked", spec | {"base_url": server.url, "retries": 4})
         assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
@@ -68,14 +70,14 @@ def test_a_judge_with_an_endpoint(
 
     def dies(text: str) -> Answer:
         answered[0] += 1
-        return longer(text) if answered[0] <= 4 else Answer(status=500)
+        return longer(text) if answered[0] <= 5 else Answer(status=500)
 
     with serving(dies) as server:
-        with pytest.raises(RewardError, match=rf"^step 2: judge m at {server.url}: 4 of 4 .* HTTP 500, after 1 retr"):
+        with pytest.raises(RewardError, match=rf"^step 2: judge m at {server.url}: HTTP 500"):
             train(tmp_path / "dies", spec | {"base_url": server.url})
         url = server.url
     assert (tmp_path / "dies" / "out" / "checkpoint-1").is_dir()
-    with pytest.raises(RewardError, match=f"^judge m at {url}: ConnectionRefusedError"):
+    with pytest.raises(RewardError, match=f"^judge m at {url}: APIConnectionError"):
         train(tmp_path / "gone", spec | {"base_url": url})
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or KEY.encode() not in file.read_bytes(), file

@@ -12,15 +12,14 @@ import pytest
 from datasets import Dataset
 from transformers import GenerationConfig
 
-from alignment import LogCompletionsCallback, RewardConfig, WinRateCallback
+from alignment import CPOConfig, LogCompletionsCallback, RewardConfig, WinRateCallback
 from alignment.config.errors import OptionError
 from alignment.reporting.completions import CompletionTable
 from alignment.rollout.backend import Sampling
 from alignment.run.stop import Cut
 from alignment.training.sampling import answers, sampler
 from alignment.training.sampling.answers import EvaluationAnswers, shortened
-from alignment.training.sampling.sampler import completions, first_prompts, fitting
-from alignment.training.sampling.settings import of_model, sampling_of
+from alignment.training.sampling.sampler import completions, first_prompts, fitting, of_model, sampling_of
 
 
 def decode(ids: Any, clean_up_tokenization_spaces: bool = True, **more: Any) -> str:
@@ -87,6 +86,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setattr(answers.Speaker, "model", SimpleNamespace(generation_config=None))
     monkeypatch.setattr(answers, "speaker_of", lambda reference: reference and answers.Speaker(reference))
     phases = SimpleNamespace(of_evaluation=lambda: __import__("contextlib").nullcontext())
+    options = CPOConfig(str(tmp_path), num_completions_to_log=2, max_new_tokens=9, disable_tqdm=True)
     context = SimpleNamespace(
         output_dir=tmp_path,
         is_first=True,
@@ -94,14 +94,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         state=SimpleNamespace(global_step=3, eval_steps=2),
         processing_class=TOKENIZER,
         phases=phases,
-        args=SimpleNamespace(method="cpo", disable_tqdm=True),
+        args=options,
+        data=SimpleNamespace(eval={"": None}),
         run_state=SimpleNamespace(parts={}, register=lambda name, part: part),
     )
-    options = SimpleNamespace(num_completions_to_log=2, max_new_tokens=9)
     rows = data([[1, 2], [1, 3], [1, 4]])
     return SimpleNamespace(
         context=context,
-        made=lambda in_run=True: EvaluationAnswers(context, options, lambda: in_run),  # type: ignore[arg-type]
+        made=lambda in_run=True: EvaluationAnswers(context, lambda: in_run),  # type: ignore[arg-type]
         models=lambda policy, reference=None: SimpleNamespace(policy=policy, reference=reference),
         rows=rows,
         speakers=speakers,

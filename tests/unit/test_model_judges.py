@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from judge_server import Answer, sequence, serving
 
 from alignment import HfPairwiseJudge, LLMJudge, OpenAIPairwiseJudge, PairRMJudge
@@ -26,6 +24,7 @@ from alignment.rewards import callables, llm_judge
 from alignment.rewards.judges import Judge
 from alignment.rewards.llm_judge import JudgeSettings, _verdict
 from alignment.rewards.pairwise import AllTrueJudge, BaseBinaryJudge
+from alignment.run.retries import Retries
 from alignment.run.stop import Cut, StopReason, StopRequests
 
 KEY = "sk-secret-0123456789"
@@ -66,7 +65,7 @@ def test_instructions() -> None:
         own = judge(server.url, system_prompt="{{x}} {prompt}|{response0}|{response1}", concurrency=1)
         assert own.judge(["{p}"], [["{0}", "}"]]) == [0] and server.asked == ["{x} {p}|{0}|}", "{x} {p}|}|{0}"]
     for bad in ("{prompt} {response0}", "{response0} {response1} {}", "{response0} {response1} {", "{response0} {a}"):
-        with pytest.raises(OptionError, match="^judge: system_prompt="):
+        with pytest.raises(OptionError, match="^judge: system_prompt: "):
             judge("http://h/v1", system_prompt=bad)
 
 
@@ -82,15 +81,6 @@ def test_both_orders_must_agree_on_the_better_completion() -> None:
         assert judge(server.url).judge(["p"] * 2, [["a", "b"], ["c", "d"]]) == [-1, -1]
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(answers=st.lists(st.sampled_from(["0", "1", None, "x"]), min_size=6, max_size=6))
-def test_a_verdict_needs_two_equal_answers(answers: list[str | None]) -> None:
-    agreed = {("0", "1"): 0, ("1", "0"): 1}  # the second shows the completions in reverse order
-    one = judge("http://h/v1")
-    one._run = lambda coroutine: (coroutine.close(), answers)[1]  # type: ignore[method-assign]
-    assert one.judge(["p"] * 3, [["a", "b"]] * 3) == [agreed.get(p, -1) for p in zip(answers[::2], answers[1::2])]  # type: ignore[call-overload]
-
-
 def test_a_single_random_order_is_reversed_in_the_verdict() -> None:
     with serving(longer) as server:
         np.random.seed(0)
@@ -100,15 +90,6 @@ def test_a_single_random_order_is_reversed_in_the_verdict() -> None:
         del server.asked[:]
         one.judge(["p"] * 5, [["a", "bb"]] * 5, shuffle_order=False)
         assert {tuple(RESPONSES.findall(text)) for text in server.asked} == {("a", "bb")}
-
-
-def test_conversations_are_sent_as_text() -> None:
-    with serving(longer) as server:
-        prompt = [{"role": "user", "content": "Hi"}]
-        pair = [[{"role": "assistant", "content": text}] for text in ("Hello", "Oh")]
-        assert Judge(judge(server.url)).verdicts([prompt], [pair], 0, ["row 1"]) == [0]
-        assert "<prompt>\nuser: Hi\n</prompt>" in server.asked[0]
-        assert sorted(RESPONSES.findall(server.asked[0])) == ["Hello", "Oh"]
 
 
 @pytest.mark.parametrize(
@@ -198,8 +179,9 @@ def test_an_endpoint_that_answers_nothing_raises_an_error_with_its_url() -> None
             judge(server.url, concurrency=2).judge(["p"] * 10, [["a", "b"]] * 10)
         assert len(server.asked) <= 8  # the others were not sent, which would have taken their retries
         url = server.url
+    again = Retries(3, 60.0)  # are not for a judge that has retried
     with pytest.raises(RewardError, match=rf"judge m at {url}: APIConnectionError.*\(judging row 7\)"):
-        Judge(judge(url, retries=0)).verdicts(["p"], [["a", "b"]], 0, ["row 7"])
+        Judge(judge(url, retries=0), retries=again).verdicts(["p"], [["a", "b"]], 0, ["row 7"])
 
 
 @pytest.mark.parametrize("status", [302, 307, 401, 403, 404])
@@ -261,21 +243,17 @@ def test_additional_keys_of_a_request() -> None:
 
 
 def test_an_endpoint_is_checked_before_training() -> None:
-    def served(*names: str) -> Answer:
-        return Answer(body=json.dumps({"data": [{"id": name} for name in names]}).encode())
-
-    for models in (served("other"), served(*"abcdefgh"), Answer(status=401, body=b"{}")):
-        with serving(longer, models) as server, pytest.raises(RewardError, match="it serves|HTTP 401"):
+    for trouble in (Answer(status=401), Answer(status=404, body=b'{"error": {"message": "no model m"}}')):
+        with serving(sequence(trouble)) as server, pytest.raises(RewardError, match=f"HTTP {trouble.status}"):
             judge(server.url).check()
-    for fine in (None, served("m", "x"), served(), Answer(body=b"[]"), served(*"abcdefghi")):
-        with serving(longer, fine) as server:
-            judge(server.url).check()
+    with serving(sequence(Answer(status=503), Answer("anything"))) as server:
+        judge(server.url).check()
     with pytest.raises(RewardError, match="APIConnectionError"):
         judge(server.url, retries=1).check()
 
 
 def test_a_dry_run_checks_the_endpoint_once() -> None:
-    with serving(longer, Answer(body=b'{"data": []}')) as server:
+    with serving(longer) as server:
         assert Judge(judge(server.url)).looked_at() == [f"judge m at {server.url}: available"]
     (line,) = Judge(judge(server.url, retries=900)).looked_at()
     assert line.startswith(f"judge m at {server.url}: APIConn") and line.endswith("A run would stop with this error")
@@ -303,7 +281,8 @@ URL = {"model": "m", "base_url": "http://host/v1"}
         (URL | {"max_requests": 0}, "max_requests"),
         *((URL | {"base_url": url}, "base_url") for url in ("localhost:8000", "http://", "http://h:99999",
           "http://h/#a", "http://user:pass@host/v1", "http://:pass@host/v1", "http://host/v1?api_key=pass@", "ftp://host/v1")),
-        ("hf", "HfPairwiseJudge: not supported; use LLMJudge"), ("pair_rm", "PairRMJudge: not supported; use LLMJudge"),
+        ("hf", "HfPairwiseJudge: not supported; use LLMJudge"),
+        ("pair_rm", "PairRMJudge: not supported; use LLMJudge"),
         ("openai", "gpt-4-turbo-preview at https"),
     ],
 )  # fmt: skip

@@ -123,24 +123,13 @@ def test_a_judge_is_not_called_without_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
-    [
-        ([0], "returned 1 verdicts for 2 pairs, rows.jsonl, row 0 to rows.jsonl, row 1; expected one for each"),
-        (0, "returned 0 (an integer) for rows.jsonl, row 0 to rows.jsonl, row 1; expected a list of 2 verdicts"),
-        (
-            [0, 2],
-            "returned 2 (an integer) for rows.jsonl, row 1; expected 0 (the first is better), 1 (the",
-        ),
-        ([0, True], "returned true (a boolean) for rows.jsonl, row 1; expected 0"),
-        ([0.0, 1], "returned 0.0 (a number) for rows.jsonl, row 0; expected 0"),
-        ([None, 1], "returned null for rows.jsonl, row 0; expected 0"),
-        (["A", "B"], "returned 'A' (a string) for rows.jsonl, row 0; expected 0"),
-    ],
-)
-def test_invalid_verdicts(returned: Any, said: str) -> None:
-    with pytest.raises(RewardError) as caught:
+    ("returned", "place"),
+    [([0], "row 0 to"), (0, "row 0 to"), ([0, 2], "row 1;"), ([0, True], "row 1;"), ([0.0, 1], "row 0;"),
+     ([None, 1], "row 0;"), (["A", "B"], "row 0;")],
+)  # fmt: skip
+def test_invalid_verdicts(returned: Any, place: str) -> None:
+    with pytest.raises(RewardError, match=f"returned .* rows.jsonl, {place}"):
         verdicts(lambda prompts, pairs: returned, [["a", "b"], ["c", "d"]])
-    assert said in str(caught.value)
 
 
 async def _unreachable(prompts: list[str], pairs: list[list[str]]) -> list[int]:
@@ -151,34 +140,21 @@ def _typo(prompts: list[str], pairs: list[list[str]]) -> list[int]:
     raise KeyError("typo")
 
 
-@pytest.mark.parametrize(
-    ("judge", "said"),
-    [(_unreachable, "raised ConnectionError: no route"), (_typo, "raised KeyError: 'typo'")],
-)
-def test_an_exception_names_judge_line_and_rows(judge: Any, said: str) -> None:
+@pytest.mark.parametrize(("judge", "kind"), [(_unreachable, ConnectionError), (_typo, KeyError)])
+def test_an_exception_names_judge_line_and_rows(judge: Any, kind: type) -> None:
     with pytest.raises(RewardError) as caught:
         verdicts(judge, [["a", "b"], ["c", "d"]])
-    line = judge.__code__.co_firstlineno + 1
-    assert str(caught.value) == (
-        f"judge {judge.__name__!r} {said} (test_rewards_judges.py, line {line}) while judging rows.jsonl, row 0 to "
-        "rows.jsonl, row 1; fix the judge, or return -1 for pairs that it cannot judge"
+    said, line = str(caught.value), judge.__code__.co_firstlineno + 1
+    assert (
+        said.startswith(f"judge {judge.__name__!r} raised {kind.__name__}: ") and "row 0 to rows.jsonl, row 1" in said
     )
-    assert isinstance(caught.value.__cause__, (ConnectionError, KeyError))
+    assert f"(test_rewards_judges.py, line {line})" in said and isinstance(caught.value.__cause__, kind)
 
 
-@pytest.mark.parametrize(
-    ("judge", "said"),
-    [
-        (3, "judge 'int' is 3 (an integer); expected a function, or an object with a method 'judge'"),
-        (dict, "(of type type); expected a function, or an object with a method 'judge'"),
-        (lambda prompts: [], r"cannot be called with two arguments (too many positional arguments); it must take"),
-        (lambda a, b, c: [], "(missing a required argument: 'c')"),
-    ],
-)
-def test_invalid_judges(judge: Any, said: str) -> None:
-    with pytest.raises(OptionError) as caught:
+@pytest.mark.parametrize("judge", [3, dict, lambda prompts: [], lambda a, b, c: []])
+def test_invalid_judges(judge: Any) -> None:
+    with pytest.raises(OptionError, match="^judge '"):
         Judge(judge)
-    assert said in str(caught.value)
 
 
 def test_a_stop_request_is_not_a_failure_of_a_judge() -> None:

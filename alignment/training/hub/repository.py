@@ -17,21 +17,13 @@ from alignment.run.retries import Retries, is_transient
 
 @dataclass(frozen=True)
 class Repository:
-    """The destination of uploads.
+    """The destination of uploads."""
 
-    Attributes:
-        name: with its owner, once ``known``.
-        known: whether it is known to exist and to be writable.
-        token: None uses the token of the login.
-        private: whether the repository is created as private; None uses the owner's default.
-        revision: the branch; None for ``main``.
-    """
-
-    name: str
-    known: bool = False
-    token: str | None = field(default=None, repr=False)
-    private: bool | None = None
-    revision: str | None = None
+    name: str  # with its owner, once known
+    known: bool = False  # to exist and to be writable
+    token: str | None = field(default=None, repr=False)  # None uses the token of the login
+    private: bool | None = None  # None uses the owner's default
+    revision: str | None = None  # the branch; None for main
 
     @property
     def api(self) -> HfApi:
@@ -69,12 +61,7 @@ def prepared_repository(
 ) -> Repository:
     """Return the repository of the options, created (except in a dry run) and checked on the first rank; collective.
 
-    Args:
-        args: the run's options. If it resumes, an unreachable Hub is only a warning.
-        retries: retry policy if the Hub cannot be reached.
-        token: replaces ``hub_token``, if not None.
-        private: replaces ``hub_private_repo``, if not None.
-        revision: replaces ``hub_revision``, if not None.
+    Arguments that are not None replace the options. If the run resumes, an unreachable Hub is only a warning.
 
     Raises:
         OptionError: if the token is invalid, the repository is not available, or the Hub cannot be reached.

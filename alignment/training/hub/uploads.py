@@ -59,9 +59,6 @@ class Push:
     seconds: float = 0.0
     future: Future[CommitInfo] = field(default_factory=Future)
 
-    def __post_init__(self) -> None:
-        self.future.set_running_or_notify_cancel()  # it cannot be cancelled
-
 
 class Uploads(TrainerCallback):
     """Uploads checkpoints as they are saved, and models on request.
@@ -84,10 +81,6 @@ class Uploads(TrainerCallback):
         self._open: list[Push] = []  # not yet reported, oldest first
         self._queue: queue.SimpleQueue[Push] | None = None
         self._numbers, self._warned = itertools.count(1), False
-
-    def prepared(self, *given: Any) -> Repository:
-        """Return the repository of the options, or of these token, privacy and branch, ready to use; collective."""
-        return prepared_repository(self.args, self.context.retries, *given)
 
     # At each save ---------------------------------------------------------------------------------------------------
 
@@ -145,6 +138,7 @@ class Uploads(TrainerCallback):
             before_threads_end(self._at_exit)
             threading.Thread(target=self._work, args=(self._queue,), name="hub uploads", daemon=True).start()
         self.context.events("on_push_begin")
+        push.future.set_running_or_notify_cancel()  # it cannot be cancelled
         self._open.append(push)
         self._queue.put(push)
         return push.future
@@ -204,17 +198,15 @@ class Uploads(TrainerCallback):
     def push(self, folder: Path, message: str, *given: Any) -> Future[CommitInfo] | None:
         """Begin the upload of the model in a folder; return its future on the first rank, None on others. Collective.
 
-        Args:
-            folder: the output folder or another one.
-            message: message of the commit.
-            *given: arguments of :meth:`prepared`, for another repository than that of the run.
+        ``given`` are arguments of :func:`prepared_repository`, for another repository than that of the run.
 
         Raises:
             HubError: if a file cannot be read or staged.
         """
-        if self.repository is None:
-            self.repository = self.prepared(*given)
-        to = self.prepared(*given) if any(given) else self.repository
+        to = self.repository
+        if to is None or any(given):
+            to = prepared_repository(self.args, self.context.retries, *given)
+            self.repository = self.repository or to
         begun: list[Future[CommitInfo]] = []
 
         def begin() -> None:

@@ -15,8 +15,16 @@ from alignment.run.console import tell
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
 from alignment.training.method import Models
-from alignment.training.sampling.sampler import Speaker, completions, decoded, first_prompts, fitting, speaker_of
-from alignment.training.sampling.settings import of_model, sampling_of
+from alignment.training.sampling.sampler import (
+    Speaker,
+    completions,
+    decoded,
+    first_prompts,
+    fitting,
+    of_model,
+    sampling_of,
+    speaker_of,
+)
 
 _SHOWN = 160  # characters per text on the terminal
 
@@ -27,20 +35,20 @@ class EvaluationAnswers:
     The prompts are the first distinct ones of each set. Every evaluation uses the same prompts and random
     numbers, so that tables show what training changed. The reference does not change and is sampled once.
 
-    Args:
-        context: the run.
-        options: the run's options.
-        in_run: whether this run may write to the file.
+    ``in_run`` tells whether this run may write to the file. Tables are part of the run's state.
     """
 
-    def __init__(self, context: RunContext, options: SequenceOptions, in_run: Callable[[], bool]) -> None:
-        self.context, self.options, self.in_run = context, options, in_run
+    def __init__(self, context: RunContext, in_run: Callable[[], bool]) -> None:
+        self.context, self.in_run = context, in_run
         path = context.output_dir / COMPLETIONS if context.is_first else None
         self.table = CompletionTable(path, context.events.handler.callbacks)
         self._reference: dict[str, list[str]] = {}  # by key of the set
         self._told: set[str] = set()
         self._step, self._written = -1, list[str]()  # sets whose tables are written for the newest step
         self._before: set[tuple[int, str]] = set()  # the same from a checkpoint within an evaluation
+        context.run_state.register("answers", self)
+        if not context.data.eval:
+            tell("generate_during_eval: no evaluation data, so nothing is sampled")
 
     def __call__(self, models: Models, data: PreparedData, name: str) -> None:
         """Sample and write the table of one set, whose metrics have the prefix ``name``; collective.
@@ -64,7 +72,8 @@ class EvaluationAnswers:
         self._step = step
 
     def _rows(self, models: Models, data: PreparedData) -> list[dict[str, Any]]:
-        options, context = self.options, self.context
+        context, options = self.context, self.context.args
+        assert isinstance(options, SequenceOptions)
         policy, reference = Speaker(models.policy), speaker_of(models.reference)
         own = of_model(policy.model.generation_config)
         sampling = sampling_of(own, context.processing_class, options.max_new_tokens)
@@ -110,12 +119,3 @@ def shortened(text: str) -> str:
     """Return the text, or its beginning and end."""
     half = _SHOWN // 2
     return text if len(text) <= _SHOWN else f"{text[:half]} … {text[-half:]}"
-
-
-def answers_of(context: RunContext, in_run: Callable[[], bool]) -> EvaluationAnswers:
-    """Return the run's tables if enabled, registered as part of its state; see :class:`EvaluationAnswers`."""
-    options = context.args
-    assert isinstance(options, SequenceOptions) and options.generate_during_eval
-    if not context.data.eval:
-        tell("generate_during_eval: no evaluation data, so nothing is sampled")
-    return context.run_state.register("answers", EvaluationAnswers(context, options, in_run))

@@ -1,15 +1,16 @@
-"""Sample completions of policy and reference for the first prompts of a dataset, on all ranks."""
+"""Sample completions of policy and reference for the first prompts of a dataset, on all ranks; and how to sample."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
+from alignment.config.errors import OptionError
 from alignment.engines.collectives import gathered
 from alignment.engines.scoring import ScoringEngine
 from alignment.internals.peft import computing_with
@@ -18,11 +19,15 @@ from alignment.references.base import Reference
 from alignment.references.engine import EngineReference
 from alignment.rollout.backend import RolloutRequest, Sampling
 from alignment.rollout.engine import RolloutEngine
+from alignment.rollout.processors import ACCEPTED, check_generation_kwargs
 from alignment.rollout.texts import continuations
 from alignment.run.ranks import rank, world_size
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
 
+_SHAPE = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# Fields that do not affect the distribution, or are taken from the tokenizer.
+_OTHERS = "max_new_tokens transformers_version bos_token_id eos_token_id pad_token_id use_cache max_length".split()
 _ANSWERS = 4  # a separate random stream from those of training and Online DPO
 TokenIds = tuple[int, ...]
 
@@ -75,14 +80,8 @@ def completions(
 ) -> list[str]:
     """Sample a completion for each prompt; return the texts in their order, on every rank. Collective.
 
-    The same prompts, weights and ranks give the same texts. Random streams and engines stay as they are.
-
-    Args:
-        context: the run.
-        speaker: the model that generates.
-        prompts: the same on every rank; each rank processes its share.
-        sampling: see :func:`fitting`.
-        phase: the phase that time and tokens are recorded as.
+    The same prompts, weights and ranks give the same texts. Random streams and engines stay as they are. Time and
+    tokens are recorded as those of ``phase``.
 
     Raises:
         Cut: if the run was asked to stop; on every rank.
@@ -105,3 +104,45 @@ def decoded(context: RunContext, prompts: Sequence[TokenIds]) -> list[str]:
     """Decode the prompts as the model sees them, special tokens included."""
     decode = context.processing_class.decode
     return [decode(list(prompt), clean_up_tokenization_spaces=False) for prompt in prompts]
+
+
+def sampling_of(config: GenerationConfig, tokenizer: Any, max_new_tokens: int, *, draw: bool = True) -> Sampling:
+    """Return the sampling settings of a generation configuration, with ``draw`` even if it is greedy.
+
+    Unset fields have neutral values, but for ``max_new_tokens``. The tokenizer's EOS token also ends a completion.
+
+    Raises:
+        OptionError: if the configuration sets what a rollout does not support, such as beams.
+    """
+    given = config.to_diff_dict().items()
+    extra = {name: value for name, value in given if name not in (*_SHAPE, *_OTHERS)}
+    try:
+        check_generation_kwargs(extra)
+    except OptionError as error:
+        raise OptionError(str(error).replace("generation_kwargs", "generation_config", 1)) from None
+    ends = token_ids(tokenizer.eos_token_id) | token_ids(config.eos_token_id)
+    plain = Sampling(
+        max_new_tokens=config.max_new_tokens or max_new_tokens,
+        eos_token_ids=tuple(sorted(ends)),
+        pad_token_id=min(ends, default=0) if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        repetition_penalty=config.repetition_penalty or 1.0,
+        top_k=1,  # the most likely token
+        extra=extra,
+    )
+    if not (draw or config.do_sample):
+        return plain
+    top_p = 1.0 if config.top_p is None else config.top_p
+    return replace(
+        plain, temperature=config.temperature or 1.0, top_p=top_p, top_k=config.top_k or 0, min_p=config.min_p
+    )
+
+
+def of_model(config: GenerationConfig) -> GenerationConfig:
+    """Return the fields of a checkpoint's configuration that shape the distribution, without lengths and beams."""
+    values = {name: getattr(config, name, None) for name in (*_SHAPE[1:], "eos_token_id", *ACCEPTED)}
+    return GenerationConfig(**{name: value for name, value in values.items() if value is not None})
+
+
+def token_ids(value: int | Sequence[int] | None) -> set[int]:
+    """Return one id, several or none as a set."""
+    return set() if value is None else {value} if isinstance(value, int) else set(value)
