@@ -110,7 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     renamed = yaml.safe_load((ROOT / "tools" / "renamed_keys.yaml").read_text(encoding="utf-8")) or {}
     with tempfile.TemporaryDirectory(prefix="same-numbers-") as name, contextlib.ExitStack() as stack:
-        place, sides = Path(name), []
+        place = Path(name)
+        sides: list[Side] = []
         servers: dict[str, RankServer] = {}
         for side, python in ((given.base, given.base_python or sys.executable), (given.head, sys.executable)):
             if python not in servers:

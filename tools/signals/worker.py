@@ -138,7 +138,12 @@ def _follow(plan: Plan, trail: Trail) -> None:
             time.sleep(SLOW_EVENT_S)
 
     load = AutoModelForCausalLM.from_pretrained
-    AutoModelForCausalLM.from_pretrained = lambda *args, **kwargs: (hear(LOADING), load(*args, **kwargs))[1]
+
+    def loading(*args: Any, **kwargs: Any) -> Any:
+        hear(LOADING)
+        return load(*args, **kwargs)
+
+    AutoModelForCausalLM.from_pretrained = loading
     events = Events(Path(plan.output_dir), hear)
     events.follow_run()
     events.follow_files()
