@@ -143,6 +143,16 @@ def test_its_gradient_reaches_every_weight(
     assert routers == 2
 
 
+def test_every_stage_has_the_same_gradient(path: str, tmp_path: Path, plain: Outcome) -> None:
+    norms = {}
+    for stage in ("stage0", "stage2", "stage3"):
+        trainer = make_trainer(path, tmp_path / stage, router_aux_loss_coef=20.0, deepspeed=STAGES[stage])
+        norms[stage] = train(trainer)[0]["grad_norm"]
+    assert norms["stage2"] == pytest.approx(norms["stage0"], rel=1e-5)
+    assert norms["stage3"] == pytest.approx(norms["stage0"], rel=1e-5)
+    assert abs(plain[0]["grad_norm"] - norms["stage0"]) > 0.1 * norms["stage0"]
+
+
 def test_the_weight_defaults_to_that_of_the_configuration(path: str, tmp_path: Path, plain: Outcome) -> None:
     assert AutoModelForCausalLM.from_pretrained(path).config.router_aux_loss_coef == 0.001
     log, _ = train(make_trainer(path, tmp_path / "default"))
@@ -191,6 +201,18 @@ def test_padding_does_not_count(path: str) -> None:
     assert padded.scores.shape == (0,)
     dense = CompletionScorer(AutoModelForCausalLM.from_pretrained(path))
     assert float(dense(inputs(ids, ids), none, none, 0).aux_loss) == 0.0
+
+
+def test_evaluation_logs_it_too(path: str, tmp_path: Path) -> None:
+    trainer = make_trainer(path, tmp_path / "out", router_aux_loss_coef=0.5)
+    (expected,), _, _ = own_balancing_loss(path, trainer)
+    metrics = trainer.evaluate(paired_rows(ROWS))
+    plain_trainer = make_trainer(path, tmp_path / "plain", router_aux_loss_coef=0.0)
+    plain = plain_trainer.evaluate(paired_rows(ROWS))
+    trainer.close()
+    plain_trainer.close()
+    assert metrics["eval_aux_loss"] == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert metrics["eval_loss"] == pytest.approx(plain["eval_loss"] + 0.5 * metrics["eval_aux_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", [GraniteMoeConfig, Qwen2MoeConfig])

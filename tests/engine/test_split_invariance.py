@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from drivers import canned
 from helpers import make_model
 from oracle.dense import DPOOptions, solve
 from oracle.pairs import Prompt, pairs_of
@@ -133,6 +134,12 @@ def test_against_the_float64_oracle(results: dict[int, Results], name: str) -> N
             assert expected.metrics["kl"] > 0.01
 
 
+def test_labels_of_the_first_window(results: dict[int, Results]) -> None:
+    rows = results[1]["KTO-plain"]["windows"][0]
+    assert sorted(row["label"] for row in rows) == [False] * 2 + [True] * 6
+    assert len({len(row["completion_ids"]) for row in rows}) > 4
+
+
 # Online DPO: completions are those of drivers/canned.py, so the expected pairs of a window are known ---------------
 
 RANKED = {1: "OnlineDPO-ranked-stage0-1", 2: "OnlineDPO-ranked-stage3-2"}
@@ -190,6 +197,21 @@ def test_online_dpo_against_the_float64_oracle(
             assert distance(update, step.update) <= 1e-4
             assert norm(update) / norm(step.weights) >= 1e-2, "too small a step could hide an error"
             assert abs(expected["objective/kl"]) > 0.05
+
+
+def test_the_runs_cover_all_kinds_of_pairs(results: dict[int, Results]) -> None:
+    """Prompts dropped for each reason, completions with and without an end, an odd number of pairs."""
+    pairs, metrics = pairs_of(answered(results[1]["OnlineDPO-plain"]["windows"][0], 2))
+    assert len(pairs) == 5
+    assert [metrics[f"pairs/{reason}"] for reason in ("tied", "identical", "unscored")] == [1 / 8] * 3
+    ends = {pair[f"{side}_ids"][-1] == canned.EOS for pair in pairs for side in ("chosen", "rejected")}
+    assert ends == {True, False}
+    ranked = answered(results[1][RANKED[1]]["windows"][0], 3)
+    pairs, metrics = pairs_of(ranked, 0.75)
+    assert len(pairs) == 7 and metrics["rewards/ignored"] == 1 / 24 and metrics["pairs/identical"] == 1 / 8
+    chosen = {tuple(pair["chosen_ids"]) for pair in pairs}
+    assert {place for prompt in ranked for place, one in enumerate(prompt.made) if one.ids in chosen} == {0, 1, 2}
+    assert pairs_of(ranked)[0] != pairs, "the penalty has an effect"
 
 
 @pytest.mark.parametrize("name", ["sparse-stage0-1", "sparse-stage2-2", "sparse-stage3-2"])

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT
 from oracle import dense
 from torch import Tensor
@@ -150,6 +151,20 @@ def test_a_policy_equal_to_its_reference() -> None:
     assert_close(found.losses, torch.full_like(chosen, 4.0), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("options", CASES)
+def test_default_options_do_not_change_the_loss(options: dict[str, Any]) -> None:
+    """Bitwise in fp32: Online DPO's losses are not affected by smoothing or lengths."""
+    chosen, rejected, *reference = [value.detach().float() for value in inputs()]
+    chosen, rejected = chosen.requires_grad_(), rejected.requires_grad_()
+    beta, margins = options["beta"], (chosen - reference[0]) - (rejected - reference[1])
+    wanted = (margins - 1 / (2 * beta)) ** 2 if options["loss_type"] == "ipo" else -F.logsigmoid(beta * margins)
+    found = loss_of(chosen, rejected, *reference, **options)
+    assert_close(found.losses, wanted, rtol=0, atol=0)
+    gradients = (torch.autograd.grad(losses.sum(), (chosen, rejected)) for losses in (found.losses, wanted))
+    assert_close(*gradients, rtol=0, atol=0)
+    assert_close(found.rejected_rewards, beta * (rejected - reference[1]).detach(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_of_means_sees_a_pair_of_twice_the_tokens_as_the_same(name: str) -> None:
     values, options = inputs(), OPTIONS.get(name, {})
@@ -160,6 +175,14 @@ def test_a_loss_of_means_sees_a_pair_of_twice_the_tokens_as_the_same(name: str) 
     same = torch.allclose(once.losses, doubled.losses, rtol=1e-12, atol=0)
     assert same is ("lengths" in LOSSES[name].needs) is (name in ("ipo", "sigmoid_norm"))
     assert_close(doubled.chosen_rewards, 2 * once.chosen_rewards, rtol=0, atol=0)
+
+
+def test_smoothing_mixes_both_orders() -> None:
+    chosen, rejected, *reference = inputs()
+    smooth = loss_of(chosen, rejected, *reference, beta=0.3, label_smoothing=0.2).losses
+    stated = loss_of(chosen, rejected, *reference, beta=0.3).losses
+    swapped = loss_of(rejected, chosen, *reversed(reference), beta=0.3).losses
+    assert_close(smooth, 0.8 * stated + 0.2 * swapped, rtol=1e-14, atol=0)
 
 
 def test_robust_is_unbiased_under_swapped_labels() -> None:
@@ -246,3 +269,7 @@ class Further(DPOConfig):
         "steep": Loss(lambda c, r, beta, slope: (beta * slope * (r - c)).exp(), None, {"slope": NOT_NEGATIVE}),
     }
     slope: float = option(1.0, "Slope of the loss.")
+
+
+def test_online_losses_are_those_of_dpo() -> None:
+    assert set(ONLINE_LOSSES) == {"sigmoid", "ipo"} <= set(LOSSES)

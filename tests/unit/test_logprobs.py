@@ -6,6 +6,8 @@ import pytest
 import torch
 from head_problems import TRANSFORMS, dense, dense_stats, problem
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig, OPTConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -13,7 +15,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from alignment.config.errors import ModelError
 from alignment.models.checking import check_scorer
 from alignment.models.head import LogProbHead, checkpointed_logprobs, install_logprob_head
-from alignment.models.logprobs import LogitTransform, tile_length, token_logprobs
+from alignment.models.logprobs import DEFAULT_TILE_BYTES, LogitTransform, tile_length, token_logprobs
 from alignment.models.scorer import CompletionScorer
 from alignment.models.tiles import products
 
@@ -132,11 +134,37 @@ def test_no_tensor_has_half_of_the_logits(tokens: int, trained: bool) -> None:
     assert 0 < largest.elements < tokens * vocabulary // 2
 
 
+@pytest.mark.parametrize(("tokens", "width"), [(512, 8192), (1024, 4096), (4096, 4096)])
+def test_temporary_tensors_of_the_backward_pass_fit_in_tile_bytes(
+    tokens: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With products as on a GPU, for the trained bf16 head of a large model, all of them together."""
+    monkeypatch.setattr(products, "sums_wider", lambda factor: True)
+    monkeypatch.setattr(products, "mixed_product", lambda a, b, dtype: a.new_empty(len(a), b.shape[1], dtype=dtype))
+    with FakeTensorMode():
+        hidden, weight = (
+            torch.empty(rows, width, dtype=torch.bfloat16, requires_grad=True) for rows in (tokens, 128256)
+        )
+        logps, _ = token_logprobs(hidden, weight, None, torch.empty(tokens, dtype=torch.long))
+        with MemTracker() as tracker:
+            logps.sum().backward()
+    (peak,) = (found["Total"] for found in tracker.get_tracker_snapshot("peak").values())
+    lasting = 2 * weight.nbytes + 3 * hidden.nbytes  # both with gradients, and the saved Jacobian
+    assert 0 < peak - lasting <= DEFAULT_TILE_BYTES
+
+
 def test_a_rounded_product_is_written_in_blocks() -> None:
     left, right = torch.randn(700, 5, dtype=torch.bfloat16), torch.randn(5, 40, dtype=torch.bfloat16)
     out = torch.full((700, 40), torch.nan, dtype=torch.bfloat16)
     products.write_product(out, left, right, torch.float32, tile_bytes=0)
     torch.testing.assert_close(out.double(), left.double() @ right.double(), rtol=4e-3, atol=1e-6)
+
+
+def test_tile_length_respects_its_budget() -> None:
+    assert tile_length(100_000, 32000, 256 * 2**20) == 256 * 2**20 // (6 * 32000)
+    assert tile_length(100_000, 10**9, 2**20) == 256  # the minimum
+    assert tile_length(900, 512, 256 * 2**20) == 300  # a third of the rows
+    assert tile_length(0, 512, 2**20) >= 1
 
 
 COMMON = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -181,6 +209,18 @@ def test_scorer_matches_the_models_logits(name: str) -> None:
         if n in gradients:
             torch.testing.assert_close(p.grad, gradients[n], rtol=1e-7, atol=1e-9, msg=n)
     check_scorer(scorer, torch.device("cpu"))
+
+
+def test_check_detects_an_unknown_scale() -> None:
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES["cohere-scaled"])
+    for parameter in model.parameters():
+        parameter.data.mul_(5)
+    scorer = CompletionScorer(model)
+    head = model.get_output_embeddings()
+    assert isinstance(head, LogProbHead)
+    head.transform = LogitTransform()
+    with pytest.raises(ModelError, match=r"CohereForCausalLM \(cohere\) computes its logits in an unsupported way"):
+        check_scorer(scorer, torch.device("cpu"))
 
 
 def test_check_detects_nan() -> None:

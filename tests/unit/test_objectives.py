@@ -151,6 +151,12 @@ def test_kto_against_the_oracle_and_the_closed_form(options: dict[str, Any]) -> 
     assert_close(gradient, -weight * sign * beta * rate * (1 - rate) / len(labels), rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.parametrize("options", KTO_CASES)
+def test_kto_gradcheck(options: dict[str, Any]) -> None:
+    policy, reference, labels, kl = kto_inputs()
+    assert torch.autograd.gradcheck(lambda own: kto_loss(own, reference, labels, kl, **options).losses, (policy,))
+
+
 def test_apo_zero_ignores_the_kl() -> None:
     policy, reference, labels, kl = kto_inputs()
     options = kto_defaults(loss_type="apo_zero_unpaired")
@@ -236,6 +242,42 @@ def test_cpo_against_the_oracle(options: dict[str, Any]) -> None:
     assert 0 < float(accuracy) < 1
     assert float(accuracy) == metrics["rewards/accuracies"]
     assert not found.chosen_rewards.requires_grad and not found.rejected_rewards.requires_grad
+
+
+def closed_form(options: dict[str, Any], chosen: Tensor, rejected: Tensor, lengths: tuple[Tensor, Tensor]) -> Tensor:
+    """Return (2, P) derivatives of each pair's loss with respect to its two log-prob sums."""
+    beta, alpha, swapped = options["beta"], options["alpha"], options["label_smoothing"]
+    scores, slopes = [chosen, rejected], [torch.ones_like(chosen), -torch.ones_like(chosen)]
+    if options["loss_type"] in ("ipo", "simpo", "alphapo"):
+        for side, tokens in enumerate(lengths):
+            scores[side], slopes[side] = scores[side] / tokens, slopes[side] / tokens
+            if alpha:  # score (1 - exp(-alpha m)) / alpha, slope exp(-alpha m)
+                slopes[side] = slopes[side] * torch.exp(-alpha * scores[side])
+                scores[side] = (1 - torch.exp(-alpha * scores[side])) / alpha
+    gap = scores[0] - scores[1]
+    if options["loss_type"] == "hinge":
+        outer = -beta * (beta * gap < 1).double()
+    elif options["loss_type"] == "ipo":
+        outer = 2 * (gap - 1 / (2 * beta))
+    else:
+        target = 0.0 if options["loss_type"] == "sigmoid" else options["simpo_gamma"]
+        outer = beta * (torch.sigmoid(beta * gap - target) - (1 - swapped))
+    return torch.stack([outer * slope for slope in slopes])
+
+
+@pytest.mark.parametrize("options", CPO_CASES)
+def test_cpo_gradients(options: dict[str, Any]) -> None:
+    options = cpo_defaults(**options)
+    chosen, rejected, *lengths = cpo_inputs()
+
+    def losses(good: Tensor, bad: Tensor) -> Tensor:
+        return cpo_loss(good, bad, *lengths, **options).losses
+
+    found = torch.stack(torch.autograd.grad(losses(chosen, rejected).sum(), (chosen, rejected)))
+    wanted = closed_form(options, chosen.detach(), rejected.detach(), (lengths[0], lengths[1]))
+    assert_close(found, wanted, rtol=1e-9, atol=1e-13)
+    assert float(wanted.abs().max()) > 1e-3
+    assert torch.autograd.gradcheck(losses, (chosen, rejected))
 
 
 @pytest.mark.parametrize("options", CPO_CASES)

@@ -19,7 +19,10 @@ from alignment.config.registry import METHODS
 RATE = st.floats(0, 0.9, allow_subnormal=False)
 TEXT = st.text(alphabet="aé1 :#'\"\\,[{", min_size=1, max_size=6).map(lambda text: f"x{text}x")
 NAMES = st.lists(st.sampled_from(["q_proj", "k_proj", "v_proj", "1"]), min_size=2, max_size=3, unique=True)
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | RATE | TEXT, lambda inner: st.lists(inner, max_size=2))
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | RATE | st.sampled_from([1e-7, -2e20]) | TEXT,
+    lambda inner: st.lists(inner, max_size=2),
+)
 OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "learning_rate": RATE,
     "warmup_steps": st.integers(1, 9),
@@ -55,7 +58,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(options=GIVEN, method=st.sampled_from(["kto", "cpo", "dpo", "sft"]))
 def test_a_recipe_and_a_command_line_mean_the_same(options: dict[str, Any], method: str) -> None:
     made = METHODS[method](**NEEDED, **options)

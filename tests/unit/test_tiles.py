@@ -27,8 +27,9 @@ from torch import Tensor
 from alignment.config.errors import OptionError
 from alignment.engines import scoring
 from alignment.engines.scoring import checked
+from alignment.models import logprobs
 from alignment.models.logprobs import token_logprobs
-from alignment.models.tiles import choice, plain
+from alignment.models.tiles import choice, plain, products
 from alignment.models.tiles.transform import LogitTransform
 from benchmarks.passes import Passes, passes, products_as_on_a_gpu
 from tools.ranks import RankServer
@@ -60,6 +61,11 @@ def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_passes_of_torch_operations(dtype: torch.dtype, expected: tuple[float, float]) -> None:
     assert passes("torch", dtype) == expected
+
+
+def test_passes_with_a_scale_and_a_cap() -> None:
+    assert passes("torch", torch.bfloat16, transform=LogitTransform(scale=0.5)) == (12.5, 9.5)
+    assert passes("torch", torch.bfloat16, stats=False) == (7.5, 5.5)
 
 
 @needs_interpreter
@@ -169,6 +175,19 @@ def test_a_small_tile_detects_errors(broken: int) -> None:
     assert reason is not None and reason.startswith(f"{choice._OUTPUTS[broken]} of a small tile differ by")
 
 
+@pytest.mark.ci
+def test_a_vocabulary_of_262144(kernels: None) -> None:
+    given, wide, targets, upstream = inputs(torch.float32, False, 3, 262144)
+    targets[0] = 262143
+    expected = dense(*wide, targets, LogitTransform())
+    expected.backward(upstream.double())
+    found, _ = token_logprobs(*given, targets, stats=True)
+    found.backward(upstream)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(given[:2], wide[:2]):  # the fp32 product sums 262144 entries with errors up to 5e-5
+        assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < 1e-4
+
+
 ROWS_OF_EXTREMES = {
     "masked": lambda row: row.index_fill_(0, torch.arange(1, 4990, device=HERE), -INF),
     "the first block masked": lambda row: row[:4096].fill_(-INF),
@@ -231,6 +250,20 @@ def test_a_target_outside_the_vocabulary(target: int) -> None:
     torch.testing.assert_close(coefficients, expected)
 
 
+def test_strided_targets_and_biases() -> None:
+    """Like a column of a matrix, but the kernels assume contiguous entries."""
+    from alignment.models.tiles import fused
+
+    torch.manual_seed(0)
+    logits, pairs = torch.randn(4, 20, device=HERE), torch.randint(0, 20, (4, 2), device=HERE)
+    targets, bias = pairs[:, 1], torch.randn(20, 2, device=HERE)[:, 1]
+    expected = (logits + bias).log_softmax(1)
+    found = fused.measure(logits, bias, targets, LogitTransform(), False)
+    torch.testing.assert_close(found.logps, expected.gather(1, targets[:, None])[:, 0])
+    ours = fused.differentiate(logits, bias, targets, found.lse, LogitTransform(), torch.float32)
+    torch.testing.assert_close(ours, torch.nn.functional.one_hot(targets, 20) - expected.exp())
+
+
 UPSTREAM = {
     "contiguous": lambda count: torch.linspace(-1, 1, count, device=HERE),
     "expanded": lambda count: torch.full((), 0.25, device=HERE).expand(count),
@@ -257,6 +290,16 @@ def test_any_layout_and_targets_at_the_edges_of_slices(way: str, layout: str, mo
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     for ours, theirs in zip((hidden, weight, bias), wide):
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("inner", [3, 4, 5, 8, 9])
+@pytest.mark.parametrize("outer", [3, 4, 5, 8, 9])
+def test_products_in_slices_of_four(inner: int, outer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit, one below and one above, once and twice."""
+    monkeypatch.setattr(products, "_CAST_SLICE", 4)
+    left, right = torch.arange(2.0 * inner).view(2, inner), torch.arange(float(inner * outer)).view(inner, outer)
+    found = products.wide_product(left.bfloat16(), right.bfloat16(), torch.float32)
+    torch.testing.assert_close(found, left @ right, rtol=0, atol=0)
 
 
 @pytest.mark.ci
@@ -352,6 +395,13 @@ def test_kernels_only_if_requested_and_in_fp32(kernels: None) -> None:
         choice.tiles_for(torch.zeros(1))
 
 
+@needs_interpreter
+def test_kernels_on_a_cpu_need_the_interpreter(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(OptionError, match="cpu tensors require TRITON_INTERPRET=1"):
+        choice.tiles_for(torch.zeros(1))
+
+
 @pytest.mark.parametrize(
     ("version", "reason"), [(None, "ImportError|ModuleNotFoundError"), ("3.3.1", "older than 3.4")]
 )
@@ -403,3 +453,17 @@ def test_settled_in_the_dtype_of_each_model_before_its_scorer_is_checked(monkeyp
 def test_one_rank_without_kernels_is_enough(ranks: RankServer) -> None:
     done = ranks.run(DRIVERS / "tile_votes.py", nproc=2)
     assert sorted(done.stdout.split()) == ["0:False", "0:True", "1:False", "1:True"]
+
+
+def test_the_head_uses_the_selected_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the forward and the backward pass."""
+    asked: list[torch.dtype] = []
+
+    def tiles_for(hidden: Tensor) -> choice.Tiles:
+        asked.append(hidden.dtype)
+        return choice.PLAIN
+
+    monkeypatch.setattr(logprobs, "tiles_for", tiles_for)
+    hidden, weight, _, targets, upstream = problem(20, 4, 50, False)
+    token_logprobs(hidden.requires_grad_(), weight.requires_grad_(), None, targets)[0].backward(upstream)
+    assert len(asked) == 3  # two tiles, one backward pass
