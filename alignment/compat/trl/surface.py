@@ -21,7 +21,6 @@ from alignment.run.ranks import local_rank, rank, world_size
 from alignment.training.callbacks import Events, check_callbacks
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, RunData, total_steps
-from alignment.training.hub.repository import prepared_repository
 from alignment.training.hub.uploads import Uploads
 from alignment.training.method import AnyMethod
 from alignment.training.preparation import PlannedModels
