@@ -15,8 +15,7 @@ _VALUES: dict[str, dict[Any, Any]] = {
     "top_k": {None: 0, -1: 0},
     "save_total_limit": {0: None, -1: None},  # no limit
     "max_grad_norm": {None: 0.0},
-    # Padding is never counted.
-    "include_num_input_tokens_seen": {"no": False, "non_padding": True, "all": True},
+    "include_num_input_tokens_seen": {"no": False, "non_padding": True, "all": True},  # padding is never counted
     "optim": {"adamw_hf": "adamw_torch", "adamw_apex_fused": "adamw_torch_fused"},
     "fsdp": {(): None, False: None},
     "debug": {(): ""},
@@ -26,9 +25,7 @@ _VALUES: dict[str, dict[Any, Any]] = {
 @once_per_class
 def older_names(cls: Any) -> dict[str, str]:
     """Return the aliases of a class's options: older name -> name here."""
-    return {
-        alias.lstrip("-"): field.name for field in option_fields(cls) for alias in field.metadata.get("aliases", ())
-    }
+    return {alias.lstrip("-"): each.name for each in option_fields(cls) for alias in each.metadata.get("aliases", ())}
 
 
 def read_names(cls: Any, given: dict[str, Any]) -> dict[str, Any]:

@@ -59,9 +59,7 @@ class TokenFormat(TokenColumns):
         """
         found = self.find(there) is not None
         if self.demanded and not found:
-            raise DataError(
-                f"{where}: skip_prepare_dataset requires tokenized rows (input_ids); columns: {listing(there)}"
-            )
+            raise DataError(f"{where}: skip_prepare_dataset requires tokenized rows (input_ids), not {listing(there)}")
         if found and self.whole and "prompt_ids" in there:
             raise DataError(
                 f"{where}: {listing(self.ids)} are read as complete sequences, but column 'prompt_ids' suggests that "

@@ -60,8 +60,7 @@ def _found(tokenizer: RowTokenizer, source: Source, messages: list[Any], ids: li
         if start < len(head) - 1 or stop is None or (following and stop == len(ids) - 1):
             raise DataError(
                 f"{source.place}: the chat template of {tokenizer.name} does not mark the assistant's tokens, and "
-                f"renders message {number} differently if others follow; use one with {{% generation %}}, or remove "
-                "assistant_only_loss"
+                f"renders message {number} differently if others follow; use one with {{% generation %}}"
             )
         mask[start : stop + 1] = [True] * (stop + 1 - start)
     return mask
