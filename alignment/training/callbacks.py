@@ -17,13 +17,22 @@ from transformers import (
     integrations,
 )
 from transformers.integrations import (
+    INTEGRATION_TO_CALLBACK,
     TensorBoardCallback,
     WandbCallback,
     get_available_reporting_integrations,
     get_reporting_integration_callbacks,
 )
 
-from alignment.config.errors import OptionError, RewardError, TrainingError, one_line, setting
+from alignment.config.errors import (
+    OptionError,
+    RewardError,
+    TrainingError,
+    did_you_mean,
+    listing,
+    one_line,
+    setting,
+)
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import largest_numbers, on_first_rank
 from alignment.internals.transformers import callback_handler, keeps_state
@@ -64,14 +73,18 @@ def _integrations(report_to: str | list[str]) -> list[str]:
 
 
 def check_reporting(report_to: str | list[str]) -> None:
-    """Check that the packages of the integrations in ``report_to`` are installed, before anything is loaded.
+    """Check that the integrations in ``report_to`` exist and are installed, before anything is loaded.
 
     A callback that is created without its package raises, and once more when it is deleted.
 
     Raises:
         OptionError: if an integration is not available.
     """
+    known = {*INTEGRATION_TO_CALLBACK} - {"trackio"}
     for name in _integrations(report_to):
+        if name not in known:
+            near = did_you_mean(name, known) or f"; set one of {listing(sorted(known))}"
+            raise OptionError(f"{setting('report_to', name)}: unknown integration{near}")
         short, package = _PACKAGES.get(name, (name, name))
         if getattr(integrations, f"is_{short}_available")():
             continue

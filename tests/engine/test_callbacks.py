@@ -16,7 +16,6 @@ from transformers import EarlyStoppingCallback, TrainerCallback, integrations
 from transformers.integrations import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
-from alignment.config.checks import INTEGRATIONS
 from alignment.config.errors import OptionError
 from alignment.training.trainer import AlignmentTrainer
 from tools.ranks import RankServer
@@ -300,11 +299,7 @@ def test_refused_options(given: dict[str, Any], place: str, model: str, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_integrations_have_transformers_names() -> None:
-    assert set(INTEGRATIONS) == set(INTEGRATION_TO_CALLBACK) - {"trackio"}
-
-
-@pytest.mark.parametrize("name", INTEGRATIONS)
+@pytest.mark.parametrize("name", sorted({*INTEGRATION_TO_CALLBACK} - {"trackio"}))
 def test_integrations_without_their_package_are_refused_before_loading(
     name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

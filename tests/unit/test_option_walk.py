@@ -1,4 +1,4 @@
-"""Every option has an effect: it is read, or rejected, or shown here to change the resulting configuration.
+"""Every option has an effect: it is read, or shown here to change the resulting configuration.
 
 The names of all options are in ``data/options.txt``; run ``python tests/unit/test_option_walk.py`` to regenerate it.
 """
@@ -22,9 +22,8 @@ if __name__ == "__main__":
 from alignment.compat.trl.verdicts import judged_names  # noqa: E402
 from alignment.config import dtypes  # noqa: E402
 from alignment.config.errors import OptionError  # noqa: E402
-from alignment.config.fields import choices_of, hints, members, option, option_fields  # noqa: E402
+from alignment.config.fields import option  # noqa: E402
 from alignment.config.options import AlignmentConfig  # noqa: E402
-from alignment.config.refusals import refused_fields  # noqa: E402
 from alignment.config.registry import METHODS, option_names  # noqa: E402
 from alignment.methods.kto_options import KTOConfig  # noqa: E402
 from tools.documentation.option_tables import OPTIONS, option_tables, options_page  # noqa: E402
@@ -61,9 +60,6 @@ READ_INTO_OTHERS = {"gamma_beta_ratio", "use_transformers_paged", "loss_weights"
 READ_BY_LOSSES = {
     name for cls in METHODS.values() for loss in getattr(cls, "LOSSES", {}).values() for name in loss.reads
 }
-FIELDS = [
-    (cls, field) for cls in METHODS.values() for field in option_fields(cls) if field.name not in judged_names(cls)
-]
 
 
 def field_id(value: Any) -> str:
@@ -93,8 +89,8 @@ READ = attributes_read(ROOT / "alignment") | READ_BY_TRANSFORMERS | READ_INTO_OT
 
 
 def unaccounted(cls: type[AlignmentConfig]) -> set[str]:
-    """Return the fields that are neither read, rejected nor probed, and have no verdict."""
-    return own_names(cls) - READ - refused_fields() - PROBES.keys()
+    """Return the fields that are neither read nor probed, and have no verdict."""
+    return own_names(cls) - READ - PROBES.keys()
 
 
 def own_names(cls: type[AlignmentConfig]) -> set[str]:
@@ -121,21 +117,8 @@ def produced(options: AlignmentConfig) -> tuple[Any, ...]:
     return plan, warmup, options.eval_batch_size, options.resolved_bf16, options.resolved_fp16
 
 
-def another_value(field: dataclasses.Field[Any], hint: Any) -> Any:
-    """Return a value of the field's type that differs from its default."""
-    kinds, choices = members(hint), choices_of(hint)
-    if choices:
-        return next(choice for choice in choices if choice != field.default)
-    if bool in kinds and isinstance(field.default, (bool, type(None))):
-        return not field.default
-    if int in kinds or float in kinds:
-        default: Any = field.default
-        return (default or 0) + 1
-    return "else" if str in kinds else ["else"] if list in kinds else {"else": "else"}
-
-
 @pytest.mark.parametrize("cls", METHODS.values(), ids=field_id)
-def test_every_option_is_read_refused_or_probed(cls: type[AlignmentConfig]) -> None:
+def test_every_option_is_read_or_probed(cls: type[AlignmentConfig]) -> None:
     assert unaccounted(cls) == set()
 
 
@@ -155,16 +138,6 @@ def test_the_walk_detects_only_reads(tmp_path: Path) -> None:
         "args.written = 1; result.other_object; 'args.in_text'  # args.in_comment\n"
     )
     assert attributes_read(tmp_path) == {"by_name", "by_attribute", "too"}
-
-
-@pytest.mark.parametrize(("cls", "field"), FIELDS, ids=field_id)
-def test_rejected_options_are_not_read(cls: type[AlignmentConfig], field: dataclasses.Field[Any]) -> None:
-    if field.name not in refused_fields():
-        assert field.name in READ | PROBES.keys()
-        return
-    assert field.name not in READ
-    with pytest.raises(OptionError, match=f"^{field.name}="):
-        cls("out", **{field.name: another_value(field, hints(cls)[field.name])})
 
 
 PROBED = [(cls, name) for cls in METHODS.values() for name in PROBES if name in option_names(cls)]
@@ -210,7 +183,7 @@ def test_public_options_match_the_list() -> None:
 def test_documented_options_match_the_classes() -> None:
     assert OPTIONS.read_text(encoding="utf-8") == options_page(), "options changed; run `make tables`"
     shown = set(re.findall(r"^\| `(\w+)` \| ", option_tables(), re.MULTILINE))
-    assert shown == set().union(*map(own_names, METHODS.values())) - refused_fields()
+    assert shown == set().union(*map(own_names, METHODS.values()))
 
 
 if __name__ == "__main__":

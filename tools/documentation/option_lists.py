@@ -21,7 +21,6 @@ from sphinx.util.docutils import SphinxDirective
 
 from alignment.cli.help import default_text, grouped_fields, title_of
 from alignment.config.options import AlignmentConfig
-from alignment.config.refusals import refused_fields
 from alignment.config.registry import METHODS
 
 SHARED = "shared"
@@ -46,9 +45,7 @@ def groups_of(method: str) -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]
     cls = AlignmentConfig if method == SHARED else METHODS[method]
     for group, fields in grouped_fields(cls):
         if (method == SHARED) == issubclass(AlignmentConfig, group):
-            working = [field for field in fields if field.name not in refused_fields()]
-            if working:
-                yield title_of(group), working
+            yield title_of(group), fields
 
 
 def _lines(method: str) -> Iterator[str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from alignment.cli.help import default_text, grouped_fields, title_of
-from alignment.config.refusals import refused_fields
 from alignment.config.registry import METHODS
 
 OPTIONS = Path(__file__).resolve().parent.parent.parent / "docs" / "reference" / "options.md"
@@ -26,12 +25,8 @@ def options_page() -> str:
 
 
 def option_tables() -> str:
-    """Return a table for each group of options, and the list of options that are not supported yet."""
-    parts = [_table(title, fields) for title, fields in _groups()]
-    later = ", ".join(f"`{name}`" for name in sorted(refused_fields()))
-    return "\n\n".join(
-        [*parts, losses_table(), f"Not supported yet; the error names the closest alternative: {later}."]
-    )
+    """Return a table for each group of options, and that of losses."""
+    return "\n\n".join([*(_table(title, fields) for title, fields in _groups()), losses_table()])
 
 
 def losses_table() -> str:
@@ -51,14 +46,13 @@ def losses_table() -> str:
 
 
 def _groups() -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]:
-    """Yield the title and the supported fields of each group once, shared groups first."""
+    """Yield the title and the fields of each group once, shared groups first."""
     seen: set[type] = set()
     for cls in METHODS.values():
         for group, fields in grouped_fields(cls):
-            working = [field for field in fields if field.name not in refused_fields()]
-            if group not in seen and working:
+            if group not in seen:
                 seen.add(group)
-                yield title_of(group), working
+                yield title_of(group), fields
 
 
 def _table(title: str, fields: list[dataclasses.Field[Any]]) -> str:
