@@ -6,18 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from alignment.config.dtypes import requested_dtype
-from alignment.config.errors import OptionError, did_you_mean, listing, refuse, setting
-from alignment.config.fields import keywords, words
+from alignment.config.errors import OptionError, listing, refuse, setting
+from alignment.config.fields import words
 from alignment.config.options_data import check_column_map, mixture_parts, tested_parts
 from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import FOUR_BITS, LORA, REF_PLACEMENTS, changed
 
-_CHECKPOINT_ARGUMENTS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
 _NO_ADAM = ("sgd", "rmsprop", "adafactor")
 _NO_EPSILON = (*_NO_ADAM, "lion", "paged_lion")
+_FOUR_BIT_MODELS = ("load_in_4bit", "ref_load_in_4bit", "reward_load_in_4bit")
 # Options that have an effect in some situations only: when they have, and what to set.
 _EFFECTIVE: tuple[tuple[tuple[str, ...], Callable[[Any], Any], str], ...] = (
-    (("warmup_ratio", "warmup_steps"), lambda of: of.lr_scheduler_type != "constant", "constant_with_warmup"),
+    (("warmup_ratio", "warmup_steps"), lambda of: of.lr_scheduler_type != "constant", "another lr_scheduler_type"),
     (("adam_beta1", "adam_beta2"), lambda of: not of.optim.startswith(_NO_ADAM), "optim: adamw_torch"),
     (("adam_epsilon",), lambda of: not of.optim.startswith(_NO_EPSILON), "optim: adamw_torch"),
     (("greater_is_better",), lambda of: of.metric_for_best_model is not None, "metric_for_best_model"),
@@ -26,7 +26,6 @@ _EFFECTIVE: tuple[tuple[tuple[str, ...], Callable[[Any], Any], str], ...] = (
     (LORA, lambda of: of.use_peft, "use_peft: true"),
     (FOUR_BITS, lambda of: any(getattr(of, name, False) for name in _FOUR_BIT_MODELS), "load_in_4bit: true"),
 )
-_FOUR_BIT_MODELS = ("load_in_4bit", "ref_load_in_4bit", "reward_load_in_4bit")
 _NOT_EVALUATED = "requires evaluations; set eval_strategy to steps or epoch"
 _CONTRADICT = "they contradict each other; remove one of them"
 # Combinations that are refused: the options to name, when, and why.
@@ -112,10 +111,6 @@ def check_shared(options: Any) -> None:
     for group, effective, instead in _EFFECTIVE:
         if not effective(options) and (name := changed(options, group)):
             refuse(options, name, f"has no effect here; remove it, or set {instead}")
-    for key in keywords(options.gradient_checkpointing_kwargs):
-        if key not in _CHECKPOINT_ARGUMENTS:
-            known = f"{listing(_CHECKPOINT_ARGUMENTS)}{did_you_mean(key, _CHECKPOINT_ARGUMENTS)}"
-            refuse(options, "gradient_checkpointing_kwargs", f"torch has no argument {key!r}; set one of {known}")
     requested_dtype(options)
     check_column_map("column_map", options.column_map)
     if options.dataset_mixture is not None:

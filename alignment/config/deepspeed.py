@@ -177,8 +177,6 @@ def offload_device(config: dict[str, Any], section: str, stage: int, where: str)
 
 def finished(config: dict[str, Any], fixed: Fixed, situation: Situation, where: str) -> dict[str, Any]:
     """Replace "auto", and fill in ``fixed`` (dotted path to value and reason), rejecting contradictions of it."""
-    if isinstance(situation.hidden_size, bool) or situation.hidden_size < 1:
-        raise OptionError(f"hidden_size={situation.hidden_size!r}: must be a positive number in the model's config")
     values = {**_DEFAULTS, **{path: value for path, (value, _) in fixed.items()}}
     automatic = {**situation.automatic(), **values, "data_types.keep_in_fp32_modules": "auto"}  # DeepSpeed's own value
     for path in list(_autos(config)):

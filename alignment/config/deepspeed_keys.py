@@ -114,6 +114,3 @@ def check_values(config: dict[str, Any], where: str) -> None:
     for name, kind in TOP_LEVEL.items():
         if kind is not None and name in config and type(config[name]) is not kind:
             raise OptionError(f"{where}: {setting(name, config[name])}: expected {type_name(kind())}; correct it")
-    for key in ("communication_data_type", "seq_parallel_communication_data_type"):
-        if config.get(key) not in (None, "fp32", "fp16", "bf16"):
-            raise OptionError(f'{where}: {key}={config[key]!r}: set "fp32", "fp16" or "bf16"')

@@ -15,7 +15,7 @@ import json
 import os
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
@@ -34,7 +34,7 @@ from typing_extensions import TypedDict
 from alignment.config.errors import OptionError, did_you_mean, listing, setting
 
 _Type = TypeVar("_Type")
-once_per_class = functools.cache
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Marks of options.
 SHARED = "also declared by the argument classes of scripts"
@@ -47,6 +47,11 @@ Shared: TypeAlias = Annotated[_Type, SHARED]
 Late: TypeAlias = Annotated[_Type, LATE]
 Early: TypeAlias = Annotated[_Type, EARLY]
 Free: TypeAlias = Annotated[_Type, FREE]
+
+
+def once_per_class(function: _Function) -> _Function:
+    """Cache what a function returns for a class."""
+    return cast(_Function, functools.cache(function))
 
 
 def _or_list(value: Any, one: ValidatorFunctionWrapHandler) -> Any:

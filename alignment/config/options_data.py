@@ -98,7 +98,7 @@ def check_column_map(key: str, value: dict[str, str] | str | None) -> None:
     """Check a ``column_map``; ``key`` names the option in messages.
 
     Raises:
-        OptionError: a name that no method expects (the mapping may be inverted), or a column that is mapped twice.
+        OptionError: a name that no method expects, or a column that is mapped twice.
     """
     names: dict[str, str] = {}
     for name, column in keywords(value).items():

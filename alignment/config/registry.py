@@ -37,8 +37,10 @@ class Paper(NamedTuple):
 class Registry(UserDict[str, Any]):
     """A mapping from method name to options class, imported on access. Iterates over the registered names."""
 
-    # Of each registered method, ``module:Class`` of the options, whose module imports no torch, and of the trainer.
-    entries = property(lambda self: self.data, doc="The paths of the two classes of the registered methods.")
+    @property
+    def entries(self) -> dict[str, tuple[str, str]]:
+        """``module:Class`` of the options, whose module does not import torch, and of the trainer of each method."""
+        return self.data
 
     def enter(self, name: str, options: str, trainer: str) -> None:
         """Register the two classes of a method, as ``module:Class``, under ``name``."""

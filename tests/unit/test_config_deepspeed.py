@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from alignment.config.deepspeed import Situation, load_deepspeed_config, policy_config
-from alignment.config.deepspeed_keys import TOP_LEVEL, set_at, value_at
+from alignment.config.deepspeed import load_deepspeed_config, policy_config
+from alignment.config.deepspeed_keys import TOP_LEVEL, set_at
 from alignment.config.dtypes import plan_dtypes
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
-from alignment.config.options_model import REF_PLACEMENTS
-from alignment.config.options_online import REWARD_PLACEMENTS
 from alignment.engines.placement import PLACEMENTS, FrozenPlan, placement_of, plan_frozen
 from alignment.methods.kto_options import KTOConfig
 
@@ -112,20 +110,6 @@ def test_overlap_and_round_robin_need_several_ranks(name: str, world: int, overl
     assert (zero["overlap_comm"], zero.get("round_robin_gradients", False)) == (overlaps, robin)
 
 
-@pytest.mark.parametrize("path", sorted(Situation(8, 3, False).automatic()))
-@pytest.mark.parametrize("hidden", [64, 896, 8192])
-def test_every_auto_is_filled(path: str, hidden: int) -> None:
-    base: dict[str, Any] = {"zero_optimization": {"stage": 3}}
-    if "offload" in path:
-        set_at(base, path.rsplit(".", 1)[0], {"device": "cpu"})
-    set_at(base, path, "auto")
-    options = KTOConfig("out")
-    value = value_at(policy_config(options, base, plan_dtypes(options, base), 1, hidden), path)
-    assert isinstance(value, (int, bool)) and value != "auto"
-    if "bucket" in path:
-        assert min(hidden**2, 10**6) <= value <= 5 * 10**7 or path.endswith("prefetch_bucket_size")
-
-
 @pytest.mark.parametrize(
     ("hidden", "bucket", "prefetch", "live"),
     [
@@ -152,16 +136,11 @@ def test_unknown_auto() -> None:
     assert 'communication_data_type="auto"' in refused({"communication_data_type": "auto"})
 
 
-def test_deepspeeds_own_auto_is_preserved() -> None:
-    assert build({"data_types": {"keep_in_fp32_modules": "auto"}})["data_types"]["keep_in_fp32_modules"] == "auto"
-
-
 @pytest.mark.parametrize(
     ("base", "said"),
     [
         ({"train_micro_batch_size_per_gpu": 2}, ["train_micro_batch_size_per_gpu=2", "per_device_train_batch_size=8"]),
         ({"train_batch_size": 9}, ["train_batch_size=9", "per_device_train_batch_size=8", "1 ranks"]),
-        ({"gradient_clipping": 0.5}, ["gradient_clipping=0.5", "max_grad_norm=1.0"]),
         ({"bf16": {"enabled": False}}, ["bf16.enabled=False", "bf16=True"]),
         ({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}}, ["=False", "full weights"]),
         ({**OFFLOADED, "zero_force_ds_cpu_optimizer": True}, ["zero_force_ds_cpu_optimizer=True", "optim='adamw_"]),
@@ -171,12 +150,6 @@ def test_contradictions_name_both_sides(base: dict[str, Any], said: list[str]) -
     message = refused(base, bf16=True)
     for part in said:
         assert part in message
-
-
-def test_agreement_is_accepted() -> None:
-    base = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1, "bf16": {"enabled": True}}
-    assert build(base, bf16=True)["train_batch_size"] == 8
-    assert build({"steps_per_print": 5})["steps_per_print"] == 5
 
 
 def test_deepspeeds_throughput_timer_is_off_by_default() -> None:
@@ -193,14 +166,11 @@ def test_deepspeeds_throughput_timer_is_off_by_default() -> None:
         ({"zero_optimization.stage": 3}, ["zero_optimization.stage=3", "nested"]),
         ({"zero_optimisation": {"stage": 3}}, ["zero_optimisation=", "did you mean 'zero_optimization'"]),
         ({"_comment": "hello"}, ["_comment='hello'", "no such key"]),
-        ({"optimizer": {}}, ["optimizer={}", "not supported"]),
         ({"prescale_gradients": True}, ["prescale_gradients=True", "not supported"]),
         ({"zero_optimization": {"zenflow": {}}}, ["zero_optimization.zenflow={}", "not supported"]),
         ({"zero_optimization": {"stag": 3}}, ["zero_optimization.stag=3", "did you mean 'stage'"]),
         ({"zero_optimization": {"prefetch_bucket_size": 3}}, ["did you mean 'stage3_prefetch_bucket_size'"]),
         ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, ["offload_param.devise='cpu'", "'device'"]),
-        ({"data_types": {"grad_acum_dtype": "fp32"}}, ["data_types.grad_acum_dtype='fp32'", "'grad_accum_dtype'"]),
-        ({"timers": {"throughput": {"enable": True}}}, ["timers.throughput.enable=True", "'enabled'"]),
         ({"zero_optimization": 3}, ["zero_optimization=3", "expected an object"]),
         ({"zero_optimization": {"stage": True}}, ["zero_optimization.stage=True"]),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, ["offload_param", "stage=2"]),
@@ -216,20 +186,12 @@ def test_refused_keys(base: dict[str, Any], said: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("path", "value"),
-    [("zero_optimization.stage3_max_live_parameters", -1), ("fp16.initial_scale_power", "high"),
-     ("communication_data_type", "fp8")],
+    [("zero_optimization.stage3_max_live_parameters", -1), ("fp16.initial_scale_power", "high")],
 )  # fmt: skip
 def test_wrong_values(path: str, value: Any) -> None:
     base: dict[str, Any] = {"zero_optimization": {"stage": 3}}
     set_at(base, path, value)
     assert f"{path}={value!r}: " in refused(base)
-
-
-@pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
-def test_a_string_for_a_section(section: str) -> None:
-    base = {"zero_optimization": {"stage": 3, section: "cpu"}}
-    assert placement_of(base) == "sharded"
-    assert f"zero_optimization.{section}='cpu': expected an object" in refused(base)
 
 
 @pytest.mark.parametrize(
@@ -257,12 +219,6 @@ def test_placement_of_the_reference() -> None:
     assert frozen(None, {"zero_optimization": {"stage": 3}}).placement.name == "sharded"
     on_the_device = {"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}}
     assert frozen(None, on_the_device).placement.name == "sharded"
-
-
-def test_placements_are_defined_once() -> None:
-    assert set(PLACEMENTS) < set(REF_PLACEMENTS) and tuple(PLACEMENTS) == REWARD_PLACEMENTS
-    described = PLACEMENTS["sharded"].describe("2", 4)
-    assert described == "sharded (2 bytes per parameter, sharded over the devices of 4 ranks)"
 
 
 def test_messages_name_the_file(tmp_path: Path) -> None:
@@ -303,14 +259,12 @@ def test_plan(options: dict[str, Any], base: dict[str, Any], expected: tuple[str
         ({"bf16": False}, {"bf16": {"enabled": True}}, ["bf16.enabled=True", "bf16=False"]),
         ({"fp16": False}, {"fp16": {"enabled": True}}, ["fp16.enabled=True", "float32"]),
         ({}, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ["bf16.enabled=true", "fp16.enabled=True"]),
-        ({}, {"bf16": {"enabled": "yes"}}, ["bf16.enabled='yes'"]),
         ({"bf16": True}, {**STAGE2, **MASTERS}, ["bf16_master_weights_and_grads", "learning_rate=1e-06"]),
         ({"bf16": True}, MASTERS, ["bf16_master_weights_and_grads", "stage 1, 2 or 3"]),
         ({"bf16": True}, {"bf16": {"bf16_optimizer_states": True}}, ["bf16_optimizer_states"]),
         ({}, {"fp16": {"fp16_master_weights_and_grads": True}}, ["fp16_master_weights_and_grads", "CPU Adam"]),
         ({"bf16": True, "learning_rate": 1e-3}, {**OFFLOADED, **MASTERS}, ["bf16_master_weights", "offload"]),
         ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp32"}}, ['grad_accum_dtype="fp32"', "stage 0"]),
-        ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp8"}}, ['grad_accum_dtype="fp8"', '"bf16"']),
     ],
 )
 def test_refused_plans(options: dict[str, Any], base: dict[str, Any], said: list[str]) -> None:

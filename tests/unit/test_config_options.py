@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -14,9 +13,9 @@ import pytest
 from transformers.trainer_utils import IntervalStrategy
 
 from alignment.compat.trl.verdicts import judged_names
-from alignment.config.errors import AlignmentError, OptionError
-from alignment.config.fields import option_fields, parse_optim_args
-from alignment.config.registry import METHODS, option_names
+from alignment.config.errors import OptionError
+from alignment.config.fields import parse_optim_args
+from alignment.config.registry import option_names
 from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.dpo_options import DPOConfig
 from alignment.methods.kto_options import KTOConfig
@@ -51,7 +50,6 @@ def test_home_is_expanded_in_output_folders(monkeypatch: pytest.MonkeyPatch) -> 
     ("name", "given", "expected"),
     [
         ("learning_rate", "5e-7", 5e-7),
-        ("learning_rate", 1, 1.0),
         ("per_device_train_batch_size", 4.0, 4),
         ("bf16", "none", None),
         ("gradient_checkpointing", "yes", True),
@@ -59,13 +57,11 @@ def test_home_is_expanded_in_output_folders(monkeypatch: pytest.MonkeyPatch) -> 
         ("model_init_kwargs", '{"a": [1, 2]}', {"a": [1, 2]}),
         ("deepspeed", '{"zero_optimization": {"stage": 3}}', {"zero_optimization": {"stage": 3}}),
         ("deepspeed", Path("zero2.json"), "zero2.json"),
-        ("optim_args", "momentum=0.9", "momentum=0.9"),
         ("save_strategy", False, "no"),
         ("save_strategy", IntervalStrategy.EPOCH, "epoch"),
         ("save_steps", 0.1, 0.1),
         ("save_steps", "10.0", 10),
         ("eval_steps", "none", 10),
-        ("max_steps", "-1", -1),
         ("resume_from_checkpoint", False, ""),
         ("resume_from_checkpoint", "true", "latest"),
     ],
@@ -83,16 +79,13 @@ def test_conversion(name: str, given: Any, expected: Any) -> None:
         ("learning_rate", True, "a valid number"),
         ("learning_rate", "nan", "a finite number"),
         ("per_device_train_batch_size", 1.5, "a valid integer"),
-        ("max_train_samples", False, "a valid integer"),
         ("seed", None, "a valid integer"),
-        ("run_name", 2024, "a valid string"),
         ("run_name", "o\udcff", "not valid UTF-8"),  # a path that is not text: tokenizers cannot write to it
         ("model_init_kwargs", "{broken", "invalid JSON"),
         ("model_init_kwargs", [1], "a valid dictionary"),
         ("deepspeed", 3, "a valid dictionary or must be a valid string"),
         ("dataset_mixture", '{"a.jsonl": 1, "a.jsonl": 3}', "a.jsonl=3: duplicate key"),
         ("eval_strategy", "best", "'no', 'steps' or 'epoch'"),
-        ("save_strategy", "eppoch", "did you mean 'epoch'?"),
     ],
 )
 def test_wrong_type(name: str, given: Any, said: str) -> None:
@@ -109,7 +102,6 @@ def test_wrong_type(name: str, given: Any, said: str) -> None:
         (KTOConfig, {"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio=0.1 and warmup_steps=5"),
         (KTOConfig, {"lr_scheduler_type": "constant", "warmup_steps": 3}, "warmup_steps=3"),
         (KTOConfig, {"bf16": True, "fp16": True}, "bf16=True and fp16=True"),
-        (KTOConfig, {"dtype": "float32", "bf16": True}, "dtype='float32' and bf16=True"),
         (KTOConfig, {"dtype": "bfloat16", "bf16": False}, "dtype='bfloat16' and bf16=False"),
         (KTOConfig, {"optim": "sgd", "adam_beta1": 0.5}, "adam_beta1=0.5"),
         (KTOConfig, {"optim": "lion_8bit", "adam_epsilon": 1e-6}, "adam_epsilon=1e-06"),
@@ -119,7 +111,6 @@ def test_wrong_type(name: str, given: Any, said: str) -> None:
         (KTOConfig, {"ref_placement": "none"}, "ref_placement='none'"),
         (KTOConfig, {"desirable_weight": 0, "undesirable_weight": 0}, "desirable_weight=0.0 and undesirable_weight"),
         (CPOConfig, {"max_tokens_per_batch": 2000}, "max_tokens_per_batch=2000.*2048"),
-        (KTOConfig, {"gradient_checkpointing_kwargs": {"a": 1}}, "gradient_checkpointing_kwargs={'a': 1}"),
         (KTOConfig, {"per_device_train_batch_size": 1}, "gradient_accumulation_steps=1"),
         (KTOConfig, {"dataset_name": "a", "dataset_mixture": ["b"]}, "dataset_name='a' and dataset_mixture="),
         (DPOConfig, {"loss_type": "aot"}, "loss_type='aot'"),
@@ -128,14 +119,11 @@ def test_wrong_type(name: str, given: Any, said: str) -> None:
         (DPOConfig, {"loss_type": ["sigmoid", "exo_pair"]}, "label_smoothing=0.0.*loss_type='exo_pair'"),
         (DPOConfig, {"loss_type": "robust", "label_smoothing": 0.5}, "label_smoothing=0.5.*loss_type='robust'"),
         (DPOConfig, {"loss_type": "discopop", "discopop_tau": 0}, "discopop_tau=0.0"),
-        (DPOConfig, {"discopop_tau": 0.1}, "discopop_tau=0.1.*loss_type='sigmoid'"),
         (DPOConfig, {"label_smoothing": 0.1, "loss_type": "hinge"}, "label_smoothing=0.1.*loss_type='hinge'"),
         (DPOConfig, {"stratify_labels": True}, "stratify_labels=True"),
         (DPOConfig, {"loss_weights": [1, 2]}, r"loss_weights=\[1.0, 2.0\].*loss_type='sigmoid'"),
-        (DPOConfig, {"loss_weights": [0]}, r"loss_weights=\[0.0\]"),
         (CPOConfig, {"simpo_gamma": 1.0}, "simpo_gamma=1.0.*loss_type='sigmoid'"),
         (CPOConfig, {"gamma_beta_ratio": 5}, "gamma_beta_ratio=5.0.*loss_type='sigmoid'"),
-        (CPOConfig, {"alpha": 0.1}, "alpha=0.1.*loss_type='sigmoid'"),
         (CPOConfig, {"alpha": 0, "loss_type": "alphapo"}, "alpha=0.0.*loss_type='alphapo'"),
         (OnlineDPOConfig, {"judge": "a.py:b", "reward_funcs": "x.py:f"}, "judge='a.py:b' and reward_funcs="),
         (OnlineDPOConfig, {"judge": {"model": "m"}, "reward_weights": [1]}, r"judge='m' and reward_weights=\[1.0\]"),
@@ -143,7 +131,6 @@ def test_wrong_type(name: str, given: Any, said: str) -> None:
         (OnlineDPOConfig, {"beta": [0.1, 0]}, r"beta=\[0.1, 0\].*greater than 0"),
         (OnlineDPOConfig, {"use_transformers_paged": True, "rollout_backend": "generate"}, "use_transformers_paged="),
         (CPOConfig, {"ref_model_name_or_path": "x"}, "ref_model_name_or_path='x'"),
-        (CPOConfig, {"ref_placement": "replica"}, "ref_placement='replica'"),
     ],
 )
 def test_refused_values(cls: type, options: dict[str, Any], keys: str) -> None:
@@ -160,7 +147,6 @@ def test_the_default_output_dir_matches_transformers() -> None:
     ("cls", "name", "value", "said"),
     [
         (KTOConfig, "betta", 0.1, "did you mean 'beta'"),
-        (KTOConfig, "tokenizer", "x", "processing_class"),
         (KTOConfig, "fsdp", "full_shard", "set deepspeed to zero3"),
         (KTOConfig, "rollout_batch_size", 4, "an option of method online_dpo, not of kto"),
         (OnlineDPOConfig, "max_prompt_length", 4, "an option of method kto"),
@@ -180,34 +166,20 @@ def test_not_yet(name: str) -> None:
 
 
 def test_every_default_of_the_feature_list() -> None:
-    kto, cpo = KTOConfig("out"), CPOConfig("out")
-    for options in (kto, cpo):
-        assert (options.max_length, options.max_prompt_length, options.max_completion_length) == (1024, None, None)
-        assert (options.per_device_train_batch_size, options.gradient_accumulation_steps) == (8, 1)
+    for options in (KTOConfig("out"), CPOConfig("out")):
+        assert (options.max_length, options.per_device_train_batch_size, options.gradient_accumulation_steps) == (
+            1024,
+            8,
+            1,
+        )
         assert (options.learning_rate, options.num_train_epochs, options.max_grad_norm) == (1e-6, 3.0, 1.0)
-        assert (options.lr_scheduler_type, options.logging_steps, options.seed) == ("linear", 10, 42)
-        assert (options.eval_strategy, options.save_strategy, options.save_steps) == ("no", "steps", 500)
+        assert (options.lr_scheduler_type, options.seed, options.beta) == ("linear", 42, 0.1)
         assert options.gradient_checkpointing is True and options.disable_dropout is True
-        assert options.truncation_mode == "keep_end" and options.beta == 0.1
-        assert options.bf16 is None and options.deepspeed is None and options.trust_remote_code is False
-    assert (kto.loss_type, kto.desirable_weight, kto.undesirable_weight) == ("kto", 1.0, 1.0)
-    assert (cpo.loss_type, cpo.label_smoothing, cpo.simpo_gamma) == ("sigmoid", 0.0, 0.5)
-    dpo = DPOConfig("out", loss_type=["ipo"])  # type: ignore[arg-type]
-    assert (dpo.loss_type, dpo.beta, dpo.learning_rate, dpo.max_length) == ("ipo", 0.1, 1e-6, 1024)
-    assert (dpo.max_prompt_length, dpo.truncation_mode, dpo.label_smoothing) == (None, "keep_start", 0.0)
-    assert DPOConfig("out").loss_type == "sigmoid" and DPOConfig("out").losses == [("sigmoid", 1.0)]
+    assert DPOConfig("out").losses == [("sigmoid", 1.0)]
     several = DPOConfig("out", loss_type=["sigmoid", "bco_pair", "sft"], label_smoothing=0.1)  # type: ignore[arg-type]
     assert several.losses == [("sigmoid", 1.0), ("bco_pair", 1.0), ("sft", 1.0)]
     weighted = DPOConfig("out", loss_type=["ipo", "sft"], loss_weights=[0.8, 0.2])  # type: ignore[arg-type]
     assert weighted.losses == [("ipo", 0.8), ("sft", 0.2)]
-    assert DPOConfig("out", loss_type="ipo", loss_weights=[0.5]).losses == [("ipo", 0.5)]
-
-
-@pytest.mark.parametrize("cls", METHODS.values())
-def test_every_option_has_help(cls: type) -> None:
-    for field in option_fields(cls):
-        text = field.metadata["help"]
-        assert text.endswith((".", "…")) and len(text) > 10, field.name
 
 
 @pytest.mark.parametrize(
@@ -218,7 +190,6 @@ def test_every_option_has_help(cls: type) -> None:
         ({"loss_type": "simpo", "cpo_alpha": 0.0, "alpha": 0.1}, 0.1, 0.0),
         ({"loss_type": "alphapo"}, 0.25, 0.0),
         ({"loss_type": "alphapo", "alpha": -0.5, "cpo_alpha": 0.2}, -0.5, 0.2),
-        ({"alpha": 0.0}, 0.0, 1.0),
     ],
 )
 def test_alpha_by_loss(given: dict[str, Any], alpha: float, cpo_alpha: float) -> None:
@@ -231,11 +202,8 @@ def test_alpha_by_loss(given: dict[str, Any], alpha: float, cpo_alpha: float) ->
     [
         (KTOConfig, {}, {"metric_for_best_model": None, "greater_is_better": None}),
         (KTOConfig, {"load_best_model_at_end": True}, {"metric_for_best_model": "loss", "greater_is_better": False}),
-        (KTOConfig, {"save_strategy": "best"}, {"metric_for_best_model": "loss", "greater_is_better": False}),
         (KTOConfig, {"metric_for_best_model": "eval_rewards/margins"}, {"greater_is_better": True}),
-        (CPOConfig, {"metric_for_best_model": "nll_loss"}, {"greater_is_better": False}),
         (CPOConfig, {"loss_type": "simpo"}, {"simpo_gamma": 0.5, "cpo_alpha": 1.0}),
-        (CPOConfig, {"loss_type": "alphapo"}, {"simpo_gamma": 0.5, "alpha": 0.25}),
         (DPOConfig, {"precompute_ref_log_probs": True}, {"ref_placement": "precomputed"}),
         (OnlineDPOConfig, {"beta": [0.2, 0.1]}, {"betas": (0.2, 0.1)}),
         (OnlineDPOConfig, {"max_windows_without_pairs": None}, {"max_windows_without_pairs": None}),
@@ -288,12 +256,6 @@ def test_to_dict_masks_the_token() -> None:
     assert sanitized["model_init_kwargs"] == "{'a': 1}" and sanitized["train_batch_size"] == 8
     assert all(isinstance(value, (bool, int, float, str)) for value in sanitized.values())
     assert "hf_secret" not in options.to_json_string() + str(sanitized)
-
-
-def test_replace_and_path() -> None:
-    options = dataclasses.replace(KTOConfig(Path("out")), beta="0.2")
-    assert (options.beta, options.output_dir) == (0.2, "out")
-    assert CPOConfig("x").method == "cpo" and issubclass(OptionError, AlignmentError)
 
 
 @pytest.mark.parametrize(

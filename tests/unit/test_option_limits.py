@@ -48,10 +48,6 @@ ROWS: list[tuple[type, str, Any, Any]] = [
     (KTOConfig, "peer_timeout", 5, math.nextafter(5, 0)),
     (KTOConfig, "loss_spike_factor", ABOVE_ONE, 1),
     (KTOConfig, "max_length", 2, 1),
-    (KTOConfig, "max_prompt_length", 1, 0),
-    (KTOConfig, "max_completion_length", 1, 0),
-    (KTOConfig, "max_new_tokens", 1, 0),
-    (KTOConfig, "num_completions_to_log", 1, 0),
     (KTOConfig, "max_tokens_per_batch", 1024, 1023),
     (CPOConfig, "max_tokens_per_batch", 2048, 2047),
     *((cls, "beta", TINY, 0) for cls in (KTOConfig, CPOConfig, DPOConfig, OnlineDPOConfig)),
@@ -78,20 +74,6 @@ def test_the_last_value_within_a_limit_and_the_first_beyond(cls: type, name: str
     with pytest.raises(OptionError) as caught:
         cls("out", **{name: beyond}, **further)
     assert str(caught.value).startswith((f"{name}={beyond!r}", f"{name}={float(beyond)!r}"))
-
-
-@pytest.mark.parametrize(
-    ("cls", "given", "resolved"),
-    [
-        (KTOConfig, {"hang_timeout": 3600}, {"hang_timeout_first": 3600}),
-        (KTOConfig, {"hang_timeout": 60, "hang_timeout_first": 60}, {"hang_timeout_first": 60}),
-        (CPOConfig, {"loss_type": "simpo", "gamma_beta_ratio": 0}, {"simpo_gamma": 0}),
-        (CPOConfig, {"loss_type": "simpo", "gamma_beta_ratio": 0.5, "simpo_gamma": 0.05}, {"simpo_gamma": 0.05}),
-    ],
-)
-def test_values_that_follow_from_others(cls: type, given: dict[str, Any], resolved: dict[str, Any]) -> None:
-    options = cls("out", **given)
-    assert {name: getattr(options, name) for name in resolved} == resolved
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ import pytest
 import alignment
 from alignment import KTOConfig
 from alignment.config.errors import OptionError
-from alignment.config.fields import SHARED, marked, option, option_fields, validated
-from alignment.config.options import AlignmentConfig
+from alignment.config.fields import SHARED, marked, option, option_fields
 from alignment.config.registry import METHODS, option_names
 
 
@@ -136,13 +135,3 @@ def test_every_option_of_a_trainer_is_guarded(method: str) -> None:
     for name in option_names(type(options)) - still_open:
         with pytest.raises(OptionError, match=f"^{name}=.*too late to take effect after the trainer was created"):
             setattr(options, name, getattr(options, name))
-
-
-def test_values_are_validated_by_name() -> None:
-    @dataclass
-    class Part(AlignmentConfig):
-        weight: float = option(1.0, "A weight.")
-
-    assert validated(Part, {"weight": "2", "seed": 3.0}) == {"weight": 2.0, "seed": 3}
-    with pytest.raises(OptionError, match=r"^parts\[0\].weigth=2: no such key; did you mean 'weight'\?$"):
-        validated(Part, {"weigth": 2}, "parts[0].")

@@ -6,7 +6,6 @@ The names of all options are in ``data/options.txt``; run ``python tests/unit/te
 from __future__ import annotations
 
 import ast
-import dataclasses
 import difflib
 import re
 import sys
@@ -22,10 +21,8 @@ if __name__ == "__main__":
 from alignment.compat.trl.verdicts import judged_names  # noqa: E402
 from alignment.config import dtypes  # noqa: E402
 from alignment.config.errors import OptionError  # noqa: E402
-from alignment.config.fields import option  # noqa: E402
 from alignment.config.options import AlignmentConfig  # noqa: E402
 from alignment.config.registry import METHODS, option_names  # noqa: E402
-from alignment.methods.kto_options import KTOConfig  # noqa: E402
 from tools.documentation.option_tables import OPTIONS, option_tables, options_page  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "data" / "options.txt"
@@ -48,7 +45,6 @@ PROBES: dict[str, Any] = {
     "warmup_ratio": 0.1,
     "warmup_steps": 7,
 }
-APART = ("fp16", "ref_placement", "warmup_ratio")  # each excludes another of the probes
 WITH_REFERENCE = ("kto", "dpo", "online_dpo")
 # Read by transformers' DefaultFlowCallback and TrainerState; test_callbacks.py and test_intervals.py show the effect.
 READ_BY_TRANSFORMERS = {
@@ -122,24 +118,6 @@ def test_every_option_is_read_or_probed(cls: type[AlignmentConfig]) -> None:
     assert unaccounted(cls) == set()
 
 
-def test_an_unread_option_is_detected() -> None:
-    @dataclasses.dataclass(kw_only=True)
-    class Careless(KTOConfig):
-        learning_speed: float = option(1.0, "Nobody reads this.")
-
-    assert unaccounted(Careless) == {"learning_speed"}
-
-
-def test_the_walk_detects_only_reads(tmp_path: Path) -> None:
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "inner.py").write_text("options.inside_config")
-    (tmp_path / "loop.py").write_text(
-        "args.by_name; self.args.by_attribute; trainer.options.too\n"
-        "args.written = 1; result.other_object; 'args.in_text'  # args.in_comment\n"
-    )
-    assert attributes_read(tmp_path) == {"by_name", "by_attribute", "too"}
-
-
 PROBED = [(cls, name) for cls in METHODS.values() for name in PROBES if name in option_names(cls)]
 
 
@@ -156,21 +134,6 @@ def test_probed_options_change_the_result(
         return
     assert produced(cls("out", use_cpu=True)) == produced(cls("out", use_cpu=True)), "the comparison is by value"
     assert produced(cls("out", use_cpu=True, **{name: PROBES[name]})) != produced(cls("out", use_cpu=True))
-
-
-def test_values_are_passed_to_deepspeed() -> None:
-    options = KTOConfig("out", use_cpu=True, **{n: v for n, v in PROBES.items() if n not in APART})
-    plan, _, eval_batch_size, bf16, _ = produced(options)
-    reference = plan.reference.frozen
-    assert (plan.policy["gradient_clipping"], reference.ds_config["gradient_clipping"]) == (0.5, 0.0)
-    assert plan.policy["train_micro_batch_size_per_gpu"] == 3
-    assert plan.policy["gradient_accumulation_steps"] == 3
-    assert plan.policy["zero_optimization"]["stage3_max_live_parameters"] == 7
-    assert plan.policy["bf16"]["enabled"] is reference.ds_config["bf16"]["enabled"] is bf16 is True
-    assert (reference.placement.name, reference.ds_config["zero_optimization"]["stage"]) == ("sharded", 3)
-    assert plan.dtypes.compute == "bfloat16"
-    assert eval_batch_size == 3
-    assert "eval_batch_size" in READ, "the property through which per_device_eval_batch_size acts"
 
 
 def test_public_options_match_the_list() -> None:
