@@ -71,7 +71,7 @@ __all__ = [
     "__version__",
 ]
 
-_PATHS = (path for entry in METHODS.entries.values() for path in (entry.options, entry.trainer))
+_PATHS = (path for paths in METHODS.entries.values() for path in paths)
 _HOMES = {name: module for module, _, name in (path.partition(":") for path in _PATHS)}
 _HOMES["RunStopped"] = "alignment.run.stop"
 # What scripts written for TRL import besides.

@@ -102,7 +102,7 @@ DEEPSPEED = [
     deepspeed_case(
         "dotted key",
         {"zero_optimization.stage": 3},
-        "@deepspeed.json: zero_optimization.stage=3: DeepSpeed ignores dotted keys; write {",
+        "@deepspeed.json: zero_optimization.stage=3: no such key",
     ),
     deepspeed_case(
         "contradicting key",

@@ -19,22 +19,15 @@ def option(name: str, key: str, value: str, *says: str, **options: str | None) -
 
 
 JSON = [
-    deepspeed("empty", "", "@d.json, line 1: invalid JSON: Expecting value"),
+    deepspeed("empty", "", "@d.json: cannot be read (", "at line 1"),
     deepspeed("binary", bytes(range(256)), "@d.json: cannot be read ('utf-8' codec can't decode"),
-    deepspeed("nested", NESTED, "@d.json: the JSON is nested too deeply"),
-    deepspeed("NaN", '{"gradient_clipping": NaN}', "@d.json: NaN is not a JSON value"),
-    deepspeed("number of 5000 digits", '{"steps_per_print": %s}' % ("9" * 5000), "@d.json: Exceeds the limit"),
-    deepspeed("key twice", '{"bf16": 1, "bf16": 2}', "@d.json: bf16=2: duplicate key"),
+    deepspeed("nested", NESTED, "@d.json: cannot be read (recursion limit"),
+    deepspeed("NaN", '{"gradient_clipping": NaN}', "@d.json: cannot be read ("),
+    deepspeed(
+        "number of 5000 digits", '{"steps_per_print": %s}' % ("9" * 5000), "@d.json: cannot be read (number out"
+    ),
+    deepspeed("key twice", '{"bf16": 1, "bf16": 2}', "@d.json: cannot be read (bf16=2: duplicate key"),
     deepspeed("section as a number", ZERO % "2", "zero_optimization=2", "expected an object"),
-    deepspeed("stage as text", ZERO % '{"stage": "3"}', "zero_optimization.stage='3': set 0, 1, 2 or 3"),
-    deepspeed(
-        "device as text", ZERO % '{"stage": 2, "offload_optimizer": "cpu"}', "offload_optimizer='cpu': expected"
-    ),
-    deepspeed(
-        "no such device",
-        ZERO % '{"stage": 2, "offload_optimizer": {"device": "gpu"}}',
-        "device='gpu': not supported; set cpu or none",
-    ),
     deepspeed(
         "negative size", ZERO % '{"stage": 2, "reduce_bucket_size": -5}', "reduce_bucket_size=-5: Input should be gr"
     ),
@@ -45,11 +38,8 @@ JSON = [
         {"deepspeed": "@d"},
         make=folder_of("d"),
     ),
-    option("nested", "model_init_kwargs", NESTED, "model_init_kwargs=", "nested too deeply"),
+    option("nested", "model_init_kwargs", NESTED, "model_init_kwargs=", "recursion limit"),
     option("key twice", "column_map", '{"prompt": "a", "prompt": "b"}', "prompt='b': duplicate key"),
-    option(
-        "the same column twice", "column_map", '{"prompt": "a", "completion": "a"}', "'a' is mapped to both prompt and"
-    ),
     option(
         "negative weight", "dataset_mixture", '{"@data.jsonl": -1}', "weight=-1: must be greater", dataset_name=None
     ),

@@ -153,8 +153,9 @@ def check_same_run(checkpoint: Checkpoint, current: Manifest, *, anyway: bool) -
     declared = option_fields(METHODS[current.method] if current.method in METHODS.entries else AlignmentConfig)
     defaults = {one.name: one.default for one in declared}
     added = {name: value for name, value in defaults.items() if name in current.options}  # since it was written
+    unlisted = {name: value for name, value in defaults.items() if name in before.options}  # now only if it is set
     differences = [
-        *_differences({**added, **before.options}, current.options, lambda value: value),
+        *_differences({**added, **before.options}, {**unlisted, **current.options}, lambda value: value),
         *_differences(before.fingerprints, current.fingerprints, without_path),
     ]
     if current.total_steps < before.total_steps:

@@ -12,7 +12,6 @@ from alignment.compat.trl.verdicts import verdict_of
 from alignment.config.fields import option_fields
 from alignment.config.lookup import packaged_names
 from alignment.config.options import AlignmentConfig
-from alignment.config.refusals import refused_fields
 
 _USAGE = """\
 usage: {program} [RECIPE] [--method METHOD] [--OPTION VALUE ...]
@@ -67,6 +66,5 @@ def usage(program: str) -> str:
 
 
 def _entry(field: dataclasses.Field[Any]) -> str:
-    later = " (not supported yet)" if field.name in refused_fields() else ""
-    text = f"{field.metadata['help'].replace('`', '')} [{default_text(field)}]{later}"
+    text = f"{field.metadata['help'].replace('`', '')} [{default_text(field)}]"
     return textwrap.fill(text, 100, initial_indent=f"  --{field.name}".ljust(33) + " ", subsequent_indent=" " * 34)

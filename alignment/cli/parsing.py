@@ -14,13 +14,11 @@ from typing import Any, NamedTuple, NoReturn
 
 from alignment.cli.output import print_and_leave
 from alignment.cli.recipes import read_recipe
-from alignment.compat.trl.names import older_names, read_names
+from alignment.compat.trl.names import read_names
 from alignment.config import checks
-from alignment.config.counterparts import without_counterparts
-from alignment.config.errors import OptionError
+from alignment.config.errors import OptionError, setting
 from alignment.config.options import AlignmentConfig
-from alignment.config.refusals import unknown_option
-from alignment.config.registry import METHODS, option_names
+from alignment.config.registry import METHODS, check_names
 
 
 class Parser(argparse.ArgumentParser):
@@ -64,6 +62,8 @@ def parse(argv: list[str], program: str = "launch/train.py") -> AlignmentConfig:
         if os.environ.get("RANK", "0") != "0":
             raise SystemExit(0)
         print_and_leave(help_text({**METHODS, **outside}, program))
+    if "config" in given:  # as in scripts of TRL
+        raise OptionError(f"{setting('config', given['config'])}: write the recipe first, without --config")
     recipe = {} if recipe_name is None else read_recipe(recipe_name, outside.values())
     method = given.get("method", recipe.get("method"))
     if method is None:
@@ -73,12 +73,9 @@ def parse(argv: list[str], program: str = "launch/train.py") -> AlignmentConfig:
         METHODS.check(str(method))
         cls = METHODS[str(method)]
         recipe.pop("method", None), given.pop("method", None)
-        names = option_names(cls) | set(older_names(cls))
-        for name, value in (recipe | given).items():
-            if name not in names:
-                raise unknown_option(cls.method, name, value, names)
+        check_names(cls, recipe | given)
         recipe, given = read_names(cls, recipe), read_names(cls, given)
-        options = METHODS.named(cls(**(without_counterparts(cls, recipe, given) | given)), str(method))
+        options = METHODS.named(cls(**(checks.without_counterparts(recipe, given) | given)), str(method))
         checks.check_command_line(options)
     except OptionError as error:
         at_fault = str(error).partition("=")[0]

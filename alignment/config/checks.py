@@ -6,35 +6,28 @@ from collections.abc import Callable
 from typing import Any
 
 from alignment.config.dtypes import requested_dtype
-from alignment.config.errors import OptionError, did_you_mean, listing, refuse, setting
-from alignment.config.fields import keywords, words
-from alignment.config.options_data import check_mixture, tested_parts
+from alignment.config.errors import OptionError, listing, refuse, setting
+from alignment.config.fields import words
+from alignment.config.options_data import check_column_map, mixture_parts, tested_parts
 from alignment.config.options_faults import FaultOptions
-from alignment.config.options_model import REF_PLACEMENTS, check_adapters
+from alignment.config.options_model import FOUR_BITS, LORA, REF_PLACEMENTS, changed
 
-_RISING = ("linear", "constant_with_warmup")  # schedules that support DeepSpeed's logarithmic warmup
-_SCHEDULES_NEEDING: dict[str, tuple[str, ...]] = {
-    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
-    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
-    "warmup_stable_decay": ("num_decay_steps",),
-}
-_CHECKPOINT_ARGUMENTS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
-_REFERENCE_OPTIONS = words(
-    "ref_placement ref_model_name_or_path ref_model_init_kwargs ref_deepspeed ref_load_in_4bit ref_adapter_name"
-)
-_OTHERS = ("sgd", "rmsprop", "adafactor")
-# The defaults of options that some optimizers ignore, and the prefixes of these optimizers.
-_ADAM = {
-    "adam_beta1": (0.9, _OTHERS),
-    "adam_beta2": (0.999, _OTHERS),
-    "adam_epsilon": (1e-8, (*_OTHERS, "lion", "paged_lion")),
-}
-# transformers' reporting integrations, except trackio, whose callback reads its own options; a test compares the two.
-INTEGRATIONS = words(
-    "azure_ml clearml codecarbon comet_ml dagshub dvclive flyte kubeflow mlflow neptune swanlab tensorboard wandb"
+_NO_ADAM = ("sgd", "rmsprop", "adafactor")
+_NO_EPSILON = (*_NO_ADAM, "lion", "paged_lion")
+_FOUR_BIT_MODELS = ("load_in_4bit", "ref_load_in_4bit", "reward_load_in_4bit")
+# Options that have an effect in some situations only: when they have, and what to set.
+_EFFECTIVE: tuple[tuple[tuple[str, ...], Callable[[Any], Any], str], ...] = (
+    (("warmup_ratio", "warmup_steps"), lambda of: of.lr_scheduler_type != "constant", "another lr_scheduler_type"),
+    (("adam_beta1", "adam_beta2"), lambda of: not of.optim.startswith(_NO_ADAM), "optim: adamw_torch"),
+    (("adam_epsilon",), lambda of: not of.optim.startswith(_NO_EPSILON), "optim: adamw_torch"),
+    (("greater_is_better",), lambda of: of.metric_for_best_model is not None, "metric_for_best_model"),
+    (("max_bad_steps",), lambda of: of.on_bad_step == "skip", "on_bad_step: skip"),
+    (("precompute_ref_batch_size",), lambda of: of.ref_placement == "precomputed", "ref_placement: precomputed"),
+    (LORA, lambda of: of.use_peft, "use_peft: true"),
+    (FOUR_BITS, lambda of: any(getattr(of, name, False) for name in _FOUR_BIT_MODELS), "load_in_4bit: true"),
 )
 _NOT_EVALUATED = "requires evaluations; set eval_strategy to steps or epoch"
-_CONSTANT = "has no effect with lr_scheduler_type='constant'; set lr_scheduler_type to constant_with_warmup"
+_CONTRADICT = "they contradict each other; remove one of them"
 # Combinations that are refused: the options to name, when, and why.
 _REFUSED: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ("output_dir", lambda of: not of.output_dir, "cannot be empty; set a folder, or remove it to use trainer_output"),
@@ -42,60 +35,48 @@ _REFUSED: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     (
         "train_sampling_strategy stratify_labels",
         lambda of: of.train_sampling_strategy == "sequential" and of.stratify_labels,
-        "both determine the order of the rows; remove one of them",
+        _CONTRADICT,
     ),
+    ("dataset_name dataset_mixture", lambda of: of.dataset_name and of.dataset_mixture is not None, _CONTRADICT),
+    ("dataset_config dataset_mixture", lambda of: of.dataset_config and of.dataset_mixture is not None, _CONTRADICT),
     ("warmup_ratio warmup_steps", lambda of: of.warmup_ratio and of.warmup_steps, "both set it; remove one of them"),
-    ("warmup_ratio", lambda of: of.lr_scheduler_type == "constant" and of.warmup_ratio, _CONSTANT),
-    ("warmup_steps", lambda of: of.lr_scheduler_type == "constant" and of.warmup_steps, _CONSTANT),
+    ("load_in_4bit load_in_8bit", lambda of: of.load_in_4bit and of.load_in_8bit, _CONTRADICT),
     ("load_best_model_at_end", lambda of: of.load_best_model_at_end and of.eval_strategy == "no", _NOT_EVALUATED),
     ("save_strategy", lambda of: of.save_strategy == "best" and of.eval_strategy == "no", _NOT_EVALUATED),
     (
         "resume_from_checkpoint overwrite_output_dir",
         lambda of: of.overwrite_output_dir and of.resume_from_checkpoint,
-        "they contradict each other: a restart would move its own checkpoints away; remove one of them",
-    ),
-    (
-        "greater_is_better",
-        lambda of: of.greater_is_better is not None and of.metric_for_best_model is None,
-        "has no effect without metric_for_best_model; set both, or remove it",
+        "a restart would move its own checkpoints away; remove one of them",
     ),
     (
         "hang_timeout_first hang_timeout",
         lambda of: FaultOptions.hang_timeout_first != of.hang_timeout_first < of.hang_timeout,
         "the first must be at least the second, which applies to every phase; lower hang_timeout as well",
     ),
-    (
-        "retry_pause",
-        lambda of: of.retry_pause not in (0, FaultOptions.retry_pause) and not of.retries,
-        "has no effect with retries=0; remove it",
-    ),
-    (
-        "max_bad_steps",
-        lambda of: of.max_bad_steps != FaultOptions.max_bad_steps and of.on_bad_step == "stop",
-        "has no effect with on_bad_step='stop'; remove it, or set on_bad_step: skip",
-    ),
 )
+# Options that exclude each other: either one on the command line replaces the other one in a recipe.
+_COUNTERPARTS = {
+    "max_steps": "num_train_epochs", "warmup_steps": "warmup_ratio", "dtype": "bf16 fp16", "bf16": "fp16",
+    "load_in_4bit": "load_in_8bit", "dataset_mixture": "dataset_name dataset_config",
+    "train_sampling_strategy": "stratify_labels", "ref_placement": "precompute_ref_log_probs",
+    "rollout_backend": "use_transformers_paged", "resume_from_checkpoint": "overwrite_output_dir",
+    "simpo_gamma": "gamma_beta_ratio", "judge": "reward_model_path reward_funcs",
+}  # fmt: skip
+_UNSET = words("-1 none null false no off auto random") + ("",)  # values that leave the choice to the counterpart
 
 
 def resolve_reference(options: Any) -> None:
-    """Translate ``precompute_ref_log_probs`` to ``ref_placement``.
-
-    Raises:
-        OptionError: the two contradict each other.
-    """
+    """Translate ``precompute_ref_log_probs`` to ``ref_placement``. Raises :class:`OptionError` if they differ."""
     if options.precompute_ref_log_probs:
         if options.ref_placement not in (None, "precomputed"):
-            refuse(options, "precompute_ref_log_probs ref_placement", "they contradict each other; remove one of them")
+            refuse(options, "precompute_ref_log_probs ref_placement", _CONTRADICT)
         options.ref_placement = "precomputed"
 
 
 def need_reference(options: Any, method: str, *, known_rows: bool = True) -> None:
-    """Require that the placement of the reference is one that the method supports.
+    """Require that the placement of the reference is one that the method (named in messages) supports.
 
-    Args:
-        options: options of the run.
-        method: name of the method, for messages.
-        known_rows: whether the rows to score are known before training.
+    ``known_rows`` tells whether the rows to score are known before training.
     """
     impossible = {"none": "requires a reference"}
     if not known_rows:
@@ -103,8 +84,6 @@ def need_reference(options: Any, method: str, *, known_rows: bool = True) -> Non
     if why := impossible.get(options.ref_placement):
         possible = [name for name in REF_PLACEMENTS if name not in impossible]
         refuse(options, "ref_placement", f"{method} {why}; set one of {listing(possible)}")
-    if getattr(options, "precompute_ref_batch_size", None) is not None and options.ref_placement != "precomputed":
-        refuse(options, "precompute_ref_batch_size", "has no effect without ref_placement: precomputed; remove it")
 
 
 def refuse_labels(options: Any, method: str) -> None:
@@ -115,9 +94,9 @@ def refuse_labels(options: Any, method: str) -> None:
 
 def refuse_reference(options: Any, method: str) -> None:
     """Reject options about a reference model or labels for a method (named in messages) that has neither."""
-    for name in _REFERENCE_OPTIONS:
-        if getattr(options, name) not in (None, "none"):
-            refuse(options, name, f"{method} does not use a reference model; remove it")
+    for name in words("placement model_name_or_path model_init_kwargs deepspeed load_in_4bit adapter_name"):
+        if getattr(options, f"ref_{name}") not in (None, "none"):
+            refuse(options, f"ref_{name}", f"{method} does not use a reference model; remove it")
     refuse_labels(options, method)
 
 
@@ -126,28 +105,16 @@ def check_shared(options: Any) -> None:
     for names, found, why in _REFUSED:
         if found(options):
             refuse(options, names, why)
-    for name, (default, optimizers) in _ADAM.items():
-        if options.optim.startswith(optimizers) and getattr(options, name) != default:
-            optim = setting("optim", options.optim)
-            refuse(options, name, f"has no effect with {optim}; remove it, or set optim to adamw_torch")
-    for key in keywords(options.gradient_checkpointing_kwargs):
-        if key not in _CHECKPOINT_ARGUMENTS:
-            known = f"{listing(_CHECKPOINT_ARGUMENTS)}{did_you_mean(key, _CHECKPOINT_ARGUMENTS)}"
-            refuse(options, "gradient_checkpointing_kwargs", f"torch has no argument {key!r}; set one of {known}")
-    schedule, kwargs = options.lr_scheduler_type, keywords(options.lr_scheduler_kwargs)
-    needed = _SCHEDULES_NEEDING.get(schedule)
-    if needed and not set(needed) & set(kwargs):
-        refuse(options, "lr_scheduler_type", f"requires {' or '.join(needed)}; set it in lr_scheduler_kwargs")
-    if kwargs.get("warmup_type") == "log" and schedule not in _RISING:
-        instead = f"remove warmup_type, or set lr_scheduler_type to {' or '.join(_RISING)}"
-        refuse(options, "lr_scheduler_kwargs", f"{schedule} has no logarithmic warmup; {instead}")
-    for name in [options.report_to] if isinstance(options.report_to, str) else options.report_to:
-        if name not in (*INTEGRATIONS, "all", "none"):
-            known = f"{listing(INTEGRATIONS)}, all or none{did_you_mean(name, INTEGRATIONS)}"
-            raise OptionError(f"{setting('report_to', name)}: unknown integration; set one of {known}")
+    if options.adapter_name_or_path is not None and (name := changed(options, LORA)):
+        path = setting("adapter_name_or_path", options.adapter_name_or_path)
+        refuse(options, name, f"has no effect with {path}, which has its own settings; remove it")
+    for group, effective, instead in _EFFECTIVE:
+        if not effective(options) and (name := changed(options, group)):
+            refuse(options, name, f"has no effect here; remove it, or set {instead}")
     requested_dtype(options)
-    check_adapters(options)
-    check_mixture(options)
+    check_column_map("column_map", options.column_map)
+    if options.dataset_mixture is not None:
+        mixture_parts(options.dataset_mixture)
 
 
 def check_lengths(options: Any, rows_per_unit: int) -> None:
@@ -158,6 +125,23 @@ def check_lengths(options: Any, rows_per_unit: int) -> None:
     if options.max_tokens_per_batch < least:
         what, length = "a row" if rows_per_unit == 1 else "a pair", setting("max_length", options.max_length)
         refuse(options, "max_tokens_per_batch", f"too small for {what} with {length}; set at least {least}")
+
+
+def without_counterparts(recipe: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a recipe without those that options on the command line, ``given`` as texts, replace.
+
+    A value that means unset replaces nothing. An adapter replaces the settings of new adapters; without adapters, or
+    without 4-bit weights, their settings are removed.
+    """
+    texts = {name: str(value).strip().lower() for name, value in given.items()}
+    effective = {name for name, text in texts.items() if text not in _UNSET}
+    pairs = [(one, other) for one, others in _COUNTERPARTS.items() for other in others.split()]
+    replaced = {two for one, two in pairs if one in effective} | {one for one, two in pairs if two in effective}
+    if "adapter_name_or_path" in effective or texts.get("use_peft") == "false":
+        replaced |= {*LORA}
+    if texts.get("load_in_4bit") == "false" or "load_in_8bit" in effective:
+        replaced |= {*FOUR_BITS}
+    return {name: value for name, value in recipe.items() if name not in replaced}
 
 
 def check_command_line(options: Any) -> None:

@@ -7,13 +7,12 @@ determine (batch sizes, clipping, dtypes) are filled in. A file that contradicts
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from alignment.config.deepspeed_keys import check_keys, check_values, set_at, value_at, with_full_names
+from alignment.config.deepspeed_keys import check_keys, check_values, set_at, value_at
 from alignment.config.dtypes import DtypePlan, uses_cuda
 from alignment.config.errors import OptionError, did_you_mean, refuse
 from alignment.config.fields import parse_json
@@ -21,7 +20,6 @@ from alignment.config.lookup import packaged
 
 _MOST_BUCKET = 50_000_000  # elements: 100 MB in bf16
 _LEAST_BUCKET = 1_000_000
-_MEANT_BY_DEEPSPEED = frozenset({"data_types.keep_in_fp32_modules"})  # here "auto" is a value of DeepSpeed's
 _DEFAULTS = {
     "steps_per_print": 1_000_000_000,  # the training loop prints its own lines
     "wall_clock_breakdown": False,
@@ -42,44 +40,32 @@ class Situation:
     ranks: int = 1
     offloaded: bool = False  # the optimizer
 
-    @property
-    def layer(self) -> int:
-        """Approximate number of parameters of one decoder layer."""
-        return 12 * self.hidden_size**2
+    def automatic(self) -> dict[str, Any]:
+        """Return the value of "auto" for each key, by its dotted path.
 
-
-def _bucket(at: Situation) -> int:
-    return min(max(at.hidden_size**2, _LEAST_BUCKET), _MOST_BUCKET)
-
-
-def _live(at: Situation) -> int:
-    return max(3 * at.layer, _LEAST_BUCKET)
-
-
-# The value of "auto" for each key. DeepSpeed itself would use its defaults, which suit 80 GB GPUs, or fail. The values
-# here are for 24 GB GPUs and depend on the model's hidden size h: one decoder layer has about 12·h² parameters.
-_RULES: dict[str, Callable[[Situation], Any]] = {
-    f"zero_optimization.{key}": rule
-    for key, rule in {
-        "reduce_bucket_size": _bucket,
-        "allgather_bucket_size": _bucket,
-        "stage3_prefetch_bucket_size": lambda at: min(at.layer, _MOST_BUCKET),
-        "stage3_param_persistence_threshold": lambda at: 10 * at.hidden_size,
-        "stage3_max_live_parameters": _live,
-        "stage3_max_reuse_distance": _live,
-        "sub_group_size": lambda at: 100_000_000,
-        # At stage 3, weights are also fetched during the computation, with a single rank too if they are in host
-        # memory. At stage 2 and a single rank, there is nothing to overlap, at the cost of a second bucket.
-        "overlap_comm": lambda at: at.stage == 3 or (at.stage == 2 and at.ranks > 1),
-        "contiguous_gradients": lambda at: True,
-        "reduce_scatter": lambda at: True,
-        "allgather_partitions": lambda at: True,
-        # Distributes the copies to host memory over the ranks.
-        "round_robin_gradients": lambda at: at.stage == 2 and at.offloaded and at.ranks > 1,
-        "offload_param.pin_memory": lambda at: at.pin_memory,
-        "offload_optimizer.pin_memory": lambda at: at.pin_memory,
-    }.items()
-}
+        DeepSpeed itself would use its defaults, which suit 80 GB GPUs, or fail. The values here are for 24 GB GPUs and
+        depend on the model's hidden size h: one decoder layer has about 12·h² parameters.
+        """
+        layer = 12 * self.hidden_size**2
+        bucket, live = min(max(self.hidden_size**2, _LEAST_BUCKET), _MOST_BUCKET), max(3 * layer, _LEAST_BUCKET)
+        values = {
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": min(layer, _MOST_BUCKET),
+            "stage3_param_persistence_threshold": 10 * self.hidden_size,
+            "stage3_max_live_parameters": live,
+            "stage3_max_reuse_distance": live,
+            "sub_group_size": 100_000_000,
+            # At stage 3, weights are also fetched during the computation, with a single rank too if they are in host
+            # memory. At stage 2 and a single rank, there is nothing to overlap, at the cost of a second bucket.
+            "overlap_comm": self.stage == 3 or (self.stage == 2 and self.ranks > 1),
+            **dict.fromkeys(("contiguous_gradients", "reduce_scatter", "allgather_partitions"), True),
+            # Distributes the copies to host memory over the ranks.
+            "round_robin_gradients": self.stage == 2 and self.offloaded and self.ranks > 1,
+            "offload_param.pin_memory": self.pin_memory,
+            "offload_optimizer.pin_memory": self.pin_memory,
+        }
+        return {f"zero_optimization.{key}": value for key, value in values.items()}
 
 
 def _autos(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -100,11 +86,7 @@ class LoadedConfig(dict[str, Any]):
 
 
 def load_deepspeed_config(value: str | Path | dict[str, Any] | None, default: str) -> LoadedConfig:
-    """Load a DeepSpeed JSON; the returned mapping is a copy.
-
-    Args:
-        value: a path, the name of a packaged file (``zero2``, ``zero2.json``), a mapping, or None for ``default``.
-        default: the name of a packaged file.
+    """Load a DeepSpeed JSON from a path, the name of a packaged file (``default`` for None), or a mapping, by copying.
 
     Raises:
         OptionError: the file does not exist or is not valid JSON.
@@ -115,11 +97,7 @@ def load_deepspeed_config(value: str | Path | dict[str, Any] | None, default: st
     path = path if path.is_file() else packaged("ds_configs", str(path))
     try:
         config = parse_json(path.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise OptionError(f"{path}, line {error.lineno}: invalid JSON: {error.msg}; correct that line") from None
-    except OptionError as error:
-        raise OptionError(f"{path}: {error}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise OptionError(f"{path}: cannot be read ({error}); pass a JSON file") from None
     if not isinstance(config, dict):
         raise OptionError(f"{path}: expected a JSON object with DeepSpeed keys, found {type(config).__name__}")
@@ -129,14 +107,9 @@ def load_deepspeed_config(value: str | Path | dict[str, Any] | None, default: st
 def policy_config(
     options: Any, base: dict[str, Any], plan: DtypePlan, world_size: int, hidden_size: int
 ) -> dict[str, Any]:
-    """Build the JSON of the policy's engine.
+    """Build the JSON of the policy's engine from the result of :func:`load_deepspeed_config`, which is not modified.
 
-    Args:
-        options: options of the run.
-        base: result of :func:`load_deepspeed_config`; not modified.
-        plan: result of ``plan_dtypes`` for the two.
-        world_size: number of ranks.
-        hidden_size: hidden size of the model, for "auto".
+    ``plan`` is the result of ``plan_dtypes`` for the two, and ``hidden_size``, that of the model, is for "auto".
 
     Raises:
         OptionError: a key is not supported, or contradicts an option; the message names both.
@@ -165,20 +138,14 @@ def policy_config(
 
 
 def _check_optimizer_place(options: Any, offloaded: bool, stage: int, where: str) -> None:
-    """Check that the optimizer supports where the weights are, and how they are sharded.
-
-    DeepSpeed's compiled optimizers each work in one kind of memory only, and Adafactor works on full matrices.
-    """
+    """Check that the optimizer supports the memory where it runs, and for Adafactor, that matrices are whole."""
     optim, on_gpu = options.optim, uses_cuda(options)
     if optim == "adafactor" and stage > 0:
         why = f"requires full weight matrices, but {where} shards them (zero_optimization.stage={stage})"
         refuse(options, "optim", f"{why}; set deepspeed to zero0, or optim to adamw_8bit")
-    if optim == "deepspeed_cpu_adam" and not offloaded and on_gpu:
-        why = f"requires the optimizer in host memory, but {where} does not offload it"
-        refuse(options, "optim", f"{why}; set deepspeed to zero2_offload or zero3_offload, or optim to adamw_torch")
-    if optim == "deepspeed_fused_adam" and offloaded and on_gpu:
-        why = f"requires the optimizer on the GPU, but {where} offloads it to host memory"
-        refuse(options, "optim", f"{why}; set optim to adamw_torch or deepspeed_cpu_adam")
+    if on_gpu and {"deepspeed_cpu_adam": True, "deepspeed_fused_adam": False}.get(optim, offloaded) != offloaded:
+        does = "offloads the optimizer to host memory" if offloaded else "keeps the optimizer on the GPU"
+        refuse(options, "optim", f"cannot be used, as {where} {does}; set optim to adamw_torch, or another deepspeed")
 
 
 def source_of(base: dict[str, Any]) -> str:
@@ -187,10 +154,9 @@ def source_of(base: dict[str, Any]) -> str:
 
 
 def checked_copy(base: dict[str, Any], where: str) -> tuple[dict[str, Any], int]:
-    """Check the keys of a config; return a copy with full key names, and its ZeRO stage."""
+    """Check the keys of a config; return a copy of it, and its ZeRO stage."""
     config = {key: value for key, value in copy.deepcopy(dict(base)).items() if value is not None}
     check_keys(config, where)
-    with_full_names(config, where)
     stage = config.setdefault("zero_optimization", {}).setdefault("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise OptionError(f"{where}: zero_optimization.stage={stage!r}: set 0, 1, 2 or 3")
@@ -211,14 +177,13 @@ def offload_device(config: dict[str, Any], section: str, stage: int, where: str)
 
 def finished(config: dict[str, Any], fixed: Fixed, situation: Situation, where: str) -> dict[str, Any]:
     """Replace "auto", and fill in ``fixed`` (dotted path to value and reason), rejecting contradictions of it."""
-    if isinstance(situation.hidden_size, bool) or situation.hidden_size < 1:
-        raise OptionError(f"hidden_size={situation.hidden_size!r}: must be a positive number in the model's config")
     values = {**_DEFAULTS, **{path: value for path, (value, _) in fixed.items()}}
-    for path in [path for path in _autos(config) if path not in _MEANT_BY_DEEPSPEED]:
-        if path not in values and path not in _RULES:
-            near = did_you_mean(path, [*_RULES, *values])
+    automatic = {**situation.automatic(), **values, "data_types.keep_in_fp32_modules": "auto"}  # DeepSpeed's own value
+    for path in list(_autos(config)):
+        if path not in automatic:
+            near = did_you_mean(path, automatic)
             raise OptionError(f'{where}: {path}="auto": this key has no automatic value; set a value{near}')
-        set_at(config, path, values[path] if path in values else _RULES[path](situation))
+        set_at(config, path, automatic[path])
     for path, (value, reason) in fixed.items():
         found = value_at(config, path)
         # Dtypes such as "fp32" and "float32" have been checked by the dtype plan.

@@ -24,43 +24,26 @@ _AMPERE, _VOLTA = 8, 7  # major compute capabilities: the first with bf16, the f
 
 @dataclass(frozen=True)
 class DtypePlan:
-    """The dtypes of a run, by torch's names.
+    """The dtypes of a run, by torch's names."""
 
-    Attributes:
-        compute: dtype of weights and activations in forward and backward passes.
-        master: dtype of the optimizer's copy of the weights.
-        accumulate: dtype of the gradients between micro-batches.
-        ds: the corresponding sections of the DeepSpeed JSON.
-        note: a line for the user if the GPU does not support bf16 natively.
-        accumulation_is_free: whether ``accumulate`` was not requested, so that fp32 may be used if it fits.
-        source: the setting that requests ``compute``; None if it depends on the machine.
-    """
+    compute: str  # weights and activations in forward and backward passes
+    master: str  # the optimizer's copy of the weights
+    accumulate: str  # gradients between micro-batches
+    ds: dict[str, dict[str, Any]] = field(default_factory=dict)  # the corresponding sections of the DeepSpeed JSON
+    note: str | None = None  # a line for the user if the GPU does not support bf16 natively
+    accumulation_is_free: bool = False  # not requested, so that fp32 may be used if it fits
+    source: str | None = None  # the setting that requests `compute`; None if it depends on the machine
 
-    compute: str
-    master: str
-    accumulate: str
-    ds: dict[str, dict[str, Any]] = field(default_factory=dict)
-    note: str | None = None
-    accumulation_is_free: bool = False
-    source: str | None = None
-
-    @property
-    def reason(self) -> str:
-        """What a JSON contradicts that sets another dtype."""
-        return f"{self.source or 'the default'} (compute dtype {self.compute})"
+    # What a JSON contradicts that sets another dtype.
+    reason = property(lambda self: f"{self.source or 'the default'} (compute dtype {self.compute})")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that a plan is made for.
-
-    Attributes:
-        ranks: number of ranks.
-        cuda: whether each rank has a GPU, with bf16 support.
-    """
+    """The machine that a plan is made for."""
 
     ranks: int
-    cuda: bool
+    cuda: bool  # whether each rank has a GPU, with bf16 support
 
     def __str__(self) -> str:
         device = "one bf16-capable GPU each" if self.cuda else "CPUs"
@@ -103,30 +86,21 @@ def requested_dtype(options: Any) -> str | None:
     Raises:
         OptionError: the options contradict each other.
     """
-    if options.bf16 and options.fp16:
+    flags = {name: getattr(options, SHORT[name]) for name in (BF16, FP16)}
+    if all(flags.values()):
         refuse(options, "bf16 fp16", "they contradict each other; remove one of them")
     if options.dtype in (None, "auto"):
-        if options.bf16 or options.fp16:
-            return BF16 if options.bf16 else FP16
-        return FP32 if options.bf16 is False else None
-    for flag, name in (("bf16", BF16), ("fp16", FP16)):
-        value = getattr(options, flag)
-        if value is not None and value != (options.dtype == name):
+        return next((name for name in flags if flags[name]), FP32 if options.bf16 is False else None)
+    for name, flag in flags.items():
+        if flag is not None and flag != (options.dtype == name):
             both = "they contradict each other; remove one of them (master weights are in fp32 in either case)"
-            refuse(options, f"dtype {flag}", both)
+            refuse(options, f"dtype {SHORT[name]}", both)
     return str(options.dtype)
 
 
 def compute_dtype(options: Any) -> str:
     """Return the compute dtype of these options on the machine of the run, without a DeepSpeed JSON."""
-    requested = requested_dtype(options)
-    if requested is not None:
-        return requested
-    if not uses_cuda(options):
-        return FP32
-    if planned() is not None or computes_bf16():
-        return BF16
-    return FP16 if options.fp16 is not False and computes_fp16() else FP32
+    return _compute(options, {})[0]
 
 
 def computes_bf16() -> bool:
@@ -156,19 +130,14 @@ def _generation() -> int:
 
 def _note(options: Any, compute: str, asked: bool) -> str | None:
     """Return a note for the user if the GPU only emulates bf16."""
-    if planned() is not None or not uses_cuda(options) or computes_bf16():
+    if planned() is not None or not uses_cuda(options) or computes_bf16() or (asked and compute != BF16):
         return None
     import torch
 
-    name = torch.cuda.get_device_name()
+    text = f"{SHORT[compute]}: {torch.cuda.get_device_name()} does not support bf16 natively"
     if compute == BF16:
-        return f"bf16: {name} does not support bf16 natively and emulates it slowly; remove bf16 to use fp16"
-    if asked:
-        return None
-    if compute == FP32:
-        return f"fp32: {name} does not support bf16, and fp16 is disabled or slow, so this run computes in fp32"
-    scaled = "fp16 with fp32 master weights and dynamic loss scaling; set dtype: float32 or bf16: true to change this"
-    return f"fp16: {name} does not support bf16 natively, so this run computes in {scaled}"
+        return f"{text} and emulates it slowly; remove bf16 to use fp16"
+    return f"{text}, so this run computes in {SHORT[compute]}; set dtype: float32 or bf16: true to change this"
 
 
 def _refuse(key: str, value: Any, why: str) -> NoReturn:
@@ -178,8 +147,7 @@ def _refuse(key: str, value: Any, why: str) -> NoReturn:
 
 def _explicit(ds_config: dict[str, Any], path: str) -> Any:
     """Return a value of the JSON, or None if it is absent or "auto"."""
-    value = value_at(ds_config, path)
-    return None if value == "auto" else value
+    return None if (value := value_at(ds_config, path)) == "auto" else value
 
 
 def _compute(options: Any, ds_config: dict[str, Any]) -> tuple[str, str | None]:
@@ -196,9 +164,12 @@ def _compute(options: Any, ds_config: dict[str, Any]) -> tuple[str, str | None]:
         return BF16, "bf16.enabled=true"
     if fp16 and options.fp16 is not False:
         return FP16, "fp16.enabled=true"
-    compute = compute_dtype(options)
-    refused = (compute == BF16 and bf16 is False) or (compute == FP16 and fp16 is False)
-    return FP32 if refused else compute, None
+    if not uses_cuda(options):
+        return FP32, None
+    if planned() is not None or computes_bf16():
+        return FP32 if bf16 is False else BF16, None
+    allowed = options.fp16 is not False and fp16 is not False
+    return FP16 if allowed and computes_fp16() else FP32, None
 
 
 def _accumulate(compute: str, stage: Any, value: Any) -> str:
@@ -215,22 +186,17 @@ def _accumulate(compute: str, stage: Any, value: Any) -> str:
 
 def _master(compute: str, stage: Any, options: Any, ds_config: dict[str, Any]) -> str:
     """Return the dtype of the master weights: fp32, unless the JSON requests bf16 and training is possible in it."""
-    if _explicit(ds_config, "fp16.fp16_master_weights_and_grads"):
-        why = "requires DeepSpeed's CPU Adam, which is not supported yet; remove it (master weights are in fp32)"
-        _refuse("fp16.fp16_master_weights_and_grads", True, why)
     key, states = "bf16.bf16_master_weights_and_grads", _explicit(ds_config, "bf16.bf16_optimizer_states")
     if not _explicit(ds_config, key):
         if states:
             _refuse("bf16.bf16_optimizer_states", True, "requires bf16_master_weights_and_grads; remove it")
         return FP32
-    if compute != BF16 or stage == 0:
-        _refuse(key, True, "requires bf16=True and ZeRO stage 1, 2 or 3; remove it")
+    if compute != BF16 or stage == 0 or not states or _explicit(ds_config, "zero_optimization.offload_optimizer"):
+        why = "requires bf16=True, bf16_optimizer_states and ZeRO stage 1, 2 or 3 without offload_optimizer; remove it"
+        _refuse(key, True, why)
     if options.learning_rate < LEAST_RATE_FOR_BF16_MASTERS:
         rate = f"{setting('learning_rate', options.learning_rate)}, below about {LEAST_RATE_FOR_BF16_MASTERS:g}"
         _refuse(key, True, f"bf16 master weights lose updates below 2^-9 of a weight, as with {rate}; remove it")
-    if not states or _explicit(ds_config, "zero_optimization.offload_optimizer"):
-        why = "requires bf16_optimizer_states without offload_optimizer (otherwise DeepSpeed's CPU Adam); remove it"
-        _refuse(key, True, why)
     return BF16
 
 
@@ -246,11 +212,7 @@ def _check_fp16_supported(source: str) -> None:
 
 
 def plan_dtypes(options: Any, ds_config: dict[str, Any]) -> DtypePlan:
-    """Decide all dtypes of a run.
-
-    Args:
-        options: options of the run.
-        ds_config: the policy's DeepSpeed JSON as the user wrote it; not modified.
+    """Decide all dtypes of a run from its options and the policy's DeepSpeed JSON as the user wrote it.
 
     Raises:
         OptionError: options and JSON contradict each other, or training is not possible with them.
@@ -262,10 +224,7 @@ def plan_dtypes(options: Any, ds_config: dict[str, Any]) -> DtypePlan:
     master = _master(compute, stage, options, ds_config)
     given = _explicit(ds_config, "data_types.grad_accum_dtype")
     accumulate = _accumulate(compute, stage, given)
-    sections: dict[str, dict[str, Any]] = {
-        "bf16": {"enabled": compute == BF16},
-        "fp16": {"enabled": compute == FP16},
-        "data_types": {"grad_accum_dtype": SHORT[accumulate]},
-    }
+    sections: dict[str, dict[str, Any]] = {SHORT[name]: {"enabled": compute == name} for name in (BF16, FP16)}
+    sections |= {"data_types": {"grad_accum_dtype": SHORT[accumulate]}}
     note = _note(options, compute, source is not None)
     return DtypePlan(compute, master, accumulate, sections, note, given is None and master == FP32, source)

@@ -3,7 +3,7 @@
 An option is a field of a standard dataclass: a plain default, the help text in its metadata, and the rest in its
 annotation: type, range, and the marks below. transformers' ``HfArgumentParser`` reads the type and the metadata, and
 strips the rest. :func:`validated` converts values to these types: ``"5e-7"`` becomes a number, ``"true"`` a boolean, a
-JSON string a mapping. :func:`option_error` is the message of a value that cannot be converted or is out of range.
+JSON string a mapping. A range is part of the type: ``Positive`` and others are names of ``Annotated[float, Gt(0)]``.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from typing import Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
-from pydantic_core import CoreSchema, core_schema
+from annotated_types import Ge, Gt, Lt
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import from_json
 from typing_extensions import TypedDict
 
-from alignment.config.errors import OptionError, did_you_mean, listing, one_line, setting
+from alignment.config.errors import OptionError, did_you_mean, listing, setting
 
 _Type = TypeVar("_Type")
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Marks of options.
@@ -48,18 +54,18 @@ def once_per_class(function: _Function) -> _Function:
     return cast(_Function, functools.cache(function))
 
 
-class OrList:
-    """Marks a number that may also be a list of such numbers, a type that ``HfArgumentParser`` does not support."""
+def _or_list(value: Any, one: ValidatorFunctionWrapHandler) -> Any:
+    return [one(each) for each in value] if isinstance(value, list) else one(value)
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        one = handler(source)
-        return core_schema.union_schema([one, core_schema.list_schema(one)])
+
+# Marks a number that may also be a list of such numbers, a type that ``HfArgumentParser`` does not support.
+OrList = WrapValidator(_or_list)
 
 
 def _whole_or_share(value: float) -> float:
     """Return a number of steps as an integer, or a fraction of all steps as it is."""
     if value > 1 and value != int(value):
-        raise OptionError("expected an integer number of optimizer steps, or a fraction of all steps less than 1")
+        raise ValueError("must be an integer number of optimizer steps, or a fraction of all steps less than 1")
     return value if 0 < value < 1 else int(value)
 
 
@@ -107,9 +113,8 @@ def option_fields(cls: Any) -> list[dataclasses.Field[Any]]:
 def hide_shared(cls: Any) -> None:
     """Replace the :data:`Shared` fields of a dataclass by an ``InitVar`` with a default, as its subclasses inherit it.
 
-    ``dataclasses.fields`` omits it, so that ``HfArgumentParser`` does not add an argument that another class of a
-    script adds as well, but ``dataclasses.replace`` passes its value on. With such an annotation in the class itself,
-    type checkers would not know the attribute.
+    ``dataclasses.fields`` omits it, so that ``HfArgumentParser`` adds no argument that another class of a script adds,
+    but ``dataclasses.replace`` passes it on. In the class itself, it would hide the attribute from type checkers.
     """
     for name in marked(cls, SHARED):
         old = cls.__dataclass_fields__[name]
@@ -152,7 +157,7 @@ def members(hint: Any) -> tuple[Any, ...]:
     """Return the types of the values of an annotation: ``str | dict[str, Any] | None`` gives str, dict, NoneType."""
     parts = list(_parts(hint))
     kinds = [typing.get_origin(part) or part for part in parts if isinstance(part, type) or typing.get_args(part)]
-    kinds += [list for part in parts if isinstance(part, OrList)]
+    kinds += [list for part in parts if part is OrList]
     return tuple(kind for kind in kinds if kind is not str or _JSON not in parts)
 
 
@@ -172,42 +177,22 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON strictly.
-
-    Raises:
-        json.JSONDecodeError: the text is not JSON.
-        OptionError: a duplicate key, an invalid number, or values that are nested too deeply.
-    """
-    try:
-        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
-    except (json.JSONDecodeError, OptionError):
-        raise
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits
-        deep = isinstance(error, RecursionError)
-        raise OptionError("the JSON is nested too deeply; flatten it" if deep else one_line(error)) from None
+    """Parse JSON. Raises ValueError if it is invalid, or has a duplicate key, which ``json`` would accept."""
+    from_json(text, allow_inf_nan=False)  # unlike json, refuses NaN and values that are nested too deeply
+    return json.loads(text, object_pairs_hook=_unique_keys)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object's pairs as a mapping. By default, ``json`` silently drops all but the last duplicate."""
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise OptionError(f"{setting(key, value)}: duplicate key; remove one of them")
+            raise ValueError(f"{setting(key, value)}: duplicate key; remove one of them")
         result[key] = value
     return result
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise OptionError(f"{name} is not a JSON value; write a number, or remove the key")
-
-
 def validated(cls: Any, given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Return values of options of a dataclass, converted to their types.
-
-    Args:
-        cls: the dataclass.
-        given: values by name.
-        where: prefix of the names in messages.
+    """Return values of options of a dataclass, converted to their types; ``where`` is a prefix of names in messages.
 
     Raises:
         OptionError: the first unknown name or invalid value.
@@ -217,12 +202,7 @@ def validated(cls: Any, given: Mapping[str, Any], where: str = "") -> dict[str, 
     try:
         return _adapter(cls).validate_python(plain)
     except ValidationError as error:
-        raise option_error(cls, error, given, where) from None
-
-
-def convert(cls: Any, name: str, value: Any) -> Any:
-    """Return the value of an option of a dataclass, converted to its type. Raises :class:`OptionError` if invalid."""
-    return validated(cls, {name: value})[name]
+        raise _option_error(cls, error, given, where) from None
 
 
 @once_per_class
@@ -237,10 +217,8 @@ def _adapter(cls: Any) -> TypeAdapter[dict[str, Any]]:
 
 def checked_text(name: str, value: str) -> str:
     """Return a text. Raises :class:`OptionError` if it cannot be passed on, for example as a path."""
-    if "\0" in value:
-        raise OptionError(f"{setting(name, value)}: contains a NUL character; remove it")
-    if any("\ud800" <= sign <= "\udfff" for sign in value):
-        raise OptionError(f"{setting(name, value)}: is not valid UTF-8; rename it")
+    if any(sign == "\0" or "\ud800" <= sign <= "\udfff" for sign in value):
+        raise OptionError(f"{setting(name, value)}: contains a NUL character, or is not valid UTF-8; rename it")
     return value
 
 
@@ -249,92 +227,45 @@ _MISREAD = object()  # takes the place of a value that pydantic would accept, bu
 
 def _plain(name: str, value: Any, hint: Any) -> Any:
     """Return a value as pydantic reads it in the meaning that it has here."""
-    kinds = members(hint)
+    kinds, choices = members(hint), choices_of(hint)
     value = os.fspath(value) if isinstance(value, os.PathLike) else value
     value = value.value if isinstance(value, Enum) else value  # transformers' enums
-    if value is False and "no" in choices_of(hint):
+    if value is False and "no" in choices:
         return "no"  # YAML 1.1 reads a bare `no` as false
-    if isinstance(value, (bytes, set)) or (isinstance(value, bool) and bool not in kinds and {int, float} & {*kinds}):
+    if isinstance(value, bool) and bool not in kinds and {int, float} & {*kinds}:
         return _MISREAD
-    if not isinstance(value, str):
+    if not isinstance(value, str) or value in choices:
         return value
     checked_text(name, value)
-    if value in choices_of(hint):
-        return value
     if types.NoneType in kinds and str not in kinds and value.strip().lower() in ("none", "null"):
         return None
     opening = value.lstrip()[:1]
     if (dict in kinds and (opening == "{" or str not in kinds)) or (list in kinds and opening == "["):
         try:
             found = parse_json(value)
-        except json.JSONDecodeError:
-            return _MISREAD
-        except OptionError as error:
-            raise OptionError(f"{setting(name, value)}: {error}") from None
+        except ValueError as error:
+            raise OptionError(f"{setting(name, value)}: invalid JSON: {error}; correct it") from None
         return _MISREAD if isinstance(found, str) else found
     return value
 
 
-_EXPECTED = {
-    bool: "true or false", int: "an integer", float: "a number", str: "a string",
-    dict: "a mapping (JSON on the command line)", list: "a list of strings",
-}  # fmt: skip
-_LIMITS = {Ge: ("at least", "ge"), Gt: ("greater than", "gt"), Le: ("at most", "le"), Lt: ("less than", "lt")}
-
-
-def option_error(cls: Any, error: ValidationError, given: Mapping[str, Any], where: str = "") -> OptionError:
-    """Return the message of the first invalid value: name, value, and the expected type, range or nearest name.
-
-    Args:
-        cls: dataclass of the options.
-        error: what pydantic found.
-        given: values by name.
-        where: prefix of the names in messages.
-    """
+def _option_error(cls: Any, error: ValidationError, given: Mapping[str, Any], where: str) -> OptionError:
+    """Return the message of the first invalid value: name, value, and the expected type, limit or nearest name."""
     errors = error.errors(include_url=False)
-    name = str(errors[0]["loc"][0])
-    text, value = setting(where + name, given[name]), given[name]
-    fields = {field.name: field for field in option_fields(cls)}
-    if name not in fields:
-        near = did_you_mean(name, fields) or f"; expected one of {listing(fields)}"
-        return OptionError(f"{text}: no such key{near}")
-    found = {each["type"]: each for each in errors if each["loc"][0] == name}
-    limits = _range(hints(cls)[name])
-    if limits and found.keys() & {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}:
-        text = text.replace("'", "") if isinstance(value, str) else text  # from the command line
-        return OptionError(f"{text}: must be {limits}")
-    if "value_error" in found:
-        return OptionError(f"{text}: {found['value_error']['ctx']['error']}")
-    if "finite_number" in found:
-        return OptionError(f"{text}: expected a finite number")
-    return OptionError(f"{text}: {_expected(hints(cls)[name], fields[name].default, value, errors[0])}")
-
-
-def _expected(hint: Any, default: Any, value: Any, error: Any) -> str:
-    """Return what is expected instead of a value of another type, or that is none of the choices."""
-    if value is None:
-        return f"cannot be empty; remove it to use the default, {str(default)!r}"
-    if choices := choices_of(hint):
-        return f"expected one of {listing(choices)}{did_you_mean(str(value), choices)}"
-    expected = " or ".join(text for kind, text in _EXPECTED.items() if kind in members(hint))
-    expected = expected.replace("strings", "numbers") if "list[float]" in str(hint) else expected
-    if not expected or not error["type"].endswith(("_type", "_parsing", "_parsing_size", "_from_float")):
-        return " ".join(error["msg"].split())  # of a type or constraint of a script
-    return f"expected {expected}{'; remove it to unset it' if default is None else f', such as {str(default)!r}'}"
-
-
-def _range(hint: Any) -> str:
-    """Return the range of a number: ``at least 0 and less than 1``."""
-    limits = [(*_LIMITS[type(part)], part) for part in _parts(hint) if type(part) in _LIMITS]
-    return " and ".join(f"{text} {getattr(part, name)}" for text, name, part in limits)
+    name, names = str(errors[0]["loc"][0]), [field.name for field in option_fields(cls)]
+    text = setting(where + name, given[name])
+    if name not in names:
+        return OptionError(f"{text}: no such key{did_you_mean(name, names) or f'; expected one of {listing(names)}'}")
+    texts = [each["msg"].removeprefix("Value error, ") for each in errors if each["loc"][0] == name]
+    reasons = dict.fromkeys(" ".join(each.replace("Input should", "must").split()) for each in texts)
+    near = did_you_mean(str(given[name]), choices_of(hints(cls)[name]))
+    return OptionError(f"{text}: {' or '.join(reasons)}{near}")
 
 
 def parse_optim_args(value: str | dict[str, Any] | None) -> dict[str, Any]:
-    """Parse further arguments of the optimizer.
+    """Parse further arguments of the optimizer: a mapping, or ``"key=value,key=value"`` with Python's literals.
 
-    Args:
-        value: a mapping, ``"key=value,key=value"`` with Python's literals, unquoted words, ``true``, ``false`` and
-            ``none``, or None.
+    Unquoted words are texts, except ``true``, ``false`` and ``none``.
 
     Raises:
         OptionError: a part that is not ``key=value``, or a duplicate key.
@@ -343,17 +274,16 @@ def parse_optim_args(value: str | dict[str, Any] | None) -> dict[str, Any]:
         return dict(value or {})
     try:
         call: Any = ast.parse(f"dict({value})", mode="eval").body
-        found = [(part.arg, _literal(part.value)) for part in call.keywords]
-        if call.args or None in dict(found) or len(dict(found)) < len(found):
+        found = {part.arg: _literal(part.value) for part in call.keywords}
+        if call.args or None in found or len(found) < len(call.keywords):
             raise ValueError
     except (SyntaxError, ValueError, AttributeError):
         raise OptionError(f"{setting('optim_args', value)}: expected key=value,key=value, each key once") from None
-    return dict(found)
+    return found
 
 
 def _literal(node: ast.expr) -> Any:
     """Return a constant, or a word as text. Raises ValueError for other expressions."""
     if isinstance(node, ast.Name):
         return {"true": True, "false": False, "none": None}.get(node.id.lower(), node.id)
-    value = ast.literal_eval(node)
-    return tuple(value) if isinstance(value, list) else value
+    return ast.literal_eval(node)

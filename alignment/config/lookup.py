@@ -12,11 +12,9 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from alignment.config.errors import Leaving, OptionError, did_you_mean, listing, setting, show
-
-Packaged = Literal["ds_configs", "recipes", "slurm"]
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _PLACES = {"ds_configs": "ds_configs/*.json", "recipes": "launch/recipes/*.yaml", "slurm": "launch/slurm/*.sbatch"}
@@ -27,17 +25,13 @@ _LONGEST = 300
 _CALLERS = tuple(_PACKAGE / name for name in ("config", "engines", "run", "rewards"))
 
 
-def packaged_names(kind: Packaged) -> list[str]:
+def packaged_names(kind: str) -> list[str]:
     """Return the names, without suffix, of the packaged files of a kind."""
     return sorted(_files(kind))
 
 
-def packaged(kind: Packaged, name: str) -> Path:
-    """Return the path of a packaged file, named with or without its suffix.
-
-    Raises:
-        OptionError: there is no such file; the message lists the available ones.
-    """
+def packaged(kind: str, name: str) -> Path:
+    """Return the path of a packaged file, named with or without its suffix. Raises :class:`OptionError` if missing."""
     files, (folder, _, pattern) = _files(kind), _PLACES[kind].rpartition("/")
     stem = name.removesuffix(pattern[1:])
     if stem not in files:
@@ -46,7 +40,7 @@ def packaged(kind: Packaged, name: str) -> Path:
     return files[stem]
 
 
-def _files(kind: Packaged) -> dict[str, Path]:
+def _files(kind: str) -> dict[str, Path]:
     """Return the packaged files of a kind by name; those inside the package come before those beside it."""
     return {path.stem: path for place in (_PACKAGE.parent, _PACKAGE) for path in place.glob(_PLACES[kind])}
 
@@ -61,8 +55,11 @@ def load_named(given: str, option: str) -> Any:
     target, _, name = given.rpartition(":")
     if not target or not name:
         raise OptionError(f"{where}: expected file.py:name or package.module:name")
-    is_file = target.endswith(".py") or "/" in target
-    module = _from_file(Path(target).expanduser(), where) if is_file else _from_package(target, where)
+    if target.endswith(".py") or "/" in target:
+        module = _from_file(Path(target).expanduser(), where)
+    else:
+        with running(f"{where}: importing {target}", "fix or install it, or pass a file as file.py:name"):
+            module = importlib.import_module(target)
     if not hasattr(module, name):
         own = [n for n, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
         near = did_you_mean(name, own) or f"; available names: {listing(own)}"
@@ -85,11 +82,7 @@ def raised(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def running(what: str, advice: str) -> Iterator[None]:
-    """Report an exception of a user's code in this context as an error of the option that names it.
-
-    Raises:
-        OptionError: ``WHAT raised ERROR; ADVICE``.
-    """
+    """Report an exception of a user's code in this context as :class:`OptionError`: ``WHAT raised ERROR; ADVICE``."""
     try:
         yield
     except Leaving:
@@ -127,25 +120,10 @@ def _from_file(path: Path, where: str) -> ModuleType:
     return module
 
 
-def _from_package(name: str, where: str) -> ModuleType:
-    with running(f"{where}: importing {name}", "fix that module"):
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise
-            missing = error
-    advice = "install it, or pass a file as file.py:name"
-    raise OptionError(f"{where}: no module named {missing.name!r}; {advice}") from missing
-
-
 def load_callable(given: str, option: str, method: str | None = None) -> Any:
     """Import a callable as :func:`load_named`; a class is instantiated without arguments.
 
-    Args:
-        given: ``path/to/file.py:name`` or ``package.module:name``.
-        option: name of the option, for messages.
-        method: a method that an object may have instead of being callable, such as ``judge``.
+    With ``method``, such as ``judge``, an object may have this method instead of being callable.
     """
     where, found = setting(option, given), load_named(given, option)
     if isinstance(found, type):

@@ -21,17 +21,17 @@ from typing_extensions import Self
 from alignment.compat.trl.names import older_names, read_names, value_here
 from alignment.compat.trl.table import TransformersOptions
 from alignment.compat.trl.verdicts import judged_names, refuse_values, verdict_of
-from alignment.config import checks, dtypes, refusals
+from alignment.config import checks, dtypes
 from alignment.config.elsewhere import check_elsewhere
 from alignment.config.errors import OptionError, setting, without_secrets
-from alignment.config.fields import EARLY, LATE, Free, convert, hide_shared, marked, option_fields, validated
+from alignment.config.fields import EARLY, LATE, Free, hide_shared, marked, option_fields, validated
 from alignment.config.model_kwargs import read_keywords
 from alignment.config.options_data import DataOptions
 from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
 from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
 from alignment.config.process_facts import ProcessFacts
-from alignment.config.registry import Paper, name_of, option_names
+from alignment.config.registry import Paper, check_names, name_of, option_names
 
 # Attributes of options: whether they are as they were resolved, and of a trainer's options, which may still be set.
 _RESOLVED, _OPEN = "_resolved", "_open"
@@ -44,9 +44,7 @@ def _is_greater_better(metric: str | None) -> bool | None:
 def _copied(value: Any) -> Any:
     """Copy the lists and mappings of a value; other objects are not copied."""
     if isinstance(value, dict):
-        result = copy.copy(value)
-        result.update({key: _copied(each) for key, each in value.items()})
-        return result
+        return {key: _copied(each) for key, each in value.items()}
     return [_copied(each) for each in value] if isinstance(value, list) else value
 
 
@@ -91,7 +89,7 @@ class AlignmentConfig(
             cls = type(self)
             if given.get("method") == cls.method:  # as in to_dict()
                 del given["method"]
-            refusals.check_names(cls, given)
+            check_names(cls, given)
             given = read_names(cls, {"output_dir": output_dir, **given})
             for field in option_fields(cls):
                 if field.default_factory is not dataclasses.MISSING:
@@ -102,13 +100,6 @@ class AlignmentConfig(
             vars(self).update(validated(cls, {name: value_here(name, value) for name, value in given.items()}))
             self.__post_init__()
             vars(self)[_RESOLVED] = True
-
-        def __getattr__(self, name: str) -> Any:
-            """Return an option by its older name."""
-            here = older_names(type(self)).get(name)
-            if here is None:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            return getattr(self, here)
 
         def __setattr__(self, name: str, value: Any) -> None:
             """Set an option, by its older name too. The options of a trainer refuse those that it has read."""
@@ -121,7 +112,7 @@ class AlignmentConfig(
                         f"{setting(name, value)}: too late to take effect after the trainer {read}; set options "
                         "before, or create a new trainer"
                     )
-                value = convert(type(self), name, value_here(name, value))
+                value = validated(type(self), {name: value_here(name, value)})[name]
             if name == "metric_for_best_model" and self.greater_is_better == _is_greater_better(getattr(self, name)):
                 vars(self)["greater_is_better"] = _is_greater_better(value)
             super().__setattr__(name, value)
@@ -154,7 +145,6 @@ class AlignmentConfig(
             self.greater_is_better = _is_greater_better(self.metric_for_best_model)
 
     def _check_all(self) -> None:
-        refusals.refuse_not_yet(self)
         refuse_values(self)
         checks.check_shared(self)
         check_elsewhere(self)
@@ -180,13 +170,10 @@ class AlignmentConfig(
         Raises:
             OptionError: one of them is invalid.
         """
-        result = copy.copy(self)
-        vars(result).update({name: _copied(value) for name, value in vars(self).items()})
+        cls, result = type(self), copy.copy(self)
         vars(result).pop(_OPEN, None)
-        cls, values = type(self), {field.name: getattr(self, field.name) for field in option_fields(self)}
-        for name, value in validated(cls, {name: value_here(name, value) for name, value in values.items()}).items():
-            if value != values[name] or not isinstance(values[name], type(value)):
-                vars(result)[name] = value
+        values = {field.name: _copied(getattr(self, field.name)) for field in option_fields(self)}
+        vars(result).update(validated(cls, {name: value_here(name, value) for name, value in values.items()}))
         if vars(self)[_RESOLVED]:
             read_keywords(result)  # a mapping may have changed
         else:

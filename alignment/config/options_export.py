@@ -15,16 +15,12 @@ class ExportOptions:
     """Options of an export, described by ``deepspeed-alignment export --help``; OptionError if one is invalid."""
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
-        "auto",
-        "dtype of the exported weights; auto: the dtype of a full model; for an adapter, the dtype that it was "
-        "trained in if recorded, otherwise that of its base model",
+        "auto", "dtype of the exported weights; auto: that of the model, or that in which the adapter was trained"
     )
     base: str | None = option(None, "folder or Hub name of an adapter's base model, instead of the one it names")
     revision: str | None = option(None, "revision of an adapter's base model on the Hub")
     load_in_4bit: bool = option(
-        False,
-        "merge the adapter into dequantized 4-bit base weights, if it was trained on those (detected automatically "
-        "for adapters trained with this package)",
+        False, "merge the adapter into dequantized 4-bit base weights, as in training (usually detected)"
     )
     load_in_8bit: bool = option(False, "the same for 8-bit base weights")
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "quantization type of the 4-bit weights")

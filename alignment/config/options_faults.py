@@ -1,7 +1,5 @@
 """Options for faults: bad steps, failing reads and reward calls, ranks that die or hang."""
 
-# ruff: noqa: RUF009 - option() is dataclasses.field() with a help text
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -17,9 +15,7 @@ class FaultOptions:
     """Faults and hangs."""
 
     on_bad_step: Late[Free[Literal["stop", "skip"]]] = option(
-        "stop",
-        "What to do if the loss or the gradient is not finite, or the loss spikes (`loss_spike_factor`): `stop` "
-        "(save the weights of the last good step and end the run) or `skip` (skip the update of this window).",
+        "stop", "If loss or gradient is not finite, or the loss spikes: `stop`, with the last good weights, or `skip`."
     )
     loss_spike_factor: Late[Free[Annotated[float, Gt(1)] | None]] = option(
         None, "Treat a step as bad if its loss exceeds this multiple of the running median. Unset: never."
@@ -27,16 +23,12 @@ class FaultOptions:
     max_bad_steps: Late[Free[Count]] = option(10, "Maximum number of bad steps to skip; one more ends the run.")
     retries: Free[Natural] = option(3, "Number of retries of a failing read of data, reward call or judge.")
     retry_pause: Free[NotNegative] = option(5.0, "Seconds before the first retry; doubles every time, up to 300.")
-    hang_timeout: Late[Free[Positive]] = option(
-        600.0, "Seconds without progress after which a rank is considered hung and the run ends; see `hang_factor`."
-    )
+    hang_timeout: Late[Free[Positive]] = option(600.0, "Seconds without progress after which a rank counts as hung.")
     hang_timeout_first: Late[Free[Positive]] = option(
-        3600.0, "`hang_timeout` for the first time that each phase (loading, rollout, save and others) runs."
+        3600.0, "`hang_timeout` for the first time that each phase runs."
     )
-    hang_factor: Late[Free[Positive]] = option(
-        5.0, "Extend `hang_timeout` to this multiple of the longest time without progress observed in a phase."
-    )
+    hang_factor: Late[Free[Positive]] = option(5.0, "Extend limits to this multiple of the longest time of a phase.")
     # At least 5: heartbeats come twice a second, unless the GIL or the network delays them.
     peer_timeout: Free[Annotated[float, Ge(5)]] = option(
-        25.0, "Seconds without a heartbeat from a rank (killed, stopped or unreachable) after which the run ends."
+        25.0, "Seconds without a heartbeat from a rank to end the run."
     )

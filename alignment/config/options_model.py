@@ -1,15 +1,12 @@
 """Options for the model, the reference, precision, adapters and quantization."""
 
-# ruff: noqa: RUF009 - option() is dataclasses.field() with a help text
-
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias, get_args
 
-from alignment.config.errors import refuse, setting
+from alignment.compat.trl.verdicts import only
 from alignment.config.fields import (
     Count,
     Early,
@@ -26,61 +23,38 @@ from alignment.config.fields import (
 
 RefPlacement: TypeAlias = Literal["none", "adapter", "offload", "sharded", "replica", "precomputed"]
 REF_PLACEMENTS: tuple[str, ...] = get_args(RefPlacement)
-LORA = (
-    *words("lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save"),
-    *("use_rslora", "use_dora"),
+LORA = words(
+    "lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save use_rslora"
+    " use_dora"
 )
 FOUR_BITS = words("bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_quant_storage use_bnb_nested_quant")
-_QUANTIZED = ("load_in_4bit", "load_in_8bit", "ref_load_in_4bit", "reward_load_in_4bit")
 
 
 @dataclass(kw_only=True)
 class ModelOptions:
     """Model and reference."""
 
-    model_name_or_path: Free[Shared[str | None]] = option(
-        None, "Model to train: a folder or a Hub name. Required on the command line."
-    )
-    model_init_kwargs: Keywords = option(
-        None, "Further arguments of `from_pretrained` for the policy (JSON on the command line).", shown=False
-    )
+    model_name_or_path: Free[Shared[str | None]] = option(None, "Model: a folder or Hub name. Required by commands.")
+    model_init_kwargs: Keywords = option(None, "Further arguments of `from_pretrained` for the policy.", shown=False)
     trust_remote_code: Free[Shared[bool]] = option(False, "Allow models and tokenizers to run their own Python code.")
-    attn_implementation: Shared[str | None] = option(
-        None, "Attention implementation: `sdpa`, `eager`, `flash_attention_2` or any other in transformers."
-    )
+    attn_implementation: Shared[str | None] = option(None, "`sdpa`, `eager`, `flash_attention_2` or others.")
     ref_model_name_or_path: Free[str | None] = option(None, "Reference model. Defaults to the initial policy.")
-    ref_model_init_kwargs: Keywords = option(
-        None, "Further arguments of `from_pretrained` for the reference. Defaults to those of the policy.", shown=False
-    )
+    ref_model_init_kwargs: Keywords = option(None, "`model_init_kwargs` of the reference, if different.", shown=False)
     ref_placement: Free[RefPlacement | None] = option(
         None,
-        "Where the reference's log-probs come from: `adapter` (the policy without its adapters; the default with "
-        "adapters), `replica` (replicated on every device; the default on CPU), `sharded` (ZeRO-3, on the devices), "
-        "`offload` (ZeRO-3, in host memory) or `precomputed`. On GPUs, defaults to the first of `replica`, `sharded` "
-        "and `offload` that fits in memory.",
+        "Source of the reference's log-probs: `adapter` (adapters off; the default with adapters), `replica` (on "
+        "every device; the default on CPU), `sharded` (ZeRO-3), `offload` (ZeRO-3, in host memory) or `precomputed`. "
+        "On GPUs, defaults to the first of `replica`, `sharded` and `offload` that fits.",
     )
-    ref_deepspeed: Free[dict[str, Any] | str | None] = option(
-        None, "DeepSpeed JSON of the reference engine, as for `deepspeed`. Defaults to that of the placement."
-    )
-    ref_load_in_4bit: bool | None = option(
-        None, "Load the reference in 4-bit. By default, the initial policy is loaded like the policy.", switch=True
-    )
+    ref_deepspeed: Free[dict[str, Any] | str | None] = option(None, "DeepSpeed JSON of the reference's own engine.")
+    ref_load_in_4bit: bool | None = option(None, "Load the reference in 4-bit. Defaults to the policy's.", switch=True)
     disable_dropout: Early[bool] = option(True, "Set dropout of policy, adapters and reference to 0.")
     use_liger_kernel: bool = option(
-        False,
-        "Use Liger kernels in policy, reference and reward model. Requires a GPU and "
-        '`pip install "deepspeed-alignment[liger]"`.',
-        older=("use_liger",),
+        False, "Use Liger kernels in all models. Requires a GPU and the extra `liger`.", older=("use_liger",)
     )
-    liger_kernel_config: Keywords = option(
-        None, 'Liger kernels to use, by name, such as `{"rope": false}`. Defaults to all except the fused losses.'
-    )
-    use_liger_loss: Free[bool] = option(
-        False, "Accepted for compatibility; has no effect, as the log-prob head is fused."
-    )
-    router_aux_loss_coef: NotNegative | None = option(
-        None, "Weight of the load-balancing loss of MoE models (`output_router_logits`). Defaults to the model's."
-    )
+    liger_kernel_config: Keywords = option(None, 'Liger kernels: `{"rope": false}`. Defaults to all but fused losses.')
+    use_liger_loss: Free[bool] = option(False, "Accepted for compatibility; has no effect: the head is always fused.")
+    router_aux_loss_coef: NotNegative | None = option(None, "Weight of MoE models' balancing loss. Default: theirs.")
 
 
 @dataclass(kw_only=True)
@@ -88,16 +62,11 @@ class PrecisionOptions:
     """Precision and device."""
 
     dtype: Free[Shared[Literal["auto", "bfloat16", "float16", "float32"] | None]] = option(
-        None,
-        "Compute dtype if `bf16` and `fp16` are unset. `auto` or unset: bf16 on GPUs that support it natively, fp16 "
-        "on Volta and Turing, fp32 on CPUs.",
-        older=("torch_dtype",),
+        None, "Compute dtype. Default: bf16, or fp16 on Volta and Turing, or fp32 on CPUs.", older=("torch_dtype",)
     )
     bf16: Free[bool | None] = option(None, "Compute in bfloat16, the default if all GPUs support it.", switch=True)
     fp16: Free[bool | None] = option(None, "Compute in float16 with dynamic loss scaling.", switch=True)
-    tf32: Early[bool | None] = option(
-        None, "Allow TF32 in fp32 matrix multiplications (Ampere or newer). Defaults to torch's setting.", switch=True
-    )
+    tf32: Early[bool | None] = option(None, "Allow TF32 in fp32 matmuls. Defaults to torch's setting.", switch=True)
     use_cpu: Free[bool] = option(False, "Train on the CPU even if a GPU is available.", older=("no_cuda",))
 
 
@@ -112,19 +81,13 @@ class AdapterOptions:
     lora_target_modules: Shared[str | list[str] | None] = option(
         None, "Modules to adapt, by name or as a regular expression. Defaults to all linear layers except the head."
     )
-    lora_target_parameters: Shared[list[str] | None] = option(
-        None, "Parameters to adapt, such as the experts of an MoE model: `mlp.experts.gate_up_proj`."
-    )
-    lora_modules_to_save: Shared[list[str] | None] = option(
-        None, "Modules to train fully and save with the adapters, such as `lm_head`."
-    )
+    lora_target_parameters: Shared[list[str] | None] = option(None, "Parameters to adapt, such as those of experts.")
+    lora_modules_to_save: Shared[list[str] | None] = option(None, "Modules to train fully, such as `lm_head`.")
     use_rslora: Shared[bool] = option(False, "Rank-stabilized LoRA: scale by `lora_alpha / sqrt(lora_r)`.")
     use_dora: Shared[bool] = option(False, "Weight-decomposed LoRA (DoRA).")
     adapter_name_or_path: Free[str | None] = option(None, "PEFT adapter of this model to continue training.")
     model_adapter_name: str | None = option(None, "Adapter to train of a `PeftModel`. Defaults to the active one.")
-    ref_adapter_name: str | None = option(
-        None, "Adapter of a `PeftModel` to use as reference. Defaults to the initial policy."
-    )
+    ref_adapter_name: str | None = option(None, "Adapter of a `PeftModel` as reference. Default: the initial policy.")
     load_in_4bit: Shared[bool] = option(False, "Load the base model in 4-bit (QLoRA).")
     load_in_8bit: Shared[bool] = option(False, "Load the base model in 8-bit.")
     bnb_4bit_quant_type: Shared[Literal["nf4", "fp4"]] = option("nf4", "Quantization type of 4-bit weights.")
@@ -143,38 +106,16 @@ class ReferenceOptions:
     """Reference."""
 
     precompute_ref_log_probs: bool = option(False, "Alias of `ref_placement: precomputed`.")
-    precompute_ref_batch_size: Free[Count | None] = option(
-        None, "Batch size per device for `ref_placement: precomputed`. Defaults to `per_device_eval_batch_size`."
-    )
-    sync_ref_model: bool = option(False, "Move the reference toward the policy during training (TR-DPO).")
+    precompute_ref_batch_size: Free[Count | None] = option(None, "Batch size of the pass. Default: as in evaluation.")
+    sync_ref_model: bool = only(False, "a reference that follows the policy is not supported yet; remove it")
 
 
-def check_adapters(options: Any) -> None:
-    """Check the options for adapters and quantization, as far as possible without a model.
-
-    Raises:
-        OptionError: an option without effect, or quantization without bitsandbytes.
-    """
-    lora = changed_lora(options)
-    if lora and options.adapter_name_or_path is not None:
-        path = setting("adapter_name_or_path", options.adapter_name_or_path)
-        refuse(options, lora, f"has no effect with {path}, which has its own settings; remove it")
-    if lora and not options.use_peft:
-        refuse(options, lora, "has no effect without adapters; set use_peft: true")
-    if options.load_in_4bit and options.load_in_8bit:
-        refuse(options, "load_in_4bit load_in_8bit", "they contradict each other; remove one of them")
-    quantized = [name for name in _QUANTIZED if getattr(options, name, False)]
-    if not {*quantized} - {"load_in_8bit"} and (changed := _changed(options, FOUR_BITS)):
-        refuse(options, changed, "has no effect without 4-bit weights; set load_in_4bit: true")
-    if quantized and find_spec("bitsandbytes") is None:
-        refuse(options, quantized[0], "requires bitsandbytes; run pip install bitsandbytes, or remove it")
+def changed(options: Any, names: Iterable[str]) -> str | None:
+    """Return the first of these options that is not at its default, or None."""
+    defaults = {field.name: field.default for field in option_fields(options)}
+    return next((name for name in names if name in defaults and getattr(options, name) != defaults[name]), None)
 
 
 def changed_lora(options: Any) -> str | None:
     """Return the first LoRA option that is not at its default, or None."""
-    return _changed(options, LORA)
-
-
-def _changed(options: Any, names: Iterable[str]) -> str | None:
-    defaults = {field.name: field.default for field in option_fields(options)}
-    return next((name for name in names if getattr(options, name) != defaults[name]), None)
+    return changed(options, LORA)

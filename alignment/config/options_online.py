@@ -1,7 +1,5 @@
 """Options of online methods, which generate completions and have them scored."""
 
-# ruff: noqa: RUF009 - option() is dataclasses.field() with a help text
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -9,15 +7,14 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from annotated_types import Ge, Gt, Le
 
-from alignment.config import checks, dtypes
+from alignment.config import checks
 from alignment.config.errors import OptionError, refuse, setting
-from alignment.config.fields import Count, Free, Keywords, Natural, NotNegative, Positive, keywords, option
+from alignment.config.fields import Count, Free, Keywords, Natural, NotNegative, Positive, option
 from alignment.config.options import AlignmentConfig
 
 FrozenPlacement: TypeAlias = Literal["offload", "sharded", "replica"]
 REWARD_PLACEMENTS: tuple[str, ...] = get_args(FrozenPlacement)
 _REWARD_OPTIONS = ("reward_model_path", "reward_funcs", "reward_weights", "missing_eos_penalty")
-CUMULATIVE = ("top_p", "typical_p", "top_h")  # transformers implements them with a cumulative sum of probabilities
 CLASSIFIER_OPTIONS = ("reward_batch_size", "reward_placement", "reward_deepspeed", "reward_load_in_4bit")
 
 
@@ -29,34 +26,22 @@ class RolloutOptions:
         512, "Maximum length of prompt and completion together, in tokens. Longer prompts are dropped, not truncated."
     )
     max_new_tokens: Count = option(64, "Maximum length of a completion, in tokens.")
-    num_generations: Annotated[int, Ge(2)] = option(
-        2, "Number of completions to sample per prompt. If more than 2, the best and the worst form the pair."
-    )
+    num_generations: Annotated[int, Ge(2)] = option(2, "Completions per prompt; the best and the worst form the pair.")
     temperature: Positive = option(0.9, "Sampling temperature.")
-    top_p: Annotated[float, Gt(0), Le(1)] = option(
-        1.0, "Total probability of the likeliest tokens to sample from. 1: all tokens."
-    )
+    top_p: Annotated[float, Gt(0), Le(1)] = option(1.0, "Total probability of the likeliest tokens to sample. 1: all.")
     top_k: Natural = option(0, "Sample from this number of most likely tokens. 0: all tokens.")
     min_p: Annotated[float, Ge(0), Le(1)] | None = option(
         None, "Least probability of a token to sample, relative to that of the most likely token. Unset: all tokens."
     )
     repetition_penalty: Positive = option(1.0, "Penalty on tokens that already occur in the sequence. 1: no penalty.")
-    generation_kwargs: Keywords = option(
-        None, "Further arguments of transformers' `GenerationConfig`, such as `no_repeat_ngram_size`."
-    )
+    generation_kwargs: Keywords = option(None, "Arguments of `GenerationConfig`, such as `no_repeat_ngram_size`.")
     rollout_backend: Literal["auto", "continuous", "generate"] = option(
-        "auto",
-        "Generation backend: `generate` (left-padded batches), `continuous` (transformers' continuous batching) or "
-        "`auto` (the faster one that supports the model and the requested logits processors).",
+        "auto", "`generate` (left-padded batches), `continuous` (transformers' continuous batching) or `auto`."
     )
     use_transformers_paged: bool = option(False, "Alias of `rollout_backend: continuous`.")
-    rollout_batch_size: Count | None = option(
-        None, "Number of completions generated at the same time on each device. Defaults to as many as fit in memory."
-    )
+    rollout_batch_size: Count | None = option(None, "Completions per batch. Defaults to as many as fit in memory.")
     ds3_gather_for_generation: Free[bool | None] = option(
-        None,
-        "With ZeRO-3, gather the full policy once per rollout (`true`), or layer by layer for every token (`false`). "
-        "By default, the policy is gathered if weights and KV cache fit in four fifths of every device's free memory.",
+        None, "With ZeRO-3, gather the policy per rollout (`true`) or layer by layer. Default: if it fits."
     )
     log_completions: Free[Natural] = option(1, "Write completions to `completions.jsonl` every N logs. 0: never.")
     num_completions_to_log: Free[Count] = option(8, "Number of prompts to write each time.")
@@ -66,30 +51,19 @@ class RolloutOptions:
 class RewardOptions:
     """Rewards."""
 
-    reward_model_path: Free[str | None] = option(
-        None, "Reward model: folder or Hub name of a sequence classifier with one label, as method `reward` trains."
-    )
+    reward_model_path: Free[str | None] = option(None, "Reward model: a sequence classifier, as `reward` trains.")
     reward_funcs: Free[list[str] | str | None] = option(
-        None,
-        "Python functions that score completions, as `file.py:function` or `package.module:function`.",
-        several=True,
+        None, "Functions that score completions, as `file.py:function` or `package.module:function`.", several=True
     )
-    reward_weights: list[float] | None = option(
-        None, "Weights of the rewards in their sum, the reward model's first. Defaults to 1 for each."
-    )
+    reward_weights: list[float] | None = option(None, "Weights of the rewards, the model's first. Defaults to 1.")
     judge: Free[dict[str, Any] | str | None] = option(
         None,
-        "Judge that compares pairs of completions, instead of rewards: `file.py:name` of a function that takes "
-        "`(prompts, pairs)` and returns 0, 1 or -1 for each pair, a mapping with the `base_url` and `model` of an "
-        "OpenAI-compatible endpoint, or `openai`. See docs/guides/rewards.md.",
+        "Judge that compares pairs of completions, instead of rewards: `file.py:name` of a function, a mapping with "
+        "the `base_url` and `model` of an endpoint, or `openai`. See docs/guides/rewards.md.",
     )
     missing_eos_penalty: NotNegative | None = option(None, "Penalty on the score of a completion that has no end.")
-    reward_batch_size: Free[Count | None] = option(
-        None, "Batch size of the reward model. Defaults to twice `per_device_train_batch_size`."
-    )
-    reward_placement: Free[FrozenPlacement | None] = option(
-        None, "Placement of the reward model: `offload`, `sharded` or `replica`, as for `ref_placement`."
-    )
+    reward_batch_size: Free[Count | None] = option(None, "Reward model's batch size. Default: twice the micro-batch.")
+    reward_placement: Free[FrozenPlacement | None] = option(None, "Placement of the reward model, as `ref_placement`.")
     reward_deepspeed: Free[dict[str, Any] | str | None] = option(None, "DeepSpeed JSON of the reward model's engine.")
     reward_load_in_4bit: bool | None = option(None, "Load the reward model in 4-bit.", switch=True)
 
@@ -111,8 +85,6 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
         if self.max_length <= self.max_new_tokens:
             new = setting("max_new_tokens", self.max_new_tokens)
             refuse(self, "max_length", f"leaves no tokens for the prompt with {new}; set a greater max_length")
-        if self.full_determinism and dtypes.uses_cuda(self):
-            self._check_deterministic()
         if self.judge is not None:
             self.check_judge(self.judge if isinstance(self.judge, str) else str(self.judge.get("model")))
 
@@ -126,14 +98,6 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
         if self.reward_model_path is None and not self.reward_funcs and self.judge is None:
             why = "Online DPO needs something to score completions; set it, reward_funcs (file.py:function) or judge"
             refuse(self, "reward_model_path", why)
-
-    def _check_deterministic(self) -> None:
-        """Reject sampling that calls ``torch.cumsum``, which has no deterministic kernel for CUDA."""
-        given = {"top_p": self.top_p if self.top_p < 1 else None, **keywords(self.generation_kwargs)}
-        for name in CUMULATIVE:
-            if given.get(name) is not None:
-                why = "torch has no deterministic implementation of it on a GPU, as full_determinism=True requires"
-                raise OptionError(f"{setting(name, given[name])}: {why}; remove it, or use top_k or min_p")
 
     def check_judge(self, judge: str) -> None:
         """Reject options that have no effect with a judge; ``judge`` names it in messages."""

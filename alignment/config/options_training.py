@@ -1,7 +1,5 @@
 """Options of the training loop: steps, optimizer, memory, logging, evaluation, saving and the Hub."""
 
-# ruff: noqa: RUF009 - option() is dataclasses.field() with a help text
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from annotated_types import Ge, Le
 from pydantic import BeforeValidator
 
+from alignment.compat.trl.verdicts import only
 from alignment.config.fields import (
     Count,
     Early,
@@ -71,19 +70,13 @@ class TrainingOptions:
     warmup_steps: Early[WarmupSteps] = option(0, "Number of warmup steps, or a fraction of all steps if less than 1.")
     optim: Optimizer = option(
         "adamw_torch",
-        "Optimizer: `adamw_torch` (fused); `adamw_8bit`, `paged_adamw_8bit` or `paged_adamw_32bit` (bitsandbytes, "
-        "with states of 2, 2 and 8 bytes per parameter), and the same variants of `lion`, `ademamix` and "
-        "`rmsprop_bnb`; `deepspeed_cpu_adam` or `deepspeed_fused_adam` (compiled at first use); `sgd`; `rmsprop`; or "
-        "`adafactor` (`zero0` only).",
+        "Optimizer: `adamw_torch` (fused), `adamw_8bit` and others of bitsandbytes, `deepspeed_cpu_adam`, "
+        "`deepspeed_fused_adam` (compiled at first use), `sgd`, `rmsprop` or `adafactor` (`zero0` only).",
     )
-    optim_args: dict[str, Any] | str | None = option(
-        None, "Further arguments of the optimizer: `key=value,key=value` or a mapping."
-    )
+    optim_args: dict[str, Any] | str | None = option(None, "Optimizer arguments: `key=value,key=value` or a mapping.")
     seed: Annotated[int, Ge(0), Le(2**32 - 1)] = option(42, "Random seed.")
     data_seed: Natural | None = option(None, "Random seed of the row order. Defaults to `seed`.")
-    full_determinism: Early[bool] = option(
-        False, "Use deterministic kernels only, which are slower. On a GPU, this excludes `top_p` in Online DPO."
-    )
+    full_determinism: Early[bool] = option(False, "Use deterministic kernels only, which are slower.")
 
 
 @dataclass(kw_only=True)
@@ -94,15 +87,13 @@ class MemoryOptions:
         None, "DeepSpeed JSON of the policy: a path, a name in `ds_configs/` or a mapping. Defaults to `zero2`."
     )
     gradient_checkpointing: Free[bool] = option(
-        True,
-        "Recompute activations in the backward pass instead of storing them.",
-        older=("activation_checkpointing",),
+        True, "Recompute activations in the backward pass to save memory.", older=("activation_checkpointing",)
     )
     gradient_checkpointing_kwargs: Free[Keywords] = option(
         None, "Arguments of torch's checkpoint function.", older=("activation_checkpointing_kwargs",)
     )
-    activation_offloading: Free[bool] = option(False, "Offload activations to host memory until the backward pass.")
-    auto_find_batch_size: Free[bool] = option(False, "Halve the micro-batch size after running out of memory.")
+    activation_offloading: bool = only(False, "it is not supported yet; set gradient_checkpointing instead")
+    auto_find_batch_size: bool = only(False, "it is not supported yet; set a smaller per_device_train_batch_size")
 
 
 @dataclass(kw_only=True)
@@ -112,9 +103,7 @@ class LoggingOptions:
     logging_strategy: Late[Free[Strategy]] = option("steps", "When to log: `no`, `steps` or `epoch`.")
     logging_steps: Late[Free[Steps]] = option(10, "Steps between logs, or a fraction of all steps if less than 1.")
     logging_first_step: Late[Free[bool]] = option(False, "Also log the first step.")
-    report_to: Free[str | list[str]] = option(
-        "none", "transformers' reporting integrations, such as `wandb`; `all` for all that are installed."
-    )
+    report_to: Free[str | list[str]] = option("none", "Integrations such as `wandb`; `all` for those installed.")
     run_name: Late[Free[str | None]] = option(None, "Name of the run for logging.")
     disable_tqdm: Late[Free[bool]] = option(False, "Disable progress bars.")
     include_num_input_tokens_seen: Late[Free[bool]] = option(False, "Track the number of tokens seen.")
@@ -122,9 +111,7 @@ class LoggingOptions:
     eval_strategy: Late[Free[Strategy]] = option(
         "no", "When to evaluate: `no`, `steps` or `epoch`.", older=("evaluation_strategy",)
     )
-    eval_steps: Late[Free[Steps | None]] = option(
-        None, "Steps between evaluations, or a fraction of all steps if less than 1. Defaults to `logging_steps`."
-    )
+    eval_steps: Late[Free[Steps | None]] = option(None, "Steps between evaluations. Defaults to `logging_steps`.")
     eval_delay: Late[Free[NotNegative]] = option(0, "Steps or epochs (`eval_strategy`) before the first evaluation.")
     eval_on_start: Late[Free[bool]] = option(False, "Also evaluate before the first step.")
 
@@ -133,49 +120,30 @@ class LoggingOptions:
 class SavingOptions:
     """Saving and the Hub."""
 
-    overwrite_output_dir: Free[bool] = option(
-        False, "Allow an output folder that is not empty. Earlier files are moved to a subfolder `previous-N`."
-    )
+    overwrite_output_dir: Free[bool] = option(False, "Allow an output folder with files, which move to `previous-N`.")
     save_strategy: Late[Free[Literal["no", "steps", "epoch", "best"]]] = option(
         "steps", "When to save the model: `no`, `steps`, `epoch` or `best` (after the best evaluation so far)."
     )
     save_steps: Late[Free[Steps]] = option(500, "Steps between checkpoints, or a fraction of all if less than 1.")
-    save_total_limit: Late[Free[Count | None]] = option(
-        None, "Maximum number of checkpoints to keep; older ones are deleted, but never the newest and the best."
-    )
-    save_only_model: Late[Free[bool]] = option(
-        False, "Save only the model in checkpoints. A run cannot be resumed from such a checkpoint."
-    )
-    load_best_model_at_end: Late[Free[bool]] = option(
-        False, "Load the weights with the best evaluation at the end of training. Each new best model is saved."
-    )
-    metric_for_best_model: Late[str | None] = option(
-        None, "Evaluation metric that determines the best model. Defaults to `loss` if a best model is requested."
-    )
-    greater_is_better: Late[bool | None] = option(
-        None, "Whether a greater metric is better. Defaults to true unless its name ends with `loss`."
-    )
+    save_total_limit: Late[Free[Count | None]] = option(None, "Checkpoints to keep, the newest and the best included.")
+    save_only_model: Late[Free[bool]] = option(False, "Save only the model, from which a run cannot be resumed.")
+    load_best_model_at_end: Late[Free[bool]] = option(False, "Load the weights with the best evaluation at the end.")
+    metric_for_best_model: Late[str | None] = option(None, "Metric that determines the best model. Default: `loss`.")
+    greater_is_better: Late[bool | None] = option(None, "Whether greater is better, by default unless it is a loss.")
     resume_from_checkpoint: Late[Free[Annotated[str | None, BeforeValidator(_latest)]]] = option(
         None, "Checkpoint folder to resume from, or `latest` (or `true`) for the latest in `output_dir`, if any."
     )
     resume_anyway: Late[Free[bool]] = option(False, "Resume even if data, models or options differ; they are listed.")
     push_to_hub: Free[bool] = option(False, "Upload the model to the Hugging Face Hub; see `hub_strategy`.")
     hub_model_id: Free[str | None] = option(
-        None,
-        "Repository to upload to, as `owner/name` or `name`. Defaults to the name of `output_dir`.",
-        older=("push_to_hub_model_id",),
+        None, "Repository to upload to, by default named as `output_dir`.", older=("push_to_hub_model_id",)
     )
     hub_token: Free[str | None] = option(
-        None,
-        "Access token for the Hub; never logged or saved. Defaults to `HF_TOKEN` or the token of `hf auth login`.",
-        older=("push_to_hub_token",),
-        shown=False,
+        None, "Access token for the Hub; never logged or saved.", older=("push_to_hub_token",), shown=False
     )
     hub_private_repo: Free[bool | None] = option(None, "Whether a new repository is private. Defaults to its owner's.")
     hub_strategy: Free[Literal["end", "every_save", "checkpoint", "all_checkpoints"]] = option(
-        "every_save",
-        "What to upload: the model, at the `end` or at `every_save`; or, at every save, the model with the last "
-        "`checkpoint` or with `all_checkpoints`.",
+        "every_save", "What to upload: the model, at the `end` or `every_save`, or with the last or all checkpoints."
     )
     hub_always_push: Free[bool] = option(False, "Upload every save, even if an earlier upload is still in progress.")
     hub_revision: Free[str | None] = option(None, "Branch to upload to, created if missing. Defaults to `main`.")

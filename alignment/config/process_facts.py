@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from alignment.config.dtypes import planned, uses_cuda
 from alignment.config.errors import OptionError
-from alignment.internals.transformers import parallel_mode
 
 if TYPE_CHECKING:
     import torch
@@ -42,13 +41,6 @@ class ProcessFacts:
         return _environment_int("WORLD_SIZE", 1) if machine is None else machine.ranks
 
     @property
-    def parallel_mode(self) -> Any:
-        """transformers' ``ParallelMode``, for callbacks; transformers must be imported already."""
-        if self.world_size > 1:
-            return parallel_mode("DISTRIBUTED")
-        return parallel_mode("NOT_DISTRIBUTED" if self.n_gpu else "NOT_PARALLEL")
-
-    @property
     def device(self) -> torch.device:
         """Device of this rank."""
         import torch
@@ -63,27 +55,18 @@ class ProcessFacts:
         return int(logging.get_verbosity() if name == "passive" else logging.log_levels[name])
 
     def main_process_first(self, local: bool = True, desc: str = "work") -> contextlib.AbstractContextManager[None]:
-        """Run the body on the main process before the others, for example to fill a cache that they read. Collective.
-
-        Args:
-            local: whether rank 0 of every host goes first (the default), or only rank 0 of the run.
-            desc: has no effect; describes the work.
-        """
+        """Run the body on the first rank (of every host if ``local``) before the others; ``desc`` has no effect."""
         return ahead_of_others((self.local_process_index if local else self.process_index) == 0)
 
 
 @contextlib.contextmanager
 def ahead_of_others(goes_first: bool) -> Iterator[None]:
-    """Run the body on the ranks that go first, then on the others. Collective."""
-    import torch
+    """Run the body on the ranks that go first, then on the others. Collective if there is a process group."""
     from torch import distributed
 
     together = distributed.is_available() and distributed.is_initialized()
-    device = [torch.cuda.current_device()] if together and distributed.get_backend() == "nccl" else None
     if together and not goes_first:
-        distributed.barrier(device_ids=device)
-    try:
-        yield
-    finally:
-        if together and goes_first:
-            distributed.barrier(device_ids=device)
+        distributed.barrier()
+    yield
+    if together and goes_first:
+        distributed.barrier()

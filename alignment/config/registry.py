@@ -8,11 +8,14 @@ From Python, no registration is needed: call its trainer class.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+from alignment.compat.trl.names import older_names
+from alignment.compat.trl.table import REMOVED
 from alignment.config.errors import OptionError, did_you_mean, listing, setting
 from alignment.config.fields import once_per_class, option_fields
 from alignment.config.lookup import load_named, running
@@ -24,13 +27,6 @@ OptionsClass: TypeAlias = type[Any]
 Options = TypeVar("Options")
 
 
-class Entry(NamedTuple):
-    """The classes of a method, as ``module:Class``. The module of the options must not import torch."""
-
-    options: str
-    trainer: str
-
-
 class Paper(NamedTuple):
     """A paper that a model card cites."""
 
@@ -38,30 +34,21 @@ class Paper(NamedTuple):
     url: str
 
 
-class Registry(Mapping[str, OptionsClass]):
+class Registry(UserDict[str, Any]):
     """A mapping from method name to options class, imported on access. Iterates over the registered names."""
 
-    def __init__(self) -> None:
-        self.entries: dict[str, Entry] = {}
+    @property
+    def entries(self) -> dict[str, tuple[str, str]]:
+        """``module:Class`` of the options, whose module does not import torch, and of the trainer of each method."""
+        return self.data
 
     def enter(self, name: str, options: str, trainer: str) -> None:
-        """Register a method under ``name``."""
-        self.entries[name] = Entry(options, trainer)
+        """Register the two classes of a method, as ``module:Class``, under ``name``."""
+        self.data[name] = (options, trainer)
 
     def __getitem__(self, name: str) -> OptionsClass:
-        if name in self.entries:
-            return _imported(self.entries[name].options)
-        options: OptionsClass = self._loaded(name).config_class
-        return options
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
+        found: OptionsClass = _imported(self.data[name][0]) if name in self.data else self._loaded(name).config_class
+        return found
 
     def named(self, options: Options, name: str) -> Options:
         """Record in the options the name by which their method was requested, and return them."""
@@ -69,45 +56,40 @@ class Registry(Mapping[str, OptionsClass]):
         return options
 
     def trainer(self, options: Any) -> Any:
-        """Return the trainer class for these options.
-
-        Raises:
-            OptionError: the options belong to no known method.
-        """
+        """Return the trainer class for these options. Raises :class:`OptionError` if there is none."""
         name = name_of(options)
         if self.is_outside(name):
             return self._loaded(name)
-        if name not in self.entries or type(options) is not self[name]:
+        if name not in self.data or type(options) is not self[name]:
             kind = type(options).__name__
             raise OptionError(f"method={name!r}: no trainer is registered for {kind}; call the trainer class directly")
-        return _imported(self.entries[name].trainer)
+        return _imported(self.data[name][1])
 
     def is_outside(self, name: str | None) -> bool:
         """Whether a name is that of a third-party method, whose options are known only after importing it."""
-        return name is not None and name not in self.entries and (":" in name or name in _installed())
+        return name is not None and name not in self.data and (":" in name or name in _installed())
 
     def check(self, name: str) -> None:
-        """Check that there is such a method, without importing it.
-
-        Raises:
-            OptionError: there is no such method; the message suggests the closest name.
-        """
-        if name not in self.entries and not self.is_outside(name):
-            known = [*self.entries, *_installed()]
+        """Raise :class:`OptionError` if there is no such method, without importing it."""
+        if name not in self.data and not self.is_outside(name):
+            known = [*self.data, *_installed()]
             instead = f"set one of {listing(known)}, or file.py:Trainer{did_you_mean(name, known)}"
             raise OptionError(f"{setting('method', name)}: unknown method; {instead}")
 
     def _loaded(self, name: str) -> Any:
         self.check(name)
         given = setting("method", name)
-        trainer = load_named(name, "method") if ":" in name else _entry_point(name, given)
+        if ":" in name:
+            trainer = load_named(name, "method")
+        else:
+            entry = entry_points(group=GROUP)[name]
+            with running(f"{given}: importing {entry.value}", "fix or uninstall the package that provides it"):
+                trainer = entry.load()
         options = getattr(trainer, "config_class", None)
         if not isinstance(trainer, type) or not dataclasses.is_dataclass(options):
             raise OptionError(f"{given}: not a trainer class; its config_class has to be a dataclass of options")
         if not getattr(options, "method", ""):
-            raise OptionError(
-                f"{given}: its config_class does not define the method's name; set method = ... in that class"
-            )
+            raise OptionError(f"{given}: its config_class has no name; set method = ... in that class")
         return trainer
 
 
@@ -125,6 +107,21 @@ def option_names(cls: OptionsClass) -> frozenset[str]:
     return frozenset(field.name for field in option_fields(cls))
 
 
+def check_names(cls: OptionsClass, names: Mapping[str, Any]) -> None:
+    """Raise :class:`OptionError` for the first name that is neither an option of a class nor an alias of one."""
+    known = option_names(cls) | older_names(cls).keys()
+    for name, value in names.items():
+        if name in known:
+            continue
+        instead = REMOVED.get(name)
+        owner = next((method for method, other in METHODS.items() if name in option_names(other)), None)
+        why = f"an option of method {owner}, not of {cls.method}; remove it or use {owner}"
+        if owner is None or instead:
+            near = f"; {instead}" if instead else did_you_mean(name, known) or "; --help lists the options"
+            why = f"unknown option{near}"
+        raise OptionError(f"{setting(name, value)}: {why}")
+
+
 def _imported(path: str) -> Any:
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
@@ -132,13 +129,3 @@ def _imported(path: str) -> Any:
 
 def _installed() -> set[str]:
     return entry_points(group=GROUP).names
-
-
-def _entry_point(name: str, given: str) -> Any:
-    """Import the class of a method that an installed package registers."""
-    entries = {entry.value: entry for entry in entry_points(group=GROUP, name=name)}
-    if len(entries) > 1:
-        raise OptionError(f"{given}: provided by several packages; set method to one of {listing(entries)}")
-    ((value, entry),) = entries.items()
-    with running(f"{given}: importing {value}", "fix or uninstall the package that provides it"):
-        return entry.load()

@@ -133,20 +133,6 @@ def tokenizer_options(tokenizer: Any) -> dict[str, Any]:
     return options
 
 
-def parallel_mode(name: str) -> Any:
-    """The member of ``ParallelMode`` that ``TrainingArguments.parallel_mode`` returns.
-
-    Callbacks compare it by identity. The property is documented, but the class is not exported. Seen with transformers
-    5.23.
-
-    Args:
-        name: ``NOT_PARALLEL``, ``NOT_DISTRIBUTED`` or ``DISTRIBUTED``.
-    """
-    from transformers.training_args import ParallelMode
-
-    return ParallelMode[name]
-
-
 def callback_handler(callbacks: Sequence[Any], processing_class: Any) -> Any:
     """``Trainer``'s handler, which calls every callback of an event with model, optimizer and schedule.
 

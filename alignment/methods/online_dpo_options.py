@@ -39,7 +39,7 @@ class OnlineDPOConfig(OnlineOptions, OnlineDPOCompatibility):
 
     learning_rate: Early[NotNegative] = option(5e-7, "Peak learning rate.")
     loss_type: LossName = option("sigmoid", f"Loss: {listed(LOSSES)}.")
-    beta: Annotated[float, Gt(0), OrList()] = option(
+    beta: Annotated[float, Gt(0), OrList] = option(
         0.1,
         "Strength of the regularization toward the reference, or a list with a value per epoch, of which the last "
         "applies to all further epochs.",

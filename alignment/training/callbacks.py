@@ -14,21 +14,32 @@ from transformers import (
     TrainerCallback,
     TrainerControl,
     TrainerState,
+    integrations,
 )
 from transformers.integrations import (
+    INTEGRATION_TO_CALLBACK,
     TensorBoardCallback,
     WandbCallback,
     get_available_reporting_integrations,
     get_reporting_integration_callbacks,
 )
 
-from alignment.config.errors import OptionError, RewardError, TrainingError, one_line, setting
+from alignment.config.errors import (
+    OptionError,
+    RewardError,
+    TrainingError,
+    did_you_mean,
+    listing,
+    one_line,
+    setting,
+)
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import largest_numbers, on_first_rank
 from alignment.internals.transformers import callback_handler, keeps_state
 from alignment.run.ranks import world_size
 from alignment.run.stop import REQUESTS, StopReason
 
+_CHECKED_AS = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}  # in is_…_available()
 # In the order of Decision.
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
@@ -42,6 +53,26 @@ class Decision(NamedTuple):
     evaluate: bool = False
     log: bool = False
     leave: StopReason | None = None
+
+
+def check_reporting(report_to: str | list[str]) -> None:
+    """Check that the integrations in ``report_to`` exist and that their packages are installed.
+
+    Without its package, transformers' callback raises when it is created, and once more when it is deleted.
+
+    Raises:
+        OptionError: if an integration is not available.
+    """
+    known = {*INTEGRATION_TO_CALLBACK} - {"trackio"}
+    for name in {*([report_to] if isinstance(report_to, str) else report_to)} - {"all", "none"}:
+        if name not in known:
+            near = did_you_mean(name, known) or f"; set one of {listing(sorted(known))}"
+            raise OptionError(f"{setting('report_to', name)}: unknown integration{near}")
+        if not getattr(integrations, f"is_{_CHECKED_AS.get(name, name)}_available")():
+            raise OptionError(
+                f"{setting('report_to', name)}: requires its package, and that no environment variable disables it; "
+                "install the package, or set report_to to none"
+            )
 
 
 def check_callbacks(callbacks: Any) -> list[Any]:

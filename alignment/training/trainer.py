@@ -151,6 +151,7 @@ class AlignmentTrainer(TrainerSurface):
         trained, reference = adapter_names
         names = {"model_adapter_name": trained, "ref_adapter_name": reference}
         args = with_arguments(args, model, quantization_config, **names).sealed()
+        check_reporting(args.report_to)
         check_saving(type(self), saves=args.save_strategy != "no")
         check_datasets(args, *datasets)
         return args, replace(given, model=model, adapted=adapted)

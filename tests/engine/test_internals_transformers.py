@@ -229,12 +229,6 @@ def test_the_writer_of_tensorboard_is_the_one_that_logs(tmp_path: Path, monkeypa
     assert b"a text that was added" in file.read_bytes()
 
 
-def test_the_parallel_mode_is_that_of_training_arguments(tmp_path: Path) -> None:
-    known = [internals.parallel_mode(name) for name in ("NOT_PARALLEL", "NOT_DISTRIBUTED", "DISTRIBUTED")]
-    found = TrainingArguments(str(tmp_path), use_cpu=True).parallel_mode  # depends on the process group
-    assert len(set(known)) == 3 and any(found is mode for mode in known)
-
-
 # Logits processors --------------------------------------------------------------------------------------------------
 
 

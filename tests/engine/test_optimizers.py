@@ -64,8 +64,6 @@ def test_they_are_built_as_by_transformers(optim: str, tmp_path: Path) -> None:
 
 
 def test_options_without_effect() -> None:
-    with pytest.raises(OptionError, match="adam_epsilon=1e-06: has no effect with optim='lion_8bit'"):
-        CPOConfig("out", optim="lion_8bit", adam_epsilon=1e-6)
     assert CPOConfig("out", optim="paged_lion_32bit", adam_beta1=0.8).adam_beta1 == 0.8
     with pytest.raises(OptionError, match="adamw_8bit ignores amsgrad"):
         build_optimizer(nn.Linear(2, 2), CPOConfig("out", optim="adamw_8bit", optim_args="amsgrad=true"))

@@ -6,7 +6,6 @@ The effect of a key on a prompt does not depend on the other prompts of the batc
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,17 +15,14 @@ from drivers.rollout import EOS, PAD, PROMPTS, VOCABULARY, policy_engine, sampli
 from helpers import make_model, tiny_config
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LogitsProcessorList, MambaConfig, PretrainedConfig
 
-from alignment import OnlineDPOConfig
-from alignment.config import dtypes
 from alignment.config.errors import OptionError
-from alignment.config.options_online import CUMULATIVE
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.transformers import logits_processors
 from alignment.rollout import continuous
 from alignment.rollout.backend import Completion, RolloutRequest, Work, chunks
 from alignment.rollout.engine import RolloutEngine, choose_backend
 from alignment.rollout.generate import _READERS
-from alignment.rollout.processors import ACCEPTED, _NoModel, check_generation_kwargs, generation_config
+from alignment.rollout.processors import ACCEPTED, check_generation_kwargs, generation_config
 
 # The last two are refused by transformers.
 REFUSED = {
@@ -98,26 +94,6 @@ def test_keys_that_shape_the_distribution(policy: Any, key: str) -> None:
     for prompt, completions in zip(PROMPTS, answers, strict=True):
         assert all(holds is None or holds(prompt, one.ids) for one in completions), completions
     assert engine.backend.name == "generate"
-
-
-CUTS = {**dict.fromkeys(("top_p", "min_p", "typical_p", "top_h"), 0.5), "top_k": 1, "eta_cutoff": 0.1}
-
-
-@pytest.mark.parametrize("name", CUTS)
-def test_sampling_without_a_deterministic_implementation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU with ``full_determinism``, ``cumsum`` of floats raises an error in the first rollout."""
-    config = generation_config(sampling(extra={name: CUTS[name]}))
-    with torch.profiler.profile() as profile:
-        logits_processors(_NoModel(), config)(torch.zeros(1, 3, dtype=torch.long), torch.randn(1, 2))
-    refused = "aten::cumsum" in {event.key for event in profile.key_averages()}
-    own = {} if name in ACCEPTED else {name: CUTS[name]}
-    given: Any = own or {"generation_kwargs": {name: CUTS[name]}}
-    OnlineDPOConfig("out", full_determinism=True, **given)
-    monkeypatch.setattr(dtypes, "uses_cuda", lambda options: True)
-    OnlineDPOConfig("out", bf16=True, **given)
-    with pytest.raises(OptionError, match=f"^{name}=0.5: .*full_determinism") if refused else nullcontext():
-        OnlineDPOConfig("out", bf16=True, full_determinism=True, **given)
-    assert refused == (name in CUMULATIVE)
 
 
 def bare(config: PretrainedConfig, attention: str = "sdpa") -> Any:

@@ -151,7 +151,7 @@ def test_every_option_of_trl_is_accounted_for(method: str) -> None:
         (KTOConfig, {"accelerator_config": {"split_batches": True}}, "neither split nor dispatched"),
         (KTOConfig, {"bf16_full_eval": True, "use_cpu": True}, "evaluation uses the compute dtype of training"),
         (KTOConfig, {"is_encoder_decoder": True}, "use a causal language model"),
-        (KTOConfig, {"train_sampling_strategy": "group_by_length"}, "expected one of random, sequential"),
+        (KTOConfig, {"train_sampling_strategy": "group_by_length"}, "must be 'random' or 'sequential'"),
         (KTOConfig, {"train_sampling_strategy": "sequential", "stratify_labels": True}, "remove one of them"),
         (DPOConfig, {"ld_alpha": 0.5}, "length desensitization (LD-DPO) weights single tokens"),
         (DPOConfig, {"reference_free": True}, "DPO requires a reference"),
@@ -209,8 +209,6 @@ def test_average_tokens_across_devices_on_one_device(monkeypatch: pytest.MonkeyP
 def test_aliases_and_values_of_other_libraries(cls: type, given: dict[str, Any], name: str, expected: Any) -> None:
     options = cls("out", **given)
     assert getattr(options, name) == expected
-    for older in given.keys() & older_names(cls).keys():
-        assert getattr(options, older) == expected
 
 
 @pytest.mark.parametrize(
@@ -301,7 +299,8 @@ def test_options_set_after_construction_are_checked_by_the_trainer() -> None:
     assert found == (1e-5, 5, 9, "bfloat16")
     given.gradient_checkpointing_kwargs["reentrant"] = True
     assert options.gradient_checkpointing_kwargs == {"use_reentrant": False}
-    with pytest.raises(OptionError, match="no argument 'reentrant'.*did you mean 'use_reentrant'"):
+    given.save_strategy = "best"
+    with pytest.raises(OptionError, match="^save_strategy='best'"):
         given.sealed()
 
 

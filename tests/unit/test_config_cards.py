@@ -14,7 +14,6 @@ from helpers import STAGES
 from alignment import KTOConfig
 from alignment.config.dtypes import DtypePlan, compute_dtype, plan_dtypes
 from alignment.config.errors import OptionError
-from alignment.engines.placement import plan_frozen
 from alignment.planning import engines
 
 CARDS = {"P100": (6, 0), "V100": (7, 0), "T4": (7, 5), "A10": (8, 6), "H100": (9, 0)}
@@ -89,16 +88,6 @@ def test_turing_trains_in_fp16_at_every_stage_with_a_note(stage: str, plan: Plan
     assert made.ds["fp16"] == {"enabled": True} and made.ds["bf16"] == {"enabled": False}
     assert made.note is not None and made.note.startswith("fp16: T4 does not support bf16")
     assert "\n" not in made.note and "dtype: float32" in made.note
-
-
-def test_reference_and_reward_model_use_the_same_dtype(plan: Plan) -> None:
-    made = plan("T4")
-    options = KTOConfig("out")
-    for key in ("ref", "reward"):
-        frozen = plan_frozen(
-            options, key, placement=None, deepspeed=None, hidden_size=32, dtypes=made, world_size=1, micro_batch=2
-        )
-        assert frozen.ds_config["fp16"]["enabled"] and not frozen.ds_config["bf16"]["enabled"]
 
 
 def test_requested_bf16_is_emulated_with_a_warning(plan: Plan) -> None:

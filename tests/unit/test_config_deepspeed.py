@@ -9,15 +9,11 @@ from typing import Any
 
 import pytest
 
-from alignment.config.deepspeed import _RULES, load_deepspeed_config, policy_config
-from alignment.config.deepspeed_keys import REFUSED, TOP_LEVEL, set_at, value_at
+from alignment.config.deepspeed import load_deepspeed_config, policy_config
+from alignment.config.deepspeed_keys import TOP_LEVEL, set_at
 from alignment.config.dtypes import plan_dtypes
 from alignment.config.errors import OptionError
-from alignment.config.fields import words
-from alignment.config.lookup import packaged, packaged_names
 from alignment.config.options import AlignmentConfig
-from alignment.config.options_model import REF_PLACEMENTS
-from alignment.config.options_online import REWARD_PLACEMENTS
 from alignment.engines.placement import PLACEMENTS, FrozenPlan, placement_of, plan_frozen
 from alignment.methods.kto_options import KTOConfig
 
@@ -98,11 +94,6 @@ def test_deepspeed_reads_the_frozen_config(placement: str) -> None:
     assert (read.zero_config.offload_param is not None) == (placement == "offload")
 
 
-def test_every_packaged_file_is_tested() -> None:
-    assert set(packaged_names("ds_configs")) == {*POLICIES, *(f"ref_{placement}" for placement in PLACEMENTS)}
-    assert packaged("ds_configs", "zero2") == packaged("ds_configs", "zero2.json")
-
-
 def test_world_size_enters_the_batch() -> None:
     base = load_deepspeed_config(None, "zero2")
     assert build(base, world_size=4, gradient_accumulation_steps=2)["train_batch_size"] == 64
@@ -117,20 +108,6 @@ def test_overlap_and_round_robin_need_several_ranks(name: str, world: int, overl
     """Stage 3 overlaps weight prefetching as well."""
     zero = build(load_deepspeed_config(None, name), world_size=world)["zero_optimization"]
     assert (zero["overlap_comm"], zero.get("round_robin_gradients", False)) == (overlaps, robin)
-
-
-@pytest.mark.parametrize("path", sorted(_RULES))
-@pytest.mark.parametrize("hidden", [64, 896, 8192])
-def test_every_auto_is_filled(path: str, hidden: int) -> None:
-    base: dict[str, Any] = {"zero_optimization": {"stage": 3}}
-    if "offload" in path:
-        set_at(base, path.rsplit(".", 1)[0], {"device": "cpu"})
-    set_at(base, path, "auto")
-    options = KTOConfig("out")
-    value = value_at(policy_config(options, base, plan_dtypes(options, base), 1, hidden), path)
-    assert isinstance(value, (int, bool)) and value != "auto"
-    if "bucket" in path:
-        assert min(hidden**2, 10**6) <= value <= 5 * 10**7 or path.endswith("prefetch_bucket_size")
 
 
 @pytest.mark.parametrize(
@@ -155,40 +132,16 @@ def test_sizes_by_hidden_size(hidden: int, bucket: int, prefetch: int, live: int
     assert {name: found[name] for name in sizes} == sizes
 
 
-def test_auto_for_keys_set_by_options() -> None:
-    names = words(
-        "train_micro_batch_size_per_gpu gradient_accumulation_steps train_batch_size gradient_clipping bf16.enabled "
-        "fp16.enabled data_types.grad_accum_dtype steps_per_print wall_clock_breakdown zero_allow_untested_optimizer "
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    )
-    base: dict[str, Any] = {"zero_optimization": {"stage": 2}}
-    for path in names:
-        set_at(base, path, "auto")
-    made = build(base)
-    assert not {path for path in names if value_at(made, path) in (None, "auto")}
-
-
-@pytest.mark.parametrize("path", ["communication_data_type", "zero_optimization.zero_hpz_partition_size"])
-def test_unknown_auto(path: str) -> None:
-    base: dict[str, Any] = {"zero_optimization": {"stage": 3}}
-    set_at(base, path, "auto")
-    assert f'{path}="auto"' in refused(base)
-
-
-def test_deepspeeds_own_auto_is_preserved() -> None:
-    assert build({"data_types": {"keep_in_fp32_modules": "auto"}})["data_types"]["keep_in_fp32_modules"] == "auto"
+def test_unknown_auto() -> None:
+    assert 'communication_data_type="auto"' in refused({"communication_data_type": "auto"})
 
 
 @pytest.mark.parametrize(
     ("base", "said"),
     [
         ({"train_micro_batch_size_per_gpu": 2}, ["train_micro_batch_size_per_gpu=2", "per_device_train_batch_size=8"]),
-        ({"gradient_accumulation_steps": 2}, ["gradient_accumulation_steps=2", "gradient_accumulation_steps=1"]),
         ({"train_batch_size": 9}, ["train_batch_size=9", "per_device_train_batch_size=8", "1 ranks"]),
-        ({"gradient_clipping": 0.5}, ["gradient_clipping=0.5", "max_grad_norm=1.0"]),
         ({"bf16": {"enabled": False}}, ["bf16.enabled=False", "bf16=True"]),
-        ({"fp16": {"enabled": True}}, ["fp16.enabled=True", "bf16=True"]),
-        ({"zero_allow_untested_optimizer": False}, ["zero_allow_untested_optimizer=False", "optim"]),
         ({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}}, ["=False", "full weights"]),
         ({**OFFLOADED, "zero_force_ds_cpu_optimizer": True}, ["zero_force_ds_cpu_optimizer=True", "optim='adamw_"]),
     ],
@@ -199,42 +152,30 @@ def test_contradictions_name_both_sides(base: dict[str, Any], said: list[str]) -
         assert part in message
 
 
-def test_agreement_is_accepted() -> None:
-    base = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1, "bf16": {"enabled": True}}
-    assert build(base, bf16=True)["train_batch_size"] == 8
-    assert build({"steps_per_print": 5})["steps_per_print"] == 5
-
-
 def test_deepspeeds_throughput_timer_is_off_by_default() -> None:
     from deepspeed.utils.config import get_timers_config
 
     for given in ({}, {"timers": {}}, {"timers": {"throughput": {"synchronized": True}}}):
         assert not get_timers_config(build(given)).enabled
     assert get_timers_config(build({"timers": {"throughput": {"enabled": True}}})).enabled
-    with pytest.raises(OptionError, match="timers.throughput.enable=True: DeepSpeed has no such key.*enabled"):
-        build({"timers": {"throughput": {"enable": True}}})
-    with pytest.raises(OptionError, match="timers.throughput=True: expected an object"):
-        build({"timers": {"throughput": True}})
 
 
 @pytest.mark.parametrize(
     ("base", "said"),
     [
-        ({"zero_optimization.stage": 3}, ["zero_optimization.stage=3", '{"zero_optimization": {"stage": 3}}']),
+        ({"zero_optimization.stage": 3}, ["zero_optimization.stage=3", "nested"]),
         ({"zero_optimisation": {"stage": 3}}, ["zero_optimisation=", "did you mean 'zero_optimization'"]),
         ({"_comment": "hello"}, ["_comment='hello'", "no such key"]),
+        ({"prescale_gradients": True}, ["prescale_gradients=True", "not supported"]),
+        ({"zero_optimization": {"zenflow": {}}}, ["zero_optimization.zenflow={}", "not supported"]),
         ({"zero_optimization": {"stag": 3}}, ["zero_optimization.stag=3", "did you mean 'stage'"]),
+        ({"zero_optimization": {"prefetch_bucket_size": 3}}, ["did you mean 'stage3_prefetch_bucket_size'"]),
         ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, ["offload_param.devise='cpu'", "'device'"]),
-        ({"bf16": {"enable": True}}, ["bf16.enable=True", "'enabled'"]),
-        ({"data_types": {"grad_acum_dtype": "fp32"}}, ["data_types.grad_acum_dtype='fp32'", "'grad_accum_dtype'"]),
         ({"zero_optimization": 3}, ["zero_optimization=3", "expected an object"]),
-        ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage=4", "0, 1, 2 or 3"]),
         ({"zero_optimization": {"stage": True}}, ["zero_optimization.stage=True"]),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, ["offload_param", "stage=2"]),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ["offload_optimizer", "stage=0"]),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, ["device='nvme'", "not supported"]),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, ["device='disk'", "cpu or none"]),
-        ({"zero_optimization": {"max_live_parameters": 1, "stage3_max_live_parameters": 2}}, ["=1", "an alias of"]),
     ],
 )
 def test_refused_keys(base: dict[str, Any], said: list[str]) -> None:
@@ -245,33 +186,12 @@ def test_refused_keys(base: dict[str, Any], said: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("path", "value"),
-    [("zero_optimization.reduce_bucket_size", "big"), ("zero_optimization.stage3_max_live_parameters", -1),
-     ("zero_optimization.offload_optimizer.pin_memory", "perhaps"), ("fp16.initial_scale_power", "high"),
-     ("communication_data_type", "fp8")],
+    [("zero_optimization.stage3_max_live_parameters", -1), ("fp16.initial_scale_power", "high")],
 )  # fmt: skip
 def test_wrong_values(path: str, value: Any) -> None:
     base: dict[str, Any] = {"zero_optimization": {"stage": 3}}
     set_at(base, path, value)
     assert f"{path}={value!r}: " in refused(base)
-
-
-@pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
-def test_a_string_for_a_section(section: str) -> None:
-    base = {"zero_optimization": {"stage": 3, section: "cpu"}}
-    assert placement_of(base) == "sharded"
-    assert f"zero_optimization.{section}='cpu': expected an object" in refused(base)
-
-
-@pytest.mark.parametrize("path", sorted(REFUSED))
-def test_every_refused_key(path: str) -> None:
-    base: dict[str, Any] = {}
-    set_at(base, path, 1)
-    assert f"{path}=1: not supported: " in refused(base)
-
-
-def test_short_names_are_written_in_full() -> None:
-    zero = build({"zero_optimization": {"stage": 3, "prefetch_bucket_size": 7}})["zero_optimization"]
-    assert zero["stage3_prefetch_bucket_size"] == 7 and "prefetch_bucket_size" not in zero
 
 
 @pytest.mark.parametrize(
@@ -283,7 +203,6 @@ def test_short_names_are_written_in_full() -> None:
         ("offload", {"zero_optimization": {"stage": 3}}, ["'sharded'", "ref_placement='offload'"]),
         ("replica", {"gradient_clipping": 1.0}, ["gradient_clipping=1.0", "without optimizer steps"]),
         ("replica", {"train_batch_size": 3}, ["train_batch_size=3", "4 rows"]),
-        ("replica", {"bf16": {"enabled": True}}, ["bf16.enabled=True", "float32"]),
     ],
 )
 def test_refused_references(placement: str, base: dict[str, Any] | None, said: list[str]) -> None:
@@ -302,43 +221,13 @@ def test_placement_of_the_reference() -> None:
     assert frozen(None, on_the_device).placement.name == "sharded"
 
 
-def test_placements_are_defined_once() -> None:
-    assert set(PLACEMENTS) < set(REF_PLACEMENTS) and tuple(PLACEMENTS) == REWARD_PLACEMENTS
-    described = PLACEMENTS["sharded"].describe("2", 4)
-    assert described == "sharded (2 bytes per parameter, sharded over the devices of 4 ranks)"
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('{\n  "a": 1,\n  "b": }\n', ["line 3", "invalid JSON"]),
-        ('{"a": 1, "a": 2}', ["a=2", "duplicate"]),
-        ("[1]", ["expected a JSON object", "list"]),
-    ],
-)
-def test_bad_json(tmp_path: Path, text: str, said: list[str]) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(OptionError) as caught:
-        load_deepspeed_config(path, "zero2")
-    for part in [*said, "mine.json"]:
-        assert part in str(caught.value)
-
-
 def test_messages_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text('{"optimizer": {}}', encoding="utf-8")
     assert refused(load_deepspeed_config(str(path), "zero2")).startswith(f"{path}: optimizer=")
     assert refused(load_deepspeed_config({"optimizer": {}}, "zero2")).startswith("DeepSpeed mapping: optimizer=")
-
-
-def test_missing_file() -> None:
-    with pytest.raises(
-        OptionError, match="'zero4.json': no such file.*available in ds_configs: ref_offload.*did you mean"
-    ):
+    with pytest.raises(OptionError, match="'zero4.json': no such file.*did you mean"):
         load_deepspeed_config("zero4.json", "zero2")
-    with pytest.raises(OptionError, match="nowhere"):
-        load_deepspeed_config("/nowhere/zero2.json", "zero2")
 
 
 # --- the dtype plan ---------------------------------------------------------------------------------------------
@@ -368,19 +257,14 @@ def test_plan(options: dict[str, Any], base: dict[str, Any], expected: tuple[str
     ("options", "base", "said"),
     [
         ({"bf16": False}, {"bf16": {"enabled": True}}, ["bf16.enabled=True", "bf16=False"]),
-        ({"dtype": "float32"}, {"bf16": {"enabled": True}}, ["bf16.enabled=True", "dtype='float32'"]),
         ({"fp16": False}, {"fp16": {"enabled": True}}, ["fp16.enabled=True", "float32"]),
         ({}, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ["bf16.enabled=true", "fp16.enabled=True"]),
-        ({}, {"bf16": {"enabled": "yes"}}, ["bf16.enabled='yes'"]),
-        ({}, {"bf16": True}, ["bf16=True", "expected an object"]),
-        ({"bf16": True}, {**STAGE2, **MASTERS}, ["bf16_master_weights_and_grads", "learning_rate=1e-06", "2^-9"]),
+        ({"bf16": True}, {**STAGE2, **MASTERS}, ["bf16_master_weights_and_grads", "learning_rate=1e-06"]),
         ({"bf16": True}, MASTERS, ["bf16_master_weights_and_grads", "stage 1, 2 or 3"]),
-        ({"bf16": True}, {"bf16": {"bf16_optimizer_states": True}}, ["bf16_optimizer_states", "remove it"]),
+        ({"bf16": True}, {"bf16": {"bf16_optimizer_states": True}}, ["bf16_optimizer_states"]),
         ({}, {"fp16": {"fp16_master_weights_and_grads": True}}, ["fp16_master_weights_and_grads", "CPU Adam"]),
-        ({"bf16": True, "learning_rate": 1e-3}, {**OFFLOADED, **MASTERS}, ["bf16_master_weights", "CPU Adam"]),
+        ({"bf16": True, "learning_rate": 1e-3}, {**OFFLOADED, **MASTERS}, ["bf16_master_weights", "offload"]),
         ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp32"}}, ['grad_accum_dtype="fp32"', "stage 0"]),
-        ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp8"}}, ['grad_accum_dtype="fp8"', '"bf16"']),
-        ({}, {"data_types": {"grad_accum_dtype": "bf16"}}, ['grad_accum_dtype="bf16"', "float32"]),
     ],
 )
 def test_refused_plans(options: dict[str, Any], base: dict[str, Any], said: list[str]) -> None:
@@ -418,40 +302,27 @@ def test_resolved_flags() -> None:
     assert KTOConfig("out", dtype="float16").resolved_fp16
 
 
-# --- the key lists against the installed DeepSpeed --------------------------------------------------------------
-
-
-class Recorder(dict[str, Any]):
-    """A mapping that records which keys are read."""
-
-    asked: set[str] = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
-        return super().get(key, default)
-
-    def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
-        return super().__contains__(key)
-
-    def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
-        return super().__getitem__(key)
-
-    def keys(self) -> Any:
-        return self
-
-
-def test_top_level_keys_match_deepspeed() -> None:
+def test_the_top_level_keys_are_read_by_deepspeed() -> None:
     from deepspeed.runtime import config as ds
 
-    Recorder.asked = set()
+    class Recorder(dict[str, Any]):
+        """A mapping that records which keys are read."""
+
+        asked: set[str] = set()
+
+        def get(self, key: str, default: Any = None) -> Any:
+            self.asked.add(key)
+            return super().get(key, default)
+
+        def __contains__(self, key: object) -> bool:
+            self.asked.add(str(key))
+            return super().__contains__(key)
+
+        def keys(self) -> Any:
+            return self
+
     ds.DeepSpeedConfig(Recorder({"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1}))
-    removed = set(ds._REMOVED_TOP_LEVEL_CONFIG_KEYS)
-    assert removed <= set(REFUSED), "DeepSpeed removed a key that is not refused here"
-    asked = Recorder.asked - removed
-    assert asked <= {*TOP_LEVEL, *REFUSED}, "DeepSpeed reads keys that are unknown here"
-    assert TOP_LEVEL.keys() - asked <= {"datastates_ckpt"}
+    assert TOP_LEVEL.keys() - Recorder.asked <= {"datastates_ckpt"}
 
 
 def test_names_match_transformers() -> None:

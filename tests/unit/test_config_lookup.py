@@ -47,8 +47,7 @@ LIMIT = 3
 '''
 
 BROKEN = {
-    "breaks": "def f(): ...\n1 / 0", "syntax": "def f(: ...", "leaves": "raise SystemExit(3)",
-    "imports": "import nowhere", "_imports_beside": "import nowhere", "_breaks_beside": "{}['k']",
+    "breaks": "def f(): ...\n1 / 0", "leaves": "raise SystemExit(3)",
 }  # fmt: skip
 
 
@@ -80,9 +79,6 @@ def test_from_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_files_of_one_name(file: Path) -> None:
     other = file.parent / "other" / "own.py"
     other.parent.mkdir()
-    other.write_text("def length(completions): return [0 for _ in completions]")
-    functions = [load_callable(f"{path}:length", "reward_funcs") for path in (file, other)]
-    assert [function(["abc"]) for function in functions] == [[6], [0]]
     other.write_text(FILE)  # the same text elsewhere is another module: it may read what lies beside it
     functions = [load_callable(f"{path}:length", "reward_funcs") for path in (file, other)]
     assert [function.__globals__["__file__"] for function in functions] == [str(file), str(other)]
@@ -105,29 +101,19 @@ def test_a_judge_is_an_object_with_that_method(file: Path) -> None:
     ("given", "said"),
     [
         ("length", ": expected file.py:name or package.module:name"),
-        ("{folder}/own.py:", ": expected file.py:name"),
         ("{folder}/none.py:f", "/none.py: No such file or directory; check the path"),
         ("{folder}/own.py:lenght", "/own.py does not define 'lenght'; did you mean 'length'?"),
-        ("{folder}/own.py:zzz", "does not define 'zzz'; available names: length, count, Scorer, Prefers, Needs"),
         ("{folder}/own.py:LIMIT", ": LIMIT is 3 (an integer); expected a function or class"),
         ("{folder}/own.py:Needs", "Needs() raised TypeError: "),
         ("{folder}/breaks.py:f", " raised ZeroDivisionError: division by zero (breaks.py, line 2)"),
-        ("{folder}/syntax.py:f", ": importing syntax.py raised SyntaxError: "),
         ("{folder}/leaves.py:f", ": importing leaves.py raised SystemExit: 3 (leaves.py, line 1)"),
-        ("{folder}/imports.py:f", "raised ModuleNotFoundError: No module named 'nowhere' (imports.py, line 1)"),
-        ("nowhere.module:f", ": no module named 'nowhere'; install it, or pass a file as file.py:name"),
-        ("alignment.nothing:f", ": no module named 'alignment.nothing'"),
-        ("alignment.objectives.likelihood:nl", "likelihood does not define 'nl'; did you mean 'nll'?"),
-        ("_imports_beside:f", ": importing _imports_beside raised ModuleNotFoundError: No module named 'nowhere'"),
-        ("_breaks_beside:f", ": importing _breaks_beside raised KeyError: 'k' (_breaks_beside.py, line 1)"),
+        ("nowhere.module:f", ": importing nowhere.module raised ModuleNotFoundError: No module named 'nowhere'"),
     ],
 )
-def test_what_cannot_be_loaded(given: str, said: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_loaded(given: str, said: str, file: Path) -> None:
     folder = file.parent
     for name, text in BROKEN.items():
         (folder / f"{name}.py").write_text(f"{text}\n")
-    if given.startswith("_"):
-        monkeypatch.syspath_prepend(folder)
     paths, modules = list(sys.path), set(sys.modules)
     given = given.format(folder=folder)
     with pytest.raises(OptionError) as caught:
@@ -139,16 +125,14 @@ def test_what_cannot_be_loaded(given: str, said: str, file: Path, monkeypatch: p
 
 
 def test_a_stop_request_is_not_an_error_of_the_file(tmp_path: Path) -> None:
-    """The request arrives while the file is imported, or while the class is instantiated."""
     path = tmp_path / "asked.py"
-    leaves = "from alignment.run.stop import RunStopped, StopReason\n"
-    for body in ("raise RunStopped(StopReason.SIGTERM, 'x')", "class f:\n def __init__(s): raise RunStopped(1, 'x')"):
-        path.write_text(leaves + body.replace("(1,", "(StopReason.SIGTERM,") + "\n")
-        with pytest.raises(RunStopped):
-            load_callable(f"{path}:f", "reward_funcs")
+    path.write_text(
+        "from alignment.run.stop import RunStopped, StopReason\nraise RunStopped(StopReason.SIGTERM, 'x')\n"
+    )
+    with pytest.raises(RunStopped):
+        load_callable(f"{path}:f", "reward_funcs")
 
 
 def test_long_errors_of_a_users_code_are_shortened() -> None:
     assert raised(KeyError("x")) == "KeyError: 'x'"
-    assert raised(ValueError("a" * 300)) == f"ValueError: {'a' * 300}"
     assert raised(ValueError("a" * 301)) == f"ValueError: {'a' * 299}…"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import pytest
@@ -49,10 +48,6 @@ ROWS: list[tuple[type, str, Any, Any]] = [
     (KTOConfig, "peer_timeout", 5, math.nextafter(5, 0)),
     (KTOConfig, "loss_spike_factor", ABOVE_ONE, 1),
     (KTOConfig, "max_length", 2, 1),
-    (KTOConfig, "max_prompt_length", 1, 0),
-    (KTOConfig, "max_completion_length", 1, 0),
-    (KTOConfig, "max_new_tokens", 1, 0),
-    (KTOConfig, "num_completions_to_log", 1, 0),
     (KTOConfig, "max_tokens_per_batch", 1024, 1023),
     (CPOConfig, "max_tokens_per_batch", 2048, 2047),
     *((cls, "beta", TINY, 0) for cls in (KTOConfig, CPOConfig, DPOConfig, OnlineDPOConfig)),
@@ -79,27 +74,11 @@ def test_the_last_value_within_a_limit_and_the_first_beyond(cls: type, name: str
     with pytest.raises(OptionError) as caught:
         cls("out", **{name: beyond}, **further)
     assert str(caught.value).startswith((f"{name}={beyond!r}", f"{name}={float(beyond)!r}"))
-    assert re.search("at least|at most|greater|less than|too small|leaves no", str(caught.value))
-
-
-@pytest.mark.parametrize(
-    ("cls", "given", "resolved"),
-    [
-        (KTOConfig, {"hang_timeout": 3600}, {"hang_timeout_first": 3600}),
-        (KTOConfig, {"hang_timeout": 60, "hang_timeout_first": 60}, {"hang_timeout_first": 60}),
-        (CPOConfig, {"loss_type": "simpo", "gamma_beta_ratio": 0}, {"simpo_gamma": 0}),
-        (CPOConfig, {"loss_type": "simpo", "gamma_beta_ratio": 0.5, "simpo_gamma": 0.05}, {"simpo_gamma": 0.05}),
-    ],
-)
-def test_values_that_follow_from_others(cls: type, given: dict[str, Any], resolved: dict[str, Any]) -> None:
-    options = cls("out", **given)
-    assert {name: getattr(options, name) for name in resolved} == resolved
 
 
 @pytest.mark.parametrize(
     "reward",
     [{"reward_model_path": "m"}, {"reward_funcs": ["f.py:f"]}, {"reward_weights": [1.0]}, {"missing_eos_penalty": 0.0},
-     {"reward_batch_size": 1}, {"reward_placement": "replica"}, {"reward_deepspeed": "zero3"},
      {"reward_load_in_4bit": False}, {"num_generations": 3}],
     ids=lambda reward: next(iter(reward)),
 )  # fmt: skip
@@ -113,11 +92,8 @@ def test_options_of_rewards_with_a_judge(reward: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("given", "key"),
-    [({"hang_timeout": 60, "hang_timeout_first": 59}, "hang_timeout_first"),
-     ({"retry_pause": 1, "retries": 0}, "retry_pause"),
-     ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"warmup_type": "log"}}, "lr_scheduler_kwargs"),
-     ({"max_bad_steps": 9}, "max_bad_steps")],
-)  # fmt: skip
+    [({"hang_timeout": 60, "hang_timeout_first": 59}, "hang_timeout_first"), ({"max_bad_steps": 9}, "max_bad_steps")],
+)
 def test_options_that_contradict_each_other(given: dict[str, Any], key: str) -> None:
     with pytest.raises(OptionError, match=f"^{key}="):
         KTOConfig("out", **given)

@@ -1,4 +1,4 @@
-"""Every option has an effect: it is read, or rejected, or shown here to change the resulting configuration.
+"""Every option has an effect: it is read, or shown here to change the resulting configuration.
 
 The names of all options are in ``data/options.txt``; run ``python tests/unit/test_option_walk.py`` to regenerate it.
 """
@@ -6,7 +6,6 @@ The names of all options are in ``data/options.txt``; run ``python tests/unit/te
 from __future__ import annotations
 
 import ast
-import dataclasses
 import difflib
 import re
 import sys
@@ -22,11 +21,8 @@ if __name__ == "__main__":
 from alignment.compat.trl.verdicts import judged_names  # noqa: E402
 from alignment.config import dtypes  # noqa: E402
 from alignment.config.errors import OptionError  # noqa: E402
-from alignment.config.fields import choices_of, hints, members, option, option_fields  # noqa: E402
 from alignment.config.options import AlignmentConfig  # noqa: E402
-from alignment.config.refusals import refused_fields  # noqa: E402
 from alignment.config.registry import METHODS, option_names  # noqa: E402
-from alignment.methods.kto_options import KTOConfig  # noqa: E402
 from tools.documentation.options import PAGE, option_tables, options_page  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "data" / "options.txt"
@@ -49,7 +45,6 @@ PROBES: dict[str, Any] = {
     "warmup_ratio": 0.1,
     "warmup_steps": 7,
 }
-APART = ("fp16", "ref_placement", "warmup_ratio")  # each excludes another of the probes
 WITH_REFERENCE = ("kto", "dpo", "online_dpo")
 # Read by transformers' DefaultFlowCallback and TrainerState; test_callbacks.py and test_intervals.py show the effect.
 READ_BY_TRANSFORMERS = {
@@ -61,9 +56,6 @@ READ_INTO_OTHERS = {"gamma_beta_ratio", "use_transformers_paged", "loss_weights"
 READ_BY_LOSSES = {
     name for cls in METHODS.values() for loss in getattr(cls, "LOSSES", {}).values() for name in loss.reads
 }
-FIELDS = [
-    (cls, field) for cls in METHODS.values() for field in option_fields(cls) if field.name not in judged_names(cls)
-]
 
 
 def field_id(value: Any) -> str:
@@ -93,8 +85,8 @@ READ = attributes_read(ROOT / "alignment") | READ_BY_TRANSFORMERS | READ_INTO_OT
 
 
 def unaccounted(cls: type[AlignmentConfig]) -> set[str]:
-    """Return the fields that are neither read, rejected nor probed, and have no verdict."""
-    return own_names(cls) - READ - refused_fields() - PROBES.keys()
+    """Return the fields that are neither read nor probed, and have no verdict."""
+    return own_names(cls) - READ - PROBES.keys()
 
 
 def own_names(cls: type[AlignmentConfig]) -> set[str]:
@@ -121,40 +113,9 @@ def produced(options: AlignmentConfig) -> tuple[Any, ...]:
     return plan, warmup, options.eval_batch_size, options.resolved_bf16, options.resolved_fp16
 
 
-def another_value(field: dataclasses.Field[Any], hint: Any) -> Any:
-    """Return a value of the field's type that differs from its default."""
-    kinds, choices = members(hint), choices_of(hint)
-    if choices:
-        return next(choice for choice in choices if choice != field.default)
-    if bool in kinds and isinstance(field.default, (bool, type(None))):
-        return not field.default
-    if int in kinds or float in kinds:
-        default: Any = field.default
-        return (default or 0) + 1
-    return "else" if str in kinds else ["else"] if list in kinds else {"else": "else"}
-
-
 @pytest.mark.parametrize("cls", METHODS.values(), ids=field_id)
-def test_every_option_is_read_refused_or_probed(cls: type[AlignmentConfig]) -> None:
+def test_every_option_is_read_or_probed(cls: type[AlignmentConfig]) -> None:
     assert unaccounted(cls) == set()
-
-
-def test_an_unread_option_is_detected() -> None:
-    @dataclasses.dataclass(kw_only=True)
-    class Careless(KTOConfig):
-        learning_speed: float = option(1.0, "Nobody reads this.")
-
-    assert unaccounted(Careless) == {"learning_speed"}
-
-
-@pytest.mark.parametrize(("cls", "field"), FIELDS, ids=field_id)
-def test_rejected_options_are_not_read(cls: type[AlignmentConfig], field: dataclasses.Field[Any]) -> None:
-    if field.name not in refused_fields():
-        assert field.name in READ | PROBES.keys()
-        return
-    assert field.name not in READ
-    with pytest.raises(OptionError, match=f"^{field.name}="):
-        cls("out", **{field.name: another_value(field, hints(cls)[field.name])})
 
 
 PROBED = [(cls, name) for cls in METHODS.values() for name in PROBES if name in option_names(cls)]
@@ -175,21 +136,6 @@ def test_probed_options_change_the_result(
     assert produced(cls("out", use_cpu=True, **{name: PROBES[name]})) != produced(cls("out", use_cpu=True))
 
 
-def test_values_are_passed_to_deepspeed() -> None:
-    options = KTOConfig("out", use_cpu=True, **{n: v for n, v in PROBES.items() if n not in APART})
-    plan, _, eval_batch_size, bf16, _ = produced(options)
-    reference = plan.reference.frozen
-    assert (plan.policy["gradient_clipping"], reference.ds_config["gradient_clipping"]) == (0.5, 0.0)
-    assert plan.policy["train_micro_batch_size_per_gpu"] == 3
-    assert plan.policy["gradient_accumulation_steps"] == 3
-    assert plan.policy["zero_optimization"]["stage3_max_live_parameters"] == 7
-    assert plan.policy["bf16"]["enabled"] is reference.ds_config["bf16"]["enabled"] is bf16 is True
-    assert (reference.placement.name, reference.ds_config["zero_optimization"]["stage"]) == ("sharded", 3)
-    assert plan.dtypes.compute == "bfloat16"
-    assert eval_batch_size == 3
-    assert "eval_batch_size" in READ, "the property through which per_device_eval_batch_size acts"
-
-
 def test_public_options_match_the_list() -> None:
     difference = "\n".join(
         difflib.unified_diff(GOLDEN.read_text().splitlines(), golden_text().splitlines(), "data/options.txt", "code")
@@ -200,7 +146,7 @@ def test_public_options_match_the_list() -> None:
 def test_documented_options_match_the_classes() -> None:
     assert PAGE.read_text(encoding="utf-8") == options_page(), "options changed; run `make tables`"
     shown = set(re.findall(r"^\| `(\w+)` \| ", option_tables(), re.MULTILINE))
-    assert shown == set().union(*map(own_names, METHODS.values())) - refused_fields()
+    assert shown == set().union(*map(own_names, METHODS.values()))
 
 
 if __name__ == "__main__":

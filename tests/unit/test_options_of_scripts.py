@@ -80,7 +80,7 @@ def test_the_local_rank_is_set_by_the_launcher(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_unknown_log_level_is_refused() -> None:
-    with pytest.raises(OptionError, match="log_level='inof': expected one of passive, .*did you mean 'info'"):
+    with pytest.raises(OptionError, match="log_level='inof': .*did you mean 'info'"):
         KTOConfig(log_level="inof")
 
 

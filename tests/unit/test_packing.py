@@ -199,7 +199,7 @@ def test_packed_datasets_are_refused() -> None:
         ({"packing": True, "dataset_kwargs": {"skip_prepare_dataset": True}}, "remove one of them"),
         (
             {"packing": True, "packing_strategy": "ffd"},
-            "packing_strategy='ffd': expected one of bfd, bfd_split, wrapped",
+            "packing_strategy='ffd': must be 'bfd'",
         ),
     ],
 )

@@ -109,6 +109,3 @@ def test_bitsandbytes_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantization, "find_spec", lambda name: None)
     with pytest.raises(AlignmentError, match="not installed; run pip install bitsandbytes"):
         plan(in_4bit())
-    monkeypatch.setattr("alignment.config.options_model.find_spec", lambda name: None)
-    with pytest.raises(OptionError, match="^load_in_4bit=True: requires bitsandbytes"):
-        KTOConfig("out", use_peft=True, load_in_4bit=True)

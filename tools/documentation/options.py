@@ -22,20 +22,12 @@ from sphinx.util.docutils import SphinxDirective
 
 from alignment.cli.help import default_text, grouped_fields, title_of
 from alignment.config.options import AlignmentConfig
-from alignment.config.refusals import refused_fields
 from alignment.config.registry import METHODS
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "reference" / "options.md"
 BEGIN = "<!-- options: written by `make tables` from alignment/config/ -->"
 END = "<!-- end of options -->"
 Fields = list[dataclasses.Field[Any]]
-
-
-def _groups(cls: Any) -> Iterator[tuple[type, Fields]]:
-    """Yield the groups of a method with their supported options."""
-    for group, fields in grouped_fields(cls):
-        if working := [field for field in fields if field.name not in refused_fields()]:
-            yield group, working
 
 
 def options_page() -> str:
@@ -45,13 +37,12 @@ def options_page() -> str:
 
 
 def option_tables() -> str:
-    """Return a table for each group of options, shared ones first, and the options that are not supported yet."""
+    """Return a table for each group of options, shared ones first, and that of losses."""
     groups: dict[type, Fields] = {}
-    for group, fields in (pair for cls in METHODS.values() for pair in _groups(cls)):
+    for group, fields in (pair for cls in METHODS.values() for pair in grouped_fields(cls)):
         groups.setdefault(group, fields)
     parts = [_table(title_of(group), fields) for group, fields in groups.items()]
-    later = ", ".join(f"`{name}`" for name in sorted(refused_fields()))
-    return "\n\n".join([*parts, _losses(), f"Not supported yet; the error names the closest alternative: {later}."])
+    return "\n\n".join([*parts, _losses()])
 
 
 def _table(title: str, fields: Fields) -> str:
@@ -80,7 +71,7 @@ class Options(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return the nodes, parsed as Markdown because help texts contain backticks and links."""
         method, lines = self.arguments[0], list[str]()
-        for group, fields in _groups(AlignmentConfig if method == "shared" else METHODS[method]):
+        for group, fields in grouped_fields(AlignmentConfig if method == "shared" else METHODS[method]):
             if (method == "shared") == issubclass(AlignmentConfig, group):
                 lines += [f"**{title_of(group)}**", ""]
                 for field in fields:

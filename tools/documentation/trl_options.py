@@ -13,7 +13,6 @@ from alignment.compat.trl.names import older_names
 from alignment.compat.trl.table import REMOVED, TransformersOptions
 from alignment.compat.trl.verdicts import Verdict, verdict_of
 from alignment.config.fields import option_fields
-from alignment.config.refusals import NOT_YET, refused_fields
 from alignment.config.registry import METHODS
 
 _HEAD = """\
@@ -54,7 +53,7 @@ def trl_options_page() -> str:
         "## Options of `TrainingArguments`\n",
         _table(sorted({*_training_arguments(), *shared})),
         "\n## Options of TRL's configurations\n",
-        _table(sorted({*_judged(), *refused_fields(), *_other_defaults_of_trl()} - shared), methods=True),
+        _table(sorted({*_judged(), *_other_defaults_of_trl()} - shared), methods=True),
         "\n## Other names\n",
         "These names are aliases that take the same values. Setting both names to different values is an error.\n",
         "| name | alias of |\n|---|---|",
@@ -104,12 +103,7 @@ def _said(name: str) -> Iterator[tuple[list[str], str]]:
 
 def _text(field: dataclasses.Field[Any]) -> str:
     verdict = verdict_of(field)
-    if verdict is not None:
-        return _verdict_text(verdict)
-    if field.name in refused_fields():
-        only, reason, instead = NOT_YET[field.name]
-        return f"*must be* {_values((only,))}: {reason}; {instead}"
-    return "*supported*"
+    return "*supported*" if verdict is None else _verdict_text(verdict)
 
 
 def _verdict_text(verdict: Verdict) -> str:
