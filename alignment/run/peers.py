@@ -26,7 +26,7 @@ from alignment.run.ending import Ending, bounded, end_with
 from alignment.run.stop import REQUESTS, StopReason
 
 _POLL_S, _LEAVING_S = 0.5, 0.05  # between two heartbeats; while this rank waits for the others to finish
-_ASK_S = 3.0  # limit for a call to the store
+_ASK_S, _FOLLOW_S = 3.0, 5.0  # limits for a call to the store, and for other ranks to fail or stop like this one
 _LOST_S = 5.0  # for the end of another rank to be noticed after a connection broke
 _SILENT_S = 2.0  # without a heartbeat, for a rank to be suspected of it
 _RANK = "rank {rank} (host {host}, process {pid}) in phase {phase}, step {step}"
@@ -90,16 +90,18 @@ class Peers(threading.Thread):
                 self._over.wait()
             else:
                 self._announce(replace(failure, grace=ACTIVITY.limits.peer_timeout))
+                bounded(lambda: self._store.add("left", 1), _ASK_S)
         finally:  # also after Ctrl-C
             self._over.set()
             self.join(_ASK_S)  # a thread in the store's C++ code would crash the interpreter's exit
-        seconds = 2 * _POLL_S if failure else ACTIVITY.limits.peer_timeout
-        bounded(lambda: self._let_read(seconds), seconds + _ASK_S)
+        if failure or self._rank == 0:
+            seconds = _FOLLOW_S if failure else ACTIVITY.limits.peer_timeout
+            bounded(lambda: self._wait_for_all(seconds), seconds + _ASK_S)
 
-    def _let_read(self, seconds: float) -> None:
-        """On rank 0, with which the store may end, wait until the others no longer read it."""
+    def _wait_for_all(self, seconds: float) -> None:
+        """Wait until all ranks have left: they would be ended with this process, or with the store of rank 0."""
         end = time.monotonic() + seconds
-        while self._rank == 0 and time.monotonic() < end and self._store.add("left", 0) < self._size:
+        while time.monotonic() < end and self._store.add("left", 0) < self._size:
             time.sleep(_LEAVING_S)
 
     def end(self, ending: Ending) -> NoReturn:
@@ -127,7 +129,7 @@ class Peers(threading.Thread):
             lost = other in self._gone or ACTIVITY.now - beat["heard"] > ACTIVITY.limits.peer_timeout
             if other == 0 and lost and ACTIVITY.folder is not None:
                 fail_in_place_of(ACTIVITY.folder, beat["host"], beat["pid"], ending.line.removeprefix("error: "))
-        self._let_read(2 * _POLL_S)
+        self._wait_for_all(0.0 if self._rank else 2 * _POLL_S)
 
     def progress(self) -> tuple[float, float, str]:
         """The time without progress of any rank, its limit, and where the ranks are that have not finished."""
