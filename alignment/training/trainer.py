@@ -54,7 +54,7 @@ from alignment.training.arguments import (
     refuse_arguments,
     with_arguments,
 )
-from alignment.training.callbacks import Events, check_before_loading, check_callbacks
+from alignment.training.callbacks import Events, check_before_loading, check_callbacks, check_reporting
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import DataPreparation, PreparedData, RunData, check_evaluation, total_steps
 from alignment.training.evaluation import evaluate, evaluation_windows

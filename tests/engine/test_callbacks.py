@@ -12,7 +12,7 @@ import torch
 from conftest import DRIVERS
 from helpers import STAGES, make_model, options, paired_rows, unpaired_rows
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback, integrations
 from transformers.integrations import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer

@@ -10,7 +10,7 @@ from helpers import tiny_config
 from transformers import BitsAndBytesConfig
 
 from alignment import KTOConfig
-from alignment.config.errors import AlignmentError, OptionError
+from alignment.config.errors import AlignmentError
 from alignment.models import quantization
 from alignment.models.quantization import Quantization, plan_quantization
 

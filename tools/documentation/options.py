@@ -11,7 +11,6 @@ The tables in docs/reference/options.md, and the directive ``options`` of Sphinx
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
