@@ -279,6 +279,7 @@ def test_ranks_leave_when_all_have_finished(world: World, monkeypatch: pytest.Mo
     for thread in threads:
         thread.join(5)
     assert not any(each.is_alive() for each in (*ranks, *threads)) and world.store.values["left"] == "2"
+    world.store.values.clear()
     interrupted = world.rank(0)
     interrupted.start()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
