@@ -77,7 +77,6 @@ MODELS = [
     model("configuration a list", written("config.json", "[]"), UNUSABLE),
     model("configuration nested", written("config.json", NESTED), UNUSABLE),
     model("of an unknown type", config(model_type="zebra"), UNUSABLE, "zebra"),
-    model("without width", config(hidden_size=0), "hidden_size=0"),
     model("heads that do not divide it", config(num_attention_heads=5), UNUSABLE, "attention heads (5)"),
     model("with code of its own", config(auto_map={"AutoConfig": "a.B"}, model_type="z"), "trust_remote_code"),
     model("weights a pointer", written(WEIGHTS, POINTER), "is a Git LFS pointer", "git lfs pull"),

@@ -52,8 +52,8 @@ def given_judge(
     Raises:
         OptionError: if both are set and differ, the named judge cannot be used, or it is combined with rewards.
     """
-    kind = NAMED.get(options.judge) if isinstance(options.judge, str) else None
-    if given is None or kind is None or not isinstance(given, kind):
+    named_class = NAMED.get(options.judge) if isinstance(options.judge, str) else None
+    if given is None or named_class is None or not isinstance(given, named_class):
         given = given_once("judge", given, options.judge)
         named = named_judge(given)
         if named is not None:

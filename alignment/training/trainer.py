@@ -26,6 +26,7 @@ from alignment.compat.trl.overrides import check_attributes, check_overrides, ch
 from alignment.compat.trl.surface import TrainerSurface
 from alignment.config.errors import HubError, LastCheckpointError, OptionError, setting
 from alignment.config.options import AlignmentConfig
+from alignment.config.options_data import SequenceOptions
 from alignment.data.windows import WindowSampler
 from alignment.engines.collectives import barrier, device, on_first_rank
 from alignment.engines.cores import share_cores
@@ -226,7 +227,7 @@ class AlignmentTrainer(TrainerSurface):
             log=self.log,
             data=self.data,
         )
-        if getattr(self.args, "generate_during_eval", False):
+        if isinstance(self.args, SequenceOptions) and self.args.generate_during_eval:
             from alignment.training.sampling.answers import EvaluationAnswers  # imports generation code
 
             self.context.answers = EvaluationAnswers(self.context, lambda: self._writes_logs)

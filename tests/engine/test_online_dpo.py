@@ -325,7 +325,7 @@ def test_contradicting_arguments_are_refused(paths: dict[str, str], tmp_path: Pa
         ({}, "^reward_model: "),
         ({**judge, "reward_model": "nowhere"}, "^judge: cannot be combined with reward_model"),
         ({**judge, "reward_processing_class": object()}, "^judge: .*reward_processing_class"),
-        ({"reward_funcs": lambda completions, answer: [0.0]}, "argument 'answer'"),
+        ({"reward_funcs": lambda completions, answer: [0.0]}, "argument: 'answer'"),
         ({"judge": 3}, "judge"),
         ({"reward_funcs": letters, "args": arguments(tmp_path, reward_funcs="a.py:f")}, "reward_funcs: set both"),
         ({**judge, "missing_eos_penalty": 1.0}, "missing_eos_penalty=1.0: "),

@@ -14,6 +14,7 @@ from resume_comparison import timeless
 
 from alignment import CPOConfig, CPOTrainer
 from alignment.config.errors import DataError
+from alignment.data.mixture import Part
 from tools.ranks import RankServer
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
@@ -39,7 +40,7 @@ class Unread:
 def trainer(folder: Path, rows: Unread, **more: Any) -> CPOTrainer:
     model = make_model(folder / "model", layers=1)
     args = CPOConfig(**options(folder, max_steps=1, retry_pause=0, **more))
-    return CPOTrainer(model, args=args, train_dataset=rows)
+    return CPOTrainer(model, args=args, train_dataset=Part("train_dataset", rows))
 
 
 def test_reads_are_retried_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,7 +97,6 @@ def test_cpo(dry_run: Callable[..., str]) -> None:
     assert re.search(r"^    rejected  '\w+</s>'$", out, re.M)
     assert out.count("\nData: ") == 2 and "cpo.jsonl (train[:2])" in out
     assert "Advice:\n  - 1 of 6 rows were dropped (1 × chosen and rejected are identical); check these rows" in out
-    assert "\n  - the run has a single step" in out
 
 
 def test_the_command_on_two_ranks_prints_once(folder: Path, tmp_path: Path, ranks: RankServer) -> None:

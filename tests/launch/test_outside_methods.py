@@ -239,7 +239,7 @@ def test_an_installed_package_can_provide_a_method(
         ("class Trainer: ...", "not a trainer class"),
         ("class Trainier: ...", "does not define 'Trainer'; did you mean 'Trainier'"),
         ("1 / 0", "importing mine.py raised ZeroDivisionError: division by zero .mine.py, line 1."),
-        (NAMELESS, "its config_class does not define"),
+        (NAMELESS, "its config_class has no name"),
     ],
 )
 def test_invalid_methods(tmp_path: Path, text: str, said: str) -> None:

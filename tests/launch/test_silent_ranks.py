@@ -23,7 +23,7 @@ import pytest
 
 from tools.chaos.judge import compare, look
 from tools.ranks import Outcome, RankServer
-from tools.signals.run import WORKER, Signals, status
+from tools.signals.run import WORKER, Signals
 from tools.signals.worker import LOADING, Plan, Trail
 from tools.trial import workspace
 
@@ -109,7 +109,7 @@ def test_the_main_thread_of_a_rank_hangs(signals: Signals, place: Path, rank: in
     assert "no progress for" in line and re.search(rf"rank {rank} \(host {HOST}.* in phase {phase}", line), line
     stacks = [(run.output_dir / f"hang-{each}.txt").read_text() for each in (0, 1)]
     assert "_fail" in stacks[rank] and "_fail" not in stacks[1 - rank]
-    assert status(run.output_dir)["state"] == "failed"
+    assert json.loads((run.output_dir / "status.json").read_text())["state"] == "failed"
 
 
 @pytest.mark.ci
@@ -185,4 +185,4 @@ def test_a_rank_in_a_long_rollout_learns_of_a_stop_request_to_another_rank(signa
     assert [one.code for one in done.ranks] == [85, 85], done.report()
     assert time.time() - asked[0] < 10, "a chunk takes 4 s, the rollout several of them"
     assert "preempted by SIGTERM after step 0" in done.stderr
-    assert status(run.output_dir)["signal"] == "SIGTERM"
+    assert json.loads((run.output_dir / "status.json").read_text())["signal"] == "SIGTERM"

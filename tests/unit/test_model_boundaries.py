@@ -22,7 +22,6 @@ from alignment.checkpoint import best, fingerprints
 from alignment.checkpoint.best import BestModel
 from alignment.checkpoint.run_folder import holds_model
 from alignment.config.errors import CheckpointError, ModelError, OptionError
-from alignment.models.adapters import score
 from alignment.models.loading import _begin_anew
 from alignment.models.quantization import plan_quantization
 from alignment.models.source import check_weights, model_source
@@ -92,21 +91,6 @@ def test_new_weights_are_those_of_the_seed(config: dict[str, float], deviation: 
         found.append(model.weight.detach())
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
     assert float(found[0].std()) == pytest.approx(deviation, rel=0.05) and abs(float(found[0].mean())) < deviation / 20
-
-
-@pytest.mark.parametrize("path", ["here", None])
-def test_a_file_of_a_model_is_found_in_its_folder(path: str | None, tmp_path: Path) -> None:
-    """The subfolder is an argument of the path; a live model only has the name that it was loaded from."""
-    for folder in (tmp_path, tmp_path / "inner"):
-        folder.mkdir(exist_ok=True)
-        (folder / "f").write_text("")
-    source: Any = SimpleNamespace(
-        path=str(tmp_path) if path else None,
-        config=SimpleNamespace(name_or_path=str(tmp_path)),
-        init_kwargs={"subfolder": "inner"},
-    )
-    assert score._local(source, "f") == (tmp_path / "inner" / "f" if path else tmp_path / "f")
-    assert score._local(source, "g") is None
 
 
 @pytest.mark.parametrize(
