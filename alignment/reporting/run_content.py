@@ -61,7 +61,7 @@ def read_content(folder: Path, *, state: str | None = None) -> RunContent:
     given = read_object(folder / "options.json", _without_secrets)
     history = [entry for entry in log.records if "event" not in entry and "train_runtime" not in entry]
     best, method = _best_step(folder, view, given), view.status.method or given.get("method", "")
-    marks = [(event["step"], "resumed") for event in view.resumes]
+    marks: list[tuple[int, str]] = [(event["step"], "resumed") for event in view.resumes]
     marks += [] if best is None else [(best, "best checkpoint")]
     marked = ", ".join(f"{label} (step {step})" for step, label in marks)
     named = METHODS[method] if method in METHODS.entries else None  # external methods are not imported
@@ -73,22 +73,15 @@ def read_content(folder: Path, *, state: str | None = None) -> RunContent:
     evaluation = {name.removeprefix("eval_"): value for name, value in view.evaluation.items()}
     memory = "peak GPU memory" if start.get("device") == "cuda" else "peak resident memory"
     part = "the whole run" if log.ended else f"up to step {view.status.step}"
-    checkpoints = [
-        (
-            one.name,
-            one.step,
-            one.size,
-            escape(one.condition) + (Markup(" ") + badge("best", "good")) * (one.step == best),
-        )
-        for one in view.checkpoints
-    ]
+    star = Markup(" ") + badge("best", "good")
+    checkpoints = [(one.name, one.step, one.size, escape(one.condition) + star * (one.step == best))
+                   for one in view.checkpoints]  # fmt: skip
     sections = [
         Section("Warnings and advice", messages=[*_messages(view)]),
         Section("Curves", marked and f"Dotted lines: {marked}.", charts=charts(history, marks)),
         Section("Completions", samples=_samples(folder / "completions.jsonl")),
-        html.metrics_section(
-            [("Training", view.metrics_step, view.metrics), ("Evaluation", view.evaluation_step, evaluation)]
-        ),
+        html.metrics_section([("Training", view.metrics_step, view.metrics),
+                              ("Evaluation", view.evaluation_step, evaluation)]),
         html.phases_section(view.phases, memory, f"Rank 0, {part}."),
         Section("Data", cards=[_data(one) for one in start.get("data", ())], columns=True),
         table_section(
@@ -99,9 +92,8 @@ def read_content(folder: Path, *, state: str | None = None) -> RunContent:
             "Attempts", ("attempt", "started", "from", "ranks"),
             [_attempt(event) for event in (start, *view.resumes)] if view.resumes else [], ("",) * 4,
         ),
-        table_section(
-            "Checkpoints", ("name", "step", "size", "condition"), checkpoints, ("mono nowrap", "", "nowrap", "")
-        ),
+        table_section("Checkpoints", ("name", "step", "size", "condition"), checkpoints,
+                      ("mono nowrap", "", "nowrap", "")),
         table_section("Versions", ("library", "version"), [*start.get("versions", {}).items()], ("", "")),
     ]  # fmt: skip
     page = html.Page(

