@@ -60,9 +60,6 @@ class JsonlLog:
                 print(f"output_dir: no space left to write {self.path}; its lines are kept in memory", flush=True)
             self._full = True
             return False
-        if self._full:
-            lines = counted(len(self._pending), "pending line")
-            print(f"output_dir: {self.path} is writable again; {lines} written", flush=True)
         self._full, self._pending = False, []
         return True
 

@@ -82,7 +82,9 @@ class RunView:
         self.evaluation = metrics_of(log.evaluation)  #: the newest one
         self.evaluation_step: int | None = log.evaluation.get("step")
         #: time, attempt, step, checkpoint and world_size of each
-        self.resumes = [{key: one.get(key) for key in _RESUME} for one in log.events if one["event"] == "resume"]
+        self.resumes: list[Record] = [
+            {key: one.get(key) for key in _RESUME} for one in log.events if one["event"] == "resume"
+        ]
         #: totals of rank 0, after the end of a run
         self.phases: dict[str, Record] = log.newest("start", "resume", "end", "stop").get("phases") or {}
         self.checkpoints = [_read_checkpoint(path, step) for step, path in found]  #: the newest first

@@ -168,12 +168,3 @@ def test_a_stopped_run_leaves_a_report(tmp_path: Path) -> None:
     trainer.close()
     page = page_of(tmp_path)
     assert "preempted</span>" in page and "Preempted by SIGUSR1 after step 2." in page
-
-
-@pytest.mark.usefixtures("drawn", "own_process_group")
-def test_a_run_that_has_not_begun_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = kto(tmp_path)
-    monkeypatch.setattr(trainer.engines, "build", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    assert not (tmp_path / "out" / "report.html").exists()

@@ -113,7 +113,7 @@ def test_progress_shows_the_newest_metrics(capsys: pytest.CaptureFixture[str]) -
     out, err = capsys.readouterr()
     assert "step 2: a note" in out
     last = err.split("\r")[-1]
-    assert "3/3" in last and "loss=0.5" in last and "acc=0.75" in last and "tok/s=" in last and "mem=" in last
+    assert all(part in last for part in ("3/3", "loss=0.5", "acc=0.75", "tok/s=", "mem="))
     assert "logps" not in err and bar._tokens == 150
     assert "kl" not in last and "margin" not in last, "metrics of an earlier step"
 

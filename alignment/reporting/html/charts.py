@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
@@ -117,11 +116,9 @@ def _evaluations(history: History, metric: str) -> list[tuple[str, str]]:
 
 
 def _points(history: History, name: str) -> list[Point]:
-    """Step and value of each entry that has the metric, averaging neighbors if there are too many."""
+    """Step and value of each entry that has the metric, some of them if there are too many."""
     found = [(float(entry["step"]), value) for entry in history if (value := number(entry.get(name))) is not None]
-    size = -(-len(found) // _MOST_POINTS) or 1
-    groups = [found[start : start + size] for start in range(0, len(found), size)]
-    return [(group[-1][0], fmean(value for _, value in group)) for group in groups]
+    return found[:: -(len(found) // _MOST_POINTS + 1)][::-1]  # with the last one
 
 
 def _drawn(chart: Chart) -> str:
