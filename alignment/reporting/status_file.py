@@ -138,16 +138,10 @@ class StatusFile:
                 self._due, wanted = False, self._wanted
                 doing = {} if self._closed or self.status.state in ENDED else self._doing()
                 status = self.status = dataclasses.replace(self.status, **doing, time=now())
-            with contextlib.suppress(OSError):
-                if status.state not in ENDED or self._is_ours(status):
+            with contextlib.suppress(OSError, ValueError):
+                found = read_status(self.path.parent) if status.state in ENDED else None
+                if found is None or (found.pid, found.started) == (status.pid, status.started):
                     replace_text(self.path, status.text())
             with self._changed:
                 self._written = wanted
                 self._changed.notify_all()
-
-    def _is_ours(self, status: RunStatus) -> bool:
-        try:
-            found = read_status(self.path.parent)
-        except ValueError:
-            return True  # damaged, so replace it
-        return found is None or (found.host, found.pid, found.started) == (status.host, status.pid, status.started)

@@ -56,6 +56,7 @@ def test_metadata_is_yaml_whatever_is_in_it() -> None:
     [
         ("/home/me/data/rows.jsonl", "rows.jsonl"),
         ("~/models/tiny/", "tiny"),
+        ("/home/me/my data/a b.jsonl", "a b.jsonl"),
         ("file:///home/me/x", "x"),
         ("/home/me/rewards.py:length", "rewards.py:length"),
         ("on 8 rows (/home/me/x.jsonl): 0.1", "on 8 rows (x.jsonl): 0.1"),
