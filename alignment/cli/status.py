@@ -7,9 +7,8 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, repeat
 from pathlib import Path
 
 from alignment.checkpoint.manifest import Manifest
@@ -43,7 +42,7 @@ def _show(parser: ArgumentParser, options: Namespace) -> None:
     while True:
         view = read_run(folder)
         if options.check:
-            view = replace(view, checkpoints=[_compared(folder, one) for one in view.checkpoints])
+            view.checkpoints = [_compared(folder, one) for one in view.checkpoints]
         text = status_line(view) if options.follow and not in_place else "\n".join(status_lines(view))
         text = json.dumps(view.to_dict()) if options.json else text
         if in_place or text != shown:
@@ -81,25 +80,35 @@ def status_lines(view: RunView) -> list[str]:
 
 
 def _rows(view: RunView) -> list[tuple[str, str]]:
-    """Name and text of each row. Unknown texts are empty, and so are the names of a table's further rows."""
+    """Name and text of each row; unknown texts are empty."""
     status, rate = view.status, view.steps_per_second
     total = status.total_steps
     step = f"{status.step} of {total} ({100 * status.step / total:.0f}%)" if total else str(status.step)
-    eta = "" if view.eta_seconds is None else f", about {duration(view.eta_seconds)} left"
+    step += "" if view.eta_seconds is None else f", about {duration(view.eta_seconds)} left"
     speed = [f"{rate:.3g} steps/s" if rate >= 0.1 else f"{1 / rate:.3g} s per step"] if rate else []
     speed += [f"{view.tokens_per_second:,.0f} tokens/s"] if view.tokens_per_second else []
+    resumed = ", ".join(str(event["step"]) for event in view.resumes)
+    attempt = str(status.attempt)
+    attempt += f", {status.stalled} in a row without a newer checkpoint" if status.stalled > 1 else ""
+    attempt += f", requeued {counted(status.restarts, 'time')}" if status.restarts else ""
+    attempt += f"; resumed after step {resumed}" if resumed else ""
+    width = max((len(one.name) for one in view.checkpoints), default=0)
+    saved = [f"{one.name.ljust(width)}  {one.condition}" + f", {one.size}" * one.complete for one in view.checkpoints]
+    writing = "being written" if view.alive else "incomplete: the run ended while writing it"
+    saved += [f"{name}  {writing}" for name in view.partial]
     ordered = sorted(((one["seconds"], name) for name, one in view.phases.items()), reverse=True)
     total_s = sum(seconds for seconds, _ in ordered) or 1.0
     phases = [f"{name}: {duration(seconds)} ({100 * seconds / total_s:.0f}%)" for seconds, name in ordered]
+    between = "\n" + " " * 14
     return [
         ("state", view.sentence),
-        ("step", step + eta),
+        ("step", step),
         ("speed", ", ".join(speed)),
         ("metrics", _metrics(view.metrics, view.metrics_step)),
         ("evaluation", _metrics(view.evaluation, view.evaluation_step)),
-        ("attempt", _attempt(view)),
-        *zip(chain(["checkpoints"], repeat("")), _checkpoints(view)),
-        *zip(chain(["phases"], repeat("")), phases),
+        ("attempt", attempt),
+        ("checkpoints", between.join(saved)),
+        ("phases", between.join(phases)),
         ("report", view.report or ""),
         ("started", utc(status.started)),
         ("updated", utc(status.time)),
@@ -112,21 +121,6 @@ def _metrics(metrics: Record, step: int | None) -> str:
     names = [*(name for name in _FIRST if name in known), *(name for name in known if name not in _FIRST)]
     said = [f"{name} {known[name]:.4g}" for name in names[:_MOST_METRICS]]
     return f"step {step}: {', '.join(said)}" if said else ""
-
-
-def _attempt(view: RunView) -> str:
-    status, steps = view.status, ", ".join(str(event["step"]) for event in view.resumes)
-    stalled = f", {status.stalled} in a row without a newer checkpoint" if status.stalled > 1 else ""
-    requeued = f", requeued {counted(status.restarts, 'time')}" if status.restarts else ""
-    return f"{status.attempt}{stalled}{requeued}" + (f"; resumed after step {steps}" if steps else "")
-
-
-def _checkpoints(view: RunView) -> Iterator[str]:
-    width = max((len(one.name) for one in view.checkpoints), default=0)
-    for one in view.checkpoints:
-        yield f"{one.name.ljust(width)}  {one.condition}" + (f", {one.size}" if one.complete else "")
-    for name in view.partial:
-        yield f"{name}  {'being written' if view.alive else 'incomplete: the run ended while writing it'}"
 
 
 def _parser(program: str) -> ArgumentParser:

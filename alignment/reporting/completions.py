@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import html
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from alignment.reporting.log import JsonlLog
 Messages = Sequence[Mapping[str, Any]]
 Row = Mapping[str, str | Messages | float | None]
 TITLE = "completions"
-_MARKS = frozenset("|*_`[]\\#~")
 
 
 class CompletionTable:
@@ -41,7 +40,7 @@ class CompletionTable:
             if isinstance(callback, WandbCallback):
                 _to_wandb(step, records)
             if isinstance(callback, TensorBoardCallback) and (writer := tensorboard_writer(callback)) is not None:
-                writer.add_text(TITLE, markdown(records), step)
+                writer.add_text(TITLE, _literally(records), step)
 
     def finish(self) -> None:
         """Write the rows still waiting for disk space, at the end of a run; see :meth:`.JsonlLog.finish`."""
@@ -62,29 +61,14 @@ def as_text(value: Any) -> Any:
         return value
     if len(value) == 1 and value[0]["role"] == "assistant" and isinstance(value[0].get("content"), str):
         return value[0]["content"]
-    return "\n".join(_line(message) for message in value)
+    said = [(one["role"], (one.get("content"), *(one.get("tool_calls") or ()))) for one in value]
+    return "\n".join(f"{role}: {' '.join(str(part) for part in parts if part is not None)}" for role, parts in said)
 
 
-def _line(message: Mapping[str, Any]) -> str:
-    said = [message.get("content"), *(message.get("tool_calls") or ())]
-    return f"{message['role']}: {' '.join(str(part) for part in said if part is not None)}"
-
-
-def markdown(records: Sequence[Mapping[str, Any]]) -> str:
-    """Format the records as a Markdown table that shows texts literally, markup and line breaks included."""
-    names = list(records[0])
-    rows = [names, ["---"] * len(names), *([_cell(record[name]) for name in names] for record in records)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    # Character references are never interpreted as markup.
-    marked = "".join(f"&#{ord(mark)};" if mark in _MARKS else mark for mark in html.escape(str(value)))
-    return marked.replace("\n", "<br>")
+def _literally(records: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown code block, in which texts are no markup."""
+    rows = ["\n".join(f"{name}: {value}" for name, value in record.items() if value is not None) for record in records]
+    return textwrap.indent("\n\n".join(rows), "    ")
 
 
 def _to_wandb(step: int, records: Sequence[Mapping[str, Any]]) -> None:

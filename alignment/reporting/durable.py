@@ -27,8 +27,7 @@ def is_full(error: BaseException | None) -> bool:
 def replace_text(path: Path, text: str) -> None:
     """Write a UTF-8 file atomically: ``path`` has either its old or its new content, also after a crash.
 
-    The text is first written to a hidden file in the same folder, which is removed on failure. Only one process may
-    write a given file at a time. Raises OSError, with ``path`` unchanged, if it cannot be written.
+    Only one process may write a given file at a time. Raises OSError, with ``path`` unchanged, if that fails.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:

@@ -29,6 +29,8 @@ class JsonlLog:
     Args:
         path: the file; None writes nothing (ranks other than rank 0).
         timed: add ``time``, the time of writing (UTC), to each record.
+
+    Methods raise OutputError if the file cannot be written for another reason than a full disk.
     """
 
     def __init__(self, path: Path | None, *, timed: bool = False) -> None:
@@ -38,10 +40,7 @@ class JsonlLog:
         self._size: int | None = None  # bytes of complete lines; unknown before the first write
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record, after any pending ones. On a full disk it becomes pending.
-
-        Raises OutputError if the file cannot be written for another reason.
-        """
+        """Append one record, after any pending ones. On a full disk it becomes pending."""
         if self.path is not None:
             now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")  # always of the same length
             time = {"time": now.replace("+00:00", "Z")} if self._timed else {}
@@ -49,10 +48,7 @@ class JsonlLog:
             self.flush()
 
     def flush(self) -> bool:
-        """Try to write the pending records; return whether none is left.
-
-        Raises OutputError if the file cannot be written for another reason than a full disk.
-        """
+        """Try to write the pending records; return whether none is left."""
         if self.path is None or not self._pending:
             return True
         try:
@@ -61,94 +57,69 @@ class JsonlLog:
             if not is_full(error):
                 raise self._error(error) from error
             if not self._full:
-                _tell(
-                    f"output_dir: no space left to write {self.path}; its lines are kept in memory and written when "
-                    "space is available again"
-                )
+                print(f"output_dir: no space left to write {self.path}; its lines are kept in memory", flush=True)
             self._full = True
             return False
-        if self._full:
-            _tell(f"output_dir: {self.path} is writable again; {counted(len(self._pending), 'pending line')} written")
         self._full, self._pending = False, []
         return True
 
     def finish(self) -> None:
-        """Write the pending records at the end of a run, and flush the file to disk.
-
-        Raises OutputError if there is no space for it, or the file cannot be written.
-        """
+        """Write the pending records at the end of a run, and sync the file; raise OutputError if the disk is full."""
         lost = counted(len(self._pending), "line")
         if not self.flush():
             raise OutputError(f"output_dir: no space left to write {self.path}: {lost} lost; free disk space")
-        self._sync()
+        self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """``bytes``: size of the file on disk; ``pending``: lines waiting for space.
-
-        Raises OutputError if the file cannot be written or synced.
-        """
+        """``bytes``: size of the file, which is flushed to disk; ``pending``: lines waiting for space."""
         self.flush()
-        self._sync()
-        size = self.path.stat().st_size if self.path is not None and self.path.exists() else 0
-        return {"bytes": size if self._size is None else self._size, "pending": list(self._pending)}
+        size = 0
+        if self.path is not None and self.path.exists():
+            try:
+                sync(self.path)
+                size = self.path.stat().st_size if self._size is None else self._size
+            except OSError as error:
+                raise self._error(error) from error
+        return {"bytes": size, "pending": list(self._pending)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Truncate the file to the size in :meth:`state_dict`: the resumed run writes the rest again.
 
         If the file is missing or shorter than recorded, the run continues with a warning.
-
-        Raises OutputError if the file cannot be read or truncated.
         """
         if self.path is None:
             return
         self._pending = list(state.get("pending", ()))
         try:
-            _cut(self.path, state["bytes"])
-            self._size = _cut_torn_line(self.path)
+            self._size = _whole_lines(self.path, state["bytes"])
+            if self.path.exists():
+                os.truncate(self.path, self._size)
         except OSError as error:
             raise self._error(error) from error
         if self._size < state["bytes"]:
-            _tell(f"output_dir: {self.path}: some lines from before the checkpoint are lost")
+            print(f"output_dir: {self.path}: some lines from before the checkpoint are lost", flush=True)
 
     def _append(self, path: Path) -> None:
         """Write all pending records, or none."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        size = self._size = _cut_torn_line(path) if self._size is None else self._size
-        _cut(path, size)  # what is left of a failed write
+        size = self._size = _whole_lines(path) if self._size is None else self._size
         data = memoryview("".join(f"{line}\n" for line in self._pending).encode())
         try:
             with path.open("ab", buffering=0) as file:  # network file systems may report a full disk on closing
+                os.truncate(path, size)  # a line torn by a crash, or what is left of a failed write
                 written = 0
                 while written < len(data):
                     written += file.write(data[written:])
         except OSError:
             with contextlib.suppress(OSError):  # otherwise before the next write
-                _cut(path, size)
+                os.truncate(path, size)
             raise
         self._size = size + len(data)
-
-    def _sync(self) -> None:
-        if self.path is not None and self.path.exists():
-            try:
-                sync(self.path)
-            except OSError as error:
-                raise self._error(error) from error
 
     def _error(self, error: OSError) -> OutputError:
         return OutputError(f"output_dir: could not write {self.path}: {error}")
 
 
-def _tell(text: str) -> None:
-    print(text, flush=True)
-
-
-def _cut(path: Path, size: int) -> None:
-    if path.exists() and path.stat().st_size > size:
-        os.truncate(path, size)
-
-
-def _cut_torn_line(path: Path) -> int:
-    """Remove an incomplete last line, left by a crash; return the new size."""
-    size = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
-    _cut(path, size)
-    return size
+def _whole_lines(path: Path, most: int | None = None) -> int:
+    """Bytes of the complete lines in a file, of its first ``most`` bytes."""
+    return path.read_bytes()[:most].rfind(b"\n") + 1 if path.exists() else 0

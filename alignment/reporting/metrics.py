@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -92,19 +92,11 @@ class MetricHistory:
 
     def state_dict(self) -> dict[str, Any]:
         """The running sums."""
-        return {"items": _as_lists(self._items), "unasked": _as_lists(self._unasked)}
+        return {"items": dict(self._items), "unasked": dict(self._unasked)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by :meth:`state_dict`."""
-        self._items, self._unasked = _as_pairs(state["items"]), _as_pairs(state.get("unasked", {}))
-
-
-def _as_lists(items: Mapping[str, tuple[float, float]]) -> dict[str, list[float]]:
-    return {name: list(pair) for name, pair in items.items()}
-
-
-def _as_pairs(items: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
-    return {name: (float(pair[0]), float(pair[1])) for name, pair in items.items()}
+        self._items, self._unasked = dict(state["items"]), dict(state.get("unasked", {}))
 
 
 def sides(*names: str) -> tuple[str, ...]:

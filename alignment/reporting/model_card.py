@@ -59,52 +59,54 @@ class ModelCard:
     def text(self) -> str:
         """The card, ending with a line break."""
         papers = "\n".join(f"- method: [{escaped(title)}]({url})" for title, url in self.papers)
-        training = "\n".join(filter(None, (papers, _facts(self.training))))
         sections = {
-            "Training": "\n\n".join(filter(None, (training, self._options()))),
+            "Training": f"{papers}\n{_facts(self.training)}".strip() + self._options(),
             "Data": _facts(self.data),
             "Results": self._results(),
             "Versions": _facts(self.versions.items()),
         }
-        parts = [f"---\n{self._metadata()}\n---", f"# {escaped(self.title)}", self._what()]
-        parts += [f"## {name}\n\n{text}" for name, text in sections.items() if text]
+        parts = [f"---\n{self._metadata()}---", f"# {escaped(self.title)}", self._what()]
+        parts += [f"## {name}\n\n{text.strip()}" for name, text in sections.items() if text]
         return "\n\n".join(parts) + "\n"
 
     def _metadata(self) -> str:
-        is_tag = self.method and re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,40}", self.method)
+        tag = re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,40}", self.method or "")
         data = ModelCardData(
             base_model=self.base_id,
             library_name=self.library,
             pipeline_tag=self.task or ("text-classification" if self.is_classifier else "text-generation"),
             datasets=list(self.datasets) or None,
-            tags=list(dict.fromkeys(filter(None, [OURS, self.method if is_tag else None, *self.tags]))),
+            tags=list(dict.fromkeys([OURS, *([tag[0]] if tag else []), *self.tags])),
             model_name=self.model_name,
             language=self.language if isinstance(self.language, (str, type(None))) else list(self.language),
             license=self.license,
         )
-        text: str = data.to_yaml()
-        return text.rstrip()
+        return f"{data.to_yaml().rstrip()}\n"
 
     def _what(self) -> str:
         noun = "reward model (a sequence classifier with one score)" if self.is_classifier else "language model"
-        start = "" if self.base_model is None else f", trained from {_named(self.base_model, self.base_id)}"
-        method = self.method_title or self.method
-        how = f"{'' if start else ', trained'} with {escaped(public(method))}" if method else ""
-        lines = "\n".join(f"- {escaped(public(line), longest=1000)}" for line in self.export)
-        return f"A {noun}{start}{how}.\n\n{lines}".rstrip()
+        base, method = self.base_model, self.method_title or self.method
+        start = f" from [{escaped(base)}](https://huggingface.co/{base})" if base and base == self.base_id else ""
+        start = start or (f" from {escaped(_last(base))}" + " (a local folder)" * ("/" in base) if base else "")
+        how = start + (f" with {escaped(public(method))}" if method else "")
+        lines = "".join(f"\n- {escaped(public(line), longest=1000)}" for line in self.export)
+        return f"A {noun}{how and f', trained{how}'}.\n{lines}".rstrip()
 
     def _options(self) -> str:
         shown = {name: value for name, value in self.options.items() if not is_secret(name)}
         rows = [(escaped(name), escaped(public(value))) for name, value in shown.items()]
-        return f"Options changed from their defaults:\n\n{markdown_table(('option', 'value'), rows)}" if rows else ""
+        about = "\n\nOptions changed from their defaults:\n\n"
+        return about + markdown_table(("option", "value"), rows) if rows else ""
 
     def _results(self) -> str:
         columns = {name: one for name, one in (("training", self.train), ("evaluation", self.evaluation)) if one}
-        names = dict.fromkeys(name for values in columns.values() for name in values)
-        found = {name: [number(values.get(name)) for values in columns.values()] for name in names}
+        found = {
+            name: [number(values.get(name)) for values in columns.values()]
+            for name in {**self.train, **self.evaluation}
+        }
         rows = [[escaped(name), *("" if v is None else f"{v:.5g}" for v in each)] for name, each in found.items()]
         of = f"Of {escaped(self.results_of)}, as logged during training.\n\n" if self.results_of else ""
-        return of + markdown_table(("metric", *columns), rows) if columns else ""
+        return of + markdown_table(("metric", *columns), rows) if rows else ""
 
 
 def escaped(text: object, longest: int = _LONGEST) -> str:
@@ -145,7 +147,7 @@ def is_local(name: str) -> bool:
 
 def hub_id(name: str | None) -> str | None:
     """``name`` if it is a valid hub identifier with an owner, else None; the Hub is not queried."""
-    if name is None or name.count("/") != 1 or is_local(name):
+    if name is None or "/" not in name or is_local(name):
         return None
     try:
         validate_repo_id(name)
@@ -156,12 +158,6 @@ def hub_id(name: str | None) -> str | None:
 
 def _last(path: str) -> str:
     return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
-
-
-def _named(name: str, on_hub: str | None) -> str:
-    if on_hub is not None:
-        return f"[{escaped(on_hub)}](https://huggingface.co/{on_hub})"
-    return f"{escaped(_last(name))} (a local folder)" if is_local(name) or "/" in name else escaped(name)
 
 
 def _facts(facts: Iterable[tuple[str, object]]) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
@@ -17,30 +15,16 @@ from alignment.compat.trl.verdicts import judged_names
 from alignment.config.fields import option_fields
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
-from alignment.reporting.html.charts import charts, compared
-from alignment.reporting.html.page import (
-    Card,
-    Page,
-    Sample,
-    Samples,
-    Section,
-    Table,
-    badge,
-    brief,
-    metrics_section,
-    phases_section,
-    shown,
-    swatch,
-)
-from alignment.reporting.log_reading import Log, Record, number, parsed, seconds_of
+from alignment.reporting.html import page as html
+from alignment.reporting.html.charts import COLORS, charts, compared
+from alignment.reporting.html.page import Section, badge, breakable, brief, shown, table_section
+from alignment.reporting.log_reading import Log, Record, number, read_lines, seconds_of
 from alignment.reporting.model_card import is_secret, without_secret_values
 from alignment.reporting.report import duration
 from alignment.reporting.run_view import IN_PROGRESS, RunView, read_run, utc
 
-_LONGEST_VALUE = 300  # characters of an option's value
-_LONGEST_TEXT = 1500  # characters of a prompt or completion
-_MOST_PROMPTS = 6  # in a group of completions
-_MOST_TILES = 6
+_LONGEST_VALUE, _LONGEST_TEXT = 300, 1500  # characters of an option's value, of a prompt or completion
+_MOST_PROMPTS, _MOST_TILES = 6, 6  # in a group of completions, at the top
 # Metrics of the tiles at the top, in order of importance.
 _TILES = {
     "loss": "Loss", "eval_loss": "Evaluation loss", "rewards/margins": "Reward margin",
@@ -57,15 +41,13 @@ _EVENTS = {
     "bad_step": "Non-finite or outlying steps", "omitted_window": "Omitted windows", "overflow": "fp16 overflows",
     "retry": "Retries of reads or reward calls",
 }  # fmt: skip
-_MONO, _VALUE = "mono name", "value mono"
+_VALUE = "value mono"
 
 
-@dataclass(frozen=True)
-class RunContent:
+class RunContent(NamedTuple):
     """A run as its report shows it: its page, and what a comparison puts side by side with other runs."""
 
-    page: Page
-    method: str
+    page: html.Page
     history: Sequence[Record]  #: training and evaluation entries of the log
     train: Record  #: the newest metrics
     evaluation: Record  #: the newest ones, without the prefix ``eval_``
@@ -78,53 +60,57 @@ def read_content(folder: Path, *, state: str | None = None) -> RunContent:
     log, start, state = view.log, view.log.newest("start"), state or view.status.state
     given = read_object(folder / "options.json", _without_secrets)
     history = [entry for entry in log.records if "event" not in entry and "train_runtime" not in entry]
-    best, method = _best_step(folder, view, given), view.status.method or str(given.get("method") or "")
-    marks = [(event["step"], "resumed") for event in view.resumes] + (
-        [] if best is None else [(best, "best checkpoint")]
-    )
+    best, method = _best_step(folder, view, given), view.status.method or given.get("method", "")
+    marks: list[tuple[int, str]] = [(event["step"], "resumed") for event in view.resumes]
+    marks += [] if best is None else [(best, "best checkpoint")]
+    marked = ", ".join(f"{label} (step {step})" for step, label in marks)
     named = METHODS[method] if method in METHODS.entries else None  # external methods are not imported
-    method = method if named is None else str(named.TITLE)
     options = {
         name: (_text(value), "unset" if default is None else _text(default))
         for name, value, default in changed_options(given, named or AlignmentConfig)
         if name not in ("method", "output_dir", "dry_run")
     }
     evaluation = {name.removeprefix("eval_"): value for name, value in view.evaluation.items()}
-    metrics = (("Training", view.metrics_step, view.metrics), ("Evaluation", view.evaluation_step, evaluation))
     memory = "peak GPU memory" if start.get("device") == "cuda" else "peak resident memory"
     part = "the whole run" if log.ended else f"up to step {view.status.step}"
-    best_badge = Markup(" ") + badge("best", "good")
+    star = Markup(" ") + badge("best", "good")
+    checkpoints = [(one.name, one.step, one.size, escape(one.condition) + star * (one.step == best))
+                   for one in view.checkpoints]  # fmt: skip
     sections = [
         Section("Warnings and advice", messages=[*_messages(view)]),
-        Section("Curves", _marked(marks), charts=charts(history, marks)),
+        Section("Curves", marked and f"Dotted lines: {marked}.", charts=charts(history, marks)),
         Section("Completions", samples=_samples(folder / "completions.jsonl")),
-        metrics_section(metrics),
-        phases_section(view.phases, memory, f"Rank 0, {part}."),
+        html.metrics_section([("Training", view.metrics_step, view.metrics),
+                              ("Evaluation", view.evaluation_step, evaluation)]),
+        html.phases_section(view.phases, memory, f"Rank 0, {part}."),
         Section("Data", cards=[_data(one) for one in start.get("data", ())], columns=True),
-        _table("Options", "Options changed from their defaults.", ("option", "value", "default"),
-               [(name, *both) for name, both in options.items()], (_MONO, _VALUE, f"{_VALUE} muted")),
-        _table("Attempts", "", ("attempt", "started", "from", "ranks"),
-               [_attempt(event) for event in (start, *view.resumes)] if view.resumes else [], ("",) * 4),
-        _table("Checkpoints", "", ("name", "step", "size", "condition"),
-               [(one.name, one.step, one.size, escape(one.condition) + best_badge * (one.step == best))
-                for one in view.checkpoints], ("mono nowrap", "", "nowrap", "")),
-        _table("Versions", "", ("library", "version"), [*start.get("versions", {}).items()], ("", "")),
+        table_section(
+            "Options", ("option", "value", "default"), [(breakable(name), *both) for name, both in options.items()],
+            ("mono", _VALUE, f"{_VALUE} muted"), "Options changed from their defaults.",
+        ),
+        table_section(
+            "Attempts", ("attempt", "started", "from", "ranks"),
+            [_attempt(event) for event in (start, *view.resumes)] if view.resumes else [], ("",) * 4,
+        ),
+        table_section("Checkpoints", ("name", "step", "size", "condition"), checkpoints,
+                      ("mono nowrap", "", "nowrap", "")),
+        table_section("Versions", ("library", "version"), [*start.get("versions", {}).items()], ("", "")),
     ]  # fmt: skip
-    page = Page(
+    page = html.Page(
         title=view.name or folder.absolute().name,
-        kind=method,
+        kind=named.TITLE if named else method,
         sections=sections,
         footer=f"Drawn {_now()} from the files in the output folder. All values are in log.jsonl.",
         folder=str(folder),
         state=state,
-        facts=[(name, str(value)) for name, value in _facts(view, given) if value],
+        facts={name: str(value) for name, value in _facts(view, given) if value},
         tiles=_tiles(history),
         note=_note(view, state),
     )
-    return RunContent(page, method, history, view.metrics, evaluation, options)
+    return RunContent(page, history, view.metrics, evaluation, options)
 
 
-def comparison(contents: Sequence[RunContent]) -> Page:
+def comparison(contents: Sequence[RunContent]) -> html.Page:
     """The page that compares several runs, which are named by their folders if they have the same name."""
     titles = [one.page.title for one in contents]
     names = [title if titles.count(title) == 1 else one.page.folder for title, one in zip(titles, contents)]
@@ -132,41 +118,29 @@ def comparison(contents: Sequence[RunContent]) -> Page:
     values = [{name: one.options.get(name, ("", defaults[name]))[0] or defaults[name] for name in sorted(defaults)}
               for one in contents]  # fmt: skip
     values = [{name: text for name, text in each.items() if len({one[name] for one in values}) > 1} for each in values]
+    color = '<span class="run color-{}"><span class="swatch"></span><span>{}</span></span>'
     runs = [
-        (swatch(color, name), one.method, badge(one.page.state), one.page.folder)
-        for color, (name, one) in enumerate(zip(names, contents), start=1)
+        (Markup(color).format(place % COLORS + 1, name), one.page.kind, badge(one.page.state), one.page.folder)
+        for place, (name, one) in enumerate(zip(names, contents))
     ]
-    return Page(
-        title=f"{len(contents)} runs",
-        kind="Comparison",
-        sections=[
-            _table("Runs", "", ("run", "method", "state", "folder"), runs, ("", "", "", f"{_VALUE} muted")),
-            Section("Curves", charts=compared([one.history for one in contents], names)),
-            _side_by_side("Training metrics", "metric", names, "number", [shown(one.train) for one in contents]),
-            _side_by_side(
-                "Evaluation metrics", "metric", names, "number", [shown(one.evaluation) for one in contents]
-            ),
-            _side_by_side("Options that differ", "option", names, _VALUE, values),
-            _side_by_side("Facts", "fact", names, "value", [dict(one.page.facts) for one in contents]),
-        ],
-        footer=f"Drawn {_now()} from the files in the output folders.",
+    sections = [
+        table_section("Runs", ("run", "method", "state", "folder"), runs, ("", "", "", f"{_VALUE} muted")),
+        Section("Curves", charts=compared([one.history for one in contents], names)),
+    ]
+    tables = (
+        ("Training metrics", "metric", "number", [shown(one.train) for one in contents]),
+        ("Evaluation metrics", "metric", "number", [shown(one.evaluation) for one in contents]),
+        ("Options that differ", "option", _VALUE, values),
+        ("Facts", "fact", "value", [one.page.facts for one in contents]),
     )
-
-
-def _table(title: str, lead: str, heads: Sequence[str], rows: Sequence[Any], classes: Sequence[str]) -> Section:
-    return Section(title, lead, [Card([Table(title, heads, rows, classes)])] if rows else [])
-
-
-def _side_by_side(
-    title: str, first: str, names: Sequence[str], kind: str, columns: Sequence[Mapping[str, str]]
-) -> Section:
-    rows = [[name, *(column.get(name, "") for column in columns)] for name in dict.fromkeys(itertools.chain(*columns))]
-    classes = ["" if first == "fact" else _MONO, *[kind] * len(names)]
-    return _table(title, "As last logged." if first == "metric" else "", [first, *names], rows, classes)
-
-
-def _marked(marks: Sequence[tuple[int, str]]) -> str:
-    return f"Dotted lines: {', '.join(f'{label} (step {step})' for step, label in marks)}." if marks else ""
+    for title, first, kind, columns in tables:
+        kept = dict.fromkeys(itertools.chain(*columns))
+        rows = [[breakable(name), *(column.get(name, "") for column in columns)] for name in kept]
+        classes = ["" if first == "fact" else "mono", *[kind] * len(names)]
+        lead = "As last logged." if first == "metric" else ""
+        sections.append(table_section(title, [first, *names], rows, classes, lead))
+    footer = f"Drawn {_now()} from the files in the output folders."
+    return html.Page(title=f"{len(contents)} runs", kind="Comparison", sections=sections, footer=footer)
 
 
 def _note(view: RunView, state: str) -> tuple[str, str, str] | None:
@@ -174,10 +148,9 @@ def _note(view: RunView, state: str) -> tuple[str, str, str] | None:
         return "bad", "Error.", without_secret_values(view.status.error)
     if state in IN_PROGRESS:
         return "info", "", "This run is in progress; the report shows it as of the time below."
-    sentence = f"{view.sentence[0].upper()}{view.sentence[1:]}."
-    return (
-        None if state in ("finished", "unknown") else ("bad" if state in ("failed", "lost") else "warn", "", sentence)
-    )
+    if state in ("finished", "unknown"):
+        return None
+    return "bad" if state in ("failed", "lost") else "warn", "", f"{view.sentence[0].upper()}{view.sentence[1:]}."
 
 
 def _tiles(history: Sequence[Record]) -> list[tuple[str, str, str]]:
@@ -194,7 +167,7 @@ def _facts(view: RunView, options: Record) -> Iterator[tuple[str, Any]]:
     log, start, status = view.log, view.log.newest("start"), view.status
     epoch, seconds = number(log.last.get("epoch")), _training_seconds(log)
     yield "Model", start.get("model") or options.get("model_name_or_path")
-    yield "Steps", f"{status.step:,} of {status.total_steps:,}" if status.total_steps else f"{status.step:,}"
+    yield "Steps", f"{status.step:,}" + (f" of {status.total_steps:,}" if status.total_steps else "")
     yield "Epochs", epoch is not None and f"{epoch:.3g}"
     yield "Time", seconds and duration(seconds)
     yield "Tokens", view.tokens and f"{view.tokens:,}"
@@ -203,24 +176,24 @@ def _facts(view: RunView, options: Record) -> Iterator[tuple[str, Any]]:
     yield "Ranks", f"{status.world_size:,}"
     yield "Started", utc(start.get("time"), 16)
     yield "SLURM job", status.job and status.job + (f", requeued {status.restarts}×" if status.restarts else "")
-    for text in str(start.get("models") or "").split("; "):
-        role, _, rest = text.partition(": ")
+    for role, _, rest in (text.partition(": ") for text in start.get("models", "").split("; ")):
         yield role.capitalize(), rest
 
 
 def _training_seconds(log: Log) -> float:
     """The logged total or, before the end, the time spanned by the log without the pauses between attempts."""
-    times = [(time, record.get("event")) for record in log.records if (time := seconds_of(record.get("time")))]
+    times = [(seconds_of(record["time"]), record.get("event")) for record in log.records if "time" in record]
     spans = [end - begin for (begin, _), (end, event) in itertools.pairwise(times) if event != "resume"]
-    return number(log.totals.get("train_runtime")) or sum(spans)
+    return log.totals.get("train_runtime") or sum(spans)
 
 
 def _best_step(folder: Path, view: RunView, options: Record) -> int | None:
     """Step of the best checkpoint, if a metric chooses it."""
+    if not (options.get("load_best_model_at_end") or options.get("metric_for_best_model")):
+        return None
     places = [folder, *(folder / one.name for one in view.checkpoints[:1])]
-    steps = [read_object(place / "trainer_state.json").get("best_global_step") for place in places]
-    chosen = options.get("load_best_model_at_end") or options.get("metric_for_best_model")
-    return next((step for step in steps if step is not None), None) if chosen else None
+    states = [read_object(place / "trainer_state.json") for place in places]
+    return next((step for state in states if (step := state.get("best_global_step")) is not None), None)
 
 
 def changed_options(options: Mapping[str, Any], declared: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -237,22 +210,23 @@ def _text(value: Any) -> str:
     return _cut(without_secret_values(text), _LONGEST_VALUE)
 
 
-def _cut(text: str, longest: int) -> str:
+def _cut(text: str, longest: int = _LONGEST_TEXT) -> str:
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
-def _data(one: Record) -> Card:
+def _data(one: Record) -> html.Card:
     rows = {"read": one.get("rows_in"), "kept": one.get("rows_out")}
     rows |= {f"dropped: {reason}": count for reason, count in one.get("dropped", {}).items()}
     rows |= {text: one.get(key) or None for key, text in _DATA_COUNTS.items()}
-    role, lengths = str(one.get("role", "")), one.get("lengths") or {}
     counted = [(name, f"{count:,}") for name, count in rows.items() if count is not None]
-    tables = [Table(f"Rows of the {role} data", ("rows", "count"), counted, ("", "number"))]
-    if lengths:
+    tables = [html.Table(f"Rows of the {one['role']} data", ("rows", "count"), counted, ("", "number"))]
+    if lengths := one.get("lengths"):
         heads = ["tokens", *next(iter(lengths.values()))]
         each = [[name, *(f"{value:,}" for value in values.values())] for name, values in lengths.items()]
-        tables.append(Table(f"Token counts of the {role} data", heads, each, ["", *["number"] * len(heads)]))
-    return Card(tables, role.capitalize(), lead=str(one.get("where", "")))
+        tables.append(
+            html.Table(f"Token counts of the {one['role']} data", heads, each, ["", *["number"] * len(heads)])
+        )
+    return html.Card(tables, one["role"].capitalize(), lead=one["where"])
 
 
 def _attempt(event: Record) -> tuple[str, ...]:
@@ -260,49 +234,36 @@ def _attempt(event: Record) -> tuple[str, ...]:
     return str(event.get("attempt") or 1), utc(event.get("time"), 16), begins, str(event.get("world_size", ""))
 
 
-def _samples(path: Path) -> list[Samples]:
+def _samples(path: Path) -> list[html.Samples]:
     """The completions of the last step, beside those of the first step for the same prompts, by evaluation set."""
-    first, last = dict[tuple[str, str], Record](), dict[tuple[str, str], Record]()
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        for row in map(parsed, file):
-            if isinstance(row.get("step"), int) and isinstance(row.get("prompt"), str):
-                prompt = str(row.get("dataset") or ""), row["prompt"]
-                if row["step"] == next(iter(first.values()), row)["step"]:
-                    first[prompt] = row
-                if row["step"] != next(iter(last.values()), row)["step"]:
-                    last.clear()
-                last[prompt] = row
-    groups = dict[str, list[Sample]]()
-    for prompt, row in last.items():
-        before, name = first.get(prompt, row), prompt[0].removeprefix("eval").removeprefix("_")
+    rows = [row for row in read_lines(path) if "step" in row and "prompt" in row]
+    first, last = ({(row.get("dataset"), row["prompt"]): row for row in rows if row["step"] == rows[place]["step"]}
+                   for place in (0, -1))  # fmt: skip
+    groups = dict[str, list[Any]]()
+    for (dataset, prompt), row in last.items():
+        before, name = first.get((dataset, prompt), row), (dataset or "").removeprefix("eval").removeprefix("_")
         steps = f"Before and after: steps {before['step']} and {row['step']}"
-        title = (f"Step {row['step']}" if before is row else steps) + (f", {name}" if name else "")
-        groups.setdefault(title, []).append(_sample(row, before))
-    return [Samples(title, rows[:_MOST_PROMPTS], len(rows)) for title, rows in groups.items()]
-
-
-def _sample(row: Record, before: Record) -> Sample:
-    """The texts of two steps side by side; what has not changed, such as the reference's, once."""
-    earlier, texts = _texts(before), dict[str, str]()
-    for name, text in _texts(row).items():
-        if earlier.get(name, text) == text:
-            texts[name] = text
-        else:
-            texts |= {f"{name}, step {before['step']}": earlier[name], f"{name}, step {row['step']}": text}
-    scores = {name.replace("_", " "): value for name, each in row.items() if (value := number(each)) is not None}
-    scores.pop("step", None)
-    return Sample(_cut(row["prompt"], _LONGEST_TEXT), texts, scores)
+        title = (f"Step {row['step']}" if before["step"] == row["step"] else steps) + (f", {name}" if name else "")
+        earlier, texts = _texts(before), dict[str, str]()
+        for label, text in _texts(row).items():  # what has not changed, such as the reference's, once
+            if (old := earlier.get(label, text)) == text:
+                texts[label] = text
+            else:
+                texts |= {f"{label}, step {before['step']}": old, f"{label}, step {row['step']}": text}
+        scores = {label.replace("_", " "): brief(value) for label, each in row.items()
+                  if label != "step" and (value := number(each)) is not None}  # fmt: skip
+        groups.setdefault(title, []).append((_cut(prompt), texts, scores))
+    return [html.Samples(title, each[:_MOST_PROMPTS], len(each)) for title, each in groups.items()]
 
 
 def _texts(row: Record) -> dict[str, str]:
     found = {name: text for name, text in row.items() if isinstance(text, str) and name not in ("prompt", "dataset")}
-    names = {"completion": "policy"}
-    return {names.get(name, name.replace("_", " ")): _cut(text, _LONGEST_TEXT) for name, text in found.items()}
+    return {"policy" if name == "completion" else name.replace("_", " "): _cut(text) for name, text in found.items()}
 
 
 def _messages(view: RunView) -> Iterator[tuple[str, str]]:
     for name, said in _EVENTS.items():
-        if found := [event for event in view.log.events if event.get("event") == name]:
+        if found := [event for event in view.log.events if event["event"] == name]:
             at = f", the first in step {found[0]['step']}" if "step" in found[0] else ""
             yield "warning", f"{said}: {len(found)}{at}. See log.jsonl."
     yield from (("warning", problem) for problem in view.problems)
@@ -312,9 +273,10 @@ def _messages(view: RunView) -> Iterator[tuple[str, str]]:
 
 def read_object(path: Path, hook: Callable[[Record], Record] | None = None) -> Record:
     """Read a JSON object, with ``hook`` applied to all objects in it; return an empty one if this fails."""
-    found: Any = None
-    with contextlib.suppress(OSError, ValueError, RecursionError):
+    try:
         found = json.loads(path.read_bytes(), object_hook=hook)
+    except (OSError, ValueError, RecursionError):
+        return {}
     return found if isinstance(found, dict) else {}
 
 

@@ -57,10 +57,17 @@ class RunLock:
             raise self._refusal()
 
     def acquire(self) -> None:
-        """Create the folder and acquire the lock; raise OutputError if that fails."""
+        """Create the folder and acquire the lock, for which a requeued job waits; raise OutputError if that fails."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock_or_warn()
+            if self._patience_s > _BRIEF_S and is_locked(self.folder):
+                print(f"output_dir: waiting up to {self._patience_s:.0f} s for {holder(self.folder)}", flush=True)
+            try:
+                self._lock.acquire(timeout=self._patience_s)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                print(f"output_dir: no file locks in {self.folder}: no other run may write there", flush=True)
             self._acquired = True
             (self.folder / LOCK).write_text(self._name, encoding="utf-8")
         except Timeout:
@@ -69,16 +76,6 @@ class RunLock:
             self.release()
             raise OutputError(f"output_dir: {self.folder} cannot be locked: {error.strerror or error}") from error
         atexit.register(self.release)  # for callers that never close the trainer
-
-    def _lock_or_warn(self) -> None:
-        if self._patience_s > _BRIEF_S and is_locked(self.folder) and not self._lock.is_locked:
-            print(f"output_dir: waiting up to {self._patience_s:.0f} s for {holder(self.folder)} to end", flush=True)
-        try:
-            self._lock.acquire(timeout=self._patience_s)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            print(f"output_dir: no file locks in {self.folder}; make sure that no other run writes there", flush=True)
 
     def check(self) -> None:
         """Raise OutputError if another run has acquired the lock: its file was removed, or a server forgot it."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from alignment.config.errors import OutputError, counted, one_line
-from alignment.reporting.log_reading import Log, Record, metrics_of, whole
+from alignment.reporting.log_reading import Log, Record, metrics_of
 from alignment.reporting.report import gibibytes
 from alignment.reporting.run_lock import holder, is_locked
 from alignment.reporting.status_file import ENDED, STATUS, RunStatus, read_status
@@ -19,6 +19,7 @@ LOG, MANIFEST = "log.jsonl", "manifest.json"
 LOST, UNKNOWN = "lost", "unknown"  # states in addition to those of status.json
 IN_PROGRESS = ("starting", "running")
 _RESUME = ("time", "attempt", "step", "checkpoint", "world_size")
+_ENDING_S = 60.0  # a run releases its folder before it records its end; later, its process ID may be another's
 
 
 @dataclass(frozen=True)
@@ -43,30 +44,55 @@ class CheckpointView:
         return gibibytes(self.bytes) if self.bytes >= 2**30 / 100 else f"{self.bytes / 1e6:.1f} MB" * self.complete
 
 
-@dataclass(frozen=True)
 class RunView:
-    """A run as its files show it. Unknown values are None or empty."""
+    """A run as the files in its output folder show it. Unknown values are None or empty."""
 
-    folder: str
-    log: Log
-    status: RunStatus  #: what ``status.json`` says, with the newest known step, and ``lost`` and ``unknown`` as states
-    alive: bool = False  #: whether a process holds the folder
-    holder: str = ""  #: that process
-    name: str = ""  #: ``run_name``
-    eta_seconds: float | None = None  #: until the last step, at the current rate
-    steps_per_second: float | None = None  #: over the newest entries of the log
-    tokens_per_second: float | None = None
-    tokens: int | None = None  #: trained on so far
-    metrics: Record = field(default_factory=dict)  #: of the newest training entry of the log
-    metrics_step: int | None = None
-    evaluation: Record = field(default_factory=dict)  #: the newest one
-    evaluation_step: int | None = None
-    resumes: list[Record] = field(default_factory=list)  #: time, attempt, step, checkpoint and world_size of each
-    phases: dict[str, Record] = field(default_factory=dict)  #: totals of rank 0, after the end of a run
-    checkpoints: list[CheckpointView] = field(default_factory=list)  #: the newest first
-    partial: list[str] = field(default_factory=list)  #: checkpoints that are being written, or were at a kill
-    report: str | None = None  #: its path
-    problems: list[str] = field(default_factory=list)  #: files that cannot be read
+    def __init__(self, folder: Path) -> None:
+        problems = []
+        alive = is_locked(folder) is not False  # without file locks, the file stands for a run until a clean end
+        try:
+            said = read_status(folder)
+        except (OSError, ValueError) as error:
+            said = None
+            problems.append(f"{STATUS}: cannot be read ({one_line(error)})")
+        log = Log(folder / LOG)
+        problems += [f"{LOG}: {counted(log.unreadable, 'line')} cannot be read"] if log.unreadable else []
+        start, last, rates = log.newest("start"), log.last, log.rates()
+        said = said or RunStatus(UNKNOWN, run=start.get("run", ""), method=start.get("method", ""))
+        named = (
+            (path.name.removeprefix("checkpoint-"), path) for path in folder.glob("checkpoint-*") if path.is_dir()
+        )
+        found = sorted(((int(step), path) for step, path in named if step.isdecimal()), reverse=True)
+        state = said.state if alive or said.state in (*ENDED, UNKNOWN) or _is_ending(said, folder) else LOST
+        step = max(said.step, last.get("step", 0), *(step for step, _ in found[:1]))
+        total = said.total_steps or start.get("steps", 0)
+        left = max(0, total - step) if state in IN_PROGRESS and total else None
+
+        self.folder, self.log = str(folder), log
+        #: what ``status.json`` says, with the newest known step, and ``lost`` and ``unknown`` as further states
+        self.status = replace(said, state=state, step=step, total_steps=total)
+        self.alive = alive  #: whether a process holds the folder
+        self.holder = holder(folder) if alive else ""  #: that process
+        self.name: str = start.get("run_name", "")
+        self.eta_seconds = left / rates[0] if left is not None and rates[0] else None  #: at the current rate
+        self.steps_per_second, self.tokens_per_second = rates  #: over the newest entries of the log
+        self.tokens: int | None = last.get("num_tokens")  #: trained on so far
+        self.metrics = metrics_of(last)  #: of the newest training entry of the log
+        self.metrics_step: int | None = last.get("step")
+        self.evaluation = metrics_of(log.evaluation)  #: the newest one
+        self.evaluation_step: int | None = log.evaluation.get("step")
+        #: time, attempt, step, checkpoint and world_size of each
+        self.resumes: list[Record] = [
+            {key: one.get(key) for key in _RESUME} for one in log.events if one["event"] == "resume"
+        ]
+        #: totals of rank 0, after the end of a run
+        self.phases: dict[str, Record] = log.newest("start", "resume", "end", "stop").get("phases") or {}
+        self.checkpoints = [_read_checkpoint(path, step) for step, path in found]  #: the newest first
+        #: checkpoints that are being written, or were at a kill
+        self.partial = sorted(path.name for path in folder.glob(".checkpoint-*.partial"))
+        reports = [path for name in ("report.html", "report.md") if (path := folder / name).exists()]
+        self.report = str(reports[0]) if reports else None  #: its path
+        self.problems = problems  #: files that cannot be read
 
     def to_dict(self) -> dict[str, Any]:
         """The run as a JSON object; the values of the status are among its own, and the keys are stable."""
@@ -78,15 +104,25 @@ class RunView:
     def sentence(self) -> str:
         """The state in words."""
         status = self.status
-        where = f", phase {status.phase}" if status.phase and status.state in ("running", LOST) else ""
+        where = f", phase {status.phase}" if status.phase else ""
+        process = f"process {status.pid} on {status.host}"
         if status.state == LOST:
-            return f"no heartbeat since {utc(status.time)}: process {status.pid} on {status.host} is gone{where}"
+            return f"no heartbeat since {utc(status.time)}: {process} is gone{where}"
         if status.state == UNKNOWN:
             return "unknown: there is no readable status.json"
         if status.state in IN_PROGRESS:
-            return f"{status.state}: {self.holder or f'process {status.pid} on {status.host}'}{where}"
+            return f"{status.state}: {self.holder or process}{where}"
         by = f" by {status.signal} after step {status.step}" if status.signal else ""
         return f"{status.state}{by}" + (f": {status.error}" if status.error else "")
+
+
+def read_run(folder: Path) -> RunView:
+    """Read the files of a run in its output folder; raise OutputError if it is not the output folder of a run."""
+    view = RunView(folder)
+    if view.status.state == UNKNOWN and not (view.alive or view.problems or view.log.events or view.checkpoints):
+        what = "not the output folder of a run: it has no status.json, no log.jsonl and no checkpoint"
+        raise OutputError(f"{folder}: {what if folder.exists() else 'no such folder'}")
+    return view
 
 
 def utc(time: str | None, length: int = 19) -> str:
@@ -94,65 +130,9 @@ def utc(time: str | None, length: int = 19) -> str:
     return f"{time[:length].replace('T', ' ')} UTC" if time else ""
 
 
-def read_run(folder: Path) -> RunView:
-    """Read the files of a run in its output folder; raise OutputError if it is not the output folder of a run."""
-    said, problems = None, list[str]()
-    # Without file locks, the file stands for a run until a clean end.
-    alive = is_locked(folder) is not False  # a run writes its end before it releases the folder
-    try:
-        said = read_status(folder)
-    except (OSError, ValueError) as error:
-        problems.append(f"{STATUS}: cannot be read ({one_line(error)})")
-    alive = alive or is_locked(folder) is not False  # a run may have begun in between
-    log, checkpoints = Log(folder / LOG), _read_checkpoints(folder)
-    rates, start = log.rates(), log.newest("start")
-    problems += [f"{LOG}: {counted(log.unreadable, 'line')} cannot be read"] if log.unreadable else []
-    if not (said or problems or log.events or checkpoints or alive):
-        what = "not the output folder of a run: it has no status.json, no log.jsonl and no checkpoint"
-        raise OutputError(f"{folder}: {what if folder.exists() else 'no such folder'}")
-    said = said or RunStatus(UNKNOWN, run=str(start.get("run") or ""), method=str(start.get("method") or ""))
-    status = replace(
-        said,
-        state=said.state if alive or said.state in (*ENDED, UNKNOWN) or _is_ending(said, folder) else LOST,
-        step=max(said.step, whole(log.last.get("step")) or 0, *(one.step for one in checkpoints[:1])),
-        total_steps=said.total_steps or whole(start.get("steps")) or 0,
-    )
-    left = max(0, status.total_steps - status.step) if status.state in IN_PROGRESS and status.total_steps else None
-    return RunView(
-        folder=str(folder),
-        log=log,
-        status=status,
-        alive=alive,
-        holder=holder(folder) if alive else "",
-        name=str(start.get("run_name") or ""),
-        eta_seconds=left / rates.steps if left is not None and rates.steps else None,
-        steps_per_second=rates.steps,
-        tokens_per_second=rates.tokens,
-        tokens=whole(log.last.get("num_tokens")),
-        metrics=metrics_of(log.last),
-        metrics_step=whole(log.last.get("step")),
-        evaluation=metrics_of(log.evaluation),
-        evaluation_step=whole(log.evaluation.get("step")),
-        resumes=[{key: event.get(key) for key in _RESUME} for event in log.events if event.get("event") == "resume"],
-        phases=log.newest("start", "resume", "end", "stop").get("phases") or {},
-        checkpoints=checkpoints,
-        partial=sorted(path.name for path in folder.glob(".checkpoint-*.partial")),
-        report=next(map(str, [*folder.glob("report.html"), *folder.glob("report.md")]), None),
-        problems=problems,
-    )
-
-
 def _is_ending(said: RunStatus, folder: Path) -> bool:
-    """Whether the process of a run is still there that has just released its folder and not recorded its end yet."""
     is_here = said.host == socket.gethostname() and Path(f"/proc/{said.pid}").exists()
-    return is_here and time.time() - (folder / STATUS).stat().st_mtime < 60  # later, it may be another process
-
-
-def _read_checkpoints(folder: Path) -> list[CheckpointView]:
-    """The checkpoints in an output folder, the newest first, compared with their manifests by size."""
-    named = ((path.name.removeprefix("checkpoint-"), path) for path in folder.glob("checkpoint-*") if path.is_dir())
-    found = sorted(((int(step), path) for step, path in named if step.isdecimal()), reverse=True)
-    return [_read_checkpoint(path, step) for step, path in found]
+    return is_here and time.time() - (folder / STATUS).stat().st_mtime < _ENDING_S
 
 
 def _read_checkpoint(path: Path, step: int) -> CheckpointView:
@@ -161,10 +141,8 @@ def _read_checkpoint(path: Path, step: int) -> CheckpointView:
         sizes = {name: record["size"] for name, record in manifest["files"].items()}
         other = next((name for name, size in sizes.items() if (path / name).stat().st_size != size), None)
         if other is None:
-            return CheckpointView(path.name, step, True, None, sum(sizes.values()), bool(manifest["resumable"]))
+            return CheckpointView(path.name, step, True, None, sum(sizes.values()), manifest["resumable"])
         problem = f"{other}: does not have {sizes[other]} bytes"
-    except OSError as error:
-        problem = f"{Path(error.filename).relative_to(path)}: {error.strerror}"
-    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-        problem = f"{MANIFEST}: cannot be read ({one_line(error)})"
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        problem = f"cannot be read ({one_line(error)})"
     return CheckpointView(path.name, step, problem=problem)

@@ -16,6 +16,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from alignment.reporting.durable import replace_text
 
 STATUS = "status.json"
@@ -60,6 +62,9 @@ class RunStatus:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
 
+_CONTENT = TypeAdapter(RunStatus)
+
+
 def read_status(folder: Path) -> RunStatus | None:
     """Read the status in a run's folder, without unknown keys; None if there is none.
 
@@ -68,21 +73,12 @@ def read_status(folder: Path) -> RunStatus | None:
         OSError: it cannot be read.
     """
     try:
-        found = json.loads((folder / STATUS).read_text(encoding="utf-8"))
+        status = _CONTENT.validate_json((folder / STATUS).read_bytes(), strict=True)
     except FileNotFoundError:
         return None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(found, dict) or found.get("state") not in STATES:
-        raise ValueError("not a status of a run")
-    known = {field.name: found[field.name] for field in dataclasses.fields(RunStatus) if field.name in found}
-    for name, value in known.items():
-        expected = type(getattr(RunStatus, name))
-        if not (type(value) is expected or (expected is type(None) and isinstance(value, str))) or (
-            isinstance(value, int) and value > 2**53
-        ):
-            raise ValueError(f"{name} is {value!r}")
-    return RunStatus(**known)
+    if status.state not in STATES:
+        raise ValueError(f"state is {status.state!r}")
+    return status
 
 
 def fail_in_place_of(folder: Path, host: str, pid: int, error: str) -> None:
@@ -98,9 +94,8 @@ class StatusFile:
     """Keeps ``status.json`` up to date; written by one process.
 
     A thread writes the file: when the state changes, on request, and every few seconds while the run is in progress,
-    after refreshing the fields that ``doing`` returns. :meth:`update` only sets values, so no step waits for a disk;
-    the end of a run waits for a few seconds at most. A full or unresponsive disk costs updates. The end is not written
-    over the status of another attempt, which may have taken over the folder in the meantime.
+    after refreshing the fields that ``doing`` returns. No step waits for a disk, and the end of a run at most a few
+    seconds. The end is not written over the status of another attempt, which may have taken over the folder.
     """
 
     def __init__(self, folder: Path, status: RunStatus, doing: Callable[[], dict[str, Any]] = dict) -> None:
@@ -117,16 +112,16 @@ class StatusFile:
                 return
             self.status = dataclasses.replace(before, **changes)
             self._wanted += 1
-            if self.status.state != before.state:
-                self._wake()
+            self._due = self._due or self.status.state != before.state
+            self._changed.notify_all()
         if self.status.state in ENDED:
             self.flush()
 
     def flush(self, seconds: float = _LAST_S) -> bool:
         """Write the current status and wait for it; return whether the disk responded in time."""
         with self._changed:
-            wanted = self._wanted
-            self._wake()
+            wanted, self._due = self._wanted, True
+            self._changed.notify_all()
             return self._changed.wait_for(lambda: self._written >= wanted, seconds)
 
     def close(self) -> None:
@@ -136,10 +131,6 @@ class StatusFile:
             self.update()
             self.flush()
 
-    def _wake(self) -> None:
-        self._due = True
-        self._changed.notify_all()
-
     def _keep(self) -> None:
         while self.status.state not in ENDED or self._written < self._wanted:
             with self._changed:
@@ -147,16 +138,10 @@ class StatusFile:
                 self._due, wanted = False, self._wanted
                 doing = {} if self._closed or self.status.state in ENDED else self._doing()
                 status = self.status = dataclasses.replace(self.status, **doing, time=now())
-            with contextlib.suppress(OSError):
-                if status.state not in ENDED or self._is_ours(status):
+            with contextlib.suppress(OSError, ValueError):
+                found = read_status(self.path.parent) if status.state in ENDED else None
+                if found is None or (found.pid, found.started) == (status.pid, status.started):
                     replace_text(self.path, status.text())
             with self._changed:
                 self._written = wanted
                 self._changed.notify_all()
-
-    def _is_ours(self, status: RunStatus) -> bool:
-        try:
-            found = read_status(self.path.parent)
-        except ValueError:
-            return True  # damaged, so replace it
-        return found is None or (found.host, found.pid, found.started) == (status.host, status.pid, status.started)

@@ -109,8 +109,7 @@ def test_a_run_ends_with_its_report(tmp_path: Path, capsys: pytest.CaptureFixtur
     for name in ("reference", "kl", "train", "step", "evaluate", "save"):
         assert cells[name][1].endswith(" s") and cells[name][4].endswith("GiB")
     page = (tmp_path / "out" / "report.html").read_text()
-    for said in ("finished</span>", ">Loss<", ">Gradient norm<", "train_dataset", "prompt and completion", "torch"):
-        assert said in page, said
+    assert "finished</span>" in page and "prompt and completion" in page
     cells, evaluation = map(table, metrics.split("### Evaluation"))
     last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry][-1]
@@ -169,12 +168,3 @@ def test_a_stopped_run_leaves_a_report(tmp_path: Path) -> None:
     trainer.close()
     page = page_of(tmp_path)
     assert "preempted</span>" in page and "Preempted by SIGUSR1 after step 2." in page
-
-
-@pytest.mark.usefixtures("drawn", "own_process_group")
-def test_a_run_that_has_not_begun_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = kto(tmp_path)
-    monkeypatch.setattr(trainer.engines, "build", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    assert not (tmp_path / "out" / "report.html").exists()

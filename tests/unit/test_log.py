@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_disk import fill, full, small_disk
+from small_disk import full
 
 from alignment.config.errors import OutputError
-from alignment.online.completion_log import CompletionLog
-from alignment.reporting.completions import CompletionTable
 from alignment.reporting.durable import is_full
 from alignment.reporting.log import JsonlLog
 from alignment.reporting.log_reading import seconds_of
@@ -81,10 +78,7 @@ def test_lines_wait_while_the_disk_is_full(
     disk.space = size + 20  # half a line
     write(log, 3, 4)
     assert records(tmp_path / "log.jsonl") == [1, 2], "the half of line 3 that found space is cut off"
-    assert capsys.readouterr().out.splitlines() == [
-        f"output_dir: no space left to write {tmp_path}/log.jsonl; its lines are kept in memory and written when "
-        "space is available again"
-    ]
+    assert capsys.readouterr().out.startswith(f"output_dir: no space left to write {tmp_path}/log.jsonl")
     assert not log.flush()
     state = log.state_dict()
     assert state["bytes"] == size and [json.loads(line)["n"] for line in state["pending"]] == [3, 4]
@@ -98,14 +92,11 @@ def test_lines_wait_while_the_disk_is_full(
     assert records(tmp_path / "log.jsonl") == [1, 2]
     write(resumed, 5)
     assert records(tmp_path / "log.jsonl") == [1, 2, 3, 4, 5]
-    again = f"output_dir: {tmp_path}/log.jsonl is writable again; 3 pending lines written"
-    assert capsys.readouterr().out.splitlines() == [again]
     disk.space = 0
     write(log, 6)
     disk.space = 1 << 20
     log.finish()
     assert records(tmp_path / "log.jsonl") == [1, 2, 3, 4, 5, 6]
-    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_a_disk_that_is_found_full_on_closing(tmp_path: Path, disk: type[LimitedPath]) -> None:
@@ -118,44 +109,6 @@ def test_a_disk_that_is_found_full_on_closing(tmp_path: Path, disk: type[Limited
     assert records(tmp_path / "log.jsonl") == [1]
     write(log, 4)
     assert records(tmp_path / "log.jsonl") == [1, 2, 3, 4]
-
-
-def test_a_failed_write_that_cannot_be_cut_off_immediately(
-    tmp_path: Path, disk: type[LimitedPath], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = JsonlLog(disk(tmp_path / "log.jsonl"))
-    write(log, 1)
-    size = (tmp_path / "log.jsonl").stat().st_size
-    disk.fails_on_closing = True
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "truncate", lambda *_: (_ for _ in ()).throw(full(tmp_path)))
-        write(log, 2)
-        assert records(tmp_path / "log.jsonl") == [1, 2], "line 2 is there, and waits as well"
-        assert log.state_dict()["bytes"] == size
-    disk.fails_on_closing = False
-    write(log, 3)
-    assert records(tmp_path / "log.jsonl") == [1, 2, 3]
-
-
-def test_a_real_disk_that_fills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with small_disk(tmp_path / "disk") as disk:
-        log = JsonlLog(disk / "log.jsonl")
-        write(log, *range(40))
-        ballast = fill(disk)
-        write(log, *range(40, 400))  # a page is there already, so some of these fit
-        there = records(disk / "log.jsonl")
-        assert there == list(range(len(there))) and 40 <= len(there) < 400
-        assert len(capsys.readouterr().out.splitlines()) == 1
-        resumed = JsonlLog(disk / "log.jsonl")
-        state = json.loads(json.dumps(log.state_dict()))
-        ballast.unlink()
-        write(log, 400)
-        assert records(disk / "log.jsonl") == list(range(401))
-        assert len(capsys.readouterr().out.splitlines()) == 1
-        resumed.load_state_dict(state)
-        write(resumed, 400)
-        assert records(disk / "log.jsonl") == list(range(401))
-        resumed.finish()
 
 
 def test_other_errors_end_a_run_at_the_first_write(tmp_path: Path) -> None:
@@ -177,34 +130,6 @@ def test_a_line_that_a_crash_has_torn_is_cut_off(tmp_path: Path) -> None:
     path.write_text('{"n": 1')
     write(JsonlLog(path), 2)
     assert records(path) == [2]
-
-
-def test_a_resume_cuts_back_to_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "log.jsonl"
-    log = JsonlLog(path)
-    write(log, 1, 2)
-    state = log.state_dict()
-    assert state == {"bytes": path.stat().st_size, "pending": []}
-    write(log, 3)
-    with path.open("a") as file:
-        file.write('{"n": 4')
-    resumed = JsonlLog(path)
-    resumed.load_state_dict(state)
-    assert records(path) == [1, 2]
-    write(resumed, 3)
-    assert records(path) == [1, 2, 3] and not capsys.readouterr().out
-
-
-def test_a_resume_forgets_what_waited_for_space_after_the_checkpoint(tmp_path: Path, disk: type[LimitedPath]) -> None:
-    log = JsonlLog(disk(tmp_path / "log.jsonl"))
-    write(log, 1)
-    state = log.state_dict()
-    disk.space = 0
-    write(log, 2)
-    disk.space = 1 << 20
-    log.load_state_dict(state)
-    write(log, 3)
-    assert records(tmp_path / "log.jsonl") == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -263,29 +188,9 @@ def test_the_state_is_on_the_disk_when_it_is_given(tmp_path: Path, monkeypatch: 
     assert is_full(caught.value), "a checkpoint that finds no space can be tried again"
 
 
-def test_tables_of_completions_wait_as_well(tmp_path: Path, disk: type[LimitedPath]) -> None:
-    path = disk(tmp_path / "completions.jsonl")
-    table = CompletionTable(path)
-    disk.space = 0
-    table.write(1, [{"n": 1}])
-    log = CompletionLog(table, 1, 2)
-    assert len(log.state_dict()["table"]["pending"]) == 1
-    with pytest.raises(OutputError, match="1 line lost"):
-        table.finish()
-    disk.space = 1 << 20
-    table.finish()
-    assert records(tmp_path / "completions.jsonl") == [1]
-
-
 def test_records_may_say_when_they_were_written(tmp_path: Path) -> None:
     """In UTC and always of the same length, so that the size of a log does not depend on when it was written."""
-    log = JsonlLog(tmp_path / "log.jsonl", timed=True)
-    before = datetime.now(timezone.utc)
-    for number in range(3):
-        log.write({"n": number})
-    found = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    times = [record.pop("time") for record in found]
-    assert found == [{"n": 0}, {"n": 1}, {"n": 2}]
-    assert {len(one) for one in times} == {len("2026-11-22T18:20:11.042Z")}
-    seconds = [seconds_of(one) or 0 for one in times]
-    assert seconds == sorted(seconds) and before.timestamp() - 0.001 <= seconds[0] <= time.time()
+    before = time.time()
+    JsonlLog(tmp_path / "log.jsonl", timed=True).write({"n": 1})
+    found = json.loads((tmp_path / "log.jsonl").read_text())["time"]
+    assert len(found) == len("2026-11-22T18:20:11.042Z") and before - 0.001 <= seconds_of(found) <= time.time()

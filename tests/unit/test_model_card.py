@@ -13,14 +13,6 @@ from alignment.checkpoint import card as card_module
 from alignment.checkpoint.manifest import Manifest
 from alignment.reporting.model_card import ModelCard, escaped, hub_id, is_secret, public
 
-
-def test_what_is_not_known_is_left_out() -> None:
-    text = ModelCard(title="model", is_classifier=True).text()
-    assert "A reward model (a sequence classifier with one score).\n" in text and "\n## " not in text
-    tags = {"library_name": "transformers", "pipeline_tag": "text-classification", "tags": ["deepspeed-alignment"]}
-    assert yaml.safe_load(text.split("---")[1]) == tags
-
-
 MARKUP = [
     "<script>alert(1)</script> [click](javascript:alert) ![](x)",
     "**bold** `code` ~~gone~~ $x$ a | b || c",
@@ -39,18 +31,18 @@ def test_a_value_has_no_meaning_in_markdown(text: str) -> None:
 
 
 def test_lines_addresses_and_length() -> None:
-    assert escaped("one\n\n# two\r\n---") == "one &#35; two ---"
-    assert escaped("learning_rate 5e-07, 1.5") == "learning_rate 5e-07, 1.5"
+    assert escaped("one\n\n# two\r\n---") == "one &#35; two ---" and escaped("a\u202eb\x00c") == "abc"
     assert "https://" not in escaped("see https://evil.example") and "www." not in escaped("www.evil.example")
-    assert len(escaped("x" * 900)) == 200 and escaped("x" * 900).endswith("…")
-    assert escaped("a\u202eb\x00c") == "abc"
+    assert len(escaped("x" * 900)) == 200
 
 
 def test_names() -> None:
-    assert all(map(is_secret, ("hub_token", "token", "api_key", "judge_api_key", "password", "client_secret")))
-    assert not any(map(is_secret, ("eos_token", "missing_eos_penalty", "num_tokens", "max_length")))
-    assert hub_id("org/name") == "org/name"
-    assert [hub_id(name) for name in (None, "gpt2", "/org/name", "./org/name", "a/b/c", "o/na me")] == [None] * 6
+    assert all(map(is_secret, ("hub_token", "api_key", "judge_api_key", "password", "client_secret")))
+    assert not any(map(is_secret, ("eos_token", "missing_eos_penalty", "num_tokens")))
+    assert [hub_id(name) for name in ("org/name", "gpt2", "./org/name", "a/b/c", "o/na me")] == [
+        "org/name",
+        *[None] * 4,
+    ]
 
 
 def test_metadata_is_yaml_whatever_is_in_it() -> None:
@@ -64,6 +56,7 @@ def test_metadata_is_yaml_whatever_is_in_it() -> None:
     [
         ("/home/me/data/rows.jsonl", "rows.jsonl"),
         ("~/models/tiny/", "tiny"),
+        ("/home/me/my data/a b.jsonl", "a b.jsonl"),
         ("file:///home/me/x", "x"),
         ("/home/me/rewards.py:length", "rewards.py:length"),
         ("on 8 rows (/home/me/x.jsonl): 0.1", "on 8 rows (x.jsonl): 0.1"),
@@ -112,28 +105,19 @@ def card_of(source: Path, is_classifier: bool = False) -> str:
 
 
 def test_a_run(tmp_path: Path) -> None:
-    source = run_folder(
-        tmp_path / "run",
-        method="dpo",
-        loss_type="ipo",
-        beta=0.3,
-        learning_rate=1e-6,
-        dataset_name="/secret/place/a.csv",
-        output_dir="/secret/place",
-        model_name_or_path="/secret/base",
-        judge_api_key="hidden",
-        save_steps=7,
-        model_init_kwargs={"token": "abc", "x": 1},
-    )
+    options = {
+        "method": "dpo", "loss_type": "ipo", "beta": 0.3, "learning_rate": 1e-6, "dataset_name": "/secret/place/a.csv",
+        "output_dir": "/secret/place", "model_name_or_path": "/secret/base", "judge_api_key": "hidden",
+        "save_steps": 7, "model_init_kwargs": {"token": "abc", "x": 1},
+    }  # fmt: skip
+    source = run_folder(tmp_path / "run", **options)
     Manifest("x", 4, "dpo", 2, 0, 16, 50, True, {"torch": "1.2"}, {}, {}, {}).write(source)
     text = card_of(source)
     assert "2305.18290" in text and "2310.12036" in text and "trained from base" in text and "- dpo\n" in text
-    assert "- dataset: a.csv\n- rows: 30\n- dropped &#40;empty &#60;b&#62;&#41;: 2\n" in text
-    assert f"| {'loss':21} |      0.5 |        0.3 |" in text and "9" not in text.partition("## Results")[2]
-    assert "| a_loss " in text and "| val/contain_eos_token |        1 |" in text, "it is not a secret"
-    facts = ("steps: 4", "epochs: 2", "planned steps: 50", "rows per step: 16", "processes: 2", "torch: 1.2")
-    assert all(f"- {fact}\n" in text for fact in facts)
-    assert "| beta " in text and "save_steps" not in text and "learning_rate  |     1e" not in text
+    facts = ("dataset: a.csv", "rows: 30", "steps: 4", "planned steps: 50", "rows per step: 16", "torch: 1.2")
+    assert all(f"- {fact}\n" in text for fact in facts) and "9" not in text.partition("## Results")[2]
+    rows = {"a_loss", "val/contain_eos_token", "beta"}  # neither metric is a secret
+    assert all(f"| {row} " in text for row in rows) and "save_steps" not in text
     assert not [word for word in ("judge_api_key", "hidden", "abc", "secret") if word in text]
 
 

@@ -46,49 +46,35 @@ class Page(HTMLParser):
 
 def test_content_of_a_report(tmp_path: Path) -> None:
     whole_run(tmp_path)
-    html = render(read_content(tmp_path).page)
-    text = Page(html).text
-    for said in (
-        "KTO a run finished",
-        "Model some/model Steps 100 of 100 Epochs 1 Time 50.0 s Tokens 1,000",
-        "Ranks 4",
-        "Policy some/model, ZeRO stage 2 Reference offload",
-        "Loss 0.01 from 0.05",
-        "warning Non-finite or outlying steps: 1, the first in step 30. See log.jsonl.",
-        "advice use more rows",
-        "Dotted lines: resumed (step 40), best checkpoint (step 100).",
-        "Training at step 100",
-        "phase share of the time time times tokens/s peak GPU memory train 75%",
-        "rows count read 70 kept 64 dropped: empty completion 6 truncated prompts 3",
-        "tokens min p50 p90 p99 max prompt 2 12 20 31 1,031",
-        "option value default learning_rate 0.01 1e-06",
-        "1 2026-09-21 14:13 UTC scratch 2",
-        "2 2026-09-21 14:20 UTC checkpoint-40, step 40 4",
-        "checkpoint-100 100 0.0 MB complete best",
-        "torch 2.13.0",
-    ):
-        assert said in text, said
-    assert "hub_token" not in text and "hf_abc" not in html
-    assert html.count("<svg") == html.count("<figure") == 3
-    assert "Loss. training: from 0.05 at step 20 to 0.01 at step 100; evaluation: from 0.75" in html
+    content = read_content(tmp_path)
+    html, sections = render(content.page), {one.title: one for one in content.page.sections if one}
+    titles = "Warnings and advice, Curves, Final metrics, Phases, Data, Options, Attempts, Checkpoints, Versions"
+    assert ", ".join(sections) == titles
+    facts = {"Model": "some/model", "Steps": "100 of 100", "Time": "50.0 s", "Ranks": "4", "Reference": "offload"}
+    assert facts.items() <= content.page.facts.items() and content.page.tiles[0] == ("Loss", "0.01", "from 0.05")
+    assert [kind for kind, _ in sections["Warnings and advice"].messages] == ["warning", "advice"]
+    assert [one.marks for one in sections["Curves"].charts] == [[(40, "resumed"), (100, "best checkpoint")]] * 3
+    assert "complete best" in Page(html).text and html.count("<svg") == html.count("<figure") == 3
+    assert "hub_token" not in html and "hf_abc" not in html
 
 
 def test_the_end_of_a_run(tmp_path: Path) -> None:
     write_log(tmp_path, [start(), entry(40, 40, 40)])
-    for values, says in (
-        ({"state": "failed", "error": "the GPU is out of memory"}, "failed {} Error. the GPU is out of memory"),
-        ({"state": "preempted", "signal": "SIGUSR1"}, "preempted {} Preempted by SIGUSR1 after step 40."),
-        ({"state": "running"}, "lost {} No heartbeat since 2026-09-21 14:14:01 UTC: process 4711 on node7 is gone"),
+    for values, state, tone in (
+        ({"state": "failed", "error": "the GPU is out of memory"}, "failed", "bad"),
+        ({"state": "preempted", "signal": "SIGUSR1"}, "preempted", "warn"),
+        ({"state": "running"}, "lost", "bad"),
     ):
         write_status(tmp_path, **values)
-        assert says.format(tmp_path) in Page(render(read_content(tmp_path).page)).text
+        page = read_content(tmp_path).page
+        assert page.state == state and page.note is not None and page.note[0] == tone
     assert read_content(tmp_path, state="finished").page.state == "finished", "which status.json does not say yet"
 
 
 def test_time_is_without_pauses(tmp_path: Path) -> None:
     resume = {"event": "resume", "step": 40, "attempt": 2, "checkpoint": "checkpoint-40", "time": at(1000)}
     write_log(tmp_path, [start(), entry(40, 40, 400), resume, entry(50, 1020, 500)])
-    assert dict(read_content(tmp_path).page.facts)["Time"] == "1 min 00 s"
+    assert read_content(tmp_path).page.facts["Time"] == "1 min 00 s"
 
 
 # Nothing in it is markup, and nothing is loaded ---------------------------------------------------------------------
@@ -106,19 +92,15 @@ def test_markup_in_a_run_is_escaped(tmp_path: Path, several: bool) -> None:
     assert page.text.count("<img src=x onerror=") >= (4 if several else 15)
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_the_page_loads_no_resources(tmp_path: Path, several: bool) -> None:
+def test_the_page_loads_no_resources(tmp_path: Path) -> None:
     whole_run(tmp_path)
-    content = read_content(tmp_path)
-    html = render(comparison([content, content]) if several else content.page)
+    html = render(read_content(tmp_path).page)
     assert not re.findall(r"https?:|//[\w.]+/|@import|@font-face", re.sub(r'xmlns(:xlink)?="[^"]*"', "", html))
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", html))
-    page = Page(html)
-    addresses = [
-        (tag, a[name]) for tag, a in page.tags for name in ("href", "src", "srcset", "xlink:href") if name in a
-    ]
-    assert {address for _, address in addresses if not (address or "").startswith("#")} == {"data:,"}
-    policy = next(a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    given = [attributes for _, attributes in Page(html).tags]
+    addresses = {one[name] for one in given for name in ("href", "src", "srcset", "xlink:href") if name in one}
+    assert {address for address in addresses if not (address or "").startswith("#")} == {"data:,"}
+    policy = next(one["content"] for one in given if one.get("http-equiv") == "Content-Security-Policy")
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -145,9 +127,9 @@ def test_options_without_defaults_and_secrets(tmp_path: Path) -> None:
 def test_damaged_files_shorten_the_report(tmp_path: Path) -> None:
     whole_run(tmp_path)
     for name in ("options.json", "trainer_state.json", "completions.jsonl"):
-        for content in ("{", "[1]", "[" * 9000, '{"step": "x"}'):
+        for content in ("{", "[1]", '{"step": "x"}'):
             (tmp_path / name).write_text(content)
-            assert "Steps 100 of 100" in Page(render(read_content(tmp_path).page)).text
+            assert read_content(tmp_path).page.facts["Steps"] == "100 of 100"
 
 
 # Curves --------------------------------------------------------------------------------------------------------------
@@ -192,10 +174,11 @@ def test_completions_before_and_after(tmp_path: Path) -> None:
     title = "Before and after: steps 0 and 10"
     assert [(group.title, group.total) for group in groups] == [(title, 2), (f"{title}, x", 2)]
     for group in groups:
-        assert [(row.prompt, dict(row.texts), row.scores) for row in group.rows] == [
-            (name, {"policy, step 0": f"{name} 0", "policy, step 10": f"{name} 10", "reference": "r"}, {"score": 0.5})
+        assert list(group.rows) == [
+            (
+                name,
+                {"policy, step 0": f"{name} 0", "policy, step 10": f"{name} 10", "reference": "r"},
+                {"score": "0.5"},
+            )
             for name in "ab"
         ]
-
-
-# Comparisons ---------------------------------------------------------------------------------------------------------

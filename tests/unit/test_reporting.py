@@ -113,7 +113,7 @@ def test_progress_shows_the_newest_metrics(capsys: pytest.CaptureFixture[str]) -
     out, err = capsys.readouterr()
     assert "step 2: a note" in out
     last = err.split("\r")[-1]
-    assert "3/3" in last and "loss=0.5" in last and "acc=0.75" in last and "tok/s=" in last and "mem=" in last
+    assert all(part in last for part in ("3/3", "loss=0.5", "acc=0.75", "tok/s=", "mem="))
     assert "logps" not in err and bar._tokens == 150
     assert "kl" not in last and "margin" not in last, "metrics of an earlier step"
 
@@ -122,19 +122,7 @@ def test_a_disabled_bar_prints_nothing(capsys: pytest.CaptureFixture[str]) -> No
     bar = Progress(3, "kto", False, CPU)
     bar.advance({"loss": 0.5}, tokens=5)
     bar.note("a note")
-    bar.close()
     assert capsys.readouterr() == ("", "")
-
-
-def test_the_rate_is_that_of_the_time_that_has_passed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = iter([10.0, 10.25])
-    monkeypatch.setattr("alignment.reporting.progress.time.monotonic", lambda: next(clock))
-    bar = Progress(2, "kto", True, CPU)
-    bar.advance({"loss": 0.5}, tokens=50)
-    bar.close()
-    assert "tok/s=200" in capsys.readouterr().err
 
 
 def test_consumed_items_update_a_bar(capsys: pytest.CaptureFixture[str]) -> None:

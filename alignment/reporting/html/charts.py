@@ -15,7 +15,6 @@ Point = tuple[float, float]
 Mark = tuple[int, str]  # a step to mark, and its label
 History = Sequence[Mapping[str, Any]]
 COLORS = 8  # number of curve colors in the style sheet
-_LENGTH, _TERMINATED = "completions/mean_length", "completions/mean_terminated_length"
 _MOST_POINTS = 500  # per curve; more are indistinguishable at the size of a chart
 _FEW = 24  # curves with at most this many points have markers
 # Colors that matplotlib writes, and the style sheet's properties in their place.
@@ -23,27 +22,25 @@ _SERIES = [f"#a0000{number}" for number in range(1, COLORS + 1)]
 _TEXT, _GRID, _MARK = "#b00001", "#b00002", "#b00003"
 _PROPERTIES = {_TEXT: "muted", _GRID: "grid", _MARK: "mark"}
 _PROPERTIES |= {color: f"series-{number}" for number, color in enumerate(_SERIES, 1)}
+_SIDES = ("chosen", "rejected")
+_ACCURACY = "share of pairs in which the chosen completion has the higher reward"
 # Title, explanation, and metrics with their labels; the label of a single one is empty.
 _PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Loss", "", {"loss": ""}),
-    ("Rewards", "of the chosen and the rejected completions", {
-        "rewards/chosen": "chosen", "rewards/rejected": "rejected",
-    }),
+    ("Rewards", "of the chosen and the rejected completions", {f"rewards/{side}": side for side in _SIDES}),
     ("Reward margin", "chosen minus rejected", {"rewards/margins": ""}),
-    ("Reward accuracy", "share of pairs in which the chosen completion has the higher reward", {
-        "rewards/accuracies": "",
-    }),
+    ("Reward accuracy", _ACCURACY, {"rewards/accuracies": ""}),
     ("Token accuracy", "", {"mean_token_accuracy": ""}),
     ("KL", "divergence of the policy from the reference", {"kl": "", "objective/kl": ""}),
     ("Score", "mean score of the generated completions", {"objective/scores": ""}),
     ("Score margin", "best minus worst completion of a prompt", {"objective/scores_margin": ""}),
     ("Win rate", "share of prompts for which the judge prefers the policy", {"win_rate": ""}),
-    ("Completion length", "tokens", {_LENGTH: "all", _TERMINATED: "terminated"}),
-    ("Log-probabilities", "of the completions", {"logps/chosen": "chosen", "logps/rejected": "rejected"}),
+    ("Completion length", "tokens", {f"completions/mean_{one}length": one.strip("_") for one in ("", "terminated_")}),
+    ("Log-probabilities", "of the completions", {f"logps/{side}": side for side in _SIDES}),
     ("Entropy", "of the next token", {"entropy": ""}),
     ("Learning rate", "", {"learning_rate": ""}),
     ("Gradient norm", "before clipping", {"grad_norm": ""}),
-)  # fmt: skip
+)
 
 
 class Series(NamedTuple):
@@ -66,12 +63,10 @@ class Chart(NamedTuple):
     @property
     def summary(self) -> str:
         """The chart in one sentence, for screen readers."""
-        parts = []
-        for one in self.series:
-            (first, begin), (last, end) = one.points[0], one.points[-1]
-            until = "" if len(one.points) == 1 else f" to {end:.4g} at step {last:g}"
-            parts.append(f"{one.label and f'{one.label}: '}{until and 'from '}{begin:.4g} at step {first:g}{until}")
-        return f"{self.title}. {'; '.join(parts)}."
+        ends = [(one.label, *one.points[0], *one.points[-1]) for one in self.series]
+        said = [f"{label and f'{label}: '}from {begin:.4g} at step {first:g} to {end:.4g} at step {last:g}"
+                for label, first, begin, last, end in ends]  # fmt: skip
+        return f"{self.title}. {'; '.join(said)}."
 
     @property
     def svg(self) -> Markup:
@@ -99,12 +94,10 @@ def compared(histories: Sequence[History], names: Sequence[str]) -> list[Chart]:
 
 
 def _curves(metrics: Mapping[str, str], history: History) -> Iterator[Series]:
-    trained = {metric: _points(history, metric) for metric in metrics}
-    if trained.get(_TERMINATED) == trained.get(_LENGTH):  # all completions terminated
-        trained.pop(_TERMINATED, None)
-    several, color = sum(map(bool, trained.values())) > 1, 0
-    for metric, values in trained.items():
-        label, evaluated = metrics[metric] if several or metric != _LENGTH else "", _evaluations(history, metric)
+    several, color = sum(bool(_points(history, metric)) for metric in metrics) > 1, 0
+    for metric, label in metrics.items():
+        values, evaluated = _points(history, metric), _evaluations(history, metric)
+        label = label if several else ""
         color += bool(values or evaluated)
         if values:
             yield Series(label or ("training" if evaluated else ""), values, color)
@@ -123,12 +116,9 @@ def _evaluations(history: History, metric: str) -> list[tuple[str, str]]:
 
 
 def _points(history: History, name: str) -> list[Point]:
-    """Step and value of each entry that has the metric, averaging neighbors if there are too many."""
-    both = ((number(entry.get("step")), number(entry.get(name))) for entry in history)
-    found = [(step, value) for step, value in both if step is not None and value is not None]
-    size = -(-len(found) // _MOST_POINTS) or 1
-    groups = [found[start : start + size] for start in range(0, len(found), size)]
-    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
+    """Step and value of each entry that has the metric, some of them if there are too many."""
+    found = [(float(entry["step"]), value) for entry in history if (value := number(entry.get(name))) is not None]
+    return found[:: -(len(found) // _MOST_POINTS + 1)][::-1]  # with the last one
 
 
 def _drawn(chart: Chart) -> str:
@@ -148,26 +138,20 @@ def _drawn(chart: Chart) -> str:
                 linewidth=1.6,
                 linestyle=(0, (4, 2)) if series.evaluation else "solid",
                 marker="o" if len(series.points) <= _FEW else None,
-                markersize=3.2 if len(series.points) > 1 else 5,
-                solid_joinstyle="round",
-                solid_capstyle="round",
+                markersize=3.2,
             )
         for step, _ in chart.marks:
             axes.axvline(step, color=_MARK, linewidth=1, linestyle=(0, (1, 2)), zorder=1)
         axes.yaxis.set_major_locator(MaxNLocator(5, min_n_ticks=4, steps=[1, 2, 2.5, 5, 10]))
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}".replace("-", "−")))
         axes.tick_params(length=0, colors=_TEXT, pad=5)
         axes.set_xlabel("step", color=_TEXT, labelpad=3)
         axes.grid(axis="y", color=_GRID, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["left", "right", "top"]].set_visible(False)
         axes.spines["bottom"].set_color(_GRID)
-        values = [value for one in chart.series for _, value in one.points]
-        low, high, size = min(values), max(values), max(map(abs, values))
-        if high - low <= 1e-4 * size:  # rounding would be drawn as if it were a trend
-            axes.set_ylim(low - (size or 1.0), high + (size or 1.0))
         written = io.StringIO()
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
     svg = written.getvalue()
@@ -176,11 +160,3 @@ def _drawn(chart: Chart) -> str:
     for color, name in _PROPERTIES.items():
         svg = svg.replace(color, f"var(--{name})")
     return svg
-
-
-def _tick(value: float) -> str:
-    """Format a tick label as briefly as possible."""
-    for size, divisor, unit in ((1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if size <= abs(value) < 1e12:
-            return f"{value / divisor:.4g}{unit}"
-    return re.sub(r"e([+-])0?", lambda found: "e" + found[1].strip("+"), f"{value:.5g}").replace("-", "−")

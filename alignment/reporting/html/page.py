@@ -39,19 +39,11 @@ class Card(NamedTuple):
     lead: str = ""
 
 
-class Sample(NamedTuple):
-    """A prompt, and completions and scores by label."""
-
-    prompt: str
-    texts: Mapping[str, str]
-    scores: Mapping[str, float]
-
-
 class Samples(NamedTuple):
-    """Samples that are shown together, of ``total`` ones."""
+    """Samples of ``total`` ones: prompt, completions and formatted scores by label."""
 
     title: str
-    rows: Sequence[Sample]
+    rows: Sequence[tuple[str, Mapping[str, str], Mapping[str, str]]]
     total: int
 
 
@@ -79,53 +71,56 @@ class Page(NamedTuple):
     footer: str
     folder: str = ""
     state: str = ""
-    facts: Sequence[tuple[str, str]] = ()
+    facts: Mapping[str, str] = {}
     tiles: Sequence[tuple[str, str, str]] = ()
     note: tuple[str, str, str] | None = None
 
 
 def render(page: Page) -> str:
     """Render a page as a single HTML file that loads nothing."""
-    sections = [section for section in page.sections if section]
-    return str(_template().render(page=page._replace(sections=sections)))
+    return str(_template().render(page=page._replace(sections=list(filter(None, page.sections)))))
 
 
 def report_text(title: str, facts: Iterable[tuple[str, str]], sections: Iterable[Section]) -> str:
     """Render the tables and messages of a report as Markdown that is also readable in a terminal."""
     parts = [f"# {title}", "\n".join(f"- {name}: {value}" for name, value in facts)]
     for section in filter(None, sections):
-        parts.append(f"## {section.title}")
-        parts += ["\n".join(f"- {text}" for _, text in section.messages)] if section.messages else []
+        parts += [f"## {section.title}", "\n".join(f"- {text}" for _, text in section.messages)]
         for card in section.cards:
-            parts += [f"### {card.title}"] if card.title else []
+            parts.append(card.title and f"### {card.title}")
             for table in card.tables:
                 rows = [[Markup(cell).striptags().replace("−", "-") for cell in row] for row in table.rows]
                 parts.append(markdown_table(table.heads, rows))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def table_section(
+    title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], classes: Sequence[str], lead: str = ""
+) -> Section:
+    """A section with a single table; an empty one without rows."""
+    return Section(title, lead, [Card([Table(title, heads, rows, classes)])] if rows else [])
 
 
 def phases_section(phases: Mapping[str, Mapping[str, float]], memory: str, lead: str = "") -> Section:
     """Time and memory of each phase, from totals by name: seconds, tokens, peak_bytes and entries."""
     total = sum(one["seconds"] for one in phases.values()) or 1.0
-    most = max((one.get("peak_bytes", 0) for one in phases.values()), default=0) or 1
+    most = max((one["peak_bytes"] for one in phases.values()), default=0) or 1
     rows = []
     for name, one in sorted(phases.items(), key=lambda item: -item[1]["seconds"]):
-        seconds, tokens, peak = one["seconds"], one.get("tokens", 0), one.get("peak_bytes", 0)
+        seconds, tokens, peak = one["seconds"], one["tokens"], one["peak_bytes"]
         share, rate = 100 * seconds / total, f"{tokens / seconds:,.0f}" if tokens and seconds else ""
-        shown = "<1%" if 0 < share < 0.5 else f"{share:.0f}%"
         size = bar(100 * peak / most, gibibytes(peak), "bar second") if peak else ""
-        rows.append([name, bar(share, shown), duration(seconds), f"{one.get('entries', 0):,.0f}", rate, size])
+        rows.append([name, bar(share, f"{share:.0f}%"), duration(seconds), f"{one['entries']:,.0f}", rate, size])
     heads = ("phase", "share of the time", "time", "times", "tokens/s", memory)
-    table = Table("Phases", heads, rows, ("", "", "number", "number", "number", ""))
-    return Section("Phases", lead, [Card([table])] if rows else [])
+    return table_section("Phases", heads, rows, ("", "", "number", "number", "number", ""), lead)
 
 
 def metrics_section(metrics: Iterable[tuple[str, int | None, Mapping[str, Any]]]) -> Section:
     """The final metrics, from titles, steps and values."""
     cards = []
     for title, step, values in metrics:
-        rows = list(shown(values).items())
-        table = Table(f"{title} metrics", ("metric", "value"), rows, ("mono name", "number"))
+        rows = [(breakable(name), text) for name, text in shown(values).items()]
+        table = Table(f"{title} metrics", ("metric", "value"), rows, ("mono", "number"))
         cards += [Card([table], title, "" if step is None else f"at step {step}")] if rows else []
     return Section("Final metrics", "", cards, columns=True)
 
@@ -152,26 +147,18 @@ def badge(text: str, tone: str | None = None) -> Markup:
     return Markup('<span class="badge {}">{}</span>').format(tone or _TONES.get(text, "plain"), text)
 
 
-def swatch(number: int, text: str) -> Markup:
-    """A text with the color of a curve."""
-    color = (number - 1) % COLORS + 1
-    return Markup('<span class="run color-{}"><span class="swatch"></span><span>{}</span></span>').format(color, text)
+def breakable(name: str) -> Markup:
+    """A name in which lines may break after underscores and slashes."""
+    return Markup(re.sub(r"([_/])", r"\1<wbr>", str(escape(name))))
 
 
 @functools.cache
 def _template() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+    templates = FileSystemLoader(Path(__file__).parent / "templates")
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=templates, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    # Line breaks are allowed after underscores and slashes.
-    breakable = lambda name: Markup(re.sub(r"([_/])", r"\1<wbr>", str(escape(name))))  # noqa: E731
-    slug = lambda title: title.lower().replace(" ", "-")  # noqa: E731
-    environment.filters.update(breakable=breakable, slug=slug, short=brief)
     environment.globals.update(badge=badge, colors=COLORS)
     return environment.get_template("page.html")
