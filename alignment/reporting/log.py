@@ -91,12 +91,13 @@ class JsonlLog:
             return
         self._pending = list(state.get("pending", ()))
         try:
-            self._size = _whole_lines(self.path, state["bytes"])
+            size = _whole_lines(self.path, state["bytes"])
             if self.path.exists():
-                os.truncate(self.path, self._size)
+                os.truncate(self.path, size)
+                self._size = size
         except OSError as error:
             raise self._error(error) from error
-        if self._size < state["bytes"]:
+        if size < state["bytes"]:
             print(f"output_dir: {self.path}: some lines from before the checkpoint are lost", flush=True)
 
     def _append(self, path: Path) -> None:
