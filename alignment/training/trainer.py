@@ -227,7 +227,7 @@ class AlignmentTrainer(TrainerSurface):
             data=self.data,
         )
         if getattr(self.args, "generate_during_eval", False):
-            from alignment.training.sampling.answers import EvaluationAnswers  # imports generation code
+            from alignment.training.sampling import EvaluationAnswers  # imports generation code
 
             self.context.answers = EvaluationAnswers(self.context, lambda: self._writes_logs)
         self.uploads = Uploads(self.context, self._subject, lambda: self.save_model(_internal_call=True))
