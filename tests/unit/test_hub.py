@@ -334,17 +334,16 @@ def test_the_interpreter_waits_for_an_upload_that_ends_and_not_for_one_that_hang
     hangs_at: str | None, xet: int, hub: FakeHub, tmp_path: Path
 ) -> None:
     """With ``xet``, the client uploads with its own threads; without, in a thread pool that the interpreter joins."""
-    hub.pause, hub.pause_on = (0.5, "/preupload/") if hangs_at is None else (100.0, hangs_at)
+    hub.pause, hub.pause_on = (0.5, "/preupload/") if hangs_at is None else (300.0, hangs_at)
     script = SCRIPT.format(root=str(ROOT), folder=str(tmp_path), seconds=60.0 if hangs_at is None else 2.0)
     environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": str(1 - xet)}
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, **environment}, capture_output=True, text=True, timeout=90
+    done = subprocess.run(  # in less time than a request hangs
+        [sys.executable, "-c", script], env={**os.environ, **environment}, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0 and done.stdout.startswith("at the end\n"), done.stderr[-2000:]
     if hangs_at is None:
         assert "push_to_hub: uploaded out to " in done.stdout and "model.safetensors" in hub.files("me/out")
     else:
         assert "the upload of out to me/out failed (given up after" in done.stdout
-        assert time.monotonic() - began < 60 and hub.repos["me/out"].commits == []
+        assert hub.repos["me/out"].commits == []
         assert any(hangs_at in line for line in hub.requests), hub.requests
