@@ -29,24 +29,19 @@ if TYPE_CHECKING:
     from alignment.methods.reward_options import RewardConfig
     from alignment.methods.sft import SFTTrainer
     from alignment.methods.sft_options import SFTConfig
-    from alignment.rewards.llm_judge import HfPairwiseJudge, LLMJudge, OpenAIPairwiseJudge, PairRMJudge
-    from alignment.rewards.pairwise import (
-        AllTrueJudge,
-        BaseBinaryJudge,
-        BaseJudge,
+    from alignment.rewards.llm_judge import (
         BasePairwiseJudge,
-        BaseRankJudge,
+        HfPairwiseJudge,
+        LLMJudge,
+        OpenAIPairwiseJudge,
+        PairRMJudge,
     )
     from alignment.run.stop import RunStopped
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AllTrueJudge",
-    "BaseBinaryJudge",
-    "BaseJudge",
     "BasePairwiseJudge",
-    "BaseRankJudge",
     "CPOConfig",
     "CPOTrainer",
     "DPOConfig",
@@ -77,7 +72,6 @@ _HOMES["RunStopped"] = "alignment.run.stop"
 # What scripts written for TRL import besides.
 _FOR_SCRIPTS = {
     "rewards.llm_judge": "HfPairwiseJudge LLMJudge OpenAIPairwiseJudge PairRMJudge",
-    "rewards.pairwise": "AllTrueJudge BaseBinaryJudge BaseJudge BasePairwiseJudge BaseRankJudge",
     "compat.trl.scripts": "LogCompletionsCallback WinRateCallback extract_prompt unpair_preference_dataset",
 }
 _HOMES.update({name: f"alignment.{module}" for module, names in _FOR_SCRIPTS.items() for name in names.split()})

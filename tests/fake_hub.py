@@ -24,12 +24,7 @@ BREAK = "break"  # close the connection in the middle of a request
 
 @dataclass
 class Repo:
-    """A repository.
-
-    Attributes:
-        branches: content of files by branch and path.
-        commits: message, branch, and what was added and deleted, the oldest first.
-    """
+    """A repository: content of files by branch and path; of commits, message, branch, and what was changed."""
 
     private: bool | None
     branches: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"main": {".gitattributes": b"x"}})
@@ -39,12 +34,8 @@ class Repo:
 class FakeHub:
     """The Hub of a test.
 
-    Attributes:
-        repos: repositories by owner and name.
-        requests: method and path of each request, in order.
-        faults: part of "METHOD path" -> responses to the next matching requests, a status or BREAK.
-        role: role of the token.
-        pause: seconds before each response to a path that contains ``pause_on``.
+    ``faults``: part of "METHOD path" -> responses to the next matching requests, a status or BREAK. ``pause``: seconds
+    before each response to a path that contains ``pause_on``.
     """
 
     def __init__(self) -> None:

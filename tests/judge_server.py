@@ -38,14 +38,7 @@ class _Http(ThreadingHTTPServer):
 
 
 class Server:
-    """The endpoint. ``answer`` is called with the text of each question, one at a time.
-
-    Attributes:
-        asked: the texts of the questions.
-        bodies: the bodies of the requests.
-        headers: the headers of the requests.
-        most: maximum number of concurrent requests.
-    """
+    """The endpoint. ``answer`` is called with the text of each question; ``most``: number of concurrent requests."""
 
     def __init__(self, answer: Callable[[str], Answer]) -> None:
         self.answer = answer
@@ -104,24 +97,20 @@ class Server:
 
         return Handler
 
-    def start(self) -> None:
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Server]:
         threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        try:
+            yield self
+        finally:
+            self.released.set()
+            self._http.shutdown()
+            self._http.server_close()
 
-    def stop(self) -> None:
-        self.released.set()
-        self._http.shutdown()
-        self._http.server_close()
 
-
-@contextlib.contextmanager
-def serving(answer: Callable[[str], Answer]) -> Iterator[Server]:
+def serving(answer: Callable[[str], Answer]) -> contextlib.AbstractContextManager[Server]:
     """Run the endpoint within this context."""
-    server = Server(answer)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
+    return Server(answer).running()
 
 
 def sequence(*answers: Answer) -> Callable[[str], Answer]:

@@ -29,7 +29,7 @@ from alignment.run.ranks import rank, world_size
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
 from alignment.training.method import Models
-from alignment.training.sampling.sampler import token_ids
+from alignment.training.sampling import token_ids
 from alignment.training.window import WindowPass
 
 # Separate random streams; all evaluations use the same one.

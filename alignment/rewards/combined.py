@@ -57,13 +57,10 @@ class Rewards:
         self.functions = {n: s for n, s in zip(self.names, sources) if isinstance(s, FunctionReward)}
         self.weights = [1.0] * len(sources) if weights is None else list(weights)
         self.penalty = missing_eos_penalty or 0.0
-        if len(self.weights) != len(sources):
+        if len(self.weights) != len(sources) or not all(map(math.isfinite, self.weights)):
             raise OptionError(
-                f"reward_weights: {len(self.weights)} weights for {len(sources)} reward sources "
-                f"({', '.join(self.names)}); set one per source"
+                f"reward_weights: {self.weights}; expected a finite number for each of {', '.join(self.names)}"
             )
-        if not all(map(math.isfinite, self.weights)):
-            raise OptionError(f"reward_weights: {self.weights}; expected finite numbers")
 
     def check(self, columns: Collection[str], where: str | None = None) -> None:
         """See :meth:`FunctionReward.check`; ``where`` names the dataset if there are several."""

@@ -36,10 +36,6 @@ class FunctionReward:
 
     Args:
         function: the callable.
-        name: name in messages and metrics; None for the function's name.
-
-    Attributes:
-        state: the state of the run.
 
     Raises:
         OptionError: the function cannot be called with keyword arguments.
@@ -47,9 +43,9 @@ class FunctionReward:
 
     truncated = 0
 
-    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
-        self.function, self.name = function, name or name_of(function)
-        self.state = TrainerState()
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.name = function, name_of(function)
+        self.state = TrainerState()  # of the run
         self.who = f"reward function {self.name!r}"
         try:
             self.signature = inspect.signature(function)
@@ -82,16 +78,13 @@ class FunctionReward:
 
     def call(self, samples: Samples) -> Any:
         """Call the function and return its result, which may be awaitable."""
-        given = {name: getattr(samples, name) for name in ARGUMENTS} | samples.columns | {STATE: self.state}
-        taken = {name: values for name, values in given.items() if self._takes_all or name in self._taken}
+        given = {name: getattr(samples, name) for name in ARGUMENTS} | samples.columns
         # Copies: a function that modifies its arguments must not modify the training data or the run.
-        if STATE in taken:  # records of the log contain plain values; a deep copy of a long log takes much longer
+        taken = copy.deepcopy({n: values for n, values in given.items() if self._takes_all or n in self._taken})
+        if self._takes_all or STATE in self._taken:  # without a deep copy of a long log, whose records are plain
             taken[STATE] = copy.copy(self.state)
-            taken[STATE].log_history = []
-        copied = copy.deepcopy(taken)
-        if STATE in taken:
-            copied[STATE].log_history = [dict(record) for record in self.state.log_history]
-        return self.function(**copied)
+            taken[STATE].log_history = [dict(record) for record in self.state.log_history]
+        return self.function(**taken)
 
     def scores(self, returned: Any, samples: Samples) -> list[float | None]:
         """Validate the function's result.
@@ -111,11 +104,7 @@ class FunctionReward:
         value = scalar(value)
         if value is None:
             return None
-        if not isinstance(value, numbers.Real):
-            raise RewardError(
-                f"{self.who} returned {show(value)} for {place}; expected a number, or None for no score"
-            )
-        if not abs(value) <= sys.float_info.max:  # type: ignore[operator]  # nor an integer of 309 digits
+        if not isinstance(value, numbers.Real) or not abs(value) <= sys.float_info.max:  # type: ignore[operator]
             raise RewardError(
                 f"{self.who} returned {show(value)} for {place}; expected a finite number, or None for no score"
             )

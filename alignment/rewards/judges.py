@@ -17,7 +17,6 @@ from alignment.engines.rng import as_before
 from alignment.reporting.completions import as_text
 from alignment.rewards.callables import as_list, name_of, raise_together, scalar, span, together
 from alignment.rewards.llm_judge import FAILED, LLMJudge
-from alignment.rewards.pairwise import BaseBinaryJudge, BaseRankJudge
 from alignment.run.retries import NEVER, Retries
 
 
@@ -30,25 +29,23 @@ class Judge:
 
     Args:
         judge: the callable or object.
-        name: name in messages; None for the judge's name.
         retries: retries of calls that fail with a transient error.
 
     Raises:
         OptionError: the judge cannot be called in this way.
     """
 
-    def __init__(self, judge: Any, name: str | None = None, retries: Retries = NEVER) -> None:
-        self.retries = retries
-        self.name = name or name_of(judge)
+    def __init__(self, judge: Any, retries: Retries = NEVER) -> None:
+        self.retries, self.name = retries, name_of(judge)
         self.who = f"judge {self.name!r}"
         self.code = judge
         self._call = getattr(judge, "judge", judge)
         if isinstance(judge, type) or not callable(self._call):
             raise OptionError(f"{self.who} is {show(judge)}; expected a function, or an object with a method 'judge'")
-        if isinstance(judge, (BaseBinaryJudge, BaseRankJudge)):
-            raise OptionError(f"{self.who} does not compare pairs; use a BasePairwiseJudge, or reward_funcs")
         signature = inspect.signature(self._call)
         self._takes_texts = "shuffle_order" in signature.parameters
+        if "gold_completions" in signature.parameters:
+            raise OptionError(f"{self.who} judges single completions; call it from a reward function")
         try:
             signature.bind([], [])
         except TypeError as error:

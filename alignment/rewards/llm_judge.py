@@ -11,6 +11,7 @@ import functools
 import importlib
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -21,7 +22,6 @@ from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, PositiveF
 from alignment.config.errors import OptionError, RewardError, listing, one_line
 from alignment.reporting.completions import as_text
 from alignment.rewards.callables import awaited
-from alignment.rewards.pairwise import BasePairwiseJudge
 from alignment.run.activity import ACTIVITY
 from alignment.run.ending import causes
 from alignment.run.ranks import rank
@@ -97,6 +97,17 @@ class JudgeSettings(BaseModel, strict=True, extra="forbid", allow_inf_nan=False)
     max_tokens: PositiveInt = 16
     api_key_env: Text = "OPENAI_API_KEY"
     extra_body: dict[str, Any] = Field(default_factory=dict)
+
+
+class BasePairwiseJudge(ABC):
+    """Base class of judges, as in TRL. A judge does not have to inherit from it."""
+
+    @abstractmethod
+    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
+        """Return for each of P prompts 0 (its first completion is better), 1 (its second) or -1 (no verdict).
+
+        The completions are shown in random order, against position bias, if ``shuffle_order``.
+        """
 
 
 class LLMJudge(BasePairwiseJudge):
@@ -186,7 +197,9 @@ class LLMJudge(BasePairwiseJudge):
         count, most = len(prompts), self.settings.max_requests
         if most is not None and most - self.num_requests < orders * count:
             count = max(0, most - self.num_requests) // orders
-            self._tell(f"max_requests={most} is reached; further pairs get no verdict", once=True)
+            if not self._told_of_limit:
+                self._tell(f"max_requests={most} is reached; further pairs get no verdict")
+            self._told_of_limit = True
         self.num_requests += orders * count
         turned = np.random.random(count) < 0.5 if shuffle_order and orders == 1 else [False] * count
         turns = [(bool(turn), not turn)[:orders] for turn in turned]
@@ -245,7 +258,7 @@ class LLMJudge(BasePairwiseJudge):
                     asked = client.chat.completions.create(model=settings.model, messages=question, extra_body=body)
                     message = (await asyncio.wait_for(asked, bound)).choices[0].message
                 except Exception as error:  # the client and its HTTP library have their own error classes
-                    status, said = _status(error), self._failure(error)
+                    status, said = getattr(error, "status_code", None), self._failure(error)
                     broken = status is not None and status < 500 and status not in (*_OWN_FAULT, *_BUSY)
                     if broken or not (self._answered if status in _OWN_FAULT else answered):
                         raise RewardError(f"judge {self.where}: {said}") from None
@@ -268,30 +281,22 @@ class LLMJudge(BasePairwiseJudge):
 
     def _failure(self, error: BaseException) -> str:
         """Describe a failed request on one line, without the key."""
-        status, env = _status(error), self.settings.api_key_env
+        status, env = getattr(error, "status_code", None), self.settings.api_key_env
         if status in (401, 403):  # the text may contain the key, or part of it
             return f"HTTP {status}; check the key in {env}" if self._key else f"HTTP {status}; set {env} to an API key"
         text = " ".join(map(one_line, causes(error) if status is None else [error]))[:300]
         text = text.replace(self._key, "<hidden>") if self._key else text
         return f"{f'HTTP {status}' if status else type(error).__name__}: {text}" + "; check model" * (status == 404)
 
-    def _tell(self, text: str, once: bool = False) -> None:
-        if not (once and self._told_of_limit):
-            print(f"{f'rank {rank()}: ' if rank() else ''}judge {self.where}: {text}", flush=True)
-        self._told_of_limit |= once
+    def _tell(self, text: str) -> None:
+        print(f"{f'rank {rank()}: ' if rank() else ''}judge {self.where}: {text}", flush=True)
 
 
 class OpenAIPairwiseJudge(LLMJudge):
     """:class:`LLMJudge` with TRL's name and defaults."""
 
-    def __init__(
-        self,
-        model: str = "gpt-4-turbo-preview",
-        system_prompt: str | None = None,
-        max_requests: int | None = 1000,
-        **further: Any,
-    ) -> None:
-        super().__init__(model, system_prompt=system_prompt, max_requests=max_requests, **further)
+    def __init__(self, model: str = "gpt-4-turbo-preview", **further: Any) -> None:
+        super().__init__(model, **{"max_requests": 1000, **further})
 
 
 class HfPairwiseJudge:
@@ -322,10 +327,6 @@ def named_judge(option: Any) -> Any:
     if missing:
         raise OptionError(f"judge: {listing(missing)} is missing; set base_url (http://HOST:PORT/v1) and model")
     return LLMJudge(**option)
-
-
-def _status(error: BaseException) -> int | None:
-    return getattr(error, "status_code", None)
 
 
 def _verdict(answer: str | None, turned: bool) -> int:

@@ -50,7 +50,7 @@ class ClassifierReward:
 
     Attributes:
         frozen: placement and DeepSpeed configuration of its engine.
-        truncated, tokens: this rank's truncated sequences, and scored tokens, in the last call of :meth:`score`.
+        truncated: this rank's truncated sequences in the last call of :meth:`score`.
 
     Raises:
         ModelError: the model or tokenizer cannot be used.
@@ -103,7 +103,7 @@ class ClassifierReward:
             stage=int(self.frozen.ds_config["zero_optimization"]["stage"]),
         )
         self.source = replace(self.source, quantization=quantization)
-        self.truncated = self.tokens = 0
+        self.truncated = 0
         self._engine: FrozenEngine | None = None
 
     def describe(self) -> str:
@@ -185,7 +185,6 @@ class ClassifierReward:
         engine, size = self.build(), self.batch_size
         order = sorted((n for n, ids in enumerate(sequences) if ids), key=lambda n: -len(sequences[n]))
         forwards = int(largest_numbers([math.ceil(len(order) / size)])[0])
-        self.tokens = sum(map(len, sequences))
         parts = []
         for start in range(0, forwards * size, size):
             own = [sequences[n] for n in order[start : start + size]]

@@ -228,7 +228,7 @@ class AlignmentTrainer(TrainerSurface):
             data=self.data,
         )
         if isinstance(self.args, SequenceOptions) and self.args.generate_during_eval:
-            from alignment.training.sampling.answers import EvaluationAnswers  # imports generation code
+            from alignment.training.sampling import EvaluationAnswers  # imports generation code
 
             self.context.answers = EvaluationAnswers(self.context, lambda: self._writes_logs)
         self.uploads = Uploads(self.context, self._subject, lambda: self.save_model(_internal_call=True))

@@ -44,17 +44,11 @@ def samples(count: int) -> Samples:
     return Samples(texts, texts, [[1]] * count, [True] * count, {}, places, [{}] * count)
 
 
-def failing_on(*ranks: int, how: str = "raise") -> Callable[..., Any]:
-    """A reward function that fails on these ranks."""
-
-    def length(completions: list[str]) -> list[float]:
-        if rank() in ranks:
-            if how == "raise":
-                raise KeyError("answer")
-            return [1.0]
-        return [1.0] * len(completions)
-
-    return length
+def length(completions: list[str]) -> list[float]:
+    """Fails on rank 1."""
+    if rank() == 1:
+        raise KeyError("answer")
+    return [1.0] * len(completions)
 
 
 def judge(prompts: list[str], pairs: list[list[str]]) -> list[int]:
@@ -90,18 +84,18 @@ def main() -> None:
     def rewards(function: Callable[..., Any]) -> Rewards:
         return Rewards([FunctionReward(function), model])
 
-    said["one"] = gathered(message(lambda: rewards(failing_on(1)).score(samples(2))))
-    said["two"] = gathered(message(lambda: rewards(failing_on(0, 1, how="short")).score(samples(2))))
-    said["empty"] = gathered(message(lambda: rewards(failing_on(1)).score(samples(2 * rank()))))
+    said["one"] = gathered(message(lambda: rewards(length).score(samples(2))))
+    said["two"] = gathered(message(lambda: rewards(lambda completions: [1.0]).score(samples(2))))
+    said["empty"] = gathered(message(lambda: rewards(length).score(samples(2 * rank()))))
     said["judge"] = gathered(message(lambda: Judge(judge).verdicts(["p"], [["a", "b"]], 0, [f"row {rank()}"])))
     said["stopping"] = gathered(while_stopping())
     assert model.calls == 0, "a reward model ran although a function had failed"
     # Rank 1 has no samples: its function is not called, the model is.
-    scores = rewards(failing_on(1)).score(samples(2 - 2 * rank()))
+    scores = rewards(length).score(samples(2 - 2 * rank()))
     said["good"] = gathered(str(scores.total))
     if rank() == 0:
         Path(sys.argv[-1]).write_text(json.dumps(said))
-    rewards(failing_on(1)).score(samples(1))
+    rewards(length).score(samples(1))
 
 
 if __name__ == "__main__":

@@ -37,12 +37,8 @@ def train(folder: Path, judge: Any) -> list[dict[str, Any]]:
     given |= {"output_dir": str(folder / "out"), "gradient_accumulation_steps": 1, "report_to": "tensorboard"}
     del given["max_prompt_length"]
     option = {"judge": judge} if isinstance(judge, dict) else {}
-    trainer = OnlineDPOTrainer(
-        str(folder.parent / "model"),
-        args=OnlineDPOConfig(**given, **option),
-        train_dataset=ROWS,
-        **({} if option else {"judge": judge}),
-    )
+    args, more = OnlineDPOConfig(**given, **option), {} if option else {"judge": judge}
+    trainer = OnlineDPOTrainer(str(folder.parent / "model"), args=args, train_dataset=ROWS, **more)
     try:
         trainer.train()
         trainer.save_model()
@@ -59,9 +55,7 @@ def test_a_judge_with_an_endpoint(
     make_model(tmp_path / "model", layers=1)
     plain = train(tmp_path / "plain", by_length)
     spec: dict[str, Any] = {"model": "m", "api_key_env": "JUDGE_KEY", "retries": 1}
-    troubles = iter(
-        [Answer(status=503), Answer(status=429, headers=(("Retry-After", "0.01"),)), Answer("0", cut=True)]
-    )
+    troubles = iter([Answer(status=503), Answer(status=429), Answer("0", cut=True)])
     with serving(lambda text: next(troubles, None) or longer(text)) as server:
         asked = train(tmp_path / "asked", spec | {"base_url": server.url, "retries": 4})
         assert server.headers[0]["Authorization"] == f"Bearer {KEY}"

@@ -19,12 +19,12 @@ from fake_hub import BREAK, TOKEN, FakeHub
 from transformers import TrainerControl
 
 from alignment.checkpoint.manifest import Manifest, files_in, record_of
-from alignment.config.errors import HubError, OptionError
+from alignment.config.errors import OptionError
 from alignment.methods.kto_options import KTOConfig
 from alignment.run.retries import Retries
 from alignment.run.stop import REQUESTS, StopReason
 from alignment.training.hub import repository, uploads
-from alignment.training.hub.contents import Subject, card_text, model_files, own_card, published_options, stage
+from alignment.training.hub.contents import Subject, card_text, model_files, own_card, published_options
 from alignment.training.hub.repository import Repository, prepared_repository
 from alignment.training.hub.uploads import STAGING, Uploads
 
@@ -41,9 +41,6 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "on_first_rank", lambda compute: compute())
     monkeypatch.setattr(uploads, "from_first_rank", lambda value: value)
     monkeypatch.setattr(uploads, "before_threads_end", lambda call: None)
-
-
-# What is uploaded ---------------------------------------------------------------------------------------------------
 
 
 def test_only_listed_files_are_uploaded(tmp_path: Path) -> None:
@@ -63,26 +60,13 @@ def test_only_listed_files_are_uploaded(tmp_path: Path) -> None:
 
 
 def test_options_are_published_without_secrets_and_paths(tmp_path: Path) -> None:
-    options = KTOConfig(
-        str(tmp_path / "out"),
-        hub_token="hf_mine",
-        model_init_kwargs={"token": "abc", "x": 1},
-        dataset_name="/a/b/c.json",
-    )
+    given = {"model_init_kwargs": {"token": "abc", "x": 1}, "dataset_name": "/a/b/c.json"}
+    options = KTOConfig(str(tmp_path / "out"), hub_token="hf_mine", **given)
     found = json.loads(published_options(options.to_dict()))
     assert found["dataset_name"] == "c.json" and found["output_dir"] == "out" and found["method"] == "kto"
     assert found["model_init_kwargs"] == {"x": 1} and "hub_token" not in found
     assert not [word for word in ("hf_mine", "abc", "HUB_TOKEN", str(tmp_path)) if word in json.dumps(found)]
     assert "hf_mine" not in repr(options) and "hf_mine" not in repr(Repository("x", token="hf_mine"))
-
-
-def test_staged_files_do_not_change(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "a.json").write_text("old")
-    assert stage(tmp_path / "run", ["a.json"], tmp_path / "aside") == 3
-    (tmp_path / "new").write_text("new")
-    os.replace(tmp_path / "new", tmp_path / "run" / "a.json")  # like all writers of a run
-    assert (tmp_path / "aside" / "a.json").read_text() == "old"
 
 
 def test_the_card_has_the_callers_additions(tmp_path: Path) -> None:
@@ -95,16 +79,11 @@ def test_the_card_has_the_callers_additions(tmp_path: Path) -> None:
     }
     text = card_text(tmp_path, Subject("out", "other/base", False, True, ["own"]), {"method": "kto"}, details)
     assert yaml.safe_load(text.split("---")[1]) == {
-        "base_model": "other/base",
-        "datasets": ["org/rows"],
-        "language": "en",
-        "library_name": "peft",
-        "license": "mit",
-        "model_name": "mine",
-        "pipeline_tag": "text-generation",
+        "base_model": "other/base", "datasets": ["org/rows"], "language": "en", "library_name": "peft",
+        "license": "mit", "model_name": "mine", "pipeline_tag": "text-generation",
         "tags": ["deepspeed-alignment", "kto", "generated_from_trainer", "own", "a", "b"],
-    }
-    assert "# mine\n" in text and "- dataset: " in text and "only the adapter is here" in text
+    }  # fmt: skip
+    assert "# mine\n" in text and "only the adapter is here" in text
     whole = card_text(tmp_path, Subject("out", "other/base", True, False), {"method": "reward"}, {})
     head = yaml.safe_load(whole.split("---")[1])
     assert (head["library_name"], head["model_name"], head["base_model"]) == ("transformers", "out", "other/base")
@@ -112,9 +91,6 @@ def test_the_card_has_the_callers_additions(tmp_path: Path) -> None:
     assert not own_card(tmp_path)
     (tmp_path / "README.md").write_text("---\ntags:\n- x\n---\n- deepspeed-alignment\n")
     assert own_card(tmp_path)
-
-
-# The repository -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -134,13 +110,10 @@ def prepared(folder: Path, retries: int = 0, **options: Any) -> Repository:
 
 
 def test_a_repository_is_created_once(hub: FakeHub, tmp_path: Path) -> None:
+    assert not prepared(tmp_path, dry_run=True, hub_revision="dev").known and hub.repos == {}
     assert prepared(tmp_path, hub_private_repo=True, hub_revision="dev").name == "me/my-run"
     assert hub.repos["me/my-run"].private is True and set(hub.repos["me/my-run"].branches) == {"main", "dev"}
     assert prepared(tmp_path, hub_model_id="me/my-run").known and hub.count("repos/create") == 1
-
-
-def test_a_dry_run_creates_nothing(hub: FakeHub, tmp_path: Path) -> None:
-    assert not prepared(tmp_path, dry_run=True, hub_revision="dev").known and hub.repos == {}
 
 
 @pytest.mark.parametrize(
@@ -168,9 +141,7 @@ def test_an_unreachable_hub_is_a_warning_for_a_run_that_resumes(hub: FakeHub, tm
     assert not prepared(tmp_path, resume_from_checkpoint="latest").known and "warning: push_to_hub" in SAID[0]
 
 
-def test_a_read_only_token_no_token_and_offline_mode(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_token_and_no_token(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.role = "read"
     with pytest.raises(OptionError, match="the token is read-only"):
         prepared(tmp_path)
@@ -178,17 +149,11 @@ def test_a_read_only_token_no_token_and_offline_mode(
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
     with pytest.raises(OptionError, match="LocalTokenNotFoundError: .*hf auth login"):
         prepared(tmp_path, hub_token=None)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(OptionError, match="HF_HUB_OFFLINE"):
-        prepared(tmp_path)
 
 
 def test_a_failure_does_not_reveal_the_token() -> None:
     said = Repository("x", token=TOKEN).failure(ValueError(f"bad header\n{TOKEN}."))
     assert said == "ValueError: bad header <hidden>"
-
-
-# A run --------------------------------------------------------------------------------------------------------------
 
 
 class Run:
@@ -234,6 +199,9 @@ class Run:
 )
 def test_what_a_save_uploads(strategy: str, path: str | None, hub: FakeHub, tmp_path: Path) -> None:
     """A commit of the model, and one of the state, from files of the save, which is removed meanwhile."""
+    none = Run(tmp_path / "none", hub, hub_strategy="end", steps=1)
+    none.save()
+    none.uploads.wait()
     run = Run(tmp_path, hub, hub_strategy=strategy)
     hub.pause, hub.pause_on = 0.3, "/preupload/"
     assert run.save("model-00001-of-00002.safetensors") < 0.3
@@ -253,13 +221,6 @@ def test_what_a_save_uploads(strategy: str, path: str | None, hub: FakeHub, tmp_
     assert run.messages == [*one, *(message.replace("1", "2") for message in one)]
     sent = [line for line in hub.requests if line.startswith("PUT")]
     assert len(sent) == len(set(sent)), "nothing is uploaded twice"
-
-
-def test_upload_at_the_end_only(hub: FakeHub, tmp_path: Path) -> None:
-    run = Run(tmp_path, hub, hub_strategy="end", steps=1)
-    run.save()
-    run.uploads.wait()
-    assert run.messages == []
 
 
 @pytest.mark.parametrize(("always", "steps"), [(False, [1, 3]), (True, [1, 2, 3])])
@@ -306,9 +267,7 @@ def test_the_last_upload_is_retried_and_its_failure_prints_the_command(
     staged = next((run.root / STAGING).iterdir())
     assert said.endswith(f" && hf upload me/out {staged}/last-checkpoint last-checkpoint --revision dev")
     assert f"run: hf upload me/out {staged}/model . --revision dev" in said
-    assert (staged / "model" / "model.safetensors").exists() and (
-        staged / "last-checkpoint" / "manifest.json"
-    ).exists()
+    assert (staged / "model" / "model.safetensors").exists() and (staged / "last-checkpoint/manifest.json").exists()
 
 
 def test_a_failure_to_stage_does_not_end_the_run(hub: FakeHub, tmp_path: Path) -> None:
@@ -346,17 +305,6 @@ def test_an_upload_that_hangs_is_given_up(
     assert run.messages == [f"Training in progress, step {run.state.global_step}"]
 
 
-def test_a_requested_upload_returns_its_commit_or_raises(hub: FakeHub, tmp_path: Path) -> None:
-    run = Run(tmp_path, hub)
-    (run.root / "model.safetensors").write_text("w")
-    info = run.uploads.wait(run.uploads.push(run.root, "mine", None, None, "dev"))
-    assert info is not None and info.commit_message == "mine" and "dev" in hub.repos["me/out"].branches
-    assert hub.files("me/out", "main") == {} and "model.safetensors" in hub.files("me/out", "dev")
-    hub.faults["/preupload/"] = [403]
-    with pytest.raises(HubError, match="403"):
-        run.uploads.wait(run.uploads.push(run.root, "mine"))
-
-
 def test_a_card_written_by_someone_else_is_kept(hub: FakeHub, tmp_path: Path) -> None:
     run = Run(tmp_path, hub)
     (run.root / "README.md").write_text("# mine\n")
@@ -365,8 +313,6 @@ def test_a_card_written_by_someone_else_is_kept(hub: FakeHub, tmp_path: Path) ->
     run.uploads.wait()
     assert (run.root / "README.md").read_text() == "# mine\n" and hub.files("me/out")["README.md"] == b"# mine\n"
 
-
-# The end of the process ---------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys, threading, time
@@ -383,24 +329,21 @@ print("at the end", flush=True)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("hangs_at", "xet"), [(None, 0), ("PUT", 0), ("/preupload/", 0), ("/preupload/", 1), ("xet-write-token", 1)]
-)
+@pytest.mark.parametrize(("hangs_at", "xet"), [(None, 0), ("PUT", 0), ("/preupload/", 1), ("xet-write-token", 1)])
 def test_the_interpreter_waits_for_an_upload_that_ends_and_not_for_one_that_hangs(
     hangs_at: str | None, xet: int, hub: FakeHub, tmp_path: Path
 ) -> None:
     """With ``xet``, the client uploads with its own threads; without, in a thread pool that the interpreter joins."""
-    hub.pause, hub.pause_on = (0.5, "/preupload/") if hangs_at is None else (100.0, hangs_at)
+    hub.pause, hub.pause_on = (0.5, "/preupload/") if hangs_at is None else (300.0, hangs_at)
     script = SCRIPT.format(root=str(ROOT), folder=str(tmp_path), seconds=60.0 if hangs_at is None else 2.0)
     environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": str(1 - xet)}
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, **environment}, capture_output=True, text=True, timeout=90
+    done = subprocess.run(  # in less time than a request hangs
+        [sys.executable, "-c", script], env={**os.environ, **environment}, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0 and done.stdout.startswith("at the end\n"), done.stderr[-2000:]
     if hangs_at is None:
         assert "push_to_hub: uploaded out to " in done.stdout and "model.safetensors" in hub.files("me/out")
     else:
         assert "the upload of out to me/out failed (given up after" in done.stdout
-        assert time.monotonic() - began < 60 and hub.repos["me/out"].commits == []
+        assert hub.repos["me/out"].commits == []
         assert any(hangs_at in line for line in hub.requests), hub.requests

@@ -67,10 +67,6 @@ def test_a_random_judge_is_independent_of_the_order() -> None:
 
 
 def test_valid_judges_and_verdicts() -> None:
-    class Judging:
-        def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> Any:
-            return np.array([-1, 1])
-
     class Later:
         async def judge(self, prompts: list[str], pairs: list[list[str]]) -> Any:
             await asyncio.sleep(0)
@@ -80,46 +76,34 @@ def test_valid_judges_and_verdicts() -> None:
         return longer(prompts, pairs)
 
     pairs = [["abc", "b"], ["a", "bcd"]]
-    assert verdicts(Judging(), pairs)[0] == -1
+    assert -1 in verdicts(lambda prompts, pairs: np.array([-1, 1]), pairs)
     assert verdicts(Later(), pairs) == verdicts(asynchronous, pairs) == [0, 1]
     assert [type(v) for v in verdicts(Later(), pairs)] == [int, int]
-    assert Judge(Judging()).name == "Judging" and Judge(longer).name == "longer"
+    assert Judge(Later()).name == "Later" and Judge(longer).name == "longer"
 
 
 def test_a_missing_verdict_is_not_reversed() -> None:
+    assert verdicts(lambda prompts, pairs: 1 / 0, []) == [], "not called"
     pairs = [["a", "b"]] * 20
     assert verdicts(lambda prompts, pairs: [-1] * len(pairs), pairs) == [-1] * 20
 
 
-def test_conversations_are_passed_unchanged() -> None:
+@pytest.mark.parametrize("trls", [False, True])
+def test_conversations_are_passed_unchanged_or_as_text_with_trls_signature(trls: bool) -> None:
     seen: list[Any] = []
 
-    def records(prompts: list[Any], pairs: list[Any]) -> list[int]:
+    def plain(prompts: list[Any], pairs: list[Any]) -> list[int]:
         seen.extend([prompts, pairs])
         return [1]
 
-    prompt = [{"role": "user", "content": "p"}]
-    pair = [[{"role": "assistant", "content": text}] for text in "ab"]
-    Judge(records).verdicts([prompt], [pair], 0, ["row 1"])
-    assert seen[0] == [prompt] and sorted(seen[1][0], key=str) == pair
-
-
-def test_a_judge_with_trls_signature_gets_text() -> None:
-    seen: list[Any] = []
-
-    class Judging:
-        def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
-            seen.extend([prompts, completions])
-            return [1] * len(prompts)
+    def of_trl(prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
+        return plain(prompts, completions)
 
     prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}]
     pair = [[{"role": "assistant", "content": text}] for text in "ab"]
-    Judge(Judging()).verdicts([prompt], [pair], 0, ["row 1"])
-    assert seen[0] == ["system: s\nuser: p"] and sorted(seen[1][0]) == ["a", "b"]
-
-
-def test_a_judge_is_not_called_without_pairs() -> None:
-    assert verdicts(lambda prompts, pairs: 1 / 0, []) == []
+    Judge(of_trl if trls else plain).verdicts([prompt], [pair], 0, ["row 1"])
+    assert seen[0] == (["system: s\nuser: p"] if trls else [prompt])
+    assert sorted(seen[1][0], key=str) == (["a", "b"] if trls else pair)
 
 
 @pytest.mark.parametrize(
@@ -144,14 +128,14 @@ def _typo(prompts: list[str], pairs: list[list[str]]) -> list[int]:
 def test_an_exception_names_judge_line_and_rows(judge: Any, kind: type) -> None:
     with pytest.raises(RewardError) as caught:
         verdicts(judge, [["a", "b"], ["c", "d"]])
-    said, line = str(caught.value), judge.__code__.co_firstlineno + 1
-    assert (
-        said.startswith(f"judge {judge.__name__!r} raised {kind.__name__}: ") and "row 0 to rows.jsonl, row 1" in said
-    )
-    assert f"(test_rewards_judges.py, line {line})" in said and isinstance(caught.value.__cause__, kind)
+    said, where = str(caught.value), f"(test_rewards_judges.py, line {judge.__code__.co_firstlineno + 1})"
+    assert said.startswith(f"judge {judge.__name__!r} raised {kind.__name__}: ") and f"{where} while judging" in said
+    assert "row 0 to rows.jsonl, row 1" in said and isinstance(caught.value.__cause__, kind)
 
 
-@pytest.mark.parametrize("judge", [3, dict, lambda prompts: [], lambda a, b, c: []])
+@pytest.mark.parametrize(
+    "judge", [3, dict, lambda prompts: [], lambda a, b, c: [], lambda prompts, completions, gold_completions=None: []]
+)
 def test_invalid_judges(judge: Any) -> None:
     with pytest.raises(OptionError, match="^judge '"):
         Judge(judge)

@@ -11,33 +11,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from alignment.checkpoint.card import card_of
+from alignment.config.fields import words
 from alignment.models.adapters.record import TRAINING_BASE
 from alignment.reporting.model_card import OURS, hub_id, is_secret, public
 
-OPTIONS, CARD = "options.json", "README.md"
+CARD = "README.md"
 # Weights in any format that an earlier upload may have used: files not replaced would still be loaded.
-WEIGHTS = (
-    *("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"),
-    *("adapter_model.safetensors", "adapter_config.json"),
+WEIGHTS = words(
+    "model.safetensors model.safetensors.index.json model-*-of-*.safetensors adapter_model.safetensors "
+    "adapter_config.json"
 )
 _CONFIGS = ("config.json", "tokenizer_config.json")
-_OTHERS = (
-    *(*_CONFIGS, "generation_config.json", TRAINING_BASE),
-    *("tokenizer.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+_OTHERS = words(
+    "generation_config.json tokenizer.json special_tokens_map.json added_tokens.json chat_template.jinja "
+    "chat_template.json additional_chat_templates/*.jinja"
 )
-_CODE = ("configuration_*.py", "modeling_*.py", "tokenization_*.py")  # if a configuration refers to it
 
 
 def model_files(folder: Path, tokenizer: Any) -> list[str]:
-    """Return the relative paths of model, adapter and tokenizer files in a folder that may contain anything.
-
-    The vocabulary files of the tokenizer's class are included.
-    """
-    allowed = [*WEIGHTS, *_OTHERS, *getattr(tokenizer, "vocab_files_names", {}).values()]
+    """Return the relative paths of model, adapter and tokenizer files in a folder that may contain anything."""
+    allowed = [*WEIGHTS, *_CONFIGS, *_OTHERS, TRAINING_BASE, *getattr(tokenizer, "vocab_files_names", {}).values()]
     configs = [folder / name for name in _CONFIGS if (folder / name).is_file()]
     if any('"auto_map"' in path.read_text(encoding="utf-8", errors="replace") for path in configs):
-        allowed += _CODE
+        allowed += ["configuration_*.py", "modeling_*.py", "tokenization_*.py"]
     found = {path for pattern in allowed for path in folder.glob(str(pattern))}
     found = {path for path in found if path.is_file() and not path.is_symlink()}  # which could point anywhere
     return sorted(str(path.relative_to(folder)) for path in found)
@@ -80,10 +76,11 @@ def card_text(folder: Path, subject: Subject, options: Mapping[str, Any], detail
 
     ``details`` are arguments of the trainer's ``create_model_card``.
     """
-    whole, adapter = "all weights are here; no adapter is needed", "only the adapter is here; PEFT loads it on top of"
     name, named = details.get("model_name", subject.title), _several(details.get("dataset_name", ()))
-    export = [f"{adapter} its base model" if subject.is_adapter else whole]
-    card = card_of(folder, name, subject.is_classifier, subject.base, export, options)
+    export = "all weights are here; no adapter is needed"
+    if subject.is_adapter:
+        export = "only the adapter is here; PEFT loads it on top of its base model"
+    card = card_of(folder, name, subject.is_classifier, subject.base, [export], options)
     return dataclasses.replace(
         card,
         library="peft" if subject.is_adapter else "transformers",

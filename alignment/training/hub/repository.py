@@ -84,5 +84,4 @@ def prepared_repository(
             tell(f"warning: {said}; uploads are attempted anyway")
             return repository
 
-    found: Repository = on_first_rank(ready)
-    return found
+    return on_first_rank(ready)

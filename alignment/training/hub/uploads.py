@@ -7,8 +7,6 @@ failed upload never ends a run.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import queue
 import shlex
 import shutil
 import threading
@@ -18,7 +16,7 @@ from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from huggingface_hub import CommitInfo
 from huggingface_hub.utils import disable_progress_bars
@@ -32,7 +30,7 @@ from alignment.internals.threads import before_threads_end, leave_daemon_pools
 from alignment.reporting.durable import replace_text
 from alignment.run.activity import ACTIVITY
 from alignment.run.console import tell
-from alignment.run.retries import is_transient
+from alignment.run.retries import Retries
 from alignment.run.stop import REQUESTS
 from alignment.training.context import RunContext
 from alignment.training.hub import contents
@@ -43,6 +41,9 @@ STAGING = ".hub-upload"  # in the output folder: files being uploaded, and those
 _MODEL = "model"
 _LEAST_S, _SLOWEST = 600.0, 1e6  # wait for an upload: minimum seconds, and lowest expected bytes per second
 _GRACE_S, _SLICE_S = 5.0, 1.0  # wait if the run is asked to stop, and between two looks at that
+
+
+Upload: TypeAlias = "Future[CommitInfo]"
 
 
 @dataclass
@@ -57,20 +58,14 @@ class Push:
     last: bool
     size: int = 0
     seconds: float = 0.0
-    future: Future[CommitInfo] = field(default_factory=Future)
+    future: Upload = field(default_factory=Future)
 
 
 class Uploads(TrainerCallback):
     """Uploads checkpoints as they are saved, and models on request.
 
-    Args:
-        context: the run.
-        subject: describes the model, for its card.
-        save_model: writes the model to the output folder.
-
-    Attributes:
-        repository: the destination; None until known.
-        details: the caller's additions to the card, repeated by later cards.
+    ``subject`` describes the model for its card, to which ``details`` of a caller are added. ``save_model`` writes the
+    model to the output folder. ``repository`` is None until it is known.
     """
 
     def __init__(self, context: RunContext, subject: Callable[[], Subject], save_model: Callable[[], None]) -> None:
@@ -79,23 +74,17 @@ class Uploads(TrainerCallback):
         self.repository: Repository | None = None
         self.details: dict[str, Any] = {}
         self._open: list[Push] = []  # not yet reported, oldest first
-        self._queue: queue.SimpleQueue[Push] | None = None
-        self._numbers, self._warned = itertools.count(1), False
-
-    # At each save ---------------------------------------------------------------------------------------------------
+        self._count, self._warned = 0, False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the staged files of an earlier attempt."""
         if self.context.is_first and not self._open:
             shutil.rmtree(self.root / STAGING, ignore_errors=True)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report finished uploads between steps."""
-        self._report()
-
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Upload the saved checkpoint according to ``hub_strategy``, unless the run is about to stop."""
-        if not self.context.is_first or args.hub_strategy == "end" or REQUESTS.reason is not None:
+        to = self.repository if self.context.is_first else None
+        if to is None or args.hub_strategy == "end" or REQUESTS.reason is not None:
             return
         self._report()
         last = state.global_step >= state.max_steps or control.should_training_stop
@@ -105,24 +94,22 @@ class Uploads(TrainerCallback):
         named = f"epoch {int(state.epoch or 0)}" if args.save_strategy == "epoch" else f"step {state.global_step}"
         path = {"checkpoint": "last-checkpoint", "all_checkpoints": source.name}.get(args.hub_strategy)
         try:
-            self._begin(source, f"Training in progress, {named}", self.repository, last, path)
+            self._begin(source, f"Training in progress, {named}", to, last, path)
         except Exception as error:  # no error here may end training
             self._warn(source.name, one_line(error))
 
-    def _begin(
-        self, source: Path, message: str, to: Repository | None, last: bool, state: str | None = None
-    ) -> Future[CommitInfo]:
-        """Stage model, tokenizer, options and card of a folder, and a checkpoint's files in ``state``; queue them."""
-        assert to is not None
+    def _begin(self, source: Path, message: str, to: Repository, last: bool, state: str | None = None) -> None:
+        """Stage model, tokenizer, options and card of a folder, and a checkpoint's files in ``state``; upload them."""
+        self._count += 1
         step = self.context.state.global_step
-        folder = self.root / STAGING / f"{step}-{next(self._numbers)}"
+        folder = self.root / STAGING / f"{step}-{self._count}"
         model = folder / _MODEL
         push = Push(source.name, step, to, folder, {_MODEL: message}, last)
         shutil.rmtree(folder, ignore_errors=True)
         try:
             model.mkdir(parents=True)
             push.size = stage(source, contents.model_files(source, self.context.processing_class), model)
-            replace_text(model / contents.OPTIONS, contents.published_options(self.args.to_dict()))
+            replace_text(model / "options.json", contents.published_options(self.args.to_dict()))
             if own_card(self.root):
                 stage(self.root, [CARD], model)
             else:
@@ -130,61 +117,52 @@ class Uploads(TrainerCallback):
             if state is not None:  # after the model, whose weights are then not sent again
                 push.parts[state] = f"{message}, checkpoint"
                 push.size += stage(source, [*Manifest.read(source).files, MANIFEST], folder / state)
-        except BaseException:
+        except Exception as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise
-        if self._queue is None:  # at the first upload, or after another has not ended
-            self._queue = queue.SimpleQueue()
+            raise HubError(f"could not stage {source.name} for its upload: {one_line(error)}") from error
+        if self._count == 1:
             before_threads_end(self._at_exit)
-            threading.Thread(target=self._work, args=(self._queue,), name="hub uploads", daemon=True).start()
         self.context.events("on_push_begin")
         push.future.set_running_or_notify_cancel()  # it cannot be cancelled
+        before = [each.future for each in self._open]  # one upload at a time
         self._open.append(push)
-        self._queue.put(push)
-        return push.future
+        threading.Thread(target=self._work, args=(push, before), name="hub upload", daemon=True).start()
 
-    # The thread -----------------------------------------------------------------------------------------------------
-
-    def _work(self, waiting: queue.SimpleQueue[Push]) -> None:
+    def _work(self, push: Push, before: list[Upload]) -> None:
         disable_progress_bars()  # they would be drawn into that of training
-        while True:
-            push, began = waiting.get(), time.monotonic()
-            if push.future.done():  # given up
-                continue
-            with contextlib.suppress(InvalidStateError):  # given up meanwhile
-                try:
-                    info = self._uploaded(push)
-                    shutil.rmtree(push.folder, ignore_errors=True)
-                    push.seconds = time.monotonic() - began
-                    push.future.set_result(info)
-                except Exception as error:  # each library used has its own error classes
-                    push.seconds = time.monotonic() - began
-                    push.future.set_exception(HubError(push.repository.failure(error)))
+        wait_for(before)
+        began = time.monotonic()
+        if push.future.done():  # given up
+            return
+        retries = Retries(self.args.retries if push.last else 0, self.args.retry_pause)
+        with contextlib.suppress(InvalidStateError):  # given up meanwhile
+            try:
+                info = retries(f"upload of {push.label}", lambda: self._uploaded(push))
+                shutil.rmtree(push.folder, ignore_errors=True)
+                push.seconds = time.monotonic() - began
+                push.future.set_result(info)
+            except Exception as error:
+                push.seconds = time.monotonic() - began
+                push.future.set_exception(error)
 
     def _uploaded(self, push: Push) -> CommitInfo:
-        for number in itertools.count():
-            try:
-                to = push.repository = push.repository if push.repository.known else push.repository.ready()
-                commits = [
-                    to.api.upload_folder(
-                        repo_id=to.name,
-                        folder_path=push.folder / name,
-                        path_in_repo=None if name == _MODEL else name,
-                        commit_message=message,
-                        revision=to.revision,
-                        # Files that are not replaced: of other weights, or of another number of ranks.
-                        delete_patterns=[*contents.WEIGHTS] if name == _MODEL else ["*"],
-                    )
-                    for name, message in push.parts.items()
-                ]
-                return commits[0]
-            except Exception as error:
-                if not push.last or number >= self.args.retries or not is_transient(error):
-                    raise
-            time.sleep(min(self.args.retry_pause * 2**number, 300.0))
-        raise AssertionError
-
-    # At a caller's request, and at the end --------------------------------------------------------------------------
+        try:
+            to = push.repository = push.repository if push.repository.known else push.repository.ready()
+            commits = [
+                to.api.upload_folder(
+                    repo_id=to.name,
+                    folder_path=push.folder / name,
+                    path_in_repo=None if name == _MODEL else name,
+                    commit_message=message,
+                    revision=to.revision,
+                    # Files that are not replaced: of other weights, or of another number of ranks.
+                    delete_patterns=[*contents.WEIGHTS] if name == _MODEL else ["*"],
+                )
+                for name, message in push.parts.items()
+            ]
+        except Exception as error:  # each library used has its own error classes
+            raise HubError(push.repository.failure(error)) from error
+        return commits[0]
 
     def write_card(self, **details: Any) -> None:
         """Write the card to the output folder, unless someone else's is there; collective."""
@@ -195,7 +173,7 @@ class Uploads(TrainerCallback):
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(folder / CARD, contents.card_text(source, self._subject(), self.args.to_dict(), self.details))
 
-    def push(self, folder: Path, message: str, *given: Any) -> Future[CommitInfo] | None:
+    def push(self, folder: Path, message: str, *given: Any) -> Upload | None:
         """Begin the upload of the model in a folder; return its future on the first rank, None on others. Collective.
 
         ``given`` are arguments of :func:`prepared_repository`, for another repository than that of the run.
@@ -207,16 +185,8 @@ class Uploads(TrainerCallback):
         if to is None or any(given):
             to = prepared_repository(self.args, self.context.retries, *given)
             self.repository = self.repository or to
-        begun: list[Future[CommitInfo]] = []
-
-        def begin() -> None:
-            try:
-                begun.append(self._begin(folder, message, to, last=True))
-            except OSError as error:
-                raise HubError(f"push_to_hub: could not stage the model: {error}") from error
-
-        on_first_rank(begin)
-        return begun[0] if begun else None
+        on_first_rank(lambda: self._begin(folder, message, to, last=True))
+        return self._open[-1].future if self._open else None
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
@@ -228,7 +198,7 @@ class Uploads(TrainerCallback):
             raise
         self.wait()
 
-    def wait(self, future: Future[CommitInfo] | None = None) -> CommitInfo | None:
+    def wait(self, future: Upload | None = None) -> CommitInfo | None:
         """Wait for all uploads, and return the commit of ``future`` on the rank that has one; collective.
 
         Raises:
@@ -245,22 +215,16 @@ class Uploads(TrainerCallback):
         """Wait for all uploads, only briefly if the run is asked to stop; give up those that have not ended then."""
         bound = sum(_LEAST_S + push.size / _SLOWEST for push in self._open) if seconds is None else seconds
         start = time.monotonic()
-        end = start + bound
-        while together(bool(self._unfinished(_SLICE_S)) and time.monotonic() < end):
+        end, uploads = start + bound, [push.future for push in self._open]
+        while together(bool(wait_for(uploads, _SLICE_S).not_done) and time.monotonic() < end):
             ACTIVITY.progress()
             if REQUESTS.reason is not None:
                 end = min(end, time.monotonic() + _GRACE_S)
-        for push in self._unfinished(0):
-            self._queue = None  # its thread may wait for ever
-            why = f"given up after {time.monotonic() - start:.0f} s, because the run is ending"
-            with contextlib.suppress(InvalidStateError):  # it has ended after all
-                push.future.set_exception(HubError(why))
+        for upload in reversed(uploads):  # the oldest last, since the others wait for it
+            with contextlib.suppress(InvalidStateError):  # it has ended
+                why = f"given up after {time.monotonic() - start:.0f} s, because the run is ending"
+                upload.set_exception(HubError(why))
         self._report()
-
-    def _unfinished(self, seconds: float) -> list[Push]:
-        """Return the uploads that have not ended after ``seconds``."""
-        wait_for([push.future for push in self._open], seconds)
-        return [push for push in self._open if not push.future.done()]
 
     def _at_exit(self) -> None:
         self._settle()
@@ -270,12 +234,7 @@ class Uploads(TrainerCallback):
         """Report the uploads that are over since the last call."""
         while self._open and self._open[0].future.done():
             push = self._open.pop(0)
-            record: dict[str, Any] = {
-                "event": "upload",
-                "of": push.label,
-                "step": push.step,
-                "seconds": round(push.seconds, 3),
-            }
+            record = {"event": "upload", "of": push.label, "step": push.step, "seconds": round(push.seconds, 3)}
             if (error := push.future.exception()) is None:
                 info, self._warned = push.future.result(), False
                 record["commit"] = info.oid
@@ -283,25 +242,24 @@ class Uploads(TrainerCallback):
                     tell(f"push_to_hub: uploaded {push.label} to {info.commit_url}")
             else:
                 record["error"] = str(error)
-                self._failed(push, record["error"])
+                self._failed(push, str(error))
             if self.context.data.sampler is not None:
                 self.context.log_file.write(record)
             with contextlib.suppress(OSError):  # the folder has further uploads
                 (self.root / STAGING).rmdir()
 
     def _failed(self, push: Push, error: str) -> None:
-        to = push.repository
-        if push.last:
-            branch = ["--revision", to.revision] if to.revision else []
-            paths = {str(push.folder / name): "." if name == _MODEL else name for name in push.parts}
-            commands = [shlex.join(["hf", "upload", to.name, *both, *branch]) for both in paths.items()]
-            tell(
-                f"push_to_hub: the upload of {push.label} to {to.name} failed ({error}); training is not affected, "
-                f"and {self.root} has the model. To upload it, run: {' && '.join(commands)}"
-            )
-        else:
+        if not push.last:
             shutil.rmtree(push.folder, ignore_errors=True)
-            self._warn(push.label, error)
+            return self._warn(push.label, error)
+        to = push.repository
+        branch = ["--revision", to.revision] if to.revision else []
+        paths = {str(push.folder / name): "." if name == _MODEL else name for name in push.parts}
+        commands = [shlex.join(["hf", "upload", to.name, *both, *branch]) for both in paths.items()]
+        tell(
+            f"push_to_hub: the upload of {push.label} to {to.name} failed ({error}); training is not affected, "
+            f"and {self.root} has the model. To upload it, run: {' && '.join(commands)}"
+        )
 
     def _warn(self, label: str, error: str) -> None:
         """Report the first of consecutive failures."""

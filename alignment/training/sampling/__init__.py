@@ -1,1 +1,0 @@
-"""Completions of policy and reference for evaluation prompts, sampled without affecting training."""
