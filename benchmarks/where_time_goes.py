@@ -41,7 +41,7 @@ WARM_UP = 3
 PARTS: list[tuple[Any, str, str]] = [
     (TrainingLoop, "_step", "step"),
     (ScoringEngine, "forward", "  forward passes (reference, KL and training)"),
-    (logprobs, "_score_tile", "    head: tiles of log-probs and their gradient"),
+    (logprobs, "token_logprobs", "    head: tiles of log-probs and their gradient"),
     (PolicyEngine, "backward", "  backward (recomputes the layers)"),
     (logprobs, "_head_gradients", "    head: gradient of its weight"),
     (PolicyEngine, "step", "  optimizer"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from alignment.data.packing.rows import PackedRows
 from alignment.data.transfer import transferred
-from alignment.data.windows import RowTable, WindowPlan, WindowSampler
+from alignment.data.windows import WindowPlan, WindowSampler
 
 _BLOCK_COST = 256  # cost of an additional pass through the model, in padded tokens
 TokenIds = Sequence[int]
@@ -164,8 +164,8 @@ def cut_into_blocks(widths: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(reversed(blocks))
 
 
-# Collates one rank's micro-batch: (dataset, table, plan, index of the micro-batch, rank); see Kind.collate.
-Collate = Callable[[Any, RowTable, WindowPlan, int, int], AnyBatch]
+# Collates one rank's micro-batch: (dataset, plan, index of the micro-batch, rank); see Kind.collate.
+Collate = Callable[[Any, WindowPlan, int, int], AnyBatch]
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +174,6 @@ class MicroBatches(Sequence[AnyBatch]):
 
     function: Collate
     dataset: Dataset | PackedRows
-    table: RowTable
     plan: WindowPlan
     rank: int
 
@@ -184,7 +183,7 @@ class MicroBatches(Sequence[AnyBatch]):
     def __getitem__(self, micro: int) -> AnyBatch:  # type: ignore[override]
         if not 0 <= micro < len(self):
             raise IndexError(micro)
-        return self.function(self.dataset, self.table, self.plan, micro, self.rank)
+        return self.function(self.dataset, self.plan, micro, self.rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,6 +200,5 @@ class EpochWindows(torch.utils.data.Dataset[tuple[WindowPlan, Sequence[AnyBatch]
         return self.sampler.steps_per_epoch
 
     def __getitem__(self, step: int) -> tuple[WindowPlan, Sequence[AnyBatch]]:
-        plan, table = self.sampler.plan(self.epoch, step), self.sampler.table
-        micros = range(len(plan.micro_batches))
-        return plan, [self.function(self.dataset, table, plan, micro, self.rank) for micro in micros]
+        plan = self.sampler.plan(self.epoch, step)
+        return plan, [self.function(self.dataset, plan, n, self.rank) for n in range(len(plan.micro_batches))]

@@ -142,12 +142,6 @@ def prompt_of(row: Row, where: str) -> Text | None:
     return f"{prompt}\n{query}" if prompt else query
 
 
-def answered(row: Row, where: str) -> Source:
-    """Return a row with ``prompt, completion`` as text. The prompt may be empty, but not missing."""
-    completion = text_of({"completion": None, **row}, "completion", where, answer=True)
-    return source_of(row, where, prompt_of(row, where), completion=completion)
-
-
 def conversation(row: Row, key: str, where: str) -> Source:
     """Return a row with ``messages`` as text: the completion is the final message, which is the assistant's."""
     refuse_mapped(row, key, where, "query")

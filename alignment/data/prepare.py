@@ -244,7 +244,7 @@ class RowMapper:
                     raise
                 renamed = ", ".join(f"{name}: {column}" for name, column in self.column_map.items())
                 raise DataError(f"{error} (column_map: {renamed})") from None
-        encoded = iter(self.kind.encode([one for one in read if isinstance(one, Source)], self.tokenizer))
+        encoded = iter(self.tokenizer.encode([one for one in read if isinstance(one, Source)]))
         out: dict[str, list[Any]] = {name: [] for name in self.features}
         for index, one in zip(indices, read, strict=True):
             ids = next(encoded) if isinstance(one, Source) else one

@@ -43,12 +43,26 @@ def load_split(name: str, config: str | None, split: str) -> Dataset:
     path = Path(name).expanduser()
     if not name:
         raise DataError("dataset_name is empty; set it to a file, a folder or a Hub name")
-    if path.is_dir() or path.is_file():
-        if config is not None:
-            raise DataError(f"dataset_config={config!r}: only for Hub datasets, but {name} is local; remove it")
-        dataset = _local_split(name, path, split)
-    elif name.startswith((".", "/", "~")) or path.suffix.lower() in SUFFIXES:
+    local = path.is_dir() or path.is_file()
+    if local and config is not None:
+        raise DataError(f"dataset_config={config!r}: only for Hub datasets, but {name} is local; remove it")
+    if not local and (name.startswith((".", "/", "~")) or path.suffix.lower() in SUFFIXES):
         raise DataError(f"{name}: file or folder does not exist; set dataset_name to an existing one")
+    if local:
+        parts: dict[str, Any] = _folder_parts(path) if path.is_dir() else {"train": [path]}
+        loaded: dict[str, Dataset] = {}
+        for part in [piece.split("[")[0].strip() for piece in split.split("+")]:
+            if part not in parts:
+                raise DataError(f"{name}: split {part!r} does not exist; available: {listing(parts)}")
+            kept = parts[part]
+            loaded[part] = kept if isinstance(kept, Dataset) else _guarded(name, functools.partial(_read, name, kept))
+        try:
+            pieces = slices(split, {part: len(rows) for part, rows in loaded.items()})
+        except (ValueError, AssertionError) as error:
+            raise DataError(
+                f"{name}: split {split!r} is not valid: {one_line(error)}; use, for example, train or train[:100]"
+            ) from error
+        dataset = datasets.concatenate_datasets([loaded[part].select(rows) for part, rows in pieces])
     else:
         label = f"dataset {name}" + (f" (config {config})" if config else "") + f", split {split}"
         remedy = "; set dataset_name to a file, a folder or a Hub name"
@@ -103,7 +117,7 @@ def from_stream(
         path = Path(scratch) / "stream.jsonl"
         with path.open("w", encoding="utf-8") as file:
             file.writelines(json_object(row, place) + "\n" for place, row in given)
-        return _guarded(where, functools.partial(_read_exactly, where, [path]))
+        return _guarded(where, functools.partial(_read, where, [path]))
 
 
 def _checked_rows(rows: Iterable[Any], columns: Collection[str] | None, where: str) -> Placed:
@@ -124,38 +138,22 @@ def _checked_rows(rows: Iterable[Any], columns: Collection[str] | None, where: s
         yield place, {name: value for name, value in row.items() if columns is None or name in columns}
 
 
-def _local_split(name: str, path: Path, split: str) -> Dataset:
-    """Load the splits that are named in ``split``, of a file or folder, and slice them."""
-    parts: dict[str, Any] = _folder_parts(path) if path.is_dir() else {"train": [path]}
-    loaded: dict[str, Dataset] = {}
-    for part in [piece.split("[")[0].strip() for piece in split.split("+")]:
-        if part not in parts:
-            raise DataError(f"{name}: split {part!r} does not exist; available: {listing(parts)}")
-        if isinstance(paths := parts[part], Dataset):
-            loaded[part] = paths
-            continue
-        suffix, *others = sorted({file.suffix.lower() for file in paths})
-        if others:
-            raise DataError(f"{name}: the split mixes {listing([suffix, *others])} files; use a single file type")
-        if suffix not in SUFFIXES:
-            raise DataError(
-                f"{name}: {suffix or 'a file without suffix'} is not supported; use one of {listing(SUFFIXES)}"
-            )
-        builder, files = suffix.removeprefix("."), [str(file) for file in paths]
-        read = functools.partial(datasets.load_dataset, builder, data_files=files, split="train")
-        loaded[part] = _guarded(name, functools.partial(_read_exactly, name, paths) if suffix in _EXACT else read)
-    try:
-        pieces = slices(split, {part: len(dataset) for part, dataset in loaded.items()})
-    except (ValueError, AssertionError) as error:
+def _read(name: str, paths: list[Path]) -> Dataset:
+    """Read files of one type.
+
+    Those for ``readers`` are read once to infer types and find errors, and once to store them; never again with the
+    same content.
+    """
+    suffix, *others = sorted({path.suffix.lower() for path in paths})
+    if others:
+        raise DataError(f"{name}: the split mixes {listing([suffix, *others])} files; use a single file type")
+    if suffix not in SUFFIXES:
         raise DataError(
-            f"{name}: split {split!r} is not valid: {one_line(error)}; use, for example, train or train[:100]"
-        ) from error
-    pieces_read = [loaded[part].select(rows) for part, rows in pieces]
-    return pieces_read[0] if len(pieces_read) == 1 else datasets.concatenate_datasets(pieces_read)
-
-
-def _read_exactly(name: str, paths: list[Path]) -> Dataset:
-    """Read files once to infer types and find errors, and once to store them; never again with the same content."""
+            f"{name}: {suffix or 'a file without suffix'} is not supported; use one of {listing(SUFFIXES)}"
+        )
+    files = [str(path) for path in paths]
+    if suffix not in _EXACT:
+        return datasets.load_dataset(suffix.removeprefix("."), data_files=files, split="train")
     digest = hashlib.blake2b(str(_READER_VERSION).encode(), digest_size=16)
     for path in paths:
         digest.update(path.suffix.lower().encode())
@@ -168,7 +166,7 @@ def _read_exactly(name: str, paths: list[Path]) -> Dataset:
             raise DataError(f"{name}: contains no rows with usable columns; choose data with rows")
         write_json(memory, found.to_dict())
     features = Features.from_dict(json.loads(memory.read_text(encoding="utf-8")))
-    kwargs = {"paths": [str(path) for path in paths], "features": features}
+    kwargs = {"paths": files, "features": features}
     return Dataset.from_generator(encoded, features=features, gen_kwargs=kwargs, fingerprint=key)
 
 

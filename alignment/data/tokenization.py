@@ -11,7 +11,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice, takewhile
+from itertools import islice
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from alignment.config.errors import DataError, did_you_mean, listing, one_line, show
@@ -32,12 +33,14 @@ _MARK = "alignment-marks-this-place"  # replaces a message's content to find its
 class Encoded:
     """A row as token IDs, with what it has beside them: see :class:`Source`.
 
-    The prompt is empty only if the row must be dropped because there is no context token.
+    The prompt is empty only if the row must be dropped because there is no context token. ``source`` is the row as
+    text; None if it was already tokenized.
     """
 
     prompt: list[int]
     completions: list[list[int]]
     further: Mapping[str, Any] = field(default_factory=dict)
+    source: Source | None = None
 
 
 class RowTokenizer:
@@ -93,8 +96,8 @@ class RowTokenizer:
                 prompt, fulls = self._standard(prompt, False), [self._standard(full, True) for full in fulls]
             elif not self.whole:
                 fulls = [self._end_turn(full, text) for full, text in zip(fulls, source.completions, strict=True)]
-            border = common_length(prompt, fulls)
-            row = Encoded(prompt[:border], [full[border:] for full in fulls], source.further)
+            border = len(commonprefix([prompt, *fulls]))
+            row = Encoded(prompt[:border], [full[border:] for full in fulls], source.further, source)
             rows.append(row if row.prompt else self.with_context(row))
         return rows
 
@@ -150,7 +153,7 @@ class RowTokenizer:
         except Exception:  # a template is user code and may raise anything
             return []
         last, inner = self.ids(texts)
-        shared = last[: common_length(last, [inner])]
+        shared = commonprefix([last, inner])
         ends = [place for place, token in enumerate(shared) if self._ends_turn(token, [{"content": ""}])]
         return last[ends[-1] :] if ends else []
 
@@ -243,13 +246,6 @@ class RowTokenizer:
             f"{source.place}: the chat template of tokenizer {self.name} failed: {one_line(failure)}; "
             "fix the roles and contents of the row, or the template"
         ) from failure
-
-
-def common_length(prompt: list[int], fulls: list[list[int]]) -> int:
-    """Return the length of the longest common prefix of the prompt and every full text."""
-    if all(full[: len(prompt)] == prompt for full in fulls):  # nearly always
-        return len(prompt)
-    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(prompt, *fulls, strict=False)))
 
 
 @dataclass(frozen=True)

@@ -65,22 +65,20 @@ class RowTable:
         mismatched = int(self.prompt.max(initial=0) + self.completions.max(initial=0))
         return mismatched if self.max_length is None else max(rows, min(mismatched, self.max_length))
 
-    def mismatched_completion(self, rows: Rows, partners: Rows) -> Rows:
-        """Return the truncated length of the partner's completion after each row's prompt (0 without a partner)."""
-        if not self.completions.shape[1]:
-            return np.zeros_like(rows)
-        tokens = np.where(partners >= 0, self.completions[partners, 0], 0)
-        if self.max_length is None:
-            return tokens
-        return np.minimum(tokens, np.maximum(self.max_length - self.prompt[rows], 0))
-
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one rank in one forward pass, and their KTO partners (-1: none). If empty, a dummy row is used."""
+    """The rows of one rank in one forward pass. If empty, a dummy row is used.
+
+    Attributes:
+        rows: row IDs.
+        partners: IDs of their KTO partners; -1: none.
+        mismatched: number of tokens of the partner's completion that fit after the row's prompt; 0 without a partner.
+    """
 
     rows: tuple[int, ...]
     partners: tuple[int, ...]
+    mismatched: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,8 +151,11 @@ def plan_window(
         max_tokens: maximum number of padded tokens per rank and forward pass, which then determines the batch size.
         epoch, step: recorded in the plan.
     """
-    mismatched, targets = table.mismatched_completion(rows, partners), table.completions
-    targets = targets if table.scored is None else table.scored
+    targets, mismatched = table.completions if table.scored is None else table.scored, np.zeros_like(rows)
+    if table.completions.shape[1]:
+        mismatched = np.where(partners >= 0, table.completions[partners, 0], 0)
+        if table.max_length is not None:
+            mismatched = np.minimum(mismatched, np.maximum(table.max_length - table.prompt[rows], 0))
     longest_completion = np.maximum(table.completions[rows].max(axis=1, initial=0), mismatched)
     width = table.prompt[rows] + longest_completion
     order = np.lexsort((rows, -width))
@@ -167,7 +168,8 @@ def plan_window(
         group = order[start : start + per_rank * world_size]
         start += len(group)
         shares = [group[rank::world_size] for rank in range(world_size)]
-        micro_batches.append(tuple(MicroBatch(tuple(rows[s].tolist()), tuple(partners[s].tolist())) for s in shares))
+        parts = [[tuple(values[s].tolist()) for values in (rows, partners, mismatched)] for s in shares]
+        micro_batches.append(tuple(MicroBatch(*part) for part in parts))
         longest.append(max(int(targets[rows[s]].sum()) for s in shares))
         longest_mismatched.append(max(int(mismatched[s].sum()) for s in shares))
     counts = WindowCounts(

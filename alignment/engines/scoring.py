@@ -100,9 +100,10 @@ class ScoringEngine:
     def forward(self, batch: Batch, stats: bool = False, tokens: bool = False) -> SequenceOutput:
         """Score the sequences of a batch; ``stats`` adds statistics of the distributions, ``tokens`` token log-probs.
 
-        The batch must come from :meth:`placed`. Scores have a graph even without any sequence, so that a rank without
-        rows takes part in every collective of the backward pass.
+        The batch is moved to the device, unless it is there. Scores have a graph even without any sequence, so that a
+        rank without rows takes part in every collective of the backward pass.
         """
+        batch = self.placed(batch)
         # If weights are gathered for each pass, every rank must make the same number of passes.
         blocks = () if self.partitioned else batch.blocks
         output = self.engine(batch.inputs, batch.positions, batch.targets, batch.longest, stats, blocks)
@@ -112,18 +113,6 @@ class ScoringEngine:
         )
         sums = SequenceOutput(scores, output.aux_loss, *measured)
         return sums._replace(token_logps=output.scores) if tokens else sums
-
-    @torch.no_grad()
-    def sequence_scores(self, batch: Batch) -> Tensor:
-        """(S,) scores without graph; see :class:`SequenceOutput`."""
-        return self.forward(self.placed(batch)).scores
-
-    @torch.no_grad()
-    def token_logps(self, batch: Batch) -> Tensor:
-        """(N,) log-probs of the completion tokens without graph, in the order of ``batch.targets``."""
-        found = self.forward(self.placed(batch), tokens=True).token_logps
-        assert found is not None
-        return found
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:

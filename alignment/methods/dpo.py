@@ -42,7 +42,7 @@ class DPOMethod(Method[PreferenceBatch]):
         return batch.pairs, RowIds(dataset, batch.rows)
 
     def before_training(self, window: Window[PreferenceBatch]) -> list[Tensor]:
-        return window.reference_logps(lambda batch: self.reference_sequences(batch, window.dataset))
+        return window.reference_logps(self.reference_sequences)
 
     def losses(
         self,

@@ -14,7 +14,7 @@ from alignment.data.windows import WindowCounts
 from alignment.engines.collectives import sum_over_ranks
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.kto_options import KTOConfig
-from alignment.objectives.kto import kto_kl, kto_kl_sums, kto_loss
+from alignment.objectives.kto import kto_kl, kto_loss
 from alignment.references.base import RowIds
 from alignment.reporting.metrics import sides
 from alignment.training.advice import about_labels, about_learning_rate, about_window
@@ -27,7 +27,7 @@ class _Known(NamedTuple):
 
     Attributes:
         kl: 0-dim, the KL estimate.
-        reference: (R,) for each micro-batch, the reference's log-probs of the rows' own completions.
+        reference: for each micro-batch, the reference's log-probs of the ``joint`` sequences.
     """
 
     kl: Tensor
@@ -78,29 +78,20 @@ class KTOMethod(Method[UnpairedBatch]):
         return batch.joint, RowIds(dataset, batch.rows, batch.partners)
 
     def before_training(self, window: Window[UnpairedBatch]) -> _Known:
-        rows: list[int] = []  # of each micro-batch, recorded here to avoid another iteration over them
-
-        def sequences(batch: UnpairedBatch) -> tuple[Batch, RowIds]:
-            rows.append(len(batch.rows))
-            return self.reference_sequences(batch, window.dataset)
-
-        logps = window.reference_logps(sequences)
-        matched = [part[:count] for count, part in zip(rows, logps)]
-        mismatched = [part[count:] for count, part in zip(rows, logps)]
-        ratios = torch.zeros(2, dtype=torch.float64, device=window.sums.values.device)
+        logps = window.reference_logps(self.reference_sequences)
+        total = torch.zeros((), dtype=torch.float64, device=window.sums.values.device)
         if window.counts.partnered:
             policy = window.models.policy
             with window.phases("kl") as record, policy.inference():
-                for batch, reference in zip(window.batches, mismatched):
+                for batch, reference in zip(window.batches, logps):
                     record.tokens += batch.mismatched.tokens
-                    ratios += torch.stack(
-                        kto_kl_sums(policy.sequence_scores(batch.mismatched).double(), reference.double())
-                    )
-                sum_over_ranks(ratios)
-        kl = kto_kl(*ratios)
+                    scores = policy.forward(batch.mismatched).scores.double()
+                    total += (scores - reference[len(batch.rows) :].double()).sum()
+                sum_over_ranks(total)
+        kl = kto_kl(total, window.counts.partnered)
         if self.draws_partners:
             window.sums.add_once("kl", kl)
-        return _Known(kl.float(), matched)
+        return _Known(kl.float(), logps)
 
     def losses(
         self, batch: UnpairedBatch, index: int, output: SequenceOutput, known: _Known, window: Window[UnpairedBatch]
@@ -109,10 +100,9 @@ class KTOMethod(Method[UnpairedBatch]):
         loss = self.options.LOSSES[self.options.loss_type]
         result = kto_loss(
             logps,
-            known.reference[index],
+            known.reference[index][: len(batch.rows)],
             labels,
             known.kl,
-            loss,
             beta=self.options.beta,
             **loss.options(self.options),
         )

@@ -81,7 +81,7 @@ class OnlineDPOMethod(Method[RankedBatch]):
         return batch.pairs
 
     def before_training(self, window: Window[RankedBatch]) -> list[Tensor]:
-        return window.reference_logps(lambda batch: (batch.pairs, RowIds(window.dataset, batch.rows)))
+        return window.reference_logps(lambda batch, dataset: (batch.pairs, RowIds(dataset, batch.rows)))
 
     def losses(
         self,

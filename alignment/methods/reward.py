@@ -115,7 +115,7 @@ class RewardTrainer(AlignmentTrainer):
         own: dict[int, tuple[np.float32, np.float32]] = {}
         for batch in evaluation_window(self.context, data)[1]:
             with policy.inference():
-                scores = policy.sequence_scores(self.method.scored(batch)).cpu().numpy().astype(np.float32)
+                scores = policy.forward(self.method.scored(batch)).scores.cpu().numpy().astype(np.float32)
             pairs = len(batch.rows)
             own |= dict(zip(batch.rows, zip(scores[:pairs], scores[pairs:], strict=True), strict=True))
         everyone = {row: pair for part in gathered(own) for row, pair in part.items()}

@@ -16,34 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from alignment.config.errors import ModelError
-from alignment.models.logprobs import DEFAULT_TILE_BYTES, LogitTransform, TokenStats, tile_length, token_logprobs
-
-Scored = tuple[Tensor, TokenStats | None]
-
-
-class LogProbHead(nn.Linear):
-    """A linear head: ``forward(h)`` returns logits, ``forward(h, targets)`` fp32 log-probs (see :mod:`.logprobs`)."""
-
-    transform: LogitTransform
-    tile_bytes: int
-
-    @classmethod
-    def replacing(cls, linear: nn.Linear, transform: LogitTransform, tile_bytes: int) -> LogProbHead:
-        """Create a head that shares the Parameters of ``linear``, which may be partitioned."""
-        head = cls(1, 1, bias=False, device="meta")
-        head.in_features, head.out_features = linear.in_features, linear.out_features
-        head.weight, head.bias = linear.weight, linear.bias
-        head.transform, head.tile_bytes = transform, tile_bytes
-        return head.train(linear.training)
-
-    def forward(  # type: ignore[override]
-        self, hidden: Tensor, targets: Tensor | None = None, stats: bool = False
-    ) -> Tensor | Scored:
-        """(..., H) -> raw logits (..., V); with ``targets`` (N,), hidden (N, H) -> log-probs (N,) and statistics."""
-        if targets is None:
-            return super().forward(hidden)
-        return token_logprobs(hidden, self.weight, self.bias, targets, self.transform, self.tile_bytes, stats)
-
+from alignment.models.logprobs import DEFAULT_TILE_BYTES, LogitTransform, LogProbHead, Scored, TokenStats, tile_length
 
 # Names of the configuration values that multiply, divide and cap the logits.
 _FACTORS = ("logit_scale", "lm_head_multiplier")

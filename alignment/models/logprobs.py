@@ -8,14 +8,13 @@ recomputes the logits in slices of the vocabulary to compute the gradient of the
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from alignment.models.tiles.choice import tiles_for
-from alignment.models.tiles.plain import TileScores
 from alignment.models.tiles.products import coefficient_dtype, tile_length, wide_product, write_product
 from alignment.models.tiles.transform import LogitTransform
 
@@ -46,16 +45,7 @@ class TokenStats(NamedTuple):
         return cls(lse - expected, logits.mean(1), (chosen >= logits.amax(1)).to(logits.dtype))
 
 
-def _score_tile(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    transform: LogitTransform,
-    jacobian: bool,
-    stats: bool,
-) -> TileScores:
-    return tiles_for(hidden).score_tile(hidden, weight, bias, targets, transform, jacobian, stats)
+Scored: TypeAlias = tuple[Tensor, TokenStats | None]
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -83,9 +73,10 @@ class _TokenLogProbs(torch.autograd.Function):
         stats = hidden.new_empty((3, tokens if with_stats else 0), dtype=wide)
         rows = torch.empty_like(hidden) if jacobian else None
         step = tile_length(tokens, weight.shape[0], tile_bytes)
+        score_tile = tiles_for(hidden).score_tile
         for start in range(0, tokens, step):
             part = slice(start, start + step)
-            scored = _score_tile(hidden[part], weight, bias, targets[part], transform, jacobian, with_stats)
+            scored = score_tile(hidden[part], weight, bias, targets[part], transform, jacobian, with_stats)
             logps[part], lse[part] = scored.logps, scored.lse
             if scored.stats is not None:
                 stats[:, part] = scored.stats
@@ -150,7 +141,7 @@ def token_logprobs(
     transform: LogitTransform = _AS_THEY_ARE,
     tile_bytes: int = DEFAULT_TILE_BYTES,
     stats: bool = False,
-) -> tuple[Tensor, TokenStats | None]:
+) -> Scored:
     """Compute ``log softmax(f(hidden @ weight.T + bias))[targets]`` without allocating the (N, V) matrix.
 
     Args:
@@ -168,3 +159,27 @@ def token_logprobs(
     with_graph = torch.is_grad_enabled()
     logps, measured = _TokenLogProbs.apply(hidden, weight, bias, targets, transform, tile_bytes, with_graph, stats)  # type: ignore[no-untyped-call]
     return logps, TokenStats(*measured) if stats else None
+
+
+class LogProbHead(nn.Linear):
+    """A linear head: ``forward(h)`` returns logits, ``forward(h, targets)`` log-probs (:func:`token_logprobs`)."""
+
+    transform: LogitTransform
+    tile_bytes: int
+
+    @classmethod
+    def replacing(cls, linear: nn.Linear, transform: LogitTransform, tile_bytes: int) -> LogProbHead:
+        """Create a head that shares the Parameters of ``linear``, which may be partitioned."""
+        head = cls(1, 1, bias=False, device="meta")
+        head.in_features, head.out_features = linear.in_features, linear.out_features
+        head.weight, head.bias = linear.weight, linear.bias
+        head.transform, head.tile_bytes = transform, tile_bytes
+        return head.train(linear.training)
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, targets: Tensor | None = None, stats: bool = False
+    ) -> Tensor | Scored:
+        """(..., H) -> raw logits (..., V); with ``targets`` (N,), hidden (N, H) -> log-probs (N,) and statistics."""
+        if targets is None:
+            return super().forward(hidden)
+        return token_logprobs(hidden, self.weight, self.bias, targets, self.transform, self.tile_bytes, stats)

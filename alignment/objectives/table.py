@@ -49,7 +49,7 @@ class Loss:
     """A loss.
 
     Attributes:
-        function: the formula; see the module of the table for its arguments. Returns one value per row or token.
+        function: the formula; see the module of the table for its arguments and results.
         paper: title and address of the paper that a model card cites, in addition to the method's; None for none.
         reads: the options that the formula reads besides ``beta``, by name, with their allowed values.
         needs: its inputs.
@@ -57,7 +57,7 @@ class Loss:
         defaults: defaults of options that differ from those with other losses.
     """
 
-    function: Callable[..., Tensor]
+    function: Callable[..., Any]
     paper: tuple[str, str] | None = None
     reads: Mapping[str, Range] = field(default_factory=dict)
     needs: tuple[Need, ...] = ()

@@ -31,12 +31,14 @@ class AdapterReference:
     def sequence_logps(self, batch: Batch, ids: RowIds) -> Tensor:
         """See :class:`~alignment.references.base.Reference`."""
         with self.policy.inference(), computing_with(self.policy.scorer, self.given.adapter):
-            return self.policy.sequence_scores(batch)
+            return self.policy.forward(batch).scores
 
     def token_logps(self, batch: Batch, ids: RowIds) -> Tensor:
         """See :class:`~alignment.references.base.Reference`."""
         with self.policy.inference(), computing_with(self.policy.scorer, self.given.adapter):
-            return self.policy.token_logps(batch)
+            logps = self.policy.forward(batch, tokens=True).token_logps
+        assert logps is not None
+        return logps
 
     def close(self) -> None:
         """Do nothing: the engine belongs to the policy."""

@@ -28,13 +28,17 @@ class EngineReference:
     def __init__(self, engine: FrozenEngine, leaves: list[nn.Module]) -> None:
         self.engine, self._leaves = engine, leaves
 
+    @torch.no_grad()
     def sequence_logps(self, batch: Batch, ids: RowIds) -> Tensor:
         """See :class:`~alignment.references.base.Reference`."""
-        return self.engine.sequence_scores(batch)
+        return self.engine.forward(batch).scores
 
+    @torch.no_grad()
     def token_logps(self, batch: Batch, ids: RowIds) -> Tensor:
         """See :class:`~alignment.references.base.Reference`."""
-        return self.engine.token_logps(batch)
+        logps = self.engine.forward(batch, tokens=True).token_logps
+        assert logps is not None
+        return logps
 
     def close(self) -> None:
         """Release the engine."""

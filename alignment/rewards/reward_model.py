@@ -180,6 +180,7 @@ class ClassifierReward:
         self.truncated = sum(len(ids) > self._longest for ids in whole)
         return [ids[: self._longest] for ids in whole]
 
+    @torch.no_grad()
     def _scored(self, sequences: list[list[int]]) -> list[float | None]:
         """Score sequences, batched by length, in order; all ranks run the same number of passes."""
         engine, size = self.build(), self.batch_size
@@ -188,7 +189,7 @@ class ClassifierReward:
         parts = []
         for start in range(0, forwards * size, size):
             own = [sequences[n] for n in order[start : start + size]]
-            parts.append(engine.sequence_scores(ends(collate([(ids[:-1], ids[-1:]) for ids in own], len(own)))))
+            parts.append(engine.forward(ends(collate([(ids[:-1], ids[-1:]) for ids in own], len(own)))).scores)
         scores: list[float | None] = [None] * len(sequences)
         for place, score in zip(order, torch.cat(parts).tolist() if parts else ()):
             scores[place] = score

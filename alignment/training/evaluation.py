@@ -26,7 +26,7 @@ def evaluation_window(context: RunContext, data: PreparedData) -> tuple[WindowPl
         draw_partners=method.draws_partners,
         max_tokens=args.max_tokens_per_batch,
     )
-    return plan, MicroBatches(method.kind.collate, data.batched, data.table, plan, rank())
+    return plan, MicroBatches(method.kind.collate, data.batched, plan, rank())
 
 
 def evaluation_windows(context: RunContext) -> Iterator[tuple[WindowPlan, MicroBatches, PreparedData]]:

@@ -62,12 +62,12 @@ class Window(Generic[BatchT]):
     dataset: str
 
     def reference_logps(
-        self, sequences: Callable[[BatchT], tuple[Batch, RowIds]], *, tokens: bool = False
+        self, sequences: Callable[[BatchT, str], tuple[Batch, RowIds]], *, tokens: bool = False
     ) -> list[Tensor]:
         """Return the (S,) reference log-probs of each micro-batch: the phase ``reference``.
 
         Args:
-            sequences: the sequences and row ids of a micro-batch.
+            sequences: returns the sequences and row ids of a micro-batch; see :meth:`Method.reference_sequences`.
             tokens: return the (N,) log-probs of completion tokens instead, in the order of ``Batch.targets``.
         """
         reference = self.models.reference
@@ -76,7 +76,7 @@ class Window(Generic[BatchT]):
         found = []
         with self.phases("reference") as record:
             for each in self.batches:
-                batch, ids = sequences(each)
+                batch, ids = sequences(each, self.dataset)
                 record.tokens += batch.tokens
                 found.append(ask(batch, ids))
         return found

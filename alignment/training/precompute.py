@@ -153,7 +153,7 @@ class ReferenceStores:
         method = self.context.method
         found = torch.zeros((len(part), self._width), dtype=torch.float32, device=device())
         with self.context.phases("precompute") as record:
-            for batch in MicroBatches(method.kind.collate, data.dataset, data.table, plan, rank()):
+            for batch in MicroBatches(method.kind.collate, data.dataset, plan, rank()):
                 asked, ids = method.reference_sequences(batch, data.key)
                 rows, columns = places(ids, len(method.completions))
                 values = engine.sequence_logps(asked, ids)

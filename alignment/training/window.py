@@ -184,7 +184,7 @@ class WindowPass:
         policy = self.models.policy
         if isinstance(batch, OnDevice):
             batch = policy.placed(batch, self.method.untrained)
-        scored = policy.placed(self.method.scored(batch))
+        scored = self.method.scored(batch)
         output = policy.forward(scored, stats=True, tokens=self.method.needs_tokens)
         result = self.method.losses(batch, index, output, known, window)
         local = result.local

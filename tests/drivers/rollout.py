@@ -122,7 +122,7 @@ def train(
         for micro in range(2):
             batch = collate(SEQUENCES[(step + micro + rank()) % 3], 20)
             with policy.inference():
-                policy.sequence_scores(batch)
+                policy.forward(batch)
             policy.backward(-policy.forward(batch).scores.mean(), last=micro == 1)
         policy.step()
     weights = gathered_state_dict(policy.scorer.model, keep=True)

@@ -89,7 +89,7 @@ def test_it_equals_a_frozen_copy(
 
     def policy_logps() -> Tensor:
         with policy.inference():
-            return policy.sequence_scores(batch)
+            return policy.forward(batch).scores
 
     expected = (logps * mask).sum(1)
     for trained in (False, True):

@@ -103,7 +103,7 @@ def test_permanent_memory_of_the_first_step_is_known_in_advance(
     policy = policy_engine(model, stage, made, bf16)
     for _ in range(2):  # its first pass leaves small objects of DeepSpeed
         with policy.inference():
-            policy.sequence_scores(collate(SEQUENCES[0], 20))
+            policy.forward(collate(SEQUENCES[0], 20))
     inner = inner_optimizer(policy.engine)
     before, states = live_bytes(), len(inner.state)
     expected = bytes_to_come(policy.engine, CPU)
@@ -123,7 +123,7 @@ def test_the_memory_for_the_first_rollout_is_that_of_the_second_one(
 ) -> None:
     policy = policy_engine(model, "stage2", "adamw", False)
     with policy.inference():
-        policy.sequence_scores(collate(SEQUENCES[0], 20))
+        policy.forward(collate(SEQUENCES[0], 20))
     each = memory.completion_bytes(policy.scorer.model, 64)
     to_come = bytes_to_come(policy.engine, CPU)
     whole = live_bytes() + to_come + int(3.5 * each / 0.8)

@@ -40,7 +40,7 @@ def test_such_a_model_scores_like_the_unsharded_one(kind: str, leaves: bool) -> 
     found = []
     for stage in ("stage0", "stage3"):
         with contextlib.closing(built(kind, stage, leaves=leaves and stage == "stage3")) as engine:
-            found.append(engine.sequence_scores(batch))
+            found.append(engine.forward(batch).scores)
     torch.testing.assert_close(found[1], found[0])
 
 

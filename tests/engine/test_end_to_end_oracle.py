@@ -122,7 +122,7 @@ class Bench:
                 for prompt in request.prompts
             ]
         plan = trainer.data.sampler.plan(0, 0)
-        batches = MicroBatches(trainer.method.kind.collate, data.batched, data.table, plan, 0)
+        batches = MicroBatches(trainer.method.kind.collate, data.batched, plan, 0)
         return means(window_pass(plan, batches, data, train=False).items, trainer.method.logs_sums)
 
 

@@ -85,12 +85,12 @@ def test_token_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: in
     assert plain.token_logps is None and scores.entropy is None
     assert scores.token_logps is not None and scores.token_logps.dtype == torch.float32
     sums = torch.zeros(len(SEQUENCES)).index_add(0, batch.segments, scores.token_logps)
-    for same in (scores.scores, plain.scores, policy.sequence_scores(batch)):
+    for same in (scores.scores, plain.scores, policy.forward(batch).scores):
         assert torch.equal(same, sums)
-    asked = policy.token_logps(batch)
-    assert torch.equal(asked, scores.token_logps) and not asked.requires_grad
+    with policy.inference():
+        asked = policy.forward(batch, tokens=True).token_logps
+    assert asked is not None and torch.equal(asked, scores.token_logps) and not asked.requires_grad
     assert float(((asked - expected.detach()).abs() / expected.detach().abs().clamp(min=1)).max()) <= 1e-5
-    assert policy.token_logps(nothing).shape == (0,)
 
     policy.backward(clipped(scores.token_logps, old.float()), last=True)
     compare(trainer, stage, gradients)
@@ -115,9 +115,9 @@ def test_inference_has_no_dropout(tmp_path: Path) -> None:
         learning = [policy.forward(batch).scores.detach() for _ in range(2)]
         assert torch.equal(*learning) is disabled
         with policy.inference():
-            asked = policy.sequence_scores(batch)
+            asked = policy.forward(batch).scores
         for _ in range(2):
-            assert torch.equal(reference.sequence_scores(batch), asked)
+            assert torch.equal(reference.forward(batch).scores, asked)
         # The policy still equals its reference, so that all rewards are 0.
         found = trainer.evaluate()
         assert found["eval_rewards/chosen"] == found["eval_rewards/rejected"] == found["eval_kl"] == 0.0

@@ -76,7 +76,7 @@ def own_balancing_loss(path: str, trainer: AlignmentTrainer) -> tuple[list[Tenso
     assert trainer.data.sampler is not None and trainer.data.train is not None
     data, plan = trainer.data.train, trainer.data.sampler.plan(0, 0)
     losses, tokens = [], []
-    for batch in MicroBatches(trainer.method.kind.collate, data.dataset, data.table, plan, 0):
+    for batch in MicroBatches(trainer.method.kind.collate, data.dataset, plan, 0):
         scored = trainer.method.scored(batch)
         mask = scored.inputs["attention_mask"]
         output = model(input_ids=scored.inputs["input_ids"], attention_mask=mask, output_router_logits=True)

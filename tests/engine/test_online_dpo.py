@@ -290,14 +290,14 @@ def _alive() -> dict[str, int]:
 def test_score_and_reference_phases_hold_no_other_memory(
     paths: dict[str, str], tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scored, referenced, original = [], [], FrozenEngine.sequence_scores
+    scored, referenced, original = [], [], FrozenEngine.forward
     gathered: list[int] = []
 
     def recorded(self: FrozenEngine, batch: Any) -> Any:
         referenced.append(_alive())
         return original(self, batch)
 
-    monkeypatch.setattr(FrozenEngine, "sequence_scores", recorded)
+    monkeypatch.setattr(FrozenEngine, "forward", recorded)
 
     def watching(completions: list[str], wanted: list[str]) -> list[float]:
         scored.append(_alive())

@@ -141,7 +141,7 @@ def test_an_engine_gets_a_partitioned_model_with_the_same_scores(
         assert all(map(is_partitioned, scorer.parameters()))
         dtypes = {name: buffer.dtype for name, buffer in scorer.named_buffers()}
         assert dtypes and all(dtype == torch.float32 for name, dtype in dtypes.items() if "inv_freq" in name)
-        found = engine.sequence_scores(collate(BATCH, 20))
+        found = engine.forward(collate(BATCH, 20)).scores
         engine.close()
         return found
 

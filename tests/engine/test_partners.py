@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from alignment.data.windows import RowTable, derangement
+from alignment.data.windows import RowTable, derangement, plan_window
 
 
 def groupings(count: int) -> Iterator[list[int]]:
@@ -66,8 +66,8 @@ def test_a_single_row_has_no_partner() -> None:
 
 def test_a_mismatched_completion_is_truncated_to_max_length() -> None:
     table = RowTable(np.array([6, 2, 9]), np.array([[3], [8], [1]]), max_length=10)
-    kept = table.mismatched_completion(np.array([0, 1, 2, 0, 2]), np.array([1, 0, 0, -1, 1]))
-    assert kept.tolist() == [4, 3, 1, 0, 1]
-    assert RowTable(table.prompt, table.completions).mismatched_completion(np.array([0]), np.array([1])).tolist() == [
-        8
-    ]
+    rows, partners = np.array([0, 1, 2, 0, 2]), np.array([1, 0, 0, -1, 1])
+    for each, kept in ((table, [4, 3, 1, 0, 1]), (RowTable(table.prompt, table.completions), [8, 3, 3, 0, 8])):
+        ((micro,),) = plan_window(each, rows, partners, world_size=1, batch_size=5).micro_batches
+        fits = dict(zip(zip(micro.rows, micro.partners), micro.mismatched))
+        assert [fits[pair] for pair in zip(rows.tolist(), partners.tolist())] == kept

@@ -57,11 +57,11 @@ def row_rewards(trainer: AlignmentTrainer, beta: float) -> list[tuple[bool, floa
     found = []
     models = trainer.engines.window_pass.models
     for micro in range(len(plan.micro_batches)):
-        batch: Any = trainer.method.kind.collate(data.dataset, data.table, plan, micro, 0)
+        batch: Any = trainer.method.kind.collate(data.dataset, plan, micro, 0)
         with models.policy.inference():
-            ratios = models.policy.sequence_scores(batch.matched)
+            ratios = models.policy.forward(batch.matched).scores
         assert models.reference is not None
-        ratios = ratios - models.reference.engine.sequence_scores(batch.matched)
+        ratios = ratios - models.reference.engine.forward(batch.matched).scores
         found += [(bool(label), beta * float(ratio)) for label, ratio in zip(batch.labels, ratios)]
     return found
 

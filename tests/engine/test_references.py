@@ -108,7 +108,7 @@ def test_a_reference_needs_no_policy(tmp_path: Path) -> None:
         plan is not None and data is not None and trainer.data.sampler is not None and trainer.engines.models is None
     )
     window = trainer.data.sampler.plan(0, 0)
-    batch: Any = trainer.method.kind.collate(data.dataset, data.table, window, 0, 0)
+    batch: Any = trainer.method.kind.collate(data.dataset, window, 0, 0)
     alone = plan.build(args)
     ids = RowIds(data.key, batch.rows, batch.partners)
     sums, tokens = alone.sequence_logps(batch.joint, ids), alone.token_logps(batch.joint, ids)
@@ -128,7 +128,7 @@ def built(folder: Path, placement: str, **more: Any) -> tuple[Any, Any, RowIds]:
     trainer = alignment.KTOTrainer(model, reference, args=args, train_dataset=unpaired_rows(4))
     data, plan = trainer.data.train, trainer.planned.engines.reference
     assert data is not None and trainer.data.sampler is not None and isinstance(plan, ReferencePlan)
-    batch: Any = trainer.method.kind.collate(data.dataset, data.table, trainer.data.sampler.plan(0, 0), 0, 0)
+    batch: Any = trainer.method.kind.collate(data.dataset, trainer.data.sampler.plan(0, 0), 0, 0)
     return plan.build(args), batch, RowIds(data.key, batch.rows, batch.partners)
 
 

@@ -220,7 +220,7 @@ def test_weights_kept_by_an_earlier_pass_are_released(model: str, gather: bool) 
         policy.backward(-policy.forward(batch).scores.mean(), last=True)
         policy.step()
     with policy.inference():
-        policy.sequence_scores(batch)
+        policy.forward(batch)
     assert whole(policy) != []  # for a backward pass that does not follow
     rollout(policy, gather=gather)
     assert whole(policy) == []

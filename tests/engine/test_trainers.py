@@ -118,7 +118,7 @@ def test_no_sequence_is_longer_than_max_length(paths: dict[str, str], tmp_path: 
     trainer = KTOTrainer(model=paths["policy"], args=args, train_dataset=rows)
     data, sampler = trainer.data.train, trainer.data.sampler
     assert data is not None and sampler is not None
-    (batch,) = MicroBatches(trainer.method.kind.collate, data.dataset, data.table, sampler.plan(0, 0), 0)
+    (batch,) = MicroBatches(trainer.method.kind.collate, data.dataset, sampler.plan(0, 0), 0)
     assert isinstance(batch, UnpairedBatch)
     whole = data.table.prompt + data.table.completions[:, 0]
     assert (
@@ -172,12 +172,14 @@ def test_live_model_is_its_own_reference(paths: dict[str, str], tmp_path: Path, 
     models = trainer.engines.models
     assert models is not None and isinstance(models.reference, EngineReference)
     batch = a_batch(paths["policy"])
-    start = models.reference.engine.sequence_scores(batch).clone()
-    torch.testing.assert_close(models.policy.sequence_scores(batch), start, rtol=1e-5, atol=1e-5)
+    start = models.reference.engine.forward(batch).scores.clone()
+    with torch.no_grad():
+        torch.testing.assert_close(models.policy.forward(batch).scores, start, rtol=1e-5, atol=1e-5)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(0.5, abs=1e-6)
-    torch.testing.assert_close(models.reference.engine.sequence_scores(batch), start, rtol=0, atol=0)
-    assert float((models.policy.sequence_scores(batch) - start).abs().min()) > 0.01
+    torch.testing.assert_close(models.reference.engine.forward(batch).scores, start, rtol=0, atol=0)
+    with torch.no_grad():
+        assert float((models.policy.forward(batch).scores - start).abs().min()) > 0.01
     trainer.close()
 
 
@@ -206,7 +208,7 @@ def test_stage_2_policy_with_a_stage_3_reference(paths: dict[str, str], tmp_path
     batch = a_batch(paths["policy"])
     for name, engine in engines.items():
         expected = sums_of(load(paths[name]).eval(), batch)
-        torch.testing.assert_close(engine.sequence_scores(batch), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(engine.forward(batch).scores, expected, rtol=1e-5, atol=1e-5)
         engine.close()
 
 
@@ -234,7 +236,8 @@ def test_saved_folders_load_with_the_trained_weights(paths: dict[str, str], tmp_
     output, folder = trainer.train(), trainer.output_dir
     batch = a_batch(paths["policy"])
     assert trainer.engines.models is not None
-    expected = trainer.engines.models.policy.sequence_scores(batch)
+    with torch.no_grad():
+        expected = trainer.engines.models.policy.forward(batch).scores
     trainer.save_model()
     trainer.close()
     assert [p.name for p in sorted(folder.glob("checkpoint-*"))] == ["checkpoint-5"]

@@ -139,9 +139,8 @@ def test_a_batch_without_sequences_has_no_ends() -> None:
 
 
 def test_unpaired_rows_with_partners() -> None:
-    table = row_table(LABELED_ROWS, ("completion_ids",), max_length=4)
-    plan = planned(MicroBatch((1, 3, 0), (0, -1, 3)))
-    batch = UNPAIRED.collate(LABELED_ROWS, table, plan, 0, 0)
+    plan = planned(MicroBatch((1, 3, 0), (0, -1, 3), (3, 0, 2)))
+    batch = UNPAIRED.collate(LABELED_ROWS, plan, 0, 0)
     assert batch.rows == (1, 3, 0)
     assert batch.labels.tolist() == [False, False, True] and batch.labels.dtype == torch.bool
     assert batch.matched.inputs["input_ids"].tolist() == [
@@ -149,15 +148,14 @@ def test_unpaired_rows_with_partners() -> None:
         [40, 41, 42, 43, 44, 45],
         [10, 11, 12, 13, 14, 0],
     ]
-    # Row 1 has space for three tokens of row 0's completion; row 3 has no partner; row 0 has space for two of row 3's.
+    # Three tokens of row 0's completion fit after row 1's prompt, and two of row 3's after row 0's.
     assert batch.mismatched.inputs["input_ids"].tolist() == [[20, 12, 13, 14], [10, 11, 42, 43]]
     assert batch.mismatched.targets.tolist() == [12, 13, 14, 42, 43]
     assert (batch.matched.longest, batch.mismatched.longest, batch.joint.longest) == (9, 4, 13)
 
 
 def test_joint_is_matched_then_mismatched() -> None:
-    table = row_table(LABELED_ROWS, ("completion_ids",), max_length=None)
-    batch = UNPAIRED.collate(LABELED_ROWS, table, planned(MicroBatch((2, 0), (0, 2))), 0, 0)
+    batch = UNPAIRED.collate(LABELED_ROWS, planned(MicroBatch((2, 0), (0, 2), (3, 1))), 0, 0)
     parts = (batch.matched, batch.mismatched)
     assert batch.joint.lengths.tolist() == [1, 3, 3, 1]
     assert batch.joint.targets.tolist() == torch.cat([part.targets for part in parts]).tolist()
@@ -171,8 +169,7 @@ def test_joint_is_matched_then_mismatched() -> None:
 
 
 def test_pairs_have_the_chosen_completions_first() -> None:
-    table = row_table(PAIRED_ROWS, ("chosen_ids", "rejected_ids"), None)
-    batch = PAIRS.collate(PAIRED_ROWS, table, planned(MicroBatch((1, 0), (-1, -1))), 0, 0)
+    batch = PAIRS.collate(PAIRED_ROWS, planned(MicroBatch((1, 0), (-1, -1))), 0, 0)
     assert batch.rows == (1, 0)
     assert batch.pairs.inputs["input_ids"].tolist() == [
         [20, 21, 0, 0],
@@ -185,20 +182,16 @@ def test_pairs_have_the_chosen_completions_first() -> None:
 
 def test_pairs_with_margins() -> None:
     data = PAIRED_ROWS.add_column("margin", [0.5, 0.0, -1.0])
-    table = row_table(data, ("chosen_ids", "rejected_ids"), None)
     plan = planned(MicroBatch((2, 0), (-1, -1)), MicroBatch((), ()))
-    batch = SCORED_PAIRS.collate(data, table, plan, 0, 0)
-    assert tensors(batch) == tensors(PAIRS.collate(data, table, plan, 0, 0)) | {
-        "margins": ("torch.float32", [-1.0, 0.5])
-    }
+    batch = SCORED_PAIRS.collate(data, plan, 0, 0)
+    assert tensors(batch) == tensors(PAIRS.collate(data, plan, 0, 0)) | {"margins": ("torch.float32", [-1.0, 0.5])}
     moved = batch.to(torch.device("meta"))
     assert moved.margins is not None and moved.margins.is_meta
-    assert tensors(SCORED_PAIRS.collate(data, table, plan, 0, 1))["margins"] == ("torch.float32", [])
+    assert tensors(SCORED_PAIRS.collate(data, plan, 0, 1))["margins"] == ("torch.float32", [])
 
 
 def test_pairs_of_ids_equal_those_of_a_dataset() -> None:
-    table = row_table(PAIRED_ROWS, ("chosen_ids", "rejected_ids"), None)
-    own = PAIRS.collate(PAIRED_ROWS, table, planned(MicroBatch((1, 0), (-1, -1))), 0, 0)
+    own = PAIRS.collate(PAIRED_ROWS, planned(MicroBatch((1, 0), (-1, -1))), 0, 0)
     given = collate_pairs((1, 0), [([20], [21], [22, 23, 24]), ((10, 11), (12, 13), (14,))], 9)
     assert tensors(given) == tensors(own) and given.margins is None
     nothing = collate_pairs((), [], 3)
@@ -224,15 +217,14 @@ def test_prompts_are_planned_by_their_own_length() -> None:
 
 def test_prompts_are_collated_as_ids() -> None:
     plan = planned(MicroBatch((2, 0), (-1, -1)), MicroBatch((), ()))
-    table = row_table(PROMPT_ROWS, (), None)
-    assert PROMPTS.collate(PROMPT_ROWS, table, plan, 0, 0) == PromptBatch((2, 0), ((4, 5, 6), (1, 2)))
-    assert PROMPTS.collate(PROMPT_ROWS, table, plan, 0, 1) == PromptBatch((), ())
+    assert PROMPTS.collate(PROMPT_ROWS, plan, 0, 0) == PromptBatch((2, 0), ((4, 5, 6), (1, 2)))
+    assert PROMPTS.collate(PROMPT_ROWS, plan, 0, 1) == PromptBatch((), ())
 
 
 @pytest.mark.parametrize(("kind", "data"), [(UNPAIRED, LABELED_ROWS), (PAIRS, PAIRED_ROWS)])
 def test_a_rank_without_rows_gets_a_dummy(kind: Kind, data: Dataset) -> None:
     plan = planned(MicroBatch((0,), (-1,)), MicroBatch((), ()))
-    batch = kind.collate(data, row_table(data, kind.completions, None), plan, 0, 1)
+    batch = kind.collate(data, plan, 0, 1)
     assert batch.rows == ()
     parts = [batch.pairs] if isinstance(batch, PreferenceBatch) else [batch.matched, batch.mismatched, batch.joint]
     for part in parts:
@@ -242,8 +234,7 @@ def test_a_rank_without_rows_gets_a_dummy(kind: Kind, data: Dataset) -> None:
 
 
 def test_to_moves_every_tensor_and_nothing_else() -> None:
-    table = row_table(LABELED_ROWS, ("completion_ids",), None)
-    batch = UNPAIRED.collate(LABELED_ROWS, table, planned(MicroBatch((2, 0), (0, 2))), 0, 0)
+    batch = UNPAIRED.collate(LABELED_ROWS, planned(MicroBatch((2, 0), (0, 2), (3, 1))), 0, 0)
     moved = batch.to(torch.device("meta"))
     assert moved.labels.is_meta and moved.rows == batch.rows and not batch.labels.is_meta
     for name in ("matched", "mismatched", "joint"):
@@ -269,7 +260,7 @@ def test_row_table() -> None:
 
 
 def micro_batches(table: RowTable, plan: WindowPlan) -> MicroBatches:
-    return MicroBatches(UNPAIRED.collate, LABELED_ROWS, table, plan, 0)
+    return MicroBatches(UNPAIRED.collate, LABELED_ROWS, plan, 0)
 
 
 def test_micro_batches_are_collated_on_access() -> None:

@@ -285,8 +285,8 @@ def test_a_partitioned_engine_scores_as_the_model_does(tmp_path: Path, name: str
     partitioned = load_model(str(tmp_path / "model"), torch.float32, ds_config=ds_config, task=CLASSIFIER)
     engine = checked(FrozenEngine(CLASSIFIER.scorer(partitioned, False), ds_config), CLASSIFIER)
     batch = ends(collate([(ids[:-1], ids[-1:]) for ids in SEQUENCES], 4))
-    torch.testing.assert_close(engine.sequence_scores(batch), expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(engine.token_logps(batch), engine.sequence_scores(batch))
-    for scores in (engine.sequence_scores, engine.token_logps):
-        assert len(scores(ends(collate([], 0)))) == 0
+    with torch.no_grad():
+        found, nothing = engine.forward(batch, tokens=True), engine.forward(ends(collate([], 0)))
+    torch.testing.assert_close(found.scores, expected, rtol=1e-5, atol=1e-5)
+    assert found.token_logps is not None and torch.equal(found.token_logps, found.scores) and len(nothing.scores) == 0
     engine.close()

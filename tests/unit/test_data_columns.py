@@ -152,9 +152,9 @@ def test_invalid_maps(names: Any, said: str) -> None:
 def test_rows_of_both_kinds_in_one_dataset() -> None:
     nulls = dict.fromkeys(("prompt", "completion", "label", "chosen", "rejected"))
     pair = UNPAIRED.parse({**nulls, "prompt": "p", "chosen": "a", "rejected": "b"}, "row 1", {})
-    assert (pair.completions, pair.further) == (("a", "b"), {"labels": [True, False]})
+    assert (pair.completions, pair.further) == (("a", "b"), {"label": [True, False]})
     single = UNPAIRED.parse({**nulls, "prompt": "p", "completion": "c", "label": False}, "row 1", {})
-    assert (single.completions, single.further) == (("c",), {"labels": [False]})
+    assert (single.completions, single.further) == (("c",), {"label": [False]})
     both = {"prompt": "p", "completion": "c", "label": True, "chosen": "a", "rejected": "b"}
     for row, said in (
         (both, "both completion, label and chosen, rejected are set; keep one of the two"),

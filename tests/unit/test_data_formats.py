@@ -97,14 +97,14 @@ def test_explicit_prompts() -> None:
     assert pair_of({"prompt": [S, U], "chosen": [S, U, A], "rejected": [B]}) == ([S, U], [A], [B])
     assert pair_of({"prompt": [A], "chosen": [A], "rejected": [B]}) == ([A], [A], [B])
     row = labeled({"prompt": [U], "completion": [U, A], "label": True})
-    assert row == Source([U], ([A],), "row 1", further={"labels": [True]})
+    assert row == Source([U], ([A],), "row 1", further={"label": [True]})
 
 
 def test_unpaired_rows() -> None:
     one = labeled({"prompt": "", "completion": "b", "label": False})
-    assert one == Source("", ("b",), "row 1", further={"labels": [False]})
+    assert one == Source("", ("b",), "row 1", further={"label": [False]})
     both = labeled({"prompt": "q", "chosen": "a", "rejected": "b"})
-    assert both == Source("q", ("a", "b"), "row 1", further={"labels": [True, False]})
+    assert both == Source("q", ("a", "b"), "row 1", further={"label": [True, False]})
 
 
 def test_nulls_are_removed_from_messages_and_template_options_are_kept() -> None:

@@ -61,7 +61,7 @@ def test_unpaired_columns_and_report(tmp_path: Path) -> None:
 
 
 def test_the_key_of_a_prompt_is_the_same_everywhere() -> None:
-    row = Encoded([1, 2, 3], [[4]], {"labels": [True]})
+    row = Encoded([1, 2, 3], [[4]], {"label": [True]})
     (record,) = UNPAIRED.records(row, Limits(), RowTokenizer(char_tokenizer()))
     assert record["prompt_key"] == -7044357283931317034
 

@@ -181,7 +181,7 @@ def test_means_are_over_the_tokens_in_the_loss(tmp_path: Path) -> None:
     assert table.completions.tolist() == [[3], [1], [2]] and table.scored.tolist() == [[2], [1], [2]]
     plan = evaluation_plan(table, world_size=1, batch_size=3, seed=0, draw_partners=False)
     assert plan.counts.first_completion_tokens == 5 and plan.longest == (5,)
-    batch: Any = COMPLETIONS.collate(data, table, plan, 0, 0)
+    batch: Any = COMPLETIONS.collate(data, plan, 0, 0)
     order = [batch.rows.index(row) for row in range(3)]
     assert batch.completions.lengths[order].tolist() == [2, 1, 2]
     assert batch.completions.targets.tolist() == [t for row in batch.rows for t in ([5, 7], [9], [5, 6])[row]]

@@ -23,7 +23,7 @@ from alignment.data.messages import Row, Source
 from alignment.data.prepare import load_prepared, prepare
 from alignment.data.sources import dataset_from_python
 from alignment.data.tokenization import Limits
-from alignment.data.windows import RowTable, WindowPlan, evaluation_plan, row_table
+from alignment.data.windows import WindowPlan, evaluation_plan, row_table
 
 KINDS = (Unpaired, Pairs, ScoredPairs, Completions, Prompts)
 NAMES = {kind.name for kind in KINDS}
@@ -100,7 +100,7 @@ class Answers(Kind):
     def parse(self, row: Row, where: str, others: Row) -> Source:
         return Source(f"{row['question']}?", (row["answer"],), where)
 
-    def collate(self, dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> AnswerBatch:
+    def collate(self, dataset: Dataset, plan: WindowPlan, micro: int, rank: int) -> AnswerBatch:
         rows = plan.micro_batches[micro][rank].rows
         data = dataset[list(rows)]
         return AnswerBatch(rows, collate(list(zip(data["prompt_ids"], data["answer_ids"])), plan.longest[micro]))
@@ -115,6 +115,6 @@ def test_a_new_kind_is_prepared_planned_and_collated(tmp_path: Path) -> None:
     assert (prepared.report.rows_out, prepared.report.completions_cut) == (3, 1)
     table = row_table(prepared.dataset, kind.completions, 5)
     plan = evaluation_plan(table, world_size=1, batch_size=3, seed=0, draw_partners=False)
-    (batch,) = MicroBatches(kind.collate, prepared.dataset, table, plan, 0)
+    (batch,) = MicroBatches(kind.collate, prepared.dataset, plan, 0)
     texts: Any = [tokenizer.decode(ids[mask == 1]) for ids, mask in zip(*batch.answers.inputs.values())]  # type: ignore[attr-defined]
     assert sorted(texts) == ["a?ccc", "a?cd</s>", "ab?c</s>"]

@@ -16,7 +16,7 @@ from transformers import HfArgumentParser
 from alignment.config.errors import OptionError
 from alignment.methods.cpo_options import CPOConfig
 from alignment.objectives import cpo, kto
-from alignment.objectives.kto import kto_kl, kto_kl_sums
+from alignment.objectives.kto import kto_kl
 from alignment.objectives.likelihood import nll
 from alignment.objectives.pairs import PairResult, hinge
 from alignment.objectives.table import Loss
@@ -51,8 +51,9 @@ def cpo_defaults(**changes: Any) -> dict[str, Any]:
 
 
 def kto_loss(*values: Tensor, loss_type: str, **options: Any) -> kto.KTOLoss:
-    """Return a loss of KTO by name."""
-    return kto.kto_loss(*values, kto.LOSSES[loss_type], **options)
+    """Return a loss of KTO by name; the KL is 0 for those that do not need it."""
+    policy, reference, labels, kl = values
+    return kto.kto_loss(policy, reference, labels, kl * ("kl" in kto.LOSSES[loss_type].needs), **options)
 
 
 def cpo_loss(*values: Tensor, loss_type: str, beta: float, **options: Any) -> PairResult:
@@ -87,10 +88,8 @@ def cpo_inputs(pairs: int = 9) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ],
 )
 def test_kto_golden_numbers(changes: dict[str, Any], losses: tuple[float, ...] | None, mean: float | None) -> None:
-    total, count = kto_kl_sums(vector(-30.0, -41.0), vector(-30.5, -40.8))
-    assert_close(total / count, vector(0.15)[0], rtol=0, atol=1e-12)
     labels = torch.tensor([True, False])
-    found = kto_loss(vector(-8.0, -21.0), vector(-10.0, -20.0), labels, total / count, **kto_defaults(**changes))
+    found = kto_loss(vector(-8.0, -21.0), vector(-10.0, -20.0), labels, vector(0.15)[0], **kto_defaults(**changes))
     if losses is not None:
         assert_close(found.losses, vector(*losses), rtol=0, atol=1e-9)
     if mean is not None:
@@ -101,30 +100,21 @@ def test_kto_golden_numbers(changes: dict[str, Any], losses: tuple[float, ...] |
 @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
 def test_kto_of_a_policy_equal_to_its_reference(loss_type: str) -> None:
     logps = vector(-3.0, -700.0, -41.5)
-    total, count = kto_kl_sums(logps, logps)
-    assert (float(total), float(count)) == (0.0, 3.0)
     options = kto_defaults(loss_type=loss_type, desirable_weight=1.5, undesirable_weight=0.5)
-    found = kto_loss(logps, logps, torch.tensor([True, False, True]), total / count, **options)
+    found = kto_loss(logps, logps, torch.tensor([True, False, True]), vector(0.0)[0], **options)
     assert_close(found.losses, vector(0.75, 0.25, 0.75), rtol=0, atol=0)
     assert_close(found.rewards, vector(0.0, 0.0, 0.0), rtol=0, atol=0)
 
 
-def test_kto_kl_sums_are_not_clamped() -> None:
-    """Only the mean of a whole window may be clamped: clamped parts of [1, -3] would add up to 1, not -2."""
-    parts = [kto_kl_sums(vector(-1.0), vector(-2.0)), kto_kl_sums(vector(-5.0), vector(-2.0))]
-    assert [float(total) for total, _ in parts] == [1.0, -3.0]
-    total, count = (torch.stack([pair[place] for pair in parts]).sum() for place in (0, 1))
-    assert float(total / count) == -1.0
-    kl = kto_kl(total, count)
-    assert float(kl) == 0.0 and float(kto_kl(-2 * total, count)) == 2.0 and float(kto_kl(0 * total, 0 * count)) == 0.0
-    assert float(kto_kl(*parts[0])) == 1.0, "of a single row, which may have a partner in another window"
+def test_kto_kl_is_a_clamped_mean() -> None:
+    kl = kto_kl(vector(-2.0)[0], 2)
+    assert float(kl) == float(kto_kl(vector(0.0)[0], 0)) == 0.0 and float(kto_kl(vector(4.0)[0], 2)) == 2.0
+    assert float(kto_kl(vector(1.0)[0], 1)) == 1.0, "of a single row, which may have a partner in another window"
     found = kto_loss(vector(-8.0), vector(-10.0), torch.tensor([True]), kl, **kto_defaults())
     assert_close(found.losses, 1 - torch.sigmoid(vector(0.2)), rtol=0, atol=1e-15)
 
 
 def test_kto_kl_has_no_gradient() -> None:
-    total, count = kto_kl_sums(vector(-1.0, -2.0).requires_grad_(), vector(-2.0, -3.0))
-    assert not total.requires_grad and not count.requires_grad
     policy, reference, labels, _ = kto_inputs()
     kl = vector(0.4)[0].requires_grad_()
     kto_loss(policy, reference, labels, kl, **kto_defaults()).losses.sum().backward()
@@ -155,15 +145,6 @@ def test_kto_against_the_oracle_and_the_closed_form(options: dict[str, Any]) -> 
 def test_kto_gradcheck(options: dict[str, Any]) -> None:
     policy, reference, labels, kl = kto_inputs()
     assert torch.autograd.gradcheck(lambda own: kto_loss(own, reference, labels, kl, **options).losses, (policy,))
-
-
-def test_apo_zero_ignores_the_kl() -> None:
-    policy, reference, labels, kl = kto_inputs()
-    options = kto_defaults(loss_type="apo_zero_unpaired")
-    one, other = (kto_loss(policy, reference, labels, value, **options).losses for value in (kl, kl + 100))
-    assert_close(one, other, rtol=0, atol=0)
-    kto = [kto_loss(policy, reference, labels, value, **kto_defaults()).losses.detach() for value in (kl, kl + 100)]
-    assert float((kto[0] - kto[1]).abs().min()) > 1e-3
 
 
 def test_kto_properties() -> None:
@@ -357,8 +338,6 @@ def test_no_rows_give_empty_differentiable_losses() -> None:
         assert total.item() == count.item() == 0.0
         (pairs.losses.sum() + total).backward()
         assert chosen.grad is not None and rejected.grad is not None
-    total, count = kto_kl_sums(none, none)
-    assert float(total) == float(count) == 0.0
 
 
 @pytest.mark.parametrize("name", cpo.LOSSES)

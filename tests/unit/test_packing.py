@@ -166,14 +166,14 @@ def test_batches_contain_sequences() -> None:
     packs, rows = packed(BFD)
     plan = evaluation_plan(packs.table, world_size=1, batch_size=2, seed=0, draw_partners=False)
     assert plan.counts.first_completion_tokens == 8 and plan.counts.sequence_tokens == 17 and plan.counts.rows == 3
-    batch = COMPLETIONS.collate(rows, packs.table, plan, 0, 0)
+    batch = COMPLETIONS.collate(rows, plan, 0, 0)
     sequences = batch.completions
     assert batch.rows == (0, 0, 1) and sequences.lengths.tolist() == [2, 1, 3] and sequences.longest == 6
     assert sequences.targets.tolist() == [24, 25, 31, 2, 3, 4] and sequences.tokens == 13
     before = sequences.inputs["input_ids"].flatten()[sequences.positions]
     assert before.tolist() == [23, 24, 30, 1, 2, 3]
     dealt = evaluation_plan(packs.table, world_size=4, batch_size=1, seed=0, draw_partners=False)
-    idle = COMPLETIONS.collate(rows, packs.table, dealt, 0, 3)
+    idle = COMPLETIONS.collate(rows, dealt, 0, 3)
     assert idle.rows == () and idle.completions.tokens == 0, "three packs for four ranks"
 
 

@@ -466,4 +466,4 @@ def test_the_head_uses_the_selected_implementation(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(logprobs, "tiles_for", tiles_for)
     hidden, weight, _, targets, upstream = problem(20, 4, 50, False)
     token_logprobs(hidden.requires_grad_(), weight.requires_grad_(), None, targets)[0].backward(upstream)
-    assert len(asked) == 3  # two tiles, one backward pass
+    assert len(asked) == 2

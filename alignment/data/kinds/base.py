@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 from datasets import Dataset, Features, List, Value
 
 from alignment.config.errors import DataError, listing
@@ -15,7 +17,7 @@ from alignment.data.batching import AnyBatch
 from alignment.data.messages import Row, Source
 from alignment.data.targets.tokenized import TokenColumns, TokenFormat, read_completions, read_whole
 from alignment.data.tokenization import CUT_ALIKE, IDENTICAL, Encoded, Limits, RowTokenizer, fit
-from alignment.data.windows import RowTable, WindowPlan
+from alignment.data.windows import WindowPlan
 
 Record = dict[str, Any]
 IDS = List(Value("int32"))
@@ -34,7 +36,8 @@ class Kind(ABC):
         tokens: the columns of rows that are already tokenized.
         completions: columns of tokenized rows that contain completions.
         further: features of tokenized rows other than token IDs and ``row``.
-        divides: whether every completion of a row becomes a tokenized row.
+        divides: whether every completion of a row becomes a tokenized row, with its own entry of each list in
+            ``Encoded.further``, and with ``prompt_key``, a number that is equal for equal prompts.
         whole: whether sequences are scored at their last token, and need no context (reward models).
         keeps_columns: whether columns that it does not know are kept.
     """
@@ -100,10 +103,6 @@ class Kind(ABC):
         read = read_whole if self.whole else read_completions
         return tokenizer.with_context(read(row, columns, where, len(tokenizer.tokenizer)))
 
-    def encode(self, sources: Sequence[Source], tokenizer: RowTokenizer) -> list[Encoded]:
-        """Convert rows to token IDs; see ``RowTokenizer.encode``."""
-        return tokenizer.encode(sources)
-
     def records(self, row: Encoded, limits: Limits, tokenizer: RowTokenizer) -> list[Record]:
         """Return the tokenized rows, truncated to the limits, that a row becomes: one, or one per completion.
 
@@ -111,22 +110,28 @@ class Kind(ABC):
         """
         whole, first = row.completions, row.prompt[: len(tokenizer.leading)]
         head = len(first) if first and first == tokenizer.leading else int(row.prompt[:1] == [tokenizer.bos])
-        groups = [[completion] for completion in whole] if self.divides else [whole]
+        groups, further = [whole], [row.further]
+        if self.divides:
+            # Equal for equal prompts, however they are truncated, in every process and on every machine.
+            digest = hashlib.blake2b(np.asarray(row.prompt, dtype="<i4").tobytes(), digest_size=8).digest()
+            key = {"prompt_key": int.from_bytes(digest, "little", signed=True)}
+            groups = [[completion] for completion in whole]
+            further = [{name: each[i] for name, each in row.further.items()} | key for i in range(len(whole))]
         fits = [fit(row.prompt, group, limits, head, self.whole) for group in groups]
         answers = [ids for fitted in fits for ids in fitted.completions]
         pair = None
         if len(whole) > 1 and answers[0] == answers[1]:
             pair = IDENTICAL if whole[0] == whole[1] else CUT_ALIKE
         records = []
-        for fitted in fits:
+        for fitted, own in zip(fits, further):
             dropped = next(filter(None, (pair if pair == IDENTICAL else None, *fitted.reasons, pair)), None)
             kept = dropped is None
             ids = zip(("prompt_ids", *self.completions), (fitted.prompt, *fitted.completions))
             cut = {"prompt_cut": kept and fitted.prompt_cut, "completions_cut": sum(fitted.cut) if kept else 0}
             tokens = {name: value if kept else [] for name, value in ids}
-            records.append({**row.further, **tokens, "dropped": dropped, **cut})
+            records.append({**own, **tokens, "dropped": dropped, **cut})
         return records
 
     @abstractmethod
-    def collate(self, dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> AnyBatch:
+    def collate(self, dataset: Dataset, plan: WindowPlan, micro: int, rank: int) -> AnyBatch:
         """Collate one rank's micro-batch ``micro`` of a plan."""

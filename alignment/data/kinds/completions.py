@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from datasets import Dataset, List, Value
@@ -16,7 +15,7 @@ from alignment.data.packing.rows import PackedRows
 from alignment.data.targets.tokenized import TokenColumns, TokenFormat, divided, learned_row
 from alignment.data.targets.turns import assistant_mask
 from alignment.data.tokenization import Encoded, Limits, RowTokenizer
-from alignment.data.windows import RowTable, WindowPlan
+from alignment.data.windows import WindowPlan
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,9 @@ class Completions(Kind):
     def parse(self, row: Row, where: str, others: Row) -> Source:
         """Convert a row with ``prompt, completion``, with ``messages`` or with ``text``."""
         if row.get("completion") is not None:
-            return replace(messages.answered(row, where), further={"all": self.completion_only is False})
+            completion = messages.text_of(row, "completion", where, answer=True)
+            source = messages.source_of(row, where, messages.prompt_of(row, where), completion=completion)
+            return replace(source, further={"all": self.completion_only is False})
         key = next((key for key in self._whole_rows if row.get(key) is not None), None)
         if key is None:
             instead = ", or ".join(self._whole_rows)
@@ -88,11 +89,8 @@ class Completions(Kind):
         only = (self.completion_only, self.assistant_only)
         return learned_row(row, columns, where, len(tokenizer.tokenizer), *only)
 
-    def encode(self, sources: Sequence[Source], tokenizer: RowTokenizer) -> list[Encoded]:
-        """Convert rows to token IDs, and divide each before the first token in the loss."""
-        return [self._learned(source, ids, tokenizer) for source, ids in zip(sources, tokenizer.encode(sources))]
-
     def _learned(self, source: Source, ids: Encoded, tokenizer: RowTokenizer) -> Encoded:
+        """Divide a row before the first token in the loss."""
         everything = bool(source.further.get("all"))
         if not (everything or self.assistant_only):
             return Encoded(ids.prompt, ids.completions, {"scored": None, "first": False})
@@ -103,13 +101,12 @@ class Completions(Kind):
         return divided(sequence, learned)
 
     def records(self, row: Encoded, limits: Limits, tokenizer: RowTokenizer) -> list[Record]:
+        row = row if row.source is None else self._learned(row.source, row, tokenizer)
         (record,) = super().records(row, limits, tokenizer)
         dropped, scored = record["dropped"], record["scored"]
         return [record | {"scored": None if dropped or scored is None else scored[: len(record["completion_ids"])]}]
 
-    def collate(
-        self, dataset: Dataset | PackedRows, table: RowTable, plan: WindowPlan, micro: int, rank: int
-    ) -> CompletionBatch:
+    def collate(self, dataset: Dataset | PackedRows, plan: WindowPlan, micro: int, rank: int) -> CompletionBatch:
         own = plan.micro_batches[micro][rank]
         data = dataset[list(own.rows)]
         sequences = list(zip(data["prompt_ids"], data["completion_ids"]))

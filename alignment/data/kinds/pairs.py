@@ -18,7 +18,7 @@ from alignment.data.batching import Batch, OnDevice, TokenIds, collate
 from alignment.data.kinds.base import Kind
 from alignment.data.messages import Message, Row, Source, Text
 from alignment.data.targets.tokenized import TokenFormat
-from alignment.data.windows import RowTable, WindowPlan
+from alignment.data.windows import WindowPlan
 
 HH_TURN = "\n\nAssistant:"  # the turn marker of Anthropic's HH dataset
 
@@ -56,7 +56,7 @@ class Pairs(Kind):
             prompt, chosen, rejected = _spoken_prompt(prompt, chosen, rejected)
         return messages.source_of(row, where, prompt, chosen=chosen, rejected=rejected)
 
-    def collate(self, dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PreferenceBatch:
+    def collate(self, dataset: Dataset, plan: WindowPlan, micro: int, rank: int) -> PreferenceBatch:
         own = plan.micro_batches[micro][rank]
         data = dataset[list(own.rows)]
         pairs = list(zip(data["prompt_ids"], data["chosen_ids"], data["rejected_ids"]))

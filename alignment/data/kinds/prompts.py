@@ -15,7 +15,7 @@ from alignment.data.kinds.base import Kind, Record
 from alignment.data.messages import Row, Source, Text, prompt_of, source_of
 from alignment.data.readers import json_object, json_text
 from alignment.data.tokenization import Encoded, Limits, RowTokenizer
-from alignment.data.windows import RowTable, WindowPlan
+from alignment.data.windows import WindowPlan
 
 _NO_START = "no tokens to start from (empty prompt, and the tokenizer has no BOS or EOS token)"
 _STORED = ("prompt", "template", "columns")  # as JSON, with the same types in every dataset of a mixture
@@ -73,7 +73,7 @@ class Prompts(Kind):
             return [record | {"prompt_ids": [], "dropped": f"prompt longer than {counted(most, 'token')}"}]
         return [record]
 
-    def collate(self, dataset: Dataset, table: RowTable, plan: WindowPlan, micro: int, rank: int) -> PromptBatch:
+    def collate(self, dataset: Dataset, plan: WindowPlan, micro: int, rank: int) -> PromptBatch:
         own = plan.micro_batches[micro][rank]
         prompts = dataset[list(own.rows)]["prompt_ids"] if own.rows else []
         return PromptBatch(own.rows, tuple(map(tuple, prompts)))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
 from alignment.config.errors import DataError, listing, show
-from alignment.data.tokenization import Encoded, common_length
+from alignment.data.tokenization import Encoded
 
 IGNORED = -100  # the label of a token that is not in the loss
 _PACKED = "seq_lengths"  # the lengths of the sequences of a pack
@@ -110,7 +111,7 @@ def read_completions(row: Mapping[str, Any], columns: TokenColumns, where: str, 
 def read_whole(row: Mapping[str, Any], columns: TokenColumns, where: str, vocabulary: int) -> Encoded:
     """Read complete sequences. What they have in common is the prompt; each completion keeps at least one token."""
     sequences = read_ids(row, columns, where, vocabulary)
-    shared = common_length(sequences[0][: max(0, min(map(len, sequences)) - 1)], sequences)
+    shared = len(commonprefix([sequences[0][: max(0, min(map(len, sequences)) - 1)], *sequences]))
     return Encoded(sequences[0][:shared], [ids[shared:] for ids in sequences])
 
 

@@ -7,11 +7,12 @@ end of the generation prompt before it, and ends with the first end-of-turn toke
 from __future__ import annotations
 
 import re
+from os.path import commonprefix
 from typing import Any
 
 from alignment.config.errors import DataError, one_line
 from alignment.data.messages import Source
-from alignment.data.tokenization import RowTokenizer, common_length
+from alignment.data.tokenization import RowTokenizer
 
 
 def assistant_mask(tokenizer: RowTokenizer, source: Source, ids: list[int]) -> list[bool]:
@@ -40,7 +41,7 @@ def _marked(tokenizer: RowTokenizer, source: Source, messages: list[Any], ids: l
             f"{one_line(error)}; use a fast tokenizer, or remove assistant_only_loss"
         ) from error
     mask = [bool(value) for value in rendered["assistant_masks"]]
-    shared = common_length(list(rendered["input_ids"]), [ids])
+    shared = len(commonprefix([list(rendered["input_ids"]), ids]))
     # Tokens beyond the template's are EOS tokens that were added because the template does not end the turn.
     return [*mask[:shared], *[bool(shared and mask[shared - 1])] * (len(ids) - shared)]
 
@@ -53,7 +54,7 @@ def _found(tokenizer: RowTokenizer, source: Source, messages: list[Any], ids: li
         before = messages[:number]
         text = tokenizer.render(before, source, add_generation_prompt=True) if before else tokenizer.opening(source)
         (head,) = tokenizer.ids([text])
-        start = common_length(head, [ids])
+        start = len(commonprefix([head, ids]))
         # A token that spans the boundary belongs to the completion: a few tokens may differ, but not a whole turn.
         stop = next((place for place in range(start, len(ids)) if ids[place] == end), None)
         following = any(other["role"] != "assistant" for other in messages[number + 1 :])
