@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 _TOOLS = (
-    "{%- if tools %}{{ turn('system') + 'Tools:' }}{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{%- endfor %}"
-    "{{ end }}{%- endif %}"
+    "{%- if tools %}{{ OPENING + 'Tools:' }}{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{%- endfor %}"
+    "{{ CLOSING }}{%- endif %}"
 )
 _CALLS = (
     "{%- if message.tool_calls %}{%- for call in message.tool_calls %}"
@@ -14,43 +14,31 @@ _CALLS = (
 )
 
 
-def _turns(opening: str, closing: str, *, first: str = "", generation: bool = False, default: str = "") -> str:
-    """Build a template of turns: ``opening`` (an expression with ``role``), the content, ``closing``."""
+def _turns(opening: str, closing: str, *, first: str = "''", generation: bool = False, system: str = "") -> str:
+    """Build a template of turns: ``opening`` (an expression with ``role``), the content, ``closing``.
+
+    ``first`` is an expression for the start, ``system`` the default message of the system.
+    """
     text = "{%- if message.content %}{{ message.content }}{%- endif %}" + _CALLS + f"{{{{ {closing} }}}}"
     if generation:
         answer = f"{{%- if message.role == 'assistant' %}}{{% generation %}}{text}{{% endgeneration %}}"
         text = f"{answer}{{%- else %}}{text}{{%- endif %}}"
-    system = "".join(
-        (
-            "{%- if messages[0].role != 'system' %}{%- set role = 'system' %}",
-            f"{{{{ {opening} + '{default}' + {closing} }}}}{{%- endif %}}",
-        )
-    )
-    tools = _TOOLS.replace("turn('system')", opening.replace("role", "'system'")).replace(
-        "end }}", f"{closing} }}}}", 1
-    )
-    return "".join(
-        (
-            f"{{{{ {first} }}}}" if first else "",
-            system if default else "",
-            tools,
-            "{%- for message in messages %}{%- set role = message.role %}",
-            f"{{{{ {opening} }}}}{text}{{%- endfor %}}",
-            f"{{%- if add_generation_prompt %}}{{%- set role = 'assistant' %}}{{{{ {opening} }}}}{{%- endif %}}",
-        )
+    if system:
+        system = f"{{%- set role = 'system' %}}{{{{ {opening} + '{system}' + {closing} }}}}"
+        system = f"{{%- if messages[0].role != 'system' %}}{system}{{%- endif %}}"
+    tools = _TOOLS.replace("OPENING", opening.replace("role", "'system'")).replace("CLOSING", closing)
+    return (
+        f"{{{{ {first} }}}}{system}{tools}{{%- for message in messages %}}{{%- set role = message.role %}}"
+        f"{{{{ {opening} }}}}{text}{{%- endfor %}}"
+        f"{{%- if add_generation_prompt %}}{{%- set role = 'assistant' %}}{{{{ {opening} }}}}{{%- endif %}}"
     )
 
 
 _CHATML = ("'<|im_start|>' + role + '\\n'", "'<|im_end|>\\n'")
-CHATML = _turns(*_CHATML, default="You are a helpful assistant.")
+CHATML = _turns(*_CHATML, system="You are a helpful assistant.")
 CHATML_MARKED = _turns(*_CHATML, generation=True)
-LLAMA3 = _turns(
-    "'<|start_header_id|>' + role + '<|end_header_id|>\\n\\n'", "'<|eot_id|>'", first="bos_token", generation=True
-)
-GEMMA = _turns(
-    "'<start_of_turn>' + ('model' if role == 'assistant' else role) + '\\n'", "'<end_of_turn>\\n'", first="bos_token"
-)
-PHI3 = _turns("'<|' + role + '|>\\n'", "'<|end|>\\n'")
+_HEADER = "'<|start_header_id|>' + role + '<|end_header_id|>\\n\\n'"
+LLAMA3 = _turns(_HEADER, "'<|eot_id|>'", first="bos_token", generation=True)
 MISTRAL = (
     "{{ bos_token }}{%- for message in messages %}{%- if message.role == 'assistant' %}"
     "{{ ' ' + message.content + eos_token }}{%- else %}{{ '[INST] ' + message.content + ' [/INST]' }}{%- endif %}"
