@@ -55,7 +55,7 @@ class Mutation:
 
 
 def load(folder: Path = FOLDER) -> list[Mutation]:
-    """Load all mutations, in the order of the files; a ValueError if an entry is malformed or its name is not unique."""
+    """Load all mutations, in the order of the files; a ValueError if an entry is malformed or its name repeated."""
     found: dict[str, Mutation] = {}
     for file in sorted(folder.glob("*.yaml")):
         for entry in yaml.safe_load(file.read_text(encoding="utf-8")) if file.name != "equivalent.yaml" else ():
