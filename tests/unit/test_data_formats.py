@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from alignment.config.errors import DataError
-from alignment.data.kinds.base import Kind
 from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.messages import Source
@@ -27,43 +26,6 @@ def labeled(row: dict[str, Any]) -> Source:
 U, V = {"role": "user", "content": "hello"}, {"role": "user", "content": "bye"}
 A, B = {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}
 S = {"role": "system", "content": "be brief"}
-
-
-@pytest.mark.parametrize(
-    ("chosen", "rejected", "expected"),
-    [
-        ("say it well", "say it badly", ("say it", " well", " badly")),
-        ("say it wellness", "say it welled", ("say it", " wellness", " welled")),  # no word is split
-        ("say so well", "say sooner", ("say", " so well", " sooner")),  # not even if only one completion continues it
-        ("Q: why?\n\nA", "Q: why?\n\nB", ("Q: why?", "\n\nA", "\n\nB")),  # whitespace belongs to the completions
-        ("one two", "one two three", ("one", " two", " two three")),  # one completion is a prefix of the other
-        ("one two three", "one two", ("one", " two three", " two")),
-        ("one", "one two", ("", "one", "one two")),
-        ("one ", "one two", ("one", " ", " two")),
-        ("one\ntwo", "one two", ("one", "\ntwo", " two")),  # the boundary is between two kinds of whitespace
-        ("abc", "abd", ("", "abc", "abd")),
-        ("abc", "xyz", ("", "abc", "xyz")),
-        (" abc", " abd", ("", " abc", " abd")),
-        ("", "abc", ("", "", "abc")),
-        (
-            "\n\nHuman: hi\n\nAssistant: I am well",
-            "\n\nHuman: hi\n\nAssistant: I am not",
-            ("\n\nHuman: hi\n\nAssistant:", " I am well", " I am not"),
-        ),
-        (
-            "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d",
-            "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: e",
-            ("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", " d", " e"),
-        ),
-        (  # the later marker would leave the first completion empty
-            "\n\nHuman: a\n\nAssistant: b\n\nAssistant:",
-            "\n\nHuman: a\n\nAssistant: b\n\nAssistant: c",
-            ("\n\nHuman: a\n\nAssistant:", " b\n\nAssistant:", " b\n\nAssistant: c"),
-        ),
-    ],
-)
-def test_implicit_prompt_of_strings(chosen: str, rejected: str, expected: tuple[str, str, str]) -> None:
-    assert pair_of({"chosen": chosen, "rejected": rejected}) == expected
 
 
 @pytest.mark.parametrize(
@@ -98,13 +60,6 @@ def test_explicit_prompts() -> None:
     assert pair_of({"prompt": [A], "chosen": [A], "rejected": [B]}) == ([A], [A], [B])
     row = labeled({"prompt": [U], "completion": [U, A], "label": True})
     assert row == Source([U], ([A],), "row 1", further={"labels": [True]})
-
-
-def test_unpaired_rows() -> None:
-    one = labeled({"prompt": "", "completion": "b", "label": False})
-    assert one == Source("", ("b",), "row 1", further={"labels": [False]})
-    both = labeled({"prompt": "q", "chosen": "a", "rejected": "b"})
-    assert both == Source("q", ("a", "b"), "row 1", further={"labels": [True, False]})
 
 
 def test_nulls_are_removed_from_messages_and_template_options_are_kept() -> None:
@@ -146,37 +101,3 @@ def test_invalid_unpaired_rows(change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"^data.jsonl, row 12: ({message})") as caught:
         UNPAIRED.parse({**GOOD, **change}, "data.jsonl, row 12", {})
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"chosen": "a", "rejected": None}, "rejected is missing"),
-        ({"chosen": "a", "rejected": 3}, r"rejected is 3 \(an integer\)"),
-        ({"chosen": "a", "rejected": [B]}, "chosen is a string but rejected is a list"),
-        ({"chosen": [], "rejected": [B]}, "chosen is an empty list"),
-        ({"prompt": "p", "chosen": [U, A], "rejected": [U, B]}, "prompt is a string but chosen is a list"),
-        ({"prompt": 7, "chosen": "a", "rejected": "b"}, r"prompt is 7 \(an integer\)"),
-    ],
-)
-def test_invalid_pairs(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=f"^row 3: {message}"):
-        PAIRS.parse(row, "row 3", {})
-
-
-@pytest.mark.parametrize(
-    ("columns", "kind", "message"),
-    [
-        (["prompt", "completion", "label"], PAIRS, "missing columns chosen, rejected; .*; columns: prompt, comp"),
-        (["prompt", "chosen"], PAIRS, "missing column rejected; training requires .*; columns: prompt, chosen"),
-        (["text"], PAIRS, "missing columns chosen, rejected; .*; columns: text"),
-        (["prompt", "completion"], UNPAIRED, "missing column label;"),
-        (["completion", "label"], UNPAIRED, "missing column prompt; training requires prompt and comp"),
-        (["prompt", "rejected"], UNPAIRED, "missing column chosen"),
-        (["text"], UNPAIRED, "missing columns prompt, completion, label; .* columns: text"),
-        ([], UNPAIRED, "columns: none"),
-    ],
-)
-def test_missing_columns(columns: list[str], kind: Kind, message: str) -> None:
-    with pytest.raises(DataError, match=f"^data.jsonl: .*{message}"):
-        kind.check_columns(columns, columns, "data.jsonl", "training")

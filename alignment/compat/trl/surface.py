@@ -173,15 +173,15 @@ class TrainerSurface:
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print metrics of ``train``, ``eval`` or another split, one per line, on the first rank."""
-        from transformers.trainer_pt_utils import log_metrics
+        from transformers import Trainer
 
-        log_metrics(self, split, metrics)
+        Trainer.log_metrics(self, split, metrics)
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Write metrics to ``{split}_results.json``, and add them to ``all_results.json``."""
-        from transformers.trainer_pt_utils import save_metrics
+        from transformers import Trainer
 
-        save_metrics(self, split, metrics, combined)
+        Trainer.save_metrics(self, split, metrics, combined)
 
     callback_handler = property(lambda self: self.events.handler, doc="transformers' callback handler.")
     control = property(lambda self: self.events.control, doc="The requests of the callbacks.")
