@@ -12,10 +12,14 @@ from tools.renames import load, renamed_copy
 
 
 def functions() -> set[str]:
-    """Return the public functions of ``alignment/internals/``, as ``module.function``."""
+    """Return the public functions of ``alignment/internals/``, as ``module.function``.
+
+    Without those of ``threads``: the standard library cannot be copied.
+    """
     return {
         f"{file.stem}.{node.name}"
         for file in (ROOT / "alignment" / "internals").glob("*.py")
+        if file.stem != "threads"
         for node in ast.parse(file.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
     }
