@@ -131,3 +131,31 @@ def test_a_prompt_is_tokenized_as_with_completions() -> None:
                 alone = encode(tokenizer, text)
                 assert alone.completions == [] and alone.prompt
                 assert alone.prompt == encode(tokenizer, text, completion).prompt
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "completion", "expected"),
+    [
+        (
+            CHATML,
+            [user("x")],
+            [assistant("cd")],
+            ["<|im_start|>|u|s|e|r|\n|x|<|im_end|>|\n|<|im_start|>|a|s|s|i|s|t|a|n|t|\n", "c|d|<|im_end|>"],
+        ),
+        (PLAIN, [user("x")], [assistant("cd")], ["u|s|e|r|:| |x|\n|a|s|s|i|s|t|a|n|t|:", " |c|d|\n|</s>"]),
+        (
+            CHATML,  # the completion continues a message that the prompt has started
+            [user("x"), assistant("c")],
+            [assistant("d")],
+            [
+                "<|im_start|>|u|s|e|r|\n|x|<|im_end|>|\n|<|im_start|>|a|s|s|i|s|t|a|n|t|\n|c",
+                "<|im_end|>|\n|<|im_start|>|a|s|s|i|s|t|a|n|t|\n|d|<|im_end|>",
+            ],
+        ),
+        (CHATML, [], [assistant("cd")], ["<|im_start|>|a|s|s|i|s|t|a|n|t|\n", "c|d|<|im_end|>"]),
+        (PLAIN, [], [user("x"), assistant("c")], ["u|s|e|r|:| ", "x|\n|a|s|s|i|s|t|a|n|t|:| |c|\n|</s>"]),
+        ("<s>" + CHATML, [], [assistant("c")], ["<s>|<|im_start|>|a|s|s|i|s|t|a|n|t|\n", "c|<|im_end|>"]),
+    ],
+)
+def test_conversations(template: str, prompt: list[Any], completion: list[Any], expected: list[str]) -> None:
+    assert golden(char_tokenizer(template=template, before=BOS), prompt, completion) == expected
