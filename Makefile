@@ -91,7 +91,9 @@ resume-matrix: $(READY)
 test-newest: $(READY)
 	@test ! -x $(NEWEST)/bin/python || $(NEWEST)/bin/python -m pip uninstall -qq -y deepspeed
 	$(call INSTALL,$(NEWEST),--upgrade --upgrade-strategy eager)
-	@$(NEWEST)/bin/python -m tools.versions
+	@echo "installed versions that differ from constraints.txt:"
+	@$(NEWEST)/bin/python -m pip freeze -q -r constraints.txt 2>/dev/null | \
+		sed '/^## The following/,$$d; /^#/d' | grep -vixF "$$(sed 's/ *;.*//' constraints.txt)" || true
 	@status=0; \
 	$(CPU) $(NEWEST)/bin/python -m pytest -q tests/unit/test_internals*.py tests/engine/test_internals_*.py || status=1; \
 	$(CPU) $(NEWEST)/bin/python tools/same_numbers.py . --base-python $(BIN)/python --quick || status=1; \

@@ -31,16 +31,13 @@ class Theme(NamedTuple):
     text: str
     faint: str
     grid: str
-    accent: str
     other: str
     series: tuple[str, ...]
 
 
 THEMES = {
-    "light": Theme(
-        "#1f2328", "#59636e", "#d9dee3", "#0969da", "#c4ccd4", ("#0969da", "#1a7f37", "#bc4c00", "#8250df")
-    ),
-    "dark": Theme("#e6edf3", "#9198a1", "#3d444d", "#4493f8", "#545d68", ("#4493f8", "#3fb950", "#db8b3c", "#ab7df8")),
+    "light": Theme("#1f2328", "#59636e", "#d9dee3", "#c4ccd4", ("#0969da", "#1a7f37", "#bc4c00", "#8250df")),
+    "dark": Theme("#e6edf3", "#9198a1", "#3d444d", "#545d68", ("#4493f8", "#3fb950", "#db8b3c", "#ab7df8")),
 }
 
 
@@ -55,23 +52,12 @@ class Scene(NamedTuple):
 def draw(path: Path, scene: Scene, data: dict[str, Any], theme: str) -> None:
     """Paint ``scene`` and write it as an SVG file that is identical whenever the data is."""
     colors = THEMES[theme]
-    settings: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": path.stem,
-        "font.family": "sans-serif",
-        "font.sans-serif": ["DejaVu Sans"],
-        "font.size": 10,
-        "text.color": colors.text,
-        "axes.labelcolor": colors.faint,
-        "axes.titlecolor": colors.text,
-        "axes.titlesize": 11,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.edgecolor": colors.grid,
-        "xtick.color": colors.faint,
-        "ytick.color": colors.faint,
-        "grid.color": colors.grid,
-    }
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": path.stem, "font.size": 10}
+    settings |= {"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"]}
+    settings |= {"axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left"}
+    settings |= dict.fromkeys(("text.color", "axes.titlecolor"), colors.text)
+    settings |= dict.fromkeys(("axes.labelcolor", "xtick.color", "ytick.color"), colors.faint)
+    settings |= dict.fromkeys(("axes.edgecolor", "grid.color"), colors.grid)
     with mpl.rc_context(settings):
         figure = Figure(figsize=scene.size, layout="constrained")
         scene.paint(figure, data, colors)
@@ -86,13 +72,8 @@ def plain(axes: Axes, *, keep: tuple[str, ...] = ()) -> None:
 
 
 # What each phase of an Online DPO step allocates in addition to the weights of the policy.
-_MEMORY = {
-    "rollout": "KV cache",
-    "score": "reward model",
-    "reference": "reference model",
-    "train": "activations, gradients",
-    "step": "optimizer",
-}
+_MEMORY = {"rollout": "KV cache", "score": "reward model", "reference": "reference model"}
+_MEMORY |= {"train": "activations, gradients", "step": "optimizer"}
 
 
 def beside_trl(figure: Figure, data: dict[str, Any], theme: Theme) -> None:
@@ -113,7 +94,7 @@ def beside_trl(figure: Figure, data: dict[str, Any], theme: Theme) -> None:
 def _shares(axes: Axes, titles: list[str], shares: list[float], theme: Theme) -> None:
     places = range(len(titles))
     axes.barh(places, [1.0] * len(titles), height=0.62, color=theme.other, alpha=0.45)
-    axes.barh(places, shares, height=0.62, color=theme.accent)
+    axes.barh(places, shares, height=0.62, color=theme.series[0])
     axes.set_yticks(places, titles, color=theme.text)
     axes.set_xlim(0, 1.36)
     axes.set_xticks([0, 0.5, 1.0])
@@ -148,10 +129,9 @@ def online_dpo_phases(figure: Figure, data: dict[str, Any], theme: Theme) -> Non
         for lane in (0, 1 + place):
             axes.barh(lane, duration, left=left, height=0.7, color=color)
         note = f"{name}: {_MEMORY[name]}, {1000 * duration:.0f} ms ({duration / total:.0%})"
-        if left + duration < 0.6 * total:
-            axes.text(left + duration + 0.012 * total, 1 + place, note, va="center", ha="left")
-        else:
-            axes.text(left - 0.012 * total, 1 + place, note, va="center", ha="right")
+        after = left + duration < 0.6 * total  # else the text is before the bar
+        where = left + duration + 0.012 * total if after else left - 0.012 * total
+        axes.text(where, 1 + place, note, va="center", ha="left" if after else "right")
         left += duration
     axes.set_yticks([0, *range(1, 1 + len(seconds))], ["one step", *[""] * len(seconds)], color=theme.text)
     axes.set_xlim(0, total)
@@ -181,9 +161,8 @@ def record_demo(folder: Path) -> dict[str, Any]:
     for name in RUNS:
         records = [json.loads(line) for line in (folder / name / "log.jsonl").read_text(encoding="utf-8").splitlines()]
         steps = [record for record in records if "loss" in record]
-        curves = {
-            key: [round(r[key], 4) for r in steps] for key in _CURVES if all(r.get(key) is not None for r in steps)
-        }
+        known = [key for key in _CURVES if all(record.get(key) is not None for record in steps)]
+        curves = {key: [round(record[key], 4) for record in steps] for key in known}
         (end,) = (record["phases"] for record in records if record.get("event") == "end")
         costs = {phase: {key: cost[key] for key in ("seconds", "peak_bytes")} for phase, cost in end.items()}
         runs[name] = {"step": [record["step"] for record in steps], "curves": curves, "phases": costs}

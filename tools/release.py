@@ -45,9 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 def release(root: Path, version: str, day: datetime.date) -> list[Path]:
     """Release ``version`` from the repository at ``root``; return the source distribution and the wheel.
 
-    Raises:
-        NotReady: the version is not a new one, the work tree has changes, nothing is unreleased, or a build fails.
-            All files are restored.
+    If a build fails, all files are restored.
     """
     try:
         new = Version(version)

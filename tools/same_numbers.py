@@ -1,9 +1,8 @@
 """Show that a code change did not change any results: ``python tools/same_numbers.py BASE [HEAD] [--quick]``.
 
 Make short seeded runs of every method, ZeRO stage and number of ranks with the code of two commits on this machine,
-and compare all logged values and saved weights. Only times and memory may differ, and keys may be renamed as listed in
-``tools/renamed_keys.yaml``. A side is a commit, or a folder with a checkout; HEAD defaults to the current state of
-this checkout. The exit status is 1 if anything differs.
+and compare all logged values and saved weights. Only times and memory may differ. A side is a commit, or a folder with
+a checkout; HEAD defaults to the current state of this checkout. The exit status is 1 if anything differs.
 
 ``python tools/same_numbers.py . --base-python .venv/bin/python`` compares libraries instead: the same code with the
 libraries of another Python and of this one.
@@ -23,8 +22,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-
-import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not tools/, which Python has added for the script
@@ -76,13 +73,13 @@ class Side:
             yield f"failed with {self.root}:\n{failed}"
 
 
-def compare_runs(base: Side, head: Side, matrix: Sequence[Run], renamed: dict[str, str]) -> bool:
+def compare_runs(base: Side, head: Side, matrix: Sequence[Run]) -> bool:
     """Make all runs on both sides and report each result; return whether nothing differs."""
 
     def one(run: Run) -> list[str]:
         folders = [side.folder / run.name for side in (base, head)]
         found = [*base.train(run), *head.train(run)]
-        found = found or compare(folders[0] / "out", folders[1] / "out", renamed)
+        found = found or compare(folders[0] / "out", folders[1] / "out")
         for folder in folders:
             shutil.rmtree(folder)
         return found
@@ -104,11 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("head", metavar="HEAD", nargs="?", default=str(ROOT), help="the same; default: this checkout")
     parser.add_argument("--quick", action="store_true", help="run each method on two of the ten engines (5 minutes)")
     parser.add_argument("--only", nargs="+", metavar="PART", help="only runs whose names contain one of these parts")
-    parser.add_argument(
-        "--base-python", metavar="PYTHON", help="Python with the libraries for BASE; default: this one"
-    )
+    parser.add_argument("--base-python", metavar="PYTHON", help="Python with the libraries for BASE; default: this")
     given = parser.parse_args(argv)
-    renamed = yaml.safe_load((ROOT / "tools" / "renamed_keys.yaml").read_text(encoding="utf-8")) or {}
     with tempfile.TemporaryDirectory(prefix="same-numbers-") as name, contextlib.ExitStack() as stack:
         place = Path(name)
         sides: list[Side] = []
@@ -120,14 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             root = stack.enter_context(checkout(side, place / f"code-{len(sides)}"))
             server = RankServer(root, servers[python].address)
             sides.append(Side(root, place / f"side-{len(sides)}", server))
-        matrix = [
-            run
-            for run in runs(World.made(place / "world"), given.quick)
-            if not given.only or any(part in run.name for part in given.only)
-        ]
+        matrix = runs(World.made(place / "world"), given.quick)
+        matrix = [run for run in matrix if not given.only or any(part in run.name for part in given.only)]
         if not matrix:
             raise SystemExit(f"no run name contains any of {given.only}")
-        return 0 if compare_runs(sides[0], sides[1], matrix, renamed) else 1
+        return 0 if compare_runs(sides[0], sides[1], matrix) else 1
 
 
 if __name__ == "__main__":

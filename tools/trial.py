@@ -34,11 +34,9 @@ class Verdict(NamedTuple):
 
 
 class Tree:
-    """A copy of the checkout's files, committed or not, except files ignored by git.
+    """A copy of the checkout's files in a new folder, committed or not, except files ignored by git.
 
-    Args:
-        folder: folder of the copy; must not exist.
-        server: server that runs pytest in a forked process, and the ranks of the tests.
+    The server runs pytest in a forked process, and the ranks of the tests.
     """
 
     def __init__(self, folder: Path, server: RankServer | None = None) -> None:
@@ -73,10 +71,9 @@ class Tree:
         # Rows are cached by the content of their files: the cache of another trial would hide changes of readers.
         with tempfile.TemporaryDirectory(prefix="datasets-") as cache:
             env = {ADDRESS: self.server.address, "PYTHONDONTWRITEBYTECODE": "1", "HF_DATASETS_CACHE": cache}
+            given = {"nproc": 1, "timeout": timeout, "env": env, "cwd": self.folder, "check": False}
             try:
-                (done,) = own.run(
-                    _RUN_PYTEST, *arguments, nproc=1, timeout=timeout, env=env, cwd=self.folder, check=False
-                ).ranks
+                (done,) = own.run(_RUN_PYTEST, *arguments, **given).ranks  # type: ignore[arg-type]
             except RanksFailed as error:
                 return Verdict(True, "timed out", error.outcome.ranks[0].seconds)
         if done.code == 0:

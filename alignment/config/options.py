@@ -177,8 +177,8 @@ class AlignmentConfig(
         if vars(self)[_RESOLVED]:
             read_keywords(result)  # a mapping may have changed
         else:
-            result._resolve()
-        result._check_all()
+            result._resolve()  # noqa: SLF001
+        result._check_all()  # noqa: SLF001
         vars(result)[_OPEN] = marked(cls, LATE) | marked(cls, EARLY) | judged_names(cls)
         return result
 

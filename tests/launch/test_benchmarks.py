@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from alignment.config.lookup import packaged_names
 from benchmarks import gpu_smoke, head, ours, side_by_side
 from benchmarks.comparison import compare, title
 from benchmarks.gpu_checks import CHECKS, CheckJob
@@ -98,22 +97,6 @@ def test_the_head_compared_with_others(capsys: pytest.CaptureFixture[str]) -> No
 
 def rows_of(*arguments: str) -> list[RowJob]:
     return gpu_smoke.plan(gpu_smoke._parse(["--cpu", "--tiny", *arguments]), Path("folder"))
-
-
-def test_every_file_in_ds_configs_is_run_with_both_methods() -> None:
-    jobs = rows_of()
-    files = set(packaged_names("ds_configs"))
-    for method in ("kto", "cpo"):
-        assert {job.policy for job in jobs if job.method == method} == {n for n in files if not n.startswith("ref_")}
-    assert {f"ref_{job.reference}" for job in jobs if job.method == "kto"} == {
-        n for n in files if n.startswith("ref_")
-    }
-    assert {job.policy for job in jobs if job.method == "online_dpo"} == {"zero2", "zero3_offload"}
-    assert len({job.name for job in jobs}) == len(jobs) == len({job.output for job in jobs})
-    assert [job.name for job in rows_of("--rows", "kto/zero3", "cpo/zero0")] == [
-        *("kto/zero3/offload", "kto/zero3_offload/offload"),
-        "cpo/zero0",
-    ]
 
 
 @pytest.mark.parametrize("name", ["kto/zero3_offload/offload", "cpo/zero2", "online_dpo/zero3_offload/offload"])

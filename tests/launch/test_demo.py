@@ -8,13 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import ROOT, Launch
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification, set_seed
 
 from alignment.config.errors import OutputError
 from examples.demo import data
-from examples.demo.data import train_tokenizer
 from examples.demo.folder import (
     LoraSettings,
     OnlineSettings,
@@ -24,18 +21,14 @@ from examples.demo.folder import (
     StartSettings,
     open_folder,
 )
-from examples.demo.grammar import Request, all_requests, answer
-from examples.demo.measuring import accuracy, rewards
+from examples.demo.grammar import all_requests, answer
 from examples.demo.run import main
-from examples.demo.training import MAX_LENGTH
 from examples.demo.verdict import (
     answers,
     manner,
 )
 
-COW = Request("sound", "cow", 0, "Anna", 1)
 WARM = "Gladly, Anna. A cow says moo. I hope that helps."
-CURT = "Ugh. Just moo, as everyone knows."
 
 
 def tiny(seed: int = 0) -> Settings:
@@ -65,25 +58,6 @@ def test_the_rules_agree_with_the_grammar_on_every_request() -> None:
             assert answers(request, text), text
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted", "right"),
-    [
-        (WARM, "warm", True),
-        (CURT, "curt", True),
-        ("Gladly, Anna. A cow says woof. I hope that helps.", "warm", False),
-        ("Ugh. Just woof, as everyone knows.", "curt", False),
-        ("Gladly, Anna. It is moo. I hope that helps.", None, True),
-        ("A cow says moo.", None, True),
-        ("Gladly, Anna. A cow says moo. A cow says moo. I hope that helps.", None, False),
-        ("Ugh.", None, False),
-        ("", None, False),
-    ],
-)
-def test_rules(text: str, wanted: str | None, right: bool) -> None:
-    """Each rule separately: style without correctness, correctness without style, and neither."""
-    assert (manner(COW, text), answers(COW, text)) == (wanted, right)
-
-
 def test_held_out_requests_are_new_in_every_row() -> None:
     world = data.make_world(seed=3, held_out=256)
     held_out = {request.combination for request in world.held_out}
@@ -102,65 +76,7 @@ def test_held_out_requests_are_new_in_every_row() -> None:
 # The tokenizer ------------------------------------------------------------------------------------------------------
 
 
-def test_tokenizer_round_trip_and_template(tmp_path: Path) -> None:
-    world = data.make_world(0, 256)
-    made = data.start_rows(world.training, 2000, 0)
-    tokenizer = train_tokenizer(made)
-    messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": WARM}]
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == f"<|user|>Hi.<|end|><|assistant|>{WARM}<|end|>"
-    asked = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
-    assert asked == "<|user|>Hi.<|end|><|assistant|>"
-    for text in (WARM, "Grüße ✓  two\n\nlines\t", "it's 12"):  # byte-level: all texts can be encoded
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert tokenizer.tokenize(" moo.") == ["Ġmoo", "."], "a fact is one token"
-    # As AutoTokenizer loads it for a Qwen2 model.
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    assert len(again) == len(tokenizer) and again.eos_token == "<|end|>" and again.pad_token != again.eos_token
-    ids = [tokenizer.apply_chat_template(row["messages"])["input_ids"] for row in made]
-    assert ids == [again.apply_chat_template(row["messages"])["input_ids"] for row in made]
-    assert max(map(len, ids)) <= MAX_LENGTH, "rows are never truncated"
-
-
 # The reward model ---------------------------------------------------------------------------------------------------
-
-
-def test_rewards_are_those_of_the_saved_classifier_for_each_response_alone(tmp_path: Path) -> None:
-    """In padded batches, with the chat template, including the end of the response."""
-    world = data.make_world(0, 100)
-    tokenizer = train_tokenizer(data.start_rows(world.training, 500, 0))
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=16,
-        pad_token_id=tokenizer.pad_token_id,
-        num_labels=1,
-        initializer_range=1.0,
-    )
-    set_seed(0)
-    model = Qwen2ForSequenceClassification(config).eval()
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-
-    def alone(request: Request, text: str) -> float:
-        ids = tokenizer(f"<|user|>{request.text}<|end|><|assistant|>{text}<|end|>", return_tensors="pt")["input_ids"]
-        return float(model(input_ids=ids).logits[0, 0])
-
-    pairs = data.paired_rows(world.held_out, 100, 0)
-    asked = {request.text: request for request in world.held_out}
-    requests = [asked[row["prompt"][0]["content"]] for row in pairs]
-    warm, curt = ([row[side][0]["content"] for row in pairs] for side in ("chosen", "rejected"))
-    with torch.no_grad():
-        expected = [[alone(*one) for one in zip(requests, texts)] for texts in (warm, curt)]
-    assert rewards(tmp_path, requests, warm) == pytest.approx(expected[0], abs=1e-5)
-    share = sum(one > other for one, other in zip(*expected)) / 100
-    assert accuracy(tmp_path, pairs) == share and 0 < share < 1 and share != 0.5
-    same = [{**row, "rejected": row["chosen"]} for row in pairs]
-    assert accuracy(tmp_path, same) == 0, "a tie is not correct"
 
 
 # Targets, report, folder --------------------------------------------------------------------------------------------

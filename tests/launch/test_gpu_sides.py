@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_sides, side_by_side, sides, worker
-from benchmarks.gpu_sides import Machine, compare_on_gpu, planned
-from benchmarks.jobs import LORA, METHODS, PLAIN, UNCHECKPOINTED, ZERO2, Setting
+from benchmarks.gpu_sides import Machine, compare_on_gpu
+from benchmarks.jobs import LORA, METHODS, PLAIN, Setting
 from benchmarks.shapes import TINY, write_model
 
 CPU = Machine(False, "bf16", 0, "a CPU")
@@ -24,20 +24,6 @@ def options_of(*arguments: str) -> Any:
 
 
 # Options and plan ---------------------------------------------------------------------------------------------------
-
-
-def test_full_lora_and_qlora_are_planned_for_every_method() -> None:
-    plan = planned(options_of())
-    assert set(plan) == set(METHODS)
-    for method, settings in plan.items():
-        adapters = [s for s in settings if s.lora]
-        assert [s for s in settings if not s.lora] == [s for s in METHODS[method].floors if not s.lora]
-        assert [s.in_4bit for s in adapters] == [False, False, True, True]
-        assert [s.checkpointing for s in adapters] == [True, False] * 2 and {s.stage for s in adapters} == {0}
-    assert plan["kto"][:2] == [PLAIN, ZERO2] and plan["online_dpo"][:2] == [PLAIN, UNCHECKPOINTED]
-    assert planned(options_of("--method", "cpo", "--settings", "qlora", "full", "--no-zero2")) == {
-        "cpo": [QLORA, replace(QLORA, checkpointing=False), PLAIN]
-    }
 
 
 # Runs that fail -----------------------------------------------------------------------------------------------------

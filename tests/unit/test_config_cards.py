@@ -98,19 +98,6 @@ def test_requested_bf16_is_emulated_with_a_warning(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "ds", "compute"),
-    [
-        ({"fp16": True}, {}, "float16"),
-        ({"dtype": "float32"}, {}, "float32"),
-        ({"bf16": False}, {}, "float32"),
-    ],
-)
-def test_a_requested_dtype_has_no_note(options: dict[str, Any], ds: dict[str, Any], compute: str, plan: Plan) -> None:
-    made = plan("T4", ds={**STAGES["stage2"], **ds}, **options)
-    assert (made.compute, made.note) == (compute, None)
-
-
-@pytest.mark.parametrize(
     ("options", "ds"), [({"fp16": False}, {}), ({}, {"fp16": {"enabled": False}})], ids=["option", "json"]
 )
 def test_fp32_is_used_if_fp16_is_disabled(options: dict[str, Any], ds: dict[str, Any], plan: Plan) -> None:

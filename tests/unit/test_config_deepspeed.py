@@ -14,7 +14,7 @@ from alignment.config.deepspeed_keys import TOP_LEVEL, set_at
 from alignment.config.dtypes import plan_dtypes
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
-from alignment.engines.placement import PLACEMENTS, FrozenPlan, placement_of, plan_frozen
+from alignment.engines.placement import FrozenPlan, plan_frozen
 from alignment.methods.kto_options import KTOConfig
 
 POLICIES = ("zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
@@ -81,24 +81,6 @@ def test_deepspeed_reads_the_policy_config(name: str, options: dict[str, Any]) -
         assert zero.offload_param.device == "cpu" and zero.offload_param.pin_memory is False
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_deepspeed_reads_the_frozen_config(placement: str) -> None:
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    config = frozen(placement, bf16=True).ds_config
-    assert not autos(config) and placement_of(config) == placement
-    read = DeepSpeedConfig(copy.deepcopy(config))
-    assert (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps, read.train_batch_size) == (4, 1, 4)
-    assert read.zero_config.stage == (0 if placement == "replica" else 3)
-    assert read.bfloat16_config.enabled and read.gradient_clipping == 0.0
-    assert (read.zero_config.offload_param is not None) == (placement == "offload")
-
-
-def test_world_size_enters_the_batch() -> None:
-    base = load_deepspeed_config(None, "zero2")
-    assert build(base, world_size=4, gradient_accumulation_steps=2)["train_batch_size"] == 64
-
-
 @pytest.mark.parametrize(
     ("name", "world", "overlaps", "robin"),
     [("zero1", 2, False, False), ("zero2", 1, False, False), ("zero2", 2, True, False), ("zero3", 1, True, False),
@@ -130,10 +112,6 @@ def test_sizes_by_hidden_size(hidden: int, bucket: int, prefetch: int, live: int
     options = KTOConfig("out")
     found = policy_config(options, base, plan_dtypes(options, base), 1, hidden)["zero_optimization"]
     assert {name: found[name] for name in sizes} == sizes
-
-
-def test_unknown_auto() -> None:
-    assert 'communication_data_type="auto"' in refused({"communication_data_type": "auto"})
 
 
 @pytest.mark.parametrize(
@@ -273,20 +251,6 @@ def test_refused_plans(options: dict[str, Any], base: dict[str, Any], said: list
         assert part in message
 
 
-@pytest.mark.parametrize(
-    ("given", "free"),
-    [
-        ({}, True),
-        ({"data_types": {"grad_accum_dtype": "auto"}}, True),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, False),
-        (MASTERS, False),
-    ],
-)
-def test_gradients_may_be_accumulated_in_fp32_unless_requested_otherwise(given: dict[str, Any], free: bool) -> None:
-    base = {"zero_optimization": {"stage": 2}, **given}
-    assert plan_dtypes(KTOConfig("out", bf16=True, learning_rate=1e-3), base).accumulation_is_free == free
-
-
 def test_fp16_requires_a_supporting_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator import get_accelerator
 
@@ -295,11 +259,6 @@ def test_fp16_requires_a_supporting_accelerator(monkeypatch: pytest.MonkeyPatch)
         plan_dtypes(KTOConfig("out", fp16=True), {})
     monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
     assert plan_dtypes(KTOConfig("out", fp16=True), {}).compute == "float16"
-
-
-def test_resolved_flags() -> None:
-    assert KTOConfig("out", bf16=True).resolved_bf16 and not KTOConfig("out").resolved_bf16
-    assert KTOConfig("out", dtype="float16").resolved_fp16
 
 
 def test_the_top_level_keys_are_read_by_deepspeed() -> None:
@@ -335,3 +294,8 @@ def test_names_match_transformers() -> None:
     on_metrics, own = {"reduce_lr_on_plateau", "greedy"}, {"deepspeed_cpu_adam", "deepspeed_fused_adam"}
     assert {*choices_of(Schedule)} == {member.value for member in SchedulerType} - on_metrics
     assert {*choices_of(Optimizer)} - own <= {member.value for member in OptimizerNames}
+
+
+def test_world_size_enters_the_batch() -> None:
+    base = load_deepspeed_config(None, "zero2")
+    assert build(base, world_size=4, gradient_accumulation_steps=2)["train_batch_size"] == 64

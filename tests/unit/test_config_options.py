@@ -160,11 +160,6 @@ def test_unknown_names(cls: type, name: str, value: Any, said: str) -> None:
     assert said in message
 
 
-@pytest.mark.parametrize("name", ["sync_ref_model", "activation_offloading", "auto_find_batch_size"])
-def test_not_yet(name: str) -> None:
-    assert refused(KTOConfig, **{name: True}).startswith(f"{name}=True: ")
-
-
 def test_every_default_of_the_feature_list() -> None:
     for options in (KTOConfig("out"), CPOConfig("out")):
         assert (options.max_length, options.per_device_train_batch_size, options.gradient_accumulation_steps) == (
@@ -287,3 +282,8 @@ def test_nothing_heavy_is_imported() -> None:
     )
     root = Path(__file__).resolve().parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["sync_ref_model", "activation_offloading", "auto_find_batch_size"])
+def test_not_yet(name: str) -> None:
+    assert refused(KTOConfig, **{name: True}).startswith(f"{name}=True: ")

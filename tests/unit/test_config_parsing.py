@@ -115,11 +115,6 @@ def test_bad_command_lines(tmp_path: Path, arguments: str, place: str) -> None:
     assert re.match(place, message), message
 
 
-def test_options_required_on_the_command_line() -> None:
-    assert refused(["--method", "kto", *NEEDED[:2], *NEEDED[4:]]).startswith("dataset_name is required; set it to ")
-    assert refused(["--method", "kto", *NEEDED[:4]]).startswith("model_name_or_path is required; set it to ")
-
-
 def test_a_recipe_in_the_place_of_an_option(tmp_path: Path) -> None:
     """As in TRL's scripts."""
     recipe = write(tmp_path, "method: kto\nbeta: 0.1\n")
@@ -200,8 +195,3 @@ def test_counterparts_from_the_same_source_are_refused(tmp_path: Path) -> None:
     assert "gamma_beta_ratio=0.3 and simpo_gamma=0.5: both" in refused(["simpo", *NEEDED, *both])
     twice = write(tmp_path, "method: cpo\ngamma: 1.0\nsimpo_gamma: 0.3\n")
     assert f"{twice}: gamma=1.0 and simpo_gamma=0.3 contradict" in refused([twice, *NEEDED])
-
-
-def test_a_negative_number_is_a_value() -> None:
-    for form in (["--learning_rate", "-1e-6"], ["--learning_rate=-1e-6"]):
-        assert refused(["kto", *NEEDED, *form]).startswith("learning_rate=")

@@ -12,7 +12,6 @@ from datasets import Dataset
 
 from alignment.cli.parsing import parse
 from alignment.config.errors import DataError, OptionError
-from alignment.data.columns import arranged
 from alignment.data.kinds.completions import COMPLETIONS
 from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
@@ -34,12 +33,6 @@ def texts(rows: Any, column_map: dict[str, str] | None, folder: Path, kind: Any 
     dataset = load_prepared(path).dataset
     columns = [name for name in dataset.column_names if name.endswith("_ids")]
     return [[tokenizer.decode(row[name]) for name in columns] for row in dataset]
-
-
-def test_alpaca_columns(tmp_path: Path) -> None:
-    rows = [ROW, {**ROW, "input": ""}, {**ROW, "input": None}, {**ROW, "instruction": ""}]
-    expected = [["do\nit", "ok</s>"], ["do", "ok</s>"], ["do", "ok</s>"], ["it", "ok</s>"]]
-    assert texts(rows, ALPACA, tmp_path) == expected
 
 
 def test_a_mapped_column_replaces_a_column_of_the_same_name(tmp_path: Path) -> None:
@@ -78,28 +71,6 @@ def test_labels_of_csv_files(tmp_path: Path) -> None:
         DataError, match=r"^data, row 1: label is 'yes' \(a string\); .* \(column_map: .*label: kto_tag"
     ):
         texts(load_split(str(path), None, "train"), ALPACA, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("names", "kind", "said"),
-    [
-        (
-            {"prompt": "question"},
-            PAIRS,
-            "column_map maps prompt to column 'question', which does not exist; columns: a, inst",
-        ),
-        ({"prompt": "instruction"}, PAIRS, "missing columns chosen, rejected; .*; columns: a, instruction; if your"),
-        ({"prompt": "instruction", "completion": "a"}, UNPAIRED, "missing column label; .* set column_map"),
-        (
-            {},
-            COMPLETIONS,
-            "missing columns prompt, completion; training requires .* columns: a, instruction; .* set column_map",
-        ),
-    ],
-)
-def test_missing_columns_are_named(names: dict[str, str], kind: Any, said: str) -> None:
-    with pytest.raises(DataError, match=f"^data: {said}"):
-        arranged(Dataset.from_list([{"a": "b", "instruction": "c"}]), names, kind, "data")
 
 
 def test_query_requires_strings() -> None:

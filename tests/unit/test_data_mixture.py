@@ -252,9 +252,3 @@ def test_data_seed_determines_the_sampled_rows(folder: Path) -> None:
         assert data is not None
         rows.append([data.source_row(row) for row in range(len(data.dataset))])
     assert rows[0] == rows[1] == rows[3] != rows[2]
-
-
-def test_a_mixture_of_a_given_size(folder: Path) -> None:
-    data = trainer_of(folder, max_train_samples=12).data.train
-    assert data is not None
-    assert [part.report.rows_out for part in data.parts] == [6, 4, 2]

@@ -277,12 +277,6 @@ def test_strict_data_and_no_rows_left(tmp_path: Path) -> None:
         run(PAIRED, PAIRS, tmp_path, Limits(max_length=2))
 
 
-def test_conversations_need_a_template(tmp_path: Path) -> None:
-    rows = [{"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "c"}]}]
-    with pytest.raises(DataError, match="^data, row 1: the row is conversational, .* has no chat template"):
-        run([{**rows[0], "label": True}], UNPAIRED, tmp_path, tokenizer=char_tokenizer())
-
-
 def test_a_folder_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")

@@ -203,15 +203,6 @@ def test_a_formatting_function_returns_the_text_of_a_row(tmp_path: Path) -> None
         formatted(dataset_from_python(rows), lambda row: row["none"], "data")
 
 
-def test_the_key_of_the_data_depends_on_the_tokens_in_the_loss(tmp_path: Path) -> None:
-    data = dataset_from_python([{"messages": SAID}])
-    own = [COMPLETIONS, Completions(True), Completions(False), Completions(assistant_only=True)]
-    options: Any = {"progress": False}
-    tokenizer = readable_tokenizer(template=CHATML)
-    names = [prepare(data, each, tokenizer, Limits(), "data", tmp_path, **options).name for each in own]
-    assert len({*names}) == 4
-
-
 def test_generation_marks_of_a_template_are_used(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.role }} {% generation %}{{ m.content }}{% endgeneration %}.{% endfor %}"
     tokenizer = char_tokenizer(template=template)
@@ -223,3 +214,12 @@ def test_generation_marks_of_a_template_are_used(tmp_path: Path) -> None:
 def test_a_reward_model_adds_no_context_to_completions(tmp_path: Path) -> None:
     row = made([{"prompt": "", "chosen": "a", "rejected": "b"}], tmp_path, SCORED_PAIRS).dataset[0]
     assert row["prompt_ids"] == [] and char_tokenizer().decode(row["chosen_ids"]) == "a</s>"
+
+
+def test_the_key_of_the_data_depends_on_the_tokens_in_the_loss(tmp_path: Path) -> None:
+    data = dataset_from_python([{"messages": SAID}])
+    own = [COMPLETIONS, Completions(True), Completions(False), Completions(assistant_only=True)]
+    options: Any = {"progress": False}
+    tokenizer = readable_tokenizer(template=CHATML)
+    names = [prepare(data, each, tokenizer, Limits(), "data", tmp_path, **options).name for each in own]
+    assert len({*names}) == 4

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from data_tokenizers import CHATML, PLAIN, byte_tokenizer, char_tokenizer, word_tokenizer
+from data_tokenizers import CHATML, PLAIN, char_tokenizer, word_tokenizer
 
 from alignment.config.errors import DataError
 from alignment.data.messages import Source
-from alignment.data.tokenization import EMPTY, NO_CONTEXT, NO_ROOM, Encoded, Limits, RowTokenizer, fit
+from alignment.data.tokenization import NO_CONTEXT, Encoded, Limits, RowTokenizer, fit
 
 BOS = ("<s>",)
 
@@ -70,51 +70,6 @@ def test_standard_text(options: dict[str, Any], prompt: str, completions: list[s
     assert golden(char_tokenizer(**options), prompt, *completions) == expected
 
 
-def test_byte_level_border_and_round_trip() -> None:
-    tokenizer = byte_tokenizer()
-    encoded = encode(tokenizer, "what is the", " answer é", " the mat")
-    assert tokenizer.decode(encoded.prompt + encoded.completions[0]) == "what is the answer é<|endoftext|>"
-    assert tokenizer.decode(encoded.completions[1]) == " the mat<|endoftext|>"
-    merged = encode(tokenizer, "on th", "e mat")  # " the" is one token, so the prompt ends before it
-    assert tokenizer.decode(merged.prompt) == "on"
-    assert tokenizer.decode(merged.completions[0]) == " the mat<|endoftext|>"
-
-
-@pytest.mark.parametrize(
-    ("template", "prompt", "completion", "expected"),
-    [
-        (
-            CHATML,
-            [user("x")],
-            [assistant("cd")],
-            ["<|im_start|>|u|s|e|r|\n|x|<|im_end|>|\n|<|im_start|>|a|s|s|i|s|t|a|n|t|\n", "c|d|<|im_end|>"],
-        ),
-        (PLAIN, [user("x")], [assistant("cd")], ["u|s|e|r|:| |x|\n|a|s|s|i|s|t|a|n|t|:", " |c|d|\n|</s>"]),
-        (
-            CHATML,  # the completion continues a message that the prompt has started
-            [user("x"), assistant("c")],
-            [assistant("d")],
-            [
-                "<|im_start|>|u|s|e|r|\n|x|<|im_end|>|\n|<|im_start|>|a|s|s|i|s|t|a|n|t|\n|c",
-                "<|im_end|>|\n|<|im_start|>|a|s|s|i|s|t|a|n|t|\n|d|<|im_end|>",
-            ],
-        ),
-        (CHATML, [], [assistant("cd")], ["<|im_start|>|a|s|s|i|s|t|a|n|t|\n", "c|d|<|im_end|>"]),
-        (PLAIN, [], [user("x"), assistant("c")], ["u|s|e|r|:| ", "x|\n|a|s|s|i|s|t|a|n|t|:| |c|\n|</s>"]),
-        ("<s>" + CHATML, [], [assistant("c")], ["<s>|<|im_start|>|a|s|s|i|s|t|a|n|t|\n", "c|<|im_end|>"]),
-    ],
-)
-def test_conversations(template: str, prompt: list[Any], completion: list[Any], expected: list[str]) -> None:
-    assert golden(char_tokenizer(template=template, before=BOS), prompt, completion) == expected
-
-
-def test_generation_prompt_that_is_not_a_prefix_of_the_full_text() -> None:
-    thinking = CHATML.replace("assistant\n{% endif", "assistant\n[think]{% endif")
-    tokenizer = char_tokenizer(template=thinking)
-    expected = [*golden(char_tokenizer(template=CHATML), [user("x")], [assistant("cd")])]
-    assert golden(tokenizer, [user("x")], [assistant("cd")]) == expected
-
-
 def test_end_of_turn_token_without_the_special_flag() -> None:
     tokenizer = char_tokenizer(template=CHATML, special_turns=False)
     assert golden(tokenizer, [user("x")], [assistant("c")])[1] == "c|<|im_end|>"
@@ -148,12 +103,6 @@ def test_an_unknown_character_ends_no_turn() -> None:
     assert golden(tokenizer, [user("x")], [assistant("c ?")]) == ["user:|x|assistant:", "c|[UNK]|</s>"]
 
 
-def test_row_options_reach_the_template() -> None:
-    tokenizer = char_tokenizer(template="{{ mood }}" + PLAIN)
-    encoded = encode(tokenizer, [user("x")], [assistant("c")], mood="glad")
-    assert tokenizer.decode(encoded.prompt).startswith("gladuser: x")
-
-
 def test_templates_run_in_a_sandbox_and_rows_are_no_templates() -> None:
     for code in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"):
         with pytest.raises(DataError, match="data, row 1: the chat template .* is unsafe"):
@@ -169,36 +118,6 @@ def test_no_context_token() -> None:
     assert fitted.reasons == [NO_CONTEXT, NO_CONTEXT]
 
 
-@pytest.mark.parametrize(
-    ("limits", "head", "prompt", "completions"),
-    [
-        (Limits(), 1, [1, 5, 6, 7], [[8, 9, 2], [3]]),
-        (Limits(max_prompt_length=3), 1, [1, 6, 7], [[8, 9, 2], [3]]),  # keep_end keeps BOS
-        (Limits(max_prompt_length=3), 0, [5, 6, 7], [[8, 9, 2], [3]]),
-        (Limits(max_prompt_length=3, truncation_mode="keep_start"), 1, [1, 5, 6], [[8, 9, 2], [3]]),
-        (Limits(max_prompt_length=1), 1, [1], [[8, 9, 2], [3]]),
-        (Limits(max_completion_length=2), 1, [1, 5, 6, 7], [[8, 9], [3]]),
-        (Limits(max_length=5), 1, [1, 5, 6, 7], [[8], [3]]),
-        (Limits(max_length=5, max_prompt_length=3, max_completion_length=1), 1, [1, 6, 7], [[8], [3]]),
-        (Limits(max_length=5, max_prompt_length=3), 1, [1, 6, 7], [[8, 9], [3]]),
-    ],
-)
-def test_truncation(limits: Limits, head: int, prompt: list[int], completions: list[list[int]]) -> None:
-    full = [[8, 9, 2], [3]]
-    fitted = fit([1, 5, 6, 7], full, limits, head)
-    assert (fitted.prompt, fitted.completions) == (prompt, completions)
-    assert fitted.prompt_cut == (len(prompt) < 4)
-    assert fitted.cut == [new != old for new, old in zip(completions, full, strict=True)]
-    assert fitted.reasons == [None, None]
-
-
-def test_completions_without_space_or_tokens() -> None:
-    assert fit([1, 2, 3], [[4], [5]], Limits(max_length=3), 0).reasons == [NO_ROOM, NO_ROOM]
-    assert fit([1, 2, 3], [[4], [5]], Limits(max_length=2), 0).reasons == [NO_ROOM, NO_ROOM]
-    one_empty = fit([1, 2, 3], [[4], []], Limits(), 0)
-    assert (one_empty.reasons, one_empty.completions) == ([None, EMPTY], [[4], []])
-
-
 def test_a_prompt_is_tokenized_as_with_completions() -> None:
     for options in ({"before": ("<s>",)}, {"template": CHATML}, {"template": "<s>" + CHATML}):
         tokenizer = char_tokenizer(**options)  # type: ignore[arg-type]
@@ -212,3 +131,31 @@ def test_a_prompt_is_tokenized_as_with_completions() -> None:
                 alone = encode(tokenizer, text)
                 assert alone.completions == [] and alone.prompt
                 assert alone.prompt == encode(tokenizer, text, completion).prompt
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "completion", "expected"),
+    [
+        (
+            CHATML,
+            [user("x")],
+            [assistant("cd")],
+            ["<|im_start|>|u|s|e|r|\n|x|<|im_end|>|\n|<|im_start|>|a|s|s|i|s|t|a|n|t|\n", "c|d|<|im_end|>"],
+        ),
+        (PLAIN, [user("x")], [assistant("cd")], ["u|s|e|r|:| |x|\n|a|s|s|i|s|t|a|n|t|:", " |c|d|\n|</s>"]),
+        (
+            CHATML,  # the completion continues a message that the prompt has started
+            [user("x"), assistant("c")],
+            [assistant("d")],
+            [
+                "<|im_start|>|u|s|e|r|\n|x|<|im_end|>|\n|<|im_start|>|a|s|s|i|s|t|a|n|t|\n|c",
+                "<|im_end|>|\n|<|im_start|>|a|s|s|i|s|t|a|n|t|\n|d|<|im_end|>",
+            ],
+        ),
+        (CHATML, [], [assistant("cd")], ["<|im_start|>|a|s|s|i|s|t|a|n|t|\n", "c|d|<|im_end|>"]),
+        (PLAIN, [], [user("x"), assistant("c")], ["u|s|e|r|:| ", "x|\n|a|s|s|i|s|t|a|n|t|:| |c|\n|</s>"]),
+        ("<s>" + CHATML, [], [assistant("c")], ["<s>|<|im_start|>|a|s|s|i|s|t|a|n|t|\n", "c|<|im_end|>"]),
+    ],
+)
+def test_conversations(template: str, prompt: list[Any], completion: list[Any], expected: list[str]) -> None:
+    assert golden(char_tokenizer(template=template, before=BOS), prompt, completion) == expected

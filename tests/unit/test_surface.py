@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 
-import alignment
 from alignment import (
     CPOConfig,
     CPOTrainer,
@@ -181,7 +180,3 @@ def test_the_ranks_of_accelerate(
     assert found.unwrap_model(layer) is layer
     layer.module = torch.nn.ReLU()
     assert found.unwrap_model(layer) is layer.module
-
-
-def test_public_names_are_listed_before_they_are_loaded() -> None:
-    assert set(alignment.__all__) <= set(dir(alignment)) and dir(alignment) == sorted(dir(alignment))

@@ -8,7 +8,6 @@ import pytest
 
 from tools.trl import __main__ as command
 from tools.trl import scripts
-from tools.trl.hub import rows
 
 
 def test_failures_are_compared_with_the_file() -> None:
@@ -20,12 +19,6 @@ def test_failures_are_compared_with_the_file() -> None:
     ]
     assert command.table(outcomes)[-1] == "| all | 1 | 2 | 1 |"
     assert all(reason for reason in command.read(command.EXPECTED.read_text(encoding="utf-8")).values())
-
-
-def test_rows_have_equal_columns() -> None:
-    for configs in (rows.zen(), rows.toolcall(), rows.of_scripts(), {"": rows.reviews()}):
-        for name, columns in configs.items():
-            assert len({len(column) for column in columns.values()}) == 1, name
 
 
 SCRIPT = '''"""

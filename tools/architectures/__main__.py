@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(results[-1].row, flush=True)
     if not given.types:
         PAGE.write_text(page(results), encoding="utf-8")
-    return 0 if all(result.good for result in results) else 1
+    return 0 if all(result.exact or result.refused is not None for result in results) else 1
 
 
 if __name__ == "__main__":

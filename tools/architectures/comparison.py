@@ -28,13 +28,8 @@ TOLERANCE = 1e-4  # for fp32, relative to the largest log-prob and to the norm o
 
 @dataclass(frozen=True)
 class Result:
-    """The result for one model type.
-
-    Attributes:
-        refused: why the type is refused; None if it is supported.
-        logps: largest difference of a log-prob, relative to the largest log-prob.
-        gradient: norm of the difference of the gradients, relative to the norm of the gradient.
-        note: additional remarks.
+    """The result for one model type: why it is refused, None if it is not, and the relative differences of log-probs
+    and gradients (:func:`relative`).
     """
 
     model_type: str
@@ -47,11 +42,6 @@ class Result:
     def exact(self) -> bool:
         """Whether the type is supported and the results only differ by rounding."""
         return self.refused is None and self.logps < TOLERANCE and self.gradient < TOLERANCE
-
-    @property
-    def good(self) -> bool:
-        """Whether the type is exact, or refused with a reason."""
-        return self.exact or self.refused is not None
 
     @property
     def row(self) -> str:

@@ -23,14 +23,10 @@ from tools.architectures.tiny import tiny_model
 
 
 def compared(model_type: str, device: str = "cpu") -> dict[str, Any]:
-    """Return relative differences of log-probs and gradients, and the modules that use a kernel.
+    """Return the relative differences of ``logps`` and ``gradient``, and what is patched.
 
-    Returns:
-        ``logps`` and ``gradient``; ``modules``: classes of the kernels; ``functions`` and ``classes``: the patched
-        functions and classes of the modeling file.
-
-    Raises:
-        ModelError: Liger has no kernels for the type, or they do not work with this transformers.
+    ``modules`` are the classes of the kernels; ``functions`` and ``classes`` those of the modeling file. A ModelError
+    says that Liger has no kernels for the type, or that they do not work with this transformers.
     """
     model = tiny_model(model_type).to(device).train()
     disable_dropout(model)

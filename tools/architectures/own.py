@@ -6,6 +6,8 @@ from typing import Any
 
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
 _NO_CACHE_SHARING = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
+_MIXED = ["linear_attention", "hybrid"] * 2
+_ZAMBA = {"attention_hidden_size": 64, "attention_head_dim": 16, "layers_block_type": _MIXED}
 _GEMMA4 = {**_NO_CACHE_SHARING, "per_layer_config": {"03": {"head_dim": 16}}}
 
 # By type, then by name of the configuration value; nested configurations have nested tables.
@@ -41,39 +43,20 @@ OWN: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "phi4_multimodal": {
         "audio_config": {
+            **dict.fromkeys(("ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels"), 32),
             "num_blocks": 1,
-            "ext_pw_out_channel": 32,
-            "depthwise_separable_out_channel": 32,
-            "nemo_conv_channels": 32,
         }
     },
     "qwen4_exp_text": {
-        "hc_lowrank": 8,
-        "ple_embed_dim": 32,
-        "ngram_vocab_size_base": 64,
-        "split_ngram_parts": 2,
-        "indexer_budget": 4,
-        "indexer_compress_ratio": 2,
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
+        **{"hc_lowrank": 8, "ple_embed_dim": 32, "ngram_vocab_size_base": 64, "split_ngram_parts": 2},
+        **{"indexer_budget": 4, "indexer_compress_ratio": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1},
         "indexer_head_dim": 8,
     },
     "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_blocks": 4, "chunk_size": 16},
-    "zamba": {
-        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
-        "mamba_dt_rank": 4,
-        "attention_hidden_size": 64,
-        "attention_head_dim": 16,
-    },
+    "zamba": {**_ZAMBA, "mamba_dt_rank": 4},
     "zamba2": {
-        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
-        "n_mamba_heads": 4,
-        "mamba_headdim": 16,
-        "attention_hidden_size": 64,
-        "attention_head_dim": 16,
-        "kv_channels": 8,
-        "num_query_groups": 4,
-        "num_key_value_heads": 4,
+        **{**_ZAMBA, "n_mamba_heads": 4, "mamba_headdim": 16},
+        **{"kv_channels": 8, "num_query_groups": 4, "num_key_value_heads": 4},
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }

@@ -45,13 +45,7 @@ _VERBS = {"ab": "append", "wb": "write"}
 
 
 class Events:
-    """Calls ``hear`` before and after every event.
-
-    Args:
-        output_dir: output folder of the run.
-        hear: called with ``before WHAT``, ``after WHAT`` or ``half WHAT``; the last with a function that does half of
-            it.
-    """
+    """Calls ``hear`` with ``before WHAT``, ``after WHAT``, or ``half WHAT`` and a function that does half of it."""
 
     def __init__(self, output_dir: Path, hear: Hear) -> None:
         self.output_dir, self.hear = str(output_dir.absolute()), hear
@@ -64,8 +58,6 @@ class Events:
         elif dir_fd is not None:
             path = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), os.fspath(path))
         return kind(os.path.abspath(os.fspath(path)), self.output_dir)
-
-    # Calls of the operating system ----------------------------------------------------------------------------------
 
     def follow_files(self) -> None:
         """Report renames, syncs, removals, writes and appended lines in the output folder."""
@@ -99,8 +91,6 @@ class Events:
             return result
 
         setattr(owner, name, followed)
-
-    # Phases of the run ----------------------------------------------------------------------------------------------
 
     def follow_run(self) -> None:
         """Report phases, the parts of a checkpoint, and each forward pass in a phase."""

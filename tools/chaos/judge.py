@@ -19,12 +19,7 @@ _PAGE = "report.html"  # not drawn on the rank server
 
 @dataclass(frozen=True)
 class Look:
-    """The contents of an output folder.
-
-    Attributes:
-        steps: steps of the complete checkpoints, in order.
-        problems: problems found, one line each.
-    """
+    """The steps of an output folder's complete checkpoints, in order, and its problems, one line each."""
 
     steps: tuple[int, ...] = ()
     problems: tuple[str, ...] = ()
@@ -96,10 +91,7 @@ def lost(before: Look, after: Look, limit: int) -> list[str]:
 def compare(output_dir: Path, reference: Path, resumes: Sequence[int]) -> list[str]:
     """Return the differences between a finished run and one that was never killed.
 
-    Args:
-        output_dir: output folder of the run.
-        reference: output folder of the other run.
-        resumes: steps of the checkpoints from which the run was resumed, in order.
+    ``resumes`` are the steps of the checkpoints from which the run was resumed, in order.
     """
     problems = [f"{path.name}: left behind" for path in sorted(output_dir.iterdir()) if path.name.startswith(".")]
     names, expected = ({path.name for path in folder.iterdir()} - {_PAGE} for folder in (output_dir, reference))

@@ -15,21 +15,13 @@ _ENDS_ITSELF = 0.06  # fraction of kills that the other rank must detect, which 
 
 
 class Point(NamedTuple):
-    """A point at which a rank can be killed.
-
-    Attributes:
-        event: an event of :mod:`.events`.
-        ranks: the ranks that reach it.
-        occurrences: minimum number of times that an attempt reaches it.
-        resumed: whether it is only reached if there is a checkpoint to resume from.
-        method: the only method that reaches it; "" for all.
-    """
+    """A point at which a rank can be killed: an event of :mod:`.events`, and who reaches it."""
 
     event: str
     ranks: tuple[int, ...] = (0,)
-    occurrences: int = 2
-    resumed: bool = False
-    method: str = ""
+    occurrences: int = 2  # minimum number of times that an attempt reaches it
+    resumed: bool = False  # whether it is only reached if there is a checkpoint to resume from
+    method: str = ""  # the only method that reaches it; "" for all
 
 
 _BOTH = (0, 1)
@@ -67,21 +59,13 @@ POINTS = {
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill.
-
-    Attributes:
-        rank: the rank that is killed.
-        point: name of a point; None for a random event.
-        occurrence: which occurrence of the point, counted from 1.
-        moment: fraction of the attempt's expected number of events.
-        node_lost: whether the other rank is killed too; otherwise it must notice and exit by itself.
-    """
+    """A rank is killed at the occurrence of a point, or at a random event."""
 
     rank: int
-    point: str | None = None
+    point: str | None = None  # None for a random event
     occurrence: int = 1
-    moment: float = 0.0
-    node_lost: bool = True
+    moment: float = 0.0  # fraction of the attempt's expected number of events
+    node_lost: bool = True  # whether the other rank is killed too; otherwise it must notice and exit by itself
 
     def __str__(self) -> str:
         where = f"at {self.moment:.0%} of its events" if self.point is None else f"{self.point} ({self.occurrence})"

@@ -27,13 +27,7 @@ class Attempt(NamedTuple):
 
 
 class Chaos:
-    """Chains of kills in a folder.
-
-    Args:
-        server: the server that forks the ranks.
-        folder: folder for the world, references and runs; on a fast disk.
-        failed: folder to which output folders of failed chains are moved; None to delete them.
-    """
+    """Chains of kills in a folder on a fast disk; output folders of failed chains are copied to ``failed``."""
 
     def __init__(self, server: RankServer, folder: Path, failed: Path | None = None) -> None:
         self.server, self.folder, self.failed = server, folder, failed
@@ -91,9 +85,8 @@ class Chaos:
                 problems += compare(output_dir, reference, resumes)
             report = [*(f"  FAILED: {problem}" for problem in problems), outcome.report()] if problems else []
             start = f"{chain.name}.{number} {chain.method} from step {newest}: {kill or 'left alone'}"
-            yield Attempt(
-                kill, killed, "\n".join([f"{start}: {'killed' if killed else 'finished'}", *report]), problems
-            )
+            said = "\n".join([f"{start}: {'killed' if killed else 'finished'}", *report])
+            yield Attempt(kill, killed, said, problems)
             if problems and self.failed is not None:
                 shutil.copytree(output_dir, self.failed / chain.name, dirs_exist_ok=True)
             if problems or outcome.returncode == 0:

@@ -17,17 +17,8 @@ _LOGS = ("log.jsonl", "completions.jsonl")
 _MISSING = "(missing)"
 
 
-def compare(base: Path, head: Path, renamed: Mapping[str, str]) -> list[str]:
-    """Return every difference between two output folders of a run, as ``place: key: base | head``.
-
-    Args:
-        base: output folder of one side.
-        head: output folder of the other side.
-        renamed: renamed log keys: name on the side of ``base`` -> current name.
-
-    Raises:
-        FileNotFoundError: ``base`` contains no log or no weights.
-    """
+def compare(base: Path, head: Path) -> list[str]:
+    """Return every difference between two output folders of a run, as ``place: key: base | head``."""
     models = {str(file.relative_to(side)) for side in (base, head) for file in side.rglob("*.safetensors")}
     if not (base / _LOGS[0]).exists() or not any((base / name).exists() for name in models):
         raise FileNotFoundError(f"{base} has no {_LOGS[0]} or no weights, so there is nothing to compare")
@@ -39,7 +30,7 @@ def compare(base: Path, head: Path, renamed: Mapping[str, str]) -> list[str]:
         for number, (before, after) in enumerate(zip(*(map(json.loads, part) for part in lines)), start=1):
             place = before.get("event") or (f"step {before['step']}" if "step" in before else "")
             where = f"{name} line {number}{f' ({place})' if place else ''}"
-            found += _differences(where, dict(_flat(before, renamed)), dict(_flat(after, {})))
+            found += _differences(where, dict(_flat(before)), dict(_flat(after)))
     for name in sorted(models):
         found += _differences(name, _tensor_hashes(base / name), _tensor_hashes(head / name))
     return found
@@ -57,14 +48,13 @@ def _tensor_hashes(file: Path) -> dict[str, str]:
     return hashes
 
 
-def _flat(record: Mapping[str, Any], renamed: Mapping[str, str], above: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(record: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """Flatten a record without what may differ; keys of nested mappings are joined with dots."""
     for key, value in record.items():
-        key = renamed.get(key, key)
         if key.endswith(_FREE) or f"{above}{key}" == "run":
             continue
         if isinstance(value, dict):
-            yield from _flat(value, renamed, f"{above}{key}.")
+            yield from _flat(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
 

@@ -123,17 +123,15 @@ def _methods(world: World) -> dict[str, dict[str, Any]]:
     }
 
 
-def _engines() -> list[tuple[str, int, dict[str, Any]]]:
-    """Return every ZeRO stage, with and without offload, on one and two ranks."""
+def runs(world: World, quick: bool) -> list[Run]:
+    """Return every method at every ZeRO stage, with and without offload, on one and two ranks.
+
+    With ``quick``, each method runs on two of these engines, so that each engine runs two methods.
+    """
     sys.path.insert(0, str(ROOT / "tests"))
     from helpers import STAGES
 
-    return [(stage, ranks, settings) for stage, settings in STAGES.items() for ranks in (1, 2)]
-
-
-def runs(world: World, quick: bool) -> list[Run]:
-    """Return every method on every engine; with ``quick``, each on two, so that each engine runs two methods."""
-    engines, found = _engines(), []
+    engines, found = [(stage, ranks, settings) for stage, settings in STAGES.items() for ranks in (1, 2)], []
     for number, (name, options) in enumerate(_methods(world).items()):
         for place, (stage, ranks, settings) in enumerate(engines):
             if quick and place not in (number % len(engines), (number + 3) % len(engines)):

@@ -59,11 +59,8 @@ def _section(name: str, module: ModuleType, summary: str) -> Iterator[str]:
         for paragraph in about.strip("\n").split("\n\n"):  # an indented one is code
             code = paragraph.startswith("  ")
             yield from ("```text" if code else "", paragraph, "```" if code else "", "")
-        if parser is not None:
-            shown = parser.format_usage().strip()
-        else:
-            shown = "\n".join(textwrap.fill(line, _WIDTH) for line in usage(program).splitlines())
-        yield from ("```text", shown, "```", "")
+        lines = (textwrap.fill(line, _WIDTH) for line in usage(program).splitlines())
+        yield from ("```text", parser.format_usage().strip() if parser else "\n".join(lines), "```", "")
     if name in _OF_METHODS:
         yield from (_OF_METHODS[name], "")
     for group in parser._action_groups if parser is not None else ():
@@ -83,10 +80,8 @@ def _called(action: argparse.Action) -> str:
     """Return the names of an argument with its metavar."""
     if not action.option_strings:
         return f"`{action.metavar or action.dest}`"
-    takes = ""
-    if action.nargs != 0:
-        metavar = action.metavar if isinstance(action.metavar, str) else None
-        takes = " " + (metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else "VALUE"))
+    choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else "VALUE"
+    takes = f" {action.metavar or choices}" if action.nargs != 0 else ""
     return ", ".join(f"`{_cell(name + takes)}`" for name in action.option_strings)
 
 

@@ -53,14 +53,14 @@ def trl_options_page() -> str:
         "## Options of `TrainingArguments`\n",
         _table(sorted({*_training_arguments(), *shared})),
         "\n## Options of TRL's configurations\n",
-        _table(sorted({*_judged(), *_other_defaults_of_trl()} - shared), methods=True),
+        _table(sorted(_of_trl() - shared), methods=True),
         "\n## Other names\n",
         "These names are aliases that take the same values. Setting both names to different values is an error.\n",
         "| name | alias of |\n|---|---|",
         *_rows_of_names(),
         "\n## Rejected names\n",
         "| name | instead |\n|---|---|",
-        *(f"| `{name}` | {_sentence(instead)} |" for name, instead in sorted(REMOVED.items())),
+        *(f"| `{name}` | {instead[0].upper()}{instead[1:]} |" for name, instead in sorted(REMOVED.items())),
         f"\n{_FOOT}",
     ]
     return "\n".join(parts)
@@ -72,41 +72,29 @@ def _training_arguments() -> set[str]:
     return names & {field.name for cls in METHODS.values() for field in option_fields(cls)}
 
 
-def _other_defaults_of_trl() -> set[str]:
-    """Return the options of which TRL has another default."""
-    return {name for cls in METHODS.values() for name in cls.TRL_DEFAULTS} - _training_arguments()
-
-
-def _judged() -> set[str]:
-    return {field.name for cls in METHODS.values() for field in option_fields(cls) if verdict_of(field) is not None}
+def _of_trl() -> set[str]:
+    """Return the options that are judged, or of which TRL has another default."""
+    judged = {field.name for cls in METHODS.values() for field in option_fields(cls) if verdict_of(field) is not None}
+    return judged | ({name for cls in METHODS.values() for name in cls.TRL_DEFAULTS} - _training_arguments())
 
 
 def _table(names: Iterable[str], methods: bool = False) -> str:
     """Return a table with a row per option, or several rows if methods treat it differently."""
     lines = ["| option | methods | status |", "|---|---|---|"] if methods else ["| option | status |", "|---|---|"]
     for name in names:
-        for owners, said in _said(name):
+        by_text: dict[str, list[str]] = {}
+        for method, cls in METHODS.items():
+            for field in (each for each in option_fields(cls) if each.name == name):
+                by_text.setdefault(_text(verdict_of(field)), []).append(method)
+        for text, owners in by_text.items():
+            said = text + _other_defaults(name, owners)
             lines.append(f"| `{name}` | {', '.join(owners)} | {said} |" if methods else f"| `{name}` | {said} |")
     return "\n".join(lines)
 
 
-def _said(name: str) -> Iterator[tuple[list[str], str]]:
-    """Yield each treatment of an option with the methods that it applies to."""
-    by_text: dict[str, list[str]] = {}
-    for method, cls in METHODS.items():
-        field = next((each for each in option_fields(cls) if each.name == name), None)
-        if field is not None:
-            by_text.setdefault(_text(field), []).append(method)
-    for text, owners in by_text.items():
-        yield owners, text + _other_defaults(name, owners)
-
-
-def _text(field: dataclasses.Field[Any]) -> str:
-    verdict = verdict_of(field)
-    return "*supported*" if verdict is None else _verdict_text(verdict)
-
-
-def _verdict_text(verdict: Verdict) -> str:
+def _text(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return "*supported*"
     if verdict.values is None:
         return f"*accepted*: {verdict.reason}"
     return f"*must be* {_values(verdict.values)}: {verdict.reason}"
@@ -132,15 +120,7 @@ def _other_defaults(name: str, owners: list[str]) -> str:
 
 
 def _rows_of_names() -> Iterator[str]:
-    found = {(older, name) for cls in METHODS.values() for older, name in older_names(cls).items()}
-    found |= {("gamma_beta_ratio", "simpo_gamma"), ("use_transformers_paged", "rollout_backend")}
-    further = {
-        "gamma_beta_ratio": ", which is this ratio times `beta`",
-        "use_transformers_paged": ": `continuous` if true",
-    }
-    for older, name in sorted(found):
-        yield f"| `{older}` | `{name}`{further.get(older, '')} |"
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
+    found = {(older, f"`{name}`") for cls in METHODS.values() for older, name in older_names(cls).items()}
+    found |= {("gamma_beta_ratio", "`simpo_gamma`, which is this ratio times `beta`")}
+    found |= {("use_transformers_paged", "`rollout_backend`: `continuous` if true")}
+    yield from (f"| `{older}` | {name} |" for older, name in sorted(found))

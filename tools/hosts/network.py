@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
@@ -60,27 +60,18 @@ class Host:
     pid: int
 
     def start(
-        self,
-        arguments: Sequence[str],
-        log: IO[str] | int,
-        env: Mapping[str, str] | None = None,
-        folder: Path | None = None,
+        self, arguments: Sequence[str], log: IO[str] | int, env: Mapping[str, str] | None = None, folder: Any = None
     ) -> subprocess.Popen[str]:
         """Start a command, by default in the current folder, with its output redirected."""
         spaces = ("--net", "--mount", "--uts", "--ipc", "--pid", f"--wd={folder or os.getcwd()}")
-        return subprocess.Popen(
-            ["nsenter", f"--target={self.pid}", *spaces, "--", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=env,
-            text=True,
-        )
+        command = ["nsenter", f"--target={self.pid}", *spaces, "--", *arguments]
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, env=env, text=True, **streams)
 
     def run(self, *arguments: str) -> str:
         """Run a short command and return its output; a RuntimeError if it fails."""
         process = self.start(arguments, subprocess.PIPE)
-        out, _ = process.communicate(timeout=30)
+        out = process.communicate(timeout=30)[0]
         if process.returncode:
             raise RuntimeError(f"{self.name}: {' '.join(arguments)}: {out}")
         return out

@@ -2,7 +2,8 @@
 
 The tests of a mutant are selected by coverage and run in order of cost, until one fails or about three minutes have
 passed: unit tests, then tests with engines, then tests that start ranks. An interrupted run continues when it is
-started again. After a change of the tests, only surviving mutants are tried again.
+started again. After a change of the tests, only surviving mutants are tried again; after a change of the package, the
+sample is another one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import yaml
 
 from tests.continuing import fingerprint
-from tools.mutants.candidates import Mutant, Source, package_of, sample
+from tools.mutants.candidates import Mutant, package_of, sample
 from tools.mutants.covered import Covered, measured
 from tools.ranks.client import ROOT
 from tools.trial import Tree, Verdict, tried
@@ -60,35 +61,14 @@ def stages(tests: Sequence[str], seconds: dict[str, float]) -> Iterator[list[str
 
 
 def _attempt(mutant: Mutant, tree: Tree, covered: Covered) -> Verdict:
-    tests = covered.tests(mutant.file, mutant.line)
     verdict, seconds = Verdict(False, "no test covers this line", 0.0), 0.0
     with tree.changed(mutant.file, mutant.text):
-        for chosen in stages(tests, covered.seconds):
+        for chosen in stages(covered.tests(mutant.file, mutant.line), covered.seconds):
             verdict = tree.run_tests(chosen, timeout=300)
             seconds += verdict.seconds
             if verdict.noticed:
                 break
     return verdict._replace(seconds=seconds)
-
-
-def chosen_mutants(folder: Path, count: int, seed: int) -> list[Mutant]:
-    """Return the sample stored in ``folder`` without mutants that no longer apply, or create a new sample."""
-    kept = folder / "sample.json"
-    if not kept.exists():
-        mutants = sample(list((ROOT / "alignment").rglob("*.py")), ROOT, count, seed)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps([mutant.change for mutant in mutants], indent=1))
-        return mutants
-    wanted = [tuple(change) for change in json.loads(kept.read_text())]
-    found: dict[tuple[str, ...], Mutant] = {}
-    for file in sorted({change[0] for change in wanted}):
-        if (ROOT / file).exists():
-            source = Source(file, (ROOT / file).read_text(encoding="utf-8"))
-            found |= {mutant.change: mutant for mutant in source.find({c[1:] for c in wanted if c[0] == file})}
-    for change in wanted:
-        if change not in found:
-            print(f"no longer applies: {' | '.join(change)}")
-    return [found[change] for change in wanted if change in found]
 
 
 def recorded(file: Path) -> dict[Change, dict[str, Any]]:
@@ -98,39 +78,42 @@ def recorded(file: Path) -> dict[Change, dict[str, Any]]:
     return {(entry["file"], entry["old"], entry["new"]): entry for entry in entries}
 
 
-def table(entries: Sequence[dict[str, Any]], same: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Return the lines of a table of scores by package; ``same`` are mutants known to be equivalent."""
-    attempted, noticed, equivalent = (
-        Counter(package_of(entry["file"]) for entry in part)
-        for part in (entries, [entry for entry in entries if entry["noticed"]], same)
-    )
-    yield f"{'package':12} {'mutants':>8} {'detected':>8} {'score':>7} {'equivalent':>11}"
-    for name in [*sorted(attempted | equivalent), "all"]:
-        count, good, out = (part.total() if name == "all" else part[name] for part in (attempted, noticed, equivalent))
-        yield f"{name:12} {count:>8} {good:>8} {f'{good / count:.0%}' if count else '':>7} {out:>11}"
+def table(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Return the lines of a table of scores by package."""
+    attempted, noticed = Counter[str](), Counter[str]()
+    for entry in entries:
+        for name in (package_of(entry["file"]), "all"):
+            attempted[name] += 1
+            noticed[name] += entry["noticed"]
+    yield f"{'package':12} {'mutants':>8} {'detected':>8} {'score':>7}"
+    for name in sorted(attempted, key=lambda name: (name == "all", name)):
+        count, good = attempted[name], noticed[name]
+        yield f"{name:12} {count:>8} {good:>8} {f'{good / count:.0%}':>7}"
 
 
 def main() -> int:
     """Sample, try, report."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--count", type=int, default=220, help="number of mutants of a new sample")
-    parser.add_argument("--seed", type=int, default=0, help="seed of a new sample")
+    parser.add_argument("--count", type=int, default=220, help="number of mutants of the sample")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--folder", type=Path, help="folder of the results; default: outputs/mutants-SEED")
     parser.add_argument("--measure", action="store_true", help="measure the coverage again")
     parser.add_argument("--report", action="store_true", help="only print the results so far")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
     folder = given.folder or ROOT / "outputs" / f"mutants-{given.seed}"
+    folder.mkdir(parents=True, exist_ok=True)
     ledger, tests, known = folder / "ledger.jsonl", fingerprint(), equivalents()
-    mutants, results = chosen_mutants(folder, given.count, given.seed), recorded(ledger)
+    drawn = sample(list((ROOT / "alignment").rglob("*.py")), ROOT, given.count, given.seed)
+    mutants, results = [mutant for mutant in drawn if mutant.change not in known], recorded(ledger)
 
     def is_done(mutant: Mutant) -> bool:
-        """Whether it is equivalent, or was detected, or survived the current tests."""
+        """Whether it was detected, or survived the current tests."""
         entry = results.get(mutant.change)
-        return mutant.change in known or (entry is not None and (entry["noticed"] or entry["tests"] == tests))
+        return entry is not None and (entry["noticed"] or entry["tests"] == tests)
 
     left = [] if given.report else [mutant for mutant in mutants if not is_done(mutant)]
-    print(f"{len(mutants)} mutants, {len(left)} to try", flush=True)
+    print(f"{len(drawn)} mutants, {len(drawn) - len(mutants)} known to be equivalent, {len(left)} to try", flush=True)
     if left:
         covered = measured(folder, given.measure)
         for mutant, verdict in tried(left, lambda one, tree: _attempt(one, tree, covered), given.jobs):
@@ -138,14 +121,11 @@ def main() -> int:
             results[mutant.change] = entry | {"noticed": verdict.noticed, "how": verdict.how, "tests": tests}
             with ledger.open("a") as file:
                 file.write(json.dumps(results[mutant.change]) + "\n")
-            print(
-                f"{'detected' if verdict.noticed else 'SURVIVED'} {verdict.seconds:5.1f} s  {_line(entry)}", flush=True
-            )
+            word = "detected" if verdict.noticed else "SURVIVED"
+            print(f"{word} {verdict.seconds:5.1f} s  {_line(entry)}", flush=True)
     entries = [results[mutant.change] for mutant in mutants if mutant.change in results]
-    same = [one for one in entries if not one["noticed"] and (one["file"], one["old"], one["new"]) in known]
-    entries = [entry for entry in entries if entry not in same]
     missed = [entry for entry in entries if not entry["noticed"]]
-    print("\n".join([*(f"SURVIVED  {_line(entry)}  [{entry['how']}]" for entry in missed), *table(entries, same)]))
+    print("\n".join([*(f"SURVIVED  {_line(entry)}  [{entry['how']}]" for entry in missed), *table(entries)]))
     return 1 if missed else 0
 
 

@@ -11,10 +11,9 @@ import difflib
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
@@ -22,7 +21,6 @@ from mutmut.mutation.mutators import mutation_operators, operator_string
 
 # Parts of a file that do not affect behavior, or only text for humans.
 _LEFT_OUT = (cst.Annotation, cst.Decorator, cst.Import, cst.ImportFrom, cst.Assert, cst.TypeAlias)
-_BREAK = " ⏎ "  # separator between the lines of a change
 _TYPES = ("ClassVar", "TypeVar", "TypeAlias", "Protocol", "NamedTuple", "cast")
 
 
@@ -48,15 +46,6 @@ def package_of(file: str) -> str:
     return parts[1] if len(parts) > 2 else parts[0]
 
 
-class Place(NamedTuple):
-    """A node, its lines, and its replacement."""
-
-    first: int
-    last: int
-    node: cst.CSTNode
-    replacement: cst.CSTNode
-
-
 class _Walk(cst.CSTVisitor):
     """Collects the places of one file that can be mutated."""
 
@@ -64,7 +53,7 @@ class _Walk(cst.CSTVisitor):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Place] = []
+        self.found: list[tuple[int, cst.CSTNode, cst.CSTNode]] = []  # line, node, replacement
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         if isinstance(node, _LEFT_OUT) or _is_prose(node) or _is_typing(node):
@@ -75,17 +64,11 @@ class _Walk(cst.CSTVisitor):
             return False
         for kind, operator in mutation_operators:
             if isinstance(node, kind):
-                self._apply(node, operator(node), operator is operator_string)
+                lines = self.get_metadata(PositionProvider, node, None)
+                # Only one change of a text: the same text in upper case would test the same.
+                changes = itertools.islice(operator(node), 1 if operator is operator_string else None)
+                self.found += [(lines.start.line, node, change) for change in changes if lines is not None]
         return True
-
-    def _apply(self, node: cst.CSTNode, mutated: Iterable[cst.CSTNode], string: bool) -> None:
-        lines = self.get_metadata(PositionProvider, node, None)
-        if lines is None:
-            return
-        for number, replacement in enumerate(mutated):
-            if string and number:
-                break  # the same text in upper case would test the same
-            self.found.append(Place(lines.start.line, lines.end.line, node, replacement))
 
 
 def _is_prose(node: cst.CSTNode) -> bool:
@@ -104,7 +87,7 @@ def _is_typing(node: cst.CSTNode) -> bool:
 
 
 class Source:
-    """A file and its places that can be mutated. Mutants are created on demand."""
+    """A file and its places that can be mutated. Mutants are created on demand, which takes 20 ms each."""
 
     def __init__(self, file: str, text: str) -> None:
         wrapper, walk = MetadataWrapper(cst.parse_module(text)), _Walk()
@@ -113,52 +96,27 @@ class Source:
 
     def mutant(self, place: int) -> Mutant | None:
         """Create the mutant of a place; None if it does not compile or equals the original file."""
-        line, _, node, replacement = self.places[place]
+        line, node, replacement = self.places[place]
         changed = self.module.deep_replace(node, replacement)
         assert isinstance(changed, cst.Module)
-        if changed.code == self.text or not _compiles(changed.code):
+        try:
+            compile(changed.code, "mutant", "exec", dont_inherit=True)
+        except (SyntaxError, ValueError):
+            return None
+        if changed.code == self.text:
             return None
         return Mutant(self.file, line, *_difference(self.text, changed.code), changed.code)
-
-    def find(self, changes: set[tuple[str, str]]) -> Iterator[Mutant]:
-        """Find the mutants with these ``(old, new)`` lines, regardless of their position in the file."""
-        left, lines = set(changes), self.text.splitlines()
-        for place, (first, last, _, _) in enumerate(self.places):
-            if not left:
-                return
-            near = {text.strip() for text in lines[first - 1 : last]}
-            if not any(old.partition(_BREAK)[0] in near for old, _ in left):
-                continue  # skips most places, because creating a mutant takes 20 ms
-            mutant = self.mutant(place)
-            if mutant is not None and (mutant.old, mutant.new) in left:
-                left.discard((mutant.old, mutant.new))
-                yield mutant
-
-
-def _compiles(code: str) -> bool:
-    try:
-        compile(code, "mutant", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError):
-        return False
-    return True
 
 
 def _difference(old: str, new: str) -> tuple[str, str]:
     """Return the lines that differ between two texts, stripped and joined."""
     lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm=""))[3:]
-    sides = [_BREAK.join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+"]
+    sides = [" ⏎ ".join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+"]
     return sides[0], sides[1]
 
 
 def sample(files: Sequence[Path], root: Path, count: int, seed: int) -> list[Mutant]:
-    """Sample ``count`` mutants in random order, for each package in proportion to its size, but at least five.
-
-    Args:
-        files: files of the package.
-        root: root folder of the repository.
-        count: number of mutants.
-        seed: seed of the sample.
-    """
+    """Sample ``count`` mutants in random order, for each package in proportion to its size, but at least five."""
     rng = random.Random(seed)
     by_package: dict[str, list[tuple[Source, int]]] = defaultdict(list)
     for file in sorted(files):
@@ -172,6 +130,4 @@ def sample(files: Sequence[Path], root: Path, count: int, seed: int) -> list[Mut
         share = max(5, round(count * len(places) / total))
         mutants = filter(None, (source.mutant(place) for source, place in places))
         chosen |= {mutant.change: mutant for mutant in itertools.islice(mutants, share)}
-    mutants_in_order = list(chosen.values())
-    rng.shuffle(mutants_in_order)
-    return mutants_in_order
+    return rng.sample(list(chosen.values()), len(chosen))

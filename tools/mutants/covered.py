@@ -48,36 +48,25 @@ class Covered:
     def tests(self, file: str, line: int) -> list[str]:
         """Return the tests that cover the statement around ``line``.
 
-        A line outside of functions runs when its file is imported, before any test or in any test that starts a
-        process, and its value may matter wherever the file is used. For such a line, all unit tests and all tests in
-        test files that cover any line of the file are returned.
+        A line outside of functions runs when its file is imported, and its value may matter wherever the file is
+        used: all unit tests, and all tests in test files that cover any line of the file.
         """
-        lines = self.lines.get(file, {})
-        text = (ROOT / file).read_text(encoding="utf-8")
-        if runs_at_import(text, line):
+        lines, best = self.lines.get(file, {}), range(10**9)
+        tree, in_function = ast.parse((ROOT / file).read_text(encoding="utf-8")), False
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.stmt):
+                continue
+            end = (node.end_lineno or node.lineno) + 1
+            body: list[ast.stmt] = getattr(node, "body", [])
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                in_function |= line in range(body[0].lineno, end)
+            # The innermost statement, without the body of a block.
+            own = range(node.lineno, max(node.lineno + 1, body[0].lineno) if body else end)
+            best = own if line in own and len(own) <= len(best) else best
+        if not in_function:
             users = {test.partition("::")[0] for tests in lines.values() for test in tests}
             return sorted(test for test in self.seconds if "/unit/" in test or test.partition("::")[0] in users)
-        first, last = statement_lines(text, line)
-        return sorted({test for number in range(first, last + 1) for test in lines.get(number, ())})
-
-
-def runs_at_import(text: str, line: int) -> bool:
-    """Return whether ``line`` is outside of all function bodies. Parameter defaults are."""
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    bodies = ((n.body[0].lineno, n.end_lineno or line) for n in ast.walk(ast.parse(text)) if isinstance(n, kinds))
-    return not any(first <= line <= last for first, last in bodies)
-
-
-def statement_lines(text: str, line: int) -> tuple[int, int]:
-    """Return the first and last line of the innermost statement around ``line``, without the body of a block."""
-    best = (1, 10**9)
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.stmt):
-            body = getattr(node, "body", None)
-            last = body[0].lineno - 1 if body and body[0].lineno > node.lineno else node.end_lineno or node.lineno
-            if node.lineno <= line <= last and last - node.lineno <= best[1] - best[0]:
-                best = (node.lineno, last)
-    return best
+        return sorted({test for number in best for test in lines.get(number, ())})
 
 
 def without_group(test: str) -> str:

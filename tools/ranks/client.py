@@ -32,12 +32,9 @@ class RanksFailed(Exception):
 
 
 class RankServer:
-    """A handle for the server, which is started by the first job unless ``ALIGNMENT_RANK_SERVER`` names one.
+    """A handle for the server, which is started by the first job unless ``ALIGNMENT_RANK_SERVER`` names its socket.
 
-    Args:
-        root: the checkout whose packages the ranks import.
-        address: socket of a running server; None to read it from the environment.
-        python: the interpreter whose libraries the ranks import.
+    The ranks import the packages of the checkout ``root`` and the libraries of the interpreter ``python``.
     """
 
     def __init__(self, root: Path = ROOT, address: str | None = None, python: str = sys.executable) -> None:
@@ -78,18 +75,9 @@ class RankServer:
     ) -> Outcome:
         """Run ``script`` on ``nproc`` ranks, each in a separate process, and wait for all of them.
 
-        Args:
-            script: run as ``__main__``, with its own folder, the checkout and its ``tests`` first on the path.
-            arguments: arguments of the script.
-            nproc: number of ranks.
-            timeout: seconds after which the ranks are killed.
-            grace: seconds for the other ranks to exit by themselves after one has failed.
-            env: additional environment variables.
-            cwd: working directory; None for the current one.
-            check: raise an error if a rank fails.
-
-        Raises:
-            RanksFailed: a rank hung or, with ``check``, failed.
+        The script is run as ``__main__``, with its own folder, the checkout and its ``tests`` first on the path, and
+        with additional environment variables. Ranks that run after ``timeout`` seconds, or ``grace`` seconds after
+        another one has failed, are killed. RanksFailed is raised if a rank hung or, with ``check``, failed.
         """
         paths = [str(self.root), str(self.root / "tests"), os.environ.get("PYTHONPATH", "")]
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1", **(env or {})}

@@ -24,29 +24,21 @@ class Job:
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How one rank ended.
-
-    Attributes:
-        code: exit status, or the negative number of the signal that killed it.
-        seconds: time from the start of the job to the end of the rank.
-        ended: why the server killed it; ``""`` if it exited by itself.
-        stderr: includes the stacks of a rank that hung.
-    """
+    """How one rank ended."""
 
     rank: int
-    code: int
-    seconds: float
-    ended: str
+    code: int  # exit status, or the negative number of the signal that killed it
+    seconds: float  # from the start of the job to the end of the rank
+    ended: str  # why the server killed it; "" if it exited by itself
     stdout: str
-    stderr: str
+    stderr: str  # with the stacks of a rank that hung
 
     def describe(self) -> str:
         """Return one line such as ``rank 1 was killed by SIGKILL after 3.2 s``."""
         if self.ended:
             return f"rank {self.rank} {self.ended} and was killed"
-        how = (
-            f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exited with status {self.code}"
-        )
+        killed = f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else ""
+        how = killed or f"exited with status {self.code}"
         return f"rank {self.rank} {how} after {self.seconds:.1f} s"
 
 

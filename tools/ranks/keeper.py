@@ -21,11 +21,7 @@ _STACKS_S = 1.0  # time for a rank to write its stacks
 
 
 def keep(connection: Connection) -> Job | None:
-    """Receive a job from ``connection``, run it and send back its outcome.
-
-    Returns:
-        None in the keeper, which is then finished; the job in each forked rank.
-    """
+    """Receive a job from ``connection``, run it and send back its outcome. Returns the job in each forked rank."""
     job: Job = connection.recv()
     adopt_orphans()
     keeper, port, pids = os.getpid(), free_port(), []

@@ -16,9 +16,7 @@ from tools.trial import workspace
 def main(argv: Sequence[str] | None = None) -> int:
     """Make the cells; return the exit status, 1 if one failed."""
     parser = argparse.ArgumentParser(prog="python -m tools.signals", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--only", default="", help="only cells whose names contain these words, for example --only 'torchrun TERM'"
-    )
+    parser.add_argument("--only", default="", help="only cells whose names contain these words, as 'torchrun TERM'")
     words = set(parser.parse_args(argv).only.split())
     cells, server, failed = [cell for cell in table() if words <= set(cell.name.split())], RankServer(), 0
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")

@@ -115,29 +115,19 @@ class Launched:
         return End(code, tuple(trail.get("code") for trail in self.trails), seconds, tuple(map(str, left)))
 
     def processes(self) -> Iterator[psutil.Process]:
-        """Return all running processes of the run."""
+        """Return all running processes with the plan in their environment, regardless of their current parent."""
         self.process.poll()  # reap it if it is a zombie
-        return processes_of(self.plan)
+        own = f"{VARIABLE}={self.plan.variable()[VARIABLE]}".encode()
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                if own in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                    yield process
 
     def end(self) -> None:
         """Kill all remaining processes."""
-        end_processes(self.plan)
+        while left := list(self.processes()):
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            time.sleep(_POLL_S)
         self.process.wait()
-
-
-def processes_of(plan: Plan) -> Iterator[psutil.Process]:
-    """Return all running processes with a plan in their environment, regardless of their current parent."""
-    own = f"{VARIABLE}={plan.variable()[VARIABLE]}".encode()
-    for process in psutil.process_iter():
-        with contextlib.suppress(OSError, psutil.Error):
-            if own in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                yield process
-
-
-def end_processes(plan: Plan) -> None:
-    """Kill all processes of a plan."""
-    while left := list(processes_of(plan)):
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        time.sleep(_POLL_S)

@@ -59,10 +59,8 @@ def status(output_dir: Path) -> dict[str, Any]:
 def differences(cell: Cell, end: End, output_dir: Path, hit: int, checkpoint: int, scheduled: int) -> Iterator[str]:
     """Yield the differences from the expected result.
 
-    Args:
-        hit: last complete step when the signal was sent.
-        checkpoint: step of the newest checkpoint.
-        scheduled: steps between two scheduled checkpoints.
+    ``hit`` is the last complete step when the signal was sent, ``checkpoint`` the step of the newest checkpoint, and
+    ``scheduled`` the number of steps between two scheduled ones.
     """
     yield from (f"{process}: still running" for process in end.left)
     told = status(output_dir)

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tools.ranks.process import die_with_parent
 
@@ -125,10 +126,8 @@ class Cluster:
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command outside of the nodes, like on a login node."""
-        env = {**os.environ, **self.variables}
-        return subprocess.run(
-            command, env=env, text=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=60, check=False
-        )
+        given: Any = {"env": {**os.environ, **self.variables}, "stdin": subprocess.DEVNULL, "timeout": 60}
+        return subprocess.run(command, text=True, capture_output=True, check=False, **given)
 
     def _ready(self) -> bool:
         states = self.run("sinfo", "--noheader", "--Node", "--format", "%N %T").stdout.split("\n")
@@ -137,15 +136,14 @@ class Cluster:
     def _start(self, name: str, *command: str) -> None:
         parent = os.getpid()
         with (self.folder / f"{name}.out").open("ab") as output:
+            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
             self._daemons[name] = subprocess.Popen(
                 command,
                 env={"PATH": _PATH, "LANG": "C.UTF-8", **self.variables},
                 cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(parent, signal.SIGKILL),
+                **streams,
             )
 
     def _write_settings(self, address: str) -> None:

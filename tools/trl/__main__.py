@@ -92,17 +92,12 @@ def read(text: str) -> dict[str, str]:
 def problems(outcomes: Mapping[str, str], expected: Mapping[str, str], everything: bool) -> Iterable[str]:
     """Yield what is wrong: failures that are not expected, and, of all tests, patterns that match no failure."""
     failed = {name: outcome for name, outcome in outcomes.items() if outcome not in ("passed", "skipped")}
-    for name, outcome in failed.items():
-        if not any(matches(name, pattern) for pattern in expected):
-            yield f"{name} fails, which is not expected: {outcome}"
-    for pattern in expected if everything else ():
-        if not any(matches(name, pattern) for name in failed):
-            yield f"{pattern} matches no test that fails: remove it"
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a name matches a pattern, in which only ``*`` is special."""
-    return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
+    # Of a pattern, only * is special.
+    found = {pattern: fnmatch.filter(failed, pattern.replace("[", "[[]")) for pattern in expected}
+    known = {name for names in found.values() for name in names}
+    yield from (f"{name} fails, which is not expected: {why}" for name, why in failed.items() if name not in known)
+    if everything:
+        yield from (f"{pattern} matches no test that fails: remove it" for pattern in expected if not found[pattern])
 
 
 def table(outcomes: Mapping[str, str]) -> list[str]:

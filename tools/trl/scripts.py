@@ -70,10 +70,9 @@ class Command:
     label: str
     arguments: tuple[str, ...]
 
-    @property
-    def script(self) -> str:
-        """The path of the script in the checkout."""
-        return str(self.path.relative_to(self.checkout))
+    def having(self, label: str, *more: str) -> Command:
+        """Return the command with another label and further arguments."""
+        return replace(self, label=label, arguments=(*self.arguments, *more))
 
     def without(self, *options: str) -> Command:
         """Return the command without these options and their values."""
@@ -97,17 +96,16 @@ def commands(checkout: Path) -> Iterator[Command]:
         full = found[0]
         if "get_quantization_config" in source and not any("--load_in_4bit" in each.arguments for each in found):
             lora = next(each for each in found if "--use_peft" in each.arguments)
-            yield _with(lora.without("--packing"), "QLoRA", "--load_in_4bit")
+            yield lora.without("--packing").having("QLoRA", "--load_in_4bit")
         if "--packing" in full.arguments:
             yield full.without("--packing")
         if "LogCompletionsCallback" in source:
-            yield _with(full, "completions", "--eval_strategy", "steps", "--eval_steps", "1")
+            yield full.having("completions", "--eval_strategy", "steps", "--eval_steps", "1")
         if "gpt2" in full.arguments:
-            yield _with(full, "model with a chat template", "--model_name_or_path", _INSTRUCT)
+            yield full.having("model with a chat template", "--model_name_or_path", _INSTRUCT)
         if "get_dataset" in source:
             name = full.arguments[full.arguments.index("--dataset_name") + 1]
-            plain = full.without("--packing", "--dataset_name")
-            yield _with(plain, "mixture", "--config", _MIXTURE.format(name=name))
+            yield full.without("--packing", "--dataset_name").having("mixture", "--config", _MIXTURE.format(name=name))
 
 
 def _shortened(checkout: Path, path: Path, given: Sequence[str]) -> Command:
@@ -115,11 +113,7 @@ def _shortened(checkout: Path, path: Path, given: Sequence[str]) -> Command:
     kind = "QLoRA" if "--load_in_4bit" in parts else "LoRA" if "--use_peft" in parts else "full"
     short = [*_SHORT, *(["--max_new_tokens", "8"] if "online" in path.name else [])]
     command = Command(checkout, path, kind, tuple(parts)).without("--push_to_hub", "--report_to")
-    return replace(command, arguments=(*command.arguments, *short))
-
-
-def _with(command: Command, label: str, *more: str) -> Command:
-    return replace(command, label=label, arguments=(*command.arguments, *more))
+    return command.having(command.label, *short)
 
 
 def run(command: Command, folder: Path, hub: Path) -> str:
@@ -159,8 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         folders = (folder / str(number) for number in range(len(chosen)))
         results = list(pool.map(run, chosen, folders, [hub] * len(chosen)))
     for command, text in zip(chosen, results):
-        cells = (release(command.checkout), f"`{command.script}`", command.label, text.replace("|", "\\|"))
-        lines.append(f"| {' | '.join(cells)} |")
+        script, said = command.path.relative_to(command.checkout), text.replace("|", "\\|")
+        lines.append(f"| {release(command.checkout)} | `{script}` | {command.label} | {said} |")
     print("\n".join(lines))
     if given.page is not None:
         names = ("transformers", "datasets", "peft", "torch", "trl")

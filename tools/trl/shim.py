@@ -22,29 +22,22 @@ PRIVATE = "private helper: "
 
 
 class Missing:
-    """A name that exists in ``trl`` but not in ``alignment``.
-
-    Args:
-        name: its full name in ``trl``.
-    """
+    """A name, in full, that exists in ``trl`` but not in ``alignment``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def _leave_out(self) -> Any:
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Skip the test."""
         import pytest
 
         pytest.skip(PRIVATE + self._name)
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        """Skip the test."""
-        return self._leave_out()
 
     def __getattr__(self, name: str) -> Any:
         """Skip the test, except for attributes that Python itself looks up."""
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._leave_out()
+        return self()
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         """Allow subclasses to be defined; instantiating them skips the test."""

@@ -17,14 +17,7 @@ _HASH = "0" * 40
 
 
 def prepare(folder: Path) -> Path:
-    """Return the Hub, which is built on first use.
-
-    Args:
-        folder: contains one hub for each state of this package and release of transformers.
-
-    Returns:
-        The value for ``HF_HOME``.
-    """
+    """Return the Hub, a value for ``HF_HOME``, for this module and release of transformers; build it on first use."""
     digest = hashlib.sha256(transformers.__version__.encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
@@ -87,9 +80,8 @@ def write_rows(home: Path, repository: str, config: str, columns: rows.Columns) 
     from datasets.splits import SplitDict, SplitInfo
 
     organization, _, name = repository.partition("/")
-    folder = (
-        home / "datasets" / f"{organization}___{name}" / config / "0.0.0" / hashlib.sha256(config.encode()).hexdigest()
-    )
+    digest = hashlib.sha256(config.encode()).hexdigest()
+    folder = home / "datasets" / f"{organization}___{name}" / config / "0.0.0" / digest
     folder.mkdir(parents=True)
     whole = Dataset.from_dict(columns, on_mixed_types="use_json")
     splits = whole.train_test_split(test_size=0.1, shuffle=False)
@@ -100,12 +92,5 @@ def write_rows(home: Path, repository: str, config: str, columns: rows.Columns) 
             writer.write_table(part.with_format("arrow")[:])
             writer.finalize()
         infos.add(SplitInfo(split, num_examples=len(part), dataset_name=name))
-    info = DatasetInfo(
-        features=whole.features,
-        builder_name="parquet",
-        dataset_name=name,
-        config_name=config,
-        version="0.0.0",
-        splits=infos,
-    )
-    info.write_to_directory(str(folder))
+    named = {"builder_name": "parquet", "dataset_name": name, "config_name": config, "version": "0.0.0"}
+    DatasetInfo(features=whole.features, splits=infos, **named).write_to_directory(str(folder))

@@ -13,26 +13,17 @@ from torch import nn
 from tools.trl.hub.tokenizers import FAMILIES, train
 
 ORGANIZATION = "trl-internal-testing"
-_SIZES: dict[str, Any] = {
-    "hidden_size": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "intermediate_size": 32,
-}
+_SIZES: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+_SIZES |= {"num_hidden_layers": 2, "intermediate_size": 32}
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _WIDE: dict[str, Any] = {"hidden_size": 16}
 _REWARD: dict[str, Any] = {**_WIDE, "num_labels": 1}
+_MOE_REWARD = _REWARD | _EXPERTS
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """A model: its name on the Hub, its class and sizes, and the family of its tokenizer.
-
-    Attributes:
-        dtype: dtype of the saved weights, as published.
-        own: configuration values that extend or override the default sizes.
-    """
+    """A model: its name on the Hub, class, family of its tokenizer, published dtype, and values beside the sizes."""
 
     name: str
     model: str
@@ -62,17 +53,13 @@ MODELS = (
     Tiny("tiny-LlamaForSequenceClassification-3.2", "LlamaForSequenceClassification", "llama3", own=_REWARD),
     Tiny("tiny-GPTNeoXForSequenceClassification", "GPTNeoXForSequenceClassification", "neox", own=_REWARD),
     Tiny("tiny-Qwen3ForSequenceClassification", "Qwen3ForSequenceClassification", "qwen3", own=_REWARD),
-    Tiny(
-        "tiny-Qwen3MoeForSequenceClassification", "Qwen3MoeForSequenceClassification", "qwen3", own=_REWARD | _EXPERTS
-    ),
+    Tiny("tiny-Qwen3MoeForSequenceClassification", "Qwen3MoeForSequenceClassification", "qwen3", own=_MOE_REWARD),
     # Loaded by tests of other models too.
     Tiny("tiny-T5ForConditionalGeneration", "T5ForConditionalGeneration", "neox", own=_T5),
     Tiny("tiny-T5ForConditionalGeneration-correct-vocab", "T5ForConditionalGeneration", "neox", own=_T5),
     # Those of TRL's example scripts.
     Tiny("trl-lib/qwen1.5-1.8b-sft", "Qwen2ForCausalLM", "qwen", own=_WIDE),
-    Tiny(
-        "gpt2", "GPT2LMHeadModel", "neox", own={"n_embd": 16, "n_head": 4}
-    ),  # its tokenizer has no chat template either
+    Tiny("gpt2", "GPT2LMHeadModel", "neox", own={"n_embd": 16, "n_head": 4}),  # without a chat template, as there
     Tiny("trl-lib/pythia-1b-deduped-tldr-sft", "GPTNeoXForCausalLM", "neox", own=_WIDE),
     Tiny("trl-lib/pythia-1b-deduped-tldr-rm", "GPTNeoXForSequenceClassification", "neox", own=_REWARD),
     Tiny("Qwen/Qwen2-0.5B", "Qwen2ForCausalLM", "qwen", own=_WIDE),
@@ -81,17 +68,10 @@ MODELS = (
 
 
 def save(tiny: Tiny, texts: list[str], folder: Path) -> None:
-    """Create the model and its tokenizer, and save both in the layout of transformers.
-
-    Args:
-        tiny: the model.
-        texts: texts on which its tokenizer is trained.
-        folder: target folder; created if it does not exist.
-    """
+    """Create the model and its tokenizer, which is trained on ``texts``, and save both with ``save_pretrained``."""
     tokenizer = train(FAMILIES[tiny.family], texts)
     cls = getattr(transformers, tiny.model)
-    pad = tokenizer.pad_token_id
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": pad}
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = cls.config_class(vocab_size=len(tokenizer), **{**_SIZES, **ids, **tiny.own})
     torch.manual_seed(0)
     model = cls(config).to(torch.float32)

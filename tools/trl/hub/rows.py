@@ -35,41 +35,30 @@ def _said(*contents: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-def _answered(content: str) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": content}]
-
-
-def standard() -> dict[str, Columns]:
-    """Return rows of text: configuration → column → values."""
-    prompts, good, bad = (list(column) for column in zip(*STATEMENTS))
-    whole, worse = [a + b for a, b, _ in STATEMENTS], [a + c for a, _, c in STATEMENTS]
-    labels = [i % 2 == 0 for i in range(len(STATEMENTS))]
-    ends = [b if label else c for (_, b, c), label in zip(STATEMENTS, labels)]
-    return {
-        "language_modeling": {"text": whole},
-        "prompt_only": {"prompt": prompts},
-        "prompt_completion": {"prompt": prompts, "completion": good},
-        "preference": {"prompt": prompts, "chosen": good, "rejected": bad},
-        "implicit_prompt_preference": {"chosen": whole, "rejected": worse},
-        "unpaired_preference": {"prompt": prompts, "completion": ends, "label": labels},
-    }
-
-
-def conversational() -> dict[str, Columns]:
-    """Return rows of messages: configuration → column → values."""
-    asked = [_said(question) for question in QUESTIONS]
-    good, bad = [_answered(b.strip()) for _, b, _ in STATEMENTS], [_answered(c.strip()) for _, _, c in STATEMENTS]
-    labels = [i % 2 == 0 for i in range(len(STATEMENTS))]
+def _formats(asked: list[Any], good: list[Any], bad: list[Any]) -> dict[str, Columns]:
+    """Return rows of prompts and completions, which can be added: configuration → column → values."""
+    labels = [i % 2 == 0 for i in range(len(asked))]
     ends = [b if label else c for b, c, label in zip(good, bad, labels)]
     better, worse = [a + b for a, b in zip(asked, good)], [a + c for a, c in zip(asked, bad)]
     return {
-        "language_modeling": {"messages": better},
+        "language_modeling": {"text" if isinstance(better[0], str) else "messages": better},
         "prompt_only": {"prompt": asked},
         "prompt_completion": {"prompt": asked, "completion": good},
         "preference": {"prompt": asked, "chosen": good, "rejected": bad},
         "implicit_prompt_preference": {"chosen": better, "rejected": worse},
         "unpaired_preference": {"prompt": asked, "completion": ends, "label": labels},
     }
+
+
+def standard() -> dict[str, Columns]:
+    """Return rows of text."""
+    return _formats(*(list(column) for column in zip(*STATEMENTS)))
+
+
+def conversational() -> dict[str, Columns]:
+    """Return rows of messages."""
+    good, bad = ([[{"role": "assistant", "content": row[n].strip()}] for row in STATEMENTS] for n in (1, 2))
+    return _formats([_said(question) for question in QUESTIONS], good, bad)
 
 
 def zen() -> dict[str, Columns]:
@@ -101,10 +90,7 @@ def harmony() -> dict[str, Columns]:
 def _tool(name: str, **parameters: str) -> dict[str, Any]:
     properties = {key: {"type": kind, "description": f"the {key}"} for key, kind in parameters.items()}
     schema = {"type": "object", "properties": properties, "required": list(parameters)}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": f"Does {name}.", "parameters": schema},
-    }
+    return {"type": "function", "function": {"name": name, "description": f"Does {name}.", "parameters": schema}}
 
 
 def _called(name: str, arguments: dict[str, Any], result: str, answer: str) -> list[dict[str, Any]]:
