@@ -71,7 +71,7 @@ _HOMES = {name: module for module, _, name in (path.partition(":") for path in _
 _HOMES["RunStopped"] = "alignment.run.stop"
 # What scripts written for TRL import besides.
 _FOR_SCRIPTS = {
-    "rewards.llm_judge": "HfPairwiseJudge LLMJudge OpenAIPairwiseJudge PairRMJudge",
+    "rewards.llm_judge": "BasePairwiseJudge HfPairwiseJudge LLMJudge OpenAIPairwiseJudge PairRMJudge",
     "compat.trl.scripts": "LogCompletionsCallback WinRateCallback extract_prompt unpair_preference_dataset",
 }
 _HOMES.update({name: f"alignment.{module}" for module, names in _FOR_SCRIPTS.items() for name in names.split()})

@@ -157,7 +157,11 @@ def samples(count: int = 2) -> Samples:
 
 
 def named(name: str, call: Callable[..., Any]) -> FunctionReward:
-    return FunctionReward(lambda completions: call(completions), name)
+    def function(completions: list[Any]) -> Any:
+        return call(completions)
+
+    function.__name__ = name
+    return FunctionReward(function)
 
 
 def test_functions_are_called_again_with_the_same_arguments() -> None:
