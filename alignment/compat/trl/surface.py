@@ -234,7 +234,8 @@ class TrainerSurface:
             OptionError: if the repository is not available.
             HubError: if the upload failed; a line has said how to complete it.
         """
+        to = self.uploads.destination(token, private, revision)  # before the weights are gathered
         self.uploads.save_model()
         self.create_model_card(**details)
-        future = self.uploads.push(self.output_dir, commit_message or "Upload model", token, private, revision)
+        future = self.uploads.push(self.output_dir, commit_message or "Upload model", to)
         return self.uploads.wait(future) if blocking else future

@@ -173,18 +173,24 @@ class Uploads(TrainerCallback):
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(folder / CARD, contents.card_text(source, self._subject(), self.args.to_dict(), self.details))
 
-    def push(self, folder: Path, message: str, *given: Any) -> Upload | None:
-        """Begin the upload of the model in a folder; return its future on the first rank, None on others. Collective.
+    def destination(self, *given: Any) -> Repository:
+        """Return the repository of the run, checked; collective.
 
-        ``given`` are arguments of :func:`prepared_repository`, for another repository than that of the run.
+        ``given`` are arguments of :func:`prepared_repository`, for another one.
+        """
+        if self.repository is not None and not any(given):
+            return self.repository
+        to = prepared_repository(self.args, self.context.retries, *given)
+        self.repository = self.repository or to
+        return to
+
+    def push(self, folder: Path, message: str, to: Repository | None = None) -> Upload | None:
+        """Begin the upload of the model in a folder; return its future on the first rank, None on others. Collective.
 
         Raises:
             HubError: if a file cannot be read or staged.
         """
-        to = self.repository
-        if to is None or any(given):
-            to = prepared_repository(self.args, self.context.retries, *given)
-            self.repository = self.repository or to
+        to = to or self.destination()
         on_first_rank(lambda: self._begin(folder, message, to, last=True))
         return self._open[-1].future if self._open else None
 
