@@ -82,12 +82,14 @@ def describe(error: BaseException) -> tuple[str, bool]:
 
     The line is empty for a `SystemExit` with a status, whose message has already been written.
     """
-    text, lost = reason_of(error), lost_peer(error)
+    text, cut = reason_of(error), lost_peer(error)
     if isinstance(error, AlignmentError):
         return " ".join(str(error).split()), False
-    if lost is not None:
-        what = "another rank exited without reporting an error, or the network to it is down"
-        return f"{what} ({reason_of(lost)})", False
+    if cut is not None:
+        return (
+            f"another rank exited without reporting an error, or the network to it is down ({reason_of(cut)})",
+            False,
+        )
     if isinstance(error, SystemExit):
         return (text if isinstance(error.code, str) else "" if error.code else "exited with status 0"), False
     named = f"{type(error).__name__}: {text}"
@@ -255,15 +257,15 @@ class DeadManSwitch:
 
     def keep(self, seconds: float) -> None:
         """If it is armed, keep it from acting for the next ``seconds``."""
-        with self._lock:
+        with self._lock, contextlib.suppress(RuntimeError):  # no thread can be started for it, which may pass
             if self._file is not None and not self._of_others:
                 self._set(min(seconds, _MONTH_S), exit=self._exits, file=self._file)
 
     def pause(self) -> None:
-        """Cancel the timer before a fork, until it is next set: a child would wait for its thread when it exits."""
-        with self._lock:
-            if self._file is not None and not self._of_others:
-                self._cancel()
+        """Cancel the timer before a fork, and keep it from being set: a child would wait for its thread."""
+        self._lock.acquire()
+        if self._file is not None and not self._of_others:
+            self._cancel()
 
     def forget(self) -> None:
         """Disarm it in a forked child, which has none of the threads that may hold its lock."""
@@ -271,4 +273,4 @@ class DeadManSwitch:
 
 
 SWITCH = DeadManSwitch()
-os.register_at_fork(before=SWITCH.pause, after_in_child=SWITCH.forget)
+os.register_at_fork(before=SWITCH.pause, after_in_parent=lambda: SWITCH._lock.release(), after_in_child=SWITCH.forget)

@@ -23,7 +23,8 @@ import pytest
 
 from tools.chaos.judge import compare, look
 from tools.ranks import Outcome, RankServer
-from tools.signals.run import WORKER, Signals, status
+from tools.signals.judge import status
+from tools.signals.run import WORKER, Signals
 from tools.signals.worker import LOADING, Plan, Trail
 from tools.trial import workspace
 
