@@ -208,7 +208,7 @@ def test_the_dead_man_switch_leaves_a_timer_of_someone_else_alone(monkeypatch: p
             setting = threading.Thread(target=switch.keep, args=(12.5,), daemon=True)
             setting.start(), setting.join(0.2)
             assert setting.is_alive(), "until the process has forked"
-            switch._lock.release(), setting.join(5)
+            switch.lock.release(), setting.join(5)
         switch.keep(math.inf)
         with monkeypatch.context() as patch:
             patch.setattr(switch, "_set", no_thread)
