@@ -200,8 +200,7 @@ def write(text: str) -> None:
 
 def write_stacks() -> None:
     """Write the stack traces of all threads to a local file; move it to the output folder unless its disk hangs."""
-    file = _local_file()
-    if file is not None:
+    if (file := _local_file()) is not None:
         faulthandler.dump_traceback(file, all_threads=True)
         _move(file)
 
@@ -225,7 +224,7 @@ class DeadManSwitch:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # a timer that is set after disarming would end the process
+        self.lock = threading.Lock()  # a timer that is set after disarming would end the process
         self._file: IO[str] | None = None  # while it is armed
         self._exits, self._of_others = False, False
         self._set, self._cancel = faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later
@@ -246,7 +245,7 @@ class DeadManSwitch:
         try:
             yield
         finally:
-            with self._lock:
+            with self.lock:
                 file, self._file = self._file, None
                 if not self._of_others:
                     self._cancel()
@@ -255,20 +254,20 @@ class DeadManSwitch:
 
     def keep(self, seconds: float) -> None:
         """If it is armed, keep it from acting for the next ``seconds``."""
-        with self._lock:
+        with self.lock, contextlib.suppress(RuntimeError):  # no thread can be started for it, which may pass
             if self._file is not None and not self._of_others:
                 self._set(min(seconds, _MONTH_S), exit=self._exits, file=self._file)
 
     def pause(self) -> None:
-        """Cancel the timer before a fork, until it is next set: a child would wait for its thread when it exits."""
-        with self._lock:
-            if self._file is not None and not self._of_others:
-                self._cancel()
+        """Cancel the timer before a fork, and keep it from being set: a child would wait for its thread."""
+        self.lock.acquire()
+        if self._file is not None and not self._of_others:
+            self._cancel()
 
     def forget(self) -> None:
         """Disarm it in a forked child, which has none of the threads that may hold its lock."""
-        self._lock, self._file = threading.Lock(), None
+        self.lock, self._file = threading.Lock(), None
 
 
 SWITCH = DeadManSwitch()
-os.register_at_fork(before=SWITCH.pause, after_in_child=SWITCH.forget)
+os.register_at_fork(before=SWITCH.pause, after_in_parent=lambda: SWITCH.lock.release(), after_in_child=SWITCH.forget)

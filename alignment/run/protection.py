@@ -46,9 +46,10 @@ _current: Protection | None = None
 
 def launchers() -> list[int]:
     """The process IDs of the launchers among the ancestors of this process."""
-    with contextlib.suppress(psutil.Error, OSError):
-        return [each.pid for each in psutil.Process().parents() if _LAUNCHER.match(" ".join(each.cmdline()))]
-    return []
+    found: list[int] = []
+    with contextlib.suppress(psutil.Error, OSError):  # those of other users, which come last, may be hidden
+        found.extend(each.pid for each in psutil.Process().parents() if _LAUNCHER.match(" ".join(each.cmdline())))
+    return found
 
 
 def _note(number: int, frame: FrameType | None) -> None:

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,8 +121,11 @@ def test_the_stop_file_is_polled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_launchers_are_recognized_by_their_command(
     command: str, launches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parent = SimpleNamespace(pid=7, cmdline=command.split)
-    monkeypatch.setattr(protection.psutil, "Process", lambda: SimpleNamespace(parents=lambda: [parent]))
+    def hidden() -> list[str]:
+        raise protection.psutil.AccessDenied(1)
+
+    parents = [SimpleNamespace(pid=7, cmdline=command.split), SimpleNamespace(pid=1, cmdline=hidden)]
+    monkeypatch.setattr(protection.psutil, "Process", lambda: SimpleNamespace(parents=lambda: parents))
     assert protection.launchers() == [7] * launches
 
 
@@ -185,6 +189,10 @@ def test_ranks_follow_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
 # Hangs ---------------------------------------------------------------------------------------------------------------
 
 
+def no_thread(*_: Any, **__: Any) -> None:
+    raise RuntimeError("unable to start watchdog thread")
+
+
 def test_the_dead_man_switch_leaves_a_timer_of_someone_else_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise it is cancelled before a fork and at the end; and it leaves no file behind."""
     monkeypatch.setattr(faulthandler, "dump_traceback_later", faulthandler.dump_traceback_later)
@@ -197,13 +205,20 @@ def test_the_dead_man_switch_leaves_a_timer_of_someone_else_alone(monkeypatch: p
         switch.keep(11.0)
         with switch.armed(12.0, exits=True):
             switch.pause()
+            setting = threading.Thread(target=switch.keep, args=(12.5,), daemon=True)
+            setting.start(), setting.join(0.2)
+            assert setting.is_alive(), "until the process has forked"
+            switch.lock.release(), setting.join(5)
         switch.keep(math.inf)
+        with monkeypatch.context() as patch:
+            patch.setattr(switch, "_set", no_thread)
+            switch.keep(12.8)
     switch.keep(13.0)
-    assert times == [10, 11, ending._MONTH_S] and cancelled == [1, 1] and not path.exists()
+    assert times == [10, 11, 12.5, ending._MONTH_S] and cancelled == [1, 1] and not path.exists()
     with switch.armed(14.0, exits=True):
         faulthandler.dump_traceback_later(3600)
         switch.keep(15.0)
-    assert times[3:] == [14, 3600] and cancelled == [1, 1]
+    assert times[4:] == [14, 3600] and cancelled == [1, 1]
 
 
 def test_what_the_switch_of_a_notebook_has_written_is_moved_to_the_output_folder(
