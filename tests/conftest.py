@@ -176,6 +176,16 @@ def wandb() -> Iterator[Any]:
     module.teardown()
 
 
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """Keep a command that runs in this process from leaving signals ignored, which later processes would inherit."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)}
+    yield
+    for each, handler in before.items():
+        if signal.getsignal(each) == signal.SIG_IGN and handler is not None:
+            signal.signal(each, handler)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def curves_left_out() -> Iterator[None]:
     """Disable the drawing of curves, which takes 0.5 s per run; engine/test_run_report.py restores the function."""

@@ -14,8 +14,6 @@ from alignment.run.protection import Protection, ignore_stop_signals
 from alignment.run.ranks import prepare_environment, rank, world_size
 from alignment.run.stop import REQUESTS, RunStopped
 
-_LEAVE_S = 30.0  # to leave the process group
-
 
 def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False) -> int:
     """Run `main` and return the exit status; errors are reported in one line on stderr.
@@ -61,7 +59,7 @@ def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False
         deepspeed = sys.modules.get("deepspeed")
         if deepspeed is not None and deepspeed.comm.is_initialized():
             # Not torch's function: DeepSpeed's objects for this group would remain and break a later run here.
-            bounded(deepspeed.comm.destroy_process_group, _LEAVE_S)
+            bounded(deepspeed.comm.destroy_process_group, 30.0)
     ACTIVITY.reset()
     REQUESTS.forget()
     return ending.code

@@ -96,7 +96,8 @@ class Protection:
         finally:
             over.set()
             if os.getpid() == own:  # not a forked child, which shares the pipe
-                os.write(writer, b"\0")
+                with contextlib.suppress(BrokenPipeError):  # the thread has looked meanwhile
+                    os.write(writer, b"\0")
             thread.join(2 * _TICK_S)
             for each, old in before.items():
                 if signal.getsignal(each) is _note:
