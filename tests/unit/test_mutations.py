@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from conftest import ROOT
 
-from tools.mutants.__main__ import equivalents
+from tools.mutants.equivalents import equivalents
 from tools.mutations import Mutation, load
 
 # Part of a test's name in a ``-k`` expression; words with a dash are parameters, which a file may not spell out.

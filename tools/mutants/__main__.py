@@ -16,24 +16,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tests.continuing import fingerprint
 from tools.mutants.candidates import Mutant, package_of, sample
 from tools.mutants.covered import Covered, measured
+from tools.mutants.equivalents import equivalents
 from tools.ranks.client import ROOT
 from tools.trial import Tree, Verdict, tried
 
-EQUIVALENT = ROOT / "tests" / "mutations" / "equivalent.yaml"
 _BUDGETS_S = {"unit": 60.0, "engine": 90.0, "processes": 60.0}  # of the tests of one kind
 _MANY = 400  # maximum number of tests selected by name; beyond that, collecting complete files is faster
-Change = tuple[str, str, str]
-
-
-def equivalents() -> dict[Change, str]:
-    """Return equivalent mutants and the reasons why no test can detect them."""
-    listed: list[dict[str, str]] = yaml.safe_load(EQUIVALENT.read_text(encoding="utf-8")) or []
-    return {(entry["file"], entry["old"], entry["new"]): entry["why"] for entry in listed}
 
 
 def kind_of(test: str) -> str:
