@@ -62,7 +62,7 @@ def _attempt(mutant: Mutant, tree: Tree, covered: Covered) -> Verdict:
     return verdict._replace(seconds=seconds)
 
 
-def recorded(file: Path) -> dict[Change, dict[str, Any]]:
+def recorded(file: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
     """Return the last result of each mutant in a file of results, one per line, the last of which may be torn."""
     lines = file.read_text().splitlines() if file.exists() else []
     entries = (json.loads(line) for line in lines if line.endswith("}"))
