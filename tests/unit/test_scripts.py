@@ -78,9 +78,13 @@ USER, GOOD, BAD = (
 def test_the_common_prompt_of_pairs() -> None:
     pair = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
     assert alignment.extract_prompt({"chosen": [USER, GOOD], "rejected": [USER, BAD]}) == pair
-    assert alignment.extract_prompt({"chosen": "It is blue", "rejected": "It is red"})["prompt"] == "It is"
-    prefix = alignment.extract_prompt({"chosen": "yes", "rejected": "yes, sir"})
-    assert prefix == {"prompt": "yes", "chosen": "", "rejected": ", sir"}
+    for chosen, rejected, prompt in (
+        ("It is blue", "It is red", "It is"),
+        ("a rose", "a roses", "a"),  # no word is split
+        ("yes", "yes, sir", ""),  # no completion becomes empty
+    ):
+        pair = {"prompt": prompt, "chosen": chosen[len(prompt) :], "rejected": rejected[len(prompt) :]}
+        assert alignment.extract_prompt({"chosen": chosen, "rejected": rejected}) == pair
     with pytest.raises(DataError, match="identical"):
         alignment.extract_prompt({"chosen": "a", "rejected": "a"})
 

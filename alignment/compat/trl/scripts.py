@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from alignment.config.errors import DataError, OptionError
+from alignment.data.kinds.pairs import split_messages, split_texts
 
 RELEASES = ">=0.24,<2"  # the extra `trl` in setup.py
 _PLACES = ("trl", "trl.scripts.utils", "trl.trainer.utils")
@@ -47,9 +48,9 @@ def of_trl(name: str) -> Any:
 
 
 def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Split the common prompt off ``chosen`` and ``rejected``.
+    """Split the common prompt off ``chosen`` and ``rejected``, as the trainers do with rows without a prompt.
 
-    Texts are split before the space that precedes the first difference, conversations between messages.
+    Texts are split between words, conversations between messages. Neither completion becomes empty.
 
     Raises:
         DataError: the two are identical.
@@ -57,12 +58,8 @@ def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
     chosen, rejected = example["chosen"], example["rejected"]
     if chosen == rejected:
         raise DataError("chosen and rejected are identical; remove the row")
-    shared = 0
-    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
-        shared += 1
-    if shared and chosen[shared - 1] == " ":
-        shared -= 1
-    return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
+    split = split_texts if isinstance(chosen, str) else split_messages
+    return dict(zip(("prompt", "chosen", "rejected"), split(chosen, rejected)))
 
 
 def unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
