@@ -103,7 +103,8 @@ class JsonlLog:
     def _append(self, path: Path) -> None:
         """Write all pending records, or none."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        size = self._size = _whole_lines(path) if self._size is None else self._size
+        there = path.stat().st_size if path.exists() else 0  # a later run of this trainer moves the file away
+        size = self._size = _whole_lines(path) if self._size is None else min(self._size, there)
         data = memoryview("".join(f"{line}\n" for line in self._pending).encode())
         try:
             with path.open("ab", buffering=0) as file:  # network file systems may report a full disk on closing

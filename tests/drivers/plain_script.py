@@ -19,6 +19,7 @@ from helpers import options, paired_rows
 from transformers import TrainerCallback
 
 from alignment import CPOConfig, CPOTrainer, RunStopped
+from alignment.data.mixture import Part
 from alignment.run.protection import protected
 
 FAULTS = {
@@ -51,7 +52,7 @@ def fail_on_creation() -> None:
 
     model = f"{sys.argv[3]}-missing" if sys.argv[1] == "model" and os.environ["RANK"] == "1" else sys.argv[3]
     try:
-        CPOTrainer(model, args=CPOConfig(**options(Path(sys.argv[2]))), train_dataset=rows)
+        CPOTrainer(model, args=CPOConfig(**options(Path(sys.argv[2]))), train_dataset=Part("train_dataset", rows))
     except (KeyError, ValueError) as error:
         print(f"caught {type(error).__name__}")
 

@@ -19,6 +19,7 @@ from helpers import options, paired_rows
 
 from alignment import OnlineDPOConfig, OnlineDPOTrainer
 from alignment.cli.guarded import guarded
+from alignment.data.mixture import Part
 from alignment.rollout.engine import RolloutEngine
 from alignment.run.ranks import local_rank, rank
 
@@ -57,7 +58,7 @@ def train(folder: Path, model: str, flaky: Flaky) -> None:
     given |= {"output_dir": str(folder), "gradient_accumulation_steps": 1, "max_new_tokens": LONGEST, "retries": 2}
     del given["max_prompt_length"]
     trainer = OnlineDPOTrainer(
-        model, args=OnlineDPOConfig(**given), reward_funcs=flaky.score, train_dataset=flaky.rows
+        model, args=OnlineDPOConfig(**given), reward_funcs=flaky.score, train_dataset=Part("train_dataset", flaky.rows)
     )
     trainer.train()
     trainer.close()

@@ -8,6 +8,7 @@ of Online DPO are not generated, but taken from ``canned.py``.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +81,9 @@ def main() -> None:
     """Train all runs of the file."""
     RolloutEngine.generate = canned  # type: ignore[method-assign]
     mock.patch("alignment.training.run_page.draw_page").start()
+    if "HF_ENDPOINT" in os.environ:  # read when the library was imported, before this process was forked
+        values = {"ENDPOINT": os.environ["HF_ENDPOINT"], "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+        mock.patch.multiple("huggingface_hub.constants", **values).start()
     spec = Path(sys.argv[1])
     for run in json.loads(spec.read_text()):
         one_run(run, spec.parent)

@@ -118,6 +118,14 @@ def test_other_errors_end_a_run_at_the_first_write(tmp_path: Path) -> None:
             JsonlLog(path).write({"n": 1})
 
 
+def test_a_log_begins_again_after_its_file_was_moved(tmp_path: Path) -> None:
+    log = JsonlLog(tmp_path / "log.jsonl")
+    write(log, 0, 1)
+    (tmp_path / "log.jsonl").rename(tmp_path / "before.jsonl")
+    write(log, 2)
+    assert (records(tmp_path / "before.jsonl"), records(tmp_path / "log.jsonl")) == ([0, 1], [2])
+
+
 def test_a_line_that_a_crash_has_torn_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     for torn in ("{", '{"n": 2, "text": "' + "x" * 100_000):
