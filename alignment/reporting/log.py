@@ -108,6 +108,7 @@ class JsonlLog:
         data = memoryview("".join(f"{line}\n" for line in self._pending).encode())
         try:
             with path.open("ab", buffering=0) as file:  # network file systems may report a full disk on closing
+                size = self._size = min(size, path.stat().st_size)  # someone else may have removed or emptied it
                 os.truncate(path, size)  # a line torn by a crash, or what is left of a failed write
                 written = 0
                 while written < len(data):

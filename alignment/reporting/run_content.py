@@ -39,7 +39,6 @@ _DATA_COUNTS = {
 }  # fmt: skip
 _EVENTS = {
     "bad_step": "Non-finite or outlying steps", "omitted_window": "Omitted windows", "overflow": "fp16 overflows",
-    "retry": "Retries of reads or reward calls",
 }  # fmt: skip
 _VALUE = "value mono"
 

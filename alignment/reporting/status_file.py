@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from alignment.reporting.durable import replace_text
 
@@ -76,6 +76,9 @@ def read_status(folder: Path) -> RunStatus | None:
         status = _CONTENT.validate_json((folder / STATUS).read_bytes(), strict=True)
     except FileNotFoundError:
         return None
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ValueError(": ".join(map(str, (*problem["loc"], problem["msg"])))) from None
     if status.state not in STATES:
         raise ValueError(f"state is {status.state!r}")
     return status
@@ -138,10 +141,16 @@ class StatusFile:
                 self._due, wanted = False, self._wanted
                 doing = {} if self._closed or self.status.state in ENDED else self._doing()
                 status = self.status = dataclasses.replace(self.status, **doing, time=now())
-            with contextlib.suppress(OSError, ValueError):
-                found = read_status(self.path.parent) if status.state in ENDED else None
-                if found is None or (found.pid, found.started) == (status.pid, status.started):
+            with contextlib.suppress(OSError):
+                if status.state not in ENDED or self._is_ours(status):
                     replace_text(self.path, status.text())
             with self._changed:
                 self._written = wanted
                 self._changed.notify_all()
+
+    def _is_ours(self, status: RunStatus) -> bool:
+        try:
+            found = read_status(self.path.parent) or status
+        except ValueError:  # damaged
+            return True
+        return (found.host, found.pid, found.started) == (status.host, status.pid, status.started)

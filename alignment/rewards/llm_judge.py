@@ -260,9 +260,12 @@ class LLMJudge(BasePairwiseJudge):
                 except Exception as error:  # the client and its HTTP library have their own error classes
                     status, said = getattr(error, "status_code", None), self._failure(error)
                     broken = status is not None and status < 500 and status not in (*_OWN_FAULT, *_BUSY)
-                    if broken or not (self._answered if status in _OWN_FAULT else answered):
-                        raise RewardError(f"judge {self.where}: {said}") from None
                     failures.append(said)
+                    if broken or (  # or none of the questions that are asked at once
+                        len(failures) >= min(settings.concurrency, len(texts))
+                        and not (self._answered if status in _OWN_FAULT else answered)
+                    ):
+                        raise RewardError(f"judge {self.where}: {said}") from None
                     return None
                 answered = self._answered = True
                 return None if message.refusal else message.content

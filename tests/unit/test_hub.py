@@ -270,11 +270,19 @@ def test_the_last_upload_is_retried_and_its_failure_prints_the_command(
     assert (staged / "model" / "model.safetensors").exists() and (staged / "last-checkpoint/manifest.json").exists()
 
 
-def test_a_failure_to_stage_does_not_end_the_run(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_failure_to_stage_does_not_end_the_run(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Any] = []
+    monkeypatch.setattr(uploads, "before_threads_end", at_exit.append)
     run = Run(tmp_path, hub, hub_strategy="checkpoint")
     run.state.global_step = 3
     run.uploads.on_save(run.args, run.state, TrainerControl())  # a checkpoint that does not exist
     assert "checkpoint-3: not a checkpoint" in SAID[0] and not list((run.root / STAGING).glob("*"))
+    for _ in range(2):
+        run.save()
+        run.uploads.wait()
+    assert len(at_exit) == 1, "the interpreter waits for the uploads that follow"
 
 
 @pytest.mark.parametrize("stopping", [False, True])

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_disk import full
+from small_disk import fill, full, small_disk
 
 from alignment.config.errors import OutputError
+from alignment.online.completion_log import CompletionLog
+from alignment.reporting.completions import CompletionTable
 from alignment.reporting.durable import is_full
 from alignment.reporting.log import JsonlLog
 from alignment.reporting.log_reading import seconds_of
@@ -111,6 +113,50 @@ def test_a_disk_that_is_found_full_on_closing(tmp_path: Path, disk: type[Limited
     assert records(tmp_path / "log.jsonl") == [1, 2, 3, 4]
 
 
+def test_a_failed_write_that_cannot_be_cut_off_immediately(
+    tmp_path: Path, disk: type[LimitedPath], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = JsonlLog(disk(tmp_path / "log.jsonl"))
+    write(log, 1)
+    size = (tmp_path / "log.jsonl").stat().st_size
+    disk.fails_on_closing = True
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "truncate", lambda *_: (_ for _ in ()).throw(full(tmp_path)))
+        write(log, 2)
+    disk.fails_on_closing = False
+    assert log.state_dict() == {"bytes": 2 * size, "pending": []} and records(tmp_path / "log.jsonl") == [1, 2]
+
+
+def test_a_real_disk_that_fills(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        log = JsonlLog(disk / "log.jsonl")
+        write(log, *range(40))
+        ballast = fill(disk)
+        write(log, *range(40, 400))  # a page is there already, so some of these fit
+        there = records(disk / "log.jsonl")
+        assert there == list(range(len(there))) and 40 <= len(there) < 400
+        state = json.loads(json.dumps(log.state_dict()))
+        ballast.unlink()
+        resumed = JsonlLog(disk / "log.jsonl")
+        resumed.load_state_dict(state)
+        for each in (log, resumed):
+            write(each, 400)
+            assert records(disk / "log.jsonl") == list(range(401))
+            os.truncate(disk / "log.jsonl", state["bytes"])
+
+
+def test_a_file_that_someone_removes_or_empties_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = JsonlLog(path)
+    write(log, 1)
+    path.unlink()
+    write(log, 2)
+    assert records(path) == [2]
+    path.write_text("")
+    write(log, 3)
+    assert records(path) == [3]
+
+
 def test_other_errors_end_a_run_at_the_first_write(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "log.jsonl", tmp_path):
@@ -138,6 +184,19 @@ def test_a_line_that_a_crash_has_torn_is_cut_off(tmp_path: Path) -> None:
     path.write_text('{"n": 1')
     write(JsonlLog(path), 2)
     assert records(path) == [2]
+
+
+def test_a_resume_forgets_what_came_after_the_checkpoint(tmp_path: Path, disk: type[LimitedPath]) -> None:
+    log = JsonlLog(disk(tmp_path / "log.jsonl"))
+    write(log, 1)
+    state = log.state_dict()
+    write(log, 2)
+    disk.space = 0
+    write(log, 3)
+    disk.space = 1 << 20
+    log.load_state_dict(state)
+    write(log, 4)
+    assert records(tmp_path / "log.jsonl") == [1, 4]
 
 
 @pytest.mark.parametrize(
@@ -194,6 +253,18 @@ def test_the_state_is_on_the_disk_when_it_is_given(tmp_path: Path, monkeypatch: 
     with pytest.raises(OutputError, match="could not write") as caught:
         log.state_dict()
     assert is_full(caught.value), "a checkpoint that finds no space can be tried again"
+
+
+def test_tables_of_completions_wait_as_well(tmp_path: Path, disk: type[LimitedPath]) -> None:
+    table = CompletionTable(disk(tmp_path / "completions.jsonl"))
+    disk.space = 0
+    table.write(1, [{"n": 1}])
+    assert len(CompletionLog(table, 1, 2).state_dict()["table"]["pending"]) == 1
+    with pytest.raises(OutputError, match="1 line lost"):
+        table.finish()
+    disk.space = 1 << 20
+    table.finish()
+    assert records(tmp_path / "completions.jsonl") == [1]
 
 
 def test_records_may_say_when_they_were_written(tmp_path: Path) -> None:

@@ -173,6 +173,15 @@ def test_an_endpoint_that_fails_ends_the_run_and_an_unanswered_question_does_not
     assert "failed, so their pairs get no verdict" in capsys.readouterr().out
 
 
+def test_a_question_that_fails_before_others_are_answered_ends_no_run() -> None:
+    def slow_but_good(text: str) -> Answer:
+        return BUSY if "bad" in text else GOOD._replace(wait=0.2)
+
+    with serving(slow_but_good) as server:
+        one = judge(server.url, retries=0, both_orders=False)
+        assert one.judge(["bad", "p", "q"], [["a", "b"]] * 3, shuffle_order=False) == [-1, 0, 0]
+
+
 def test_an_endpoint_that_answers_nothing_raises_an_error_with_its_url() -> None:
     with serving(sequence(Answer(status=503, body=b'{"error": {"message": "starting"}}'))) as server:
         with pytest.raises(RewardError, match=rf"judge m at {server.url}: HTTP 503: .*starting"):

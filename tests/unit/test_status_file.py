@@ -91,6 +91,17 @@ def test_the_end_does_not_overwrite_a_later_attempt(tmp_path: Path) -> None:
     assert found(tmp_path) == later.status
 
 
+@pytest.mark.parametrize("content", ["{", '{"state": "running", "pid": "17"}', '{"state": "gone"}'])
+def test_the_end_replaces_a_damaged_file(content: str, tmp_path: Path) -> None:
+    file = StatusFile(tmp_path, RunStatus(pid=17))
+    file.close()
+    (tmp_path / "status.json").write_text(content)
+    with pytest.raises(ValueError):
+        read_status(tmp_path)
+    file.update(state="finished")
+    assert found(tmp_path) == file.status
+
+
 def test_a_status_is_written_for_a_rank_that_was_killed(tmp_path: Path) -> None:
     file = StatusFile(tmp_path, RunStatus("running", host="n1", pid=17, step=4))
     file.close()

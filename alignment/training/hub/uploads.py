@@ -100,7 +100,6 @@ class Uploads(TrainerCallback):
 
     def _begin(self, source: Path, message: str, to: Repository, last: bool, state: str | None = None) -> None:
         """Stage model, tokenizer, options and card of a folder, and a checkpoint's files in ``state``; upload them."""
-        self._count += 1
         step = self.context.state.global_step
         folder = self.root / STAGING / f"{step}-{self._count}"
         model = folder / _MODEL
@@ -120,8 +119,9 @@ class Uploads(TrainerCallback):
         except Exception as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise HubError(f"could not stage {source.name} for its upload: {one_line(error)}") from error
-        if self._count == 1:
+        if self._count == 0:
             before_threads_end(self._at_exit)
+        self._count += 1
         self.context.events("on_push_begin")
         push.future.set_running_or_notify_cancel()  # it cannot be cancelled
         before = [each.future for each in self._open]  # one upload at a time
