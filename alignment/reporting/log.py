@@ -103,12 +103,11 @@ class JsonlLog:
     def _append(self, path: Path) -> None:
         """Write all pending records, or none."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        there = path.stat().st_size if path.exists() else 0  # a later run of this trainer moves the file away
-        size = self._size = _whole_lines(path) if self._size is None else min(self._size, there)
+        size = self._size = _whole_lines(path) if self._size is None else self._size
         data = memoryview("".join(f"{line}\n" for line in self._pending).encode())
         try:
             with path.open("ab", buffering=0) as file:  # network file systems may report a full disk on closing
-                size = self._size = min(size, path.stat().st_size)  # someone else may have removed or emptied it
+                size = self._size = min(size, path.stat().st_size)  # a second train() moves it away; others may empty it
                 os.truncate(path, size)  # a line torn by a crash, or what is left of a failed write
                 written = 0
                 while written < len(data):
