@@ -75,7 +75,7 @@ def parse(argv: list[str], program: str = "launch/train.py") -> AlignmentConfig:
         recipe.pop("method", None), given.pop("method", None)
         check_names(cls, recipe | given)
         recipe, given = read_names(cls, recipe), read_names(cls, given)
-        options = METHODS.named(cls(**(checks.without_counterparts(recipe, given) | given)), str(method))
+        options = METHODS.named(cls(**(checks.without_counterparts(cls, recipe, given) | given)), str(method))
         checks.check_command_line(options)
     except OptionError as error:
         at_fault = str(error).partition("=")[0]

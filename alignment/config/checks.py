@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from alignment.compat.trl.names import value_here
 from alignment.config.dtypes import requested_dtype
 from alignment.config.errors import OptionError, listing, refuse, setting
-from alignment.config.fields import words
+from alignment.config.fields import validated, words
 from alignment.config.options_data import check_column_map, mixture_parts, tested_parts
 from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import FOUR_BITS, LORA, REF_PLACEMENTS, changed
@@ -22,6 +23,7 @@ _EFFECTIVE: tuple[tuple[tuple[str, ...], Callable[[Any], Any], str], ...] = (
     (("adam_epsilon",), lambda of: not of.optim.startswith(_NO_EPSILON), "optim: adamw_torch"),
     (("greater_is_better",), lambda of: of.metric_for_best_model is not None, "metric_for_best_model"),
     (("max_bad_steps",), lambda of: of.on_bad_step == "skip", "on_bad_step: skip"),
+    (("retry_pause",), lambda of: of.retries or not of.retry_pause, "retries"),
     (("precompute_ref_batch_size",), lambda of: of.ref_placement == "precomputed", "ref_placement: precomputed"),
     (LORA, lambda of: of.use_peft, "use_peft: true"),
     (FOUR_BITS, lambda of: any(getattr(of, name, False) for name in _FOUR_BIT_MODELS), "load_in_4bit: true"),
@@ -62,7 +64,7 @@ _COUNTERPARTS = {
     "rollout_backend": "use_transformers_paged", "resume_from_checkpoint": "overwrite_output_dir",
     "simpo_gamma": "gamma_beta_ratio", "judge": "reward_model_path reward_funcs",
 }  # fmt: skip
-_UNSET = words("-1 none null false no off auto random") + ("",)  # values that leave the choice to the counterpart
+_UNSET = words("-1 none false auto random") + ("",)  # values that leave the choice to the counterpart
 
 
 def resolve_reference(options: Any) -> None:
@@ -127,13 +129,14 @@ def check_lengths(options: Any, rows_per_unit: int) -> None:
         refuse(options, "max_tokens_per_batch", f"too small for {what} with {length}; set at least {least}")
 
 
-def without_counterparts(recipe: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a recipe without those that options on the command line, ``given`` as texts, replace.
+def without_counterparts(cls: Any, recipe: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a recipe without those that options on the command line, ``given``, replace.
 
     A value that means unset replaces nothing. An adapter replaces the settings of new adapters; without adapters, or
     without 4-bit weights, their settings are removed.
     """
-    texts = {name: str(value).strip().lower() for name, value in given.items()}
+    values = validated(cls, {name: value_here(name, value) for name, value in given.items()})
+    texts = {name: str(value).lower() for name, value in values.items()}
     effective = {name for name, text in texts.items() if text not in _UNSET}
     pairs = [(one, other) for one, others in _COUNTERPARTS.items() for other in others.split()]
     replaced = {two for one, two in pairs if one in effective} | {one for one, two in pairs if two in effective}

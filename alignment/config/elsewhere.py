@@ -49,7 +49,8 @@ def check_elsewhere(options: Any) -> None:
     if any(name in os.environ for name in _LAUNCHED):  # libraries set some of the variables, too
         settings += _of_accelerate(options)
     for place, value, option, own in settings:
-        same = value == own or str(value).lower() == str(own).lower()  # the environment has texts
+        # The environment has texts, in which 1 and 1.0 are the same number.
+        same = value == own or str(value).lower().removesuffix(".0") == str(own).lower().removesuffix(".0")
         if not same and "auto" not in (value, own):
             raise OptionError(
                 f"{place}{setting('', value)} does not agree with the option {option}, which gives {own!r}; set the "
@@ -88,12 +89,13 @@ def _of_section(options: Any, name: str, section: Any) -> Iterator[tuple[str, An
     for key, value in (params | section.get("params", {})).items():
         names = _PARAMETERS.get(key, ())
         values = [getattr(options, each) for each in names] or [further.get(key)]
+        value = list(value) if isinstance(value, tuple) else value
         yield f".params.{key}", value, " and ".join(names) or rest, values if names[1:] else values[0]
 
 
 def _of_accelerate(options: Any) -> list[tuple[str, Any, str, Any]]:
     """Return the settings of ``accelerate launch`` in the same form."""
-    said = {name.removeprefix("ACCELERATE_"): text for name, text in os.environ.items() if name[:11] == "ACCELERATE_"}
+    said = {name[11:]: text for name, text in os.environ.items() if name.startswith("ACCELERATE_")}
     said = {name: text for name, text in said.items() if text.lower() not in ("", "no", "none", "auto", "false")}
     config, file = load_deepspeed_config(options.deepspeed, "zero2"), said.get("DEEPSPEED_CONFIG_FILE")
     own = {

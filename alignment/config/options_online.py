@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias
 
 from annotated_types import Ge, Gt, Le
 
@@ -13,7 +13,6 @@ from alignment.config.fields import Count, Free, Keywords, Natural, NotNegative,
 from alignment.config.options import AlignmentConfig
 
 FrozenPlacement: TypeAlias = Literal["offload", "sharded", "replica"]
-REWARD_PLACEMENTS: tuple[str, ...] = get_args(FrozenPlacement)
 _REWARD_OPTIONS = ("reward_model_path", "reward_funcs", "reward_weights", "missing_eos_penalty")
 CLASSIFIER_OPTIONS = ("reward_batch_size", "reward_placement", "reward_deepspeed", "reward_load_in_4bit")
 

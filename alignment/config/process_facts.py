@@ -67,6 +67,8 @@ def ahead_of_others(goes_first: bool) -> Iterator[None]:
     together = distributed.is_available() and distributed.is_initialized()
     if together and not goes_first:
         distributed.barrier()
-    yield
-    if together and goes_first:
-        distributed.barrier()
+    try:
+        yield
+    finally:
+        if together and goes_first:
+            distributed.barrier()

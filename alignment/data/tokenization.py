@@ -98,7 +98,7 @@ class RowTokenizer:
                 fulls = [self._end_turn(full, text) for full, text in zip(fulls, source.completions, strict=True)]
             border = len(commonprefix([prompt, *fulls]))
             row = Encoded(prompt[:border], [full[border:] for full in fulls], source.further, source)
-            rows.append(row if row.prompt else self.with_context(row))
+            rows.append(self.with_context(row))
         return rows
 
     def ids(self, texts: list[str]) -> list[list[int]]:

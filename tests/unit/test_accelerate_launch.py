@@ -23,7 +23,7 @@ def options(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], **give
 @pytest.mark.parametrize(
     ("environment", "given"),
     [
-        ({"_DEEPSPEED_ZERO_STAGE": "2", "_MIXED_PRECISION": "no", "_GRADIENT_CLIPPING": "1.0"}, {}),
+        ({"_DEEPSPEED_ZERO_STAGE": "2", "_MIXED_PRECISION": "no", "_GRADIENT_CLIPPING": "1"}, {}),
         ({"_DEEPSPEED_ZERO_STAGE": "3", "_MIXED_PRECISION": "bf16"}, {"deepspeed": "zero3", "bf16": True}),
         ({"_GRADIENT_ACCUMULATION_STEPS": "4"}, {"gradient_accumulation_steps": 4}),
         ({"_DYNAMO_BACKEND": "NO", "_USE_CPU": "True", "_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"}, {"use_cpu": True}),

@@ -106,6 +106,7 @@ def test_options_that_do_not_fit_the_rows_are_refused(tmp_path: Path) -> None:
         (Completions(assistant_only=True), {"text": "ab"}, "requires a conversation, but this row is plain text"),
         (Completions(text_field="said"), {"prompt": "ab"}, "missing column completion; .* or said"),
         (Completions(tokenized=True), {"text": "ab"}, "skip_prepare_dataset requires tokenized rows"),
+        (SCORED_PAIRS, {"chosen_ids": [4], "rejected_ids": [5], "chosen_mask": [0]}, "chosen_mask would be ignored"),
     ]:
         with pytest.raises(DataError, match=says):
             made([row], tmp_path, kind)

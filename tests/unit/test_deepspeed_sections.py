@@ -34,7 +34,7 @@ def scheduler(kind: str, **parameters: Any) -> dict[str, Any]:
             optimizer("adam", lr=3e-5, betas=[0.8, 0.99], eps=1e-6, weight_decay=0.1),
             {"learning_rate": 3e-5, "adam_beta1": 0.8, "adam_beta2": 0.99, "adam_epsilon": 1e-6, "weight_decay": 0.1},
         ),
-        (optimizer("AdamW"), {"optim": "deepspeed_cpu_adam"}),
+        (optimizer("AdamW", betas=(0.9, 0.999)), {"optim": "deepspeed_cpu_adam"}),
         (optimizer("FusedAdam"), {"optim": "deepspeed_fused_adam"}),
         (optimizer("SGD", momentum=0.9), {"optim": "sgd", "optim_args": "momentum=0.9"}),
         (scheduler("WarmupLR"), {"lr_scheduler_type": "constant_with_warmup"}),

@@ -92,7 +92,11 @@ def test_options_of_rewards_with_a_judge(reward: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("given", "key"),
-    [({"hang_timeout": 60, "hang_timeout_first": 59}, "hang_timeout_first"), ({"max_bad_steps": 9}, "max_bad_steps")],
+    [
+        ({"hang_timeout": 60, "hang_timeout_first": 59}, "hang_timeout_first"),
+        ({"max_bad_steps": 9}, "max_bad_steps"),
+        ({"retries": 0, "retry_pause": 9}, "retry_pause"),
+    ],
 )
 def test_options_that_contradict_each_other(given: dict[str, Any], key: str) -> None:
     with pytest.raises(OptionError, match=f"^{key}="):

@@ -159,6 +159,12 @@ def test_properties_of_the_arguments_that_scripts_read(monkeypatch: pytest.Monke
     assert options.device.type == theirs.device.type == "cpu" and options.should_save and options.should_log
     with options.main_process_first(desc="map"), options.main_process_first(local=False):
         pass
+    barriers: list[int] = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: barriers.append(0))
+    with pytest.raises(OSError, match="full"), options.main_process_first():
+        raise OSError("full")
+    assert barriers, "the other ranks do not wait for one that failed"
     monkeypatch.setenv("RANK", "1")
     assert options.get_process_log_level() == logging.WARNING and not options.should_save and not options.should_log
 

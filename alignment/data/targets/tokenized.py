@@ -56,11 +56,18 @@ class TokenFormat(TokenColumns):
         """Check for what no single row shows.
 
         Raises:
-            DataError: rows must be tokenized but are not, complete sequences are beside prompts, or rows are packs.
+            DataError: rows must be tokenized but are not, columns would be ignored, complete sequences are beside
+                prompts, or rows are packs.
         """
         found = self.find(there) is not None
         if self.demanded and not found:
             raise DataError(f"{where}: skip_prepare_dataset requires tokenized rows (input_ids), not {listing(there)}")
+        stems, ends = [name.removesuffix("_ids") for name in self.ids], ("_attention_mask", "_mask", "_labels")
+        ignored = [name for name in there if name in {stem + end for stem in stems for end in ends}]
+        if found and ignored:
+            raise DataError(
+                f"{where}: {listing(ignored)} would be ignored; pass token IDs without padding, and remove the columns"
+            )
         if found and self.whole and "prompt_ids" in there:
             raise DataError(
                 f"{where}: {listing(self.ids)} are read as complete sequences, but column 'prompt_ids' suggests that "
