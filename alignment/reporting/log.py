@@ -107,7 +107,8 @@ class JsonlLog:
         data = memoryview("".join(f"{line}\n" for line in self._pending).encode())
         try:
             with path.open("ab", buffering=0) as file:  # network file systems may report a full disk on closing
-                size = self._size = min(size, path.stat().st_size)  # a second train() moves it away; others may empty it
+                # A second train() has moved the file away, or someone has emptied it.
+                size = self._size = min(size, path.stat().st_size)
                 os.truncate(path, size)  # a line torn by a crash, or what is left of a failed write
                 written = 0
                 while written < len(data):
