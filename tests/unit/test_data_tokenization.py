@@ -86,6 +86,7 @@ def test_end_of_turn_token_without_the_special_flag() -> None:
         ("[gMASK]<|im_end|>", "", "c|[gMASK]|<|im_end|>"),  # Command R7B: two tokens end every turn
         ("[gMASK]<|im_end|>", "\n</s>", "c|[gMASK]|<|im_end|>"),
         ("{% if loop.last and m.role == 'assistant' %}</s>{% else %}<|im_end|>{% endif %}", "", "c|</s>"),  # gpt-oss
+        ("{% if loop.last and m.role == 'assistant' %}</s>\n{% else %}<|im_end|>{% endif %}", "", "c|</s>"),
         ("\n", "</s>", "c|\n|</s>"),
     ],
 )

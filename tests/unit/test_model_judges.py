@@ -193,7 +193,7 @@ def test_an_endpoint_that_answers_nothing_raises_an_error_with_its_url() -> None
         Judge(judge(url, retries=0), retries=again).verdicts(["p"], [["a", "b"]], 0, ["row 7"])
 
 
-@pytest.mark.parametrize("status", [302, 307, 401, 403, 404])
+@pytest.mark.parametrize("status", [302, 307, 401, 402, 403, 404])
 def test_permanent_errors_are_not_retried(status: int) -> None:
     with serving(sequence(Answer(status=status, body=b'{"error": {"message": "no"}}'))) as server:
         with pytest.raises(RewardError, match=f"HTTP {status}"):
