@@ -261,7 +261,7 @@ class LLMJudge(BasePairwiseJudge):
                     status, said = getattr(error, "status_code", None), self._failure(error)
                     broken = status is not None and status < 500 and status not in (*_OWN_FAULT, *_BUSY)
                     failures.append(said)
-                    if broken or (  # or none of the questions that are asked at once
+                    if broken or (  # or none of the questions that are asked concurrently
                         len(failures) >= min(settings.concurrency, len(texts))
                         and not (self._answered if status in _OWN_FAULT else answered)
                     ):
