@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import continuing
 import hypothesis
 import pytest
+from support import continuing
 
 from tools.ranks import RankServer
 from tools.ranks.client import LAUNCHER_VARIABLES, environment
 from tools.signals.command import launch_command
 
 ROOT = Path(__file__).resolve().parent.parent
-DRIVERS = ROOT / "tests" / "drivers"
+DRIVERS = ROOT / "tests" / "support" / "drivers"
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 _PROCESSES = {"launch", "ranks"}
 
@@ -127,7 +127,7 @@ def selected_cases(request: pytest.FixtureRequest, test: str) -> list[Any]:
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The base models of runs with adapters."""
-    from adapter_grid import make_bases
+    from support.adapter_grid import make_bases
 
     return make_bases(tmp_path_factory.mktemp("bases"), layers=1)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pages.blocks import ROOT
-from pages.links import broken_links
+from support.pages.blocks import ROOT
+from support.pages.links import broken_links
 
 FILES = sorted(
     path

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pages.blocks import Block, BlockError, blocks_of
-from pages.checks import check
-from pages.output import difference
-from pages.running import BlockFailed, PageRun
+from support.pages.blocks import Block, BlockError, blocks_of
+from support.pages.checks import check
+from support.pages.output import difference
+from support.pages.running import BlockFailed, PageRun
 
 
 def page(text: str, folder: Path) -> list[Block]:

@@ -6,10 +6,10 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from helpers import make_model
-from pages.blocks import BlockError, blocks_of, pages
-from pages.checks import check
-from pages.running import make_folder, write_file
+from support.helpers import make_model
+from support.pages.blocks import BlockError, blocks_of, pages
+from support.pages.checks import check
+from support.pages.running import make_folder, write_file
 
 pytestmark = pytest.mark.usefixtures("own_process_group", "library_bars")
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import make_model
-from pages.blocks import ROOT, Block, BlockError, blocks_of, pages
-from pages.checks import script_of
-from pages.commands import commands_of
-from pages.forked import forked_python, make_commands
-from pages.metrics import undocumented
-from pages.running import PageRun, make_folder
+from support.helpers import make_model
+from support.pages.blocks import ROOT, Block, BlockError, blocks_of, pages
+from support.pages.checks import script_of
+from support.pages.commands import commands_of
+from support.pages.forked import forked_python, make_commands
+from support.pages.metrics import undocumented
+from support.pages.running import PageRun, make_folder
 
 from tools.ranks import RankServer
 

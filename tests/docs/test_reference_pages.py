@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from pages.blocks import ROOT
-from pages.metrics import documented, matches
+from support.pages.blocks import ROOT
+from support.pages.metrics import documented, matches
 
 from alignment.cli.help import grouped_fields, title_of
 from alignment.config.registry import METHODS

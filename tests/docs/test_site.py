@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pages.blocks import ROOT
+from support.pages.blocks import ROOT
 
 pytest.importorskip("sphinx", reason='the documentation needs pip install -e ".[docs]"')
 Build = Callable[..., tuple[str, str]]

@@ -14,15 +14,25 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_grid import BITS, FACTORS, Combination, adapter_run, make_bases, name_of, part, reference_of, sampled
 from conftest import DRIVERS, selected_cases
-from oracle.adapters import AdapterStep, Task, dense_base, steps_of
-from oracle.dense import CPOOptions, DPOOptions, KTOOptions
-from oracle.pairs import pairs_of
 from safetensors.torch import load_file
-from split_oracle import answered
-from split_results import Results, assert_logged, assert_same, distance, norm
-from split_runs import METHOD
+from support.adapter_grid import (
+    BITS,
+    FACTORS,
+    Combination,
+    adapter_run,
+    make_bases,
+    name_of,
+    part,
+    reference_of,
+    sampled,
+)
+from support.oracle.adapters import AdapterStep, Task, dense_base, steps_of
+from support.oracle.dense import CPOOptions, DPOOptions, KTOOptions
+from support.oracle.pairs import pairs_of
+from support.split_oracle import answered
+from support.split_results import Results, assert_logged, assert_same, distance, norm
+from support.split_runs import METHOD
 
 from tools.ranks import RankServer
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_grid import adapter_run, make_bases
-from exports import masters
+from support.adapter_grid import adapter_run, make_bases
+from support.exports import masters
 from torch import Tensor
 from transformers import TrainerCallback
 

@@ -10,12 +10,12 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
-from adapter_grid import BITS, Combination, adapter_run
 from conftest import DRIVERS
-from oracle.adapters import adapted, completion_logps, dense_base
 from peft import PeftModel
 from safetensors.torch import load_file
-from split_results import assert_logged, distance
+from support.adapter_grid import BITS, Combination, adapter_run
+from support.oracle.adapters import adapted, completion_logps, dense_base
+from support.split_results import assert_logged, distance
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from drivers.rollout import PROMPTS, sampling, train, whole
-from helpers import make_model
-from oracle.adapters import quantization
 from peft import LoraConfig
+from support.drivers.rollout import PROMPTS, sampling, train, whole
+from support.helpers import make_model
+from support.oracle.adapters import quantization
 from transformers import PreTrainedModel
 
 from alignment.engines.scoring import PolicyEngine

@@ -10,9 +10,9 @@ from typing import Any
 import peft
 import pytest
 import torch
-from data_tokenizers import PLAIN, char_tokenizer
-from helpers import STAGES, make_model, options, paired_rows, unpaired_rows
 from peft import LoraConfig, PeftModel, get_peft_model
+from support.data_tokenizers import PLAIN, char_tokenizer
+from support.helpers import STAGES, make_model, options, paired_rows, unpaired_rows
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_step_runs import (
+from conftest import DRIVERS, selected_cases
+from support.bad_step_runs import (
     CASES,
     FAULTS,
     LEFT_OUT,
@@ -23,9 +24,8 @@ from bad_step_runs import (
     runs_of,
     state_of,
 )
-from conftest import DRIVERS, selected_cases
-from drivers.bad_steps import train
-from resume_grid import make_models
+from support.drivers.bad_steps import train
+from support.resume_grid import make_models
 
 from tools.ranks import RankServer
 

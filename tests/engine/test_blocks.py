@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import STAGES, make_model, paired_rows
+from support.helpers import STAGES, make_model, paired_rows
 from transformers import AutoModelForCausalLM
 
 from alignment import CPOConfig, CPOTrainer

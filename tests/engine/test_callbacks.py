@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import DRIVERS
-from helpers import STAGES, make_model, options, paired_rows, unpaired_rows
 from safetensors.torch import load_file
+from support.helpers import STAGES, make_model, options, paired_rows, unpaired_rows
 from transformers import EarlyStoppingCallback, TrainerCallback, integrations
 from transformers.integrations import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 

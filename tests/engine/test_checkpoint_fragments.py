@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fragment_runs import (
+from support.fragment_runs import (
     BF16_LAYERS,
     LAYERS,
     Case,
@@ -20,7 +20,7 @@ from fragment_runs import (
     save,
     train,
 )
-from pairwise import Combination, pairwise
+from support.pairwise import Combination, pairwise
 from torch import Tensor
 
 from alignment.checkpoint.fragments import fragment_file

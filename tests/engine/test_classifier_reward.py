@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from data_tokenizers import PLAIN, TOOLS, char_tokenizer
-from helpers import make_classifier, make_model, zero
+from support.data_tokenizers import PLAIN, TOOLS, char_tokenizer
+from support.helpers import make_classifier, make_model, zero
 from transformers import AutoModelForSequenceClassification
 
 from alignment import OnlineDPOConfig

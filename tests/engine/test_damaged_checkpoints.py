@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_tokenizers import PLAIN, char_tokenizer
-from helpers import make_model, options, unpaired_rows
+from support.data_tokenizers import PLAIN, char_tokenizer
+from support.helpers import make_model, options, unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.checkpoint import manifest as manifest_module

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, IterableDataset
-from helpers import make_model, unpaired_rows
+from support.helpers import make_model, unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.config.errors import DataError

@@ -14,9 +14,9 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from drivers import rollout as rollout_driver
-from drivers.rollout import PROMPTS, SEQUENCES, sampling
-from helpers import STAGES, make_model, zero
+from support.drivers import rollout as rollout_driver
+from support.drivers.rollout import PROMPTS, SEQUENCES, sampling
+from support.helpers import STAGES, make_model, zero
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import STAGES
+from support.helpers import STAGES
 
 from alignment.config.errors import ModelError
 from alignment.data.batching import collate

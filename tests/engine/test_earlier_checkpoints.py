@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import DRIVERS, selected_cases
-from earlier_checkpoints import POINT, cases, earlier_machine, label, machine, unpacked
-from resume_comparison import differences
 from safetensors.torch import load_file
+from support.earlier_checkpoints import POINT, cases, earlier_machine, label, machine, unpacked
+from support.resume_comparison import differences
 
 from tools.ranks import RankServer
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from end_to_end import POSITIONS, allowed, factors, options_of, parts_of, tokenizer_of
-from helpers import STAGES, tiny_config
-from oracle.first_window import Key, Part, check_partners, check_taken, online, usable, window_of
-from oracle.pairs import Candidate, Prompt
-from oracle.rows import Example, Refused, Setting
-from oracle.wide import widen
-from pairwise import Combination, covering
+from support.end_to_end import POSITIONS, allowed, factors, options_of, parts_of, tokenizer_of
+from support.helpers import STAGES, tiny_config
+from support.oracle.first_window import Key, Part, check_partners, check_taken, online, usable, window_of
+from support.oracle.pairs import Candidate, Prompt
+from support.oracle.rows import Example, Refused, Setting
+from support.oracle.wide import widen
+from support.pairwise import Combination, covering
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import alignment

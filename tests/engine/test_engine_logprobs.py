@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad
-from helpers import make_model, paired_rows, unpaired_rows, zero
-from oracle.dense import load, token_logps
+from support.helpers import make_model, paired_rows, unpaired_rows, zero
+from support.oracle.dense import load, token_logps
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import DRIVERS
-from data_tokenizers import PLAIN, char_tokenizer
-from drivers.eval_answers import PROMPTS, rows_of
-from helpers import make_model
 from peft import PeftModel
-from resume_comparison import timeless
 from safetensors.torch import load_file
+from support.data_tokenizers import PLAIN, char_tokenizer
+from support.drivers.eval_answers import PROMPTS, rows_of
+from support.helpers import make_model
+from support.resume_comparison import timeless
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tools.ranks import RankServer

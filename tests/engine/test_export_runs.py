@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from exports import masters
-from helpers import STAGES, make_model, options, paired_rows, unpaired_rows
+from support.exports import masters
+from support.helpers import STAGES, make_model, options, paired_rows, unpaired_rows
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import DRIVERS
-from helpers import make_model
+from conftest import DRIVERS, ROOT
+from support.helpers import make_model
 
 from tools.ranks.client import environment
 
@@ -18,7 +18,7 @@ from tools.ranks.client import environment
 def test_a_script_with_a_failing_worker_ends(how: str, says: str, tmp_path: Path) -> None:
     """The limit is several times what it takes; without the shutdown, nothing ends it."""
     command = [sys.executable, DRIVERS / "failing_loader.py", make_model(tmp_path / "model"), tmp_path / "out", how]
-    path = f"{DRIVERS.parent.parent}:{DRIVERS.parent}"
+    path = f"{ROOT}:{ROOT / 'tests'}"
     done = subprocess.run(
         command, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=120, check=False
     )

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from drivers.rollout import policy_engine
-from flash_attention import flash_attention
-from helpers import make_model
+from support.drivers.rollout import policy_engine
+from support.flash_attention import flash_attention
+from support.helpers import make_model
 from transformers import modeling_flash_attention_utils
 
 from alignment.data.batching import collate

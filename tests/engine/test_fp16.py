@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fragment_runs import Case, differences, engine, fp16_on_cpu, train
-from helpers import STAGES, make_model, options, paired_rows
+from support.fragment_runs import Case, differences, engine, fp16_on_cpu, train
+from support.helpers import STAGES, make_model, options, paired_rows
 from torch import Tensor
 from torch.optim import AdamW
 from transformers import TrainerCallback

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from data_tokenizers import PLAIN, char_tokenizer
-from helpers import STAGES, make_classifier, make_model, options, unpaired_rows
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from support.data_tokenizers import PLAIN, char_tokenizer
+from support.helpers import STAGES, make_classifier, make_model, options, unpaired_rows
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,

@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 from conftest import DRIVERS
-from drivers.traffic import CASES
-from fragment_runs import distance
-from helpers import STAGES, make_model, options, paired_rows
+from support.drivers.traffic import CASES
+from support.fragment_runs import distance
+from support.helpers import STAGES, make_model, options, paired_rows
 
 from alignment import CPOConfig, CPOTrainer
 from tools.ranks import RankServer

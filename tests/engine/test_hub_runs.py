@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 from conftest import DRIVERS
-from fake_hub import TOKEN, FakeHub
-from helpers import STAGES, make_model, options, paired_rows, unpaired_rows
+from support.fake_hub import TOKEN, FakeHub
+from support.helpers import STAGES, make_model, options, paired_rows, unpaired_rows
 from transformers import TrainerCallback
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, RunStopped

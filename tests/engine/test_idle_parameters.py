@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fragment_runs import Case, engine, fp16_on_cpu
+from support.fragment_runs import Case, engine, fp16_on_cpu
 
 from alignment.data.batching import Batch, collate
 from alignment.engines.launch_env import init_distributed

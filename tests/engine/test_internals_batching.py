@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attention import flash_attention
-from helpers import tiny_config
+from support.flash_attention import flash_attention
+from support.helpers import tiny_config
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 

@@ -21,8 +21,8 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import op_builder
-from helpers import zero
 from pydantic import ValidationError
+from support.helpers import zero
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fragment_runs import Case, differences, distance, engine, everything, masters
+from support.fragment_runs import Case, differences, distance, engine, everything, masters
 
 from alignment.data.batching import collate
 from alignment.engines.launch_env import init_distributed

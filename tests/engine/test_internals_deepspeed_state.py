@@ -10,7 +10,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.ops.op_builder import CPUAdamBuilder
-from fragment_runs import Case, engine, fp16_on_cpu, masters, train
+from support.fragment_runs import Case, engine, fp16_on_cpu, masters, train
 
 from alignment.checkpoint.saving import gathered_state_dict
 from alignment.data.batching import collate

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fragment_runs import LAYERS, Case, differences, engine, everything, fp16_on_cpu, train
+from support.fragment_runs import LAYERS, Case, differences, engine, everything, fp16_on_cpu, train
 
 from alignment.data.batching import collate
 from alignment.engines.launch_env import init_distributed

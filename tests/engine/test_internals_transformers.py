@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_model, tiny_config, zero
+from support.helpers import make_model, tiny_config, zero
 from torch import nn
 from transformers import (
     AutoConfig,

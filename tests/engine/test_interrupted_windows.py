@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drivers.bad_steps import Spoiler
-from helpers import STAGES, make_model, options, unpaired_rows, zero
+from support.drivers.bad_steps import Spoiler
+from support.helpers import STAGES, make_model, options, unpaired_rows, zero
 from transformers import TrainerCallback
 
 from alignment import SFTConfig, SFTTrainer

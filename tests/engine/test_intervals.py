@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_model, options, paired_rows
+from support.helpers import make_model, options, paired_rows
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 

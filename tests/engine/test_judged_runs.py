@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drivers.canned import LONGEST
-from drivers.runs import canned
-from helpers import make_model, options, paired_rows
-from judge_server import Answer, serving
+from support.drivers.canned import LONGEST
+from support.drivers.runs import canned
+from support.helpers import make_model, options, paired_rows
+from support.judge_server import Answer, serving
 
 from alignment import OnlineDPOConfig, OnlineDPOTrainer
 from alignment.config.errors import RewardError

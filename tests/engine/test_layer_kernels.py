@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import DRIVERS, ROOT
-from helpers import STAGES, make_model, options
 from safetensors.torch import load_file
+from support.helpers import STAGES, make_model, options
 
 from tools.ranks.client import environment
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import losses_of_trl
 import pytest
 import torch
 import transformers
-from losses_of_trl import PAIRS, loss_of_ours
+from support import losses_of_trl
+from support.losses_of_trl import PAIRS, loss_of_ours
 
 from alignment.objectives.dpo import LOSSES as LOSSES_OF_DPO
 from tools.trl.hub import rows

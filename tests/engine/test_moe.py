@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import STAGES, make_model, paired_rows, unpaired_rows
+from support.helpers import STAGES, make_model, paired_rows, unpaired_rows
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GraniteMoeConfig, MixtralConfig, PreTrainedConfig, Qwen2MoeConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import DRIVERS
-from helpers import make_model
+from support.helpers import make_model
 
 from tools.ranks import RankServer
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from bad_online_commands import write_classifiers
 from conftest import ROOT
-from data_tokenizers import PLAIN, char_tokenizer
-from helpers import STAGES, make_model, options, text
+from support.bad_online_commands import write_classifiers
+from support.data_tokenizers import PLAIN, char_tokenizer
+from support.helpers import STAGES, make_model, options, text
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Cache
 
 from alignment import OnlineDPOConfig, OnlineDPOTrainer
@@ -319,7 +319,7 @@ def test_score_and_reference_phases_hold_no_other_memory(
 
 
 def test_contradicting_arguments_are_refused(paths: dict[str, str], tmp_path: Path) -> None:
-    """Those that only Python can give; the others are in tests/bad_online_commands.py."""
+    """Those that only Python can give; the others are in tests/support/bad_online_commands.py."""
     judge = {"judge": lambda prompts, pairs: [0]}
     for given, said in (
         ({}, "^reward_model: "),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import STAGES, make_model, options, text
+from support.helpers import STAGES, make_model, options, text
 from transformers import AutoConfig, TrainerCallback
 
 from alignment import OnlineDPOConfig, OnlineDPOTrainer

@@ -8,8 +8,8 @@ from typing import Any, get_args
 import bitsandbytes
 import pytest
 import torch
-from helpers import STAGES, make_model, options, paired_rows
 from safetensors.torch import load_file
+from support.helpers import STAGES, make_model, options, paired_rows
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import make_model, options, unpaired_rows
+from support.helpers import make_model, options, unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.config.fields import EARLY, LATE, marked, option_fields

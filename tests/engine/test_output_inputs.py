@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, load_from_disk
-from helpers import make_classifier, make_model, options, paired_rows
+from support.helpers import make_classifier, make_model, options, paired_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, OnlineDPOConfig, OnlineDPOTrainer

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import STAGES, make_model, options
-from oracle.dense import load, token_logps, wide_maths
+from support.helpers import STAGES, make_model, options
+from support.oracle.dense import load, token_logps, wide_maths
 
 from alignment import SFTConfig, SFTTrainer
 from alignment.config.errors import CheckpointError, OptionError
 
 pytestmark = pytest.mark.ci
-DRIVERS = Path(__file__).resolve().parents[1] / "drivers"
+DRIVERS = Path(__file__).resolve().parents[1] / "support" / "drivers"
 LENGTH = 16
 
 

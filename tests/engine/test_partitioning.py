@@ -9,8 +9,8 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
-from helpers import STAGES, make_model
 from peft import LoraConfig, get_peft_model
+from support.helpers import STAGES, make_model
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

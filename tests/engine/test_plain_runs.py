@@ -9,11 +9,11 @@ import json
 from pathlib import Path
 
 import pytest
-from drivers.runs import canned, one_run
-from helpers import make_model
-from split_oracle import online_steps, oracle_steps
-from split_results import assert_same
-from split_runs import run
+from support.drivers.runs import canned, one_run
+from support.helpers import make_model
+from support.split_oracle import online_steps, oracle_steps
+from support.split_results import assert_same
+from support.split_runs import run
 
 from alignment.rollout.engine import RolloutEngine
 

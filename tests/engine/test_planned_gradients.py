@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import make_model, options, unpaired_rows
+from support.helpers import make_model, options, unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.training import run_engines

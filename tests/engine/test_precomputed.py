@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import IterableDataset
-from helpers import make_model, options, paired_rows, unpaired_rows
 from peft import LoraConfig, get_peft_model
+from support.helpers import make_model, options, paired_rows, unpaired_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import alignment

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from data_tokenizers import PLAIN, char_tokenizer
-from helpers import POSITIONS, make_classifier, make_model, paired_rows, unpaired_rows
 from safetensors.torch import load_file
+from support.data_tokenizers import PLAIN, char_tokenizer
+from support.helpers import POSITIONS, make_classifier, make_model, paired_rows, unpaired_rows
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from alignment.cli.parsing import parse

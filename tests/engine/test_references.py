@@ -9,7 +9,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import z3_leaf_module
-from helpers import make_model, options, paired_rows, unpaired_rows
+from support.helpers import make_model, options, paired_rows, unpaired_rows
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 

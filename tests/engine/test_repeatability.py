@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import STAGES, make_model, unpaired_rows
+from support.helpers import STAGES, make_model, unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import make_model, options, unpaired_rows
+from support.helpers import make_model, options, unpaired_rows
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 

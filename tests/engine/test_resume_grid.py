@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from conftest import DRIVERS, selected_cases
-from resume_comparison import differences
-from resume_grid import (
+from support.resume_comparison import differences
+from support.resume_grid import (
     FACTORS,
     POINTS,
     STEPS,

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from conftest import DRIVERS, selected_cases
-from drivers.canned import LONGEST, Kind
-from helpers import STAGES, make_model, zero
-from resume_comparison import timeless
 from safetensors.torch import load_file
-from split_results import Update, assert_logged, distance, norm
-from split_runs import prompt_rows
+from support.drivers.canned import LONGEST, Kind
+from support.helpers import STAGES, make_model, zero
+from support.resume_comparison import timeless
+from support.split_results import Update, assert_logged, distance, norm
+from support.split_runs import prompt_rows
 
 from tools.ranks import RankServer
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from conftest import DRIVERS
-from helpers import make_model, options, paired_rows
-from resume_comparison import timeless
+from support.helpers import make_model, options, paired_rows
+from support.resume_comparison import timeless
 
 from alignment import CPOConfig, CPOTrainer
 from alignment.config.errors import DataError

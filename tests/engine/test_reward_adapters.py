@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import STAGES, make_classifier, make_model, options, paired_rows
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from support.helpers import STAGES, make_classifier, make_model, options, paired_rows
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 

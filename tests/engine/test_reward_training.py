@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from data_tokenizers import char_tokenizer
-from helpers import STAGES, make_classifier, make_model, options, paired_rows
-from oracle.dense import load, wide_maths
 from safetensors.torch import load_file
+from support.data_tokenizers import char_tokenizer
+from support.helpers import STAGES, make_classifier, make_model, options, paired_rows
+from support.oracle.dense import load, wide_maths
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import DRIVERS
-from data_tokenizers import char_tokenizer
-from helpers import STAGES, make_classifier, options, paired_rows
 from safetensors.torch import load_file
+from support.data_tokenizers import char_tokenizer
+from support.helpers import STAGES, make_classifier, options, paired_rows
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 

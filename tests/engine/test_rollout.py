@@ -16,9 +16,9 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from drivers.rollout import PROMPTS, FailsAt, drawn, failing_rollout, policy_engine, sampling, train, whole
-from flash_attention import flash_attention
-from helpers import make_model
+from support.drivers.rollout import PROMPTS, FailsAt, drawn, failing_rollout, policy_engine, sampling, train, whole
+from support.flash_attention import flash_attention
+from support.helpers import make_model
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager

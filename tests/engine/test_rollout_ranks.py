@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import DRIVERS
-from drivers.rollout import PROMPTS, SEQUENCES, STAGES_AND_WAYS
-from helpers import make_model
-from oracle.dense import load, token_logps
+from support.drivers.rollout import PROMPTS, SEQUENCES, STAGES_AND_WAYS
+from support.helpers import make_model
+from support.oracle.dense import load, token_logps
 
 from tools.ranks import RankServer
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from drivers.rollout import EOS, PAD, PROMPTS, VOCABULARY, policy_engine, sampling
-from helpers import make_model, tiny_config
+from support.drivers.rollout import EOS, PAD, PROMPTS, VOCABULARY, policy_engine, sampling
+from support.helpers import make_model, tiny_config
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LogitsProcessorList, MambaConfig, PretrainedConfig
 
 from alignment.config.errors import OptionError

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from data_tokenizers import MARKED, char_tokenizer
 from datasets import Dataset, load_from_disk
-from helpers import make_classifier, make_model, options, paired_rows, unpaired_rows
 from peft import PeftModel
+from support.data_tokenizers import MARKED, char_tokenizer
+from support.helpers import make_classifier, make_model, options, paired_rows, unpaired_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerState
 
 import alignment

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import STAGES, make_model, unpaired_rows
+from support.helpers import STAGES, make_model, unpaired_rows
 from transformers import TrainerCallback
 
 from alignment import KTOConfig, KTOTrainer

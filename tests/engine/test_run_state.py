@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.whole_runs import completions, logged, make, make_models
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback
-from whole_runs import completions, logged, make, make_models
 
 from alignment.checkpoint.folder import checkpoints
 from alignment.checkpoint.run_state import RunState

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from data_tokenizers import PLAIN, char_tokenizer
-from helpers import make_model, tiny_config
+from support.data_tokenizers import PLAIN, char_tokenizer
+from support.helpers import make_model, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alignment.checkpoint.saving import gathered_state_dict, write_model

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import STAGES, make_model, unpaired_rows
-from oracle.dense import load, token_logps, wide_maths
-from oracle.distributions import distribution_metrics
+from support.helpers import STAGES, make_model, unpaired_rows
+from support.oracle.dense import load, token_logps, wide_maths
+from support.oracle.distributions import distribution_metrics
 
 from alignment import SFTConfig, SFTTrainer
 

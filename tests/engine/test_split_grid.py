@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from conftest import selected_cases
-from helpers import STAGES, make_classifier, make_model
 from safetensors.torch import load_file
-from split_grid import FACTORS, Combination, grid_run, name_of, part, reference_of, sampled
-from split_results import Results, Update, assert_logged, distance, norm, train_all
+from support.helpers import STAGES, make_classifier, make_model
+from support.split_grid import FACTORS, Combination, grid_run, name_of, part, reference_of, sampled
+from support.split_results import Results, Update, assert_logged, distance, norm, train_all
 
 from tools.ranks import RankServer
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from drivers import canned
-from helpers import make_model
-from oracle.dense import DPOOptions, solve
-from oracle.pairs import Prompt, pairs_of
-from split_oracle import OnlineSteps, answered, entropies, online_steps, oracle_steps
-from split_results import Results, assert_logged, assert_same, distance, norm, train_all
-from split_runs import CLIP, HEADS, JUDGED_STAGES, RATE, planned
+from support.drivers import canned
+from support.helpers import make_model
+from support.oracle.dense import DPOOptions, solve
+from support.oracle.pairs import Prompt, pairs_of
+from support.split_oracle import OnlineSteps, answered, entropies, online_steps, oracle_steps
+from support.split_results import Results, assert_logged, assert_same, distance, norm, train_all
+from support.split_runs import CLIP, HEADS, JUDGED_STAGES, RATE, planned
 
 from tools.ranks import RankServer
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.whole_runs import completions, logged, make, make_models
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
-from whole_runs import completions, logged, make, make_models
 
 from alignment.checkpoint.folder import checkpoints
 from alignment.checkpoint.writer import CheckpointWriter

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.zero import parameter_offload
-from helpers import STAGES, make_model, options, paired_rows, unpaired_rows, zero
+from support.helpers import STAGES, make_model, options, paired_rows, unpaired_rows, zero
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 import alignment.methods.cpo

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_classifier, make_model, options, paired_rows, unpaired_rows
 from peft import LoraConfig, PeftModel
+from support.helpers import make_classifier, make_model, options, paired_rows, unpaired_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_case import Case
-from bad_commands import command, in_folder, write_models
-from helpers import make_model, paired_rows, unpaired_rows
-from run_folders import holding
-from small_disk import fill, small_disk
+from support.bad_case import Case
+from support.bad_commands import command, in_folder, write_models
+from support.helpers import make_model, paired_rows, unpaired_rows
+from support.run_folders import holding
+from support.small_disk import fill, small_disk
 from test_bad_input import the_error, tree
 
 from alignment.checkpoint.manifest import MANIFEST

@@ -16,17 +16,17 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from bad_case import CHAT, Case
-from bad_commands import COMMANDS, command, in_folder, write_models
-from bad_environment import ENVIRONMENT, FOLDERS, MANIFESTS
-from bad_json import JSON
-from bad_models import MODELS, TOKENIZERS
-from bad_recipes import COMMAND_LINES, YAML
-from bad_rows import ROWS
 from conftest import ROOT
-from data_tokenizers import PLAIN, char_tokenizer
 from datasets import IterableDataset
-from helpers import POSITIONS, make_model, tiny_config, unpaired_rows
+from support.bad_case import CHAT, Case
+from support.bad_commands import COMMANDS, command, in_folder, write_models
+from support.bad_environment import ENVIRONMENT, FOLDERS, MANIFESTS
+from support.bad_json import JSON
+from support.bad_models import MODELS, TOKENIZERS
+from support.bad_recipes import COMMAND_LINES, YAML
+from support.bad_rows import ROWS
+from support.data_tokenizers import PLAIN, char_tokenizer
+from support.helpers import POSITIONS, make_model, tiny_config, unpaired_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from alignment import CPOConfig, KTOConfig, KTOTrainer

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from helpers import POSITIONS, make_model, unpaired_rows
+from support.helpers import POSITIONS, make_model, unpaired_rows
 
 from alignment import __version__
 from alignment.cli.commands import COMMANDS, main

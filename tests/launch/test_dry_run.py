@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from helpers import POSITIONS, make_model, paired_rows, unpaired_rows
+from support.helpers import POSITIONS, make_model, paired_rows, unpaired_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from alignment.cli.dry_run import _shortened

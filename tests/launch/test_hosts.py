@@ -12,7 +12,7 @@ from subprocess import Popen
 
 import pytest
 from conftest import DRIVERS, ROOT
-from helpers import make_model
+from support.helpers import make_model
 
 from tools.chaos.judge import compare, look
 from tools.chaos.world import World

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import make_model, unpaired_rows
+from support.helpers import make_model, unpaired_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 11
@@ -21,7 +21,7 @@ def test_few_frames_lie_between_the_command_and_the_gradient(tmp_path: Path) -> 
     data.write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(8)))
     options = ["--method", "kto", "--model_name_or_path", model, "--dataset_name", str(data), "--max_steps", "1"]
     options += ["--output_dir", str(tmp_path / "out"), "--per_device_train_batch_size", "4", "--max_length", "96"]
-    driver = ROOT / "tests" / "drivers" / "main_path.py"
+    driver = ROOT / "tests" / "support" / "drivers" / "main_path.py"
     done = subprocess.run([sys.executable, driver, *options], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FRAMES ")]

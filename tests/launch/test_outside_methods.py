@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from helpers import make_model, options, paired_rows
-from oracle.dense import load, token_logps
+from support.helpers import make_model, options, paired_rows
+from support.oracle.dense import load, token_logps
 
 from alignment import CPOConfig, SFTConfig, SFTTrainer
 from alignment.cli.help import help_text
@@ -97,7 +97,7 @@ def test_two_ranks_from_the_command_line(folder: Path, tmp_path: Path, ranks: Ra
 def float64_loss(folder: Path, beta: float) -> float:
     """Return the loss of all rows, computed directly."""
     model, nll, tokens, penalty = load(str(folder / "model")), 0.0, 0, []
-    from data_tokenizers import char_tokenizer
+    from support.data_tokenizers import char_tokenizer
 
     tokenizer = char_tokenizer()
     rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import DRIVERS
-from helpers import make_model
+from support.helpers import make_model
 
 from tools.ranks import RankServer
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import DRIVERS
-from helpers import POSITIONS, make_model, options, unpaired_rows, zero
 from safetensors.numpy import load_file
+from support.helpers import POSITIONS, make_model, options, unpaired_rows, zero
 
 from alignment.cli import precompute, train
 from tools.ranks import RankServer

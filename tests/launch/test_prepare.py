@@ -11,8 +11,8 @@ from typing import Any
 import datasets
 import pytest
 from conftest import DRIVERS
-from helpers import POSITIONS, make_model, paired_rows, unpaired_rows
-from run_folders import holding, write_status
+from support.helpers import POSITIONS, make_model, paired_rows, unpaired_rows
+from support.run_folders import holding, write_status
 
 from alignment.cli.prepare import main
 from alignment.config.dtypes import planned

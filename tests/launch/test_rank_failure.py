@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-from helpers import make_model, unpaired_rows
+from support.helpers import make_model, unpaired_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.ranks import RankServer

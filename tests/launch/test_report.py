@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from run_folders import entry, start, write_log, write_status
+from support.run_folders import entry, start, write_log, write_status
 
 from alignment.cli.report import main
 

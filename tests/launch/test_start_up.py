@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, Launch
-from helpers import make_model, unpaired_rows
+from support.helpers import make_model, unpaired_rows
 
 from tools.ranks.client import environment
 
@@ -70,7 +70,7 @@ def test_a_kto_run_only_imports_what_it_needs(tmp_path: Path, launch: Launch) ->
     options = f"--method kto --model_name_or_path {tmp_path}/model --dataset_name {tmp_path}/rows.jsonl"
     options += f" --output_dir {tmp_path}/out --max_length 64 --save_strategy no --disable_tqdm"
     found = tmp_path / "modules.json"
-    done = launch(ROOT / "tests" / "drivers" / "first_step.py", found, *options.split(), launcher="python")
+    done = launch(ROOT / "tests" / "support" / "drivers" / "first_step.py", found, *options.split(), launcher="python")
     assert found.is_file(), done.stderr
     modules = json.loads(found.read_text())
     assert {"torch", "deepspeed", "transformers.trainer_callback", "alignment.methods.kto"} <= set(modules)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from run_folders import HOLDER, entry, locked, start, write_checkpoint, write_log, write_status
+from support.run_folders import HOLDER, entry, locked, start, write_checkpoint, write_log, write_status
 
 from alignment.checkpoint.manifest import Manifest
 from alignment.cli.status import main

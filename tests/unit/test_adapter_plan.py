@@ -8,8 +8,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from helpers import make_model, tiny_config
 from peft import LoraConfig, PeftModel, get_peft_model
+from support.helpers import make_model, tiny_config
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig
 
 from alignment import KTOConfig

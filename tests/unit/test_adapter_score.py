@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 import pytest
-from helpers import make_classifier, make_model
 from peft import LoraConfig, TaskType, get_peft_model
+from support.helpers import make_classifier, make_model
 from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, Qwen3MoeConfig
 
 from alignment import RewardConfig

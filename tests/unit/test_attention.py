@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import tiny_config
+from support.helpers import tiny_config
 from torch.backends.cuda import SDPAParams
 from transformers import AutoModelForCausalLM
 from transformers.integrations import sdpa_attention

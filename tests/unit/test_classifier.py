@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_classifier, make_model, tiny_config, zero
 from safetensors.torch import load_file
+from support.helpers import make_classifier, make_model, tiny_config, zero
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,

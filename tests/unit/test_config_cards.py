@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fragment_runs import fp16_on_cpu
-from helpers import STAGES
+from support.fragment_runs import fp16_on_cpu
+from support.helpers import STAGES
 
 from alignment import KTOConfig
 from alignment.config.dtypes import DtypePlan, compute_dtype, plan_dtypes

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import continuing
 import pytest
 from conftest import ROOT
+from support import continuing
 
 TESTS = """
 import os
@@ -32,7 +32,7 @@ def test_three(ends_badly):
     pass
 """
 CONFTEST = """
-import continuing
+from support import continuing
 def pytest_addoption(parser):
     continuing.add_option(parser)
 def pytest_configure(config):

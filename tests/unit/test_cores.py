@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from helpers import STAGES
+from support.helpers import STAGES
 
 from alignment.config.dtypes import Machine, planning_for
 from alignment.engines import cores

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_tokenizers import PLAIN, char_tokenizer
 from datasets import Dataset
+from support.data_tokenizers import PLAIN, char_tokenizer
 
 from alignment.cli.parsing import parse
 from alignment.config.errors import DataError, OptionError

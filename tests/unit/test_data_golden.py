@@ -17,8 +17,18 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
-from data_tokenizers import CHATML, DEFAULT_SYSTEM, ENDED, MARKED, PLAIN, THINK, THINK_OPEN, TOOLS, readable_tokenizer  # noqa: E402
 from datasets import Dataset  # noqa: E402
+from support.data_tokenizers import (  # noqa: E402
+    CHATML,
+    DEFAULT_SYSTEM,
+    ENDED,
+    MARKED,
+    PLAIN,
+    THINK,
+    THINK_OPEN,
+    TOOLS,
+    readable_tokenizer,
+)
 
 from alignment.data.kinds.completions import COMPLETIONS, Completions  # noqa: E402
 from alignment.data.kinds.pairs import PAIRS  # noqa: E402

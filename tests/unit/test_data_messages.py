@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_tokenizers import CHATML, TOOLS, byte_tokenizer, char_tokenizer
 from datasets import Dataset
+from support.data_tokenizers import CHATML, TOOLS, byte_tokenizer, char_tokenizer
 
 from alignment.config.errors import DataError
 from alignment.data.kinds.completions import COMPLETIONS

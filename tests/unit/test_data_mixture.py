@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import Dataset
-from helpers import make_model, paired_rows, unpaired_rows
+from support.helpers import make_model, paired_rows, unpaired_rows
 
 from alignment import CPOConfig, KTOConfig, KTOTrainer
 from alignment.cli.train_job import build_trainer

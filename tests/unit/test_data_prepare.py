@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_tokenizers import CHATML, PLAIN, byte_tokenizer, char_tokenizer
 from datasets import Dataset
+from support.data_tokenizers import CHATML, PLAIN, byte_tokenizer, char_tokenizer
 
 from alignment import CPOConfig, DPOConfig, KTOConfig, RewardConfig, SFTConfig
 from alignment.config.errors import DataError, ModelError, OutputError

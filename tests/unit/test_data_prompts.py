@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_tokenizers import CHATML, char_tokenizer
 from datasets import Array2D, Dataset, Features, Image, IterableDataset, List, Value
+from support.data_tokenizers import CHATML, char_tokenizer
 
 from alignment.config.errors import DataError
 from alignment.config.options_data import COLUMNS

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_tokenizers import CHATML, PLAIN, char_tokenizer, readable_tokenizer
 from datasets import Dataset, IterableDataset
+from support.data_tokenizers import CHATML, PLAIN, char_tokenizer, readable_tokenizer
 
 from alignment.config.errors import DataError
 from alignment.data.batching import collate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from data_tokenizers import CHATML, PLAIN, char_tokenizer, word_tokenizer
+from support.data_tokenizers import CHATML, PLAIN, char_tokenizer, word_tokenizer
 
 from alignment.config.errors import DataError
 from alignment.data.messages import Source

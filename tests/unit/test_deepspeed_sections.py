@@ -131,7 +131,7 @@ def test_weight_decay_with_a_section_applies_to_biases_and_norms(
 
 def test_sections_are_not_passed_to_deepspeed() -> None:
     """With them, DeepSpeed would build its own optimizer and schedule."""
-    from helpers import tiny_config
+    from support.helpers import tiny_config
 
     from alignment.models.source import ModelSource
     from alignment.planning.engines import plan_engines

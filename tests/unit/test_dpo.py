@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
-from oracle import dense
+from support.oracle import dense
 from torch import Tensor
 from torch.testing import assert_close
 

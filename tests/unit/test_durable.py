@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_disk import full
+from support.small_disk import full
 
 from alignment.config.errors import OutputError
 from alignment.reporting.durable import is_full, replace_text, sync, sync_folder, write_json

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-from fake_store import Ended, ended
+from support.fake_store import Ended, ended
 
 from alignment.run import ending
 from alignment.run.activity import Activity

@@ -11,10 +11,10 @@ from typing import Any
 import peft
 import pytest
 import torch
-from exports import gap, mean_logp, refused
-from helpers import make_model
 from safetensors.torch import load_file, save_file
-from tiny_adapters import logps, lora, make_adapter, moved
+from support.exports import gap, mean_logp, refused
+from support.helpers import make_model
+from support.tiny_adapters import logps, lora, make_adapter, moved
 from torch import Tensor
 from transformers import (
     AutoConfig,

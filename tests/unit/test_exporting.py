@@ -11,11 +11,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-from exports import command, gap, mean_logp, refused
-from helpers import make_model, paired_rows
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tiny_adapters import CAUSAL, LAYERS, logps, lora, make_adapter, moved
+from support.exports import command, gap, mean_logp, refused
+from support.helpers import make_model, paired_rows
+from support.tiny_adapters import CAUSAL, LAYERS, logps, lora, make_adapter, moved
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import ROOT
-from fake_hub import BREAK, TOKEN, FakeHub
+from support.fake_hub import BREAK, TOKEN, FakeHub
 from transformers import TrainerControl
 
 from alignment.checkpoint.manifest import Manifest, files_in, record_of

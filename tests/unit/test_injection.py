@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_model
 from peft import LoraConfig
+from support.helpers import make_model
 from transformers import AutoModelForCausalLM
 
 from alignment.models.adapters.injection import REFERENCE, Given, equip, inject, keep_given

@@ -14,7 +14,7 @@ import deepspeed
 import pytest
 import torch
 from conftest import DRIVERS
-from helpers import make_model
+from support.helpers import make_model
 
 from alignment.config.errors import AlignmentError
 from alignment.run import joining

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_model, options, tiny_config
+from support.helpers import make_model, options, tiny_config
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM, OPTConfig
 from transformers.activations import ACT2FN
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from conftest import ROOT
-from data_tokenizers import char_tokenizer
 from datasets import Dataset
+from support.data_tokenizers import char_tokenizer
 
 from alignment.data.batching import Batch, MicroBatches, OnDevice, collate
 from alignment.data.kinds.base import Kind

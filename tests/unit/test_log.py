@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_disk import fill, full, small_disk
+from support.small_disk import fill, full, small_disk
 
 from alignment.config.errors import OutputError
 from alignment.online.completion_log import CompletionLog

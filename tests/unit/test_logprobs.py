@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from head_problems import TRANSFORMS, dense, dense_stats, problem
+from support.head_problems import TRANSFORMS, dense, dense_stats, problem
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_model, options
 from hypothesis import given
 from hypothesis import strategies as st
+from support.helpers import make_model, options
 from torch import nn
 from transformers import GenerationConfig
 

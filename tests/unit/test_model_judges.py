@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from judge_server import Answer, sequence, serving
+from support.judge_server import Answer, sequence, serving
 
 from alignment import HfPairwiseJudge, LLMJudge, OpenAIPairwiseJudge
 from alignment.checkpoint.fingerprints import code_fingerprint

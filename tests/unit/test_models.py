@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import make_model, tiny_config, zero
 from safetensors.torch import load_file
+from support.helpers import make_model, tiny_config, zero
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, T5Config, ViTConfig
 from transformers.integrations import deepspeed as hf_deepspeed
 

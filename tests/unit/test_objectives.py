@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from oracle import dense
+from support.oracle import dense
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import HfArgumentParser

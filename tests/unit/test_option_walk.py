@@ -102,7 +102,7 @@ def golden_text() -> str:
 
 def produced(options: AlignmentConfig) -> tuple[Any, ...]:
     """Return what options determine: dtype plan, DeepSpeed JSON and placement, warmup steps, and properties."""
-    from helpers import tiny_config
+    from support.helpers import tiny_config
 
     from alignment.models.source import ModelSource
     from alignment.planning.engines import plan_engines

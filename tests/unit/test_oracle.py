@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import dense, wide
-from oracle.dense import CPOOptions, DPOOptions, KTOOptions
-from oracle.distributions import distribution_metrics
 from safetensors.torch import load_file
+from support.oracle import dense, wide
+from support.oracle.dense import CPOOptions, DPOOptions, KTOOptions
+from support.oracle.distributions import distribution_metrics
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import (
@@ -83,7 +83,7 @@ def test_imports_nothing_of_the_package(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    roots = {name.split(".")[0] for name in imported}
+    roots = {name.removeprefix("support.").split(".")[0] for name in imported}
     assert roots <= {"torch", "transformers", "safetensors", "peft", "bitsandbytes", "oracle"} | set(
         sys.stdlib_module_names
     )

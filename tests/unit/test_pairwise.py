@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from pairwise import everything, pairs, pairwise
-from split_grid import FACTORS, allowed, sampled
+from support.pairwise import everything, pairs, pairwise
+from support.split_grid import FACTORS, allowed, sampled
 
 SMALL = {"a": (1, 2, 3), "b": (1, 2, 3), "c": ("x", "y"), "d": (False, True)}
 

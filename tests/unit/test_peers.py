@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_store import Store
+from support.fake_store import Store
 
 from alignment.config.options_faults import FaultOptions
 from alignment.run import peers

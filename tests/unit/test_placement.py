@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_classifier, make_model, options, zero
+from support.helpers import make_classifier, make_model, options, zero
 from transformers import AutoModelForCausalLM
 
 import alignment

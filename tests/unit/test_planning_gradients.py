@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import STAGES
+from support.helpers import STAGES
 from torch import nn
 
 from alignment.config.dtypes import DtypePlan, plan_dtypes

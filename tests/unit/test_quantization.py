@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_config
+from support.helpers import tiny_config
 from transformers import BitsAndBytesConfig
 
 from alignment import KTOConfig

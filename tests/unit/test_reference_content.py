@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_model
+from support.helpers import make_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from alignment.config.errors import ModelError

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from report_folders import NASTY, nasty_run, whole_run, write_completions, write_options
-from run_folders import at, entry, start, write_log, write_status
+from support.report_folders import NASTY, nasty_run, whole_run, write_completions, write_options
+from support.run_folders import at, entry, start, write_log, write_status
 
 from alignment.reporting.html.charts import charts
 from alignment.reporting.html.page import render

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_folders import holding
+from support.run_folders import holding
 
 from alignment import SFTConfig
 from alignment.checkpoint import run_folder

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from conftest import DRIVERS, ROOT
-from run_folders import holding
+from support.run_folders import holding
 
 from alignment.config.errors import OutputError
 from alignment.reporting import run_lock

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-from run_folders import HOLDER, at, end, entry, locked, start, write_checkpoint, write_log, write_status
+from support.run_folders import HOLDER, at, end, entry, locked, start, write_checkpoint, write_log, write_status
 
 from alignment.cli.status import status_line, status_lines
 from alignment.reporting.log_reading import Log

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from data_tokenizers import word_tokenizer
 from datasets import Dataset
-from helpers import tiny_config
+from support.data_tokenizers import word_tokenizer
+from support.helpers import tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import alignment

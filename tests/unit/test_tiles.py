@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import DRIVERS, ROOT
-from head_problems import TRANSFORMS, dense, dense_stats, problem
+from support.head_problems import TRANSFORMS, dense, dense_stats, problem
 from torch import Tensor
 
 from alignment.config.errors import OptionError

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from data_tokenizers import word_tokenizer
-from helpers import tiny_config
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from support.data_tokenizers import word_tokenizer
+from support.helpers import tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 

@@ -28,7 +28,7 @@ class World:
     def made(cls, folder: Path) -> World:
         """Write all files, using the tests' helpers for tiny models."""
         sys.path.insert(0, str(ROOT / "tests"))
-        from helpers import make_model, unpaired_rows
+        from support.helpers import make_model, unpaired_rows
         from transformers.utils import logging
 
         logging.disable_progress_bar()

@@ -48,7 +48,7 @@ class World:
     def made(cls, folder: Path) -> World:
         """Write all files, using the tests' helpers for tiny models."""
         sys.path.insert(0, str(ROOT / "tests"))
-        from helpers import make_classifier, make_model, paired_rows, unpaired_rows
+        from support.helpers import make_classifier, make_model, paired_rows, unpaired_rows
         from transformers.utils import logging
 
         logging.disable_progress_bar()
@@ -129,7 +129,7 @@ def runs(world: World, quick: bool) -> list[Run]:
     With ``quick``, each method runs on two of these engines, so that each engine runs two methods.
     """
     sys.path.insert(0, str(ROOT / "tests"))
-    from helpers import STAGES
+    from support.helpers import STAGES
 
     engines, found = [(stage, ranks, settings) for stage, settings in STAGES.items() for ranks in (1, 2)], []
     for number, (name, options) in enumerate(_methods(world).items()):

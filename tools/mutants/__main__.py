@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.continuing import fingerprint
+from tests.support.continuing import fingerprint
 from tools.mutants.candidates import Mutant, package_of, sample
 from tools.mutants.covered import Covered, measured
 from tools.mutants.equivalents import equivalents

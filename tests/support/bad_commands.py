@@ -1,0 +1,186 @@
+"""Invalid commands for ``test_bad_input``; those of Online DPO and reward models are in ``bad_online_commands``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import T5Config
+
+from support.bad_case import CHAT, Case, deepspeed_case
+from support.bad_online_commands import ONLINE, write_classifiers
+from support.data_tokenizers import char_tokenizer
+from support.helpers import POSITIONS, make_model, paired_rows, unpaired_rows
+
+TOKENS = len(char_tokenizer())
+IDENTICAL = {"chosen": "the same", "rejected": "the same"}
+
+
+OPTIONS = [
+    Case("unknown option", ("learning_rte='1e-4'", "did you mean 'learning_rate'"), {"learning_rte": "1e-4"}),
+    Case("option to come", ("activation_offloading=True", "not supported yet"), {"activation_offloading": "true"}),
+    Case(
+        "unknown target module",
+        ("lora_target_modules: the model has no 'q_prj'", "did you mean 'q_proj'", "gate_proj"),
+        {"use_peft": "true", "lora_target_modules": "q_prj"},
+    ),
+    Case(
+        "the full model as its own reference",
+        ("ref_placement='adapter': requires adapters", "set use_peft"),
+        {"ref_placement": "adapter"},
+    ),
+    Case("resuming", ("resume_from_checkpoint='@out'", "no such folder"), {"resume_from_checkpoint": "@out"}),
+    Case("no model", ("model_name_or_path is required", "set it to a folder"), {"model_name_or_path": None}),
+    Case(
+        "window of one row",
+        ("gradient_accumulation_steps=1", "per_device_train_batch_size=1", "to 2 or more (16 recommended)"),
+        {"per_device_train_batch_size": "1", "gradient_accumulation_steps": "1"},
+    ),
+]
+
+DATA = [
+    Case(
+        "missing file",
+        ("@absent.jsonl", "file or folder does not exist", "dataset_name"),
+        {"dataset_name": "@absent.jsonl"},
+    ),
+    Case("torn file", ("@data.jsonl, line 3: invalid JSON",), data='{"prompt": "a"}\n\n{"prompt": "b", "compl'),
+    Case(
+        "label is a text",
+        ("@data.jsonl, row 5: label is 'yes' (a string)", "true or false"),
+        data=[*unpaired_rows(4), {"prompt": "ab", "completion": "cd", "label": "yes"}],
+    ),
+    Case(
+        "column that is not there",
+        ("@data.jsonl: column_map maps prompt to column 'question', which does not exist; columns: prompt",),
+        {"column_map": '{"prompt": "question"}'},
+    ),
+    Case(
+        "fault in a part of a mixture",
+        ("@b.jsonl, row 1: label is 3 (an integer)",),
+        {"dataset_name": None, "dataset_mixture": '{"@data.jsonl": 1, "@b.jsonl": 2}'},
+        files={"b.jsonl": '{"prompt": "a", "completion": "b", "label": 3}\n'},
+    ),
+    Case(
+        "image in a message",
+        ("@data.jsonl, row 1: prompt[0].content[0] has type 'image'", "only text"),
+        data=[{**CHAT, "prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}] * 4,
+    ),
+    Case(
+        "no chat template",
+        ("@data.jsonl, row 1: the row is conversational", "no chat template", "tokenizer.chat_template"),
+        data=[CHAT] * 4,
+        model="no-template",
+    ),
+    Case(
+        "fewer rows than a window",
+        ("@data.jsonl: the 8 rows do not fill a window of 16", "dataloader_drop_last"),
+        {"dataloader_drop_last": "true", "gradient_accumulation_steps": "4"},
+    ),
+]
+
+MODEL = [
+    Case(
+        "missing model", ("model_name_or_path: folder '@nowhere' does not exist",), {"model_name_or_path": "@nowhere"}
+    ),
+    Case("torn weights", ("model_name_or_path: ", "model.safetensors is truncated or corrupt"), model="torn"),
+    Case("missing shard", ("model_name_or_path: ", "2.safetensors is listed in", "missing"), model="missing-shard"),
+    Case("no weights", ("model_name_or_path: ", "contains no weights"), model="no-weights"),
+    Case("torn tokenizer", ("processing_class: ", "no tokenizer could be loaded"), model="torn-tokenizer"),
+    Case("encoder-decoder", ("model_name_or_path: ", "encoder-decoder", "decoder-only"), model="encoder-decoder"),
+    Case("no tokenizer", ("processing_class: ", "no tokenizer could be loaded"), model="no-tokenizer"),
+    Case("small embedding", (f"{TOKENS} tokens", f"vocab_size is {TOKENS - 5}", "resize"), model="small-embedding"),
+    Case(
+        "longer than the model",
+        (f"max_length: {POSITIONS + 1}", f"set max_length: {POSITIONS}"),
+        {"max_length": str(POSITIONS + 1)},
+    ),
+]
+
+DEEPSPEED = [
+    deepspeed_case(
+        "dotted key",
+        {"zero_optimization.stage": 3},
+        "@deepspeed.json: zero_optimization.stage=3: no such key",
+    ),
+    deepspeed_case(
+        "contradicting key",
+        {"gradient_accumulation_steps": 7, "zero_optimization": {"stage": 2}},
+        "@deepspeed.json: gradient_accumulation_steps=7 contradicts gradient_accumulation_steps=1",
+    ),
+    deepspeed_case(
+        "stage 2 reference",
+        {"zero_optimization": {"stage": 2}},
+        "@ref_deepspeed.json: zero_optimization.stage=2: a frozen model requires stage 3",
+        key="ref_deepspeed",
+    ),
+    Case("no such deepspeed file", ("'zero9': no such file", "zero2"), {"deepspeed": "zero9"}),
+]
+
+OUTPUT = [
+    Case("output is a file", ("output_dir: @out is not a folder",), files={"out": "text"}),
+    Case("output not writable", ("output_dir: /proc/out cannot be written",), {"output_dir": "/proc/out"}),
+    Case("output not empty", ("output_dir: @out is not empty", "overwrite_output_dir"), files={"out/old": "text"}),
+]
+
+COMMANDS = [*OPTIONS, *DATA, *MODEL, *DEEPSPEED, *OUTPUT, *ONLINE]
+
+
+def write_models(folder: Path) -> Path:
+    """Write models to ``folder`` and return it: ``good``, and copies of it with one defect each."""
+    make_model(folder / "good")
+    write_classifiers(folder)
+
+    def copy(name: str, *without: str) -> Path:
+        return Path(shutil.copytree(folder / "good", folder / name, ignore=shutil.ignore_patterns(*without)))
+
+    char_tokenizer().save_pretrained(copy("no-template", "token*", "chat_template*"))
+    weights = copy("torn") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    index = "model.safetensors.index.json"
+    (copy("missing-shard") / index).write_text(json.dumps({"weight_map": {"a": "2.safetensors"}}))
+    copy("no-weights", "*.safetensors")
+    (copy("torn-tokenizer") / "tokenizer.json").write_text('{"version": ')
+    T5Config().save_pretrained(copy("encoder-decoder", "config.json"))
+    copy("no-tokenizer", "token*", "chat_template*", "special*")
+    changed: dict[str, dict[str, Any]] = {
+        "small-embedding": {"vocab_size": TOKENS - 5},
+        "more-layers": {"num_hidden_layers": 3},
+    }
+    for name, values in changed.items():
+        config = copy(name) / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), **values}))
+    return folder
+
+
+def command(case: Case, folder: Path, models: Path) -> list[str]:
+    """Write the case's files to ``folder`` and return the arguments of its command."""
+    if case.arguments is not None:
+        return [in_folder(argument, folder) for argument in case.arguments]
+    rows = case.data if case.data is not None else (unpaired_rows if case.method == "kto" else paired_rows)(8)
+    data = rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
+    for name, content in {"data.jsonl": data, **case.files}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+    options: dict[str, Any] = {
+        "method": case.method,
+        "model_name_or_path": models / case.model,
+        "dataset_name": "@data.jsonl",
+        "output_dir": "@out",
+        "max_length": POSITIONS,
+        "max_prompt_length": None if case.method == "online_dpo" else "none",
+        "per_device_train_batch_size": 4,
+        "max_steps": 1,
+        **case.options,
+    }
+    recipe = options.pop("recipe", None)
+    given = [(f"--{name}", str(value)) for name, value in options.items() if value is not None]
+    arguments = [*([recipe] if recipe else []), *(part for pair in given for part in pair)]
+    return [in_folder(argument, folder).replace("%", f"{models}/") for argument in arguments]
+
+
+def in_folder(text: str, folder: Path) -> str:
+    """Replace ``@name`` with a path in ``folder``."""
+    return text.replace("@", f"{folder}/")

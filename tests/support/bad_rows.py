@@ -1,0 +1,61 @@
+"""Invalid data files for ``test_bad_input``."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from support.bad_case import DEEP, Case, file_of
+
+OK = '{"prompt": "a", "completion": "b", "label": true}\n'
+LABELED = {"prompt": "a", "completion": "b", "label": True}
+CHAT_END = [{"role": "assistant", "content": "b"}]
+
+
+def rows(name: str, content: str | bytes, *says: str, file: str = "x.jsonl", method: str = "kto") -> Case:
+    """A data file with this content."""
+    return Case(f"rows: {name}", says, {"dataset_name": f"@{file}"}, method=method, make=file_of(file, content))
+
+
+def row(name: str, *says: str, **values: object) -> Case:
+    """A KTO row in which these values replace valid ones."""
+    return rows(name, json.dumps({**LABELED, **values}) + "\n", *says)
+
+
+def chat(name: str, prompt: object, *says: str, **more: object) -> Case:
+    """A conversation with this prompt."""
+    return row(name, *says, prompt=prompt, completion=CHAT_END, **more)
+
+
+TEXTS = [
+    rows("compressed by name", b"", ".gz is not supported", file="x.jsonl.gz"),
+    rows("nested", '{"prompt": ' + "[" * DEEP + "]" * DEEP + "}\n", "@x.jsonl: cannot be read: maximum recursion"),
+    rows("strings", '"hello"\n', "@x.jsonl, line 1: the row is 'hello' (a string)"),
+    rows("lists", "[[1], [2]]", "@x.json, row 1: the row is [1] (a list)", file="x.json"),
+    rows("empty list", "[]", "@x.json: contains no rows", file="x.json"),
+    rows("torn Parquet", b"PAR1" + bytes(50), "@x.parquet: cannot be read", file="x.parquet"),
+    rows("torn Arrow", b"ARROW1\0\0" + bytes(20), "@x.arrow: cannot be read", file="x.arrow"),
+    Case(
+        "rows: torn saved dataset", ("@x: cannot be read",), {"dataset_name": "@x"}, make=file_of("x/state.json", "{")
+    ),
+    Case(
+        "rows: pipe",
+        ("file or folder does not exist",),
+        {"dataset_name": "@x.jsonl"},
+        make=lambda folder, models: os.mkfifo(folder / "x.jsonl"),
+    ),
+    Case("rows: no path and no name", ("cannot be read",), {"dataset_name": "a/b/c/d"}),
+    Case("rows: offline", ("Couldn't reach 'nobody/nothing' on the Hub",), {"dataset_name": "nobody/nothing"}),
+    Case("rows: empty slice", ("(split train[:0]): contains no rows",), {"dataset_train_split": "train[:0]"}),
+]
+
+CONTENTS = [
+    row("both empty", "@x.jsonl: the only row was dropped (1 × the completion is empty)", prompt="", completion=""),
+    chat("prompt an object", {"role": "user"}, "prompt[0] has no content"),
+    chat("role a number", [{"role": 3, "content": "a"}], "prompt[0].role is 3 (an integer)"),
+    chat("tools half written", [{"role": "user", "content": "a"}], "tools is '[{' (a string), which is", tools="[{"),
+    rows("half a pair", '{"prompt": "a", "chosen": "b"}\n' * 2, "CPO requires chosen and rejected", method="cpo"),
+    rows("nothing for SFT", '{"foo": 1}\n', "SFT requires prompt and completion", "foo", method="sft"),
+]
+
+ROWS = [*TEXTS, *CONTENTS]

@@ -1,0 +1,94 @@
+"""Checkpoints written by an earlier version, as zip files in ``tests/data/checkpoints``, and how their runs continued.
+
+``PYTHONPATH=.:tests python tests/support/earlier_checkpoints.py`` writes them again, which is only right where the
+format of checkpoints changes on purpose: they prove that a run started before an upgrade continues after it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.resume_grid import POINTS, runs_of
+
+FOLDER = Path(__file__).parents[1] / "data" / "checkpoints"
+METHODS = ("KTO", "CPO", "OnlineDPO", "DPO", "SFT", "Reward", "KTO-lora", "KTO-qlora")
+STAGES = ("stage0", "stage2", "stage3")
+POINT = POINTS["epoch"]
+
+
+def cases() -> list[dict[str, Any]]:
+    """Return the cells of the grid: one rank, fp32."""
+    fixed = {"ranks": 1, "optimizer": "adamw_torch", "dtype": "fp32", "course": "counting", "point": "epoch"}
+    return [{"method": method, "stage": stage, **fixed} for method in METHODS for stage in STAGES]
+
+
+def label(case: dict[str, Any]) -> str:
+    """Return the name of a case's file."""
+    return f"{case['method']}-{case['stage']}"
+
+
+def unpacked(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Extract the run of a case into its folder as ``whole``; return the run for ``drivers/resume_runs.py``."""
+    models = {name: str(FOLDER / "models" / name) for name in ("model", "classifier")}
+    run = runs_of([case], models)[0]
+    with zipfile.ZipFile(FOLDER / f"{label(case)}.zip") as archive:
+        archive.extractall(folder / run["name"] / "whole")
+    return run
+
+
+def machine() -> dict[str, str]:
+    """Return what rounding depends on; between equal machines, equal runs are bitwise equal."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    models = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
+    return {"cpu": models[0] if models else "", "torch": torch.__version__, "threads": str(torch.get_num_threads())}
+
+
+def earlier_machine() -> dict[str, str]:
+    """Return :func:`machine` as it was where the checkpoints were written."""
+    found: dict[str, str] = json.loads((FOLDER / "machine.json").read_text())
+    return found
+
+
+def _keep(whole: Path, target: Path) -> None:
+    """Pack a run without the checkpoints after the point of resume."""
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_LZMA) as archive:
+        for path in sorted(whole.rglob("*")):
+            name = path.relative_to(whole).as_posix()
+            step = name.removeprefix("out/checkpoint-").partition("/")[0]
+            wanted = not name.startswith("out/checkpoint-") or step == str(POINT)
+            if path.is_file() and wanted and not name.endswith((".html", ".lock")):
+                archive.write(path, name)
+
+
+def write() -> None:
+    """Train the runs of all cases and pack them."""
+    from support.helpers import make_classifier, make_model
+    from tools.ranks import RankServer
+
+    models = FOLDER / "models"
+    for make, name in ((make_model, "model"), (make_classifier, "classifier")):
+        shutil.rmtree(models / name, ignore_errors=True)
+        config = Path(make(models / name, "narrow", seed=1, layers=1)) / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.1}, indent=1))
+    (FOLDER / "machine.json").write_text(json.dumps(machine(), indent=1) + "\n")
+    paths = {name: str(models / name) for name in ("model", "classifier")}
+    runs = runs_of(cases(), paths)
+    with tempfile.TemporaryDirectory() as folder:
+        spec = Path(folder) / "spec.json"
+        spec.write_text(json.dumps(runs))
+        server = RankServer(Path(__file__).parents[2])
+        server.run(Path(__file__).parent / "drivers" / "resume_runs.py", spec, nproc=1, timeout=600)
+        server.close()
+        for case, run in zip(cases(), runs, strict=True):
+            _keep(Path(folder) / run["name"] / "whole", FOLDER / f"{label(case)}.zip")
+
+
+if __name__ == "__main__":
+    write()
