@@ -25,7 +25,7 @@ from torch import Tensor
 from alignment.config.dtypes import computes_bf16
 from alignment.data.batching import Batch, collate
 from alignment.engines.launch_env import init_distributed
-from alignment.engines.memory.devices import free_bytes, total_bytes
+from alignment.engines.memory import free_bytes, total_bytes
 from alignment.engines.optimizers import bytes_to_come
 from alignment.engines.scoring import FrozenEngine, PolicyEngine
 from alignment.models.head import LogProbHead

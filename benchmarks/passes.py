@@ -22,7 +22,7 @@ from alignment.internals.triton import recorded_traffic
 from alignment.models.logprobs import token_logprobs
 from alignment.models.tiles import products
 from alignment.models.tiles.choice import VARIABLE
-from alignment.models.tiles.transform import LogitTransform
+from alignment.models.tiles.products import LogitTransform
 
 ROWS, WIDTH, VOCABULARY = 16, 8, 6000  # one tile; three vocabulary slices in the backward pass
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm"}

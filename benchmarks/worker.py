@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from alignment.engines.memory.allocator import grow_segments
+from alignment.engines.memory import grow_segments
 from benchmarks.jobs import Job
 from benchmarks.measure import DeviceClock, StepClock, cap_memory, memory_bytes, working_memory
 

@@ -1,12 +1,19 @@
-"""Log-probs (or scores) of sample rows, computed in fp32 on the host, to compare an export with its source."""
+"""Log-probs (or scores) of sample rows, computed in fp32 on the host, to compare an export with its source.
+
+A 16-bit model is computed in fp32 without a second copy of it: each layer's weights are upcast while it runs. The
+16-bit rounding of every activation could be larger than the difference of interest.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from alignment.config.errors import DataError, OptionError, setting
@@ -17,7 +24,6 @@ from alignment.data.messages import Source
 from alignment.data.sources import load_split
 from alignment.data.tokenization import RowTokenizer
 from alignment.models.tasks import CLASSIFIER, Task
-from alignment.models.wide_forward import computing_in_fp32
 from alignment.run.activity import ACTIVITY
 
 Rows = list[list[int]]
@@ -77,3 +83,43 @@ def _dataset(name: str) -> Iterator[Source]:
     for number, row in enumerate(load_split(name, None, "train"), 1):
         kind = COMPLETIONS if row.get("chosen") is None else PAIRS
         yield kind.parse(row, f"{name}, row {number}", {})
+
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+@contextlib.contextmanager
+def computing_in_fp32(model: nn.Module) -> Iterator[None]:
+    """Compute in fp32 within this context. The weights are bitwise identical afterwards.
+
+    Peak memory is that of the model plus one of its decoder layers (or its embedding) in fp32.
+    """
+    with contextlib.ExitStack() as hooks:
+        for unit in _units(model):
+            widened: list[tuple[nn.Parameter, Tensor]] = []
+
+            def widen(module: nn.Module, *_: Any, widened: list[tuple[nn.Parameter, Tensor]] = widened) -> None:
+                for parameter in module.parameters():
+                    if parameter.dtype in _NARROW:
+                        widened.append((parameter, parameter.data))
+                        parameter.data = parameter.data.float()
+
+            def restore(module: nn.Module, *_: Any, widened: list[tuple[nn.Parameter, Tensor]] = widened) -> None:
+                for parameter, narrow in widened:
+                    parameter.data = narrow
+                widened.clear()
+
+            hooks.callback(restore, unit)  # if a forward pass failed
+            hooks.callback(unit.register_forward_pre_hook(widen).remove)
+            hooks.callback(unit.register_forward_hook(restore).remove)
+        yield
+
+
+def _units(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules to upcast one at a time: decoder layers, adapted layers and modules with their own weights."""
+    for child in module.children():
+        own = any(True for _ in child.parameters(recurse=False))
+        if own or isinstance(module, nn.ModuleList) or isinstance(child, BaseTunerLayer):
+            yield child
+        else:
+            yield from _units(child)

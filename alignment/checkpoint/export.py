@@ -20,17 +20,21 @@ from transformers import AutoTokenizer, PreTrainedModel
 from alignment.checkpoint.card import card_of
 from alignment.checkpoint.comparison import Rows, outputs, sample_rows
 from alignment.checkpoint.masters import Masters, checked_masters, put_masters
-from alignment.checkpoint.run_folder import REPORT, check_output_folder
+from alignment.checkpoint.run_folder import REPORT, check_output_folder, set_aside
 from alignment.checkpoint.saving import no_progress_bar, written_folder
-from alignment.config.errors import ModelError, OptionError, OutputError, counted, first_line, listing
+from alignment.config.errors import AlignmentError, ModelError, OptionError, OutputError, counted, first_line, listing
+from alignment.config.options import AlignmentConfig
 from alignment.config.options_export import ExportOptions
+from alignment.engines.collectives import barrier
 from alignment.models.adapters.folder import read_adapter, task_name
 from alignment.models.adapters.merging import base_config, check_match, inject, load_base, merge, trained_dtype
 from alignment.models.loading import load_whole
-from alignment.models.source import read_config
+from alignment.models.source import ModelSource, read_config
 from alignment.models.tasks import CAUSAL_LM, CLASSIFIER, Task
 from alignment.reporting.model_card import public
 from alignment.reporting.run_content import read_object
+from alignment.run.activity import ACTIVITY
+from alignment.run.ranks import rank, tell
 
 Tell = Callable[[str], None]
 
@@ -184,3 +188,26 @@ def _tokenizer(where: str, revision: str | None, trust_remote_code: bool) -> Any
         if (Path(where) / "tokenizer_config.json").is_file():
             raise ModelError(f"{where}: the tokenizer cannot be loaded: {first_line(error)}") from error
         return None
+
+
+def write_merged(args: AlignmentConfig, source: ModelSource) -> None:
+    """Merge the adapters in ``output_dir`` into their base model ``source`` as stored on disk; collective.
+
+    A merged model of an earlier attempt is moved aside. If they cannot be merged, the adapters are not affected.
+    """
+    if rank() == 0:
+        adapters, folder = Path(args.output_dir or ""), Path(args.merged_output_dir or "")
+        stays = not args.resume_from_checkpoint or not folder.is_dir() or not any(folder.iterdir())
+        if (aside := set_aside(folder.absolute().parent, [] if stays else [folder])) is not None:
+            tell(f"merged_output_dir: moved the merged model of an earlier attempt to {aside}")
+        revision = source.init_kwargs.get("revision")
+        options = ExportOptions(base=source.path, revision=revision, trust_remote_code=args.trust_remote_code)
+        try:
+            with ACTIVITY("merge"):
+                report = export(adapters, folder, options)
+        except AlignmentError as error:
+            advice = f"the adapters are saved in {adapters}; merge them with deepspeed-alignment export"
+            raise type(error)(f"merged_output_dir: {error}; {advice}") from error
+        for line in report.lines():
+            tell(line)
+    barrier()

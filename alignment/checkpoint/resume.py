@@ -25,8 +25,7 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
 from alignment.engines.collectives import on_first_rank, together
 from alignment.internals.torch import take_scheduled_rates
-from alignment.run.console import tell
-from alignment.run.ranks import rank, world_size
+from alignment.run.ranks import rank, tell, world_size
 
 LATEST = "latest"
 _OPTION = "resume_from_checkpoint"

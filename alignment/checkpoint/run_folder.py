@@ -23,9 +23,8 @@ from alignment.reporting.durable import sync_folder
 from alignment.reporting.run_lock import LOCK, RunLock, holder
 from alignment.reporting.status_file import STATUS, read_status
 from alignment.run.activity import ACTIVITY
-from alignment.run.console import tell
 from alignment.run.ending import STACKS
-from alignment.run.ranks import local_rank, rank
+from alignment.run.ranks import local_rank, rank, tell
 from alignment.run.stop import STOP_FILE
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from alignment.config.errors import counted
 from alignment.config.fields import option_fields
-from alignment.training.start_event import PERCENTILES, shown_name, token_lengths
+from alignment.training.run_manifest import PERCENTILES, shown_name, token_lengths
 
 if TYPE_CHECKING:
     from alignment.config.options import AlignmentConfig

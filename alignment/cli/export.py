@@ -16,7 +16,7 @@ from alignment.cli.guarded import guarded
 from alignment.cli.output import parse_arguments
 from alignment.config.fields import checked_text, choices_of, hints
 from alignment.config.options_export import ExportOptions
-from alignment.config.options_faults import FaultOptions
+from alignment.config.options_training import FaultOptions
 from alignment.run.activity import ACTIVITY
 
 _ABOUT = """\

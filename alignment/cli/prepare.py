@@ -14,7 +14,7 @@ from alignment.cli.parsing import Parser, glimpse
 from alignment.cli.train import read_options
 from alignment.config.dtypes import Machine, planning_for
 from alignment.config.errors import OptionError, setting
-from alignment.engines.garbage import old_objects_spared, uncollected
+from alignment.engines.start_up import old_objects_spared, uncollected
 from alignment.run.ranks import world_size
 
 _ABOUT = """\

@@ -9,9 +9,8 @@ from alignment.cli.guarded import guarded
 from alignment.cli.parsing import glimpse, parse
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
-from alignment.engines.garbage import old_objects_spared, uncollected
 from alignment.engines.launch_env import init_distributed
-from alignment.engines.start_up import import_libraries
+from alignment.engines.start_up import import_libraries, old_objects_spared, uncollected
 
 
 def main(

@@ -10,8 +10,8 @@ from alignment.config.dtypes import requested_dtype
 from alignment.config.errors import OptionError, listing, refuse, setting
 from alignment.config.fields import validated, words
 from alignment.config.options_data import check_column_map, mixture_parts, tested_parts
-from alignment.config.options_faults import FaultOptions
 from alignment.config.options_model import FOUR_BITS, LORA, REF_PLACEMENTS, changed
+from alignment.config.options_training import FaultOptions
 
 _NO_ADAM = ("sgd", "rmsprop", "adafactor")
 _NO_EPSILON = (*_NO_ADAM, "lion", "paged_lion")

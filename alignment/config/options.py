@@ -25,11 +25,15 @@ from alignment.config import checks, dtypes
 from alignment.config.elsewhere import check_elsewhere
 from alignment.config.errors import OptionError, setting, without_secrets
 from alignment.config.fields import EARLY, LATE, Free, hide_shared, marked, option_fields, validated
-from alignment.config.model_kwargs import read_keywords
 from alignment.config.options_data import DataOptions
-from alignment.config.options_faults import FaultOptions
-from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions
-from alignment.config.options_training import LoggingOptions, MemoryOptions, SavingOptions, TrainingOptions
+from alignment.config.options_model import AdapterOptions, ModelOptions, PrecisionOptions, read_keywords
+from alignment.config.options_training import (
+    FaultOptions,
+    LoggingOptions,
+    MemoryOptions,
+    SavingOptions,
+    TrainingOptions,
+)
 from alignment.config.process_facts import ProcessFacts
 from alignment.config.registry import Paper, check_names, name_of, option_names
 

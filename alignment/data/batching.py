@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from alignment.data.packing.rows import PackedRows
+from alignment.data.packed_rows import PackedRows
 from alignment.data.transfer import transferred
 from alignment.data.windows import WindowPlan, WindowSampler
 

@@ -7,8 +7,8 @@ import re
 import sys
 
 from alignment.config.errors import AlignmentError, OptionError, counted
-from alignment.engines.garbage import uncollected
-from alignment.engines.memory.allocator import grow_segments
+from alignment.engines.memory import grow_segments
+from alignment.engines.start_up import uncollected
 from alignment.internals.bitsandbytes import hush_missing_kernel
 from alignment.internals.deepspeed import measure_free_memory, skip_shared_memory_op
 from alignment.internals.torch import hush_deprecated_collectives
@@ -36,7 +36,7 @@ def init_distributed(use_cpu: bool) -> None:
         _set_cuda_device()
     import deepspeed
 
-    from alignment.engines.memory.devices import free_bytes
+    from alignment.engines.memory import free_bytes
 
     if wanted == "cpu":
         skip_shared_memory_op()

@@ -21,7 +21,7 @@ from alignment.config.dtypes import planned, uses_cuda
 from alignment.config.elsewhere import has_optimizer
 from alignment.config.errors import OptionError
 from alignment.config.fields import keywords, parse_optim_args
-from alignment.engines.compile_lock import compiling
+from alignment.engines.host import compiling
 from alignment.internals.bitsandbytes import counts_in_32_bits, is_paged, stores_8_bits
 from alignment.internals.deepspeed import is_prebuilt
 from alignment.internals.deepspeed_state import Unit, inner_optimizer, state_units, whole_shape

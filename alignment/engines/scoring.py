@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from alignment.config.errors import ModelError, first_line
 from alignment.data.batching import Batch, OnDevice
 from alignment.engines.collectives import device, true_on_every_rank
-from alignment.engines.compile_lock import compiling
+from alignment.engines.host import compiling
 from alignment.internals.deepspeed import destroy, partitions_weights, reports_grad_norm, scales_loss, undo_dummy_step
 from alignment.internals.deepspeed_reduction import (
     accumulate_locally,

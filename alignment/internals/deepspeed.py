@@ -1,10 +1,14 @@
-"""DeepSpeed: configuration models, compiled ops, engines and optimizers. ZeRO-3 is in :mod:`.deepspeed_zero3`."""
+"""DeepSpeed: configuration models, compiled ops, process groups, engines and optimizers.
+
+ZeRO-3 is in :mod:`.deepspeed_zero3`.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -12,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
     from pydantic import BaseModel
+
 
 _MUON = "deepspeed.runtime.zero.muon.original_muon"
 
@@ -180,3 +185,16 @@ def undo_dummy_step(optimizer: Any) -> None:
     with torch.no_grad():
         for master, weight in zip(masters, weights, strict=True):
             master.copy_(weight)
+
+
+def set_timeout_of_new_groups(timeout: timedelta) -> None:
+    """Set the timeout of all groups that DeepSpeed creates from now on.
+
+    It reduces gradients and gathers weights in a copy of the default group that is created without a timeout: torch
+    then uses the backend's default, 10 minutes with NCCL, regardless of the default group. Neither a setting nor an
+    argument changes that. Seen with DeepSpeed 0.19.8.
+    """
+    import torch
+    from deepspeed.comm import comm
+
+    comm.cdb.new_group = functools.partial(torch.distributed.new_group, timeout=timeout)

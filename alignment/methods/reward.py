@@ -12,13 +12,12 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PredictionOutput
 
 from alignment.data.batching import Batch, ends
-from alignment.data.kinds.pairs import PreferenceBatch
-from alignment.data.kinds.scored_pairs import SCORED_PAIRS
+from alignment.data.kinds.pairs import SCORED_PAIRS, PreferenceBatch
 from alignment.engines.collectives import gathered
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.reward_options import RewardConfig
 from alignment.models.tasks import REWARD_MODEL
-from alignment.objectives.reward import bradley_terry
+from alignment.objectives.pairs import bradley_terry
 from alignment.reporting.metrics import REWARDS, add_rewards
 from alignment.run.protection import protected
 from alignment.training.context import Resources

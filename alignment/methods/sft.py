@@ -14,10 +14,9 @@ from alignment.config.fields import keywords
 from alignment.data.batching import Batch
 from alignment.data.kinds.completions import CompletionBatch, Completions
 from alignment.data.mixture import Part
-from alignment.data.packing.packs import Packing
+from alignment.data.packing import Packing
 from alignment.data.sources import dataset_from_python
-from alignment.data.targets.formatting import Format, formatted
-from alignment.data.targets.tokenized import IGNORED
+from alignment.data.targets import IGNORED, Format, formatted
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.sft_options import SFTConfig
 from alignment.objectives.table import Loss

@@ -1,5 +1,6 @@
-"""Attention on a GPU by torch's ``scaled_dot_product_attention`` (SDPA), without its math kernel where possible.
+"""Attention: its mask without looking at the tokens, and its kernels.
 
+On a GPU it is computed by torch's ``scaled_dot_product_attention`` (SDPA), without its math kernel where possible.
 The math kernel supports everything, but stores a (T, T) matrix per head. Scoring passes no mask, and transformers then
 lets SDPA share the keys of grouped queries, which FlashAttention supports but the memory-efficient kernel does not:
 before Ampere, and in fp32, only the math kernel would be left. There, keys and values are expanded instead.
@@ -8,7 +9,7 @@ before Ampere, and in fp32, only the math kernel would be left. There, keys and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from alignment.internals.transformers import limit_grouped_queries
+from alignment.internals.transformers import deciding_on_packing, limit_grouped_queries
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -81,3 +82,30 @@ def without_math_kernel(model: PreTrainedModel, device: torch.device) -> Iterato
             "attn_implementation",
             flush=True,
         )
+
+
+class PackingCheck:
+    """Lets transformers inspect a model's positions until they are known not to depend on the tokens.
+
+    Positions that are expanded over the rows are derived from the shape alone, so they never describe packed
+    sequences. If a model derives them from the tokens, they are inspected in every forward pass.
+
+    Attributes:
+        shared: whether a forward pass with several rows had the same positions for all of them.
+    """
+
+    def __init__(self) -> None:
+        self.shared = False
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Wrap a forward pass without an attention mask, and its backward pass, which may recompute it."""
+        with deciding_on_packing(self._decide, lambda: self.shared):
+            yield
+
+    def _decide(self, positions: Tensor, look: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+        if self.shared:
+            return None
+        found = look(positions)
+        self.shared = found is None and positions.shape[0] > 1 and positions.stride(0) == 0
+        return found

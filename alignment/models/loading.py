@@ -21,7 +21,7 @@ from alignment.models.kernels import hub_kernels, put_hub_kernels
 from alignment.models.partitioning import partitions
 from alignment.models.quantization import Quantization, is_packed, prepare_quantized
 from alignment.models.tasks import CAUSAL_LM, Task
-from alignment.run.console import tell
+from alignment.run.ranks import tell
 
 
 def load_model(

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from alignment.models.tiles.choice import tiles_for
-from alignment.models.tiles.products import coefficient_dtype, tile_length, wide_product, write_product
-from alignment.models.tiles.transform import LogitTransform
+from alignment.models.tiles.products import LogitTransform, coefficient_dtype, tile_length, wide_product, write_product
 
 DEFAULT_TILE_BYTES = 256 * 2**20
 _AS_THEY_ARE = LogitTransform()

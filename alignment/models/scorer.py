@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from alignment.config.errors import ModelError, OptionError
 from alignment.internals.transformers import load_balancing_function
 from alignment.models.architectures import decoder_of
+from alignment.models.attention import PackingCheck
 from alignment.models.head import (
     Scored,
     answers_logprobs,
@@ -25,7 +26,6 @@ from alignment.models.head import (
     logit_transform,
 )
 from alignment.models.logprobs import DEFAULT_TILE_BYTES, TokenStats
-from alignment.models.packing import PackingCheck
 
 
 class ScorerOutput(NamedTuple):

@@ -10,8 +10,7 @@ from typing import Any
 from alignment.data.batching import TokenIds
 from alignment.data.kinds.prompts import PromptRow, prompt_row
 from alignment.rewards.samples import Samples, continues, spoken
-from alignment.rollout.backend import Completion
-from alignment.rollout.texts import continuations
+from alignment.rollout.backend import Completion, continuations
 from alignment.training.data import PreparedData
 
 

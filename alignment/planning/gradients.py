@@ -15,7 +15,7 @@ from torch import nn
 
 from alignment.config.dtypes import DtypePlan
 from alignment.engines.collectives import device, gathered
-from alignment.engines.memory.devices import total_bytes
+from alignment.engines.memory import total_bytes
 from alignment.internals.deepspeed_state import whole_shape
 
 # Maximum share of a device for everything but activations, with and without gradient checkpointing.

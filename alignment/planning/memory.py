@@ -17,12 +17,12 @@ from alignment.config.dtypes import DtypePlan, planned
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_online import OnlineOptions
 from alignment.engines.collectives import device, largest_numbers
-from alignment.engines.memory.devices import total_bytes
+from alignment.engines.memory import total_bytes
 from alignment.engines.optimizers import step_bytes
 from alignment.models.adapters.skeleton import skeleton
 from alignment.models.architectures import inner_width
-from alignment.models.leaves import decoder_layers, whole_parameters
 from alignment.models.logprobs import DEFAULT_TILE_BYTES
+from alignment.models.partitioning import decoder_layers, whole_parameters
 from alignment.models.source import ModelSource
 from alignment.planning.gradients import Situation, least_bytes, situation_of
 

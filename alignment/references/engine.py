@@ -14,8 +14,8 @@ from alignment.engines.placement import FrozenPlan
 from alignment.engines.scoring import FrozenEngine, checked
 from alignment.models.adapters.injection import Given, equip
 from alignment.models.adapters.record import Adapters
-from alignment.models.leaves import mark_leaves, unmark_leaves
 from alignment.models.loading import disable_dropout, snapshot
+from alignment.models.partitioning import mark_leaves, unmark_leaves
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM
 from alignment.references.base import RowIds

@@ -21,7 +21,7 @@ from alignment.engines.placement import plan_frozen
 from alignment.engines.scoring import FrozenEngine, checked
 from alignment.models.classifier import longest_sequence
 from alignment.models.kernels import liger_type
-from alignment.models.leaves import mark_leaves, unmark_leaves
+from alignment.models.partitioning import mark_leaves, unmark_leaves
 from alignment.models.quantization import plan_quantization
 from alignment.models.source import ModelSource, model_source
 from alignment.models.tasks import CLASSIFIER

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from alignment.config.errors import TrainingError
 from alignment.engines.collectives import device
-from alignment.engines.garbage import old_objects_spared
+from alignment.engines.start_up import old_objects_spared
 from alignment.internals.transformers import (
     attention_implementation,
     continuous_batching_hushed,

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from alignment.engines.collectives import device, largest_numbers
-from alignment.engines.memory.devices import free_bytes
+from alignment.engines.memory import free_bytes
 from alignment.internals.deepspeed_zero3 import away, whole_bytes
 from alignment.models.architectures import inner_width, layer_configs
 

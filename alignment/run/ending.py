@@ -21,7 +21,7 @@ from typing import IO, Any, NoReturn, TypeVar
 import psutil
 
 from alignment.config.errors import AlignmentError
-from alignment.internals.tqdm import open_bars
+from alignment.internals.process_end import open_bars
 from alignment.run.activity import ACTIVITY
 from alignment.run.ranks import rank, world_size
 from alignment.run.stop import RunStopped, StopReason

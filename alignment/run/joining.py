@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from alignment.config.errors import AlignmentError
-from alignment.internals.deepspeed_groups import set_timeout_of_new_groups
+from alignment.internals.deepspeed import set_timeout_of_new_groups
 from alignment.internals.torch import set_group_timeout
 from alignment.run.ending import bounded, reason_of, within
 from alignment.run.ranks import local_rank, rank, take_from_group, world_size

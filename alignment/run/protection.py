@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import psutil
 
-from alignment.config.options_faults import FaultOptions
+from alignment.config.options_training import FaultOptions
 from alignment.internals.torch import default_store
 from alignment.run.activity import ACTIVITY
 from alignment.run.ending import SWITCH, Ending, end_with, ending_of, write, write_stacks

@@ -1,4 +1,7 @@
-"""Which rank this process is: the one source of rank, local rank and world size, for any launcher."""
+"""Which rank this process is: the one source of rank, local rank and world size, for any launcher.
+
+The first rank prints the lines for the user.
+"""
 
 from __future__ import annotations
 
@@ -141,3 +144,9 @@ def _number(name: str, *, least: int = 0, most: int | None = None, default: str 
         limits = f"of {least} or more" if most is None else f"from {least} to {most}"
         raise AlignmentError(f"{setting(name, text)} in the environment: expected an integer {limits}")
     return int(text)
+
+
+def tell(text: str | None) -> None:
+    """Print a line on the first rank; do nothing for None."""
+    if text is not None and rank() == 0:
+        print(text, flush=True)

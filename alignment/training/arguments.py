@@ -13,9 +13,9 @@ from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 from alignment.compat.trl.names import older_names
 from alignment.config.errors import OptionError, setting
 from alignment.config.fields import keywords
-from alignment.config.model_kwargs import loading_keywords
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import mixture_parts
+from alignment.config.options_model import loading_keywords
 from alignment.config.registry import option_names
 from alignment.data.mixture import Part
 from alignment.internals.datasets import was_saved

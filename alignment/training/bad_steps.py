@@ -12,7 +12,7 @@ from typing import Any
 
 from alignment.checkpoint.run_state import StatefulFields
 from alignment.config.errors import TrainingError
-from alignment.config.options_faults import FaultOptions
+from alignment.config.options_training import FaultOptions
 from alignment.data.windows import WindowPlan
 from alignment.engines.scoring import PolicyEngine
 

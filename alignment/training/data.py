@@ -25,8 +25,8 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import MixturePart, mixture_parts, tested_parts
 from alignment.data.columns import used_columns
 from alignment.data.mixture import Part, mixed
-from alignment.data.packing.packs import Packing, Packs, pack_rows
-from alignment.data.packing.rows import PackedRows
+from alignment.data.packed_rows import PackedRows
+from alignment.data.packing import Packing, Packs, pack_rows
 from alignment.data.prepare import check_cache, load_prepared, prepare
 from alignment.data.report import DataReport, joined
 from alignment.data.sources import dataset_from_python, from_stream, load_split
@@ -35,9 +35,8 @@ from alignment.data.windows import RowTable, WindowPlan, WindowSampler, row_tabl
 from alignment.engines.collectives import barrier, from_first_rank, gathered, together
 from alignment.engines.optimizers import check_optimization
 from alignment.internals.datasets import cache_folder
-from alignment.run.console import tell
 from alignment.run.ending import OtherRankFailed
-from alignment.run.ranks import local_rank, world_size
+from alignment.run.ranks import local_rank, tell, world_size
 from alignment.run.retries import Retries
 from alignment.training.advice import about_rows
 from alignment.training.arguments import named_datasets

@@ -28,8 +28,7 @@ from alignment.internals.torch import schedule_may_go_first
 from alignment.reporting.metrics import MetricHistory, means
 from alignment.reporting.progress import Progress
 from alignment.run.activity import ACTIVITY
-from alignment.run.console import tell
-from alignment.run.ranks import rank, world_size
+from alignment.run.ranks import rank, tell, world_size
 from alignment.run.stop import REQUESTS, STOP_FILE, Cut
 from alignment.training.bad_steps import BadStep, BadSteps, Overflows
 from alignment.training.callbacks import Decision
@@ -37,9 +36,9 @@ from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, total_steps
 from alignment.training.method import Items
 from alignment.training.run_engines import RunEngines
+from alignment.training.run_manifest import start_event
 from alignment.training.run_state import AFTER_EPOCH, AFTER_STEP, Boundary, RandomAtStart, Totals
 from alignment.training.safe_points import agreed_reason
-from alignment.training.start_event import start_event
 from alignment.training.stopping import end_run, notice_too_short
 from alignment.training.window import WindowResult
 from alignment.training.window_loader import windows_of_epoch

@@ -13,7 +13,7 @@ from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
 from alignment.data.batching import Batch, BatchT
 from alignment.data.kinds.base import TRUNCATED, Kind
-from alignment.data.packing.packs import Packing
+from alignment.data.packing import Packing
 from alignment.data.report import DataReport
 from alignment.data.windows import WindowCounts
 from alignment.engines.phases import Phases

@@ -28,8 +28,7 @@ from alignment.references.precomputed import LogpTable, PrecomputedReference, pl
 from alignment.references.store import LogpStore
 from alignment.reporting.progress import Progress
 from alignment.reporting.report import duration
-from alignment.run.console import tell
-from alignment.run.ranks import rank, world_size
+from alignment.run.ranks import rank, tell, world_size
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, limits_of, order_seed, tokenized_folder
 from alignment.training.method import Method

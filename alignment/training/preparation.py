@@ -14,13 +14,12 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import TokenizerOptions
 from alignment.config.options_online import OnlineOptions
 from alignment.engines.collectives import together
-from alignment.models.adapters.merged import merge_live
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM
 from alignment.models.vocabulary import Vocabulary, check_vocabulary, fill_up, rounded_up, take_template
 from alignment.planning.engines import EnginePlan, check_alike, plan_engines, with_reference
-from alignment.run.console import tell
 from alignment.run.ending import OtherRankFailed
+from alignment.run.ranks import tell
 from alignment.training.arguments import balancing_coefficient, model_sources
 from alignment.training.method import AnyMethod
 
@@ -88,6 +87,8 @@ def _models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) -> tup
     model, adapted = given.model, given.adapted
     merged = adapted is not None and given.peft_config is not None
     if merged:
+        from alignment.models.adapters.merging import merge_live  # imports peft
+
         (model, note), adapted = merge_live(adapted), None
         tell(note)
     policy, reference = model_sources(model, given.ref_model, args, method.needs_reference, method.task)

@@ -33,8 +33,7 @@ from alignment.planning.gradients import GradientPlan, bytes_in_use, plan_gradie
 from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.base import Reference
 from alignment.references.engine import ReferencePlan
-from alignment.run.console import tell
-from alignment.run.ranks import world_size
+from alignment.run.ranks import tell, world_size
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData
 from alignment.training.method import Models

@@ -13,8 +13,7 @@ from alignment.reporting.progress import memory_gib
 from alignment.reporting.report import duration
 from alignment.reporting.run_content import read_content
 from alignment.reporting.run_view import LOG
-from alignment.run.console import tell
-from alignment.run.ranks import world_size
+from alignment.run.ranks import tell, world_size
 from alignment.training.context import RunContext
 from alignment.training.run_engines import RunEngines
 

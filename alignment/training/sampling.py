@@ -25,12 +25,10 @@ from alignment.references.base import Reference
 from alignment.references.engine import EngineReference
 from alignment.references.precomputed import PrecomputedReference
 from alignment.reporting.completions import CompletionTable
-from alignment.rollout.backend import RolloutRequest, Sampling
+from alignment.rollout.backend import RolloutRequest, Sampling, continuations
 from alignment.rollout.engine import RolloutEngine
 from alignment.rollout.processors import ACCEPTED
-from alignment.rollout.texts import continuations
-from alignment.run.console import tell
-from alignment.run.ranks import rank, world_size
+from alignment.run.ranks import rank, tell, world_size
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData
 from alignment.training.method import Models

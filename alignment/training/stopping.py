@@ -9,9 +9,8 @@ from typing import NoReturn
 from alignment.checkpoint.folder import checkpoint_folder
 from alignment.checkpoint.writer import CheckpointWriter
 from alignment.run.activity import ACTIVITY
-from alignment.run.console import tell
 from alignment.run.protection import launchers
-from alignment.run.ranks import NOTICE
+from alignment.run.ranks import NOTICE, tell
 from alignment.run.stop import REQUESTS, RunStopped, StopReason
 from alignment.training.context import RunContext
 from alignment.training.run_page import write_page

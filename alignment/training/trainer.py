@@ -18,7 +18,6 @@ from transformers.trainer_utils import TrainOutput
 
 from alignment.checkpoint.best import BestModel
 from alignment.checkpoint.manifest import Manifest
-from alignment.checkpoint.merged import write_merged
 from alignment.checkpoint.resume import Checkpoint, choose, find, restore
 from alignment.checkpoint.run_folder import LOG, RunFolder
 from alignment.checkpoint.writer import CheckpointWriter
@@ -29,7 +28,7 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions
 from alignment.data.windows import WindowSampler
 from alignment.engines.collectives import barrier, device, on_first_rank
-from alignment.engines.cores import share_cores
+from alignment.engines.host import share_cores
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.phases import Phases
 from alignment.models.adapters.record import unwrapped
@@ -38,12 +37,10 @@ from alignment.references.engine import ReferencePlan
 from alignment.reporting.durable import write_json
 from alignment.reporting.log import JsonlLog, strict
 from alignment.run.activity import ACTIVITY
-from alignment.run.console import tell
 from alignment.run.protection import protected
-from alignment.run.ranks import local_rank, rank, world_size
+from alignment.run.ranks import local_rank, rank, tell, world_size
 from alignment.run.retries import Retries
 from alignment.run.status import begin_status, ending_in_status
-from alignment.training.again import begin_again
 from alignment.training.arguments import (
     check_collator,
     check_datasets,
@@ -68,6 +65,7 @@ from alignment.training.preparation import GivenModels, place_for, plan_models
 from alignment.training.run_engines import RunEngines
 from alignment.training.run_manifest import run_manifest
 from alignment.training.run_page import write_page, write_report
+from alignment.training.run_state import begin_again
 
 
 class AlignmentTrainer(TrainerSurface):
@@ -391,6 +389,8 @@ class AlignmentTrainer(TrainerSurface):
         self.write_report(show=True)
         if self.args.merged_output_dir is not None:
             self.save_model(_internal_call=True)
+            from alignment.checkpoint.export import write_merged  # imports peft
+
             write_merged(self.args, self.planned.engines.source)
         if writer.failure is not None:
             raise LastCheckpointError(

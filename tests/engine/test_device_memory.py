@@ -23,12 +23,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from alignment import CPOConfig
 from alignment.config.errors import OptionError
 from alignment.data.batching import collate
+from alignment.engines import memory as device_memory
 from alignment.engines import optimizers, scoring
 from alignment.engines.launch_env import init_distributed
-from alignment.engines.memory import allocator, devices
 from alignment.engines.optimizers import KINDS, bytes_to_come, check_counts, parameter_groups
 from alignment.engines.scoring import FrozenEngine, PolicyEngine
-from alignment.internals.deepspeed_groups import set_timeout_of_new_groups
+from alignment.internals.deepspeed import set_timeout_of_new_groups
 from alignment.internals.deepspeed_state import Unit, inner_optimizer
 from alignment.models.loading import load_model
 from alignment.models.scorer import CompletionScorer
@@ -167,13 +167,13 @@ def test_free_memory_of_a_gpu_within_the_limit(
     gpu: Any, free: int, allocated: int, reserved: int, share: float, expected: int
 ) -> None:
     gpu(free, allocated, reserved, share)
-    assert devices.free_bytes(GPU) == expected * GIB
-    assert devices.total_bytes(GPU) == 24 * GIB * share
+    assert device_memory.free_bytes(GPU) == expected * GIB
+    assert device_memory.total_bytes(GPU) == 24 * GIB * share
 
 
 @pytest.fixture
 def cuda_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in allocator.VARIABLES:
+    for name in device_memory.VARIABLES:
         monkeypatch.setenv(name, "")  # so that any setting is undone
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
@@ -182,7 +182,7 @@ def cuda_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings() -> dict[str, str]:
-    return {name: allocator.os.environ[name] for name in allocator.VARIABLES if allocator.os.environ[name]}
+    return {name: device_memory.os.environ[name] for name in device_memory.VARIABLES if device_memory.os.environ[name]}
 
 
 @pytest.mark.usefixtures("cuda_on_linux")
@@ -198,8 +198,8 @@ def test_segments_are_expandable_by_default(
     monkeypatch: pytest.MonkeyPatch, release: str, variable: str, value: str
 ) -> None:
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(release))
-    assert allocator.grow_segments() and settings() == {variable: value}
-    assert not allocator.grow_segments()
+    assert device_memory.grow_segments() and settings() == {variable: value}
+    assert not device_memory.grow_segments()
 
 
 @pytest.mark.usefixtures("cuda_on_linux")
@@ -209,27 +209,27 @@ def test_segments_of_a_process_that_has_used_cuda_before(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: found[-1])
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
-    assert allocator.grow_segments() and not settings()
+    assert device_memory.grow_segments() and not settings()
     assert found == ["", "expandable_segments:True,pinned_max_cached_size_mb:8"]
-    assert not allocator.grow_segments() and len(found) == 2
+    assert not device_memory.grow_segments() and len(found) == 2
 
 
 @pytest.mark.usefixtures("cuda_on_linux")
 @pytest.mark.parametrize(
     ("where", "name", "value"),
     [
-        (allocator.os.environ, allocator.VARIABLES[1], "max_split_size_mb:128"),
-        (allocator.os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),
+        (device_memory.os.environ, device_memory.VARIABLES[1], "max_split_size_mb:128"),
+        (device_memory.os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),
         (torch.version, "cuda", None),
         (platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2"),
     ],
     ids=["own", "no cache", "no CUDA", "WSL"],
 )
 def test_segments_that_are_not_changed(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, value: Any) -> None:
-    set_one = monkeypatch.setitem if where is allocator.os.environ else monkeypatch.setattr
+    set_one = monkeypatch.setitem if where is device_memory.os.environ else monkeypatch.setattr
     set_one(where, name, value)
     before = settings()
-    assert not allocator.grow_segments() and settings() == before
+    assert not device_memory.grow_segments() and settings() == before
 
 
 class Pinned:

@@ -14,7 +14,7 @@ from alignment.config.errors import ModelError
 from alignment.data.batching import collate
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.scoring import FrozenEngine, checked
-from alignment.models.leaves import mark_leaves
+from alignment.models.partitioning import mark_leaves
 from alignment.models.tasks import CAUSAL_LM, Task
 from tools.architectures.tiny import tiny_model
 

@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 from alignment.config.deepspeed_keys import set_at
 from alignment.engines import launch_env
+from alignment.engines import memory as device_memory
 from alignment.engines.launch_env import init_distributed
-from alignment.engines.memory import devices
 from alignment.internals import deepspeed as internals
 from alignment.internals import deepspeed_zero3 as zero3
 from alignment.internals.torch import without_forward_hooks
@@ -431,7 +431,7 @@ def test_free_memory_of_gpus_that_are_visible_by_name(visible: str, monkeypatch:
     monkeypatch.setattr(cuda, "pynvml", mock.Mock())
     monkeypatch.setattr(cuda.CUDA_Accelerator, "available_memory", cuda.CUDA_Accelerator.available_memory)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(devices, "free_bytes", lambda device: 5 if device == torch.device("cuda", 3) else 0)
+    monkeypatch.setattr(device_memory, "free_bytes", lambda device: 5 if device == torch.device("cuda", 3) else 0)
     monkeypatch.setattr(launch_env, "_accelerator", lambda use_cpu: "cuda")
     monkeypatch.setattr(launch_env, "_set_cuda_device", lambda: None)
     monkeypatch.setattr(launch_env, "join", lambda backend: None)

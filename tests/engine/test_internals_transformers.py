@@ -39,7 +39,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from alignment.engines.launch_env import init_distributed
 from alignment.internals import transformers as internals
 from alignment.internals.transformers import loading
-from alignment.models.packing import PackingCheck
+from alignment.models.attention import PackingCheck
 
 STAGE3 = {"train_micro_batch_size_per_gpu": 1, **zero(3)}
 IDS = torch.tensor([[0, 5, 9, 11]])

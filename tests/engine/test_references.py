@@ -17,7 +17,7 @@ import alignment
 from alignment.config.errors import ModelError
 from alignment.data.batching import Batch
 from alignment.engines.scoring import FrozenEngine
-from alignment.models.leaves import decoder_layers
+from alignment.models.partitioning import decoder_layers
 from alignment.references import engine as references
 from alignment.references.base import RowIds
 from alignment.references.engine import EngineReference, ReferencePlan

@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 from alignment import RewardConfig, RewardTrainer
 from alignment.config.errors import ModelError, OptionError
 from alignment.methods.reward import with_own_pad
-from alignment.objectives.reward import bradley_terry
+from alignment.objectives.pairs import bradley_terry
 
 RATE, CENTER = 0.1, 0.05
 ROWS: list[dict[str, Any]] = [row | {"margin": 0.25 * (n % 4)} for n, row in enumerate(paired_rows(8, seed=5))]

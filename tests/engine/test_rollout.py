@@ -26,7 +26,7 @@ from transformers.generation.continuous_batching.initialization import resolve_c
 
 from alignment.config.errors import OptionError
 from alignment.data.batching import collate
-from alignment.engines.memory import devices
+from alignment.engines import memory as device_memory
 from alignment.engines.scoring import PolicyEngine
 from alignment.rollout import memory
 from alignment.rollout.backend import Completion, Generation, RolloutRequest, Work
@@ -270,12 +270,12 @@ def test_available_memory_is_measured(policy: PolicyEngine, model: str, monkeypa
 
 
 def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr(device_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     for ranks_here, share in ((None, 1000), ("1", 1000), ("4", 250)):
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
         if ranks_here is not None:
             monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
-        assert devices.free_bytes(torch.device("cpu")) == share
+        assert device_memory.free_bytes(torch.device("cpu")) == share
 
 
 def test_errors(policy: PolicyEngine) -> None:

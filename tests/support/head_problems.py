@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from alignment.models.tiles.transform import LogitTransform
+from alignment.models.tiles.products import LogitTransform
 
 TRANSFORMS = {
     "plain": LogitTransform(),

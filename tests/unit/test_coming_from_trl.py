@@ -17,7 +17,7 @@ from alignment.compat.trl.names import older_names, value_here
 from alignment.compat.trl.verdicts import judged_names, verdict_of
 from alignment.config.errors import OptionError
 from alignment.config.fields import option_fields
-from alignment.config.model_kwargs import loading_keywords
+from alignment.config.options_model import loading_keywords
 from alignment.config.registry import METHODS, option_names
 from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.dpo_options import DPOConfig

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from alignment.engines import compile_lock
-from alignment.engines.compile_lock import VARIABLE, compiling
+from alignment.engines import host
+from alignment.engines.host import EXTENSIONS, compiling
 
 
 def test_a_lock_that_remains_is_named(
@@ -19,8 +19,8 @@ def test_a_lock_that_remains_is_named(
     """torch waits for this file, of this name, to vanish."""
     from torch.utils import cpp_extension
 
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
-    monkeypatch.setattr(compile_lock, "_TELL_S", 0.2)
+    monkeypatch.setenv(EXTENSIONS, str(tmp_path))
+    monkeypatch.setattr(host, "_TELL_S", 0.2)
     (tmp_path / "own").mkdir()
     assert Path(cpp_extension._get_build_directory("own", False)) == tmp_path / "own"
     (tmp_path / "own" / "lock").touch()
@@ -37,12 +37,12 @@ def test_a_lock_that_remains_is_named(
 
 @pytest.mark.parametrize(("here", "own"), [("2", False), ("1", True)])
 def test_several_hosts_compile_in_separate_folders(here: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "")
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv(EXTENSIONS, "")
+    monkeypatch.delenv(EXTENSIONS)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
     with compiling():
-        assert (f"/{socket.gethostname()}-" in os.environ.get(VARIABLE, "")) == own
-    monkeypatch.setenv(VARIABLE, "/mine")
+        assert (f"/{socket.gethostname()}-" in os.environ.get(EXTENSIONS, "")) == own
+    monkeypatch.setenv(EXTENSIONS, "/mine")
     with compiling():
-        assert os.environ[VARIABLE] == "/mine"
+        assert os.environ[EXTENSIONS] == "/mine"

@@ -12,7 +12,7 @@ from alignment.cli.parsing import parse, without_local_rank
 from alignment.compat.trl.verdicts import judged_names
 from alignment.config.errors import OptionError
 from alignment.config.lookup import packaged, packaged_names
-from alignment.config.model_kwargs import loading_keywords
+from alignment.config.options_model import loading_keywords
 from alignment.config.registry import METHODS, option_names
 from alignment.methods.kto_options import KTOConfig
 

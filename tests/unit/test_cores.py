@@ -11,8 +11,8 @@ import torch
 from support.helpers import STAGES
 
 from alignment.config.dtypes import Machine, planning_for
-from alignment.engines import cores
-from alignment.engines.cores import share_cores, users_threads
+from alignment.engines import host
+from alignment.engines.host import share_cores, users_threads
 from alignment.planning.engines import EnginePlan
 
 ALL = list(range(8))
@@ -31,9 +31,9 @@ def test_each_rank_takes_its_share(
     everyone: list[Any], threads: int | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[int] = []
-    monkeypatch.setattr(cores.socket, "gethostname", lambda: "a")
+    monkeypatch.setattr(host.socket, "gethostname", lambda: "a")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*ALL})
-    monkeypatch.setattr(cores, "gathered", lambda own: everyone)
+    monkeypatch.setattr(host, "gathered", lambda own: everyone)
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str([host for host, _ in everyone].count("a")))

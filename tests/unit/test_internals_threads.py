@@ -1,4 +1,4 @@
-"""Assumptions of `alignment.internals.threads`."""
+"""Assumptions of `alignment.internals.process_end`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCRIPT = """
 import sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 sys.path.insert(0, {root!r})
-from alignment.internals.threads import before_threads_end, leave_daemon_pools
+from alignment.internals.process_end import before_threads_end, leave_daemon_pools
 
 def exiting():
     if {leaves}:

@@ -1,4 +1,4 @@
-"""Assumptions of `alignment.internals.tqdm`."""
+"""Assumptions of `alignment.internals.process_end`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from datasets import enable_progress_bars
 from datasets.utils import tqdm as datasets_tqdm
 from transformers.utils import logging as transformers_logging
 
-from alignment.internals.tqdm import open_bars
+from alignment.internals.process_end import open_bars
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 def test_reads_and_writes_of_an_interpreted_kernel() -> None:
     """Masked entries are not counted, and nothing is counted outside of the context."""
     from alignment.models.tiles import fused
-    from alignment.models.tiles.transform import LogitTransform
+    from alignment.models.tiles.products import LogitTransform
 
     logits, targets, lse = torch.zeros(2, 100), torch.zeros(2, dtype=torch.long), torch.zeros(2)
     with recorded_traffic() as traffic:

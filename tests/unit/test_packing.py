@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignment.config.errors import DataError, OptionError
+from alignment.data import packing
 from alignment.data.columns import arranged
 from alignment.data.kinds.completions import COMPLETIONS
-from alignment.data.packing import packs as packs_module
-from alignment.data.packing.best_fit import best_fit
-from alignment.data.packing.packs import STRATEGIES, Packing, Packs, pack_rows
-from alignment.data.packing.rows import PackedRows
+from alignment.data.packed_rows import PackedRows
+from alignment.data.packing import STRATEGIES, Packing, Packs, best_fit, pack_rows
 from alignment.data.report import DataReport
 from alignment.data.windows import evaluation_plan
 from alignment.methods.sft import SFTMethod
@@ -142,7 +141,7 @@ def test_wrapped_rows_are_one_sequence() -> None:
 
 
 def test_rows_are_packed_with_neighboring_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packs_module, "TOGETHER", 2)
+    monkeypatch.setattr(packing, "TOGETHER", 2)
     packs, rows = packed(Packing("bfd", 9))
     assert [packs.rows(number) for number in range(len(packs))] == [[0, 1], [2, 3]]
     assert [[ids for ids, _ in pack] for pack in everything(rows)] == [

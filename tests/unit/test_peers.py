@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.fake_store import Store
 
-from alignment.config.options_faults import FaultOptions
+from alignment.config.options_training import FaultOptions
 from alignment.run import peers
 from alignment.run.activity import Activity
 from alignment.run.ending import Ending

@@ -17,7 +17,7 @@ from alignment.config import dtypes
 from alignment.config.dtypes import DtypePlan
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
-from alignment.models.leaves import decoder_layers
+from alignment.models.partitioning import decoder_layers
 from alignment.models.source import ModelSource, model_source
 from alignment.models.tasks import CAUSAL_LM, CLASSIFIER
 from alignment.online.resources import OnlineResources

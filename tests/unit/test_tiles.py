@@ -30,7 +30,7 @@ from alignment.engines.scoring import checked
 from alignment.models import logprobs
 from alignment.models.logprobs import token_logprobs
 from alignment.models.tiles import choice, plain, products
-from alignment.models.tiles.transform import LogitTransform
+from alignment.models.tiles.products import LogitTransform
 from benchmarks.passes import Passes, passes, products_as_on_a_gpu
 from tools.ranks import RankServer
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from alignment import SFTConfig
 from alignment.config.errors import OptionError
-from alignment.models.adapters import merged
-from alignment.models.adapters.merged import merge_live
+from alignment.models.adapters import merging
+from alignment.models.adapters.merging import merge_live
 from alignment.models.vocabulary import Vocabulary, resize
 from alignment.training.preparation import with_options
 
@@ -114,5 +114,5 @@ def test_unsupported_merges(monkeypatch: pytest.MonkeyPatch) -> None:
         merge_live(live)
     for what, message in (("is_packed", "quantized"), ("is_partitioned", "ZeRO-3")):
         with monkeypatch.context() as patched, pytest.raises(OptionError, match=message):
-            patched.setattr(merged, what, lambda parameter: isinstance(parameter, nn.Parameter))
+            patched.setattr(merging, what, lambda parameter: isinstance(parameter, nn.Parameter))
             merge_live(adapted(lora))

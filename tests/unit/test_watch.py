@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from alignment.config.options_faults import FaultOptions
+from alignment.config.options_training import FaultOptions
 from alignment.run import activity as activities
 from alignment.run import ending, protection, stop
 from alignment.run.activity import Activity
@@ -237,7 +237,7 @@ import re, sys, time
 from pathlib import Path
 from alignment.cli.guarded import guarded
 from alignment.run import protection
-from alignment.config.options_faults import FaultOptions
+from alignment.config.options_training import FaultOptions
 from alignment.run.activity import ACTIVITY
 
 def main():
@@ -287,7 +287,7 @@ PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
 from alignment.cli.guarded import guarded
-from alignment.config.options_faults import FaultOptions
+from alignment.config.options_training import FaultOptions
 from alignment.run.activity import ACTIVITY
 from alignment.run import protection
 from alignment.run.stop import REQUESTS

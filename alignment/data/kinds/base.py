@@ -15,7 +15,7 @@ from alignment.config.errors import DataError, listing
 from alignment.config.options_data import COLUMNS
 from alignment.data.batching import AnyBatch
 from alignment.data.messages import Row, Source
-from alignment.data.targets.tokenized import TokenColumns, TokenFormat, read_completions, read_whole
+from alignment.data.targets import TokenColumns, TokenFormat, read_completions, read_whole
 from alignment.data.tokenization import CUT_ALIKE, IDENTICAL, Encoded, Limits, RowTokenizer, fit
 from alignment.data.windows import WindowPlan
 

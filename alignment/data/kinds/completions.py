@@ -11,9 +11,8 @@ from alignment.data import messages
 from alignment.data.batching import Batch, OnDevice, collate
 from alignment.data.kinds.base import Kind, Record
 from alignment.data.messages import Row, Source
-from alignment.data.packing.rows import PackedRows
-from alignment.data.targets.tokenized import TokenColumns, TokenFormat, divided, learned_row
-from alignment.data.targets.turns import assistant_mask
+from alignment.data.packed_rows import PackedRows
+from alignment.data.targets import TokenColumns, TokenFormat, assistant_mask, divided, learned_row
 from alignment.data.tokenization import Encoded, Limits, RowTokenizer
 from alignment.data.windows import WindowPlan
 

@@ -13,7 +13,7 @@ from alignment.data.batching import Batch, OnDevice, collate
 from alignment.data.kinds.base import Kind
 from alignment.data.kinds.pairs import PAIRS
 from alignment.data.messages import Row, Source, conversation, prompt_of, source_of, text_of
-from alignment.data.targets.tokenized import TokenColumns, TokenFormat
+from alignment.data.targets import TokenColumns, TokenFormat
 from alignment.data.tokenization import Encoded, RowTokenizer
 from alignment.data.windows import WindowPlan
 

@@ -1,9 +1,11 @@
-"""Merge an adapter into its base model in fp32, one layer at a time, rounding each tensor once to the export's dtype.
+"""Merge adapters into their base model: those of a folder for an export, or those of a live model.
 
-The base is checked against the adapter without weights, then loaded on the CPU as in training. PEFT loads, merges and
-unloads. This module adds what ``merge_and_unload`` does not do: the sum is not computed in the base model's 16 bits,
-fully trained tensors keep their values from the file, and a tied embedding is untied if the embedding or the head was
-trained.
+An export merges in fp32, one layer at a time, and rounds each tensor once to its dtype. The base is checked against
+the adapter without weights, then loaded on the CPU as in training. PEFT loads, merges and unloads. This module adds
+what ``merge_and_unload`` does not do: the sum is not computed in the base model's 16 bits, fully trained tensors keep
+their values from the file, and a tied embedding is untied if the embedding or the head was trained.
+
+The adapters of a live model are merged by PEFT, in the dtype of the base model.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
-from alignment.config.errors import ModelError, first_line
+from alignment.config.errors import ModelError, OptionError, first_line
+from alignment.internals.deepspeed_zero3 import is_partitioned
 from alignment.internals.transformers import loading
 from alignment.models.adapters.folder import AdapterFolder
-from alignment.models.adapters.record import PREFIX, with_initialization
+from alignment.models.adapters.record import PREFIX, kind_of, unsupported, with_initialization
 from alignment.models.loading import load_whole
+from alignment.models.quantization import is_packed
 from alignment.models.source import read_config
 from alignment.run.activity import ACTIVITY
 
@@ -228,3 +232,40 @@ def _load(adapter: AdapterFolder, model: PreTrainedModel, initialize: bool) -> P
             "with --base"
         ) from error
     return injected
+
+
+def merge_live(live: PeftModel) -> tuple[PreTrainedModel, str]:
+    """Merge the active adapter of ``live`` into its base, in place, to train new adapters on the merged model.
+
+    TRL below 1.0 does so if it gets both a ``PeftModel`` and a ``peft_config``.
+
+    Returns:
+        The model without adapters, and a message for the user.
+
+    Raises:
+        OptionError: merging would round quantized weights, or is not supported for these adapters.
+    """
+    active = list(live.active_adapters)
+    name, config = active[0], live.peft_config[active[0]]
+    reason = unsupported(config)
+    if len(active) > 1:
+        reason = f"several are active ({', '.join(active)})"
+    elif any(map(is_packed, live.parameters())):
+        reason = "the base weights are quantized, and merging would round them"
+    elif any(map(is_partitioned, live.parameters())):
+        reason = "an earlier run has partitioned the weights (ZeRO-3)"
+    try:
+        if reason is not None:
+            raise ValueError(reason)
+        model: PreTrainedModel = live.merge_and_unload(safe_merge=True)
+    except (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError) as error:
+        raise OptionError(
+            f"peft_config: the adapters of model cannot be merged: {first_line(error)}; merge them yourself and pass "
+            "the merged model, or remove peft_config to continue training them"
+        ) from error
+    return model, (
+        f"model: its {kind_of(config)} adapter {name!r} was merged into the base model in "
+        f"{str(model.dtype).removeprefix('torch.')}; others are dropped. The adapters of peft_config are trained on "
+        "the merged model and only work with it: save it as well (merge_and_unload() and save_pretrained() before "
+        "training)"
+    )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from alignment.config.errors import OptionError
 from alignment.models.tiles import plain
-from alignment.models.tiles.transform import LogitTransform
+from alignment.models.tiles.products import LogitTransform
 
 VARIABLE = "ALIGNMENT_HEAD_TILES"
 _WAYS = ("auto", "torch", "triton")

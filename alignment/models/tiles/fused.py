@@ -13,8 +13,7 @@ from torch import Tensor
 
 from alignment.models.tiles import kernels
 from alignment.models.tiles.plain import TileScores
-from alignment.models.tiles.products import coefficient_dtype, wide_product
-from alignment.models.tiles.transform import LogitTransform
+from alignment.models.tiles.products import LogitTransform, coefficient_dtype, wide_product
 
 _BLOCK = 4096  # logits of a row per iteration: 16 for each of the 256 threads
 WARPS = 8

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alignment.models.tiles.products import coefficient_dtype, wide_product
-from alignment.models.tiles.transform import LogitTransform
+from alignment.models.tiles.products import LogitTransform, coefficient_dtype, wide_product
 
 _STATS_ROWS = 32  # rows of a tile for which p * log(p) is computed at a time
 

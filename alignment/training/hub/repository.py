@@ -11,7 +11,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from alignment.config.errors import HubError, OptionError, is_placeholder, one_line
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import on_first_rank
-from alignment.run.console import tell
+from alignment.run.ranks import tell
 from alignment.run.retries import Retries, is_transient
 
 

@@ -1,22 +1,24 @@
-"""Packs: spans of the tokens of a dataset that replace its rows.
+"""Packing: several rows combined into one sequence. Packs are spans of the tokens of a dataset, and replace its rows.
 
 They are a function of the rows' lengths and loss masks, so that every rank computes the same packs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import bisect
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset
 
-from alignment.data.packing.best_fit import best_fit
-from alignment.data.packing.flat import COLUMNS, flat
 from alignment.data.windows import Rows, RowTable
 
+COLUMNS = ("prompt_ids", "completion_ids", "scored", "first")
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
 TOGETHER = 1000  # number of rows that are packed together: the batch size of TRL's map()
 
@@ -160,3 +162,89 @@ def _together(sizes: Rows, packing: Packing) -> list[list[int]]:
     if packing.strategy == "wrapped":
         return [[number] for number in range(len(sizes))]
     return best_fit(sizes, packing.length)
+
+
+def best_fit(lengths: Sequence[int] | np.ndarray, room: int) -> list[list[int]]:
+    """Best-fit decreasing: add sequences, longest first, to the pack in which they leave the least space.
+
+    Ties are broken by the order of the sequences, and by the time for which packs have had the same space left, so the
+    result is a function of the lengths alone. With S sequences and L distinct amounts of remaining space, it takes
+    O(S log S + S log L) comparisons. Source: https://arxiv.org/abs/2404.10830.
+
+    Args:
+        lengths: (S,) lengths between 1 and ``room`` tokens.
+        room: capacity of a pack in tokens.
+
+    Returns:
+        The indices of the sequences of each pack, in the order in which they were added.
+    """
+    packs: list[list[int]] = []
+    waiting: dict[int, deque[list[int]]] = defaultdict(deque)  # packs by remaining space
+    rooms: list[int] = []  # the keys of ``waiting``, ascending
+    sizes = np.asarray(lengths, dtype=np.int64)
+    for number in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[number])
+        place = bisect.bisect_left(rooms, size)
+        if place < len(rooms):
+            left = rooms[place]
+            pack = waiting[left].popleft()
+            if not waiting[left]:
+                del rooms[place]
+        else:
+            left, pack = room, []
+            packs.append(pack)
+        pack.append(number)
+        left -= size
+        if left:
+            if not waiting[left]:
+                bisect.insort(rooms, left)
+            waiting[left].append(pack)
+    return packs
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The concatenated tokens of rows.
+
+    Attributes:
+        lengths: (R,) number of tokens of each row.
+        learned: (T,) bool loss mask; the value for a row's first token is only used if another row precedes it.
+        ids: (T,) int64 token IDs; empty unless requested.
+    """
+
+    lengths: Rows
+    learned: npt.NDArray[np.bool_]
+    ids: Rows
+
+    @property
+    def ends(self) -> Rows:
+        """(R,) end offset of each row."""
+        return np.cumsum(self.lengths)
+
+
+def flat(table: pa.Table, *, ids: bool) -> Flat:
+    """Concatenate the rows of ``table``.
+
+    Args:
+        table: R tokenized rows with the columns :data:`COLUMNS`.
+        ids: whether to return the token IDs.
+    """
+    prompt, completion = (_lengths(table[name]) for name in ("prompt_ids", "completion_ids"))
+    lengths = prompt + completion
+    starts = np.cumsum(lengths) - lengths
+    total = int(lengths.sum())
+    answered = np.arange(total) - np.repeat(starts, lengths) >= np.repeat(prompt, lengths)
+    learned = answered.copy()
+    masks = table["scored"]
+    masked = np.repeat(~pc.is_null(masks).to_numpy(), lengths)
+    learned[answered & masked] = pc.list_flatten(masks).to_numpy()
+    learned[starts[prompt > 0]] |= table["first"].to_numpy()[prompt > 0]
+    tokens = np.zeros(total if ids else 0, dtype=np.int64)
+    if ids:
+        tokens[~answered] = pc.list_flatten(table["prompt_ids"]).to_numpy()
+        tokens[answered] = pc.list_flatten(table["completion_ids"]).to_numpy()
+    return Flat(lengths, learned, tokens)
+
+
+def _lengths(column: pa.ChunkedArray) -> Rows:
+    return pc.list_value_length(column).to_numpy().astype(np.int64)

@@ -1,14 +1,26 @@
-"""Rows that are already tokenized. They are used unchanged; no tokens are added. Sequences with a loss mask."""
+"""Which tokens of a row are in the loss: columns of tokenized rows, turns of the assistant, and formatted rows.
+
+Rows that are already tokenized are used unchanged; no tokens are added.
+
+The assistant's tokens in a rendered conversation are those that the template marks with ``{% generation %}``. If it
+marks none, an assistant turn starts at the end of the generation prompt before it, and ends with the first end-of-turn
+token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any
 
-from alignment.config.errors import DataError, listing, show
-from alignment.data.tokenization import Encoded
+from datasets import Dataset, Features, IterableDataset, Value
+
+from alignment.config.errors import DataError, listing, one_line, show
+from alignment.config.lookup import FAILURES, raised
+from alignment.data.messages import Source
+from alignment.data.tokenization import Encoded, RowTokenizer
 
 IGNORED = -100  # the label of a token that is not in the loss
 _PACKED = "seq_lengths"  # the lengths of the sequences of a pack
@@ -161,3 +173,93 @@ def learned_row(
     learned = [all(bits) for bits in zip([True] * len(ids), *beside.values())]
     kept = [place for place, value in enumerate(seen) if value]
     return divided([ids[place] for place in kept], [learned[place] for place in kept])
+
+
+def assistant_mask(tokenizer: RowTokenizer, source: Source, ids: list[int]) -> list[bool]:
+    """Return a (T,) mask of the assistant's tokens among the (T,) ``ids`` of a conversation, with end-of-turn tokens.
+
+    Raises:
+        DataError: the template does not mark the turns and they cannot be found, or the row is not a conversation.
+    """
+    if isinstance(source.prompt, str) or isinstance(source.completions[0], str):
+        raise DataError(
+            f"{source.place}: assistant_only_loss requires a conversation, but this row is plain text; use messages, "
+            "or remove assistant_only_loss"
+        )
+    is_marked = re.search(r"{%[-+]?\s*generation", str(tokenizer.tokenizer.chat_template))
+    return (_marked if is_marked else _found)(tokenizer, source, [*source.prompt, *source.completions[0]], ids)
+
+
+def _marked(tokenizer: RowTokenizer, source: Source, messages: list[Any], ids: list[int]) -> list[bool]:
+    try:
+        rendered = tokenizer.tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **source.template
+        )
+    except Exception as error:  # a template is user code; slow tokenizers have no character offsets
+        raise DataError(
+            f"{source.place}: the chat template of {tokenizer.name} could not mark the assistant's tokens: "
+            f"{one_line(error)}; use a fast tokenizer, or remove assistant_only_loss"
+        ) from error
+    mask = [bool(value) for value in rendered["assistant_masks"]]
+    shared = len(commonprefix([list(rendered["input_ids"]), ids]))
+    # Tokens beyond the template's are EOS tokens that were added because the template does not end the turn.
+    return [*mask[:shared], *[bool(shared and mask[shared - 1])] * (len(ids) - shared)]
+
+
+def _found(tokenizer: RowTokenizer, source: Source, messages: list[Any], ids: list[int]) -> list[bool]:
+    mask, end = [False] * len(ids), ids[-1]
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = messages[:number]
+        text = tokenizer.render(before, source, add_generation_prompt=True) if before else tokenizer.opening(source)
+        (head,) = tokenizer.ids([text])
+        start = len(commonprefix([head, ids]))
+        # A token that spans the boundary belongs to the completion: a few tokens may differ, but not a whole turn.
+        stop = next((place for place in range(start, len(ids)) if ids[place] == end), None)
+        following = any(other["role"] != "assistant" for other in messages[number + 1 :])
+        if start < len(head) - 1 or stop is None or (following and stop == len(ids) - 1):
+            raise DataError(
+                f"{source.place}: the chat template of {tokenizer.name} does not mark the assistant's tokens, and "
+                f"renders message {number} differently if others follow; use one with {{% generation %}}"
+            )
+        mask[start : stop + 1] = [True] * (stop + 1 - start)
+    return mask
+
+
+Format = Callable[[Mapping[str, Any]], str]
+
+
+def formatted(
+    data: Dataset | IterableDataset, function: Format, where: str, column: str = "text"
+) -> Dataset | IterableDataset:
+    """Replace the columns of ``data`` by one, ``column``, with the text that ``function`` returns for each row.
+
+    Raises:
+        DataError: the function raised an error or did not return a string; for a stream, raised when it is read.
+            ``where`` names the data.
+    """
+
+    def made(row: Mapping[str, Any], number: int) -> dict[str, str]:
+        place = f"{where}, row {number + 1}: formatting_func"
+        try:
+            text = function(row)
+        except FAILURES as error:
+            raise DataError(f"{place} raised {raised(error)}; fix the function, or remove the row") from error
+        if not isinstance(text, str):
+            raise DataError(f"{place} returned {show(text)}; expected a string")
+        return {column: text}
+
+    if isinstance(data, IterableDataset):
+        return data.map(made, with_indices=True).select_columns([column])
+    # In memory, because no fingerprint covers everything that the function depends on.
+    return data.map(
+        made,
+        with_indices=True,
+        remove_columns=data.column_names,
+        features=Features({column: Value("string")}),
+        keep_in_memory=True,
+        load_from_cache_file=False,
+        new_fingerprint="formatted",
+        desc="Formatting",
+    )

@@ -1,12 +1,19 @@
-"""Configuration of torch's allocators for GPU memory and page-locked host memory."""
+"""Memory of a device: what is free for this process, and how torch allocates it."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
+from typing import TYPE_CHECKING
+
+import psutil
 
 from alignment.internals.torch import allocator_settings, set_allocator_settings
+
+if TYPE_CHECKING:
+    import torch
+
 
 # The last two are older names that torch still reads.
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -14,6 +21,36 @@ _EXPANDABLE = "expandable_segments:True"
 # Larger page-locked blocks are neither rounded up to a power of two nor kept when they are freed. Smaller ones are, so
 # that the buffers of batches are reused. Older releases reject the key.
 _PINNED, _PINNED_SINCE = "pinned_max_cached_size_mb:8", (2, 13)
+
+
+def free_bytes(where: torch.device) -> int:
+    """The memory that this rank can still allocate: on a GPU, or its share of the host.
+
+    On a GPU this is the free memory plus what torch has reserved but not used, limited by
+    ``torch.cuda.set_per_process_memory_fraction``, which the driver is not aware of.
+    """
+    import torch
+
+    if where.type != "cuda":
+        return int(psutil.virtual_memory().available) // _ranks_of_host()
+    free, _ = torch.cuda.mem_get_info(where)
+    taken = torch.cuda.memory_allocated(where)
+    unused = torch.cuda.memory_reserved(where) - taken
+    return max(0, min(free + unused, total_bytes(where) - taken))
+
+
+def total_bytes(where: torch.device) -> int:
+    """The total memory that this rank can use: of a GPU, or its share of the host."""
+    import torch
+
+    if where.type != "cuda":
+        return int(psutil.virtual_memory().total) // _ranks_of_host()
+    _, total = torch.cuda.mem_get_info(where)
+    return int(total * torch.cuda.get_per_process_memory_fraction(where))
+
+
+def _ranks_of_host() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def grow_segments() -> bool:

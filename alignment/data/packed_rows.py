@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from datasets import Dataset
 
-from alignment.data.packing.flat import COLUMNS, flat
-from alignment.data.packing.packs import Packs
-from alignment.data.targets.tokenized import divided
+from alignment.data.packing import COLUMNS, Packs, flat
+from alignment.data.targets import divided
 
 
 class Stretch(NamedTuple):
