@@ -93,11 +93,22 @@ class Tree:
 @contextlib.contextmanager
 def workspace(prefix: str) -> Iterator[Path]:
     """Create a temporary folder for trees, in memory if possible."""
-    folder = tempfile.mkdtemp(prefix=prefix, dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-    try:
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=place) as folder:
         yield Path(folder)
-    finally:
-        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def offline_runs(prefix: str) -> Iterator[tuple[RankServer, Path]]:
+    """Provide a rank server and a folder for runs that use no network and have a cache of rows of their own."""
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    server = RankServer()
+    with workspace(prefix) as folder:
+        os.environ.setdefault("HF_DATASETS_CACHE", str(folder / "cache"))
+        try:
+            yield server, folder
+        finally:
+            server.close()
 
 
 def tried(

@@ -23,8 +23,8 @@ import pytest
 
 from tools.chaos.judge import compare, look
 from tools.ranks import Outcome, RankServer
-from tools.signals.run import WORKER, Signals
-from tools.signals.worker import LOADING, Plan, Trail
+from tools.signals.run import Signals
+from tools.signals.worker import LOADING, WORKER, Plan, Trail
 from tools.trial import workspace
 
 PEER_TIMEOUT = 5.0

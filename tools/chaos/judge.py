@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 _TIMES = ("time", "per_second")
 _LOG, _COMPLETIONS = "log.jsonl", "completions.jsonl"
 _STATE = "trainer_state.json"
-_PAGE = "report.html"  # not drawn on the rank server
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def compare(output_dir: Path, reference: Path, resumes: Sequence[int]) -> list[s
     ``resumes`` are the steps of the checkpoints from which the run was resumed, in order.
     """
     problems = [f"{path.name}: left behind" for path in sorted(output_dir.iterdir()) if path.name.startswith(".")]
-    names, expected = ({path.name for path in folder.iterdir()} - {_PAGE} for folder in (output_dir, reference))
+    names, expected = ({path.name for path in folder.iterdir()} for folder in (output_dir, reference))
     problems += [f"{name}: {'not expected' if name in names else 'missing'}" for name in sorted(names ^ expected)]
     same = [*sorted(str(path.relative_to(reference)) for path in reference.rglob("*.safetensors")), _COMPLETIONS]
     for name in same:

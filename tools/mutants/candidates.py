@@ -59,8 +59,6 @@ class _Walk(cst.CSTVisitor):
         if isinstance(node, _LEFT_OUT) or _is_prose(node) or _is_typing(node):
             return False
         if isinstance(node, cst.If) and isinstance(node.test, cst.Name) and node.test.value == "TYPE_CHECKING":
-            if node.orelse is not None:
-                node.orelse.visit(self)
             return False
         for kind, operator in mutation_operators:
             if isinstance(node, kind):

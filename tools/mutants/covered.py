@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.continuing import without_group
 from tools.ranks.client import ROOT, environment
 from tools.ranks.process import COVERAGE
 
@@ -69,15 +70,10 @@ class Covered:
         return sorted({test for number in best for test in lines.get(number, ())})
 
 
-def without_group(test: str) -> str:
-    """Return a node ID without the group that pytest-xdist adds."""
-    return re.sub(r"@[\w.-]+$", "", test)
-
-
-def measured(folder: Path, fresh: bool) -> Covered:
+def measured(folder: Path) -> Covered:
     """Load an earlier measurement from ``folder``, or make a new one, which takes twice as long as ``make test``."""
     kept = folder / "covered.json"
-    if fresh or not kept.exists():
+    if not kept.exists():
         shutil.rmtree(folder / "coverage", ignore_errors=True)
         (folder / "coverage").mkdir(parents=True)
         _run(folder / "coverage")
@@ -122,18 +118,12 @@ def _run(folder: Path) -> None:
 
 def _lines(folder: Path) -> dict[str, dict[int, list[str]]]:
     """Return tests by file and line. Lines covered in a fixture are assigned to all tests of its file."""
-    from coverage import CoverageData
-    from coverage.exceptions import DataError
+    import coverage
 
-    data = CoverageData(str(folder / "data"))
-    data.read()
-    for part in folder.glob("data.*"):  # data of ranks that ended after pytest had combined the files
-        other = CoverageData(str(part))
-        try:
-            other.read()
-        except DataError:  # a rank that a test killed while it wrote
-            continue
-        data.update(other)
+    measured = coverage.Coverage(data_file=str(folder / "data"), config_file=False)
+    measured.load()
+    measured.combine([str(folder)], keep=True)  # data of ranks that ended after pytest had combined the files
+    data = measured.get_data()
     by_file = defaultdict(set)
     for context in data.measured_contexts():
         if test := _test_of(context):

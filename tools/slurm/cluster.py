@@ -7,12 +7,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.ranks.process import die_with_parent
+from tools.ranks.process import die_with_parent, free_port, wait_until
 
 NODES = ("n1", "n2", "n3", "n4", "n5", "n6")
 # Jobs of the partition high preempt those in low, after a grace period.
@@ -28,11 +26,7 @@ _CONF = """\
 ClusterName=private
 SlurmctldHost={host}({address})
 SlurmctldPort={port}
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
-CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -44,17 +38,10 @@ SlurmdTimeout=10
 MessageTimeout=5
 TCPTimeout=1
 KillWait=10
-CompleteWait=0
 ReturnToService=2
 MinJobAge=3600
-JobRequeue=1
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-SwitchType=switch/none
-MpiDefault=none
-JobAcctGatherType=jobacct_gather/none
-JobCompType=jobcomp/none
-AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
@@ -102,11 +89,11 @@ class Cluster:
         munge = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log"}
         files = [f"--{option}={self.folder / name}" for option, name in {**munge, "seed-file": "munge.seed"}.items()]
         self._start("munged", "munged", "--foreground", "--force", "--num-threads=2", *files)
-        _until(lambda: (self.folder / "munge.socket").exists(), 10, "munged did not start")
+        wait_until((self.folder / "munge.socket").exists, 10, lambda: "munged did not start")
         self._start("slurmctld", "slurmctld", "-D")
         for node in NODES:
             self._start(node, *_UNSHARE, "bash", "-c", _NODE, "node", node, str(self.folder / "hosts"))
-        _until(self._ready, 30, f"the nodes did not start; see {self.folder}/*.log")
+        wait_until(self._ready, 30, lambda: f"the nodes did not start; see {self.folder}/*.log")
 
     def stop(self) -> None:
         """Kill all nodes with their processes, then stop the other daemons."""
@@ -136,20 +123,20 @@ class Cluster:
     def _start(self, name: str, *command: str) -> None:
         parent = os.getpid()
         with (self.folder / f"{name}.out").open("ab") as output:
-            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-            self._daemons[name] = subprocess.Popen(
-                command,
-                env={"PATH": _PATH, "LANG": "C.UTF-8", **self.variables},
-                cwd=self.folder,
-                start_new_session=True,
-                preexec_fn=lambda: die_with_parent(parent, signal.SIGKILL),
-                **streams,
-            )
+            given: Any = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": output,
+                "stderr": subprocess.STDOUT,
+                "cwd": self.folder,
+            }
+            given |= {"env": {"PATH": _PATH, "LANG": "C.UTF-8", **self.variables}, "start_new_session": True}
+            given["preexec_fn"] = lambda: die_with_parent(parent, signal.SIGKILL)
+            self._daemons[name] = subprocess.Popen(command, **given)
 
     def _write_settings(self, address: str) -> None:
         folder, host = self.folder, socket.gethostname()
         (folder / "state").mkdir()
-        controller, *ports = _free_ports(1 + len(NODES))
+        controller, *ports = (free_port() for _ in range(1 + len(NODES)))
         lines = [_CONF.format(host=host, address=address, port=controller, folder=folder)]
         for name, port in zip(NODES, ports):
             gres = " Gres=gpu:2" if name in ("n1", "n2", "n3", "n4") else ""
@@ -166,14 +153,6 @@ class Cluster:
         (folder / "munge.key").chmod(0o400)
 
 
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
 def _address() -> str:
     """Return the machine's address, which its nodes use to communicate; loopback if it has no other."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -182,11 +161,3 @@ def _address() -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return _LOOPBACK
-
-
-def _until(reached: Callable[[], bool], seconds: float, otherwise: str) -> None:
-    end = time.monotonic() + seconds
-    while not reached():
-        if time.monotonic() > end:
-            raise RuntimeError(f"{otherwise} (waited for {seconds:g} s)")
-        time.sleep(0.02)
