@@ -25,7 +25,7 @@ from pathlib import Path
 import yaml
 
 from tools.ranks.client import ROOT
-from tools.trial import Tree, Verdict, tried
+from tools.trial import Tree, Verdict, reported, tried
 
 FOLDER = ROOT / "tests" / "mutations"
 _TIMEOUT_S = 240.0
@@ -41,6 +41,9 @@ class Mutation:
     original: str
     replacement: str
     tests: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.area}: {self.name}"
 
     def mutated(self) -> str:
         """Return the text of the mutated file; a ValueError if the mutation does not apply."""
@@ -96,17 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=FOLDER, help="folder with the mutation files")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args(argv)
-    names, loaded = given.names or [""], load(given.folder)
-    chosen = [mutation for mutation in loaded if any(part in f"{mutation.area}: {mutation.name}" for part in names)]
-    if not chosen:
-        raise SystemExit(f"no mutation matches {' or '.join(given.names)}")
-    survived, unchanged = [], dict[str, Verdict]()
-    for mutation, verdict in tried(chosen, lambda one, tree: _attempt(one, tree, unchanged), given.jobs):
-        survived += [] if verdict.noticed else [f"{mutation.area}: {mutation.name}"]
-        sign = "detected" if verdict.noticed else "SURVIVED"
-        print(f"{sign} {verdict.seconds:5.1f} s  {mutation.area}: {mutation.name}  [{verdict.how}]", flush=True)
-    print("\n  not: ".join([f"{len(chosen) - len(survived)} of {len(chosen)} mutations detected", *survived]))
-    return 1 if survived else 0
+    names, unchanged = given.names or [""], dict[str, Verdict]()
+    chosen = [mutation for mutation in load(given.folder) if any(part in str(mutation) for part in names)]
+    verdicts = tried(chosen, lambda one, tree: _attempt(one, tree, unchanged), given.jobs)
+    return reported(verdicts)
 
 
 if __name__ == "__main__":

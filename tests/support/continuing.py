@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ class Recorder:
         self.code = fingerprint()
         self.writes = not hasattr(config, "workerinput")  # only in pytest-xdist's controller process
         self.failed: set[str] = set()
+        self.seconds: dict[str, float] = defaultdict(float)  # of setup, call and teardown
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Deselect the tests that have passed."""
@@ -79,7 +81,8 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write a line when a test has passed, including teardown."""
         name = without_group(report.nodeid)
+        self.seconds[name] += report.duration
         if report.failed:
             self.failed.add(name)
         if self.writes and report.when == "teardown" and name not in self.failed:
-            append(self.file, {"test": name, "code": self.code})
+            append(self.file, {"test": name, "code": self.code, "seconds": self.seconds[name]})

@@ -12,14 +12,13 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from tests.support.continuing import append, entries, fingerprint
 from tools.mutants.candidates import Mutant, sample
 from tools.mutants.covered import Covered, measured
 from tools.mutations import equivalents
 from tools.ranks.client import ROOT
-from tools.trial import Tree, Verdict, tried
+from tools.trial import Tree, Verdict, reported, tried
 
 _BUDGETS_S = {"unit": 60.0, "engine": 90.0, "processes": 60.0}  # of the tests of one kind
 _MANY = 400  # maximum number of tests selected by name; beyond that, collecting complete files is faster
@@ -70,31 +69,22 @@ def main() -> int:
     drawn = sample(list((ROOT / "alignment").rglob("*.py")), ROOT, given.count, given.seed)
     mutants = [mutant for mutant in drawn if mutant.change not in known]
     results = {(entry["file"], entry["old"], entry["new"]): entry for entry in entries(ledger)}
-
-    def is_done(mutant: Mutant) -> bool:
-        """Whether it was detected, or survived the current tests."""
-        entry = results.get(mutant.change)
-        return entry is not None and (entry["noticed"] or entry["tests"] == tests)
-
-    left = [] if given.report else [mutant for mutant in mutants if not is_done(mutant)]
+    # Mutants that were detected, or survived the current tests.
+    done = {change for change, entry in results.items() if given.report or entry["noticed"] or entry["tests"] == tests}
+    left = [] if given.report else [mutant for mutant in mutants if mutant.change not in done]
     print(f"{len(drawn)} mutants, {len(drawn) - len(mutants)} known to be equivalent, {len(left)} to try", flush=True)
-    if left:
-        covered = measured(folder)
-        for mutant, verdict in tried(left, lambda one, tree: _attempt(one, tree, covered), given.jobs):
-            entry = {name: getattr(mutant, name) for name in ("file", "line", "old", "new")}
-            results[mutant.change] = entry | {"noticed": verdict.noticed, "how": verdict.how, "tests": tests}
-            append(ledger, results[mutant.change])
-            word = "detected" if verdict.noticed else "SURVIVED"
-            print(f"{word} {verdict.seconds:5.1f} s  {_line(entry)}", flush=True)
-    attempted = [results[mutant.change] for mutant in mutants if mutant.change in results]
-    missed = [entry for entry in attempted if not entry["noticed"]]
-    print("\n".join(f"SURVIVED  {_line(entry)}  [{entry['how']}]" for entry in missed))
-    print(f"{len(attempted) - len(missed)} of {len(attempted)} mutants detected")
-    return 1 if missed else 0
 
+    def verdicts() -> Iterator[tuple[Mutant, Verdict]]:
+        for mutant in mutants:
+            if mutant.change in done:
+                yield mutant, Verdict(results[mutant.change]["noticed"], results[mutant.change]["how"], 0.0)
+        covered = measured(folder) if left else Covered({}, {})
+        for mutant, verdict in tried(left, lambda one, tree: _attempt(one, tree, covered), given.jobs) if left else ():
+            change = dict(zip(("file", "old", "new"), mutant.change))
+            append(ledger, {**change, "noticed": verdict.noticed, "how": verdict.how, "tests": tests})
+            yield mutant, verdict
 
-def _line(entry: dict[str, Any]) -> str:
-    return f"{entry['file']}:{entry['line']}  {entry['old']}  ->  {entry['new'] or '(removed)'}"
+    return reported(verdicts())
 
 
 if __name__ == "__main__":

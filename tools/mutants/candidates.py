@@ -34,6 +34,9 @@ class Mutant:
     new: str
     text: str
 
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}  {self.old}  ->  {self.new or '(removed)'}"
+
     @property
     def change(self) -> tuple[str, str, str]:
         """The mutant, independent of its current line number."""

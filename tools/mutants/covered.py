@@ -1,6 +1,6 @@
 """Determine which tests cover which lines: measured once for a state of the code, then stored.
 
-This module is also the pytest plugin of that measurement, which writes the duration of each test.
+This module is also the pytest plugin of that measurement.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
-from tests.support.continuing import without_group
+from tests.support.continuing import entries, without_group
 from tools.ranks.client import ROOT, environment
 from tools.ranks.process import COVERAGE
 
@@ -36,12 +34,7 @@ patch = _exit
 
 @dataclass(frozen=True)
 class Covered:
-    """Tests by file and line, and the duration of each test.
-
-    Attributes:
-        lines: ``{file: {line: tests}}``; lines that run when their module is imported have no tests.
-        seconds: duration of each test.
-    """
+    """Tests by file and line, none for lines that run when their module is imported, and the duration of each test."""
 
     lines: dict[str, dict[int, list[str]]]
     seconds: dict[str, float]
@@ -78,30 +71,16 @@ def measured(folder: Path) -> Covered:
         (folder / "coverage").mkdir(parents=True)
         _run(folder / "coverage")
         lines = _lines(folder / "coverage")
-        seconds = json.loads((folder / "coverage" / "times.json").read_text())
+        seconds = {entry["test"]: entry["seconds"] for entry in entries(folder / "coverage" / "times.jsonl")}
         kept.write_text(json.dumps({"lines": lines, "seconds": seconds}))
     found = json.loads(kept.read_text())
     lines = {file: {int(number): tests for number, tests in by.items()} for file, by in found["lines"].items()}
     return Covered(lines, found["seconds"])
 
 
-_SECONDS: dict[str, float] = defaultdict(float)
-
-
 def pytest_configure() -> None:
     """Measure the Python processes started by tests as well (coverage.py installs the hook)."""
     os.environ["COVERAGE_PROCESS_START"] = os.environ[COVERAGE]
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Add up setup, call and teardown."""
-    _SECONDS[without_group(report.nodeid)] += report.duration
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the times, only in pytest-xdist's controller process."""
-    if not hasattr(session.config, "workerinput"):
-        Path(os.environ["COVERAGE_FILE"]).with_name("times.json").write_text(json.dumps(_SECONDS))
 
 
 def _run(folder: Path) -> None:
@@ -111,6 +90,7 @@ def _run(folder: Path) -> None:
     variables = {COVERAGE: str(settings), "COVERAGE_FILE": data, "OMP_NUM_THREADS": "1"}
     options = "-n 2 --dist loadgroup --no-loadscope-reorder -q --tb=short -p tools.mutants.covered".split()
     options += ["--cov", str(ROOT / "alignment"), "--cov-context", "test", "--cov-report", ""]
+    options += ["--record", str(folder / "times.jsonl")]
     done = subprocess.run([sys.executable, "-m", "pytest", *options], cwd=ROOT, env=environment(**variables))
     if done.returncode:
         raise SystemExit("the tests fail without a mutant; fix them first")

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 VARIABLE = "ALIGNMENT_SIGNALS"
-LOADING = "loading"
 WORKER = Path(__file__)
 SLOW_EVENT_S = 0.2
 _BEATS_S = 1.2  # the time in which a rank has reported its activity to the others
@@ -33,9 +32,9 @@ class Plan:
 
     Each worker writes its process ID, its steps and its exit status to ``folder``. Steps from ``slow_from`` on take
     ``slow`` additional seconds, which differ by rank. On ``rank``, the ``fault`` happens at the given occurrence of an
-    event of :mod:`tools.chaos.events`, of any event if it is ``""``, or of ``loading``, before a model is loaded:
-    ``stop`` (SIGSTOP), ``kill`` (SIGKILL), ``sleep`` (the main thread hangs), ``slow`` (all further events take
-    longer), or at once ``crash`` (SIGKILL) and ``crash all`` (of all ranks). Each worker counts its events.
+    event of :mod:`tools.chaos.events`, or of any event if it is ``""``: ``stop`` (SIGSTOP), ``kill`` (SIGKILL),
+    ``sleep`` (the main thread hangs), ``slow`` (all further events take longer), or at once ``crash`` (SIGKILL) and
+    ``crash all`` (of all ranks). Each worker counts its events.
     """
 
     folder: str
@@ -125,13 +124,11 @@ def _slow_steps(plan: Plan, trail: Trail) -> None:
 
 def _follow(plan: Plan, trail: Trail) -> None:
     """Trigger the fault at its event."""
-    from transformers import AutoModelForCausalLM
-
     from tools.chaos.events import Events
 
     left = plan.occurrence
 
-    def hear(event: str, half: Callable[[], Any] | None = None) -> None:
+    def hear(event: str, half: Callable[[], Any] | None) -> None:
         nonlocal left
         trail.events += 1
         if trail.rank != plan.rank or plan.event not in ("", event):
@@ -147,13 +144,6 @@ def _follow(plan: Plan, trail: Trail) -> None:
         if left < 0 and plan.fault == "slow":
             time.sleep(SLOW_EVENT_S)
 
-    load = AutoModelForCausalLM.from_pretrained
-
-    def heard(*args: Any, **kwargs: Any) -> Any:
-        hear(LOADING)
-        return load(*args, **kwargs)
-
-    AutoModelForCausalLM.from_pretrained = heard
     events = Events(Path(plan.output_dir), hear)
     events.follow_run()
     events.follow_files()

@@ -53,8 +53,7 @@ def release(checkout: Path) -> str:
     file = checkout / "VERSION"
     text = file.read_text() if file.exists() else (checkout / "trl" / "__init__.py").read_text()
     found = re.search(r"^(?:__version__ = \"|)(\d[\w.]+)", text, re.M)
-    if found is None:
-        raise ValueError(f"{checkout} is not a checkout of TRL: it has no version")
+    assert found is not None, f"{checkout} is not a checkout of TRL: it has no version"
     return found[1]
 
 

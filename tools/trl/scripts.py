@@ -37,13 +37,9 @@ _SHORT = (
 _INSTRUCT = "Qwen/Qwen2-0.5B-Instruct"
 _REWARD = f"python reward.py --model_name_or_path {_INSTRUCT} --dataset_name trl-lib/ultrafeedback_binarized"
 _WITHOUT_DOCSTRING = (_REWARD, f"{_REWARD} --use_peft --lora_task_type SEQ_CLS")
-_MIXTURE = """env: {{SCRIPT_TEST: 1}}
-datasets:
-  - path: {name}
-  - path: {name}
-    split: test
-test_split_size: 0.1
-"""
+_MIXTURE = (
+    "{{env: {{A: 1}}, datasets: [{{path: {name}}}, {{path: {name}, split: test}}], test_split_size: 0.1}}"  # YAML
+)
 _LIMIT = 300  # seconds
 RAN = "ran"
 PAGE = "trl-scripts.md"
