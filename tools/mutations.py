@@ -17,9 +17,7 @@ is selected, or if the test that detected it also fails without the mutation.
 from __future__ import annotations
 
 import argparse
-import random
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +25,9 @@ from pathlib import Path
 import yaml
 
 from tools.ranks.client import ROOT
-from tools.trial import Tree, Verdict, tried
+from tools.trial import Tree, Verdict, reported, tried
 
 FOLDER = ROOT / "tests" / "mutations"
-_KEYS = {"name", "file", "original", "replacement", "tests"}
 _TIMEOUT_S = 240.0
 
 
@@ -45,6 +42,9 @@ class Mutation:
     replacement: str
     tests: tuple[str, ...]
 
+    def __str__(self) -> str:
+        return f"{self.area}: {self.name}"
+
     def mutated(self) -> str:
         """Return the text of the mutated file; a ValueError if the mutation does not apply."""
         path = ROOT / self.file
@@ -55,17 +55,20 @@ class Mutation:
 
 
 def load(folder: Path = FOLDER) -> list[Mutation]:
-    """Load all mutations, in the order of the files; a ValueError if an entry is malformed or its name repeated."""
+    """Load all mutations, in the order of the files; a ValueError if a name is repeated."""
     found: dict[str, Mutation] = {}
     for file in sorted(folder.glob("*.yaml")):
         for entry in yaml.safe_load(file.read_text(encoding="utf-8")) if file.name != "equivalent.yaml" else ():
-            name = entry.get("name")
-            if set(entry) != _KEYS or not all(isinstance(entry[key], str) for key in _KEYS - {"tests"}):
-                raise ValueError(f"{file.name}: {name}: keys must be {', '.join(sorted(_KEYS))}, values strings")
-            if name in found:
-                raise ValueError(f"{file.name}: {name}: duplicate name")
-            found[name] = Mutation(file.stem, **{**entry, "tests": tuple(entry["tests"])})
+            if entry["name"] in found:
+                raise ValueError(f"{file.name}: {entry['name']}: duplicate name")
+            found[entry["name"]] = Mutation(file.stem, **{**entry, "tests": tuple(entry["tests"])})
     return list(found.values())
+
+
+def equivalents() -> dict[tuple[str, str, str], str]:
+    """Load mutants that no test can detect, by file and change, and the reasons why."""
+    listed: list[dict[str, str]] = yaml.safe_load((FOLDER / "equivalent.yaml").read_text(encoding="utf-8"))
+    return {(entry["file"], entry["old"], entry["new"]): entry["why"] for entry in listed}
 
 
 def _attempt(mutation: Mutation, tree: Tree, unchanged: dict[str, Verdict]) -> Verdict:
@@ -94,27 +97,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.mutations", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="parts of names or areas; default: all mutations")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="folder with the mutation files")
-    parser.add_argument("--sample", type=int, help="number of mutations to sample at random")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="seed of the sample")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args(argv)
-    chosen = [
-        mutation
-        for mutation in load(given.folder)
-        if not given.names or any(part in f"{mutation.area}: {mutation.name}" for part in given.names)
-    ]
-    if given.sample is not None:
-        print(f"a sample of {given.sample}, --seed {given.seed}")
-        chosen = random.Random(given.seed).sample(chosen, min(given.sample, len(chosen)))
-    if not chosen:
-        raise SystemExit(f"no mutation matches {' or '.join(given.names)}")
-    survived, unchanged = [], dict[str, Verdict]()
-    for mutation, verdict in tried(chosen, lambda one, tree: _attempt(one, tree, unchanged), given.jobs):
-        survived += [] if verdict.noticed else [f"{mutation.area}: {mutation.name}"]
-        sign = "detected" if verdict.noticed else "SURVIVED"
-        print(f"{sign} {verdict.seconds:5.1f} s  {mutation.area}: {mutation.name}  [{verdict.how}]", flush=True)
-    print("\n  not: ".join([f"{len(chosen) - len(survived)} of {len(chosen)} mutations detected", *survived]))
-    return 1 if survived else 0
+    names, unchanged = given.names or [""], dict[str, Verdict]()
+    chosen = [mutation for mutation in load(given.folder) if any(part in str(mutation) for part in names)]
+    verdicts = tried(chosen, lambda one, tree: _attempt(one, tree, unchanged), given.jobs)
+    return reported(verdicts)
 
 
 if __name__ == "__main__":

@@ -22,43 +22,33 @@ _VERSION_LINE = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
 _UNRELEASED = "## [Unreleased]"
 
 
-class NotReady(Exception):
-    """The repository cannot be released as it is; the message says what to do first."""
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Make the release and return the exit status."""
+def main(arguments: list[str] | None = None) -> None:
+    """Make the release, or exit with what to do first."""
     parser = argparse.ArgumentParser(prog="python -m tools.release", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("version", help="the version to release, such as 0.2.0")
-    parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    try:
-        made = release(given.root, given.version, datetime.datetime.now(datetime.timezone.utc).date())
-    except NotReady as error:
-        print(f"not released: {error}", file=sys.stderr)
-        return 1
-    files = " ".join(str(path.relative_to(given.root)) for path in made)
-    print(f"released {given.version}: {files}\nnext: git push --follow-tags && python -m twine upload {files}")
-    return 0
+    version = parser.parse_args(arguments).version
+    made = release(ROOT, version, datetime.datetime.now(datetime.timezone.utc).date())
+    files = " ".join(str(path.relative_to(ROOT)) for path in made)
+    print(f"released {version}: {files}\nnext: git push --follow-tags && python -m twine upload {files}")
 
 
 def release(root: Path, version: str, day: datetime.date) -> list[Path]:
     """Release ``version`` from the repository at ``root``; return the source distribution and the wheel.
 
-    If a build fails, all files are restored.
+    Raises SystemExit with what to do first if it cannot be released. If a build fails, all files are restored.
     """
     try:
         new = Version(version)
     except InvalidVersion:
-        raise NotReady(f"{version!r} is not a version (PEP 440), such as 0.2.0") from None
+        raise SystemExit(f"not released: {version!r} is not a version (PEP 440), such as 0.2.0") from None
     if _run(root, "git", "status", "--porcelain"):
-        raise NotReady("the work tree has changes; commit or stash them")
+        raise SystemExit("not released: the work tree has changes; commit or stash them")
     newest = max(map(Version, _run(root, "git", "tag", "--list", "v*").split()), default=None)
     if newest is not None and new <= newest:
-        raise NotReady(f"{version} is not newer than {newest}, the last release")
+        raise SystemExit(f"not released: {version} is not newer than {newest}, the last release")
     changelog = (root / CHANGELOG).read_text(encoding="utf-8")
     if not re.search(rf"\n{re.escape(_UNRELEASED)}\n+(?!## |\n|$)", changelog):
-        raise NotReady(f"CHANGELOG.md has no entries under {_UNRELEASED!r}")
+        raise SystemExit(f"not released: CHANGELOG.md has no entries under {_UNRELEASED!r}")
     dated = f"\n{_UNRELEASED}\n\n## [{version}] - {day.isoformat()}\n"
     (root / CHANGELOG).write_text(changelog.replace(f"\n{_UNRELEASED}\n", dated, 1), encoding="utf-8")
     init = (root / INIT).read_text(encoding="utf-8")
@@ -68,7 +58,7 @@ def release(root: Path, version: str, day: datetime.date) -> list[Path]:
         made = sorted((root / "dist").glob(f"deepspeed_alignment-{version}*"))
         _run(root, sys.executable, "-m", "twine", "check", "--strict", *map(str, made))
         _run(root, "git", "commit", "--quiet", "--all", "--message", f"Release {version}")
-    except NotReady:
+    except SystemExit:
         _run(root, "git", "checkout", "--quiet", "--", ".")
         raise
     _run(root, "git", "tag", "--annotate", f"v{version}", "--message", f"Version {version}")
@@ -78,9 +68,9 @@ def release(root: Path, version: str, day: datetime.date) -> list[Path]:
 def _run(root: Path, *command: str) -> str:
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     if done.returncode:
-        raise NotReady(f"`{' '.join(command)}` failed:\n{done.stdout}{done.stderr}".rstrip())
+        raise SystemExit(f"not released: `{' '.join(command)}` failed:\n{done.stdout}{done.stderr}".rstrip())
     return done.stdout.strip()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -22,6 +22,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from pathlib import Path
 import yaml
 
 from tools.ranks.client import ADDRESS, ROOT, environment
-from tools.trial import CHOOSABLE, workspace
+from tools.trial import CHOOSABLE, Verdict, reported, workspace
 
 TABLE = ROOT / "tests" / "renames.yaml"
 _PYTEST = ("-m", "pytest", "-x", "-q", "--tb=native", "-p", "no:cacheprovider", "-m", CHOOSABLE)
@@ -85,19 +86,21 @@ def renamed_copy(rename: Rename, folder: Path) -> int:
     return count
 
 
-def attempt(rename: Rename, place: Path) -> tuple[bool, str]:
-    """Rename and test; return whether the contract test detected it, and how."""
+def attempt(rename: Rename, place: Path) -> Verdict:
+    """Rename and test."""
+    start = time.monotonic()
     if not renamed_copy(rename, place):
-        return False, f"does not apply: no file of {rename.library} contains it"
+        return Verdict(False, f"does not apply: no file of {rename.library} contains it", 0.0)
     paths = os.pathsep.join(filter(None, (str(place), os.environ.get("PYTHONPATH", ""))))
     variables = environment(PYTHONPATH=paths, PYTHONDONTWRITEBYTECODE="1")
     variables.pop(ADDRESS, None)  # a running rank server has imported the real library
     command = [sys.executable, *_PYTEST, *shlex.split(rename.test)]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
+    seconds = time.monotonic() - start
     lookup = re.search(rf"^(?:{_LOOKUPS}): .*{re.escape(rename.name)}", done.stdout, re.MULTILINE)
     if done.returncode == 1 and lookup and "alignment/internals/" not in done.stdout:
-        return False, f"the test uses the name itself: {lookup[0]}"
-    return done.returncode == 1, done.stdout.strip().rpartition("\n")[2]
+        return Verdict(False, f"the test uses the name itself: {lookup[0]}", seconds)
+    return Verdict(done.returncode == 1, done.stdout.strip().rpartition("\n")[2], seconds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,14 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args(argv)
     chosen = [rename for rename in load() if not given.words or any(word in str(rename) for word in given.words)]
-    missed = 0
     with workspace("renames-") as place, ThreadPoolExecutor(given.jobs) as pool:
         folders = [place / str(number) for number in range(len(chosen))]
-        for rename, (noticed, how) in zip(chosen, pool.map(attempt, chosen, folders)):
-            missed += not noticed
-            print(f"{'detected' if noticed else 'MISSED  '}  {rename}  [{how}]", flush=True)
-    print(f"{len(chosen) - missed} of {len(chosen)} renames detected")
-    return 1 if missed or not chosen else 0
+        return reported(zip(chosen, pool.map(attempt, chosen, folders)))
 
 
 if __name__ == "__main__":

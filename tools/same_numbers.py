@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not tools/, which Python has added for the script
 
 from tools.comparing.comparison import compare  # noqa: E402
-from tools.comparing.matrix import Run, World, runs  # noqa: E402
+from tools.comparing.matrix import Run, make_world, runs  # noqa: E402
 from tools.ranks import RankServer, RanksFailed  # noqa: E402
 
 _SHOWN = 8  # maximum number of printed differences per run
@@ -52,9 +52,8 @@ def checkout(side: str, folder: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Side:
-    """One version of the code: its checkout, a folder for recipes, results and cache, and what forks its ranks."""
+    """One version of the code: a folder for recipes, results and cache, and what forks ranks of its checkout."""
 
-    root: Path
     folder: Path
     server: RankServer
 
@@ -66,11 +65,11 @@ class Side:
         recipe.write_text(json.dumps({**run.options, "output_dir": str(place / "out")}))
         # Tokenized rows are cached under a hash of their inputs, so each side needs its own cache.
         variables = {"HF_DATASETS_CACHE": str(self.folder / "cache"), "HF_HUB_OFFLINE": "1"}
-        script = self.root / "launch" / "train.py"
+        script = self.server.root / "launch" / "train.py"
         try:
             self.server.run(script, recipe, nproc=run.ranks, timeout=_TIMEOUT_S, env=variables, cwd=place)
         except RanksFailed as failed:
-            yield f"failed with {self.root}:\n{failed}"
+            yield f"failed with {self.server.root}:\n{failed}"
 
 
 def compare_runs(base: Side, head: Side, matrix: Sequence[Run]) -> bool:
@@ -106,15 +105,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="same-numbers-") as name, contextlib.ExitStack() as stack:
         place = Path(name)
         sides: list[Side] = []
-        servers: dict[str, RankServer] = {}
         for side, python in ((given.base, given.base_python or sys.executable), (given.head, sys.executable)):
-            if python not in servers:
-                servers[python] = RankServer(python=os.path.abspath(python))
-                stack.callback(servers[python].close)
             root = stack.enter_context(checkout(side, place / f"code-{len(sides)}"))
-            server = RankServer(root, servers[python].address)
-            sides.append(Side(root, place / f"side-{len(sides)}", server))
-        matrix = runs(World.made(place / "world"), given.quick)
+            server = RankServer(root, python=os.path.abspath(python))
+            stack.callback(server.close)
+            sides.append(Side(place / f"side-{len(sides)}", server))
+        make_world(place / "world")
+        matrix = runs(place / "world", given.quick)
         matrix = [run for run in matrix if not given.only or any(part in run.name for part in given.only)]
         if not matrix:
             raise SystemExit(f"no run name contains any of {given.only}")

@@ -10,17 +10,19 @@ import queue
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import pytest
+
 from tools.ranks import RankServer, RanksFailed
-from tools.ranks.client import ADDRESS, ROOT
+from tools.ranks.client import ADDRESS, LAUNCHER_VARIABLES, ROOT
 
 CHOOSABLE = "not slow and not faults"
-_RUN_PYTEST = ROOT / "tools" / "ranks" / "run_pytest.py"
 _TESTS_FAILED, _NO_TESTS = 1, 5  # pytest's exit codes
 Item = TypeVar("Item")
 
@@ -73,7 +75,7 @@ class Tree:
             env = {ADDRESS: self.server.address, "PYTHONDONTWRITEBYTECODE": "1", "HF_DATASETS_CACHE": cache}
             given = {"nproc": 1, "timeout": timeout, "env": env, "cwd": self.folder, "check": False}
             try:
-                (done,) = own.run(_RUN_PYTEST, *arguments, **given).ranks  # type: ignore[arg-type]
+                (done,) = own.run(__file__, *arguments, **given).ranks  # type: ignore[arg-type]
             except RanksFailed as error:
                 return Verdict(True, "timed out", error.outcome.ranks[0].seconds)
         if done.code == 0:
@@ -93,11 +95,22 @@ class Tree:
 @contextlib.contextmanager
 def workspace(prefix: str) -> Iterator[Path]:
     """Create a temporary folder for trees, in memory if possible."""
-    folder = tempfile.mkdtemp(prefix=prefix, dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-    try:
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=place) as folder:
         yield Path(folder)
-    finally:
-        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def offline_runs(prefix: str) -> Iterator[tuple[RankServer, Path]]:
+    """Provide a rank server and a folder for runs that use no network and have a cache of rows of their own."""
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    server = RankServer()
+    with workspace(prefix) as folder:
+        os.environ.setdefault("HF_DATASETS_CACHE", str(folder / "cache"))
+        try:
+            yield server, folder
+        finally:
+            server.close()
 
 
 def tried(
@@ -125,3 +138,21 @@ def tried(
         finally:
             pool.shutdown(cancel_futures=True)
             server.close()
+
+
+def reported(verdicts: Iterable[tuple[object, Verdict]]) -> int:
+    """Print each verdict as it is made, and then what was not detected; return the exit status."""
+    missed, detected = list[str](), 0
+    for item, verdict in verdicts:
+        detected += verdict.noticed
+        missed += [] if verdict.noticed else [str(item)]
+        sign = "detected" if verdict.noticed else "SURVIVED"
+        print(f"{sign} {verdict.seconds:5.1f} s  {item}  [{verdict.how}]", flush=True)
+    print("\n  not: ".join([f"{detected} of {detected + len(missed)} detected", *missed]))
+    return int(bool(missed) or not detected)
+
+
+if __name__ == "__main__":  # run pytest in a forked process as in a new one, which is not a rank
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    sys.exit(pytest.main(sys.argv[1:]))

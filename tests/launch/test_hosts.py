@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import Popen
@@ -20,6 +20,7 @@ from tools.hosts import network, ssh
 from tools.hosts.network import NAMES, Host, two_hosts
 from tools.ranks import RankServer
 from tools.ranks.client import environment
+from tools.ranks.process import wait_until
 from tools.signals.worker import Plan, Trail
 
 pytestmark = [pytest.mark.faults, pytest.mark.skipif(network.missing() is not None, reason=str(network.missing()))]
@@ -71,13 +72,6 @@ class Pair:
         """Return the output of the last run."""
         return "\n".join(log.read_text(errors="replace") for log in self.logs)
 
-    def wait_for(self, reached: Callable[[], bool], seconds: float) -> None:
-        """Wait until a condition is met."""
-        end = time.monotonic() + seconds
-        while not reached():
-            assert time.monotonic() < end, self.text()[-4000:]
-            time.sleep(0.1)
-
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, ranks: RankServer) -> Iterator[Pair]:
@@ -103,10 +97,12 @@ def test_a_link_is_cut_under_torchrun_and_the_run_resumes_with_deepspeed(pair: P
     Path(plan.folder).mkdir()
     run = pair.start("torchrun", output_dir, plan)
     trails = [Trail(Path(plan.folder), rank) for rank in range(2)]
-    pair.wait_for(lambda: all((trail.get("step") or 0) > 5 for trail in trails), START_S)
+    wait_until(lambda: all((trail.get("step") or 0) > 5 for trail in trails), START_S, pair.text)
     pair.hosts[1].link("down")
     try:
-        pair.wait_for(lambda: all(trail.get("code") is not None for trail in trails), PEER_TIMEOUT_S + MARGIN_S)
+        wait_until(
+            lambda: all(trail.get("code") is not None for trail in trails), PEER_TIMEOUT_S + MARGIN_S, pair.text
+        )
         assert [trail.get("code") for trail in trails] == [1, 1]
         assert pair.end(run, LAUNCHER_S) == [1, 1]
         assert [host.processes() for host in pair.hosts] == [[], []]
@@ -174,7 +170,7 @@ def test_a_plain_script_on_two_hosts(fault: str, codes: list[int | None], pair: 
         own |= {"MASTER_ADDR": NAMES[0], "MASTER_PORT": "29501", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
         with log.open("w") as file:
             run.append(host.start(script, file, environment(OMP_NUM_THREADS="1", **own), tmp_path))
-    pair.wait_for((tmp_path / "reached").exists, START_S)
+    wait_until((tmp_path / "reached").exists, START_S, pair.text)
     began = time.monotonic()
     try:
         if fault == "link":

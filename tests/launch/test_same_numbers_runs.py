@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -10,48 +11,23 @@ from conftest import ROOT
 from tools.same_numbers import main
 from tools.trial import Tree
 
-# Name, file, old text, new text, the run to make, and a key that must be reported.
-CHANGES = {
-    "a seed": (
-        "alignment/training/data.py",
-        "return options.seed if options.data_seed is None",
-        "return options.seed + 1 if options.data_seed is None",
-        "sft-stage2-1",
-        "loss",
-    ),
-    "another KL partner": (
-        "alignment/data/windows.py",
-        "partners[order] = np.roll(order, -(shift if shift < count else 1))",
-        "partners[order] = np.roll(order, -(shift + 1 if shift + 1 < count else 1))",
-        "kto-other-reference-stage3-1",
-        "kl",
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
-    return Tree(tmp_path_factory.mktemp("copy") / "code")
+WINDOWS = "alignment/data/windows.py"
+OLD = "partners[order] = np.roll(order, -(shift if shift < count else 1))"
+NEW = "partners[order] = np.roll(order, -(shift + 1 if shift + 1 < count else 1))"
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("launch")
-def test_equal_versions_are_identical(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["kto-stage2-2", "online_dpo-model-stage3-1"]
-    assert main([str(ROOT), str(tree.folder), "--base-python", sys.executable, "--only", *names]) == 0
-    out = capsys.readouterr().out
-    assert all(f"{name}: 0 differences" in out for name in names) and "2 of 2 runs are identical" in out
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("launch")
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_one_line_is_detected(tree: Tree, capsys: pytest.CaptureFixture[str], change: str) -> None:
-    file, old, new, run, key = CHANGES[change]
-    text = (ROOT / file).read_text()
-    assert text.count(old) == 1
-    with tree.changed(file, text.replace(old, new)):
-        assert main([str(ROOT), str(tree.folder), "--only", run]) == 1
-    lines: list[str] = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"  {run}: ")]
-    assert any(f" (step {step}): {key}: " in line for line in lines for step in (1, 2, 3)), lines
-    assert all(" | " in line for line in lines)
+def test_equal_versions_are_identical_and_a_change_of_one_line_is_detected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree, names = Tree(tmp_path / "code"), ["kto-other-reference-stage3-1", "online_dpo-model-stage3-1"]
+    command = [str(ROOT), str(tree.folder), "--base-python", sys.executable, "--only", *names]
+    assert main(command) == 0
+    assert "2 of 2 runs are identical" in capsys.readouterr().out
+    text = (ROOT / WINDOWS).read_text()
+    assert text.count(OLD) == 1
+    with tree.changed(WINDOWS, text.replace(OLD, NEW)):  # other partners of KTO's kl
+        assert main(command[:-1]) == 1
+    lines: list[str] = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"  {names[0]}: ")]
+    assert any(f" (step {step}): kl: " in line for line in lines for step in (1, 2, 3)), lines

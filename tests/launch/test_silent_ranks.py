@@ -23,8 +23,8 @@ import pytest
 
 from tools.chaos.judge import compare, look
 from tools.ranks import Outcome, RankServer
-from tools.signals.run import WORKER, Signals
-from tools.signals.worker import LOADING, Plan, Trail
+from tools.signals.run import Signals
+from tools.signals.worker import WORKER, Plan, Trail
 from tools.trial import workspace
 
 PEER_TIMEOUT = 5.0
@@ -81,7 +81,9 @@ def last_line(done: Outcome) -> str:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("rank", "event", "occurrence"), [(1, "after forward in train", 30), (0, LOADING, 1)])
+@pytest.mark.parametrize(
+    ("rank", "event", "occurrence"), [(1, "after forward in train", 30), (0, "before loading a model in build", 1)]
+)
 def test_a_rank_is_stopped(signals: Signals, place: Path, rank: int, event: str, occurrence: int) -> None:
     """With SIGSTOP, as by a debugger. Rank 0 serves the store, so calls to it hang as well."""
     run = Run(signals, place, "kto", {"rank": rank, "event": event, "occurrence": occurrence}, {})

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from alignment.reporting.status_file import RunStatus, read_status
 from tools.chaos.judge import look, step_of, without_times
 from tools.chaos.world import World
 from tools.ranks.client import environment
+from tools.ranks.process import wait_until
 from tools.slurm.cluster import Cluster, why_not
 
 MISSING = why_not()
@@ -43,14 +44,6 @@ SUBMIT = [sys.executable, str(ROOT / "launch" / "submit.py")]
 DOCS = ROOT / "docs" / "guides" / "slurm.md"
 
 
-def until(reached: Callable[[], object], seconds: float, what: Callable[[], str]) -> None:
-    """Poll until a condition is met; ``what`` describes the state if it is not."""
-    end = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < end, f"nothing within {seconds:g} s: {what()}"
-        time.sleep(0.05)
-
-
 @dataclass
 class Job:
     """A job submitted by the command, and its output folder."""
@@ -67,7 +60,7 @@ class Job:
     def ended(self, seconds: float) -> str:
         """Wait for the end of the job, and return its state."""
         going = ("PENDING", "RUNNING", "COMPLETING")
-        until(lambda: self.state().get("JobState") not in going, seconds, self.report)
+        wait_until(lambda: self.state().get("JobState") not in going, seconds, self.report)
         return self.state()["JobState"]
 
     def attempts(self, task: str = "") -> list[dict[str, Any]]:
@@ -152,7 +145,7 @@ def waiting(here: Here) -> dict[str, Job]:
     }
 
     def running(name: str) -> str:
-        until(lambda: jobs[name].status().state == "running", 30, jobs[name].report)
+        wait_until(lambda: jobs[name].status().state == "running", 30, jobs[name].report)
         return jobs[name].number
 
     running("preempted")
@@ -198,12 +191,12 @@ def test_a_run_on_two_nodes_with_every_disturbance(here: Here, undisturbed: Path
             written = max(map(step_of, job.folder.glob("checkpoint-*")), default=0)
             return status.restarts == attempt - 1 and written > checkpoints[-1]
 
-        until(further, 180, job.report)
+        wait_until(further, 180, job.report)
 
     def requeued() -> None:
         """Wait until the job has left its nodes and waits for a restart."""
         wanted = {"Restarts": str(len(ends) + 1), "JobState": "PENDING"}
-        until(lambda: job.state().items() >= wanted.items(), 120, job.report)
+        wait_until(lambda: job.state().items() >= wanted.items(), 120, job.report)
         status = job.status()
         ends.append((status.state, status.signal))
         found = look(job.folder)
@@ -254,7 +247,7 @@ def differences(folder: Path, reference: Path) -> list[str]:
 
 def test_slurms_signal_before_the_time_limit(waiting: dict[str, Job]) -> None:
     job = waiting["near its limit"]
-    until(lambda: len(job.attempts()) > 1, 120, job.report)
+    wait_until(lambda: len(job.attempts()) > 1, 120, job.report)
     first, second, *_ = job.attempts()
     assert (first["restarts"], second["restarts"], first["notice"]) == (0, 1, "59")
     assert 5 < second["time"] - first["time"] < 80, job.attempts()
@@ -279,14 +272,14 @@ def test_a_cancelled_job_stays_cancelled(waiting: dict[str, Job], name: str, sig
 
 def test_a_preempted_job_is_requeued_at_the_end_of_its_grace_time(waiting: dict[str, Job]) -> None:
     job = waiting["preempted"]
-    until(lambda: len(job.attempts()) == 2, 90, job.report)
+    wait_until(lambda: len(job.attempts()) == 2, 90, job.report)
     assert "status.json: preempted SIGTERM" in job.report() and job.state()["Restarts"] == "1"
 
 
 def test_each_task_of_an_array_is_requeued_separately(waiting: dict[str, Job]) -> None:
     job = waiting["array"]
     for seed in (3, 4):
-        until(lambda seed=seed: len(job.attempts(f"seed-{seed}")) == 2, 60, job.report)
+        wait_until(lambda seed=seed: len(job.attempts(f"seed-{seed}")) == 2, 60, job.report)
         first, second = job.attempts(f"seed-{seed}")
         assert (first["restarts"], second["restarts"]) == (0, 1)
         assert first["arguments"][first["arguments"].index("--seed") + 1] == str(seed)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +40,26 @@ def fingerprint(root: Path = ROOT) -> str:
     return digest.hexdigest()
 
 
+def entries(file: Path) -> list[dict[str, Any]]:
+    """Return the records in a file of one record per line, without a last one that an interruption has truncated."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def append(file: Path, entry: dict[str, Any]) -> None:
+    """Append a record, in a new line even if the last one is truncated."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a+b") as opened:
+        opened.seek(max(0, opened.tell() - 1))
+        torn = opened.read(1) not in (b"", b"\n")
+        opened.write(b"\n" * torn + json.dumps(entry).encode() + b"\n")
+
+
+def without_group(test: str) -> str:
+    """Return a node ID without the group that pytest-xdist adds."""
+    return re.sub(r"@[\w.-]+$", "", test)
+
+
 class Recorder:
     """Deselects tests that have passed, and records tests that pass."""
 
@@ -46,37 +68,21 @@ class Recorder:
         self.code = fingerprint()
         self.writes = not hasattr(config, "workerinput")  # only in pytest-xdist's controller process
         self.failed: set[str] = set()
-        if self.writes:
-            self._end_torn_line()
-
-    def _end_torn_line(self) -> None:
-        """Start a new line if an interruption has truncated the last one."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.open("a+b") as file:
-            if file.tell() and not self.file.read_bytes().endswith(b"\n"):
-                file.write(b"\n")
+        self.seconds: dict[str, float] = defaultdict(float)  # of setup, call and teardown
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Deselect the tests that have passed."""
-        passed = self._passed()
+        passed = {entry["test"] for entry in entries(self.file) if entry["code"] == self.code}
         done = [item for item in items if item.nodeid in passed]
         if done:
             config.hook.pytest_deselected(items=done)
             items[:] = [item for item in items if item.nodeid not in passed]
 
-    def _passed(self) -> set[str]:
-        if not self.file.exists():
-            return set()
-        lines = [
-            line for line in self.file.read_text().splitlines() if line.endswith("}")
-        ]  # other lines are truncated
-        return {entry["test"] for entry in map(json.loads, lines) if entry["code"] == self.code}
-
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write a line when a test has passed, including teardown."""
-        name = re.sub(r"@[\w.-]+$", "", report.nodeid)  # remove the group that pytest-xdist adds
+        name = without_group(report.nodeid)
+        self.seconds[name] += report.duration
         if report.failed:
             self.failed.add(name)
         if self.writes and report.when == "teardown" and name not in self.failed:
-            with self.file.open("a") as file:
-                file.write(json.dumps({"test": name, "code": self.code}) + "\n")
+            append(self.file, {"test": name, "code": self.code, "seconds": self.seconds[name]})

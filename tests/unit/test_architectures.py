@@ -18,11 +18,12 @@ from alignment.models.logprobs import LogitTransform
 from alignment.models.scorer import CompletionScorer
 from alignment.models.source import read_config
 from alignment.rollout.memory import completion_bytes
-from tools.architectures.__main__ import PAGE
 from tools.architectures.comparison import examine, types
 from tools.architectures.tiny import TRANSFORMS, tiny_config, tiny_model
+from tools.documentation.page import REFERENCE
 
 CPU = torch.device("cpu")
+PAGE = REFERENCE / "architectures.md"
 # Logits scaled or capped by other names, hidden states elsewhere, configurations that differ by layer.
 SAMPLE = ("gemma3n_text", "gemma4_text", "llama4", "mpt", "recurrent_gemma", "xlstm")
 CAPPED = {"gemma2": "final_logit_softcapping", "recurrent_gemma": "logits_soft_cap", "xlstm": "output_logit_soft_cap"}

@@ -9,8 +9,7 @@ import subprocess
 import pytest
 from conftest import ROOT
 
-from tools.mutants.equivalents import equivalents
-from tools.mutations import Mutation, load
+from tools.mutations import Mutation, equivalents, load
 
 # Part of a test's name in a ``-k`` expression; words with a dash are parameters, which a file may not spell out.
 NAME = re.compile(r"(?<![\w-])[a-z0-9]+(?:_[a-z0-9]+)+(?![\w-])")

@@ -23,7 +23,7 @@ from alignment.config import dtypes  # noqa: E402
 from alignment.config.errors import OptionError  # noqa: E402
 from alignment.config.options import AlignmentConfig  # noqa: E402
 from alignment.config.registry import METHODS, option_names  # noqa: E402
-from tools.documentation.options import PAGE, option_tables, options_page  # noqa: E402
+from tools.documentation.options import option_tables  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "data" / "options.txt"
 OBJECTS = ("args", "options", "limits")  # what the package calls an options object
@@ -144,8 +144,7 @@ def test_public_options_match_the_list() -> None:
 
 
 def test_documented_options_match_the_classes() -> None:
-    assert PAGE.read_text(encoding="utf-8") == options_page(), "options changed; run `make tables`"
-    shown = set(re.findall(r"^\| `(\w+)` \| ", option_tables(), re.MULTILINE))
+    shown = set(re.findall(r"^\| `(\w+)` \| ", "\n".join(option_tables()), re.MULTILINE))
     assert shown == set().union(*map(own_names, METHODS.values()))
 
 

@@ -36,7 +36,5 @@ def test_the_demo_in_the_readme_is_the_recorded_one() -> None:
     models = load("demo.json")["models"]
     assert len(models) == len(RUNS) + 1
     for title, row in models.items():
-        name = (
-            "before alignment" if title == "before" else title.removeprefix("after ").replace(", LoRA", " with LoRA")
-        )
+        name = title.replace("before", "before alignment").removeprefix("after ").replace(", LoRA", " with LoRA")
         assert f"| {name} | {row['preferred']:.3f} | {row['correct']:.3f} | {row['reward']:.2f} |" in README

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.release import CHANGELOG, INIT, main, release
+from tools.release import CHANGELOG, INIT, release
 
 ROOT = Path(__file__).resolve().parents[2]
 DAY = datetime.date(2026, 1, 31)
@@ -16,9 +16,8 @@ DAY = datetime.date(2026, 1, 31)
 
 def git(folder: Path, *arguments: str) -> str:
     identity = ("-c", "user.name=Tester", "-c", "user.email=tester@example.com")
-    return subprocess.run(
-        ["git", *identity, *arguments], cwd=folder, check=True, capture_output=True, text=True
-    ).stdout
+    command = ["git", *identity, *arguments]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
 
 
 @pytest.fixture
@@ -42,17 +41,17 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_what_cannot_be_released_leaves_no_trace(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_released_leaves_no_trace(repository: Path) -> None:
     """A version that is not new, a failed build, uncommitted changes."""
     (repository / "setup.py").write_text("raise SystemExit('broken')\n")
     git(repository, "commit", "--quiet", "--all", "--message", "Broken")
     for version, said in (("one", "not a version"), ("0.0.9", "not newer than 0.0.9"), ("0.1.0", "-m build")):
-        assert main([version, "--root", str(repository)]) == 1
-        assert said in capsys.readouterr().err
+        with pytest.raises(SystemExit, match=said):
+            release(repository, version, DAY)
     assert git(repository, "status", "--porcelain") == "" and git(repository, "tag", "--list").split() == ["v0.0.9"]
-    (repository / "new.txt").write_text("")
-    assert main(["0.1.0", "--root", str(repository)]) == 1
-    assert "the work tree has changes" in capsys.readouterr().err
+    (repository / "new.txt").touch()
+    with pytest.raises(SystemExit, match="the work tree has changes"):
+        release(repository, "0.1.0", DAY)
 
 
 @pytest.mark.ci

@@ -17,8 +17,6 @@ def test_failures_are_compared_with_the_file() -> None:
         "0.9/f.py::d fails, which is not expected: why",
         "*::b matches no test that fails: remove it",
     ]
-    assert command.table(outcomes)[-1] == "| all | 1 | 2 | 1 |"
-    assert all(reason for reason in command.read(command.EXPECTED.read_text(encoding="utf-8")).values())
 
 
 SCRIPT = '''"""

@@ -44,13 +44,18 @@ class Result:
         return self.refused is None and self.logps < TOLERANCE and self.gradient < TOLERANCE
 
     @property
-    def row(self) -> str:
+    def good(self) -> bool:
+        """Whether the type is exact or refused."""
+        return self.exact or self.refused is not None
+
+    @property
+    def row(self) -> tuple[str, ...]:
         """The row of the table."""
-        named = f"| {self.model_type} | {types()[self.model_type]} |"
+        named = (self.model_type, types()[self.model_type])
         if self.refused is not None:
-            return f"{named} refused | | | {self.refused} |"
+            return *named, "refused", "", "", self.refused
         word = "exact" if self.exact else "**differs**"
-        return f"{named} {word} | {self.logps:.0e} | {self.gradient:.0e} | {self.note} |"
+        return *named, word, f"{self.logps:.0e}", f"{self.gradient:.0e}", self.note
 
 
 def types() -> dict[str, str]:

@@ -8,15 +8,13 @@ number, which also continues an interrupted command. Its folder is stored.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
 from tools.chaos.plan import drawn
 from tools.chaos.run import Attempt, Chaos
-from tools.ranks import RankServer
 from tools.ranks.client import ROOT
-from tools.trial import workspace
+from tools.trial import offline_runs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,10 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first run; with --kills 1, a replay")
     given = parser.parse_args(argv)
-    server, made, number = RankServer(), list[Attempt](), given.first
-    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-    with workspace("chaos-") as folder:
-        os.environ.setdefault("HF_DATASETS_CACHE", str(folder / "cache"))
+    made, number = list[Attempt](), given.first
+    with offline_runs("chaos-") as (server, folder):
         try:
             chaos = Chaos(server, folder, ROOT / "outputs" / "chaos")
             while sum(one.killed for one in made) < given.kills:
@@ -39,8 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 number += 1
         except KeyboardInterrupt:
             print(f"interrupted; continue with --first {number}")
-        finally:
-            server.close()
     killed, failed = sum(one.killed for one in made), sum(bool(one.problems) for one in made)
     print(f"{killed} kills in {number - given.first} runs, {failed} failures")
     return int(bool(failed) or killed < given.kills)

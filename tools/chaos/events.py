@@ -95,7 +95,7 @@ class Events:
     def follow_run(self) -> None:
         """Report phases, the parts of a checkpoint, and each forward pass in a phase."""
         import torch
-        from transformers import PreTrainedModel, PreTrainedTokenizerBase
+        from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
         from alignment.checkpoint import resume, writer
         from alignment.checkpoint.manifest import Manifest
@@ -118,6 +118,7 @@ class Events:
         ):
             self._in_phase(owner, name, phase)
         parts: tuple[tuple[Any, str, str], ...] = (
+            (AutoModelForCausalLM, "from_pretrained", "loading a model"),
             (PreTrainedModel, "save_pretrained", "model"),
             (PreTrainedTokenizerBase, "save_pretrained", "tokenizer"),
             (writer, "write_fragments", "fragments"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from typing import Any
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from tools.comparing.comparison import differences
+
 _TIMES = ("time", "per_second")
 _LOG, _COMPLETIONS = "log.jsonl", "completions.jsonl"
 _STATE = "trainer_state.json"
-_PAGE = "report.html"  # not drawn on the rank server
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,12 @@ def lost(before: Look, after: Look, limit: int) -> list[str]:
 
 
 def compare(output_dir: Path, reference: Path, resumes: Sequence[int]) -> list[str]:
-    """Return the differences between a finished run and one that was never killed.
+    """Return the differences between a finished run and one that was never killed, as ``place: expected | found``.
 
     ``resumes`` are the steps of the checkpoints from which the run was resumed, in order.
     """
     problems = [f"{path.name}: left behind" for path in sorted(output_dir.iterdir()) if path.name.startswith(".")]
-    names, expected = ({path.name for path in folder.iterdir()} - {_PAGE} for folder in (output_dir, reference))
+    names, expected = ({path.name for path in folder.iterdir()} for folder in (output_dir, reference))
     problems += [f"{name}: {'not expected' if name in names else 'missing'}" for name in sorted(names ^ expected)]
     same = [*sorted(str(path.relative_to(reference)) for path in reference.rglob("*.safetensors")), _COMPLETIONS]
     for name in same:
@@ -102,11 +104,7 @@ def compare(output_dir: Path, reference: Path, resumes: Sequence[int]) -> list[s
         if contents[0] != contents[1]:
             problems.append(f"{name}: the content differs")
     problems += _compare_logs(output_dir / _LOG, reference / _LOG, resumes)
-    state, wanted = _state(output_dir), _state(reference)
-    for key in sorted(state.keys() | wanted.keys()):
-        if state.get(key) != wanted.get(key):
-            problems.append(f"{_STATE}: {key} is {state.get(key)}, expected {wanted.get(key)}")
-    return problems
+    return [*problems, *differences(_STATE, _state(reference), _state(output_dir))]
 
 
 def _compare_logs(path: Path, reference: Path, resumes: Sequence[int]) -> Iterator[str]:
@@ -118,9 +116,9 @@ def _compare_logs(path: Path, reference: Path, resumes: Sequence[int]) -> Iterat
     if attempts != sorted({1, *attempts})[1:]:  # attempts without a new checkpoint are counted, but not in the log
         yield f"{_LOG}: attempts are numbered {attempts}"
     own, other = ([without_times(one) for one in part if one.get("event") != "resume"] for part in (records, expected))
-    if own != other:
-        number = next((n for n, (a, b) in enumerate(zip(own, other)) if a != b), min(len(own), len(other)))
-        yield f"{_LOG}: {len(own)} records, {len(other)} expected; number {number + 1} is {own[number : number + 1]}"
+    missing: dict[str, Any] = {}
+    for number, (record, wanted) in enumerate(itertools.zip_longest(own, other, fillvalue=missing), 1):
+        yield from differences(f"{_LOG} record {number}", wanted, record)
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from tools.chaos.judge import Look, compare, look, lost
 from tools.chaos.plan import POINTS, RANKS, Chain, Kill
-from tools.chaos.rank import VARIABLE
 from tools.chaos.world import SAVE_TOTAL_LIMIT, STEPS, World
 from tools.ranks import Outcome, RankServer, RanksFailed
+from tools.signals.worker import WORKER, Plan, Trail
 
 _TIMEOUT_S, _GRACE_S = 90.0, 25.0
 
@@ -41,8 +41,8 @@ class Chaos:
             outcome = self._start(method, output_dir, None)
             if outcome.returncode:
                 raise RuntimeError(f"the {method} run that is never killed failed: {outcome.report()}")
-            counts = [self.folder / "ranks" / f"events-{rank}" for rank in range(RANKS)]
-            self._events[method] = [int(path.read_text()) for path in counts]
+            trails = [Trail(self.folder / "ranks", rank) for rank in range(RANKS)]
+            self._events[method] = [trail.get("events") or 0 for trail in trails]
         return output_dir
 
     def _start(self, method: str, output_dir: Path, kill: Kill | None, left: float = 1.0) -> Outcome:
@@ -50,17 +50,17 @@ class Chaos:
         folder = self.folder / "ranks"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        plan = {"folder": str(folder), "output_dir": str(output_dir), "rank": None, "event": "", "occurrence": 1}
+        plan = Plan(str(folder), str(output_dir), rank=RANKS, event="")  # counts events only
         if kill is not None:
-            plan |= {"rank": kill.rank, "node_lost": kill.node_lost, "occurrence": kill.occurrence}
+            fault, event, occurrence = "crash all" if kill.node_lost else "crash", "", kill.occurrence
             if kill.point is None:
-                plan["occurrence"] = 1 + int(kill.moment * self._events[method][kill.rank] * left)
+                occurrence = 1 + int(kill.moment * self._events[method][kill.rank] * left)
             else:
-                plan["event"] = POINTS[kill.point].event
-        arguments, env = self.world.arguments(method, output_dir), {VARIABLE: json.dumps(plan)}
-        script, run = Path(__file__).with_name("rank.py"), self.server.run
+                event = POINTS[kill.point].event
+            plan = replace(plan, rank=kill.rank, event=event, occurrence=occurrence, fault=fault)
+        run, arguments = self.server.run, self.world.arguments(method, output_dir)
         try:
-            return run(script, *arguments, nproc=RANKS, timeout=_TIMEOUT_S, grace=_GRACE_S, env=env, check=False)
+            return run(WORKER, *arguments, timeout=_TIMEOUT_S, grace=_GRACE_S, env=plan.variable(), check=False)
         except RanksFailed as error:
             return error.outcome
 

@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from tools.ranks.client import ROOT
 
 METHODS = ("kto", "online_dpo")
 STEPS, SAVE_TOTAL_LIMIT = 12, 2
-_REWARDS = '''
+REWARDS = '''
 def letters(completions):
     """A reward that depends on every letter."""
     return [sum(map(ord, text)) % 17 / 4 for text in completions]
 '''
+
+
+def test_helpers() -> ModuleType:
+    """Import the tests' helpers for tiny models and rows."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from support import helpers
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return helpers
+
+
+def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows as JSON lines, in a new folder if necessary."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @dataclass(frozen=True)
@@ -27,27 +46,21 @@ class World:
     @classmethod
     def made(cls, folder: Path) -> World:
         """Write all files, using the tests' helpers for tiny models."""
-        sys.path.insert(0, str(ROOT / "tests"))
-        from support.helpers import make_model, unpaired_rows
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        folder.mkdir(parents=True, exist_ok=True)
+        helpers = test_helpers()
+        make_model, unpaired_rows = helpers.make_model, helpers.unpaired_rows
         make_model(folder / "policy", seed=1, layers=1)
         config = json.loads((folder / "policy" / "config.json").read_text())
         (folder / "policy" / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.2}))
-        (folder / "rewards.py").write_text(_REWARDS)
-        prompts = [{"prompt": row["prompt"]} for row in unpaired_rows(28, seed=5)]
-        for name, rows in (("kto", unpaired_rows(28, seed=3)), ("online_dpo", prompts)):
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "rewards.py").write_text(REWARDS)
+        write_rows(folder / "kto.jsonl", unpaired_rows(28, seed=3))
+        write_rows(folder / "online_dpo.jsonl", ({"prompt": row["prompt"]} for row in unpaired_rows(28, seed=5)))
         return cls(folder)
 
     def arguments(self, method: str, output_dir: Path, **changes: object) -> list[str]:
         """Return the arguments of ``launch/train.py``, the same for every attempt. ``changes`` override options."""
-        rows = self.folder / f"{method}.jsonl"
         options: dict[str, object] = {
             "model_name_or_path": self.folder / "policy",
-            "dataset_name": rows,
+            "dataset_name": self.folder / f"{method}.jsonl",
             "max_train_samples": 24,
             "dataset_test_split": "train",
             "max_eval_samples": 4,

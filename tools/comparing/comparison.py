@@ -30,9 +30,9 @@ def compare(base: Path, head: Path) -> list[str]:
         for number, (before, after) in enumerate(zip(*(map(json.loads, part) for part in lines)), start=1):
             place = before.get("event") or (f"step {before['step']}" if "step" in before else "")
             where = f"{name} line {number}{f' ({place})' if place else ''}"
-            found += _differences(where, dict(_flat(before)), dict(_flat(after)))
+            found += differences(where, dict(_flat(before)), dict(_flat(after)))
     for name in sorted(models):
-        found += _differences(name, _tensor_hashes(base / name), _tensor_hashes(head / name))
+        found += differences(name, _tensor_hashes(base / name), _tensor_hashes(head / name))
     return found
 
 
@@ -59,8 +59,9 @@ def _flat(record: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
             yield f"{above}{key}", value
 
 
-def _differences(where: str, base: Mapping[str, Any], head: Mapping[str, Any]) -> Iterator[str]:
+def differences(where: str, base: Mapping[str, Any], head: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys with different values as ``where: key: base | head``; NaN equals NaN."""
     for key in [*base, *(key for key in head if key not in base)]:
         before, after = base.get(key, _MISSING), head.get(key, _MISSING)
-        if before != after and not (before != before and after != after):  # NaN equals NaN
+        if before != after and not (before != before and after != after):
             yield f"{where}: {key}: {before} | {after}"

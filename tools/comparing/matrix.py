@@ -6,21 +6,14 @@ Models, rows, reward functions and judges are created once for both sides. The r
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.ranks.client import ROOT
+from tools.chaos.world import REWARDS, test_helpers, write_rows
 
-_CODE = '''
+_JUDGE = '''
 import random
-
-
-def letters(completions):
-    """A reward that depends on every letter."""
-    return [sum(map(ord, text)) % 17 / 4 for text in completions]
 
 
 def tossed(prompts, pairs):
@@ -38,34 +31,17 @@ class Run:
     options: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class World:
-    """The folder with the models, rows and code of all runs."""
-
-    folder: Path
-
-    @classmethod
-    def made(cls, folder: Path) -> World:
-        """Write all files, using the tests' helpers for tiny models."""
-        sys.path.insert(0, str(ROOT / "tests"))
-        from support.helpers import make_classifier, make_model, paired_rows, unpaired_rows
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        for kind, name, seed in (("tied", "policy", 1), ("tied", "reference", 2), ("moe", "moe", 3)):
-            make_model(folder / name, kind, seed=seed)
-        make_classifier(folder / "classifier", "untied", seed=4)
-        (folder / "code.py").write_text(_CODE)
-        pairs = [row | {"margin": 0.25 * (n % 4)} for n, row in enumerate(paired_rows(30, seed=5))]
-        for name, rows in {"labeled": unpaired_rows(30, seed=4), "pairs": pairs}.items():
-            for split, part in (("train", rows[:22]), ("test", rows[22:])):
-                (folder / name).mkdir(exist_ok=True)
-                (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-        return cls(folder)
-
-    def path(self, name: str) -> str:
-        """Return the path of a file in the folder, for recipes."""
-        return str(self.folder / name)
+def make_world(folder: Path) -> None:
+    """Write the models, rows and code of all runs."""
+    helpers = test_helpers()
+    for kind, name, seed in (("tied", "policy", 1), ("tied", "reference", 2), ("moe", "moe", 3)):
+        helpers.make_model(folder / name, kind, seed=seed)
+    helpers.make_classifier(folder / "classifier", "untied", seed=4)
+    (folder / "code.py").write_text(REWARDS + _JUDGE)
+    pairs = [row | {"margin": 0.25 * (n % 4)} for n, row in enumerate(helpers.paired_rows(30, seed=5))]
+    for name, rows in {"labeled": helpers.unpaired_rows(30, seed=4), "pairs": pairs}.items():
+        write_rows(folder / name / "train.jsonl", rows[:22])
+        write_rows(folder / name / "test.jsonl", rows[22:])
 
 
 # Windows of 8 rows for any number of ranks, 22 rows and 5 steps: three windows per epoch, the last one with 6 rows.
@@ -88,26 +64,26 @@ _COMMON: dict[str, Any] = {
 }
 
 
-def _methods(world: World) -> dict[str, dict[str, Any]]:
+def _methods(world: Path) -> dict[str, dict[str, Any]]:
     """Return the options of each method, by name of the run."""
-    policy, labeled, pairs = (world.path(name) for name in ("policy", "labeled", "pairs"))
-    reference = {"ref_model_name_or_path": world.path("reference")}
+    policy, labeled, pairs = (str(world / name) for name in ("policy", "labeled", "pairs"))
+    reference = {"ref_model_name_or_path": str(world / "reference")}
     online = {
         **{"method": "online_dpo", "model_name_or_path": policy, "dataset_name": pairs, **reference},
         **{"max_new_tokens": 8, "rollout_batch_size": 4, "missing_eos_penalty": 0.5, "beta": 0.3},
     }
     kto = {"method": "kto", "dataset_name": labeled, "max_prompt_length": None, "beta": 0.3}
     cpo = {"method": "cpo", "dataset_name": pairs, "max_prompt_length": None, "beta": 0.2}
-    moe = {"model_name_or_path": world.path("moe"), "router_aux_loss_coef": 0.02}
+    moe = {"model_name_or_path": str(world / "moe"), "router_aux_loss_coef": 0.02}
     return {
         "kto": {**kto, "model_name_or_path": policy, "desirable_weight": 1.3, "stratify_labels": True},
         "kto-other-reference": {**kto, "model_name_or_path": policy, **reference, "max_grad_norm": 0.1},
         "kto-moe": {**kto, **moe},
         "cpo": {**cpo, "model_name_or_path": policy, "label_smoothing": 0.1, "max_tokens_per_batch": 128},
         "cpo-moe": {**cpo, **moe, "loss_type": "simpo", "optim": "sgd"},
-        "online_dpo-function": {**online, "reward_funcs": f"{world.path('code.py')}:letters", "num_generations": 3},
-        "online_dpo-model": {**online, "reward_model_path": world.path("classifier"), "loss_type": "ipo"},
-        "online_dpo-judge": {**online, "judge": f"{world.path('code.py')}:tossed", "missing_eos_penalty": None},
+        "online_dpo-function": {**online, "reward_funcs": f"{world}/code.py:letters", "num_generations": 3},
+        "online_dpo-model": {**online, "reward_model_path": str(world / "classifier"), "loss_type": "ipo"},
+        "online_dpo-judge": {**online, "judge": f"{world}/code.py:tossed", "missing_eos_penalty": None},
         "sft": {
             **{"method": "sft", "model_name_or_path": policy, "dataset_name": pairs, "max_prompt_length": None},
             **{"column_map": {"completion": "chosen"}, "disable_dropout": False, "full_determinism": True},
@@ -123,15 +99,13 @@ def _methods(world: World) -> dict[str, dict[str, Any]]:
     }
 
 
-def runs(world: World, quick: bool) -> list[Run]:
+def runs(world: Path, quick: bool) -> list[Run]:
     """Return every method at every ZeRO stage, with and without offload, on one and two ranks.
 
     With ``quick``, each method runs on two of these engines, so that each engine runs two methods.
     """
-    sys.path.insert(0, str(ROOT / "tests"))
-    from support.helpers import STAGES
-
-    engines, found = [(stage, ranks, settings) for stage, settings in STAGES.items() for ranks in (1, 2)], []
+    stages, found = test_helpers().STAGES, []
+    engines = [(stage, ranks, settings) for stage, settings in stages.items() for ranks in (1, 2)]
     for number, (name, options) in enumerate(_methods(world).items()):
         for place, (stage, ranks, settings) in enumerate(engines):
             if quick and place not in (number % len(engines), (number + 3) % len(engines)):

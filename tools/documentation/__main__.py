@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from tools.documentation.command_page import command_page
 from tools.documentation.options import options_page
+from tools.documentation.page import REFERENCE
 from tools.documentation.trl_options import trl_options_page
 
-FOLDER = Path(__file__).resolve().parent.parent.parent / "docs" / "reference"
 PAGES: dict[str, Callable[[], str]] = {
     "cli.md": command_page,
     "options.md": options_page,
@@ -21,7 +20,7 @@ PAGES: dict[str, Callable[[], str]] = {
 def main(names: Sequence[str] = ()) -> None:
     """Write the named pages, or all."""
     for name in names or PAGES:
-        (FOLDER / name).write_text(PAGES[name](), encoding="utf-8")
+        (REFERENCE / name).write_text(PAGES[name](), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import textwrap
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
 from alignment.cli.commands import COMMANDS
 from alignment.cli.help import usage
+from tools.documentation.page import table, with_generated
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 _PROGRAM = "deepspeed-alignment"
 _WIDTH = 88
-_HEAD = """\
-# Command line
-
-<!-- written by `make tables` from the parsers in alignment/cli/ -->
-
-Every command can be called as `deepspeed-alignment COMMAND`, as `python -m alignment COMMAND` and, from a checkout, as
-`python launch/COMMAND.py`. `COMMAND --help` lists its options, and `deepspeed-alignment --version` prints the version.
-
-Commands exit with status 0 on success, 1 after an error and 130 after Ctrl-C. `status`, `report` and `export` exit
-with status 2 if their arguments cannot be parsed. The statuses of stopped runs are in
-[Preemption](../guides/preemption.md).
-"""
 # Commands that accept the options of the methods, and their description.
 _OF_METHODS = {
     "train": "The options are listed in [Options](options.md), and in [the API](api/configs.md) by method.",
@@ -41,11 +27,10 @@ _OF_METHODS = {
 
 def command_page() -> str:
     """Return the page."""
-    lines = [_HEAD, "| command | description |", "|---|---|"]
-    lines += [f"| [`{name}`](#{name}) | {_cell(text)} |" for name, text in COMMANDS.items()]
+    lines = [*table("command | description", ((f"[`{name}`](#{name})", text) for name, text in COMMANDS.items()))]
     for name, text in COMMANDS.items():
         lines += ["", f"## {name}", "", *_section(name, import_module(f"alignment.cli.{name}"), text)]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+    return with_generated("cli.md", lines)
 
 
 def _section(name: str, module: ModuleType, summary: str) -> Iterator[str]:
@@ -63,17 +48,21 @@ def _section(name: str, module: ModuleType, summary: str) -> Iterator[str]:
         yield from ("```text", parser.format_usage().strip() if parser else "\n".join(lines), "```", "")
     if name in _OF_METHODS:
         yield from (_OF_METHODS[name], "")
-    for group in parser._action_groups if parser is not None else ():
+    if parser is None:
+        return
+    for group in parser._action_groups:
         actions = [action for action in group._group_actions if not isinstance(action, argparse._HelpAction)]
         if not actions:
             continue
         title = {"positional arguments": "arguments"}.get(group.title or "", group.title or "")
         kind = "argument" if title == "arguments" else "option"
-        yield from (f"**{title[0].upper()}{title[1:]}**", "", f"| {kind} | description |", "|---|---|")
-        for action in actions:
-            text = parser._get_formatter()._expand_help(action) if parser and action.help else ""
-            yield f"| {_called(action)} | {_cell(text)} |"
+        yield from (f"**{title[0].upper()}{title[1:]}**", "")
+        yield from table(f"{kind} | description", ((_called(action), _help(parser, action)) for action in actions))
         yield ""
+
+
+def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    return _cell(parser._get_formatter()._expand_help(action)) if action.help else ""
 
 
 def _called(action: argparse.Action) -> str:

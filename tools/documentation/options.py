@@ -11,7 +11,7 @@ The tables in docs/reference/options.md, and the directive ``options`` of Sphinx
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from docutils import nodes
@@ -22,43 +22,34 @@ from sphinx.util.docutils import SphinxDirective
 from alignment.cli.help import default_text, grouped_fields, title_of
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
+from tools.documentation.page import table, with_generated
 
-PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "reference" / "options.md"
-BEGIN = "<!-- options: written by `make tables` from alignment/config/ -->"
-END = "<!-- end of options -->"
 Fields = list[dataclasses.Field[Any]]
 
 
 def options_page() -> str:
-    """Return the text of the page with the tables between its two markers regenerated."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{option_tables()}\n\n{END}{rest.partition(END)[2]}"
+    """Return the text of docs/reference/options.md."""
+    return with_generated("options.md", option_tables())
 
 
-def option_tables() -> str:
-    """Return a table for each group of options, shared ones first, and that of losses."""
+def option_tables() -> Iterator[str]:
+    """Yield the lines of a table for each group of options, shared ones first, and of that of losses."""
     groups: dict[type, Fields] = {}
     for group, fields in (pair for cls in METHODS.values() for pair in grouped_fields(cls)):
         groups.setdefault(group, fields)
-    parts = [_table(title_of(group), fields) for group, fields in groups.items()]
-    return "\n\n".join([*parts, _losses()])
+    for group, fields in groups.items():
+        rows = ((f"`{field.name}`", default_text(field), field.metadata["help"]) for field in fields)
+        yield from (f"## {title_of(group)}", "", *table("option | default | description", rows), "")
+    yield from ("## Losses", "")
+    yield from table("method | `loss_type` | options besides `beta` | paper besides the method's", _losses())
 
 
-def _table(title: str, fields: Fields) -> str:
-    rows = [f"| `{field.name}` | {default_text(field)} | {field.metadata['help']} |" for field in fields]
-    return "\n".join([f"## {title}", "", "| option | default | description |", "|---|---|---|", *rows])
-
-
-def _losses() -> str:
-    """Return the table of all losses: the options that each reads besides ``beta``, and its paper if it has one."""
-    lines = ["## Losses", "", "| method | `loss_type` | options besides `beta` | paper besides the method's |"]
-    lines.append("|---|---|---|---|")
+def _losses() -> Iterator[tuple[str, ...]]:
+    """Yield the row of each loss: the options that it reads besides ``beta``, and its paper if it has one."""
     for method, cls in METHODS.items():
         for name, loss in getattr(cls, "LOSSES", {}).items():
             read = "; ".join(f"`{option}`, {allowed.phrase}" for option, allowed in loss.reads.items())
-            cited = "" if loss.paper is None else "[{}]({})".format(*loss.paper)
-            lines.append(f"| {method} | `{name}` | {read} | {cited} |")
-    return "\n".join(lines)
+            yield method, f"`{name}`", read, "" if loss.paper is None else "[{}]({})".format(*loss.paper)
 
 
 class Options(SphinxDirective):

@@ -15,7 +15,7 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tools.ranks.client import ROOT
 
 
 class RepositoryLinks(SphinxTransform):

@@ -14,56 +14,26 @@ from alignment.compat.trl.table import REMOVED, TransformersOptions
 from alignment.compat.trl.verdicts import Verdict, verdict_of
 from alignment.config.fields import option_fields
 from alignment.config.registry import METHODS
-
-_HEAD = """\
-# Options of TRL and transformers
-
-Change the import: `from alignment import KTOConfig, KTOTrainer`. Options have the same names, defaults and units as in
-TRL. The tables below list every option of transformers' `TrainingArguments`, and those of TRL 0.24 to 1.16
-that do not simply work as there:
-
-- *supported*: the option works as in TRL.
-- *accepted*: the option is accepted and has no effect, for the reason given; `options.json` lists it only if set.
-- *must be …*: only these values are accepted. Any other value would change the result; it is rejected with an error
-  that names the closest supported alternative.
-
-No option is rejected at TRL's default. All other options of TRL's configurations are supported, with the same name.
-For a name that is not known, the error suggests the closest one.
-
-A configuration is checked and resolved when you create it; options that you set on it afterwards are checked when the
-trainer is created. The trainer works on a copy, `trainer.args`, and does not change yours. It also accepts plain
-`TrainingArguments` and uses all of their values, as TRL does. `HfArgumentParser` can parse the configurations, also
-together with TRL's `ScriptArguments` and `ModelConfig`. In that case, the options that these classes declare
-(`dataset_name`, `model_name_or_path`, `dtype`, `trust_remote_code`, `lora_r` and others) are parsed into them only;
-set them on the configuration from Python, in a recipe or on the command line of this project.
-
-The keys `dtype` (or `torch_dtype`), `attn_implementation`, `trust_remote_code`, `load_in_4bit` and `load_in_8bit` of
-`model_init_kwargs` set the options of the same names; a conflict with an option is an error. `dtype: float32` in
-`model_init_kwargs` does not change the compute dtype, which `bf16` and `fp16` determine: the weights are stored in
-float32 in any case. `device_map` is accepted if it places the model on the device of the process.
-"""
-_FOOT = "<!-- written by `make tables` from alignment/compat/trl/table.py -->\n"
+from tools.documentation.page import table, with_generated
 
 
 def trl_options_page() -> str:
-    """Return the page as Markdown."""
+    """Return the text of docs/reference/trl-options.md."""
+    return with_generated("trl-options.md", _lines())
+
+
+def _lines() -> Iterator[str]:
     shared = {field.name for field in option_fields(TransformersOptions)}
-    parts = [
-        _HEAD,
-        "## Options of `TrainingArguments`\n",
-        _table(sorted({*_training_arguments(), *shared})),
-        "\n## Options of TRL's configurations\n",
-        _table(sorted(_of_trl() - shared), methods=True),
-        "\n## Other names\n",
-        "These names are aliases that take the same values. Setting both names to different values is an error.\n",
-        "| name | alias of |\n|---|---|",
-        *_rows_of_names(),
-        "\n## Rejected names\n",
-        "| name | instead |\n|---|---|",
-        *(f"| `{name}` | {instead[0].upper()}{instead[1:]} |" for name, instead in sorted(REMOVED.items())),
-        f"\n{_FOOT}",
-    ]
-    return "\n".join(parts)
+    yield from ("## Options of `TrainingArguments`", "")
+    yield from table("option | status", _rows(sorted({*_training_arguments(), *shared})))
+    yield from ("", "## Options of TRL's configurations", "")
+    yield from table("option | methods | status", _rows(sorted(_of_trl() - shared), methods=True))
+    yield from ("", "## Other names", "")
+    yield "These names are aliases that take the same values. Setting both names to different values is an error.\n"
+    yield from table("name | alias of", ((f"`{older}`", name) for older, name in sorted(_names())))
+    yield from ("", "## Rejected names", "")
+    removed = ((f"`{name}`", f"{instead[0].upper()}{instead[1:]}") for name, instead in sorted(REMOVED.items()))
+    yield from table("name | instead", removed)
 
 
 def _training_arguments() -> set[str]:
@@ -78,18 +48,15 @@ def _of_trl() -> set[str]:
     return judged | ({name for cls in METHODS.values() for name in cls.TRL_DEFAULTS} - _training_arguments())
 
 
-def _table(names: Iterable[str], methods: bool = False) -> str:
-    """Return a table with a row per option, or several rows if methods treat it differently."""
-    lines = ["| option | methods | status |", "|---|---|---|"] if methods else ["| option | status |", "|---|---|"]
+def _rows(names: Iterable[str], methods: bool = False) -> Iterator[tuple[str, ...]]:
+    """Yield a row per option, or several rows if methods treat it differently."""
     for name in names:
         by_text: dict[str, list[str]] = {}
         for method, cls in METHODS.items():
             for field in (each for each in option_fields(cls) if each.name == name):
                 by_text.setdefault(_text(verdict_of(field)), []).append(method)
         for text, owners in by_text.items():
-            said = text + _other_defaults(name, owners)
-            lines.append(f"| `{name}` | {', '.join(owners)} | {said} |" if methods else f"| `{name}` | {said} |")
-    return "\n".join(lines)
+            yield f"`{name}`", *([", ".join(owners)] if methods else ()), text + _other_defaults(name, owners)
 
 
 def _text(verdict: Verdict | None) -> str:
@@ -119,8 +86,8 @@ def _other_defaults(name: str, owners: list[str]) -> str:
     return "; defaults to " + ", ".join(said)
 
 
-def _rows_of_names() -> Iterator[str]:
+def _names() -> set[tuple[str, str]]:
+    """Return the aliases, each with the option that it stands for."""
     found = {(older, f"`{name}`") for cls in METHODS.values() for older, name in older_names(cls).items()}
     found |= {("gamma_beta_ratio", "`simpo_gamma`, which is this ratio times `beta`")}
-    found |= {("use_transformers_paged", "`rollout_backend`: `continuous` if true")}
-    yield from (f"| `{older}` | {name} |" for older, name in sorted(found))
+    return found | {("use_transformers_paged", "`rollout_backend`: `continuous` if true")}

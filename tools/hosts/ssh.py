@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tools.hosts.network import Host
+from tools.ranks.process import wait_until
 
 _SSHD = "/usr/sbin/sshd"  # it re-executes itself for each connection, which requires its full path
 _CLIENT = """Host *
@@ -53,14 +53,7 @@ def serving(hosts: Sequence[Host], folder: Path) -> Iterator[None]:
             process = host.start([_SSHD, "-D", "-e", "-f", str(folder / "sshd_config")], subprocess.DEVNULL, {})
             stack.callback(process.wait)
             stack.callback(process.kill)
-        end = time.monotonic() + 10.0
         for host in hosts:
-            while True:
-                try:
-                    host.run("ssh", host.name, "true")
-                    break
-                except RuntimeError:
-                    if time.monotonic() > end:
-                        raise
-                    time.sleep(0.1)
+            connect = ("ssh", host.name, "true")
+            wait_until(lambda: host.start(connect, subprocess.DEVNULL).wait() == 0, 10, lambda: f"sshd of {host.name}")  # noqa: B023
         yield

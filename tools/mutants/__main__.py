@@ -2,26 +2,23 @@
 
 The tests of a mutant are selected by coverage and run in order of cost, until one fails or about three minutes have
 passed: unit tests, then tests with engines, then tests that start ranks. An interrupted run continues when it is
-started again. After a change of the tests, only surviving mutants are tried again; after a change of the package, the
-sample is another one.
+started again. After a change of the tests, only surviving mutants are tried again, with the coverage measured before,
+which is in ``outputs/mutants-SEED/covered.json``; after a change of the package, the sample is another one.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
-from tests.support.continuing import fingerprint
-from tools.mutants.candidates import Mutant, package_of, sample
+from tests.support.continuing import append, entries, fingerprint
+from tools.mutants.candidates import Mutant, sample
 from tools.mutants.covered import Covered, measured
-from tools.mutants.equivalents import equivalents
+from tools.mutations import equivalents
 from tools.ranks.client import ROOT
-from tools.trial import Tree, Verdict, tried
+from tools.trial import Tree, Verdict, reported, tried
 
 _BUDGETS_S = {"unit": 60.0, "engine": 90.0, "processes": 60.0}  # of the tests of one kind
 _MANY = 400  # maximum number of tests selected by name; beyond that, collecting complete files is faster
@@ -38,13 +35,9 @@ def kind_of(test: str) -> str:
 def stages(tests: Sequence[str], seconds: dict[str, float]) -> Iterator[list[str]]:
     """Return the tests for each stage within its time budget, fastest first."""
     for kind, budget in _BUDGETS_S.items():
-        chosen: list[str] = []
-        spent = 0.0
-        for test in sorted((t for t in tests if kind_of(t) == kind), key=lambda t: seconds.get(t, 1.0)):
-            spent += seconds.get(test, 1.0)
-            if chosen and spent > budget:
-                break
-            chosen.append(test)
+        own = sorted((seconds.get(test, 1.0), test) for test in tests if kind_of(test) == kind)
+        spent = itertools.accumulate(duration for duration, _ in own)
+        chosen = [test for number, (total, (_, test)) in enumerate(zip(spent, own)) if not number or total <= budget]
         if len(chosen) > _MANY:
             chosen = sorted({test.partition("::")[0] for test in chosen})
         if chosen:
@@ -62,66 +55,36 @@ def _attempt(mutant: Mutant, tree: Tree, covered: Covered) -> Verdict:
     return verdict._replace(seconds=seconds)
 
 
-def recorded(file: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Return the last result of each mutant in a file of results, one per line, the last of which may be torn."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    entries = (json.loads(line) for line in lines if line.endswith("}"))
-    return {(entry["file"], entry["old"], entry["new"]): entry for entry in entries}
-
-
-def table(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Return the lines of a table of scores by package."""
-    attempted, noticed = Counter[str](), Counter[str]()
-    for entry in entries:
-        for name in (package_of(entry["file"]), "all"):
-            attempted[name] += 1
-            noticed[name] += entry["noticed"]
-    yield f"{'package':12} {'mutants':>8} {'detected':>8} {'score':>7}"
-    for name in sorted(attempted, key=lambda name: (name == "all", name)):
-        count, good = attempted[name], noticed[name]
-        yield f"{name:12} {count:>8} {good:>8} {f'{good / count:.0%}':>7}"
-
-
 def main() -> int:
     """Sample, try, report."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=220, help="number of mutants of the sample")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
-    parser.add_argument("--folder", type=Path, help="folder of the results; default: outputs/mutants-SEED")
-    parser.add_argument("--measure", action="store_true", help="measure the coverage again")
     parser.add_argument("--report", action="store_true", help="only print the results so far")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
-    folder = given.folder or ROOT / "outputs" / f"mutants-{given.seed}"
+    folder = ROOT / "outputs" / f"mutants-{given.seed}"
     folder.mkdir(parents=True, exist_ok=True)
     ledger, tests, known = folder / "ledger.jsonl", fingerprint(), equivalents()
     drawn = sample(list((ROOT / "alignment").rglob("*.py")), ROOT, given.count, given.seed)
-    mutants, results = [mutant for mutant in drawn if mutant.change not in known], recorded(ledger)
-
-    def is_done(mutant: Mutant) -> bool:
-        """Whether it was detected, or survived the current tests."""
-        entry = results.get(mutant.change)
-        return entry is not None and (entry["noticed"] or entry["tests"] == tests)
-
-    left = [] if given.report else [mutant for mutant in mutants if not is_done(mutant)]
+    mutants = [mutant for mutant in drawn if mutant.change not in known]
+    results = {(entry["file"], entry["old"], entry["new"]): entry for entry in entries(ledger)}
+    # Mutants that were detected, or survived the current tests.
+    done = {change for change, entry in results.items() if given.report or entry["noticed"] or entry["tests"] == tests}
+    left = [] if given.report else [mutant for mutant in mutants if mutant.change not in done]
     print(f"{len(drawn)} mutants, {len(drawn) - len(mutants)} known to be equivalent, {len(left)} to try", flush=True)
-    if left:
-        covered = measured(folder, given.measure)
-        for mutant, verdict in tried(left, lambda one, tree: _attempt(one, tree, covered), given.jobs):
-            entry = {name: getattr(mutant, name) for name in ("file", "line", "old", "new")}
-            results[mutant.change] = entry | {"noticed": verdict.noticed, "how": verdict.how, "tests": tests}
-            with ledger.open("a") as file:
-                file.write(json.dumps(results[mutant.change]) + "\n")
-            word = "detected" if verdict.noticed else "SURVIVED"
-            print(f"{word} {verdict.seconds:5.1f} s  {_line(entry)}", flush=True)
-    entries = [results[mutant.change] for mutant in mutants if mutant.change in results]
-    missed = [entry for entry in entries if not entry["noticed"]]
-    print("\n".join([*(f"SURVIVED  {_line(entry)}  [{entry['how']}]" for entry in missed), *table(entries)]))
-    return 1 if missed else 0
 
+    def verdicts() -> Iterator[tuple[Mutant, Verdict]]:
+        for mutant in mutants:
+            if mutant.change in done:
+                yield mutant, Verdict(results[mutant.change]["noticed"], results[mutant.change]["how"], 0.0)
+        covered = measured(folder) if left else Covered({}, {})
+        for mutant, verdict in tried(left, lambda one, tree: _attempt(one, tree, covered), given.jobs) if left else ():
+            change = dict(zip(("file", "old", "new"), mutant.change))
+            append(ledger, {**change, "noticed": verdict.noticed, "how": verdict.how, "tests": tests})
+            yield mutant, verdict
 
-def _line(entry: dict[str, Any]) -> str:
-    return f"{entry['file']}:{entry['line']}  {entry['old']}  ->  {entry['new'] or '(removed)'}"
+    return reported(verdicts())
 
 
 if __name__ == "__main__":

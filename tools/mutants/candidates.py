@@ -34,6 +34,9 @@ class Mutant:
     new: str
     text: str
 
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}  {self.old}  ->  {self.new or '(removed)'}"
+
     @property
     def change(self) -> tuple[str, str, str]:
         """The mutant, independent of its current line number."""
@@ -59,8 +62,6 @@ class _Walk(cst.CSTVisitor):
         if isinstance(node, _LEFT_OUT) or _is_prose(node) or _is_typing(node):
             return False
         if isinstance(node, cst.If) and isinstance(node.test, cst.Name) and node.test.value == "TYPE_CHECKING":
-            if node.orelse is not None:
-                node.orelse.visit(self)
             return False
         for kind, operator in mutation_operators:
             if isinstance(node, kind):

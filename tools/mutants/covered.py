@@ -1,6 +1,6 @@
 """Determine which tests cover which lines: measured once for a state of the code, then stored.
 
-This module is also the pytest plugin of that measurement, which writes the duration of each test.
+This module is also the pytest plugin of that measurement.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
+from tests.support.continuing import entries, without_group
 from tools.ranks.client import ROOT, environment
 from tools.ranks.process import COVERAGE
 
@@ -35,12 +34,7 @@ patch = _exit
 
 @dataclass(frozen=True)
 class Covered:
-    """Tests by file and line, and the duration of each test.
-
-    Attributes:
-        lines: ``{file: {line: tests}}``; lines that run when their module is imported have no tests.
-        seconds: duration of each test.
-    """
+    """Tests by file and line, none for lines that run when their module is imported, and the duration of each test."""
 
     lines: dict[str, dict[int, list[str]]]
     seconds: dict[str, float]
@@ -69,43 +63,24 @@ class Covered:
         return sorted({test for number in best for test in lines.get(number, ())})
 
 
-def without_group(test: str) -> str:
-    """Return a node ID without the group that pytest-xdist adds."""
-    return re.sub(r"@[\w.-]+$", "", test)
-
-
-def measured(folder: Path, fresh: bool) -> Covered:
+def measured(folder: Path) -> Covered:
     """Load an earlier measurement from ``folder``, or make a new one, which takes twice as long as ``make test``."""
     kept = folder / "covered.json"
-    if fresh or not kept.exists():
+    if not kept.exists():
         shutil.rmtree(folder / "coverage", ignore_errors=True)
         (folder / "coverage").mkdir(parents=True)
         _run(folder / "coverage")
         lines = _lines(folder / "coverage")
-        seconds = json.loads((folder / "coverage" / "times.json").read_text())
+        seconds = {entry["test"]: entry["seconds"] for entry in entries(folder / "coverage" / "times.jsonl")}
         kept.write_text(json.dumps({"lines": lines, "seconds": seconds}))
     found = json.loads(kept.read_text())
     lines = {file: {int(number): tests for number, tests in by.items()} for file, by in found["lines"].items()}
     return Covered(lines, found["seconds"])
 
 
-_SECONDS: dict[str, float] = defaultdict(float)
-
-
 def pytest_configure() -> None:
     """Measure the Python processes started by tests as well (coverage.py installs the hook)."""
     os.environ["COVERAGE_PROCESS_START"] = os.environ[COVERAGE]
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Add up setup, call and teardown."""
-    _SECONDS[without_group(report.nodeid)] += report.duration
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the times, only in pytest-xdist's controller process."""
-    if not hasattr(session.config, "workerinput"):
-        Path(os.environ["COVERAGE_FILE"]).with_name("times.json").write_text(json.dumps(_SECONDS))
 
 
 def _run(folder: Path) -> None:
@@ -115,6 +90,7 @@ def _run(folder: Path) -> None:
     variables = {COVERAGE: str(settings), "COVERAGE_FILE": data, "OMP_NUM_THREADS": "1"}
     options = "-n 2 --dist loadgroup --no-loadscope-reorder -q --tb=short -p tools.mutants.covered".split()
     options += ["--cov", str(ROOT / "alignment"), "--cov-context", "test", "--cov-report", ""]
+    options += ["--record", str(folder / "times.jsonl")]
     done = subprocess.run([sys.executable, "-m", "pytest", *options], cwd=ROOT, env=environment(**variables))
     if done.returncode:
         raise SystemExit("the tests fail without a mutant; fix them first")
@@ -122,18 +98,12 @@ def _run(folder: Path) -> None:
 
 def _lines(folder: Path) -> dict[str, dict[int, list[str]]]:
     """Return tests by file and line. Lines covered in a fixture are assigned to all tests of its file."""
-    from coverage import CoverageData
-    from coverage.exceptions import DataError
+    import coverage
 
-    data = CoverageData(str(folder / "data"))
-    data.read()
-    for part in folder.glob("data.*"):  # data of ranks that ended after pytest had combined the files
-        other = CoverageData(str(part))
-        try:
-            other.read()
-        except DataError:  # a rank that a test killed while it wrote
-            continue
-        data.update(other)
+    measured = coverage.Coverage(data_file=str(folder / "data"), config_file=False)
+    measured.load()
+    measured.combine([str(folder)], keep=True)  # data of ranks that ended after pytest had combined the files
+    data = measured.get_data()
     by_file = defaultdict(set)
     for context in data.measured_contexts():
         if test := _test_of(context):

@@ -13,7 +13,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,6 +32,15 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def wait_until(reached: Callable[[], object], seconds: float, otherwise: Callable[[], str] = str) -> None:
+    """Wait until ``reached`` returns a true value; after ``seconds``, raise a TimeoutError that ends with a text."""
+    end = time.monotonic() + seconds
+    while not reached():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not reached within {seconds:g} s: {otherwise()}")
+        time.sleep(0.05)
 
 
 def die_with_parent(parent: int, number: signal.Signals) -> None:
@@ -74,7 +85,10 @@ def run_as_main(job: Job) -> NoReturn:
         import datasets
 
         datasets.config.HF_DATASETS_CACHE = Path(os.environ["HF_DATASETS_CACHE"])
-    _measure_coverage()
+    if COVERAGE in os.environ:  # written by os._exit, which the configuration patches
+        import coverage
+
+        coverage.Coverage(config_file=os.environ[COVERAGE]).start()
     code = 0
     try:
         runpy.run_path(job.script, run_name="__main__")
@@ -92,14 +106,3 @@ def run_as_main(job: Job) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-def _measure_coverage() -> None:
-    """Measure the coverage of the script until the process exits, in any way."""
-    if COVERAGE in os.environ:
-        import coverage
-
-        measurement = coverage.Coverage(config_file=os.environ[COVERAGE])
-        measurement.start()
-        atexit.register(measurement.save)
-        atexit.register(measurement.stop)

@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from tools.ranks.client import ROOT, environment
-from tools.ranks.process import free_port
+from tools.ranks.process import free_port, wait_until
 from tools.signals.worker import VARIABLE, Plan, Trail
 
 BOUND_S = 45.0  # after this time, remaining processes are a failure
@@ -54,21 +55,15 @@ class End:
 class Launched:
     """A run started by a launcher in a separate session, with its output in the file ``log``."""
 
-    def __init__(self, command: Sequence[str], plan: Plan, ranks: int, log: Path, cwd: Path | None = None) -> None:
+    def __init__(self, command: Sequence[str], plan: Plan, ranks: int, log: Path) -> None:
         self.plan, self.log = plan, log
         Path(plan.folder).mkdir(parents=True)
         self.trails = [Trail(Path(plan.folder), rank) for rank in range(ranks)]
         variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **plan.variable()}
         with log.open("w") as out:
-            self.process = subprocess.Popen(
-                [*_AS_FROM_A_TERMINAL, *command],
-                env=environment(**variables),
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            given: Any = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+            given |= {"env": environment(**variables), "start_new_session": True}
+            self.process = subprocess.Popen([*_AS_FROM_A_TERMINAL, *command], **given)
 
     def text(self) -> str:
         """Return the output so far."""
@@ -76,11 +71,13 @@ class Launched:
 
     def wait_for_step(self, step: int, seconds: float = 120.0) -> None:
         """Wait until all ranks have started a step."""
-        end = time.monotonic() + seconds
-        while any((trail.get("step") or 0) < step for trail in self.trails):
-            if self.process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"step {step} was not reached:\n{self.text()[-4000:]}")
-            time.sleep(_POLL_S)
+
+        def started() -> bool:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the run ended before step {step}:\n{self.text()[-4000:]}")
+            return all((trail.get("step") or 0) >= step for trail in self.trails)
+
+        wait_until(started, seconds, lambda: f"step {step}\n{self.text()[-4000:]}")
 
     def send(self, target: str, name: str) -> None:
         """Send a signal (``INT2``: SIGINT twice), or create the file ``STOP``."""

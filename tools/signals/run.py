@@ -1,23 +1,82 @@
-"""Make cells: start the run, send the signal, check the files, resume the run and compare the result."""
+"""The cells of ``expected.txt``, and how one is made.
+
+Start the run, send the signal, compare what is left with the expected results, resume the run and compare its result.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.chaos.judge import compare, look
 from tools.chaos.world import World
 from tools.ranks import RankServer, RanksFailed
-from tools.signals.command import Launched, launch_command
-from tools.signals.judge import Cell, differences
-from tools.signals.worker import Plan
+from tools.signals.command import End, Launched, launch_command
+from tools.signals.worker import WORKER, Plan
 
 STEPS, SCHEDULED = 24, 8  # steps of a run, and between two of its checkpoints
 _SLOW_FROM = 10
 _OUTPUT = 6000  # number of characters of the output to show
-WORKER = Path(__file__).with_name("worker.py")
 # Ranks alternately wait for each other, so that some signals arrive while their rank is in a collective.
 _SLOW_S, _LONG_S = (0.5, 0.1), 25.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A launcher, the process that receives a signal, the signal, and the method being trained.
+
+    The other attributes are the expected results as in ``expected.txt``, with ``|`` between alternatives.
+    """
+
+    launcher: str
+    target: str
+    signal: str
+    method: str
+    exits: str
+    codes: str
+    state: str
+    reported: str
+    checkpoint: str
+
+    @property
+    def name(self) -> str:
+        """The name of the cell."""
+        return f"{self.launcher} {self.target} {self.signal} {self.method}"
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return 1 if self.launcher == "python" else 2
+
+    def differences(self, end: End, output_dir: Path, hit: int, checkpoint: int) -> Iterator[str]:
+        """Yield the differences from the expected results.
+
+        ``hit`` is the last complete step when the signal was sent, ``checkpoint`` the step of the newest checkpoint.
+        """
+        yield from (f"{process}: still running" for process in end.left)
+        status = output_dir / "status.json"
+        told: dict[str, Any] = json.loads(status.read_text()) if status.exists() else {}
+        found = [("launcher's exit status", end.code, self.exits), ("state", told.get("state"), self.state)]
+        found += [("signal", told.get("signal") or "-", self.reported)]
+        for rank, (code, expected) in enumerate(zip(end.ranks, self.codes.split(","), strict=True)):
+            found.append((f"exit status of rank {rank}", "killed" if code is None else code, expected))
+        for what, value, expected in found:
+            if str(value) not in expected.split("|"):
+                yield f"the {what} is {value}, expected {expected}"
+        before = hit // SCHEDULED * SCHEDULED
+        least, most = (before, before) if self.checkpoint == "old" else (hit, before + SCHEDULED - 1)
+        if not least <= checkpoint <= most:
+            yield f"the newest checkpoint is of step {checkpoint}, expected {least} to {most}"
+
+
+def table() -> list[Cell]:
+    """Return all cells of ``make signals``, which are the lines of ``expected.txt``."""
+    text = Path(__file__).with_name("expected.txt").read_text(encoding="utf-8")
+    return [Cell(*parts) for line in text.splitlines() if (parts := line.split("#")[0].split())]
 
 
 class Signals:
@@ -55,7 +114,7 @@ class Signals:
             run.send(cell.target, cell.signal)
             end = run.wait()
             found = look(output_dir)
-            problems = [*differences(cell, end, output_dir, hit, max(found.steps, default=0), SCHEDULED)]
+            problems = [*cell.differences(end, output_dir, hit, max(found.steps, default=0))]
             problems += [*found.problems, *self.go_on(cell.method, cell.ranks, output_dir)]
             return [*problems, run.text()[-_OUTPUT:]] if problems else []
         finally:

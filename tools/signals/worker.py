@@ -1,11 +1,12 @@
 """A worker of the run under test: ``launch/train.py`` with slow steps, a trail, and a fault at a chosen event.
 
 Usage: ``worker.py arguments of launch/train.py…``, with a :class:`Plan` in the environment. No code of the package is
-replaced; steps only take longer, and the actions of this process are recorded.
+replaced; steps only take longer, and the actions of this process are recorded. ``make chaos`` runs it as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 VARIABLE = "ALIGNMENT_SIGNALS"
-LOADING = "loading"
+WORKER = Path(__file__)
 SLOW_EVENT_S = 0.2
 _BEATS_S = 1.2  # the time in which a rank has reported its activity to the others
 
@@ -31,8 +32,9 @@ class Plan:
 
     Each worker writes its process ID, its steps and its exit status to ``folder``. Steps from ``slow_from`` on take
     ``slow`` additional seconds, which differ by rank. On ``rank``, the ``fault`` happens at the given occurrence of an
-    event of :mod:`tools.chaos.events`, or of ``loading``, before a model is loaded: ``stop`` (SIGSTOP), ``kill``
-    (SIGKILL), ``sleep`` (the main thread hangs) or ``slow`` (all further events take longer).
+    event of :mod:`tools.chaos.events`, or of any event if it is ``""``: ``stop`` (SIGSTOP), ``kill`` (SIGKILL),
+    ``sleep`` (the main thread hangs), ``slow`` (all further events take longer), or at once ``crash`` (SIGKILL) and
+    ``crash all`` (of all ranks). Each worker counts its events.
     """
 
     folder: str
@@ -50,10 +52,10 @@ class Plan:
 
 
 class Trail:
-    """The files that a worker writes for the tool: ``pid-RANK``, ``step-RANK``, ``fault-RANK`` and ``code-RANK``."""
+    """The files that a worker writes for the tool: ``WHAT-RANK`` for pid, step, fault, events (their number), code."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.rank = folder, rank
+        self.folder, self.rank, self.events = folder, rank, 0
 
     def put(self, what: str, value: int) -> None:
         """Replace the file ``WHAT-RANK``."""
@@ -86,7 +88,7 @@ def main(plan: Plan) -> None:
     os._exit = noted
     if plan.slow:
         _slow_steps(plan, trail)
-    if plan.event is not None and plan.rank == trail.rank:
+    if plan.event is not None:
         _follow(plan, trail)
     spec = importlib.util.find_spec("alignment")
     assert spec is not None and spec.origin is not None
@@ -99,6 +101,7 @@ def main(plan: Plan) -> None:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
     finally:
+        trail.put("events", trail.events)
         trail.put("code", code)
 
 
@@ -121,39 +124,39 @@ def _slow_steps(plan: Plan, trail: Trail) -> None:
 
 def _follow(plan: Plan, trail: Trail) -> None:
     """Trigger the fault at its event."""
-    from transformers import AutoModelForCausalLM
-
     from tools.chaos.events import Events
 
     left = plan.occurrence
 
-    def hear(event: str, half: Callable[[], Any] | None = None) -> None:
+    def hear(event: str, half: Callable[[], Any] | None) -> None:
         nonlocal left
-        left -= event == plan.event
-        if event == plan.event and left == 0:
-            time.sleep(_BEATS_S)
-            trail.put("fault", os.getpid())
-            _fail(plan.fault)
-        if event == plan.event and left < 0 and plan.fault == "slow":
+        trail.events += 1
+        if trail.rank != plan.rank or plan.event not in ("", event):
+            return
+        left -= 1
+        if left == 0:
+            if half is not None:
+                half()
+            if not plan.fault.startswith("crash"):
+                time.sleep(_BEATS_S)
+                trail.put("fault", os.getpid())
+            _fail(plan)
+        if left < 0 and plan.fault == "slow":
             time.sleep(SLOW_EVENT_S)
 
-    load = AutoModelForCausalLM.from_pretrained
-
-    def heard(*args: Any, **kwargs: Any) -> Any:
-        hear(LOADING)
-        return load(*args, **kwargs)
-
-    AutoModelForCausalLM.from_pretrained = heard
     events = Events(Path(plan.output_dir), hear)
     events.follow_run()
     events.follow_files()
 
 
-def _fail(fault: str) -> None:
-    if fault == "sleep":
+def _fail(plan: Plan) -> None:
+    if plan.fault == "sleep":
         time.sleep(600)
-    elif fault != "slow":
-        os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+    others = Path(plan.folder).glob("pid-*") if plan.fault == "crash all" else ()
+    for pid in (*(int(path.read_text()) for path in others), os.getpid()):
+        if plan.fault != "slow":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP if plan.fault == "stop" else signal.SIGKILL)
 
 
 if __name__ == "__main__":

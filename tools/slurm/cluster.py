@@ -7,12 +7,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.ranks.process import die_with_parent
+from tools.ranks.process import die_with_parent, free_port, wait_until
 
 NODES = ("n1", "n2", "n3", "n4", "n5", "n6")
 # Jobs of the partition high preempt those in low, after a grace period.
@@ -26,13 +24,9 @@ PARTITIONS = {
 # 2 minutes). Processes are not bound to the cores and GPUs that a node reports.
 _CONF = """\
 ClusterName=private
-SlurmctldHost={host}({address})
+SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
-CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -44,17 +38,10 @@ SlurmdTimeout=10
 MessageTimeout=5
 TCPTimeout=1
 KillWait=10
-CompleteWait=0
 ReturnToService=2
 MinJobAge=3600
-JobRequeue=1
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-SwitchType=switch/none
-MpiDefault=none
-JobAcctGatherType=jobacct_gather/none
-JobCompType=jobcomp/none
-AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
@@ -63,7 +50,6 @@ GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 """
-_LOOPBACK = "127.0.0.1"
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
 _UNSHARE = ("unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -91,33 +77,26 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        address = _address()
-        self.variables = {"SLURM_CONF": str(self.folder / "slurm.conf")}
-        if address == _LOOPBACK:  # the nodes can communicate over it, but a run must be told so
-            self.variables["GLOO_SOCKET_IFNAME"] = "lo"
-        self._write_settings(address)
+        # The nodes communicate over loopback; a run must be told so.
+        self.variables = {"SLURM_CONF": str(self.folder / "slurm.conf"), "GLOO_SOCKET_IFNAME": "lo"}
+        self._write_settings()
 
     def start(self) -> None:
         """Start the daemons and wait until every node is ready."""
         munge = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log"}
         files = [f"--{option}={self.folder / name}" for option, name in {**munge, "seed-file": "munge.seed"}.items()]
         self._start("munged", "munged", "--foreground", "--force", "--num-threads=2", *files)
-        _until(lambda: (self.folder / "munge.socket").exists(), 10, "munged did not start")
+        wait_until((self.folder / "munge.socket").exists, 10, lambda: "munged did not start")
         self._start("slurmctld", "slurmctld", "-D")
         for node in NODES:
             self._start(node, *_UNSHARE, "bash", "-c", _NODE, "node", node, str(self.folder / "hosts"))
-        _until(self._ready, 30, f"the nodes did not start; see {self.folder}/*.log")
+        wait_until(self._ready, 30, lambda: f"the nodes did not start; see {self.folder}/*.log")
 
     def stop(self) -> None:
-        """Kill all nodes with their processes, then stop the other daemons."""
-        for name, process in self._daemons.items():
-            process.send_signal(signal.SIGKILL if name in NODES else signal.SIGTERM)
+        """Kill all daemons, and the nodes with all of their processes."""
         for process in self._daemons.values():
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
 
     def lose(self, node: str) -> None:
         """Kill everything on a node immediately, as in a power failure. The node is not restarted."""
@@ -136,57 +115,30 @@ class Cluster:
     def _start(self, name: str, *command: str) -> None:
         parent = os.getpid()
         with (self.folder / f"{name}.out").open("ab") as output:
-            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-            self._daemons[name] = subprocess.Popen(
-                command,
-                env={"PATH": _PATH, "LANG": "C.UTF-8", **self.variables},
-                cwd=self.folder,
-                start_new_session=True,
-                preexec_fn=lambda: die_with_parent(parent, signal.SIGKILL),
-                **streams,
-            )
+            given: Any = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": output,
+                "stderr": subprocess.STDOUT,
+                "cwd": self.folder,
+            }
+            given |= {"env": {"PATH": _PATH, "LANG": "C.UTF-8", **self.variables}, "start_new_session": True}
+            given["preexec_fn"] = lambda: die_with_parent(parent, signal.SIGKILL)
+            self._daemons[name] = subprocess.Popen(command, **given)
 
-    def _write_settings(self, address: str) -> None:
+    def _write_settings(self) -> None:
         folder, host = self.folder, socket.gethostname()
         (folder / "state").mkdir()
-        controller, *ports = _free_ports(1 + len(NODES))
-        lines = [_CONF.format(host=host, address=address, port=controller, folder=folder)]
+        controller, *ports = (free_port() for _ in range(1 + len(NODES)))
+        lines = [_CONF.format(host=host, port=controller, folder=folder)]
         for name, port in zip(NODES, ports):
             gres = " Gres=gpu:2" if name in ("n1", "n2", "n3", "n4") else ""
-            where = f"NodeHostname={name} NodeAddr={address} Port={port}"
+            where = f"NodeHostname={name} NodeAddr=127.0.0.1 Port={port}"
             lines.append(f"NodeName={name} {where} CPUs=8 RealMemory=1000{gres} State=UNKNOWN\n")
         lines += [f"PartitionName={name} {rest} MaxTime=2-0 State=UP\n" for name, rest in PARTITIONS.items()]
         (folder / "slurm.conf").write_text("".join(lines))
         (folder / "gres.conf").write_text(f"NodeName=n[1-4] Name=gpu File={folder}/gpu[1-2]\n")
         for name in ("gpu1", "gpu2", "cgroup.conf"):
             (folder / name).touch()
-        known = "".join(f"{address} {name}\n" for name in (host, *NODES))
-        (folder / "hosts").write_text(f"{_LOOPBACK} localhost\n{known}")
+        (folder / "hosts").write_text("".join(f"127.0.0.1 {name}\n" for name in ("localhost", host, *NODES)))
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o400)
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
-def _address() -> str:
-    """Return the machine's address, which its nodes use to communicate; loopback if it has no other."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("198.51.100.1", 9))  # sends no packets; the kernel only selects a route
-            return str(probe.getsockname()[0])
-        except OSError:
-            return _LOOPBACK
-
-
-def _until(reached: Callable[[], bool], seconds: float, otherwise: str) -> None:
-    end = time.monotonic() + seconds
-    while not reached():
-        if time.monotonic() > end:
-            raise RuntimeError(f"{otherwise} (waited for {seconds:g} s)")
-        time.sleep(0.02)

@@ -13,10 +13,11 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
+from tools.documentation.page import table
 from tools.ranks.client import ROOT
 from tools.trial import workspace
 from tools.trl.hub.build import environment, prepare
@@ -25,19 +26,25 @@ EXPECTED = Path(__file__).with_name("expected.txt")
 _TRAINERS = ("kto", "cpo", "online_dpo", "reward", "sft")
 
 
+def command_line(name: str, about: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that the tests and the scripts have in common."""
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=(about or "").splitlines()[0])
+    parser.add_argument("checkouts", nargs="+", type=Path, help="folders of TRL's repository, one for each release")
+    parser.add_argument("--jobs", type=int, default=2, help="number of concurrent processes")
+    parser.add_argument("--hub", type=Path, default=ROOT / "outputs" / "trl-hub", help="folder for the local Hub")
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tests and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tools.trl", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("checkouts", nargs="+", type=Path, help="folders of TRL's repository, one for each release")
+    parser = command_line("tools.trl", __doc__)
     parser.add_argument("--only", default="", help="only tests that this expression of pytest's -k selects")
-    parser.add_argument("--jobs", type=int, default=2, help="number of concurrent tests")
-    parser.add_argument("--hub", type=Path, default=ROOT / "outputs" / "trl-hub", help="folder for the local Hub")
     given = parser.parse_args(argv)
     outcomes: dict[str, str] = {}
     for checkout in given.checkouts:
         outcomes |= run(checkout.resolve(), given.only, given.jobs, prepare(given.hub))
     wrong = problems(outcomes, read(EXPECTED.read_text(encoding="utf-8")), everything=not given.only)
-    print("\n".join((*table(outcomes), "", *wrong)))
+    print("\n".join((*counts(outcomes), "", *wrong)))
     return int(bool(wrong))
 
 
@@ -46,8 +53,7 @@ def release(checkout: Path) -> str:
     file = checkout / "VERSION"
     text = file.read_text() if file.exists() else (checkout / "trl" / "__init__.py").read_text()
     found = re.search(r"^(?:__version__ = \"|)(\d[\w.]+)", text, re.M)
-    if found is None:
-        raise ValueError(f"{checkout} is not a checkout of TRL: it has no version")
+    assert found is not None, f"{checkout} is not a checkout of TRL: it has no version"
     return found[1]
 
 
@@ -57,13 +63,7 @@ def run(checkout: Path, only: str, jobs: int, hub: Path) -> dict[str, str]:
         shutil.copytree(checkout / "tests", folder / "tests", ignore=shutil.ignore_patterns("conftest.py"))
         files = [file for name in _TRAINERS for file in folder.glob(f"tests/**/test_{name}_trainer.py")]
         command = [sys.executable, "-m", "pytest", "-q", "-n", str(jobs), "-p", "tools.trl.plugin", "-c", os.devnull]
-        command += [
-            f"--rootdir={folder}",
-            f"--checkout={checkout}",
-            f"--junitxml={folder / 'outcomes.xml'}",
-            "-k",
-            only,
-        ]
+        command += [f"--rootdir={folder}", f"--checkout={checkout}", f"--junitxml={folder}/outcomes.xml", "-k", only]
         subprocess.run([*command, *map(str, files)], cwd=folder, env=environment(hub), check=False)
         cases = ElementTree.parse(folder / "outcomes.xml").iter("testcase")
         return {f"{release(checkout)}/{_name(case)}": _outcome(case) for case in cases}
@@ -100,15 +100,15 @@ def problems(outcomes: Mapping[str, str], expected: Mapping[str, str], everythin
         yield from (f"{pattern} matches no test that fails: remove it" for pattern in expected if not found[pattern])
 
 
-def table(outcomes: Mapping[str, str]) -> list[str]:
-    """Return a Markdown table with the numbers of tests by release and file."""
-    lines = ["| file | passed | failed | skipped |", "|---|--:|--:|--:|"]
-    files = dict.fromkeys([*(name.partition("::")[0] for name in outcomes), "all"])
-    for file in files:
-        own = [each for name, each in outcomes.items() if file in ("all", name.partition("::")[0])]
-        count = Counter(each if each in ("passed", "skipped") else "failed" for each in own)
-        lines.append(f"| {file} | {count['passed']} | {count['failed']} | {count['skipped']} |")
-    return lines
+def counts(outcomes: Mapping[str, str]) -> Iterator[str]:
+    """Yield the lines of a Markdown table with the numbers of tests by release and file."""
+    count = Counter[tuple[str, str]]()
+    for name, outcome in outcomes.items():
+        for file in (name.partition("::")[0], "all"):
+            count[file, outcome if outcome in ("passed", "skipped") else "failed"] += 1
+    files = sorted({file for file, _ in count}, key=lambda file: (file == "all", file))
+    rows = ((file, *(count[file, kind] for kind in ("passed", "failed", "skipped"))) for file in files)
+    return table("file | passed | failed | skipped", rows)
 
 
 if __name__ == "__main__":

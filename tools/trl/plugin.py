@@ -13,7 +13,6 @@ import pytest
 from tools.trl import shim
 
 _LIMIT = 150  # seconds
-_RENAMED = {"AutoModelForVision2Seq": "AutoModelForImageTextToText"}  # imported by the tests of older releases
 _LEFT_OUT = ("vision", "vllm", "liger", "accelerator", "flash", "kernels", "ampere", "llm-blender", "wandb")
 
 
@@ -28,9 +27,8 @@ def pytest_configure(config: Any) -> None:
     for name in ("slow", "low_priority", "require_torch_accelerator", "is_staging_test"):
         config.addinivalue_line("markers", f"{name}: a marker of TRL")
     importlib.import_module("transformers.testing_utils")  # imports transformers once more
-    transformers = importlib.import_module("transformers")
-    for old, new in _RENAMED.items():
-        setattr(transformers, old, getattr(transformers, new))
+    transformers: Any = importlib.import_module("transformers")
+    transformers.AutoModelForVision2Seq = transformers.AutoModelForImageTextToText  # for the tests of older releases
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:

@@ -69,16 +69,11 @@ class _Module(ModuleType):
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the modules that exist in the checkout."""
 
-    def __init__(self) -> None:
-        self.modules: set[str] = set()
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Return the module if a checkout has it."""
-        if fullname not in self.modules:
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if fullname in _MODULES else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """Create an empty module, whose names are looked up on access."""
@@ -88,7 +83,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Do nothing: the module is empty."""
 
 
-_FINDER = _Finder()
+_FINDER, _MODULES = _Finder(), set[str]()
 _OF_TRL: dict[str, Any] = {}  # what alignment imports from the installed release of TRL
 
 
@@ -103,5 +98,5 @@ def install(checkout: Path) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
         del sys.modules[name]
     files = [file.relative_to(checkout) for file in (checkout / "trl").rglob("*.py")]
-    _FINDER.modules |= {".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files}
+    _MODULES.update(".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files)
     sys.meta_path.insert(0, _FINDER)

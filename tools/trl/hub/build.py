@@ -39,9 +39,9 @@ def environment(home: Path) -> dict[str, str]:
         "HF_HOME": str(home),
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": f"{home}/datasets",
-        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
     }
-    own |= {"TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
+    own |= {"TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
     return {"DS_ACCELERATOR": "cpu", **kept, **own}
 
 
@@ -52,12 +52,11 @@ def build(home: Path) -> None:
     texts = rows.texts()
     for tiny in models.MODELS:
         models.save(tiny, texts, snapshot(home, tiny.repository))
-    organization = models.ORGANIZATION
     for name, configs in {"zen": rows.zen(), "harmony": rows.harmony(), "toolcall": rows.toolcall()}.items():
         for config, columns in reversed(configs.items()):  # the newest one is used by calls without a name
-            write_rows(home, f"{organization}/{name}", config, columns)
+            write_rows(home, f"{models.ORGANIZATION}/{name}", config, columns)
     chats = rows.conversational()["language_modeling"]
-    write_rows(home, f"{organization}/dolly-chatml-sft", "default", chats)
+    write_rows(home, f"{models.ORGANIZATION}/dolly-chatml-sft", "default", chats)
     write_rows(home, "stanfordnlp/imdb", "plain_text", rows.reviews())
     for repository, columns in rows.of_scripts().items():
         write_rows(home, repository.lower(), "default", columns)  # the folder names of datasets
