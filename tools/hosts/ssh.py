@@ -14,20 +14,14 @@ from tools.ranks.process import wait_until
 _SSHD = "/usr/sbin/sshd"  # it re-executes itself for each connection, which requires its full path
 _CLIENT = """Host *
 IdentityFile {folder}/user_key
-IdentitiesOnly yes
 StrictHostKeyChecking no
 UserKnownHostsFile /dev/null
-GlobalKnownHostsFile /dev/null
 LogLevel ERROR
-BatchMode yes
 """
 _SERVER = """HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/user_key.pub
 PidFile none
 StrictModes no
-UsePAM no
-PasswordAuthentication no
-PermitRootLogin prohibit-password
 """
 
 
