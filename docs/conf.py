@@ -27,8 +27,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
-    "tools.documentation.repository_links",
-    "tools.documentation.pictures",
+    "tools.documentation.site",
     "tools.documentation.options",
 ]
 exclude_patterns = ["_build", "pictures"]

@@ -20,7 +20,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,37 +49,30 @@ def checkout(side: str, folder: Path) -> Iterator[Path]:
         subprocess.run([*git, "remove", "--force", str(folder)], check=True)
 
 
-@dataclass(frozen=True)
-class Side:
-    """One version of the code: a folder for recipes, results and cache, and what forks ranks of its checkout."""
-
-    folder: Path
-    server: RankServer
-
-    def train(self, run: Run) -> Iterator[str]:
-        """Make a run; yield the error if it fails."""
-        place = self.folder / run.name
-        place.mkdir(parents=True)
-        recipe = place / "recipe.json"
-        recipe.write_text(json.dumps({**run.options, "output_dir": str(place / "out")}))
-        # Tokenized rows are cached under a hash of their inputs, so each side needs its own cache.
-        variables = {"HF_DATASETS_CACHE": str(self.folder / "cache"), "HF_HUB_OFFLINE": "1"}
-        script = self.server.root / "launch" / "train.py"
-        try:
-            self.server.run(script, recipe, nproc=run.ranks, timeout=_TIMEOUT_S, env=variables, cwd=place)
-        except RanksFailed as failed:
-            yield f"failed with {self.server.root}:\n{failed}"
+def train(server: RankServer, folder: Path, run: Run) -> Iterator[str]:
+    """Make a run with a server's version of the code, in a folder of that version; yield the error if it fails."""
+    place = folder / run.name
+    place.mkdir(parents=True)
+    recipe = place / "recipe.json"
+    recipe.write_text(json.dumps({**run.options, "output_dir": str(place / "out")}))
+    # Tokenized rows are cached under a hash of their inputs, so each side needs its own cache.
+    variables = {"HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    script = server.root / "launch" / "train.py"
+    try:
+        server.run(script, recipe, nproc=run.ranks, timeout=_TIMEOUT_S, env=variables, cwd=place)
+    except RanksFailed as failed:
+        yield f"failed with {server.root}:\n{failed}"
 
 
-def compare_runs(base: Side, head: Side, matrix: Sequence[Run]) -> bool:
+def compare_runs(servers: Sequence[RankServer], place: Path, matrix: Sequence[Run]) -> bool:
     """Make all runs on both sides and report each result; return whether nothing differs."""
 
     def one(run: Run) -> list[str]:
-        folders = [side.folder / run.name for side in (base, head)]
-        found = [*base.train(run), *head.train(run)]
-        found = found or compare(folders[0] / "out", folders[1] / "out")
-        for folder in folders:
-            shutil.rmtree(folder)
+        sides = [place / f"side-{number}" for number in range(len(servers))]
+        found = [line for server, side in zip(servers, sides) for line in train(server, side, run)]
+        found = found or compare(*(side / run.name / "out" for side in sides))
+        for side in sides:
+            shutil.rmtree(side / run.name)
         return found
 
     bad = 0
@@ -104,18 +96,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="same-numbers-") as name, contextlib.ExitStack() as stack:
         place = Path(name)
-        sides: list[Side] = []
+        servers: list[RankServer] = []
         for side, python in ((given.base, given.base_python or sys.executable), (given.head, sys.executable)):
-            root = stack.enter_context(checkout(side, place / f"code-{len(sides)}"))
-            server = RankServer(root, python=os.path.abspath(python))
-            stack.callback(server.close)
-            sides.append(Side(place / f"side-{len(sides)}", server))
+            root = stack.enter_context(checkout(side, place / f"code-{len(servers)}"))
+            servers.append(RankServer(root, python=os.path.abspath(python)))
+            stack.callback(servers[-1].close)
         make_world(place / "world")
         matrix = runs(place / "world", given.quick)
         matrix = [run for run in matrix if not given.only or any(part in run.name for part in given.only)]
         if not matrix:
             raise SystemExit(f"no run name contains any of {given.only}")
-        return 0 if compare_runs(sides[0], sides[1], matrix) else 1
+        return 0 if compare_runs(servers, place, matrix) else 1
 
 
 if __name__ == "__main__":

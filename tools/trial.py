@@ -23,7 +23,6 @@ from tools.ranks import RankServer, RanksFailed
 from tools.ranks.client import ADDRESS, LAUNCHER_VARIABLES, ROOT
 
 CHOOSABLE = "not slow and not faults"
-_TESTS_FAILED, _NO_TESTS = 1, 5  # pytest's exit codes
 Item = TypeVar("Item")
 
 
@@ -83,10 +82,10 @@ class Tree:
         if "no match in any of" in done.stderr + done.stdout and any("::" in test for test in chosen):
             # A test was renamed after the tests were selected, or the change itself renames one.
             return self.run_tests(list(dict.fromkeys(test.partition("::")[0] for test in chosen)), timeout)
-        if done.code == _NO_TESTS:
+        if done.code == pytest.ExitCode.NO_TESTS_COLLECTED:
             return Verdict(False, "no test was selected", done.seconds)
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
-        if done.code == _TESTS_FAILED and failed:
+        if done.code == pytest.ExitCode.TESTS_FAILED and failed:
             return Verdict(True, failed[1], done.seconds)
         reason = failed[1] if failed else (done.stdout + done.stderr).strip().rpartition("\n")[2]
         return Verdict(True, f"exit status {done.code}: {reason}", done.seconds)

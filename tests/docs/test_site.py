@@ -12,7 +12,7 @@ from support.pages.blocks import ROOT
 
 pytest.importorskip("sphinx", reason='the documentation needs pip install -e ".[docs]"')
 Build = Callable[..., tuple[str, str]]
-EXTENSIONS = [f"tools.documentation.{name}" for name in ("repository_links", "pictures", "options")]
+EXTENSIONS = [f"tools.documentation.{name}" for name in ("site", "options")]
 
 
 @pytest.fixture
@@ -21,9 +21,9 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
     from sphinx.application import Sphinx
     from sphinx.util.docutils import docutils_namespace
 
-    from tools.documentation import repository_links
+    from tools.documentation import site
 
-    monkeypatch.setattr(repository_links, "ROOT", tmp_path)
+    monkeypatch.setattr(site, "ROOT", tmp_path)
     docs = tmp_path / "docs"
     (docs / "pictures").mkdir(parents=True)
     (tmp_path / "launch").mkdir()

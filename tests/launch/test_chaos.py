@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tools.chaos.__main__ import Attempt, Chaos
 from tools.chaos.plan import POINTS, Chain, Kill, random_kill
-from tools.chaos.run import Attempt, Chaos
 from tools.ranks import RankServer
 from tools.trial import workspace
 

@@ -16,7 +16,7 @@ from support.helpers import make_model
 
 from tools.chaos.judge import compare, look
 from tools.chaos.world import World
-from tools.hosts import network, ssh
+from tools.hosts import network
 from tools.hosts.network import NAMES, Host, two_hosts
 from tools.ranks import RankServer
 from tools.ranks.client import environment
@@ -82,8 +82,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory, ranks: RankServer) -> Iterato
     (folder / "hostfile").write_text("".join(f"{name} slots=1\n" for name in NAMES))
     # `deepspeed` does not pass on other variables.
     (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\n")
-    if ssh.missing() is None:
-        ssh.prepare(files)
+    if network.ssh_missing() is None:
+        network.prepare_ssh(files)
     with two_hosts(files) as hosts:
         made = Pair(folder, hosts, world, folder / "reference")
         ranks.run(TRAIN, *made.arguments(made.reference))
@@ -118,9 +118,9 @@ def test_a_link_is_cut_under_torchrun_and_the_run_resumes_with_deepspeed(pair: P
     assert {path.name for path in output_dir.glob("hang-*.txt")} == {"hang-0.txt", "hang-1.txt"}
 
 
-@pytest.mark.skipif(ssh.missing() is not None, reason=str(ssh.missing()))
+@pytest.mark.skipif(network.ssh_missing() is not None, reason=str(network.ssh_missing()))
 def test_deepspeed_with_pdsh_gives_the_weights_of_one_host(pair: Pair, tmp_path: Path) -> None:
-    with ssh.serving(pair.hosts, pair.folder / "files"):
+    with network.serving_ssh(pair.hosts, pair.folder / "files"):
         assert pair.end(pair.start("pdsh", tmp_path / "out"), START_S) == [0], pair.text()[-4000:]
     assert compare(tmp_path / "out", pair.reference, []) == []
 

@@ -16,12 +16,12 @@ ENTRY = """\
   replacement: {replacement}
   tests: [tests/unit/test_objectives.py -k {keyword}]
 """
-SUM, IMPORT = "return -chosen_logps.sum(),", "from torch import Tensor"
+SUM, IMPORT = "return -chosen_logps.sum(),", "from alignment.objectives.table import Loss"
 MUTATIONS = (
     ("a gradient that is added up is subtracted", SUM, SUM.replace("-", ""), "nll", ""),
     ("a comment", IMPORT, f'"{IMPORT}  # and nothing else"', "nll", "every test passed"),
     ("a test that does not exist", IMPORT, f'"{IMPORT}  # nothing"', "no_test_has_this_name", "no test was selected"),
-    ("the file cannot be imported", IMPORT, "from torch import NoSuchName", "nll", "exit status"),
+    ("the file cannot be imported", IMPORT, IMPORT.replace("Loss", "NoSuchName"), "nll", "exit status"),
 )
 
 

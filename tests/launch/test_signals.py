@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tools.ranks import RankServer
-from tools.signals.run import Signals, table
+from tools.signals.__main__ import Signals, table
 from tools.trial import workspace
 
 pytestmark = pytest.mark.usefixtures("launch")  # to run them with the tests that start processes

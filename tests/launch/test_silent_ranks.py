@@ -23,7 +23,7 @@ import pytest
 
 from tools.chaos.judge import compare, look
 from tools.ranks import Outcome, RankServer
-from tools.signals.run import Signals
+from tools.signals.__main__ import Signals
 from tools.signals.worker import WORKER, Plan, Trail
 from tools.trial import workspace
 

@@ -12,21 +12,14 @@ _GEMMA4 = {**_NO_CACHE_SHARING, "per_layer_config": {"03": {"head_dim": 16}}}
 
 # By type, then by name of the configuration value; nested configurations have nested tables.
 OWN: dict[str, dict[str, Any]] = {
-    "bailing_hybrid": {"num_expert_group": 2, "linear_head_dim": 8, "linear_num_heads": 4},
+    "bailing_hybrid": {"num_expert_group": 2},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
-        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
-    },
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "dots3_note_text": {
-        "head_dim": 16,
-        "layer_types": ["indexed_attention", "indexed_attention", "sliding_attention", "sliding_attention"],
-        "per_layer_config": {number: {"head_dim": 16} for number in ("02", "03")},
-    },
+    "dots3_note_text": {"head_dim": 16, "per_layer_config": {number: {"head_dim": 16} for number in ("02", "03")}},
     "gemma3": {"text_config": {"final_logit_softcapping": None}},  # not used by this class
     "gemma3n_text": {**_NO_CACHE_SHARING, "intermediate_size": [64] * 4, "laurel_rank": 8},
     "gemma4": {"text_config": _GEMMA4},
@@ -34,8 +27,8 @@ OWN: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention", "mamba", "attention"]},
     "hunyuan_v1_dense": {"head_dim": 8},
-    "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": [2] * 4, "num_experts": 4},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "num_experts": 4},
+    "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": [2] * 4},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "time_step_rank": 4},
@@ -48,16 +41,13 @@ OWN: dict[str, dict[str, Any]] = {
         }
     },
     "qwen4_exp_text": {
-        **{"hc_lowrank": 8, "ple_embed_dim": 32, "ngram_vocab_size_base": 64, "split_ngram_parts": 2},
+        **{"hc_lowrank": 8, "ngram_vocab_size_base": 64, "split_ngram_parts": 2},
         **{"indexer_budget": 4, "indexer_compress_ratio": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1},
         "indexer_head_dim": 8,
     },
-    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_blocks": 4, "chunk_size": 16},
+    "xlstm": {"hidden_size": 128, "chunk_size": 16},
     "zamba": {**_ZAMBA, "mamba_dt_rank": 4},
-    "zamba2": {
-        **{**_ZAMBA, "n_mamba_heads": 4, "mamba_headdim": 16},
-        **{"kv_channels": 8, "num_query_groups": 4, "num_key_value_heads": 4},
-    },
+    "zamba2": {**_ZAMBA, "n_mamba_heads": 4, "num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 OWN["qwen4_exp"] = {"text_config": OWN["qwen4_exp_text"]}

@@ -24,8 +24,6 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
 from tools.documentation.page import table, with_generated
 
-Fields = list[dataclasses.Field[Any]]
-
 
 def options_page() -> str:
     """Return the text of docs/reference/options.md."""
@@ -34,7 +32,7 @@ def options_page() -> str:
 
 def option_tables() -> Iterator[str]:
     """Yield the lines of a table for each group of options, shared ones first, and of that of losses."""
-    groups: dict[type, Fields] = {}
+    groups: dict[type, list[dataclasses.Field[Any]]] = {}
     for group, fields in (pair for cls in METHODS.values() for pair in grouped_fields(cls)):
         groups.setdefault(group, fields)
     for group, fields in groups.items():

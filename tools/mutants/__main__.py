@@ -3,7 +3,7 @@
 The tests of a mutant are selected by coverage and run in order of cost, until one fails or about three minutes have
 passed: unit tests, then tests with engines, then tests that start ranks. An interrupted run continues when it is
 started again. After a change of the tests, only surviving mutants are tried again, with the coverage measured before,
-which is in ``outputs/mutants-SEED/covered.json``; after a change of the package, the sample is another one.
+which is in ``outputs/mutants-SEED/covered.pickle``; after a change of the package, the sample is another one.
 """
 
 from __future__ import annotations

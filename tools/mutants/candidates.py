@@ -43,12 +43,6 @@ class Mutant:
         return self.file, self.old, self.new
 
 
-def package_of(file: str) -> str:
-    """Return the package of a file, such as ``engines``."""
-    parts = Path(file).parts
-    return parts[1] if len(parts) > 2 else parts[0]
-
-
 class _Walk(cst.CSTVisitor):
     """Collects the places of one file that can be mutated."""
 
@@ -119,10 +113,10 @@ def _difference(old: str, new: str) -> tuple[str, str]:
 def sample(files: Sequence[Path], root: Path, count: int, seed: int) -> list[Mutant]:
     """Sample ``count`` mutants in random order, for each package in proportion to its size, but at least five."""
     rng = random.Random(seed)
-    by_package: dict[str, list[tuple[Source, int]]] = defaultdict(list)
+    by_package: dict[tuple[str, ...], list[tuple[Source, int]]] = defaultdict(list)
     for file in sorted(files):
         source = Source(str(file.relative_to(root)), file.read_text(encoding="utf-8"))
-        package = package_of(source.file)
+        package = file.relative_to(root).parts[1:-1][:1]
         by_package[package] += [(source, place) for place in range(len(source.places))]
     total = sum(map(len, by_package.values()))
     chosen: dict[tuple[str, str, str], Mutant] = {}

@@ -6,8 +6,8 @@ This module is also the pytest plugin of that measurement.
 from __future__ import annotations
 
 import ast
-import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -65,17 +65,15 @@ class Covered:
 
 def measured(folder: Path) -> Covered:
     """Load an earlier measurement from ``folder``, or make a new one, which takes twice as long as ``make test``."""
-    kept = folder / "covered.json"
+    kept, place = folder / "covered.pickle", folder / "coverage"
     if not kept.exists():
-        shutil.rmtree(folder / "coverage", ignore_errors=True)
-        (folder / "coverage").mkdir(parents=True)
-        _run(folder / "coverage")
-        lines = _lines(folder / "coverage")
-        seconds = {entry["test"]: entry["seconds"] for entry in entries(folder / "coverage" / "times.jsonl")}
-        kept.write_text(json.dumps({"lines": lines, "seconds": seconds}))
-    found = json.loads(kept.read_text())
-    lines = {file: {int(number): tests for number, tests in by.items()} for file, by in found["lines"].items()}
-    return Covered(lines, found["seconds"])
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        _run(place)
+        seconds = {entry["test"]: entry["seconds"] for entry in entries(place / "times.jsonl")}
+        kept.write_bytes(pickle.dumps(Covered(_lines(place), seconds)))
+    covered: Covered = pickle.loads(kept.read_bytes())
+    return covered
 
 
 def pytest_configure() -> None:

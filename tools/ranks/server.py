@@ -18,8 +18,7 @@ import sys
 from multiprocessing.connection import Connection
 
 from tools.ranks.job import Job
-from tools.ranks.keeper import keep
-from tools.ranks.process import die_with_parent, run_as_main
+from tools.ranks.process import die_with_parent, keep, run_as_main
 
 # The modules that runs of the tests import, with what these import. A missing one only costs each rank its import.
 LIBRARIES = (

@@ -33,7 +33,7 @@ class Plan:
     Each worker writes its process ID, its steps and its exit status to ``folder``. Steps from ``slow_from`` on take
     ``slow`` additional seconds, which differ by rank. On ``rank``, the ``fault`` happens at the given occurrence of an
     event of :mod:`tools.chaos.events`, or of any event if it is ``""``: ``stop`` (SIGSTOP), ``kill`` (SIGKILL),
-    ``sleep`` (the main thread hangs), ``slow`` (all further events take longer), or at once ``crash`` (SIGKILL) and
+    ``sleep`` (the main thread hangs), ``slow`` (all further events take longer), or immediately ``crash`` (SIGKILL) or
     ``crash all`` (of all ranks). Each worker counts its events.
     """
 

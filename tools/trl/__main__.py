@@ -1,6 +1,7 @@
 """``python -m tools.trl CHECKOUT...``: run TRL's own tests of these checkouts against this package.
 
-Print a table of releases and files, and exit with status 1 if ``expected.txt`` is wrong about a test that ran.
+Checkouts are not modified. Print a table of releases and files; exit with status 1 if ``expected.txt``, which lists
+the tests that fail with the reasons, is wrong about a test that ran.
 """
 
 from __future__ import annotations
