@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from alignment.cli.output import run_reader
-from alignment.reporting.durable import replace_text
-from alignment.reporting.html.page import PAGE, render
+from alignment.reporting.page import PAGE, render
 from alignment.reporting.run_content import comparison, read_content
+from alignment.run.durable import replace_text
 
 _COMPARISON = "comparison.html"
 _ABOUT = f"""\

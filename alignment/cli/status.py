@@ -14,10 +14,10 @@ from pathlib import Path
 from alignment.checkpoint.manifest import Manifest
 from alignment.cli.output import run_reader
 from alignment.config.errors import CheckpointError, OutputError, counted
+from alignment.reporting.formats import duration
 from alignment.reporting.log_reading import Record, is_mean, number
-from alignment.reporting.report import duration
 from alignment.reporting.run_view import IN_PROGRESS, CheckpointView, RunView, read_run, utc
-from alignment.reporting.status_file import STATUS
+from alignment.run.status_file import STATUS
 
 _ABOUT = """\
 Show the status of a run, read from its output folder: state, step, time left, speed, last metrics, checkpoints and

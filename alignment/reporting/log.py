@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.config.errors import OutputError, counted
-from alignment.reporting.durable import is_full, sync
+from alignment.run.durable import is_full, sync
 
 
 def strict(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from alignment.compat.trl.verdicts import judged_names
 from alignment.config.fields import option_fields
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
-from alignment.reporting.html import page as html
-from alignment.reporting.html.charts import COLORS, charts, compared
-from alignment.reporting.html.page import Section, badge, breakable, brief, shown, table_section
+from alignment.reporting import page as html
+from alignment.reporting.charts import COLORS, charts, compared
+from alignment.reporting.formats import duration
 from alignment.reporting.log_reading import Log, Record, number, read_lines, seconds_of
 from alignment.reporting.model_card import is_secret, without_secret_values
-from alignment.reporting.report import duration
+from alignment.reporting.page import Section, badge, breakable, brief, shown, table_section
 from alignment.reporting.run_view import IN_PROGRESS, RunView, read_run, utc
 
 _LONGEST_VALUE, _LONGEST_TEXT = 300, 1500  # characters of an option's value, of a prompt or completion

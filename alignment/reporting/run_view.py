@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from alignment.config.errors import OutputError, counted, one_line
+from alignment.reporting.formats import gibibytes
 from alignment.reporting.log_reading import Log, Record, metrics_of
-from alignment.reporting.report import gibibytes
-from alignment.reporting.run_lock import holder, is_locked
-from alignment.reporting.status_file import ENDED, STATUS, RunStatus, read_status
+from alignment.run.lock import holder, is_locked
+from alignment.run.status_file import ENDED, STATUS, RunStatus, read_status
 
 LOG, MANIFEST = "log.jsonl", "manifest.json"
 LOST, UNKNOWN = "lost", "unknown"  # states in addition to those of status.json

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from alignment.config.options_faults import FaultOptions
-from alignment.reporting.status_file import StatusFile
+from alignment.run.status_file import StatusFile
 
 _LONGEST_TICK_S = 2.0  # a longer time between two ticks means that the process was suspended
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from alignment.config.errors import one_line
-from alignment.reporting.status_file import STATUS, RunStatus, StatusFile, now, read_status
 from alignment.run.activity import ACTIVITY
 from alignment.run.console import tell
 from alignment.run.ending import Ending, ending_of, record
+from alignment.run.status_file import STATUS, RunStatus, StatusFile, now, read_status
 
 
 def begin_status(folder: Path, resumes: bool, **known: Any) -> None:

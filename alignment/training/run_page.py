@@ -7,13 +7,13 @@ from pathlib import Path
 from alignment.config.errors import counted
 from alignment.engines.collectives import gathered
 from alignment.engines.phases import over_ranks
-from alignment.reporting.durable import replace_text
-from alignment.reporting.html.page import PAGE, Section, metrics_section, phases_section, render, report_text
+from alignment.reporting.formats import duration
+from alignment.reporting.page import PAGE, Section, metrics_section, phases_section, render, report_text
 from alignment.reporting.progress import memory_gib
-from alignment.reporting.report import duration
 from alignment.reporting.run_content import read_content
 from alignment.reporting.run_view import LOG
 from alignment.run.console import tell
+from alignment.run.durable import replace_text
 from alignment.run.ranks import world_size
 from alignment.training.context import RunContext
 from alignment.training.run_engines import RunEngines

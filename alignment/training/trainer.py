@@ -35,10 +35,10 @@ from alignment.engines.phases import Phases
 from alignment.models.adapters.record import unwrapped
 from alignment.models.tasks import CAUSAL_LM
 from alignment.references.engine import ReferencePlan
-from alignment.reporting.durable import write_json
 from alignment.reporting.log import JsonlLog, strict
 from alignment.run.activity import ACTIVITY
 from alignment.run.console import tell
+from alignment.run.durable import write_json
 from alignment.run.protection import protected
 from alignment.run.ranks import local_rank, rank, world_size
 from alignment.run.retries import Retries

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from alignment.config.errors import OutputError
 from alignment.reporting.report import markdown_table
+
+from alignment.config.errors import OutputError
 from examples.demo.data import Row
 from examples.demo.folder import Settings
 from examples.demo.grammar import Request

@@ -13,7 +13,7 @@ from support.helpers import STAGES, make_model, unpaired_rows
 from transformers import TrainerCallback
 
 from alignment import KTOConfig, KTOTrainer
-from alignment.reporting.html.page import Section, metrics_section, phases_section, report_text
+from alignment.reporting.page import Section, metrics_section, phases_section, report_text
 from alignment.run.stop import RunStopped
 from alignment.training import run_page
 from alignment.training.run_page import draw_page

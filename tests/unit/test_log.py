@@ -14,9 +14,9 @@ from support.small_disk import fill, full, small_disk
 from alignment.config.errors import OutputError
 from alignment.online.completion_log import CompletionLog
 from alignment.reporting.completions import CompletionTable
-from alignment.reporting.durable import is_full
 from alignment.reporting.log import JsonlLog
 from alignment.reporting.log_reading import seconds_of
+from alignment.run.durable import is_full
 
 
 class LimitedFile:

@@ -10,8 +10,8 @@ import pytest
 from support.report_folders import NASTY, nasty_run, whole_run, write_completions, write_options
 from support.run_folders import at, entry, start, write_log, write_status
 
-from alignment.reporting.html.charts import charts
-from alignment.reporting.html.page import render
+from alignment.reporting.charts import charts
+from alignment.reporting.page import render
 from alignment.reporting.run_content import comparison, read_content
 
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
-from alignment.reporting.html.charts import COLORS, Chart
+from alignment.reporting.charts import COLORS, Chart
+from alignment.reporting.formats import duration, gibibytes, markdown_table
 from alignment.reporting.log_reading import is_mean, number
-from alignment.reporting.report import duration, gibibytes, markdown_table
 
 PAGE = "report.html"
 _TONES = {

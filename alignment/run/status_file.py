@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from alignment.reporting.durable import replace_text
+from alignment.run.durable import replace_text
 
 STATUS = "status.json"
 STATES = ("starting", "running", "preempted", "stopped", "failed", "finished")
