@@ -20,22 +20,19 @@ without a network."""
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment report") -> None:
     """Write the report, then exit with status 0, 1 if a file cannot be read or written, or 2 after a usage error."""
-    run_reader(_write, _parser(program), argv)
-
-
-def _write(options: Namespace) -> None:
-    contents = [read_content(Path(run).expanduser()) for run in options.runs]
-    several = len(contents) > 1
-    page = comparison(contents) if several else contents[0].page
-    target = Path(options.out or (_COMPARISON if several else Path(page.folder) / PAGE)).expanduser()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(target, render(page))
-    print(target, flush=True)
-
-
-def _parser(program: str) -> ArgumentParser:
     parser = ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="output folder of a run")
     where = f"file to write [{PAGE} in the run's folder, or {_COMPARISON} for several runs]"
     parser.add_argument("--out", metavar="FILE", help=where)
-    return parser
+    run_reader(_write, parser, argv)
+
+
+def _write(options: Namespace) -> None:
+    contents = [read_content(Path(run).expanduser()) for run in options.runs]
+    page, target = contents[0].page, Path(contents[0].page.folder) / PAGE
+    if len(contents) > 1:
+        page, target = comparison(contents), Path(_COMPARISON)
+    target = Path(options.out).expanduser() if options.out else target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(target, render(page))
+    print(target, flush=True)

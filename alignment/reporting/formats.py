@@ -1,15 +1,35 @@
-"""Formats of durations, sizes and tables, for reports and terminals."""
+"""Formats of numbers, durations, sizes and tables, for reports and terminals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 Row = Sequence[str]
+_NOT_SHOWN = ("_sum", "runtime", "_per_second")  # ends of names
 
 
-def gibibytes(count: float) -> str:
-    """Format a number of bytes in GiB; empty for 0."""
-    return f"{count / 2**30:.2f} GiB" if count else ""
+def number(value: Any) -> float | None:
+    """``value`` as a float if it is a finite number, else None."""
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if known and math.isfinite(value) else None
+
+
+def brief(value: float, digits: int = 3) -> str:
+    """Format a number with a few significant digits."""
+    return f"{value:.{digits}g}".replace("-", "−")
+
+
+def shown(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Format metrics, without speeds and without the sums and counts from which others compute means."""
+    means = {name: number(value) for name, value in metrics.items() if "count/" not in name}
+    return {name: brief(one, 5) for name, one in means.items() if one is not None and not name.endswith(_NOT_SHOWN)}
+
+
+def size(count: float) -> str:
+    """Format a number of bytes in GiB or, if there are few, in MB; empty for 0."""
+    return "" if not count else f"{count / 2**30:.2f} GiB" if count >= 2**30 / 100 else f"{count / 1e6:.1f} MB"
 
 
 def duration(seconds: float) -> str:

@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from alignment.reporting.report import markdown_table
-
 from alignment.config.errors import OutputError
+from alignment.reporting.formats import markdown_table
 from examples.demo.data import Row
 from examples.demo.folder import Settings
 from examples.demo.grammar import Request

@@ -15,7 +15,7 @@ from alignment.config.errors import OutputError
 from alignment.online.completion_log import CompletionLog
 from alignment.reporting.completions import CompletionTable
 from alignment.reporting.log import JsonlLog
-from alignment.reporting.log_reading import seconds_of
+from alignment.reporting.run_view import seconds_of
 from alignment.run.durable import is_full
 
 

@@ -170,11 +170,11 @@ def test_completions_before_and_after(tmp_path: Path) -> None:
     with (tmp_path / "completions.jsonl").open("a") as file:
         file.write('{"prompt": "p"}\n{"step": 20, "pro')  # being written
     write_log(tmp_path, [start()])
-    groups = next(one.samples for one in read_content(tmp_path).page.sections if one.samples)
+    groups = next(one.cards for one in read_content(tmp_path).page.sections if one.title == "Completions")
     title = "Before and after: steps 0 and 10"
-    assert [(group.title, group.total) for group in groups] == [(title, 2), (f"{title}, x", 2)]
+    assert [(group.title, group.lead) for group in groups] == [(title, ""), (f"{title}, x", "")]
     for group in groups:
-        assert list(group.rows) == [
+        assert list(group.samples) == [
             (
                 name,
                 {"policy, step 0": f"{name} 0", "policy, step 10": f"{name} 10", "reference": "r"},
