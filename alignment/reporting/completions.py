@@ -17,42 +17,28 @@ Row = Mapping[str, str | Messages | float | None]
 TITLE = "completions"
 
 
-class CompletionTable:
-    """Appends rows to a JSONL file, and to Weights & Biases and TensorBoard if ``callbacks`` has their integrations.
-
-    Without a ``path``, on ranks other than rank 0, nothing is written.
-    """
+class CompletionTable(JsonlLog):
+    """A log of tables, also written to Weights & Biases and TensorBoard if ``callbacks`` has their integrations."""
 
     def __init__(self, path: Path | None, callbacks: Sequence[Any] = ()) -> None:
-        self._log, self._callbacks = JsonlLog(path), callbacks
+        super().__init__(path)
+        self._callbacks = callbacks
 
-    def write(self, step: int, rows: Sequence[Row]) -> None:
+    def write_table(self, step: int, rows: Sequence[Row]) -> None:
         """Write the table of one step, which becomes the first column; raise OutputError if that fails.
 
         ``rows`` are values by column, the same columns in each; messages are written as text, None for no value.
         """
-        if self._log.path is None or not rows:
+        if self.path is None or not rows:
             return
         records = [{"step": step, **{name: as_text(value) for name, value in row.items()}} for row in rows]
         for record in records:
-            self._log.write(record)
+            self.write(record)
         for callback in self._callbacks:
             if isinstance(callback, WandbCallback):
                 _to_wandb(step, records)
             if isinstance(callback, TensorBoardCallback) and (writer := tensorboard_writer(callback)) is not None:
                 writer.add_text(TITLE, _literally(records), step)
-
-    def finish(self) -> None:
-        """Write the rows still waiting for disk space, at the end of a run; see :meth:`.JsonlLog.finish`."""
-        self._log.finish()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The size of the file, and the rows waiting for disk space."""
-        return self._log.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Truncate the file to the size in ``state``."""
-        self._log.load_state_dict(state)
 
 
 def as_text(value: Any) -> Any:

@@ -77,7 +77,7 @@ class EvaluationAnswers:
         rows = self._rows(models, data)
         if rows and self.context.is_first:
             if self.in_run():
-                self.table.write(step, [{"dataset": name, **row} for row in rows])
+                self.table.write_table(step, [{"dataset": name, **row} for row in rows])
             lines = [f"step {step}: completions for {len(rows)} prompts of {name}"]
             lines += [
                 f"  {column:<{max(map(len, row))}}  {_SHORT.repr(row[column])}" for row in rows for column in row

@@ -106,9 +106,7 @@ def test_a_run_ends_with_its_report(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "\n## Warnings and advice\n\n- " in text and "\n## Versions" not in text
     phases, metrics = text.split("## Final metrics")
     cells = table(phases)
-    assert (
-        cells["kept"] == ["2"] and "### Training\n\ntrain_dataset\n\n" in phases
-    )
+    assert cells["kept"] == ["2"] and "### Training\n\ntrain_dataset\n\n" in phases
     for name in ("reference", "kl", "train", "step", "evaluate", "save"):
         assert cells[name][1].endswith(" s") and cells[name][4].endswith("GiB")
     page = (tmp_path / "out" / "report.html").read_text()

@@ -258,7 +258,7 @@ def test_the_state_is_on_the_disk_when_it_is_given(tmp_path: Path, monkeypatch: 
 def test_tables_of_completions_wait_as_well(tmp_path: Path, disk: type[LimitedPath]) -> None:
     table = CompletionTable(disk(tmp_path / "completions.jsonl"))
     disk.space = 0
-    table.write(1, [{"n": 1}])
+    table.write_table(1, [{"n": 1}])
     assert len(CompletionLog(table, 1, 2).state_dict()["table"]["pending"]) == 1
     with pytest.raises(OutputError, match="1 line lost"):
         table.finish()
