@@ -20,11 +20,15 @@ without a network."""
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment report") -> None:
     """Write the report, then exit with status 0, 1 if a file cannot be read or written, or 2 after a usage error."""
+    run_reader(_write, _parser(program), argv)
+
+
+def _parser(program: str) -> ArgumentParser:
     parser = ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="output folder of a run")
     where = f"file to write [{PAGE} in the run's folder, or {_COMPARISON} for several runs]"
     parser.add_argument("--out", metavar="FILE", help=where)
-    run_reader(_write, parser, argv)
+    return parser
 
 
 def _write(options: Namespace) -> None:

@@ -28,6 +28,11 @@ _MOST_METRICS = 10
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment status") -> None:
     """Show the status and exit: 0 on success, 1 if it cannot be read, 2 after a usage error."""
+    parser = _parser(program)
+    run_reader(functools.partial(_show, parser), parser, argv)
+
+
+def _parser(program: str) -> ArgumentParser:
     parser = ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
     add = parser.add_argument
     add("run", metavar="RUN", help="output folder of the run")
@@ -35,7 +40,7 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
     add("--follow", action="store_true", help="show changes until the run ends; Ctrl-C does not affect the run")
     add("--interval", type=float, metavar="SECONDS", help="refresh interval of --follow [2]")
     add("--check", action="store_true", help="compare checkpoints with their checksums (reads all of them)")
-    run_reader(functools.partial(_show, parser), parser, argv)
+    return parser
 
 
 def _show(parser: ArgumentParser, options: Namespace) -> None:
