@@ -8,14 +8,12 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from alignment.checkpoint.manifest import Manifest
 from alignment.cli.output import run_reader
-from alignment.config.errors import CheckpointError, OutputError, counted
+from alignment.config.errors import OutputError, counted
 from alignment.reporting.formats import duration, shown, size
-from alignment.reporting.run_view import IN_PROGRESS, CheckpointView, Record, RunView, read_run, utc
+from alignment.reporting.run_view import IN_PROGRESS, Record, RunView, read_run, utc
 from alignment.run.status_file import STATUS
 
 _ABOUT = """\
@@ -39,7 +37,6 @@ def _parser(program: str) -> ArgumentParser:
     add("--json", action="store_true", help="print one JSON object; with --follow, one per line for each change")
     add("--follow", action="store_true", help="show changes until the run ends; Ctrl-C does not affect the run")
     add("--interval", type=float, metavar="SECONDS", help="refresh interval of --follow [2]")
-    add("--check", action="store_true", help="compare checkpoints with their checksums (reads all of them)")
     return parser
 
 
@@ -51,8 +48,6 @@ def _show(parser: ArgumentParser, options: Namespace) -> None:
     in_place = options.follow and sys.stdout.isatty() and not options.json
     while True:
         view = read_run(folder)
-        if options.check:
-            view.checkpoints = [_compared(folder, one) for one in view.checkpoints]
         text = status_line(view) if options.follow and not in_place else "\n".join(status_lines(view))
         text = json.dumps(view.to_dict()) if options.json else text
         if in_place or text != before:
@@ -64,18 +59,6 @@ def _show(parser: ArgumentParser, options: Namespace) -> None:
     for problem in view.problems:
         if problem.startswith(STATUS):
             raise OutputError(f"{options.run}: {problem}")
-
-
-@functools.cache
-def _compared(folder: Path, one: CheckpointView) -> CheckpointView:
-    """Compare the contents of a checkpoint with its checksums, once."""
-    path = folder / one.name
-    try:
-        manifest = Manifest.read(path)
-        manifest.check_contents(path, sorted(manifest.files))
-    except CheckpointError as error:
-        return replace(one, complete=False, problem=one.problem or str(error).removeprefix(f"{path}/"))
-    return one
 
 
 def status_line(view: RunView) -> str:
