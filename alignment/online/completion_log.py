@@ -7,7 +7,7 @@ from typing import Any
 
 from alignment.online.completions import Generated
 from alignment.online.ranking import Ranking
-from alignment.reporting.completions import CompletionTable
+from alignment.reporting.log import CompletionTable
 
 
 class CompletionLog:

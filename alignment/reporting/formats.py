@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Row = Sequence[str]
-_NOT_SHOWN = ("_sum", "runtime", "_per_second")  # ends of names
+# Ends of the names of sums and counts, from which others compute means, and of speeds.
+_NOT_SHOWN = ("_sum", "count/chosen", "count/rejected", "runtime", "_per_second")
 
 
 def number(value: Any) -> float | None:
@@ -22,9 +23,9 @@ def brief(value: float, digits: int = 3) -> str:
 
 
 def shown(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Format metrics, without speeds and without the sums and counts from which others compute means."""
-    means = {name: number(value) for name, value in metrics.items() if "count/" not in name}
-    return {name: brief(one, 5) for name, one in means.items() if one is not None and not name.endswith(_NOT_SHOWN)}
+    """Format metrics, without sums, counts and speeds."""
+    known = {name: number(value) for name, value in metrics.items() if not name.endswith(_NOT_SHOWN)}
+    return {name: brief(value, 5) for name, value in known.items() if value is not None}
 
 
 def size(count: float) -> str:

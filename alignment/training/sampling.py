@@ -24,7 +24,7 @@ from alignment.references.adapter import AdapterReference
 from alignment.references.base import Reference
 from alignment.references.engine import EngineReference
 from alignment.references.precomputed import PrecomputedReference
-from alignment.reporting.completions import CompletionTable
+from alignment.reporting.log import CompletionTable
 from alignment.rollout.backend import RolloutRequest, Sampling
 from alignment.rollout.engine import RolloutEngine
 from alignment.rollout.processors import ACCEPTED

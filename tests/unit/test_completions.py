@@ -15,7 +15,7 @@ from alignment.data.kinds.prompts import PromptRow
 from alignment.online.completion_log import CompletionLog
 from alignment.online.completions import Generated
 from alignment.online.ranking import Ranking
-from alignment.reporting.completions import CompletionTable, as_text
+from alignment.reporting.log import CompletionTable, as_text
 from alignment.rollout.backend import Completion
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\nthere"}]

@@ -13,8 +13,7 @@ from support.small_disk import fill, full, small_disk
 
 from alignment.config.errors import OutputError
 from alignment.online.completion_log import CompletionLog
-from alignment.reporting.completions import CompletionTable
-from alignment.reporting.log import JsonlLog
+from alignment.reporting.log import CompletionTable, JsonlLog
 from alignment.reporting.run_view import seconds_of
 from alignment.run.durable import is_full
 
