@@ -83,7 +83,7 @@ def as_markdown(page: Page) -> str:
         for card in section.cards:
             parts += [card.title and f"### {card.title} {card.muted}".rstrip(), card.lead]
             for table in card.tables:
-                rows = [[Markup(cell).striptags() for cell in row] for row in table.rows]
+                rows = [[escape(cell).striptags() for cell in row] for row in table.rows]
                 parts.append(markdown_table(table.heads, rows))
     return "\n\n".join(filter(None, parts)).replace("−", "-") + "\n"
 
