@@ -96,7 +96,7 @@ setup(
     package_dir={"alignment.ds_configs": "ds_configs", "alignment.launch": "launch"},
     package_data={
         "alignment": ["py.typed"],
-        "alignment.reporting.html": ["templates/*"],
+        "alignment.reporting": ["templates/*"],
         "alignment.ds_configs": ["*.json", "*.md"],
         "alignment.launch": ["recipes/*.yaml", "slurm/*.sbatch"],
     },

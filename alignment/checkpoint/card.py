@@ -16,9 +16,9 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import mixture_parts
 from alignment.config.options_training import LoggingOptions, SavingOptions
 from alignment.config.registry import METHODS
-from alignment.reporting.log_reading import Log
 from alignment.reporting.model_card import ModelCard, hub_id
-from alignment.reporting.run_content import changed_options, read_object
+from alignment.reporting.run_content import changed_options
+from alignment.reporting.run_view import Log, read_object
 
 # Options with locations, of how a run was started, without effect on weights, and those shown elsewhere in the card.
 _LEFT_OUT = {

@@ -32,7 +32,7 @@ from alignment.models.loading import load_whole
 from alignment.models.source import ModelSource, read_config
 from alignment.models.tasks import CAUSAL_LM, CLASSIFIER, Task
 from alignment.reporting.model_card import public
-from alignment.reporting.run_content import read_object
+from alignment.reporting.run_view import read_object
 from alignment.run.activity import ACTIVITY
 from alignment.run.ranks import rank, tell
 

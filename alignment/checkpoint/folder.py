@@ -11,7 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
-from alignment.reporting.durable import sync_folder
+from alignment.run.durable import sync_folder
 
 CHECKPOINT_PREFIX = "checkpoint-"
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from alignment.config.errors import CheckpointError
-from alignment.reporting.durable import replace_text
+from alignment.run.durable import replace_text
 
 MANIFEST = "manifest.json"
 FORMAT = 1

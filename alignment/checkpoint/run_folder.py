@@ -19,12 +19,12 @@ from alignment.config.errors import DataError, OptionError, OutputError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import barrier, from_first_rank, gathered, on_first_rank
 from alignment.models.adapters.record import TRAINING_BASE
-from alignment.reporting.durable import sync_folder
-from alignment.reporting.run_lock import LOCK, RunLock, holder
-from alignment.reporting.status_file import STATUS, read_status
 from alignment.run.activity import ACTIVITY
+from alignment.run.durable import sync_folder
 from alignment.run.ending import STACKS
+from alignment.run.lock import LOCK, RunLock, holder
 from alignment.run.ranks import local_rank, rank, tell
+from alignment.run.status_file import STATUS, read_status
 from alignment.run.stop import STOP_FILE
 
 T = TypeVar("T")

@@ -28,7 +28,7 @@ from alignment.config.errors import CheckpointError, one_line
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import from_first_rank, gathered, on_first_rank, together
 from alignment.engines.scoring import PolicyEngine
-from alignment.reporting.durable import replace_text, sync
+from alignment.run.durable import replace_text, sync
 from alignment.run.ranks import rank, tell, world_size
 
 STATE = "run_state.json"

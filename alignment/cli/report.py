@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from alignment.cli.output import run_reader
-from alignment.reporting.durable import replace_text
-from alignment.reporting.html.page import PAGE, render
+from alignment.reporting.page import PAGE, render
 from alignment.reporting.run_content import comparison, read_content
+from alignment.run.durable import replace_text
 
 _COMPARISON = "comparison.html"
 _ABOUT = f"""\
@@ -23,19 +23,20 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
     run_reader(_write, _parser(program), argv)
 
 
-def _write(options: Namespace) -> None:
-    contents = [read_content(Path(run).expanduser()) for run in options.runs]
-    several = len(contents) > 1
-    page = comparison(contents) if several else contents[0].page
-    target = Path(options.out or (_COMPARISON if several else Path(page.folder) / PAGE)).expanduser()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(target, render(page))
-    print(target, flush=True)
-
-
 def _parser(program: str) -> ArgumentParser:
     parser = ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="output folder of a run")
     where = f"file to write [{PAGE} in the run's folder, or {_COMPARISON} for several runs]"
     parser.add_argument("--out", metavar="FILE", help=where)
     return parser
+
+
+def _write(options: Namespace) -> None:
+    contents = [read_content(Path(run).expanduser()) for run in options.runs]
+    page, target = contents[0].page, Path(contents[0].page.folder) / PAGE
+    if len(contents) > 1:
+        page, target = comparison(contents), Path(_COMPARISON)
+    target = Path(options.out).expanduser() if options.out else target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(target, render(page))
+    print(target, flush=True)

@@ -8,16 +8,13 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from alignment.checkpoint.manifest import Manifest
 from alignment.cli.output import run_reader
-from alignment.config.errors import CheckpointError, OutputError, counted
-from alignment.reporting.log_reading import Record, is_mean, number
-from alignment.reporting.report import duration
-from alignment.reporting.run_view import IN_PROGRESS, CheckpointView, RunView, read_run, utc
-from alignment.reporting.status_file import STATUS
+from alignment.config.errors import OutputError, counted
+from alignment.reporting.formats import duration, shown, size
+from alignment.reporting.run_view import IN_PROGRESS, Record, RunView, read_run, utc
+from alignment.run.status_file import STATUS
 
 _ABOUT = """\
 Show the status of a run, read from its output folder: state, step, time left, speed, last metrics, checkpoints and
@@ -33,39 +30,35 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
     run_reader(functools.partial(_show, parser), parser, argv)
 
 
+def _parser(program: str) -> ArgumentParser:
+    parser = ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
+    add = parser.add_argument
+    add("run", metavar="RUN", help="output folder of the run")
+    add("--json", action="store_true", help="print one JSON object; with --follow, one per line for each change")
+    add("--follow", action="store_true", help="show changes until the run ends; Ctrl-C does not affect the run")
+    add("--interval", type=float, metavar="SECONDS", help="refresh interval of --follow [2]")
+    return parser
+
+
 def _show(parser: ArgumentParser, options: Namespace) -> None:
     """Show the run once or, with ``--follow``, whenever it has changed until it ends."""
     if options.interval is not None and not (options.follow and 0.1 <= options.interval <= 86400):
         parser.error(f"argument --interval: {options.interval:g}: expected 0.1 to 86400 seconds, with --follow")
-    folder, shown = Path(options.run).expanduser(), ""
+    folder, before = Path(options.run).expanduser(), ""
     in_place = options.follow and sys.stdout.isatty() and not options.json
     while True:
         view = read_run(folder)
-        if options.check:
-            view.checkpoints = [_compared(folder, one) for one in view.checkpoints]
         text = status_line(view) if options.follow and not in_place else "\n".join(status_lines(view))
         text = json.dumps(view.to_dict()) if options.json else text
-        if in_place or text != shown:
+        if in_place or text != before:
             print("\x1b[H\x1b[J" * in_place + text, flush=True)  # clears the terminal
-        shown = text
+        before = text
         if not options.follow or not (view.status.state in IN_PROGRESS or view.alive):
             break
         time.sleep(options.interval or 2.0)
     for problem in view.problems:
         if problem.startswith(STATUS):
             raise OutputError(f"{options.run}: {problem}")
-
-
-@functools.cache
-def _compared(folder: Path, one: CheckpointView) -> CheckpointView:
-    """Compare the contents of a checkpoint with its checksums, once."""
-    path = folder / one.name
-    try:
-        manifest = Manifest.read(path)
-        manifest.check_contents(path, sorted(manifest.files))
-    except CheckpointError as error:
-        return replace(one, complete=False, problem=one.problem or str(error).removeprefix(f"{path}/"))
-    return one
 
 
 def status_line(view: RunView) -> str:
@@ -81,19 +74,18 @@ def status_lines(view: RunView) -> list[str]:
 
 def _rows(view: RunView) -> list[tuple[str, str]]:
     """Name and text of each row; unknown texts are empty."""
-    status, rate = view.status, view.steps_per_second
-    total = status.total_steps
+    status, rate, total = view.status, view.steps_per_second, view.status.total_steps
     step = f"{status.step} of {total} ({100 * status.step / total:.0f}%)" if total else str(status.step)
     step += "" if view.eta_seconds is None else f", about {duration(view.eta_seconds)} left"
     speed = [f"{rate:.3g} steps/s" if rate >= 0.1 else f"{1 / rate:.3g} s per step"] if rate else []
     speed += [f"{view.tokens_per_second:,.0f} tokens/s"] if view.tokens_per_second else []
-    resumed = ", ".join(str(event["step"]) for event in view.resumes)
     attempt = str(status.attempt)
     attempt += f", {status.stalled} in a row without a newer checkpoint" if status.stalled > 1 else ""
     attempt += f", requeued {counted(status.restarts, 'time')}" if status.restarts else ""
+    resumed = ", ".join(str(event["step"]) for event in view.resumes)
     attempt += f"; resumed after step {resumed}" if resumed else ""
     width = max((len(one.name) for one in view.checkpoints), default=0)
-    saved = [f"{one.name.ljust(width)}  {one.condition}" + f", {one.size}" * one.complete for one in view.checkpoints]
+    saved = [f"{one.name.ljust(width)}  {one.condition}, {size(one.bytes)}" for one in view.checkpoints]
     writing = "being written" if view.alive else "incomplete: the run ended while writing it"
     saved += [f"{name}  {writing}" for name in view.partial]
     ordered = sorted(((one["seconds"], name) for name, one in view.phases.items()), reverse=True)
@@ -107,7 +99,7 @@ def _rows(view: RunView) -> list[tuple[str, str]]:
         ("metrics", _metrics(view.metrics, view.metrics_step)),
         ("evaluation", _metrics(view.evaluation, view.evaluation_step)),
         ("attempt", attempt),
-        ("checkpoints", between.join(saved)),
+        ("checkpoints", between.join(line.removesuffix(", ") for line in saved)),
         ("phases", between.join(phases)),
         ("report", view.report or ""),
         ("started", utc(status.started)),
@@ -117,18 +109,7 @@ def _rows(view: RunView) -> list[tuple[str, str]]:
 
 
 def _metrics(metrics: Record, step: int | None) -> str:
-    known = {name: value for name, each in metrics.items() if is_mean(name) and (value := number(each)) is not None}
-    names = [*(name for name in _FIRST if name in known), *(name for name in known if name not in _FIRST)]
-    said = [f"{name} {known[name]:.4g}" for name in names[:_MOST_METRICS]]
-    return f"step {step}: {', '.join(said)}" if said else ""
-
-
-def _parser(program: str) -> ArgumentParser:
-    parser = ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
-    add = parser.add_argument
-    add("run", metavar="RUN", help="output folder of the run")
-    add("--json", action="store_true", help="print one JSON object; with --follow, one per line for each change")
-    add("--follow", action="store_true", help="show changes until the run ends; Ctrl-C does not affect the run")
-    add("--interval", type=float, metavar="SECONDS", help="refresh interval of --follow [2]")
-    add("--check", action="store_true", help="compare checkpoints with their checksums (reads all of them)")
-    return parser
+    texts = shown(metrics)
+    names = [*(name for name in _FIRST if name in texts), *(name for name in texts if name not in _FIRST)]
+    said = ", ".join(f"{name} {texts[name]}" for name in names[:_MOST_METRICS]).replace("−", "-")
+    return f"step {step}: {said}" if said else ""

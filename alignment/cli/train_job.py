@@ -14,7 +14,7 @@ from alignment.config.dtypes import Machine
 from alignment.config.errors import LastCheckpointError
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
-from alignment.reporting.html.page import PAGE
+from alignment.reporting.page import PAGE
 from alignment.run.ranks import rank, tell
 from alignment.training.data import evaluation_data, tokenized_folder, training_data
 from alignment.training.run_page import REPORT

@@ -22,7 +22,7 @@ from alignment.config.errors import DataError, listing, one_line, show
 from alignment.data.columns import check_no_images, foreign_columns
 from alignment.data.readers import Placed, encoded, infer_features, json_object, json_text, read_rows
 from alignment.internals.datasets import cache_folder, cause_of, data_files_by_split, slices, was_saved
-from alignment.reporting.durable import write_json
+from alignment.run.durable import write_json
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 _EXACT = (".json", ".jsonl", ".csv")

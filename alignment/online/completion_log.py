@@ -7,7 +7,7 @@ from typing import Any
 
 from alignment.online.completions import Generated
 from alignment.online.ranking import Ranking
-from alignment.reporting.completions import CompletionTable
+from alignment.reporting.log import CompletionTable
 
 
 class CompletionLog:
@@ -35,7 +35,7 @@ class CompletionLog:
         # Cleared even if not written: an omitted window has none, and must not be logged with those of another window.
         rows, self._rows = self._rows, []
         if self.every and self._logs % self.every == 0:
-            self.table.write(step, rows)
+            self.table.write_table(step, rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of logs, the stored prompts and the length of the file."""

@@ -21,7 +21,7 @@ from alignment.online.completion_log import CompletionLog
 from alignment.online.completions import Generated, described, further_columns
 from alignment.online.pairs import pair_of, plan_pairs, ranked_batches
 from alignment.online.ranking import REASONS, FirstAnswer, Ranker, Ranking
-from alignment.reporting.completions import CompletionTable
+from alignment.reporting.log import CompletionTable
 from alignment.reporting.metrics import MetricSums
 from alignment.rollout.backend import RolloutRequest, Sampling
 from alignment.rollout.engine import RolloutEngine

@@ -14,8 +14,7 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from alignment.config.errors import SECRETS
-from alignment.reporting.log_reading import number
-from alignment.reporting.report import markdown_table
+from alignment.reporting.formats import markdown_table, number
 
 OURS = "deepspeed-alignment"  # the tag of every card
 Facts = Sequence[tuple[str, str]]

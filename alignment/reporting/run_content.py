@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,13 +15,23 @@ from alignment.compat.trl.verdicts import judged_names
 from alignment.config.fields import option_fields
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
-from alignment.reporting.html import page as html
-from alignment.reporting.html.charts import COLORS, charts, compared
-from alignment.reporting.html.page import Section, badge, breakable, brief, shown, table_section
-from alignment.reporting.log_reading import Log, Record, number, read_lines, seconds_of
+from alignment.reporting import page as html
+from alignment.reporting.charts import COLORS, charts, compared
+from alignment.reporting.formats import brief, duration, number, shown, size
 from alignment.reporting.model_card import is_secret, without_secret_values
-from alignment.reporting.report import duration
-from alignment.reporting.run_view import IN_PROGRESS, RunView, read_run, utc
+from alignment.reporting.page import Section, badge, breakable, table_section
+from alignment.reporting.run_view import (
+    IN_PROGRESS,
+    Log,
+    Record,
+    RunView,
+    metrics_of,
+    read_lines,
+    read_object,
+    read_run,
+    seconds_of,
+    utc,
+)
 
 _LONGEST_VALUE, _LONGEST_TEXT = 300, 1500  # characters of an option's value, of a prompt or completion
 _MOST_PROMPTS, _MOST_TILES = 6, 6  # in a group of completions, at the top
@@ -49,17 +59,24 @@ class RunContent(NamedTuple):
     page: html.Page
     history: Sequence[Record]  #: training and evaluation entries of the log
     train: Record  #: the newest metrics
-    evaluation: Record  #: the newest ones, without the prefix ``eval_``
+    evaluation: Record  #: the newest ones, or those of the best weights in the folder, without the prefix ``eval_``
     options: Mapping[str, tuple[str, str]]  #: value and default, empty if unknown, of the changed ones
 
 
-def read_content(folder: Path, *, state: str | None = None) -> RunContent:
-    """Collect the content of the report of a run; ``state`` is its state if ``status.json`` does not have it yet."""
+def read_content(
+    folder: Path, *, state: str | None = None, phases: Mapping[str, Mapping[str, float]] | None = None
+) -> RunContent:
+    """Collect the content of the report of a run.
+
+    ``state`` is its state if ``status.json`` does not have it yet; ``phases`` are the totals of all ranks, instead of
+    those of rank 0 in the log.
+    """
     view = read_run(folder)
     log, start, state = view.log, view.log.newest("start"), state or view.status.state
     given = read_object(folder / "options.json", _without_secrets)
-    history = [entry for entry in log.records if "event" not in entry and "train_runtime" not in entry]
     best, method = _best_step(folder, view, given), view.status.method or given.get("method", "")
+    loaded = best if state == "finished" and given.get("load_best_model_at_end") else None
+    evaluation = log.evaluation(loaded)
     marks: list[tuple[int, str]] = [(event["step"], "resumed") for event in view.resumes]
     marks += [] if best is None else [(best, "best checkpoint")]
     marked = ", ".join(f"{label} (step {step})" for step, label in marks)
@@ -69,19 +86,19 @@ def read_content(folder: Path, *, state: str | None = None) -> RunContent:
         for name, value, default in changed_options(given, named or AlignmentConfig)
         if name not in ("method", "output_dir", "dry_run")
     }
-    evaluation = {name.removeprefix("eval_"): value for name, value in view.evaluation.items()}
+    evaluated = {name.removeprefix("eval_"): value for name, value in metrics_of(evaluation).items()}
     memory = "peak GPU memory" if start.get("device") == "cuda" else "peak resident memory"
     part = "the whole run" if log.ended else f"up to step {view.status.step}"
     star = Markup(" ") + badge("best", "good")
-    checkpoints = [(one.name, one.step, one.size, escape(one.condition) + star * (one.step == best))
+    checkpoints = [(one.name, one.step, size(one.bytes), escape(one.condition) + star * (one.step == best))
                    for one in view.checkpoints]  # fmt: skip
     sections = [
         Section("Warnings and advice", messages=[*_messages(view)]),
-        Section("Curves", marked and f"Dotted lines: {marked}.", charts=charts(history, marks)),
-        Section("Completions", samples=_samples(folder / "completions.jsonl")),
+        Section("Curves", marked and f"Dotted lines: {marked}.", charts=charts(log.entries, marks)),
+        Section("Completions", cards=[*_samples(folder / "completions.jsonl")]),
         html.metrics_section([("Training", view.metrics_step, view.metrics),
-                              ("Evaluation", view.evaluation_step, evaluation)]),
-        html.phases_section(view.phases, memory, f"Rank 0, {part}."),
+                              ("Evaluation", evaluation.get("step"), evaluated)]),
+        html.phases_section(phases or view.phases, memory, "" if phases else f"Rank 0, {part}."),
         Section("Data", cards=[_data(one) for one in start.get("data", ())], columns=True),
         table_section(
             "Options", ("option", "value", "default"), [(breakable(name), *both) for name, both in options.items()],
@@ -102,11 +119,11 @@ def read_content(folder: Path, *, state: str | None = None) -> RunContent:
         footer=f"Drawn {_now()} from the files in the output folder. All values are in log.jsonl.",
         folder=str(folder),
         state=state,
-        facts={name: str(value) for name, value in _facts(view, given) if value},
-        tiles=_tiles(history),
+        facts={name: str(value) for name, value in _facts(view, given, loaded) if value},
+        tiles=_tiles(log.entries),
         note=_note(view, state),
     )
-    return RunContent(page, history, view.metrics, evaluation, options)
+    return RunContent(page, log.entries, view.metrics, evaluated, options)
 
 
 def comparison(contents: Sequence[RunContent]) -> html.Page:
@@ -162,11 +179,12 @@ def _tiles(history: Sequence[Record]) -> list[tuple[str, str, str]]:
     return list(found.values())[:_MOST_TILES]
 
 
-def _facts(view: RunView, options: Record) -> Iterator[tuple[str, Any]]:
+def _facts(view: RunView, options: Record, loaded: int | None) -> Iterator[tuple[str, Any]]:
     log, start, status = view.log, view.log.newest("start"), view.status
     epoch, seconds = number(log.last.get("epoch")), _training_seconds(log)
     yield "Model", start.get("model") or options.get("model_name_or_path")
     yield "Steps", f"{status.step:,}" + (f" of {status.total_steps:,}" if status.total_steps else "")
+    yield "Weights", loaded and f"of step {loaded}, the best by {options.get('metric_for_best_model') or 'loss'}"
     yield "Epochs", epoch is not None and f"{epoch:.3g}"
     yield "Time", seconds and duration(seconds)
     yield "Tokens", view.tokens and f"{view.tokens:,}"
@@ -233,7 +251,7 @@ def _attempt(event: Record) -> tuple[str, ...]:
     return str(event.get("attempt") or 1), utc(event.get("time"), 16), begins, str(event.get("world_size", ""))
 
 
-def _samples(path: Path) -> list[html.Samples]:
+def _samples(path: Path) -> Iterator[html.Card]:
     """The completions of the last step, beside those of the first step for the same prompts, by evaluation set."""
     rows = [row for row in read_lines(path) if "step" in row and "prompt" in row]
     first, last = ({(row.get("dataset"), row["prompt"]): row for row in rows if row["step"] == rows[place]["step"]}
@@ -252,7 +270,9 @@ def _samples(path: Path) -> list[html.Samples]:
         scores = {label.replace("_", " "): brief(value) for label, each in row.items()
                   if label != "step" and (value := number(each)) is not None}  # fmt: skip
         groups.setdefault(title, []).append((_cut(prompt), texts, scores))
-    return [html.Samples(title, each[:_MOST_PROMPTS], len(each)) for title, each in groups.items()]
+    for title, each in groups.items():
+        cut = f"{_MOST_PROMPTS} of {len(each)} prompts; all of them are in completions.jsonl."
+        yield html.Card(title=title, lead=cut if len(each) > _MOST_PROMPTS else "", samples=each[:_MOST_PROMPTS])
 
 
 def _texts(row: Record) -> dict[str, str]:
@@ -266,17 +286,8 @@ def _messages(view: RunView) -> Iterator[tuple[str, str]]:
             at = f", the first in step {found[0]['step']}" if "step" in found[0] else ""
             yield "warning", f"{said}: {len(found)}{at}. See log.jsonl."
     yield from (("warning", problem) for problem in view.problems)
-    for event in (view.log.newest("start"), view.log.ended or {}):
+    for event in (view.log.newest("start"), view.log.ended):
         yield from (("advice", text) for text in event.get("advice", ()))
-
-
-def read_object(path: Path, hook: Callable[[Record], Record] | None = None) -> Record:
-    """Read a JSON object, with ``hook`` applied to all objects in it; return an empty one if this fails."""
-    try:
-        found = json.loads(path.read_bytes(), object_hook=hook)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _without_secrets(found: Record) -> Record:

@@ -5,21 +5,77 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from alignment.config.errors import OutputError, counted, one_line
-from alignment.reporting.log_reading import Log, Record, metrics_of
-from alignment.reporting.report import gibibytes
-from alignment.reporting.run_lock import holder, is_locked
-from alignment.reporting.status_file import ENDED, STATUS, RunStatus, read_status
+from alignment.run.lock import holder, is_locked
+from alignment.run.status_file import ENDED, STATUS, RunStatus, read_status
 
 LOG, MANIFEST = "log.jsonl", "manifest.json"
 LOST, UNKNOWN = "lost", "unknown"  # states in addition to those of status.json
 IN_PROGRESS = ("starting", "running")
 _RESUME = ("time", "attempt", "step", "checkpoint", "world_size")
+_BOOKKEEPING = ("step", "epoch", "num_tokens", "num_input_tokens_seen", "tokens_per_second", "time")
+_RECENT = 50  # entries used for rates
 _ENDING_S = 60.0  # a run releases its folder before it records its end; later, its process ID may be another's
+
+Record = dict[str, Any]
+
+
+class Log:
+    """The complete lines of ``log.jsonl``, which may be missing. Raises OSError if it exists and cannot be read.
+
+    Attributes:
+        records: the JSON objects in it, in order.
+        unreadable: the number of other lines.
+        events: the lines about the run itself: ``start``, ``resume``, ``end`` and others with ``event``.
+        entries: the metrics of training steps and of evaluations.
+        last: the newest training entry; empty if there is none, as is the next.
+        totals: the entry with the totals of the run, such as ``train_runtime``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        found = read_lines(path)
+        self.records = [record for record in found if record]
+        self.unreadable = len(found) - len(self.records)
+        self.events = [record for record in self.records if "event" in record]
+        self.entries = [one for one in self.records if not {"event", "train_runtime"} & one.keys()]
+        self._training = [entry for entry in self.entries if "num_tokens" in entry]
+        self.last = self._training[-1] if self._training else {}
+        self.totals = next((record for record in reversed(self.records) if "train_runtime" in record), {})
+
+    @property
+    def ended(self) -> Record:
+        """The ``end`` event if the newest attempt finished, else an empty one."""
+        newest = self.newest("start", "resume", "end")  # an upload may follow it
+        return newest if newest.get("event") == "end" else {}
+
+    def newest(self, *events: str) -> Record:
+        """The newest event with one of these names; empty if there is none."""
+        return next((event for event in reversed(self.events) if event["event"] in events), {})
+
+    def evaluation(self, step: int | None = None) -> Record:
+        """The evaluation after a step, by default the newest, of all sets, each of which has an entry of its own."""
+        found = [entry for entry in self.entries if "num_tokens" not in entry]
+        step = found[-1].get("step") if found and step is None else step
+        return {name: value for entry in found if entry.get("step") == step for name, value in entry.items()}
+
+    def rates(self) -> tuple[float | None, float | None]:
+        """Steps and tokens per second over the newest entries of the newest attempt, or over a run that has ended."""
+        if self.ended and self.totals:
+            seconds, steps = self.totals["train_runtime"], self.totals.get("train_steps_per_second")
+            return steps, self.last.get("num_tokens", 0) / seconds or None
+        since = self.newest("start", "resume").get("time", "")
+        recent = [entry for entry in self._training if entry["time"] >= since][-_RECENT:]
+        seconds = seconds_of(recent[-1]["time"]) - seconds_of(recent[0]["time"]) if recent else 0.0
+        if seconds <= 0:
+            return None, None
+        steps, tokens = ((recent[-1][key] - recent[0][key]) / seconds for key in ("step", "num_tokens"))
+        return steps or None, tokens or None
 
 
 @dataclass(frozen=True)
@@ -38,61 +94,48 @@ class CheckpointView:
         """Whether it is complete, in words."""
         return (f"incomplete: {self.problem}", "complete, weights only", "complete")[self.complete + self.resumable]
 
-    @property
-    def size(self) -> str:
-        """Its size with a unit; empty if unknown."""
-        return gibibytes(self.bytes) if self.bytes >= 2**30 / 100 else f"{self.bytes / 1e6:.1f} MB" * self.complete
-
 
 class RunView:
     """A run as the files in its output folder show it. Unknown values are None or empty."""
 
     def __init__(self, folder: Path) -> None:
-        problems = []
-        alive = is_locked(folder) is not False  # without file locks, the file stands for a run until a clean end
+        self.folder = str(folder)
+        self.alive = is_locked(folder) is not False  #: whether a process holds it; also True without file locks
+        self.holder = holder(folder) if self.alive else ""  #: that process
+        self.problems: list[str] = []  #: files that cannot be read
+        self.log = log = Log(folder / LOG)
+        start, evaluation, rates = log.newest("start"), log.evaluation(), log.rates()
+        said = RunStatus(UNKNOWN, run=start.get("run", ""), method=start.get("method", ""))
         try:
-            said = read_status(folder)
+            said = read_status(folder) or said
         except (OSError, ValueError) as error:
-            said = None
-            problems.append(f"{STATUS}: cannot be read ({one_line(error)})")
-        log = Log(folder / LOG)
-        problems += [f"{LOG}: {counted(log.unreadable, 'line')} cannot be read"] if log.unreadable else []
-        start, last, rates = log.newest("start"), log.last, log.rates()
-        said = said or RunStatus(UNKNOWN, run=start.get("run", ""), method=start.get("method", ""))
-        named = (
-            (path.name.removeprefix("checkpoint-"), path) for path in folder.glob("checkpoint-*") if path.is_dir()
-        )
-        found = sorted(((int(step), path) for step, path in named if step.isdecimal()), reverse=True)
-        state = said.state if alive or said.state in (*ENDED, UNKNOWN) or _is_ending(said, folder) else LOST
-        step = max(said.step, last.get("step", 0), *(step for step, _ in found[:1]))
+            self.problems.append(f"{STATUS}: cannot be read ({one_line(error)})")
+        if log.unreadable:
+            self.problems.append(f"{LOG}: {counted(log.unreadable, 'line')} cannot be read")
+        steps = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*") if path.is_dir()}
+        saved = sorted(((int(step), path) for path, step in steps.items() if step.isdecimal()), reverse=True)
+        step = max(said.step, log.last.get("step", 0), *(step for step, _ in saved[:1]))
         total = said.total_steps or start.get("steps", 0)
-        left = max(0, total - step) if state in IN_PROGRESS and total else None
-
-        self.folder, self.log = str(folder), log
+        is_known = self.alive or said.state in (*ENDED, UNKNOWN) or _is_ending(said, folder)
         #: what ``status.json`` says, with the newest known step, and ``lost`` and ``unknown`` as further states
-        self.status = replace(said, state=state, step=step, total_steps=total)
-        self.alive = alive  #: whether a process holds the folder
-        self.holder = holder(folder) if alive else ""  #: that process
+        self.status = replace(said, state=said.state if is_known else LOST, step=step, total_steps=total)
         self.name: str = start.get("run_name", "")
-        self.eta_seconds = left / rates[0] if left is not None and rates[0] else None  #: at the current rate
         self.steps_per_second, self.tokens_per_second = rates  #: over the newest entries of the log
-        self.tokens: int | None = last.get("num_tokens")  #: trained on so far
-        self.metrics = metrics_of(last)  #: of the newest training entry of the log
-        self.metrics_step: int | None = last.get("step")
-        self.evaluation = metrics_of(log.evaluation)  #: the newest one
-        self.evaluation_step: int | None = log.evaluation.get("step")
+        left = max(0, total - step) if self.status.state in IN_PROGRESS and total else None
+        self.eta_seconds = left / rates[0] if left is not None and rates[0] else None  #: at the current rate
+        self.tokens: int | None = log.last.get("num_tokens")  #: trained on so far
+        self.metrics, self.metrics_step = metrics_of(log.last), log.last.get("step")  #: the newest of training
+        self.evaluation, self.evaluation_step = metrics_of(evaluation), evaluation.get("step")  #: the newest
+        resumes = [event for event in log.events if event["event"] == "resume"]
         #: time, attempt, step, checkpoint and world_size of each
-        self.resumes: list[Record] = [
-            {key: one.get(key) for key in _RESUME} for one in log.events if one["event"] == "resume"
-        ]
+        self.resumes: list[Record] = [{key: event.get(key) for key in _RESUME} for event in resumes]
         #: totals of rank 0, after the end of a run
         self.phases: dict[str, Record] = log.newest("start", "resume", "end", "stop").get("phases") or {}
-        self.checkpoints = [_read_checkpoint(path, step) for step, path in found]  #: the newest first
+        self.checkpoints = [_read_checkpoint(path, step) for step, path in saved]  #: the newest first
         #: checkpoints that are being written, or were at a kill
         self.partial = sorted(path.name for path in folder.glob(".checkpoint-*.partial"))
-        reports = [path for name in ("report.html", "report.md") if (path := folder / name).exists()]
-        self.report = str(reports[0]) if reports else None  #: its path
-        self.problems = problems  #: files that cannot be read
+        reports = [str(path) for name in ("report.html", "report.md") if (path := folder / name).exists()]
+        self.report = reports[0] if reports else None  #: its path
 
     def to_dict(self) -> dict[str, Any]:
         """The run as a JSON object; the values of the status are among its own, and the keys are stable."""
@@ -125,11 +168,6 @@ def read_run(folder: Path) -> RunView:
     return view
 
 
-def utc(time: str | None, length: int = 19) -> str:
-    """A time of the log or the status as ``2026-11-22 18:20:05 UTC``; empty if unknown."""
-    return f"{time[:length].replace('T', ' ')} UTC" if time else ""
-
-
 def _is_ending(said: RunStatus, folder: Path) -> bool:
     is_here = said.host == socket.gethostname() and Path(f"/proc/{said.pid}").exists()
     return is_here and time.time() - (folder / STATUS).stat().st_mtime < _ENDING_S
@@ -146,3 +184,41 @@ def _read_checkpoint(path: Path, step: int) -> CheckpointView:
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         problem = f"cannot be read ({one_line(error)})"
     return CheckpointView(path.name, step, problem=problem)
+
+
+def metrics_of(record: Record) -> Record:
+    """The metrics of an entry, without step, epoch, time and token counts."""
+    return {name: value for name, value in record.items() if name not in _BOOKKEEPING}
+
+
+def seconds_of(time: str) -> float:
+    """Parse a time of the log or of ``status.json`` into seconds since 1970."""
+    return datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()
+
+
+def utc(time: str | None, length: int = 19) -> str:
+    """A time of the log or the status as ``2026-11-22 18:20:05 UTC``; empty if unknown."""
+    return f"{time[:length].replace('T', ' ')} UTC" if time else ""
+
+
+def read_lines(path: Path) -> list[Record]:
+    """The JSON object in each complete line of a file, which may be missing; empty for a line that is not one."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # the last line may be incomplete
+    return [_parsed(line) for line in lines if line.strip()]
+
+
+def read_object(path: Path, hook: Callable[[Record], Record] | None = None) -> Record:
+    """Read a JSON object, with ``hook`` applied to all objects in it; return an empty one if this fails."""
+    try:
+        return _parsed(path.read_bytes(), hook)
+    except OSError:
+        return {}
+
+
+def _parsed(text: bytes, hook: Callable[[Record], Record] | None = None) -> Record:
+    """A JSON object; empty if the text is not one."""
+    try:
+        found = json.loads(text, object_hook=hook)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -14,7 +14,7 @@ from alignment.config.lookup import FAILURES, raised
 from alignment.data.messages import Text
 from alignment.engines.collectives import on_first_rank
 from alignment.engines.rng import as_before
-from alignment.reporting.completions import as_text
+from alignment.reporting.log import as_text
 from alignment.rewards.callables import as_list, name_of, raise_together, scalar, span, together
 from alignment.rewards.llm_judge import FAILED, LLMJudge
 from alignment.run.retries import NEVER, Retries

@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from alignment.config.errors import OptionError, RewardError, listing, one_line
-from alignment.reporting.completions import as_text
+from alignment.reporting.log import as_text
 from alignment.rewards.callables import awaited
 from alignment.run.activity import ACTIVITY
 from alignment.run.ending import causes

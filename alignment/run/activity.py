@@ -6,9 +6,10 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from alignment.config.options_training import FaultOptions
-from alignment.reporting.status_file import StatusFile
+from alignment.run.status_file import StatusFile
 
 _LONGEST_TICK_S = 2.0  # a longer time between two ticks means that the process was suspended
 
@@ -63,6 +64,10 @@ class Activity:
     def place(self) -> str:
         """Phase and step, for messages; after an exception, the innermost phase that it has left."""
         return f"phase {self._failed or self.phase}, step {self.step}"
+
+    def in_status(self) -> dict[str, Any]:
+        """Phase and step, as fields of ``status.json``."""
+        return {"phase": self.phase, "step": self.step}
 
     @property
     def idle(self) -> float:

@@ -190,6 +190,25 @@ def record(ending: Ending) -> None:
         bounded(ACTIVITY.at_failure, _REPORT_S)
 
 
+@contextlib.contextmanager
+def ending_in_status() -> Iterator[None]:
+    """Record in the status how the body ends, and write the report of a failure, unless a guard does."""
+    if ACTIVITY.guarded:
+        yield
+        return
+    ending = Ending("", code=0)
+    try:
+        yield
+    except BaseException as error:
+        ending = ending_of(error)
+        raise
+    finally:
+        record(ending)  # no effect if the end has been recorded
+        if ACTIVITY.status is not None:
+            ACTIVITY.status.close()
+        ACTIVITY.status = ACTIVITY.at_failure = None
+
+
 def write(text: str) -> None:
     """Write `text` to stderr, if any, after closing progress bars, which would redraw themselves over it."""
     start = "\n" if world_size() > 1 else ""  # another rank's bar may have left the cursor in the middle of a line

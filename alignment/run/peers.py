@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 
 import psutil
 
-from alignment.reporting.status_file import fail_in_place_of
 from alignment.run.activity import ACTIVITY
 from alignment.run.ending import Ending, bounded, end_with
+from alignment.run.status_file import fail_in_place_of
 from alignment.run.stop import REQUESTS, StopReason
 
 _POLL_S, _LEAVING_S = 0.5, 0.05  # between two heartbeats; while this rank waits for the others to finish

@@ -26,8 +26,8 @@ from alignment.references.content import adapters_content, source_content
 from alignment.references.engine import EngineReference, ReferencePlan
 from alignment.references.precomputed import LogpTable, PrecomputedReference, places
 from alignment.references.store import LogpStore
+from alignment.reporting.formats import duration
 from alignment.reporting.progress import Progress
-from alignment.reporting.report import duration
 from alignment.run.ranks import rank, tell, world_size
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, limits_of, order_seed, tokenized_folder

@@ -24,7 +24,7 @@ from alignment.references.adapter import AdapterReference
 from alignment.references.base import Reference
 from alignment.references.engine import EngineReference
 from alignment.references.precomputed import PrecomputedReference
-from alignment.reporting.completions import CompletionTable
+from alignment.reporting.log import CompletionTable
 from alignment.rollout.backend import RolloutRequest, Sampling, continuations
 from alignment.rollout.engine import RolloutEngine
 from alignment.rollout.processors import ACCEPTED
@@ -75,7 +75,7 @@ class EvaluationAnswers:
         rows = self._rows(models, data)
         if rows and self.context.is_first:
             if self.in_run():
-                self.table.write(step, [{"dataset": name, **row} for row in rows])
+                self.table.write_table(step, [{"dataset": name, **row} for row in rows])
             lines = [f"step {step}: completions for {len(rows)} prompts of {name}"]
             lines += [
                 f"  {column:<{max(map(len, row))}}  {_SHORT.repr(row[column])}" for row in rows for column in row

@@ -34,13 +34,14 @@ from alignment.engines.phases import Phases
 from alignment.models.adapters.record import unwrapped
 from alignment.models.tasks import CAUSAL_LM
 from alignment.references.engine import ReferencePlan
-from alignment.reporting.durable import write_json
 from alignment.reporting.log import JsonlLog, strict
 from alignment.run.activity import ACTIVITY
+from alignment.run.durable import write_json
+from alignment.run.ending import ending_in_status
 from alignment.run.protection import protected
 from alignment.run.ranks import local_rank, rank, tell, world_size
 from alignment.run.retries import Retries
-from alignment.run.status import begin_status, ending_in_status
+from alignment.run.status_file import StatusFile, next_attempt
 from alignment.training.arguments import (
     check_collator,
     check_datasets,
@@ -316,9 +317,11 @@ class AlignmentTrainer(TrainerSurface):
             chosen = functools.partial(choose, self.output_dir, asked, manifest, anyway=anyway)
         checkpoint = self.folder.enter(chosen)
         if rank() == 0:
+            known = {"method": self.args.method, "world_size": world_size()}
             resumed_from = "" if checkpoint is None else checkpoint.folder.name
-            known = {"method": self.args.method, "world_size": world_size(), "resumed_from": resumed_from}
-            begin_status(self.output_dir, bool(asked), **known)
+            status, ACTIVITY.step = next_attempt(self.output_dir, bool(asked), resumed_from, **known), 0
+            ACTIVITY.status = StatusFile(self.output_dir, status, ACTIVITY.in_status)
+            ACTIVITY.status.flush()
             ACTIVITY.at_failure = functools.partial(write_page, self.output_dir)
         return checkpoint
 

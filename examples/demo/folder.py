@@ -16,7 +16,7 @@ from pathlib import Path
 from alignment import __version__
 from alignment.checkpoint.run_folder import check_output_folder
 from alignment.config.errors import OutputError
-from alignment.reporting.durable import write_json
+from alignment.run.durable import write_json
 from examples.demo.data import Row
 
 _MARK = "made_by_demo.json"

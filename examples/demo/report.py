@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from alignment.config.errors import OutputError
-from alignment.reporting.report import markdown_table
+from alignment.reporting.formats import markdown_table
 from examples.demo.data import Row
 from examples.demo.folder import Settings
 from examples.demo.grammar import Request

@@ -106,7 +106,7 @@ def test_a_stop_saves_the_last_good_step_and_a_resume_can_skip(in_process: Calla
     assert (event["step"], event["window"], event["action"]) == (6, [1, 1], "skip")
     assert len(event["rows"]) == 4 and set(event["rows"]) <= set(range(1, 17))
     assert events(again, "end") and outcome(again)["history"][-1]["bad_steps"] == 1
-    assert "bad steps" in (again / "out" / "report.md").read_text()
+    assert "- Bad steps: 1\n" in (again / "out" / "report.md").read_text()
 
 
 @pytest.mark.ci

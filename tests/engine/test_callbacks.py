@@ -219,7 +219,7 @@ def test_the_initial_evaluation_has_no_checkpoint(model: str, tmp_path: Path) ->
     trainer = trained(model, tmp_path, [Decides(1.0, 5.0, 4.0, 6.0)], **given)
     assert trainer.state.best_global_step == 2
     report = (tmp_path / "out" / "report.md").read_text()
-    assert "- weights: of step 2, the best by loss: 4" in report
+    assert "- Weights: of step 2, the best by loss\n" in report
     nll = [f"{entry['eval_nll_loss']:.5g}" for entry in logged(trainer, "eval_loss")]
     assert nll[2] in report and nll[3] not in report
 

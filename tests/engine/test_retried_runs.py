@@ -50,7 +50,7 @@ def test_reads_are_retried_and_counted(tmp_path: Path, capsys: pytest.CaptureFix
     made.close()
     lines = log_of(tmp_path / "out")
     assert [line["retries"] for line in lines if "retries" in line] == [2, 2]  # for the only step, and for the run
-    assert "- retries: 2 of reads of data and reward calls" in (tmp_path / "out" / "report.md").read_text()
+    assert "- Retries: 2\n" in (tmp_path / "out" / "report.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from alignment.config.errors import ModelError
 from alignment.config.options_export import ExportOptions
 from alignment.data.kinds.pairs import SCORED_PAIRS
 from alignment.data.sources import load_split
-from alignment.reporting.status_file import read_status
+from alignment.run.status_file import read_status
 from alignment.training.trainer import AlignmentTrainer
 
 TURNS = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]

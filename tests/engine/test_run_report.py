@@ -13,15 +13,15 @@ from support.helpers import STAGES, make_model, unpaired_rows
 from transformers import TrainerCallback
 
 from alignment import KTOConfig, KTOTrainer
-from alignment.reporting.html.page import Section, metrics_section, phases_section, report_text
+from alignment.reporting.page import Page, Section, as_markdown, metrics_section, phases_section
 from alignment.run.stop import RunStopped
 from alignment.training import run_page
 from alignment.training.run_page import draw_page
 
 REPORT = """\
-# kto: a run
+# KTO: a run
 
-- steps: 4 of 4
+- Steps: 4 of 4
 
 ## Phases
 
@@ -33,13 +33,13 @@ REPORT = """\
 
 ## Final metrics
 
-### Evaluation
+### Evaluation at step 4
 
 | metric         | value |
 | -------------- | ----: |
 | rewards/chosen |  -1.5 |
 
-## Advice
+## Warnings and advice
 
 - use more rows
 """
@@ -54,10 +54,10 @@ def test_the_text() -> None:
     evaluation = {"rewards/chosen": -1.5, "count/chosen": 3.0, "logps/chosen_sum": -9.0}
     sections = [
         phases_section(phases, "GPU memory"),
-        metrics_section([("Training", None, {}), ("Evaluation", None, evaluation)]),
-        Section("Advice", messages=[("advice", "use more rows")]),
+        metrics_section([("Training", None, {}), ("Evaluation", 4, evaluation)]),
+        Section("Warnings and advice", messages=[("advice", "use more rows")]),
     ]
-    assert report_text("kto: a run", [("steps", "4 of 4")], sections) == REPORT
+    assert as_markdown(Page("a run", "KTO", sections, "", facts={"Steps": "4 of 4"})) == REPORT
 
 
 class Obstacle(TrainerCallback):
@@ -101,11 +101,12 @@ def test_a_run_ends_with_its_report(tmp_path: Path, capsys: pytest.CaptureFixtur
     trainer.close()
     text = (tmp_path / "out" / "report.md").read_text()
     assert text.rstrip() in capsys.readouterr().out
-    assert "\n- steps: 2 of 2, up to 2 rows each, 1 rank\n" in text and "\n## Advice\n" in text
-    assert "\n- data: train_dataset: 4 of 4 rows kept (2 desirable, 2 undesirable)" in text
-    assert f"{trainer.phases.records['train'].tokens:,} tokens trained on" in text
+    assert "\n- Steps: 2 of 2\n" in text and "\n- Rows per step: 2\n" in text
+    assert f"\n- Tokens: {trainer.phases.records['train'].tokens:,}\n" in text and "\n- Largest process: " in text
+    assert "\n## Warnings and advice\n\n- " in text and "\n## Versions" not in text
     phases, metrics = text.split("## Final metrics")
     cells = table(phases)
+    assert cells["kept"] == ["2"] and "### Training\n\ntrain_dataset\n\n" in phases
     for name in ("reference", "kl", "train", "step", "evaluate", "save"):
         assert cells[name][1].endswith(" s") and cells[name][4].endswith("GiB")
     page = (tmp_path / "out" / "report.html").read_text()

@@ -19,9 +19,9 @@ from alignment.checkpoint.folder import checkpoints
 from alignment.checkpoint.writer import CheckpointWriter
 from alignment.cli import train_job
 from alignment.config.errors import RewardError, TrainingError
-from alignment.reporting.status_file import RunStatus, read_status
 from alignment.rollout.generate import GenerateBackend
 from alignment.run.activity import ACTIVITY
+from alignment.run.status_file import RunStatus, read_status
 from alignment.run.stop import REQUESTS, RunStopped, StopReason
 from alignment.training import safe_points
 from alignment.training import trainer as trainer_module

@@ -166,8 +166,8 @@ def test_the_contents_of_the_wheel(wheel: Path) -> None:
     expected |= {f"alignment/ds_configs/{path.name}" for path in (ROOT / "ds_configs").glob("*.json")}
     expected |= {f"alignment/launch/recipes/{path.name}" for path in (ROOT / "launch" / "recipes").glob("*.yaml")}
     expected |= {f"alignment/launch/slurm/{path.name}" for path in (ROOT / "launch" / "slurm").glob("*.sbatch")}
-    templates = (ROOT / "alignment" / "reporting" / "html" / "templates").iterdir()
-    expected |= {f"alignment/reporting/html/templates/{path.name}" for path in templates}
+    templates = (ROOT / "alignment" / "reporting" / "templates").iterdir()
+    expected |= {f"alignment/reporting/templates/{path.name}" for path in templates}
     assert expected | {"alignment/py.typed"} <= names
     others = {name for name in names - expected if not name.startswith("deepspeed_alignment-")}
     scripts = {f"alignment/launch/{path.name}" for path in (ROOT / "launch").glob("*.py")}

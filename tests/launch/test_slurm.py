@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from conftest import DRIVERS, ROOT
 
-from alignment.reporting.status_file import RunStatus, read_status
+from alignment.run.status_file import RunStatus, read_status
 from tools.chaos.judge import look, step_of, without_times
 from tools.chaos.world import World
 from tools.ranks.client import environment

@@ -11,7 +11,6 @@ import pytest
 from conftest import ROOT
 from support.run_folders import HOLDER, entry, locked, start, write_checkpoint, write_log, write_status
 
-from alignment.checkpoint.manifest import Manifest
 from alignment.cli.status import main
 from tools.ranks.client import environment
 
@@ -51,22 +50,6 @@ def test_exit_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_an_invalid_interval(tmp_path: Path) -> None:
     write_status(tmp_path, state="finished")
     assert outcome(tmp_path, "--follow", "--interval", "0") == outcome(tmp_path, "--interval", "5") == 2
-
-
-def test_contents_are_compared_on_request_and_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, read = write_checkpoint(tmp_path, 4), []
-    compare = Manifest.check_contents
-    monkeypatch.setattr(
-        Manifest, "check_contents", lambda self, *given: (read.append(self.step), compare(self, *given))
-    )
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    for arguments, complete in (((), True), (("--check",), False), (("--check",), False)):
-        assert outcome(tmp_path, "--json", *arguments) == 0
-        assert json.loads(capsys.readouterr().out)["checkpoints"][0]["complete"] is complete
-    assert read == [4]
 
 
 def test_no_large_library_is_imported(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from alignment.checkpoint.manifest import Manifest, files_in, record_of
-from alignment.reporting.run_lock import LOCK
-from alignment.reporting.status_file import STATUS, RunStatus
+from alignment.run.lock import LOCK
+from alignment.run.status_file import STATUS, RunStatus
 
 BEGAN = 1_790_000_000.0  # 2026-09-21 14:13:20 UTC
 HOLDER = "process 4711 on node7 (SLURM job 77)"

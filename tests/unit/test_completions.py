@@ -15,7 +15,7 @@ from alignment.data.kinds.prompts import PromptRow
 from alignment.online.completion_log import CompletionLog
 from alignment.online.completions import Generated
 from alignment.online.ranking import Ranking
-from alignment.reporting.completions import CompletionTable, as_text
+from alignment.reporting.log import CompletionTable, as_text
 from alignment.rollout.backend import Completion
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\nthere"}]
@@ -29,9 +29,9 @@ ROWS: list[dict[str, Any]] = [
 def test_the_file_has_one_line_per_row(tmp_path: Path) -> None:
     path = tmp_path / "out" / "completions.jsonl"
     table = CompletionTable(path)
-    table.write(3, ROWS)
-    table.write(4, [{"prompt": "p", "chosen": "c", "score": float("inf"), "dropped": None}])
-    table.write(5, [])
+    table.write_table(3, ROWS)
+    table.write_table(4, [{"prompt": "p", "chosen": "c", "score": float("inf"), "dropped": None}])
+    table.write_table(5, [])
     lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
     assert lines == [
         {"step": 3, "prompt": TEXT, "chosen": "é|*x*", "score": None, "dropped": "tied"},
@@ -75,10 +75,10 @@ def test_tensorboard_gets_text(tmp_path: Path) -> None:
     callbacks: list[Any] = []
     table = CompletionTable(tmp_path / "completions.jsonl", callbacks)
     callbacks.append(TensorBoardCallback())  # callbacks added later are used
-    table.write(1, ROWS)  # no writer yet
+    table.write_table(1, ROWS)  # no writer yet
     callbacks[0].on_train_begin(args, state, control)
-    table.write(2, ROWS[:1])
-    table.write(4, ROWS)
+    table.write_table(2, ROWS[:1])
+    table.write_table(4, ROWS)
     callbacks[0].on_train_end(args, state, control)
     (file,) = (tmp_path / "runs").rglob("events.*")
     events = EventAccumulator(str(file)).Reload().Tensors("completions/text_summary")
@@ -93,9 +93,9 @@ def test_wandb_gets_a_table(wandb: Any, tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setenv(name, value)
     table = CompletionTable(tmp_path / "completions.jsonl", [WandbCallback()])
     assert wandb.run is None
-    table.write(1, ROWS)  # no run: nothing to log to
+    table.write_table(1, ROWS)  # no run: nothing to log to
     run = wandb.init(project="tests")
-    table.write(2, ROWS)
+    table.write_table(2, ROWS)
     logged, folder = run.summary["completions"], Path(run.dir)  # an earlier run of this process may have set it
     wandb.finish()
     assert (logged["_type"], logged["nrows"], logged["ncols"]) == ("table-file", 2, 5)

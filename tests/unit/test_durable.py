@@ -11,7 +11,7 @@ import pytest
 from support.small_disk import full
 
 from alignment.config.errors import OutputError
-from alignment.reporting.durable import is_full, replace_text, sync, sync_folder, write_json
+from alignment.run.durable import is_full, replace_text, sync, sync_folder, write_json
 
 
 def kind(descriptor: int) -> str:

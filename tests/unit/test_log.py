@@ -13,10 +13,9 @@ from support.small_disk import fill, full, small_disk
 
 from alignment.config.errors import OutputError
 from alignment.online.completion_log import CompletionLog
-from alignment.reporting.completions import CompletionTable
-from alignment.reporting.durable import is_full
-from alignment.reporting.log import JsonlLog
-from alignment.reporting.log_reading import seconds_of
+from alignment.reporting.log import CompletionTable, JsonlLog
+from alignment.reporting.run_view import seconds_of
+from alignment.run.durable import is_full
 
 
 class LimitedFile:
@@ -258,7 +257,7 @@ def test_the_state_is_on_the_disk_when_it_is_given(tmp_path: Path, monkeypatch: 
 def test_tables_of_completions_wait_as_well(tmp_path: Path, disk: type[LimitedPath]) -> None:
     table = CompletionTable(disk(tmp_path / "completions.jsonl"))
     disk.space = 0
-    table.write(1, [{"n": 1}])
+    table.write_table(1, [{"n": 1}])
     assert len(CompletionLog(table, 1, 2).state_dict()["table"]["pending"]) == 1
     with pytest.raises(OutputError, match="1 line lost"):
         table.finish()

@@ -10,8 +10,8 @@ import pytest
 from support.report_folders import NASTY, nasty_run, whole_run, write_completions, write_options
 from support.run_folders import at, entry, start, write_log, write_status
 
-from alignment.reporting.html.charts import charts
-from alignment.reporting.html.page import render
+from alignment.reporting.charts import charts
+from alignment.reporting.page import as_markdown, render
 from alignment.reporting.run_content import comparison, read_content
 
 
@@ -90,6 +90,7 @@ def test_markup_in_a_run_is_escaped(tmp_path: Path, several: bool) -> None:
     assert not {tag for tag, _ in page.tags} & {"img", "script", "iframe", "object", "embed", "form", "base"}
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
     assert page.text.count("<img src=x onerror=") >= (4 if several else 15)
+    assert as_markdown(content.page).count(NASTY) == 19, "in Markdown, text is shown as it is"
 
 
 def test_the_page_loads_no_resources(tmp_path: Path) -> None:
@@ -170,11 +171,11 @@ def test_completions_before_and_after(tmp_path: Path) -> None:
     with (tmp_path / "completions.jsonl").open("a") as file:
         file.write('{"prompt": "p"}\n{"step": 20, "pro')  # being written
     write_log(tmp_path, [start()])
-    groups = next(one.samples for one in read_content(tmp_path).page.sections if one.samples)
+    groups = next(one.cards for one in read_content(tmp_path).page.sections if one.title == "Completions")
     title = "Before and after: steps 0 and 10"
-    assert [(group.title, group.total) for group in groups] == [(title, 2), (f"{title}, x", 2)]
+    assert [(group.title, group.lead) for group in groups] == [(title, ""), (f"{title}, x", "")]
     for group in groups:
-        assert list(group.rows) == [
+        assert list(group.samples) == [
             (
                 name,
                 {"policy, step 0": f"{name} 0", "policy, step 10": f"{name} 10", "reference": "r"},

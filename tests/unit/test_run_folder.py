@@ -16,7 +16,7 @@ from alignment.checkpoint import run_folder
 from alignment.checkpoint.run_folder import RunFolder, check_filled, check_inputs_stay, left_by_earlier_run, set_aside
 from alignment.config.errors import DataError, OutputError
 from alignment.engines.launch_env import init_distributed
-from alignment.reporting.run_lock import is_locked
+from alignment.run.lock import is_locked
 
 MOVED = (
     *(".checkpoint-12.partial/model.safetensors", "checkpoint-2/model.safetensors", "checkpoint-10/sub/file"),

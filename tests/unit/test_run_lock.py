@@ -20,8 +20,8 @@ from conftest import DRIVERS, ROOT
 from support.run_folders import holding
 
 from alignment.config.errors import OutputError
-from alignment.reporting import run_lock
-from alignment.reporting.run_lock import LOCK, RunLock, holder, is_locked
+from alignment.run import lock as run_lock
+from alignment.run.lock import LOCK, RunLock, holder, is_locked
 
 
 def driver(*arguments: object) -> subprocess.Popen[str]:

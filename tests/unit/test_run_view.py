@@ -14,9 +14,8 @@ from conftest import ROOT
 from support.run_folders import HOLDER, at, end, entry, locked, start, write_checkpoint, write_log, write_status
 
 from alignment.cli.status import status_line, status_lines
-from alignment.reporting.log_reading import Log
-from alignment.reporting.run_view import read_run
-from alignment.reporting.status_file import STATUS
+from alignment.reporting.run_view import Log, read_run
+from alignment.run.status_file import STATUS
 
 RESUME = {"event": "resume", "attempt": 2, "step": 4, "checkpoint": "checkpoint-4", "world_size": 4, "time": at(1000)}
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from alignment.reporting import status_file
-from alignment.reporting.status_file import RunStatus, StatusFile, fail_in_place_of, read_status
+from alignment.run import status_file
+from alignment.run.status_file import RunStatus, StatusFile, fail_in_place_of, read_status
 
 
 def until(reached: Callable[[], bool], seconds: float = 10.0) -> None:

@@ -101,8 +101,8 @@ class Events:
         from alignment.checkpoint.manifest import Manifest
         from alignment.checkpoint.run_folder import RunFolder
         from alignment.checkpoint.tensors import TensorFile
-        from alignment.reporting.run_lock import RunLock
         from alignment.rollout.engine import RolloutEngine
+        from alignment.run.lock import RunLock
         from alignment.training import trainer
         from alignment.training.loop import TrainingLoop
 

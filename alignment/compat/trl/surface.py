@@ -16,7 +16,7 @@ from transformers import TrainerState
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import barrier, device
 from alignment.references.engine import EngineReference
-from alignment.reporting.durable import write_json
+from alignment.run.durable import write_json
 from alignment.run.ranks import local_rank, rank, world_size
 from alignment.training.callbacks import Events, check_callbacks
 from alignment.training.context import RunContext

@@ -27,8 +27,8 @@ from alignment.checkpoint.manifest import MANIFEST, Manifest
 from alignment.config.errors import HubError, one_line
 from alignment.engines.collectives import from_first_rank, on_first_rank
 from alignment.internals.process_end import before_threads_end, leave_daemon_pools
-from alignment.reporting.durable import replace_text
 from alignment.run.activity import ACTIVITY
+from alignment.run.durable import replace_text
 from alignment.run.ranks import tell
 from alignment.run.retries import Retries
 from alignment.run.stop import REQUESTS

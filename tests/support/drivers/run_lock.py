@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from alignment.reporting import run_lock
-from alignment.reporting.run_lock import RunLock
+from alignment.run import lock as run_lock
+from alignment.run.lock import RunLock
 
 
 def work(lock: RunLock) -> None:

@@ -20,7 +20,7 @@ from alignment.checkpoint import run_folder
 from alignment.config.errors import OutputError
 from alignment.engines.collectives import barrier
 from alignment.engines.launch_env import init_distributed
-from alignment.reporting.run_lock import LOCK
+from alignment.run.lock import LOCK
 from alignment.run.ranks import rank
 
 _LATE_S = 0.4

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from alignment.reporting.status_file import RunStatus, StatusFile
+from alignment.run.status_file import RunStatus, StatusFile
 from alignment.run.stop import StopReason
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

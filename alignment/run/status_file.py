@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +20,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from alignment.reporting.durable import replace_text
+from alignment.config.errors import one_line
+from alignment.run.durable import replace_text
 
 STATUS = "status.json"
 STATES = ("starting", "running", "preempted", "stopped", "failed", "finished")
@@ -84,6 +87,26 @@ def read_status(folder: Path) -> RunStatus | None:
     return status
 
 
+def next_attempt(folder: Path, resumes: bool, resumed_from: str, **known: Any) -> RunStatus:
+    """The first status of a new attempt, in this process; if a resume was requested, it counts earlier attempts.
+
+    ``resumed_from`` and ``known``, such as the method, are fields of :class:`RunStatus`.
+    """
+    before = None
+    try:
+        before = read_status(folder) if resumes else None
+    except (ValueError, OSError) as error:
+        print(f"{folder / STATUS}: cannot be read ({one_line(error)}); attempts are counted from 1", flush=True)
+    job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
+    known |= {"job": job, "restarts": int(restarts) if restarts.isdecimal() else 0, "started": now()}
+    known |= {"host": socket.gethostname(), "pid": os.getpid(), "resumed_from": resumed_from}
+    if before is not None:
+        # A newly submitted job has the full number of attempts without progress again.
+        stalls = (before.job, before.resumed_from) == (job, resumed_from)
+        known |= {"attempt": before.attempt + 1, "stalled": before.stalled + 1 if stalls else 1}
+    return RunStatus(checkpoint=resumed_from, **known)
+
+
 def fail_in_place_of(folder: Path, host: str, pid: int, error: str) -> None:
     """Record the failure of a run whose rank 0, a process of ``host``, was killed, unless another has started."""
     with contextlib.suppress(OSError, ValueError):
@@ -96,35 +119,32 @@ def fail_in_place_of(folder: Path, host: str, pid: int, error: str) -> None:
 class StatusFile:
     """Keeps ``status.json`` up to date; written by one process.
 
-    A thread writes the file: when the state changes, on request, and every few seconds while the run is in progress,
-    after refreshing the fields that ``doing`` returns. No step waits for a disk, and the end of a run at most a few
-    seconds. The end is not written over the status of another attempt, which may have taken over the folder.
+    A thread writes the file: after each change, and every few seconds while the run is in progress, with the fields
+    that ``doing`` returns. No step waits for a disk, and the end of a run at most a few seconds. The end is not
+    written over the status of another attempt, which may have taken over the folder.
     """
 
     def __init__(self, folder: Path, status: RunStatus, doing: Callable[[], dict[str, Any]] = dict) -> None:
         self.path, self.status, self._doing = folder / STATUS, status, doing
         self._changed = threading.Condition()
-        self._wanted, self._written, self._due, self._closed = 1, 0, True, False
+        self._wanted, self._written, self._closed = 1, 0, False
         threading.Thread(target=self._keep, name="status", daemon=True).start()
 
     def update(self, **changes: Any) -> None:
         """Change fields of the status. Only the end of a run is waited for, and only its first end counts."""
         with self._changed:
-            before = self.status
-            if before.state in ENDED:
+            if self.status.state in ENDED:
                 return
-            self.status = dataclasses.replace(before, **changes)
+            self.status = dataclasses.replace(self.status, **changes)
             self._wanted += 1
-            self._due = self._due or self.status.state != before.state
             self._changed.notify_all()
         if self.status.state in ENDED:
             self.flush()
 
     def flush(self, seconds: float = _LAST_S) -> bool:
-        """Write the current status and wait for it; return whether the disk responded in time."""
+        """Wait until the current status is written; return whether the disk responded in time."""
         with self._changed:
-            wanted, self._due = self._wanted, True
-            self._changed.notify_all()
+            wanted = self._wanted
             return self._changed.wait_for(lambda: self._written >= wanted, seconds)
 
     def close(self) -> None:
@@ -137,8 +157,8 @@ class StatusFile:
     def _keep(self) -> None:
         while self.status.state not in ENDED or self._written < self._wanted:
             with self._changed:
-                self._changed.wait_for(lambda: self._due, None if self._closed else _EVERY_S)
-                self._due, wanted = False, self._wanted
+                self._changed.wait_for(lambda: self._written < self._wanted, None if self._closed else _EVERY_S)
+                wanted = self._wanted
                 doing = {} if self._closed or self.status.state in ENDED else self._doing()
                 status = self.status = dataclasses.replace(self.status, **doing, time=now())
             with contextlib.suppress(OSError):

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
-from alignment.reporting.html.charts import COLORS, Chart
-from alignment.reporting.log_reading import is_mean, number
-from alignment.reporting.report import duration, gibibytes, markdown_table
+from alignment.reporting.charts import COLORS, Chart
+from alignment.reporting.formats import duration, markdown_table, shown, size
 
 PAGE = "report.html"
 _TONES = {
@@ -31,24 +30,20 @@ class Table(NamedTuple):
 
 
 class Card(NamedTuple):
-    """Tables in a frame, with an optional title, the muted end of it, and an introduction."""
+    """Tables and samples in a frame, with an optional title, the muted end of it, and an introduction.
 
-    tables: Sequence[Table]
+    A sample is a prompt, its completions by label, and formatted scores by label.
+    """
+
+    tables: Sequence[Table] = ()
     title: str = ""
     muted: str = ""
     lead: str = ""
-
-
-class Samples(NamedTuple):
-    """Samples of ``total`` ones: prompt, completions and formatted scores by label."""
-
-    title: str
-    rows: Sequence[tuple[str, Mapping[str, str], Mapping[str, str]]]
-    total: int
+    samples: Sequence[tuple[str, Mapping[str, str], Mapping[str, str]]] = ()
 
 
 class Section(NamedTuple):
-    """A section with any of: cards, side by side with ``columns``; messages (kind and text); charts; samples."""
+    """A section with any of: cards, side by side with ``columns``; messages (kind and text); charts."""
 
     title: str
     lead: str = ""
@@ -56,10 +51,9 @@ class Section(NamedTuple):
     columns: bool = False
     messages: Sequence[tuple[str, str]] = ()
     charts: Sequence[Chart] = ()
-    samples: Sequence[Samples] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.cards or self.messages or self.charts or self.samples)
+        return bool(self.cards or self.messages or self.charts)
 
 
 class Page(NamedTuple):
@@ -81,17 +75,17 @@ def render(page: Page) -> str:
     return str(_template().render(page=page._replace(sections=list(filter(None, page.sections)))))
 
 
-def report_text(title: str, facts: Iterable[tuple[str, str]], sections: Iterable[Section]) -> str:
-    """Render the tables and messages of a report as Markdown that is also readable in a terminal."""
-    parts = [f"# {title}", "\n".join(f"- {name}: {value}" for name, value in facts)]
-    for section in filter(None, sections):
-        parts += [f"## {section.title}", "\n".join(f"- {text}" for _, text in section.messages)]
+def as_markdown(page: Page) -> str:
+    """Render the facts, tables and messages of a page as Markdown that is also readable in a terminal."""
+    parts = [f"# {page.kind}: {page.title}", "\n".join(f"- {name}: {value}" for name, value in page.facts.items())]
+    for section in filter(None, page.sections):
+        parts += [f"## {section.title}", section.lead, "\n".join(f"- {text}" for _, text in section.messages)]
         for card in section.cards:
-            parts.append(card.title and f"### {card.title}")
+            parts += [card.title and f"### {card.title} {card.muted}".rstrip(), card.lead]
             for table in card.tables:
-                rows = [[Markup(cell).striptags().replace("−", "-") for cell in row] for row in table.rows]
+                rows = [[escape(cell).striptags() for cell in row] for row in table.rows]
                 parts.append(markdown_table(table.heads, rows))
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return "\n\n".join(filter(None, parts)).replace("−", "-") + "\n"
 
 
 def table_section(
@@ -109,8 +103,8 @@ def phases_section(phases: Mapping[str, Mapping[str, float]], memory: str, lead:
     for name, one in sorted(phases.items(), key=lambda item: -item[1]["seconds"]):
         seconds, tokens, peak = one["seconds"], one["tokens"], one["peak_bytes"]
         share, rate = 100 * seconds / total, f"{tokens / seconds:,.0f}" if tokens and seconds else ""
-        size = bar(100 * peak / most, gibibytes(peak), "bar second") if peak else ""
-        rows.append([name, bar(share, f"{share:.0f}%"), duration(seconds), f"{one['entries']:,.0f}", rate, size])
+        memory_bar = bar(100 * peak / most, size(peak), "bar second") if peak else ""
+        rows.append([name, bar(share, f"{share:.0f}%"), duration(seconds), f"{one['entries']:,.0f}", rate, memory_bar])
     heads = ("phase", "share of the time", "time", "times", "tokens/s", memory)
     return table_section("Phases", heads, rows, ("", "", "number", "number", "number", ""), lead)
 
@@ -123,18 +117,6 @@ def metrics_section(metrics: Iterable[tuple[str, int | None, Mapping[str, Any]]]
         table = Table(f"{title} metrics", ("metric", "value"), rows, ("mono", "number"))
         cards += [Card([table], title, "" if step is None else f"at step {step}")] if rows else []
     return Section("Final metrics", "", cards, columns=True)
-
-
-def shown(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Format metrics, without sums, counts and speeds."""
-    known = {name: number(each) for name, each in metrics.items() if is_mean(name)}
-    left_out = ("runtime", "_per_second")
-    return {name: brief(one, 5) for name, one in known.items() if one is not None and not name.endswith(left_out)}
-
-
-def brief(value: float, digits: int = 3) -> str:
-    """Format a number with a few significant digits."""
-    return f"{value:.{digits}g}".replace("-", "−")
 
 
 def bar(share: float, text: str, kind: str = "bar") -> Markup:

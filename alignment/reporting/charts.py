@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from alignment.reporting.log_reading import number
+from alignment.reporting.formats import number
 
 Point = tuple[float, float]
 Mark = tuple[int, str]  # a step to mark, and its label
