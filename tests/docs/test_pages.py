@@ -85,21 +85,14 @@ def _is_quick(block: Block) -> bool:
     return all(command.name in _WITHOUT_TORCH for command in commands_of(script_of(block)))
 
 
-def _page(page: str, slow: bool) -> object:
-    runs = [block for block in _blocks(page) if block.runs and (slow or not block.slow)]
-    marks = [pytest.mark.slow] if slow else [] if all(map(_is_quick, runs)) else [pytest.mark.ci]
-    return pytest.param(page, slow, id=f"{page}-slow" if slow else page, marks=marks)
-
-
-def _cases() -> list[object]:
-    cases = []
+def _cases() -> Iterator[object]:
     for page in pages():
         runs = [block for block in _blocks(page) if block.runs]
-        if any(not block.slow for block in runs):
-            cases.append(_page(page, False))
-        if any(block.slow or not _is_quick(block) for block in runs):
-            cases.append(_page(page, True))
-    return cases
+        quick = [_is_quick(block) for block in runs if not block.slow]
+        if quick:
+            yield pytest.param(page, False, id=page, marks=[] if all(quick) else [pytest.mark.ci])
+        if len(quick) < len(runs) or not all(quick):
+            yield pytest.param(page, True, id=f"{page}-slow", marks=[pytest.mark.slow])
 
 
 @pytest.mark.parametrize(("page", "slow"), _cases())
@@ -115,9 +108,6 @@ def test_a_page(page: str, slow: bool, tiny: str, tmp_path: Path, forked: Callab
             run.run(block)
     for log in (tmp_path / "work").rglob("log.jsonl"):
         assert not undocumented(log), f"{log}: not in docs/reference/metrics.md"
-    for name, seconds in run.seconds.items():
-        if seconds > 1:
-            print(f"{seconds:6.1f} s  {name}")
 
 
 PAGE = """

@@ -23,12 +23,7 @@ from examples.demo.folder import (
 )
 from examples.demo.grammar import all_requests, answer
 from examples.demo.run import main
-from examples.demo.verdict import (
-    answers,
-    manner,
-)
-
-WARM = "Gladly, Anna. A cow says moo. I hope that helps."
+from examples.demo.verdict import answers, manner
 
 
 def tiny(seed: int = 0) -> Settings:
@@ -71,12 +66,6 @@ def test_held_out_requests_are_new_in_every_row() -> None:
         *(row["prompt"][0]["content"] for row in data.prompt_rows(world.training, 1600, 3)),
     ]
     assert len(made) == 12800 and not texts & set(made)
-
-
-# The tokenizer ------------------------------------------------------------------------------------------------------
-
-
-# The reward model ---------------------------------------------------------------------------------------------------
 
 
 # Targets, report, folder --------------------------------------------------------------------------------------------
@@ -125,13 +114,8 @@ def test_the_whole_program(
         "made_by_demo.json",
     }
     page = (folder / "demo.md").read_text()
-    assert (
-        re.search(r"\| before +\| +0\.000 \|", page)
-        and "targets not met: " in page
-        and "![reward margins by step](margins.png)" in page
-        and "8 pairs of a warm and a curt response" in page
-    )
-    assert "\n\n## Sampled responses\n\n```\n" in page and page.count("  after KTO ") == 3, "three requests"
+    assert re.search(r"\| before +\| \+0\.000 \|", page) and "![reward margins by step](margins.png)" in page
+    assert "targets not met: " in page and page.count("  after KTO ") == 3, "three sampled requests"
     given = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     titles = ("before", *least_warm)
     assert [line["model"] for line in given] == [title for title in titles for _ in range(5)]
@@ -139,8 +123,6 @@ def test_the_whole_program(
         cell = re.search(rf"\| {title} +\|[^|]+\|[^|]+\| +(\S+) \|", page)
         mean = sum(line["reward"] for line in given if line["model"] == title) / 5
         assert cell and float(cell[1]) == pytest.approx(mean, abs=0.006)
-    counts = {name: len((folder / "data" / f"{name}.jsonl").read_text().splitlines()) for name in models}
-    assert counts == {"start": 24, "reward": 8, "kto": 16, "kto_lora": 16, "cpo": 8, "online_dpo": 8}
     assert not (folder / "kto_lora" / "model.safetensors").exists(), "adapters only"
 
     def times() -> dict[str, int]:

@@ -16,12 +16,7 @@ from support.exports import gap, mean_logp, refused
 from support.helpers import make_model
 from support.tiny_adapters import logps, lora, make_adapter, moved
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from alignment.checkpoint import export as export_module
 from alignment.checkpoint import masters as masters_module

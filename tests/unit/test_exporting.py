@@ -16,12 +16,7 @@ from safetensors.torch import load_file, save_file
 from support.exports import command, gap, mean_logp, refused
 from support.helpers import make_model, paired_rows
 from support.tiny_adapters import CAUSAL, LAYERS, logps, lora, make_adapter, moved
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from alignment.checkpoint.comparison import sample_rows
 from alignment.checkpoint.export import _tokenizer, export
@@ -233,7 +228,7 @@ def changed(folder: Path, adapter: Path, tensors: dict[str, torch.Tensor] | None
     return folder
 
 
-def test_a_base_that_does_not_match(bases: dict[str, str], adapter: Path, tmp_path: Path) -> None:
+def test_bases_and_adapters_that_cannot_be_merged(bases: dict[str, str], adapter: Path, tmp_path: Path) -> None:
     out, state = tmp_path / "out", load_file(adapter / ADAPTER)
     first = min(state)
     refused(ModelError, bases["moe"], adapter, out, base=bases["moe"])
@@ -252,17 +247,14 @@ def test_a_base_that_does_not_match(bases: dict[str, str], adapter: Path, tmp_pa
     refused(ModelError, "other.weight", other, out)
     refused(ModelError, "/nowhere", adapter, out, base="/nowhere")
     refused(ModelError, "--base", changed(tmp_path / "nameless", adapter, base_model_name_or_path=None), out)
-    infinite = changed(tmp_path / "infinite", adapter, state | {first: state[first] * torch.inf})
-    refused(ModelError, "is not finite", infinite, out, samples=0)
-
-
-def test_types_that_cannot_be_merged(adapter: Path, tmp_path: Path) -> None:
     for name, values in (
         ("VERA", {"peft_type": "VERA"}),
         ("layer_replication", {"layer_replication": [[0, 1]]}),
         ("TOKEN_CLS", {"task_type": "TOKEN_CLS"}),
     ):
-        refused(ModelError, name, changed(tmp_path / name, adapter, **values), tmp_path / "out")
+        refused(ModelError, name, changed(tmp_path / name, adapter, **values), out)
+    infinite = changed(tmp_path / "infinite", adapter, state | {first: state[first] * torch.inf})
+    refused(ModelError, "is not finite", infinite, out, samples=0)
 
 
 def test_code_of_a_tokenizer_is_trusted_only_if_requested(monkeypatch: pytest.MonkeyPatch) -> None:

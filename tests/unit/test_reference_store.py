@@ -113,6 +113,12 @@ def test_a_part_of_another_range_or_store_is_not_used(partners: Any, tmp_path: P
     assert opened(tmp_path, partners=partners)[0].missing == [range(3, 6)]
 
 
+def test_a_part_with_other_partners_is_not_used(tmp_path: Path) -> None:
+    """In case the same seed ever draws other partners."""
+    filled(tmp_path)
+    assert opened(tmp_path, partners=np.where(np.arange(ROWS) == 4, 0, PARTNERS))[0].missing == [range(3, 6)]
+
+
 @pytest.mark.parametrize("text", ["", "{", '{"key": {}}', None])
 def test_a_store_without_manifest_is_not_used(text: str | None, tmp_path: Path) -> None:
     store = filled(tmp_path)
@@ -126,30 +132,16 @@ def test_a_store_without_manifest_is_not_used(text: str | None, tmp_path: Path) 
     assert opened(tmp_path)[1] == []
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        {**KEY, "rows": "c"},
-        {**KEY, "partners": 4},
-        {**KEY, "adapters": "lora"},
-        {**KEY, "model": {"files": {"model.safetensors": "d"}}},
-        {**KEY, "more": None},
-    ],
-)
-def test_another_key_is_another_store(key: dict[str, Any], tmp_path: Path) -> None:
-    mine = filled(tmp_path)
+DIFFERENT: list[dict[str, Any]] = [{"rows": "c"}, {"partners": 4}, {"adapters": "lora"}, {"more": None}]
+
+
+@pytest.mark.parametrize("different", [*DIFFERENT, {"model": {"files": {"model.safetensors": "d"}}}])
+def test_another_key_is_another_store(different: dict[str, Any], tmp_path: Path) -> None:
+    mine, key = filled(tmp_path), KEY | different
     other, faults = opened(tmp_path, key)
     assert other.folder != mine.folder and other.missing == other.parts and faults == []
     filled(tmp_path, key, LOGPS + 1)
     assert np.array_equal(opened(tmp_path)[0].values, LOGPS), "both are kept"
-
-
-def test_a_part_with_other_partners_is_not_used(tmp_path: Path) -> None:
-    """In case the same seed ever draws other partners."""
-    filled(tmp_path)
-    other = PARTNERS.copy()
-    other[4] = 0
-    assert opened(tmp_path, partners=other)[0].missing == [range(3, 6)]
 
 
 def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
