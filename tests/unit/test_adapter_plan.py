@@ -1,16 +1,24 @@
-"""Planning of a run's adapters on a model without weights."""
+"""Planning of a run's adapters, and of the head of a reward model with them, on a model without weights."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from support.helpers import make_model, tiny_config
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from support.helpers import make_classifier, make_model, tiny_config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from alignment import KTOConfig
 from alignment.config.errors import AlignmentError
@@ -189,3 +197,102 @@ def test_live_adapters(trained: Path) -> None:
     for model in (several, merged):
         with pytest.raises(AlignmentError, match="^model: "):
             planned(live=model)
+
+
+# The head of a reward model ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A checkpoint with a head and one without."""
+    root = tmp_path_factory.mktemp("models")
+    return {"head": make_classifier(root / "classifier"), "none": make_model(root / "language")}
+
+
+def planned_reward(given: Any, path: str | None = None, live: Any = None, **options: Any) -> Adapters:
+    """Return the plan for a reward model."""
+    config = AutoConfig.from_pretrained(path) if live is None else live.config
+    found = planned(config, path=path, config=given, live=live, task=REWARD_MODEL, **options)
+    assert found is not None
+    return found
+
+
+def summary(found: Adapters) -> tuple[str, bool, str]:
+    """Return how the head is trained, whether it is saved unchanged, and part of the message."""
+    targets = found.config.target_modules
+    way = "whole" if "score" in (found.config.modules_to_save or ()) else "lora" if "score" in targets else "frozen"
+    said = re.search("random|is frozen|is trained with the adapters|saved with the adapters", " ".join(found.notes))
+    return way, found.head, said[0] if said else ""
+
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "no name": {},
+    "whole": {"modules_to_save": ["score"]},
+    "task": {"task_type": TaskType.SEQ_CLS},
+    "target": {"target_modules": ["q_proj", "score"]},
+    "pattern": {"target_modules": r".*q_proj|score"},
+    "linear": {"target_modules": "all-linear"},
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "of_head", "of_none"),
+    [
+        ("no name", ("frozen", False, "is frozen"), ("whole", False, "is trained with the adapters")),
+        ("whole", ("whole", False, ""), ("whole", False, "")),
+        ("task", ("whole", False, ""), ("whole", False, "")),
+        ("target", ("lora", False, ""), ("lora", True, "saved with the adapters")),
+        ("pattern", ("lora", False, ""), ("lora", True, "saved with the adapters")),
+        ("linear", ("lora", False, ""), ("whole", False, "is trained with the adapters")),
+    ],
+)
+def test_the_head_with_new_adapters(given: str, of_head: Any, of_none: Any, folders: dict[str, str]) -> None:
+    for kind, expected in (("head", of_head), ("none", of_none)):
+        found = planned_reward(LoraConfig(**GIVEN[given]), folders[kind])
+        assert summary(found) == expected, kind
+        assert found.config.task_type == ("SEQ_CLS" if expected[0] == "whole" else None)
+
+
+def test_options_train_the_head(folders: dict[str, str]) -> None:
+    assert summary(planned_reward(None, folders["head"])) == ("whole", False, "")
+
+
+def test_the_head_with_adapters_of_a_live_model(folders: dict[str, str]) -> None:
+    for kind, given, expected in (
+        ("head", "no name", ("frozen", True, "is frozen")),
+        ("head", "task", ("whole", False, "")),
+        ("head", "target", ("lora", True, "")),
+        ("none", "no name", ("frozen", True, "random")),
+        ("none", "task", ("whole", False, "")),
+        ("none", "target", ("lora", True, "saved with the adapters")),
+    ):
+        model = AutoModelForSequenceClassification.from_pretrained(folders[kind], num_labels=1)
+        given_config = LoraConfig(**{"target_modules": ["q_proj"], **GIVEN[given]})
+        assert summary(planned_reward(None, live=get_peft_model(model, given_config))) == expected, (kind, given)
+
+
+def test_names_that_the_model_does_not_have(folders: dict[str, str]) -> None:
+    """PEFT ignores them if at least one name exists; for options they are an error."""
+    with pytest.raises(AlignmentError, match="^peft_config: "):
+        planned_reward(LoraConfig(target_modules=["w1"]), folders["head"])
+    planned_reward(LoraConfig(target_modules=["q_proj", "gate"], modules_to_save=["classifier"]), folders["head"])
+
+
+def test_targets_of_fused_experts() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen3MoeConfig(vocab_size=32, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2, **sizes)
+
+    def plan(given: LoraConfig, stage: int = 0) -> Any:
+        return planned(config, config=given, task=REWARD_MODEL, stage=stage)
+
+    given = LoraConfig(r=3, target_modules=["gate_proj", "up_proj", "down_proj", "score"])
+    found = plan(given)
+    assert found.config.target_modules == ["score"] and found.config.target_parameters == ["down_proj", "gate_up_proj"]
+    assert found.config.rank_pattern == {r".*\.gate_up_proj": 6}, "of two matrices in one"
+    assert not any("get no adapter" in note for note in found.notes)
+    assert given.target_parameters is None
+    with pytest.raises(AlignmentError, match="^lora_target_parameters: "):
+        plan(given, stage=3)
+    for wrong in (["up_proj", "score"], given.target_modules):
+        with pytest.raises(AlignmentError, match="^peft_config: "):
+            plan(LoraConfig(target_modules=wrong, lora_dropout=0.1))
