@@ -29,9 +29,6 @@ def result(wall: list[float], memory: int = 100, cpu: list[float] | None = None,
     return Result(wall, cpu or wall, memory, {**FIRST, **first})
 
 
-# Arithmetic ---------------------------------------------------------------------------------------------------------
-
-
 def test_ratios_are_of_the_same_steps() -> None:
     mine = [result([1.0, 2.0, 4.0], 30, [2.0, 2.0, 2.0]), result([1.0, 1.0, 1.0], 50, [2.0, 2.0, 2.0])]
     theirs = [result([3.0, 4.0, 4.0], 90, [3.0, 8.0, 8.0]), result([5.0, 5.0, 1.0], 110, [2.0, 2.0, 2.0])]
@@ -40,9 +37,6 @@ def test_ratios_are_of_the_same_steps() -> None:
     assert found.speed == 2.5  # the median of 3, 2, 1, 5, 5, 1; the ratio of the medians would be 4
     assert found.cpu == 1.25
     assert (found.our_memory, found.their_memory) == (40, 100)
-
-
-# Rows ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +66,6 @@ def test_the_order_for_trl_is_the_order_of_our_steps(method: str, model: str, tm
     assert load_tokenizer(model)(texts)["input_ids"] == ids
 
 
-# The head -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_head_compared_with_others(capsys: pytest.CaptureFixture[str]) -> None:
     """All installed implementations compute the same log-probs."""
@@ -84,9 +75,6 @@ def test_the_head_compared_with_others(capsys: pytest.CaptureFixture[str]) -> No
     assert "| torch's operations, bfloat16 | 8.5 | 5.5 |" in lines
     ways = [line.split(" | ")[0][2:] for line in lines if line.endswith(" MiB |")]
     assert ways == head.chosen_ways(on_gpu=False) and {OURS, FULL} <= set(ways)
-
-
-# The GPU table ------------------------------------------------------------------------------------------------------
 
 
 def rows_of(*arguments: str) -> list[RowJob]:
@@ -122,8 +110,6 @@ def test_both_sides_compute_the_same_first_step(method: str, lora: bool, capsys:
     assert out.count(f"| {title(method)} |") == 2
     assert all((f"| {setting.title} |" in out) == (setting.lora == lora) for setting in METHODS[method].floors)
 
-
-# Both sides on a GPU, with the CPU as the device ---------------------------------------------------------------------
 
 CPU = Machine(False, "bf16", 0, "a CPU")
 QLORA = Setting(lora=True, in_4bit=True)

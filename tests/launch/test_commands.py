@@ -18,7 +18,9 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from support.helpers import POSITIONS, make_model, unpaired_rows
+from support.bad_case import Case
+from support.bad_commands import command
+from support.helpers import make_model
 
 from alignment import __version__
 from alignment.cli.commands import COMMANDS, main
@@ -163,11 +165,11 @@ def test_a_run_saves_a_checkpoint_when_its_terminal_is_closed(tmp_path: Path) ->
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    command = [sys.executable, str(worker), *world.arguments("kto", output_dir, **options)]
+    run_worker = [sys.executable, str(worker), *world.arguments("kto", output_dir, **options)]
     variables = {**os.environ, **plan.variable(), "PYTHONPATH": str(ROOT)}
     variables.pop("SLURM_JOB_ID", None)
     with subprocess.Popen(
-        command, stdin=terminal, stdout=terminal, stderr=terminal, cwd=ROOT, env=variables, preexec_fn=in_front
+        run_worker, stdin=terminal, stdout=terminal, stderr=terminal, cwd=ROOT, env=variables, preexec_fn=in_front
     ) as run:
         os.close(terminal)
         step, deadline = tmp_path / "trails" / "step-0", time.monotonic() + 60
@@ -187,14 +189,10 @@ def test_a_run_saves_a_checkpoint_when_its_terminal_is_closed(tmp_path: Path) ->
 
 @pytest.mark.faults
 def test_a_training_run_continues_after_its_pipe_is_closed(tmp_path: Path) -> None:
-    make_model(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(8)))
-    options = {"model_name_or_path": tmp_path / "model", "dataset_name": tmp_path / "rows.jsonl"}
-    options |= {"output_dir": tmp_path / "out", "max_length": POSITIONS, "max_steps": 3, "logging_steps": 1}
-    options |= {"per_device_train_batch_size": 4}
-    arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    make_model(tmp_path / "good")
+    arguments = command(Case("kto", (), {"max_steps": 3, "logging_steps": 1}), tmp_path, tmp_path)
     process = subprocess.Popen(
-        [*TRAIN, "--method", "kto", *arguments],
+        [*TRAIN, *arguments],
         env=environment(PYTHONPATH=str(ROOT)),
         text=True,
         stdout=subprocess.PIPE,

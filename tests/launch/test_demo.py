@@ -41,9 +41,6 @@ def tiny(seed: int = 0) -> Settings:
     )
 
 
-# The world and its rules --------------------------------------------------------------------------------------------
-
-
 def test_the_rules_agree_with_the_grammar_on_every_request() -> None:
     rng = random.Random(0)
     for request in all_requests():
@@ -68,9 +65,6 @@ def test_held_out_requests_are_new_in_every_row() -> None:
     assert len(made) == 12800 and not texts & set(made)
 
 
-# Targets, report, folder --------------------------------------------------------------------------------------------
-
-
 def test_only_a_folder_of_an_earlier_demo_is_reused(tmp_path: Path) -> None:
     open_folder(tmp_path / "new")
     open_folder(tmp_path / "new")
@@ -79,9 +73,6 @@ def test_only_a_folder_of_an_earlier_demo_is_reused(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="contains files that are not from an earlier demo; choose another folder"):
         open_folder(mine)
     assert [path.name for path in mine.iterdir()] == ["kto"]
-
-
-# The program --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ci

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from conftest import DRIVERS, ROOT, Launch
-from support.helpers import make_model, unpaired_rows
+from support.bad_case import Case
+from support.bad_commands import command
+from support.helpers import make_model
 
 from tools.ranks.client import environment
 
@@ -66,10 +68,8 @@ def test_errors_about_options_import_no_library(arguments: str, code: int) -> No
 @pytest.fixture
 def kto_run(tmp_path: Path) -> list[str]:
     """Options of a run of one step."""
-    model, data = make_model(tmp_path / "model"), tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(8)))
-    options = f"--method kto --model_name_or_path {model} --dataset_name {data} --output_dir {tmp_path}/out"
-    return [*options.split(), *"--max_length 64 --max_steps 1 --save_strategy no --disable_tqdm".split()]
+    make_model(tmp_path / "good")
+    return command(Case("kto", (), {"save_strategy": "no", "disable_tqdm": "true"}), tmp_path, tmp_path)
 
 
 @pytest.mark.ci

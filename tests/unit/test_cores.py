@@ -77,9 +77,6 @@ def test_work_in_host_memory_is_offloading_or_a_cpu(
         assert not plan.works_in_host_memory(None)  # type: ignore[arg-type]
 
 
-# Compilation -------------------------------------------------------------------------------------------------------
-
-
 def test_a_lock_that_remains_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

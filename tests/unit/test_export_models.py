@@ -89,9 +89,6 @@ def written(source: Path, out: Path, **more: Any) -> tuple[ExportReport, Named]:
     return report, dict(AutoModelForCausalLM.from_pretrained(out).named_parameters())
 
 
-# Written files -------------------------------------------------------------------------------------------------------
-
-
 def test_an_export_without_conversion(made: tuple[Path, Named], base: str, tmp_path: Path) -> None:
     source, out = made[0], tmp_path / "out"
     report, ours = written(source, out, max_shard_size="20KB")
@@ -173,9 +170,6 @@ def test_an_adapter_in_fp32_uses_its_master_weights(base: str, giving: Giving, t
     assert report.masters == len(masters) and any("modules_to_save" in name for name in masters)
     assert (logps(AutoModelForCausalLM.from_pretrained(tmp_path / "out")) - exact).abs().max() < 1e-5
     assert (logps(AutoModelForCausalLM.from_pretrained(tmp_path / "rounded")) - exact).abs().max() > 1e-4
-
-
-# Refused -------------------------------------------------------------------------------------------------------------
 
 
 def test_damage(made: tuple[Path, Named], tmp_path: Path) -> None:

@@ -124,9 +124,6 @@ def test_kernel_options_that_cannot_be(
     assert not installed or check(source(use_kernels=True)) == []
 
 
-# Loading a model -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("live", [False, True])
 def test_kernels_are_installed_when_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool

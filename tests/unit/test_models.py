@@ -48,9 +48,6 @@ def shard(folder: Path) -> dict[str, str]:
     return dict(index["weight_map"])
 
 
-# Inspection ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_complete_model_passes(folder: Path) -> None:
     assert read_config(str(folder), key="k", trust_remote_code=False).model_type == "llama"
     assert len(set(shard(folder).values())) > 1
@@ -93,9 +90,6 @@ def test_positions() -> None:
         check_positions(tiny_config("tied"), 97)
 
 
-# Loading ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_model_that_cannot_be_loaded(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
@@ -104,8 +98,6 @@ def test_a_model_that_cannot_be_loaded(folder: Path) -> None:
             load_model(str(folder), torch.float32, ds_config=zero(0), init_kwargs=kwargs)
         assert "\n" not in str(caught.value)
 
-
-# Dropout and checkpointing ------------------------------------------------------------------------------------------
 
 SMALL = {"vocab_size": 50, "num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 16}
 GPT2 = GPT2Config(vocab_size=50, n_embd=16, n_head=2, n_layer=1, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
@@ -191,9 +183,6 @@ def test_a_model_is_loaded_onto_the_gpu_of_its_rank_unless_it_is_partitioned(
 
 def refuse() -> None:
     raise OSError("nothing to load")
-
-
-# Snapshots ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_snapshot_shares_nothing(folder: Path) -> None:

@@ -137,9 +137,6 @@ def test_a_pause_grows_to_five_minutes_and_ends_at_a_stop_request(pauses: list[f
     assert sum(pauses) == 300, "it is retried immediately"
 
 
-# Reward functions and judges ----------------------------------------------------------------------------------------
-
-
 def samples(count: int = 2) -> Samples:
     places = [f"row {number}" for number in range(count)]
     each: dict[str, Any] = {"ended": [True] * count, "columns": {}, "template": [{}] * count}
