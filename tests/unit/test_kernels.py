@@ -1,4 +1,4 @@
-"""Layer kernels: checks before a model is loaded, and patching of loaded models."""
+"""Layer kernels: checks before a model is loaded, and patching of loaded models; kernels of SDPA on a GPU."""
 
 from __future__ import annotations
 
@@ -6,20 +6,27 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support.helpers import make_model, options, tiny_config
+from torch.backends.cuda import SDPAParams
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM, OPTConfig
 from transformers.activations import ACT2FN
+from transformers.integrations import sdpa_attention
 
 from alignment import KTOConfig, KTOTrainer, OnlineDPOConfig
 from alignment.config.errors import ModelError, OptionError
+from alignment.engines import scoring
 from alignment.internals.liger import kernels_by_type
+from alignment.models import attention
 from alignment.models import kernels as model_kernels
 from alignment.models.kernels import hub_kernels, put_liger_kernels
 from alignment.models.loading import load_model
+from alignment.models.scorer import CompletionScorer
 from alignment.models.source import ModelSource
+from alignment.models.tasks import CAUSAL_LM
 from alignment.planning import kernels
 from alignment.planning.kernels import check_kernels
 from alignment.training.run_manifest import compared_options
@@ -202,3 +209,44 @@ def test_a_resumed_run_must_use_the_same_kernels() -> None:
 def test_the_length_of_completions_at_evaluation_may_change() -> None:
     assert "max_new_tokens" not in compared_options(KTOConfig("out", max_new_tokens=7))
     assert compared_options(OnlineDPOConfig("out", max_new_tokens=7))["max_new_tokens"] == 7
+
+
+# Which heads each kernel supports, by GPU and dtype, as in torch's sdp_utils.cpp: FlashAttention, the memory-efficient
+# one; whether keys are shared; whether a line is printed.
+EQUAL_HEADS, ANY_HEADS, NEVER = (lambda grouped: not grouped), (lambda grouped: True), (lambda grouped: False)
+HEADS = {
+    "Ampere, bf16": (ANY_HEADS, EQUAL_HEADS, True, False),
+    "Turing, fp16": (NEVER, EQUAL_HEADS, False, False),
+    "fp32": (NEVER, EQUAL_HEADS, False, False),
+    "Turing, bf16": (NEVER, NEVER, False, True),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_grouped_queries_do_not_use_the_math_kernel(
+    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keys are expanded where only the math kernel shares them; a line is printed if it is used all the same."""
+    flash, efficient, shared, warned = HEADS[case]
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", sdpa_attention.use_gqa_in_sdpa)
+    heads: list[tuple[int, int]] = []
+
+    def supported(by: Any) -> Any:
+        def can_use(call: SDPAParams) -> bool:
+            heads.append((call.query.shape[1], call.key.shape[1]))
+            return bool(by(call.enable_gqa))
+
+        return can_use
+
+    monkeypatch.setattr(attention, "can_use_flash_attention", supported(flash))
+    monkeypatch.setattr(attention, "can_use_efficient_attention", supported(efficient))
+    monkeypatch.setattr(scoring, "settle", lambda *_: None)
+    torch.manual_seed(0)
+    scorer = CompletionScorer(AutoModelForCausalLM.from_config(tiny_config("tied")))
+    engine = mock.Mock(device=torch.device("cuda"), scorer=scorer, partitioned=False)
+    task = mock.Mock()
+    task.check_scorer.side_effect = lambda scorer, device: CAUSAL_LM.check_scorer(scorer, torch.device("cpu"))
+    scoring.checked(engine, task)
+    assert ((4, 2) in heads) == shared and ((4, 4) in heads) != shared
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention: ")]
+    assert len(lines) == warned and all("LlamaForCausalLM in float32" in line for line in lines)
