@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from tools.signals.worker import LOADING, Plan, Trail
 from tools.trial import workspace
 
 PEER_TIMEOUT = 5.0
+ONCE = {"eval_strategy": "no", "load_best_model_at_end": False, "save_strategy": "no", "max_steps": 1}
 
 
 @pytest.fixture(scope="module")
@@ -97,29 +98,13 @@ def test_rank_0_is_stopped(signals: Signals, place: Path) -> None:
 def test_a_long_rollout_is_not_interrupted(signals: Signals, place: Path) -> None:
     """Rollouts take longer than all limits, but each token is progress, and the other rank waits."""
     plan = {"rank": 1, "event": "after forward in rollout", "fault": "slow"}
-    once = {"eval_strategy": "no", "load_best_model_at_end": False, "save_strategy": "no", "max_steps": 1}
     limits = {"hang_timeout": 10.0, "hang_timeout_first": 10.0, "hang_factor": 1.0}
-    run = Run(signals, place, "online_dpo", plan, {**limits, **once, "max_new_tokens": 24, "rollout_batch_size": 1})
+    run = Run(signals, place, "online_dpo", plan, {**limits, **ONCE, "max_new_tokens": 24, "rollout_batch_size": 1})
     done = run()
     assert done.returncode == 0, done.report()
     lines = [json.loads(line) for line in (run.output_dir / "log.jsonl").read_text().splitlines()]
     rollouts = next(line["phases"]["rollout"] for line in lines if "phases" in line)
     assert rollouts["seconds"] > 10.0 * rollouts["entries"]
-
-
-def run_and(act: Callable[[list[int]], None], run: Run, step: int) -> Outcome:
-    """Run, and apply an action to its processes in a step."""
-
-    def wait() -> None:
-        while any(run.trail(rank).get("pid") is None or (run.trail(rank).get("step") or 0) < step for rank in (0, 1)):
-            time.sleep(0.05)
-        act([run.trail(rank).pid for rank in (0, 1)])
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    done = run()
-    thread.join(5)
-    return done
 
 
 @pytest.mark.ci
@@ -135,18 +120,20 @@ def test_a_rank_is_killed_after_the_other_has_finished(signals: Signals, place: 
 def test_a_rank_in_a_long_rollout_learns_of_a_stop_request_to_another_rank(signals: Signals, place: Path) -> None:
     """`launch.py` sends SIGTERM to the first rank only, and kills it 30 s later; that rank waits for the others."""
     plan = {"rank": 1, "event": "after forward in rollout", "fault": "slow"}
-    once = {"eval_strategy": "no", "load_best_model_at_end": False, "save_strategy": "no", "max_steps": 1}
-    run = Run(signals, place, "online_dpo", plan, {**once, "max_new_tokens": 16, "rollout_batch_size": 1})
+    run = Run(signals, place, "online_dpo", plan, {**ONCE, "max_new_tokens": 16, "rollout_batch_size": 1})
     asked: list[float] = []
 
-    def ask(pids: list[int]) -> None:
+    def ask() -> None:
         while not (place / "trails" / "fault-1").exists():
             time.sleep(0.05)
         time.sleep(1.0)
         asked.append(time.time())
-        os.kill(pids[0], signal.SIGTERM)
+        os.kill(run.trail(0).pid, signal.SIGTERM)
 
-    done = run_and(ask, run, 0)
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    done = run()
+    thread.join(5)
     assert [one.code for one in done.ranks] == [85, 85], done.report()
     assert time.time() - asked[0] < 10, "a chunk takes 4 s, the rollout several of them"
     assert "preempted by SIGTERM after step 0" in done.stderr

@@ -173,16 +173,13 @@ def test_a_model_is_loaded_onto_the_gpu_of_its_rank_unless_it_is_partitioned(
     if placement in PLACEMENTS:
         config = load_deepspeed_config(None, PLACEMENTS[placement].settings)
         assert config["zero_optimization"]["stage"] == stage
-    given: dict[str, Any] = {}
-    classes = mock.Mock(from_pretrained=lambda path, **kwargs: given.update(kwargs) or refuse())
+    classes = mock.Mock()
+    classes.from_pretrained.side_effect = OSError("nothing to load")
     task = dataclasses.replace(CAUSAL_LM, auto=classes)
     with pytest.raises(ModelError):
         load_model("m", torch.bfloat16, ds_config=config, device=device, task=task)
+    given = classes.from_pretrained.call_args.kwargs
     assert given.get("device_map") == expected and given["dtype"] == torch.bfloat16
-
-
-def refuse() -> None:
-    raise OSError("nothing to load")
 
 
 def test_a_snapshot_shares_nothing(folder: Path) -> None:
