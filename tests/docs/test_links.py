@@ -21,17 +21,8 @@ def test_relative_links_and_anchors_resolve(path: Path) -> None:
     assert broken_links(path) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("[a](missing.md)", "1: missing.md: no such file"),
-        ("[a](other.md#two) [b](other.md#one-1) [c](https://x.y/z)", "1: other.md#two: no such heading"),
-        ('text\n\n<img src="p.svg">', "3: p.svg: no such file"),
-        ("```{note}\n[a](missing.md)\n```", "2: missing.md: no such file"),
-    ],
-)
-def test_a_broken_link_is_found(text: str, fault: str, tmp_path: Path) -> None:
-    (tmp_path / "page.md").write_text(text)
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text('[a](missing.md) [b](other.md#two) [c](other.md#one-1)\n\n<img src="p.svg">')
     (tmp_path / "other.md").write_text("# One\n\n## One\n")
-    (found,) = broken_links(tmp_path / "page.md")
-    assert found.endswith(fault)
+    found = [fault.partition("page.md:")[2] for fault in broken_links(tmp_path / "page.md")]
+    assert found == ["1: missing.md: no such file", "1: other.md#two: no such heading", "3: p.svg: no such file"]

@@ -51,12 +51,6 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
     return run
 
 
-def test_a_link_to_a_file_leads_to_the_repository(build: Build) -> None:
-    html, warnings = build("[the recipe](../launch/kto.yaml) [readme](../README.md#a)", "https://host/blob/main/")
-    assert re.search(r'href="https://host/blob/main/launch/kto.yaml">(<span[^>]*>)?the recipe<', html)
-    assert 'href="https://host/blob/main/README.md#a"' in html and warnings == ""
-
-
 def test_without_an_address_a_link_is_the_path(build: Build) -> None:
     html, warnings = build("[the recipe](../launch/kto.yaml), [kto.yaml](../launch/kto.yaml), [all](../launch/)")
     text = " ".join(re.sub(r"<[^>]+>", "", html).split())
@@ -72,18 +66,17 @@ PICTURE = """\
 """
 
 
-def test_a_picture_becomes_one_for_light_and_one_for_dark(build: Build, tmp_path: Path) -> None:
-    html, warnings = build(PICTURE)
-    assert '<img alt="curves" src="pictures/a-light.svg" class="only-light">' in html
-    assert '<img alt="curves" src="pictures/a-dark.svg" class="only-dark">' in html
-    assert "<picture" not in html and warnings == ""
-    assert (tmp_path / "docs" / "_build" / "pictures" / "a-dark.svg").is_file()
-
-
-def test_options_are_listed_with_default_and_help(build: Build) -> None:
-    html, warnings = build("```{options} kto\n```")
+def test_links_pictures_and_options(build: Build, tmp_path: Path) -> None:
+    """Links lead to the repository, pictures are there for light and for dark, and options have their help."""
+    links = "[the recipe](../launch/kto.yaml) [readme](../README.md#a)"
+    html, warnings = build(f"{links}\n\n{PICTURE}\n```{{options}} kto\n```", "https://host/blob/main/")
+    assert re.search(r'href="https://host/blob/main/launch/kto.yaml">(<span[^>]*>)?the recipe<', html)
+    assert 'href="https://host/blob/main/README.md#a"' in html and warnings == ""
+    for kind in ("light", "dark"):
+        assert f'<img alt="curves" src="pictures/a-{kind}.svg" class="only-{kind}">' in html
+    assert "<picture" not in html and (tmp_path / "docs" / "_build" / "pictures" / "a-dark.svg").is_file()
     text = " ".join(re.sub(r"<[^>]+>", " ", html).split())
-    assert "desirable_weight = 1.0" in text and "learning_rate" not in text and warnings == ""
+    assert "desirable_weight = 1.0" in text and "learning_rate" not in text
 
 
 def test_every_method_and_the_shared_options_have_a_list() -> None:

@@ -16,7 +16,7 @@ from support.bad_commands import command, in_folder, write_models
 from support.helpers import make_model, paired_rows, unpaired_rows
 from support.run_folders import holding
 from support.small_disk import fill, small_disk
-from test_bad_input import the_error, tree
+from test_bad_input import left, the_error, tree
 
 from alignment.checkpoint.manifest import MANIFEST
 from alignment.cli.train import main
@@ -98,13 +98,11 @@ def test_an_impossible_resume(
         damage(folder)
     argv = command(case, tmp_path, models)
     before = tree(tmp_path)
-    with pytest.raises(SystemExit) as leaving:
-        main(argv)
-    line = the_error(capfd.readouterr().err)
-    assert leaving.value.code == 1
+    code, _, err = left(capfd, argv)
+    line = the_error(err)
+    assert code == 1 and loads == []
     for said in case.says:
         assert in_folder(said, tmp_path) in line
-    assert loads == []
     assert tree(tmp_path) == before
 
 
@@ -113,10 +111,8 @@ def test_the_differences_can_be_overridden(
 ) -> None:
     shutil.copytree(done, tmp_path / "out")
     longer = {**LATEST, "learning_rate": "1e-3", "resume_anyway": "true", "max_steps": "6"}
-    with pytest.raises(SystemExit) as leaving:
-        main(command(Case("anyway", (), longer), tmp_path, models))
-    out = capfd.readouterr().out
-    assert leaving.value.code == 0
+    code, out, _ = left(capfd, command(Case("anyway", (), longer), tmp_path, models))
+    assert code == 0
     assert "resume_anyway: learning_rate was 1e-06, is 0.001" in out
     assert "total steps changed from 4 to 6" in out and "learning rate is now 0.0003333" in out
     assert (tmp_path / "out" / "checkpoint-6").is_dir()
@@ -125,12 +121,10 @@ def test_the_differences_can_be_overridden(
 def test_the_same_command_starts_and_resumes(models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     argv = command(Case("latest", (), LATEST), tmp_path, models)
     for said in ("; starting a new run", "checkpoint-4, after step 4 of 4"):
-        with pytest.raises(SystemExit) as leaving:
-            main(argv)
-        assert leaving.value.code == 0 and said in capfd.readouterr().out
+        code, out, _ = left(capfd, argv)
+        assert code == 0 and said in out
         (tmp_path / "out" / ".checkpoint-9.partial").mkdir()
-    with pytest.raises(SystemExit):
-        main(argv)
+    left(capfd, argv)
     assert not any((tmp_path / "out").glob(".*"))
     events = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events if "event" in event] == ["start", "resume", "end"]
@@ -152,13 +146,10 @@ def test_two_runs_in_one_folder(
     shutil.copytree(done, tmp_path / "out")
     with holding(tmp_path / "out") as holder:
         for options in (LATEST, {**GOOD, "overwrite_output_dir": "true"}):
-            with pytest.raises(SystemExit) as leaving:
-                main(command(Case("second", (), options), tmp_path, models))
-            line = the_error(capfd.readouterr().err)
-            assert leaving.value.code == 1 and f"process {holder.pid} on" in line
+            code, _, err = left(capfd, command(Case("second", (), options), tmp_path, models))
+            assert code == 1 and f"process {holder.pid} on" in the_error(err)
         assert loads == [] and (tmp_path / "out" / "checkpoint-4").is_dir()
-    with pytest.raises(SystemExit):  # after it has exited
-        main(command(Case("second", (), LATEST), tmp_path, models))
+    left(capfd, command(Case("second", (), LATEST), tmp_path, models))  # after it has exited
     assert loads != []
 
 
@@ -174,9 +165,8 @@ def test_a_disk_that_cannot_be_written(
             fill(out)
         argv = command(Case(state, (), LATEST), tmp_path, models)
         before = tree(out)
-        with pytest.raises(SystemExit) as leaving:
-            main(argv)
-        line = the_error(capfd.readouterr().err)
-        assert leaving.value.code == 1 and str(out) in line
+        code, _, err = left(capfd, argv)
+        line = the_error(err)
+        assert code == 1 and str(out) in line
         assert ("Read-only file system" if state == "read-only" else "No space left on device") in line
         assert loads == [] and tree(out) == before

@@ -60,6 +60,15 @@ def the_error(stderr: str) -> str:
     return lines[-1]
 
 
+def left(
+    capfd: pytest.CaptureFixture[str], argv: list[str], command: Callable[..., None] = main
+) -> tuple[object, str, str]:
+    """Run a command; return its exit status and what it printed."""
+    with pytest.raises(SystemExit) as leaving:
+        command(argv)
+    return leaving.value.code, *capfd.readouterr()
+
+
 def named(case: Case) -> str:
     return re.sub(r"[^\w:.]+", "-", case.name)[:70]
 
@@ -93,11 +102,9 @@ def test_a_bad_command_prints_one_line_and_changes_nothing(
     monkeypatch.chdir(tmp_path)
     set_environment(case, monkeypatch)
     before, start = tree(tmp_path), time.monotonic()
-    with pytest.raises(SystemExit) as leaving:
-        importlib.import_module(case.command).main(argv)
-    assert time.monotonic() - start < 20
-    line = the_error(capfd.readouterr().err)
-    assert leaving.value.code == 1
+    code, _, err = left(capfd, argv, importlib.import_module(case.command).main)
+    line = the_error(err)
+    assert code == 1 and time.monotonic() - start < 20
     for said in case.says:
         assert in_folder(said, tmp_path) in line
     assert len(line) < 1000 and "(this is a bug" not in line
@@ -111,10 +118,9 @@ def test_a_cache_that_cannot_be_written(
     (tmp_path / "file").touch()
     for cache in (tmp_path / "file", Path("/proc/self/cache")):
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache))
-        with pytest.raises(SystemExit) as leaving:
-            main(command(Case("cache", ()), tmp_path, models))
-        line = the_error(capfd.readouterr().err)
-        assert leaving.value.code == 1 and f"{cache}: the datasets cache cannot be written" in line
+        code, _, err = left(capfd, command(Case("cache", ()), tmp_path, models))
+        line = the_error(err)
+        assert code == 1 and f"{cache}: the datasets cache cannot be written" in line
         assert "HF_DATASETS_CACHE" in line and loads == []
 
 
@@ -142,12 +148,9 @@ def test_the_recorder_detects_loading(models: Path, loads: list[Any], tmp_path: 
 def test_weights_that_lack_a_tensor_are_not_completed_at_random(
     models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        main(command(Case("more layers", (), model="more-layers"), tmp_path, models))
-    assert leaving.value.code == 1
-    assert "the checkpoint has no weights for model.layers.2.input_layernorm.weight and 8 more" in the_error(
-        capfd.readouterr().err
-    )
+    code, _, err = left(capfd, command(Case("more layers", (), model="more-layers"), tmp_path, models))
+    said = "the checkpoint has no weights for model.layers.2.input_layernorm.weight and 8 more"
+    assert code == 1 and said in the_error(err)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["status.json"]
 
 
@@ -161,9 +164,7 @@ def test_the_real_command_prints_the_same(
     before = tree(tmp_path)
     done = launch(ROOT / "launch" / "train.py", *argv, launcher="python", cwd=tmp_path)
     assert done.returncode == 1
-    with pytest.raises(SystemExit):
-        main(argv)
-    assert the_error(done.stderr) == the_error(capfd.readouterr().err)
+    assert the_error(done.stderr) == the_error(left(capfd, argv)[2])
     assert tree(tmp_path) == before
 
 

@@ -8,21 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 
-from benchmarks import gpu_smoke, head, ours, side_by_side
+from benchmarks import gpu_sides, gpu_smoke, head, ours, side_by_side, sides, worker
 from benchmarks.comparison import compare, title
 from benchmarks.gpu_checks import CHECKS, CheckJob
 from benchmarks.gpu_checks import run as run_check
 from benchmarks.gpu_row import RowJob, train
+from benchmarks.gpu_sides import Machine, compare_on_gpu
 from benchmarks.head_worker import FULL, OURS
-from benchmarks.jobs import METHODS, PLAIN, Job
-from benchmarks.shapes import (
-    TINY,
-    load_tokenizer,
-    write_model,
-    write_reward_model,
-)
+from benchmarks.jobs import LORA, METHODS, PLAIN, Job, Setting
+from benchmarks.shapes import TINY, load_tokenizer, write_model, write_reward_model
 from benchmarks.worker import Result
 
 FIRST = {"loss": 0.5, "logps/chosen": -90.0, "logps/rejected": -80.0}
@@ -30,9 +27,6 @@ FIRST = {"loss": 0.5, "logps/chosen": -90.0, "logps/rejected": -80.0}
 
 def result(wall: list[float], memory: int = 100, cpu: list[float] | None = None, **first: float) -> Result:
     return Result(wall, cpu or wall, memory, {**FIRST, **first})
-
-
-# Arithmetic ---------------------------------------------------------------------------------------------------------
 
 
 def test_ratios_are_of_the_same_steps() -> None:
@@ -43,9 +37,6 @@ def test_ratios_are_of_the_same_steps() -> None:
     assert found.speed == 2.5  # the median of 3, 2, 1, 5, 5, 1; the ratio of the medians would be 4
     assert found.cpu == 1.25
     assert (found.our_memory, found.their_memory) == (40, 100)
-
-
-# Rows ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +66,6 @@ def test_the_order_for_trl_is_the_order_of_our_steps(method: str, model: str, tm
     assert load_tokenizer(model)(texts)["input_ids"] == ids
 
 
-# Processes ----------------------------------------------------------------------------------------------------------
-
-
-# The head -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_head_compared_with_others(capsys: pytest.CaptureFixture[str]) -> None:
     """All installed implementations compute the same log-probs."""
@@ -90,9 +75,6 @@ def test_the_head_compared_with_others(capsys: pytest.CaptureFixture[str]) -> No
     assert "| torch's operations, bfloat16 | 8.5 | 5.5 |" in lines
     ways = [line.split(" | ")[0][2:] for line in lines if line.endswith(" MiB |")]
     assert ways == head.chosen_ways(on_gpu=False) and {OURS, FULL} <= set(ways)
-
-
-# The GPU table ------------------------------------------------------------------------------------------------------
 
 
 def rows_of(*arguments: str) -> list[RowJob]:
@@ -127,3 +109,47 @@ def test_both_sides_compute_the_same_first_step(method: str, lora: bool, capsys:
     out = capsys.readouterr().out
     assert out.count(f"| {title(method)} |") == 2
     assert all((f"| {setting.title} |" in out) == (setting.lora == lora) for setting in METHODS[method].floors)
+
+
+CPU = Machine(False, "bf16", 0, "a CPU")
+QLORA = Setting(lora=True, in_4bit=True)
+SHORT = ["--gpu", "--tiny", "--repeats", "1", "--steps", "2", "--warm_up", "1", "--threads", "1"]
+
+
+def options_of(*arguments: str) -> Any:
+    return side_by_side._parse([*SHORT, *arguments])
+
+
+@pytest.mark.parametrize(
+    ("method", "setting"),
+    [
+        ("cpo", PLAIN),
+        pytest.param("kto", QLORA, marks=pytest.mark.ci),
+        pytest.param("online_dpo", LORA, marks=pytest.mark.ci),
+    ],
+)
+def test_our_side_of_a_row_runs(
+    method: str, setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The worker's GPU code path with the CPU as the device."""
+    done: list[Any] = []
+    monkeypatch.setattr(worker, "cap_memory", done.append)
+    monkeypatch.setattr(worker, "grow_segments", lambda: done.append("segments"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: done.append("peak"))
+    write_model(tmp_path / "model", TINY)
+    job = gpu_sides._job(tmp_path, method, TINY, options_of(), replace(CPU, gpu=True, limit=7))
+    job = replace(job, output=str(tmp_path / "output"), rows=str(tmp_path / "rows.jsonl"), **asdict(setting))
+    sides.write_rows(Path(job.rows), METHODS[method].rows(TINY, job.steps * job.rows_of_a_step, 0))
+    found = worker.measure(replace(job, output=str(tmp_path / "other")))
+    assert done == ["segments", 7, "peak"]
+    assert len(found.wall) == 2 and found.allocated > 0 and found.first["loss"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("method", list(METHODS))
+def test_both_sides_of_every_row_agree(method: str, settings: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trl", reason='TRL is not installed: pip install ".[bench]"')
+    options = options_of("--method", method, "--settings", settings)
+    assert compare_on_gpu(options, replace(CPU, precision="fp32")) == 0
+    assert "failed" not in capsys.readouterr().out

@@ -1,27 +1,36 @@
-"""One command line for all entry points: names in usage lines, closed pipes, and the contents of the wheel."""
+"""One command line for all entry points: usage lines, closed pipes and terminals, and the contents of the wheel."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
+import termios
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from support.helpers import POSITIONS, make_model, unpaired_rows
+from support.bad_case import Case
+from support.bad_commands import command
+from support.helpers import make_model
 
 from alignment import __version__
 from alignment.cli.commands import COMMANDS, main
 from alignment.cli.help import help_text
-from alignment.cli.output import surviving_closed_output
+from alignment.cli.output import print_and_leave, surviving_closed_output
 from alignment.cli.parsing import parse
 from alignment.config.registry import METHODS
+from tools.chaos.world import World
 from tools.ranks.client import environment
+from tools.signals.worker import Plan
 
 TRAIN = [sys.executable, str(ROOT / "launch" / "train.py")]
 
@@ -91,7 +100,7 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert (code, out) == (2, "") and err.startswith(f"error: unknown command {name!r}; {hint}")
 
 
-# Closed pipes -------------------------------------------------------------------------------------------------------
+# Closed pipes and terminals ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["status", "--help"]], ids=" ".join)
@@ -119,16 +128,71 @@ def test_output_is_discarded_after_the_pipe_is_closed(
             os.write(writer, b"written by a library")
 
 
+def test_help_on_a_closed_terminal_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, terminal = os.openpty()
+    with os.fdopen(terminal, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        os.close(leader)
+        with pytest.raises(SystemExit) as left:
+            print_and_leave("usage: …")
+    assert left.value.code == 0
+
+
+def test_a_failing_disk_is_not_treated_as_a_closed_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the output is a file on that disk, the user must be told."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with surviving_closed_output():
+            print("lost")
+            with pytest.raises(OSError) as failed:
+                sys.stdout.flush()
+        assert failed.value.errno == errno.ENOSPC
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+
+
+@pytest.mark.ci
+def test_a_run_saves_a_checkpoint_when_its_terminal_is_closed(tmp_path: Path) -> None:
+    world = World.made(tmp_path / "world")
+    output_dir = tmp_path / "out"
+    (tmp_path / "trails").mkdir()
+    plan = Plan(str(tmp_path / "trails"), str(output_dir), slow_from=2, slow=(0.3,))
+    options = {"max_steps": 200, "save_steps": 100, "eval_strategy": "no", "load_best_model_at_end": False}
+    options |= {"disable_tqdm": True, "logging_steps": 1}
+    worker = ROOT / "tools" / "signals" / "worker.py"
+    leader, terminal = os.openpty()
+
+    def in_front() -> None:  # a separate session, in the foreground of this terminal
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    run_worker = [sys.executable, str(worker), *world.arguments("kto", output_dir, **options)]
+    variables = {**os.environ, **plan.variable(), "PYTHONPATH": str(ROOT)}
+    variables.pop("SLURM_JOB_ID", None)
+    with subprocess.Popen(
+        run_worker, stdin=terminal, stdout=terminal, stderr=terminal, cwd=ROOT, env=variables, preexec_fn=in_front
+    ) as run:
+        os.close(terminal)
+        step, deadline = tmp_path / "trails" / "step-0", time.monotonic() + 60
+        while not step.exists() or int(step.read_text()) < 4:
+            assert run.poll() is None and time.monotonic() < deadline
+            if select.select([leader], [], [], 0.05)[0]:
+                os.read(leader, 4096)
+        os.close(leader)
+        try:
+            assert run.wait(30) == 85
+        finally:
+            run.kill()
+    status = json.loads((output_dir / "status.json").read_text())
+    assert (status["state"], status["signal"]) == ("preempted", "SIGHUP"), status
+    assert status["checkpoint"] == f"checkpoint-{status['step']}" and status["step"] >= 4
+
+
 @pytest.mark.faults
 def test_a_training_run_continues_after_its_pipe_is_closed(tmp_path: Path) -> None:
-    make_model(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(8)))
-    options = {"model_name_or_path": tmp_path / "model", "dataset_name": tmp_path / "rows.jsonl"}
-    options |= {"output_dir": tmp_path / "out", "max_length": POSITIONS, "max_steps": 3, "logging_steps": 1}
-    options |= {"per_device_train_batch_size": 4}
-    arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    make_model(tmp_path / "good")
+    arguments = command(Case("kto", (), {"max_steps": 3, "logging_steps": 1}), tmp_path, tmp_path)
     process = subprocess.Popen(
-        [*TRAIN, "--method", "kto", *arguments],
+        [*TRAIN, *arguments],
         env=environment(PYTHONPATH=str(ROOT)),
         text=True,
         stdout=subprocess.PIPE,

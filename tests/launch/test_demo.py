@@ -23,12 +23,7 @@ from examples.demo.folder import (
 )
 from examples.demo.grammar import all_requests, answer
 from examples.demo.run import main
-from examples.demo.verdict import (
-    answers,
-    manner,
-)
-
-WARM = "Gladly, Anna. A cow says moo. I hope that helps."
+from examples.demo.verdict import answers, manner
 
 
 def tiny(seed: int = 0) -> Settings:
@@ -44,9 +39,6 @@ def tiny(seed: int = 0) -> Settings:
         online_dpo=OnlineSettings(8, 4, 0.1, 1e-3, completions=2),
         max_new_tokens=4,
     )
-
-
-# The world and its rules --------------------------------------------------------------------------------------------
 
 
 def test_the_rules_agree_with_the_grammar_on_every_request() -> None:
@@ -73,15 +65,6 @@ def test_held_out_requests_are_new_in_every_row() -> None:
     assert len(made) == 12800 and not texts & set(made)
 
 
-# The tokenizer ------------------------------------------------------------------------------------------------------
-
-
-# The reward model ---------------------------------------------------------------------------------------------------
-
-
-# Targets, report, folder --------------------------------------------------------------------------------------------
-
-
 def test_only_a_folder_of_an_earlier_demo_is_reused(tmp_path: Path) -> None:
     open_folder(tmp_path / "new")
     open_folder(tmp_path / "new")
@@ -90,9 +73,6 @@ def test_only_a_folder_of_an_earlier_demo_is_reused(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="contains files that are not from an earlier demo; choose another folder"):
         open_folder(mine)
     assert [path.name for path in mine.iterdir()] == ["kto"]
-
-
-# The program --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ci
@@ -125,13 +105,8 @@ def test_the_whole_program(
         "made_by_demo.json",
     }
     page = (folder / "demo.md").read_text()
-    assert (
-        re.search(r"\| before +\| +0\.000 \|", page)
-        and "targets not met: " in page
-        and "![reward margins by step](margins.png)" in page
-        and "8 pairs of a warm and a curt response" in page
-    )
-    assert "\n\n## Sampled responses\n\n```\n" in page and page.count("  after KTO ") == 3, "three requests"
+    assert re.search(r"\| before +\| \+0\.000 \|", page) and "![reward margins by step](margins.png)" in page
+    assert "targets not met: " in page and page.count("  after KTO ") == 3, "three sampled requests"
     given = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     titles = ("before", *least_warm)
     assert [line["model"] for line in given] == [title for title in titles for _ in range(5)]
@@ -139,8 +114,6 @@ def test_the_whole_program(
         cell = re.search(rf"\| {title} +\|[^|]+\|[^|]+\| +(\S+) \|", page)
         mean = sum(line["reward"] for line in given if line["model"] == title) / 5
         assert cell and float(cell[1]) == pytest.approx(mean, abs=0.006)
-    counts = {name: len((folder / "data" / f"{name}.jsonl").read_text().splitlines()) for name in models}
-    assert counts == {"start": 24, "reward": 8, "kto": 16, "kto_lora": 16, "cpo": 8, "online_dpo": 8}
     assert not (folder / "kto_lora" / "model.safetensors").exists(), "adapters only"
 
     def times() -> dict[str, int]:

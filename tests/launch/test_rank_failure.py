@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,9 +61,6 @@ def test_the_main_job_under_deepspeed(
 @pytest.mark.usefixtures("launch")  # to run it with the tests that start processes
 def test_the_main_job_under_srun(arguments: list[str], tmp_path: Path) -> None:
     """Two plain processes that are only connected through SLURM's variables."""
-    import subprocess
-    import sys
-
     port, processes = free_port(), []
     for task in range(2):
         variables = {

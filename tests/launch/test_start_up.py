@@ -1,4 +1,4 @@
-"""What is imported when, and that commands that need no library do not import one. Times are CPU seconds."""
+"""What is imported when, and how few frames lie between the command and the gradient. Times are CPU seconds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Launch
-from support.helpers import make_model, unpaired_rows
+from conftest import DRIVERS, ROOT, Launch
+from support.bad_case import Case
+from support.bad_commands import command
+from support.helpers import make_model
 
 from tools.ranks.client import environment
 
@@ -63,14 +65,28 @@ def test_errors_about_options_import_no_library(arguments: str, code: int) -> No
     pytest.fail(f"CPU seconds of three runs: {seconds}")
 
 
+@pytest.fixture
+def kto_run(tmp_path: Path) -> list[str]:
+    """Options of a run of one step."""
+    make_model(tmp_path / "good")
+    return command(Case("kto", (), {"save_strategy": "no", "disable_tqdm": "true"}), tmp_path, tmp_path)
+
+
 @pytest.mark.ci
-def test_a_kto_run_only_imports_what_it_needs(tmp_path: Path, launch: Launch) -> None:
-    make_model(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(8)))
-    options = f"--method kto --model_name_or_path {tmp_path}/model --dataset_name {tmp_path}/rows.jsonl"
-    options += f" --output_dir {tmp_path}/out --max_length 64 --save_strategy no --disable_tqdm"
+def test_few_frames_lie_between_the_command_and_the_gradient(kto_run: list[str], launch: Launch) -> None:
+    """So that a reader can follow a run."""
+    done = launch(DRIVERS / "main_path.py", *kto_run, launcher="python")
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FRAMES ")]
+    frames = json.loads(line.removeprefix("FRAMES "))
+    assert frames[0].startswith("launch/train.py") and frames[-1].endswith("scoring.py:backward")
+    assert len(frames) <= 11, frames
+
+
+@pytest.mark.ci
+def test_a_kto_run_only_imports_what_it_needs(kto_run: list[str], tmp_path: Path, launch: Launch) -> None:
     found = tmp_path / "modules.json"
-    done = launch(ROOT / "tests" / "support" / "drivers" / "first_step.py", found, *options.split(), launcher="python")
+    done = launch(DRIVERS / "first_step.py", found, *kto_run, launcher="python")
     assert found.is_file(), done.stderr
     modules = json.loads(found.read_text())
     assert {"torch", "deepspeed", "transformers.trainer_callback", "alignment.methods.kto"} <= set(modules)

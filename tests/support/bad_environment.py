@@ -44,7 +44,7 @@ ENVIRONMENT = [
     launched("RANK='first' in the environment", SRUN, SLURM_PROCID="first"),
     launched("SLURM_LOCALID is not set", SRUN, SLURM_LOCALID=None),
     launched("SLURM_JOB_ID='mine' in the environment", SRUN, SLURM_JOB_ID="mine"),
-    Case("environment: mpirun", ("mpirun is not supported",), environment={"OMPI_COMM_WORLD_SIZE": "4"}),
+    Case("environment: mpirun", ("OMPI_COMM_WORLD_SIZE=4: mpirun",), environment={"OMPI_COMM_WORLD_SIZE": "4"}),
     Case(
         "environment: export",
         ("must run in a single process, but WORLD_SIZE is two",),

@@ -1,19 +1,28 @@
-"""Planning of a run's adapters on a model without weights."""
+"""Adapters without an engine: what is planned before weights are loaded, heads of reward models, and injection."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from support.helpers import make_model, tiny_config
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from support.helpers import make_classifier, make_model, tiny_config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from alignment import KTOConfig
 from alignment.config.errors import AlignmentError
+from alignment.models.adapters.injection import REFERENCE, Given, equip, inject, keep_given
 from alignment.models.adapters.plan import plan_adapters
 from alignment.models.adapters.record import Adapters
 from alignment.models.quantization import Quantization
@@ -189,3 +198,153 @@ def test_live_adapters(trained: Path) -> None:
     for model in (several, merged):
         with pytest.raises(AlignmentError, match="^model: "):
             planned(live=model)
+
+
+# The head of a reward model ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A checkpoint with a head and one without."""
+    root = tmp_path_factory.mktemp("models")
+    return {"head": make_classifier(root / "classifier"), "none": make_model(root / "language")}
+
+
+def planned_reward(given: Any, path: str | None = None, live: Any = None, **options: Any) -> Adapters:
+    """Return the plan for a reward model."""
+    config = AutoConfig.from_pretrained(path) if live is None else live.config
+    found = planned(config, path=path, config=given, live=live, task=REWARD_MODEL, **options)
+    assert found is not None
+    return found
+
+
+def summary(found: Adapters) -> tuple[str, bool, str]:
+    """Return how the head is trained, whether it is saved unchanged, and part of the message."""
+    targets = found.config.target_modules
+    way = "whole" if "score" in (found.config.modules_to_save or ()) else "lora" if "score" in targets else "frozen"
+    said = re.search("random|is frozen|is trained with the adapters|saved with the adapters", " ".join(found.notes))
+    return way, found.head, said[0] if said else ""
+
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "no name": {},
+    "whole": {"modules_to_save": ["score"]},
+    "task": {"task_type": TaskType.SEQ_CLS},
+    "target": {"target_modules": ["q_proj", "score"]},
+    "pattern": {"target_modules": r".*q_proj|score"},
+    "linear": {"target_modules": "all-linear"},
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "of_head", "of_none"),
+    [
+        ("no name", ("frozen", False, "is frozen"), ("whole", False, "is trained with the adapters")),
+        ("whole", ("whole", False, ""), ("whole", False, "")),
+        ("task", ("whole", False, ""), ("whole", False, "")),
+        ("target", ("lora", False, ""), ("lora", True, "saved with the adapters")),
+        ("pattern", ("lora", False, ""), ("lora", True, "saved with the adapters")),
+        ("linear", ("lora", False, ""), ("whole", False, "is trained with the adapters")),
+    ],
+)
+def test_the_head_with_new_adapters(given: str, of_head: Any, of_none: Any, folders: dict[str, str]) -> None:
+    for kind, expected in (("head", of_head), ("none", of_none)):
+        found = planned_reward(LoraConfig(**GIVEN[given]), folders[kind])
+        assert summary(found) == expected, kind
+        assert found.config.task_type == ("SEQ_CLS" if expected[0] == "whole" else None)
+
+
+def test_options_train_the_head(folders: dict[str, str]) -> None:
+    assert summary(planned_reward(None, folders["head"])) == ("whole", False, "")
+
+
+def test_the_head_with_adapters_of_a_live_model(folders: dict[str, str]) -> None:
+    for kind, given, expected in (
+        ("head", "no name", ("frozen", True, "is frozen")),
+        ("head", "task", ("whole", False, "")),
+        ("head", "target", ("lora", True, "")),
+        ("none", "no name", ("frozen", True, "random")),
+        ("none", "task", ("whole", False, "")),
+        ("none", "target", ("lora", True, "saved with the adapters")),
+    ):
+        model = AutoModelForSequenceClassification.from_pretrained(folders[kind], num_labels=1)
+        given_config = LoraConfig(**{"target_modules": ["q_proj"], **GIVEN[given]})
+        assert summary(planned_reward(None, live=get_peft_model(model, given_config))) == expected, (kind, given)
+
+
+def test_names_that_the_model_does_not_have(folders: dict[str, str]) -> None:
+    """PEFT ignores them if at least one name exists; for options they are an error."""
+    with pytest.raises(AlignmentError, match="^peft_config: "):
+        planned_reward(LoraConfig(target_modules=["w1"]), folders["head"])
+    planned_reward(LoraConfig(target_modules=["q_proj", "gate"], modules_to_save=["classifier"]), folders["head"])
+
+
+def test_targets_of_fused_experts() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen3MoeConfig(vocab_size=32, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2, **sizes)
+
+    def plan(given: LoraConfig, stage: int = 0) -> Any:
+        return planned(config, config=given, task=REWARD_MODEL, stage=stage)
+
+    given = LoraConfig(r=3, target_modules=["gate_proj", "up_proj", "down_proj", "score"])
+    found = plan(given)
+    assert found.config.target_modules == ["score"] and found.config.target_parameters == ["down_proj", "gate_up_proj"]
+    assert found.config.rank_pattern == {r".*\.gate_up_proj": 6}, "of two matrices in one"
+    assert not any("get no adapter" in note for note in found.notes)
+    assert given.target_parameters is None
+    with pytest.raises(AlignmentError, match="^lora_target_parameters: "):
+        plan(given, stage=3)
+    for wrong in (["up_proj", "score"], given.target_modules):
+        with pytest.raises(AlignmentError, match="^peft_config: "):
+            plan(LoraConfig(target_modules=wrong, lora_dropout=0.1))
+
+
+# Injection: dtypes, what is trained, and the frozen copy -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("models") / "model", "untied", seed=1)
+
+
+def made(base: str, seed: int = 3, dtype: torch.dtype = torch.float32, **config: Any) -> tuple[Any, Adapters]:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    adapters = Adapters(LoraConfig(r=2, target_modules=["q_proj", "v_proj"], **config))
+    inject(model, adapters, ds_config={}, dtype=dtype, seed=seed)
+    return model, adapters
+
+
+def weights(model: Any, name: str) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in model.named_parameters() if f".{name}." in f"{key}."}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_initial_policy_is_kept_while_its_adapters_are_trained(base: str, dtype: torch.dtype) -> None:
+    model, adapters = made(base, dtype=dtype, modules_to_save=["lm_head"])
+    with torch.no_grad():
+        for number, value in enumerate(weights(model, "default").values()):
+            value.fill_(number + 1.0)
+    for run in range(2):  # a second run keeps what is trained by then
+        assert keep_given(model, adapters, ds_config={}, dtype=dtype) == REFERENCE
+        own, kept = (list(weights(model, name).values()) for name in ("default", REFERENCE))
+        assert [float(value.flatten()[0]) for value in kept] == [1.0 + run, *range(2, len(own) + 1)]
+        assert all(map(torch.equal, own, kept)) and {value.dtype for value in kept} == {dtype}
+        assert all(value.requires_grad for value in own) and not any(value.requires_grad for value in kept)
+        with torch.no_grad():
+            own[0].add_(1.0)
+        assert not torch.equal(own[0], kept[0])
+    assert model.active_adapters() == ["default"]
+
+
+@pytest.mark.parametrize(("start", "copied"), [(True, False), ("gaussian", False), (False, True)])
+def test_only_new_adapters_without_effect_are_disabled_for_the_initial_policy(
+    base: str, start: bool | str, copied: bool
+) -> None:
+    """In a later run, the same adapters may have been trained."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=start, task_type="CAUSAL_LM")  # type: ignore[arg-type]
+    found = [
+        equip(model, Adapters(config), ds_config={}, dtype=torch.float32, seed=1, keep=True)
+        for _ in ("first", "later")
+    ]
+    assert found == [Given(REFERENCE if copied else None), Given(REFERENCE)]

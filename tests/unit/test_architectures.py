@@ -63,6 +63,16 @@ def model_with_cap(model_type: str, cap: float, gain: float) -> PreTrainedModel:
     return model
 
 
+def check_cap(model: PreTrainedModel, scorer: CompletionScorer, cap: float) -> None:
+    """Check that the model passes, and that it is refused with a head that does not apply the cap."""
+    check_scorer(scorer, CPU)
+    head = model.get_output_embeddings()
+    assert isinstance(head, LogProbHead) and head.transform.softcap == cap
+    head.transform = LogitTransform()
+    with pytest.raises(ModelError, match=rf"\({model.config.model_type}\) computes its logits in an unsupported way"):
+        check_scorer(scorer, CPU)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_type", CAPPED)
 def test_the_check_detects_a_missing_cap(model_type: str, dtype: torch.dtype) -> None:
@@ -72,25 +82,13 @@ def test_the_check_detects_a_missing_cap(model_type: str, dtype: torch.dtype) ->
     size = float(model(input_ids=torch.arange(2, 10)[None], use_cache=False).logits.detach().abs().max())
     assert size < 1.0
     model.config.__dict__[CAPPED[model_type]] = size / 2
-    scorer = CompletionScorer(model)
-    check_scorer(scorer, CPU)
-    head = model.get_output_embeddings()
-    assert isinstance(head, LogProbHead) and head.transform.softcap == size / 2
-    head.transform = LogitTransform()
-    with pytest.raises(ModelError, match=rf"\({model_type}\) computes its logits in an unsupported way"):
-        check_scorer(scorer, CPU)
+    check_cap(model, CompletionScorer(model), size / 2)
 
 
 def test_the_check_detects_a_cap_of_thirty_with_small_logits() -> None:
     """It changes logits of about 3 by 0.01, less than a former absolute tolerance."""
     model = model_with_cap("recurrent_gemma", 30.0, 3.0)
-    scorer = CompletionScorer(model)
-    check_scorer(scorer, CPU)
-    head = model.get_output_embeddings()
-    assert isinstance(head, LogProbHead)
-    head.transform = LogitTransform()
-    with pytest.raises(ModelError, match="computes its logits in an unsupported way"):
-        check_scorer(scorer, CPU)
+    check_cap(model, CompletionScorer(model), 30.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -190,8 +188,4 @@ def test_the_check_detects_a_cap_with_a_small_effect() -> None:
         head.weight[:, 0] = 0.0
         head.weight[127] = 0.0
         head.weight[127, 0] = -6.0
-    model.to(torch.bfloat16)
-    check_scorer(scorer, CPU)
-    head.transform = LogitTransform()
-    with pytest.raises(ModelError, match="computes its logits in an unsupported way"):
-        check_scorer(scorer, CPU)
+    check_cap(model.to(torch.bfloat16), scorer, 30.0)

@@ -111,16 +111,6 @@ def test_omitted_windows_of_a_state(tmp_path: Path) -> None:
     assert steps.lines == [{"event": "omitted_window", "step": 7, "window": [1, 1]}]
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"on_bad_step": "rewind"}, "on_bad_step='rewind': must be "),
-        ({"rewind_windows": 2}, "rewind_windows=2: unknown option; runs no longer return to a checkpoint"),
-        ({"loss_spike_factor": 1}, "loss_spike_factor=1: must be greater than 1"),
-        ({"max_bad_steps": 0, "on_bad_step": "skip"}, "max_bad_steps=0: must be "),
-    ],
-)
-def test_refused_options(given: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(OptionError) as caught:
-        CPOConfig(output_dir=str(tmp_path), **given)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+def test_runs_no_longer_return_to_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="^rewind_windows=2: unknown option; runs no longer return to a checkpoint"):
+        CPOConfig(output_dir=str(tmp_path), rewind_windows=2)  # type: ignore[call-arg]

@@ -1,8 +1,11 @@
-"""The cores of a host are shared among its ranks, and whose OMP_NUM_THREADS applies."""
+"""What the ranks of a host share: its cores, and the folder in which extensions are compiled."""
 
 from __future__ import annotations
 
 import os
+import socket
+import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,7 +15,6 @@ from support.helpers import STAGES
 
 from alignment.config.dtypes import Machine, planning_for
 from alignment.engines import host
-from alignment.engines.host import share_cores, users_threads
 from alignment.planning.engines import EnginePlan
 
 ALL = list(range(8))
@@ -71,3 +73,38 @@ def test_work_in_host_memory_is_offloading_or_a_cpu(
     assert plan.works_in_host_memory(None) == works  # type: ignore[arg-type]
     with planning_for(Machine(2, True)):
         assert not plan.works_in_host_memory(None)  # type: ignore[arg-type]
+
+
+def test_a_lock_that_remains_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch waits for this file, of this name, to vanish."""
+    from torch.utils import cpp_extension
+
+    monkeypatch.setenv(EXTENSIONS, str(tmp_path))
+    monkeypatch.setattr(host, "_TELL_S", 0.2)
+    (tmp_path / "own").mkdir()
+    assert Path(cpp_extension._get_build_directory("own", False)) == tmp_path / "own"
+    (tmp_path / "own" / "lock").touch()
+    with compiling():
+        pass
+    time.sleep(0.4)
+    assert capsys.readouterr().err == ""
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with compiling():
+            time.sleep(0.6)
+        assert (f"{tmp_path / 'own' / 'lock'}: remove this file" in capsys.readouterr().err) == (rank == "0")
+
+
+@pytest.mark.parametrize(("here", "own"), [("2", False), ("1", True)])
+def test_several_hosts_compile_in_separate_folders(here: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EXTENSIONS, "")
+    monkeypatch.delenv(EXTENSIONS)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+    with compiling():
+        assert (f"/{socket.gethostname()}-" in os.environ.get(EXTENSIONS, "")) == own
+    monkeypatch.setenv(EXTENSIONS, "/mine")
+    with compiling():
+        assert os.environ[EXTENSIONS] == "/mine"

@@ -1,4 +1,6 @@
-"""Private APIs of other libraries are used only in `alignment/internals/`, which imports the libraries on call.
+"""Rules that the code of the package keeps: private APIs, collectives, and names of methods, each in one place.
+
+Private APIs of other libraries are used only in `alignment/internals/`, which imports the libraries on call.
 
 ruff checks attributes with an underscore (SLF001); here are inner modules, names in texts, and private names without
 an underscore. Names that are computed, loggers and texts of errors stay with the reviewer.
@@ -17,6 +19,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+
+from alignment.config.registry import METHODS
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "peft", "bitsandbytes", "datasets", "accelerate", "tqdm")
 LIBRARIES += ("liger_kernel",)
@@ -101,3 +105,58 @@ def test_internals_import_no_library() -> None:
         f"assert not set({LIBRARIES}) & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+# Collectives ---------------------------------------------------------------------------------------------------------
+
+# `barrier` has no tensor. ProcessFacts offers TRL's `main_process_first`, two layers below the collectives.
+ELSEWHERE = {("alignment/config/process_facts.py", "barrier")}
+COLLECTIVES = {
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
+    *("broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter", "scatter"),
+    *("reduce_scatter_tensor", "scatter_object_list", "send", "recv", "isend", "irecv", "barrier"),
+    *("monitored_barrier", "all_reduce_coalesced", "all_gather_coalesced", "batch_isend_irecv"),
+}
+
+
+def calls(tree: ast.AST) -> set[str]:
+    """Return the collectives of torch and DeepSpeed that a module mentions."""
+    modules = ("torch.distributed", "distributed", "dist", "deepspeed.comm", "comm")
+    found = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES and ast.unparse(node.value) in modules
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            ("torch.distributed", "deepspeed.comm")
+        ):
+            found |= {alias.name for alias in node.names} & COLLECTIVES
+    return found
+
+
+def test_collectives_are_called_in_one_module() -> None:
+    found = set()
+    for file in sorted((ROOT / "alignment").rglob("*.py")):
+        name = str(file.relative_to(ROOT))
+        found |= {(name, call) for call in calls(ast.parse(file.read_text(encoding="utf-8")))}
+    home = {pair for pair in found if pair[0] == "alignment/engines/collectives.py"}
+    assert {"all_reduce", "broadcast", "all_gather_object", "broadcast_object_list"} <= {call for _, call in home}
+    assert found - home == ELSEWHERE
+
+
+# Names of methods ----------------------------------------------------------------------------------------------------
+
+# objectives/ names losses, one of which has the name of its method. "reward" is also the prefix of the options of
+# reward models.
+PACKAGES = sorted({path.parent for path in FILES} - {ROOT / "alignment"} | {INTERNALS})
+BELOW = [path for path in PACKAGES if not {"methods", "objectives"} & {*path.relative_to(ROOT).parts}]
+
+
+@pytest.mark.parametrize("package", BELOW, ids=lambda path: str(path.relative_to(ROOT)))
+def test_lower_packages_do_not_name_a_method(package: Path) -> None:
+    """import-linter checks that they do not import one."""
+    for path in package.glob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        named = {node.value for node in nodes if isinstance(node, ast.Constant)} & {*METHODS.entries}
+        assert named <= ({"reward"} if path.name == "reward_model.py" else set()), path

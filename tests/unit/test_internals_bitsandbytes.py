@@ -110,25 +110,22 @@ def test_a_buffer_is_allocated_by_the_optimizer(dtype: torch.dtype) -> None:
         assert torch.equal(made, torch.zeros(5, 7, dtype=dtype)) and made.dtype == dtype and not made.requires_grad
 
 
-def test_optimizers_whose_states_leave_the_gpu() -> None:
-    weights = [torch.nn.Parameter(torch.ones(2))]
-    assert is_paged(bitsandbytes.optim.PagedAdamW8bit(weights))
-    assert not is_paged(bitsandbytes.optim.AdamW8bit(weights)) and not is_paged(torch.optim.AdamW(weights))
-
-
-def test_optimizers_whose_states_have_8_bits() -> None:
-    weights = [torch.nn.Parameter(torch.ones(2))]
-    assert stores_8_bits(bitsandbytes.optim.AdamW8bit(weights))
-    assert stores_8_bits(bitsandbytes.optim.Lion(weights, optim_bits=8))
-    assert not stores_8_bits(bitsandbytes.optim.AdamW(weights)) and not stores_8_bits(torch.optim.AdamW(weights))
-
-
-def test_the_size_of_a_tensor_is_counted_in_32_bits() -> None:
-    """The GPU kernels would receive a negative size for a larger tensor."""
-    weights = [torch.nn.Parameter(torch.ones(2))]
-    for kind in (bitsandbytes.optim.AdamW8bit, bitsandbytes.optim.Lion, bitsandbytes.optim.PagedAdamW):
-        assert counts_in_32_bits(kind(weights))
-    assert not counts_in_32_bits(torch.optim.AdamW(weights))
+@pytest.mark.parametrize(
+    ("optimizer", "options", "paged", "has_8_bits"),
+    [
+        (bitsandbytes.optim.PagedAdamW8bit, {}, True, True),
+        (bitsandbytes.optim.PagedAdamW, {}, True, False),
+        (bitsandbytes.optim.AdamW8bit, {}, False, True),
+        (bitsandbytes.optim.Lion, {"optim_bits": 8}, False, True),
+        (bitsandbytes.optim.AdamW, {}, False, False),
+        (torch.optim.AdamW, {}, False, False),
+    ],
+)
+def test_where_states_are_and_their_bits(optimizer: Any, options: Any, paged: bool, has_8_bits: bool) -> None:
+    """Sizes of bitsandbytes' tensors are counted in 32 bits: its GPU kernels would receive a negative size."""
+    made = optimizer([torch.nn.Parameter(torch.ones(2))], **options)
+    assert (is_paged(made), stores_8_bits(made)) == (paged, has_8_bits)
+    assert counts_in_32_bits(made) == (optimizer is not torch.optim.AdamW)
     kernels = (Path(bitsandbytes.__file__).parent / "backends" / "cuda" / "ops.py").read_text()
     assert kernels.count("ct.c_int32(g.numel())") >= 2
     assert ctypes.c_int32(2**31).value < 0

@@ -1,4 +1,4 @@
-"""Layer kernels: checks before a model is loaded, and patching of loaded models."""
+"""Layer kernels: checks before a model is loaded, and patching of loaded models; kernels of SDPA on a GPU."""
 
 from __future__ import annotations
 
@@ -6,20 +6,27 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support.helpers import make_model, options, tiny_config
+from torch.backends.cuda import SDPAParams
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM, OPTConfig
 from transformers.activations import ACT2FN
+from transformers.integrations import sdpa_attention
 
 from alignment import KTOConfig, KTOTrainer, OnlineDPOConfig
 from alignment.config.errors import ModelError, OptionError
+from alignment.engines import scoring
 from alignment.internals.liger import kernels_by_type
+from alignment.models import attention
 from alignment.models import kernels as model_kernels
 from alignment.models.kernels import hub_kernels, put_liger_kernels
 from alignment.models.loading import load_model
+from alignment.models.scorer import CompletionScorer
 from alignment.models.source import ModelSource
+from alignment.models.tasks import CAUSAL_LM
 from alignment.planning import kernels
 from alignment.planning.kernels import check_kernels
 from alignment.training.run_manifest import compared_options
@@ -62,9 +69,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_supported_kernels() -> None:
     assert check(use_liger_kernel=True) == []
     assert check(use_liger_kernel=True, liger_kernel_config={"rope": False, "fused_linear_cross_entropy": False}) == []
-
-
-def test_a_fused_loss_is_accepted_without_effect() -> None:
     (line,) = check(use_liger_loss=True)
     assert line.startswith("use_liger_loss has no effect: ")
 
@@ -78,59 +82,53 @@ def test_without_a_gpu_nothing_is_loaded(tmp_path: Path, loads: list[Any], given
     assert loads == []
 
 
+LIGER: dict[str, Any] = {"use_liger_kernel": True}
+
+
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"rope_embedding": True}, "has no such kernel for a llama model; expected one of rms_norm, rope, swiglu$"),
         ({"swiglue": True}, "liger_kernel_config: swiglue=True: .* did you mean 'swiglu'"),
-        (
-            {"cross_entropy": True},
-            "cross_entropy=True: Liger's losses are not used",
-        ),
-        ({"fused_linear_cross_entropy": True}, "Liger's losses are not used"),
+        ({"cross_entropy": True}, "cross_entropy=True: Liger's losses"),
+        ({"fused_linear_cross_entropy": True}, "Liger's losses"),
         ({"rope": "no"}, "rope='no': must be true or false"),
         ({"model": True}, "has no such kernel"),
     ],
 )
 def test_rejected_kernels(given: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
-        check(use_liger_kernel=True, liger_kernel_config=given)
+        check(**LIGER, liger_kernel_config=given)
 
 
 @pytest.mark.usefixtures("gpu")
 def test_an_unsupported_model_type_lists_the_supported_ones() -> None:
-    opt = source(OPTConfig())
-    with pytest.raises(
-        OptionError, match=r"no kernels for some/model, a opt model; .*gemma2, .*llama, .*qwen3"
-    ) as caught:
-        check(source(), opt, use_liger_kernel=True)
+    with pytest.raises(OptionError, match="no kernels for some/model, a opt model; ") as caught:
+        check(source(), source(OPTConfig()), **LIGER)
     assert all(name in str(caught.value) for name in kernels_by_type())
 
 
 @pytest.mark.usefixtures("gpu")
-def test_missing_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
-    with pytest.raises(
-        OptionError, match=r'liger-kernel is not installed; run pip install "deepspeed-alignment\[liger'
-    ):
-        check(use_liger_kernel=True)
-    monkeypatch.setattr(kernels, "is_kernels_available", lambda: False)
-    with pytest.raises(OptionError, match="use_kernels=True: requires a version of the package kernels"):
-        check(source(use_kernels=True))
-
-
-@pytest.mark.usefixtures("gpu")
-def test_contradicting_kernel_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match="has no effect without use_liger_kernel; set use_liger_kernel: true"):
-        check(liger_kernel_config={"rope": True})
-    monkeypatch.setattr(kernels, "is_kernels_available", lambda: True)
-    assert check(source(use_kernels=True)) == []
-    with pytest.raises(OptionError, match="and use_liger_kernel replace the same layers"):
-        check(source(), source(use_kernels=True), use_liger_kernel=True)
-
-
-# Loading a model -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("installed", "init_kwargs", "given", "said"),
+    [
+        (False, {}, LIGER, "liger-kernel is not installed"),
+        (False, {"use_kernels": True}, {}, "use_kernels=True: requires a version of the package kernels"),
+        (True, {}, {"liger_kernel_config": {"rope": True}}, "no effect without use_liger_kernel"),
+        (True, {"use_kernels": True}, LIGER, "and use_liger_kernel replace the same layers"),
+        # It replaces layers before the weights are read, with a class that cannot be written to JSON or YAML.
+        (True, {"kernel_config": object()}, {}, "kernel_config is not supported"),
+    ],
+)
+def test_kernel_options_that_cannot_be(
+    installed: bool, init_kwargs: Any, given: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(kernels, "is_kernels_available", lambda: installed)
+    with pytest.raises(OptionError, match=said):
+        check(source(), source(**init_kwargs), **given)
+    assert not installed or check(source(use_kernels=True)) == []
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -192,13 +190,6 @@ def test_kernels_of_the_hub_are_selected_for_training(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_configuration_of_kernels_is_refused() -> None:
-    """It replaces layers before the weights are read, with a class that cannot be written to JSON or YAML."""
-    with pytest.raises(OptionError, match="kernel_config is not supported; remove it and set use_kernels: true"):
-        check(source(kernel_config=object()))
-
-
-@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("model_type", "kernel"), [("deepseek_v3", "rope"), ("glm4", "rope"), ("gpt_oss", "swiglu")])
 def test_a_kernel_that_liger_would_ignore_is_refused(model_type: str, kernel: str) -> None:
     """Liger would log a warning and continue, or raise an error after loading the weights."""
@@ -218,3 +209,44 @@ def test_a_resumed_run_must_use_the_same_kernels() -> None:
 def test_the_length_of_completions_at_evaluation_may_change() -> None:
     assert "max_new_tokens" not in compared_options(KTOConfig("out", max_new_tokens=7))
     assert compared_options(OnlineDPOConfig("out", max_new_tokens=7))["max_new_tokens"] == 7
+
+
+# Which heads each kernel supports, by GPU and dtype, as in torch's sdp_utils.cpp: FlashAttention, the memory-efficient
+# one; whether keys are shared; whether a line is printed.
+EQUAL_HEADS, ANY_HEADS, NEVER = (lambda grouped: not grouped), (lambda grouped: True), (lambda grouped: False)
+HEADS = {
+    "Ampere, bf16": (ANY_HEADS, EQUAL_HEADS, True, False),
+    "Turing, fp16": (NEVER, EQUAL_HEADS, False, False),
+    "fp32": (NEVER, EQUAL_HEADS, False, False),
+    "Turing, bf16": (NEVER, NEVER, False, True),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_grouped_queries_do_not_use_the_math_kernel(
+    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keys are expanded where only the math kernel shares them; a line is printed if it is used all the same."""
+    flash, efficient, shared, warned = HEADS[case]
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", sdpa_attention.use_gqa_in_sdpa)
+    heads: list[tuple[int, int]] = []
+
+    def supported(by: Any) -> Any:
+        def can_use(call: SDPAParams) -> bool:
+            heads.append((call.query.shape[1], call.key.shape[1]))
+            return bool(by(call.enable_gqa))
+
+        return can_use
+
+    monkeypatch.setattr(attention, "can_use_flash_attention", supported(flash))
+    monkeypatch.setattr(attention, "can_use_efficient_attention", supported(efficient))
+    monkeypatch.setattr(scoring, "settle", lambda *_: None)
+    torch.manual_seed(0)
+    scorer = CompletionScorer(AutoModelForCausalLM.from_config(tiny_config("tied")))
+    engine = mock.Mock(device=torch.device("cuda"), scorer=scorer, partitioned=False)
+    task = mock.Mock()
+    task.check_scorer.side_effect = lambda scorer, device: CAUSAL_LM.check_scorer(scorer, torch.device("cpu"))
+    scoring.checked(engine, task)
+    assert ((4, 2) in heads) == shared and ((4, 4) in heads) != shared
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("attention: ")]
+    assert len(lines) == warned and all("LlamaForCausalLM in float32" in line for line in lines)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.helpers import make_model, tiny_config, zero
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, T5Config, ViTConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, ViTConfig
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from alignment.checkpoint.saving import gathered_state_dict
@@ -48,9 +48,6 @@ def shard(folder: Path) -> dict[str, str]:
     return dict(index["weight_map"])
 
 
-# Inspection ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_complete_model_passes(folder: Path) -> None:
     assert read_config(str(folder), key="k", trust_remote_code=False).model_type == "llama"
     assert len(set(shard(folder).values())) > 1
@@ -62,20 +59,8 @@ def test_truncated_weights(folder: Path) -> None:
     whole = weights.read_bytes()
     for size in (0, 5, 200, len(whole) // 2, len(whole) - 1):
         weights.write_bytes(whole[:size])
-        with pytest.raises(
-            ModelError, match=r"^k: .*model\.safetensors is truncated or corrupt .*copy or download it again$"
-        ):
+        with pytest.raises(ModelError, match=r"^k: .*model\.safetensors is truncated or corrupt"):
             read_config(str(folder), key="k", trust_remote_code=False)
-    weights.unlink()
-    with pytest.raises(ModelError, match=r"^k: .* contains no weights"):
-        read_config(str(folder), key="k", trust_remote_code=False)
-
-
-def test_a_missing_shard(folder: Path) -> None:
-    missing = sorted(set(shard(folder).values()))[1]
-    (folder / missing).unlink()
-    with pytest.raises(ModelError, match=rf"{missing} is listed in model\.safetensors\.index\.json but missing"):
-        check_weights(folder, "k")
 
 
 @pytest.mark.parametrize("text", ["", '{"weight_map": {"a": "b', "{}", "[]", '{"weight_map": []}'])
@@ -92,32 +77,17 @@ def test_weights_are_checked_in_the_subfolder(folder: Path) -> None:
     assert config.model_type == "llama"
 
 
-def test_other_architectures(tmp_path: Path) -> None:
-    T5Config(num_layers=1).save_pretrained(tmp_path / "t5")
-    with pytest.raises(ModelError, match="k: .* is an encoder-decoder model; only decoder-only models are supported"):
-        read_config(str(tmp_path / "t5"), key="k", trust_remote_code=False)
-    ViTConfig(num_hidden_layers=1).save_pretrained(tmp_path / "vit")
+def test_another_task(tmp_path: Path) -> None:
+    ViTConfig(num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="k: .* is a vit model, which is not a causal language model"):
-        read_config(str(tmp_path / "vit"), key="k", trust_remote_code=False)
-    (tmp_path / "torn").mkdir()
-    (tmp_path / "torn" / "config.json").write_text('{"model_type": ')
-    for name in ("torn", "nowhere"):
-        with pytest.raises(ModelError, match=f"^k: .*{name}") as caught:
-            read_config(str(tmp_path / name), key="k", trust_remote_code=False)
-        assert "\n" not in str(caught.value)
+        read_config(str(tmp_path), key="k", trust_remote_code=False)
 
 
 def test_positions() -> None:
     check_positions(tiny_config("tied"), 96)
     check_positions(tiny_config("tied"), None)
-    with pytest.raises(
-        OptionError,
-        match=r"^max_length: 97 is too large: .* 96 positions \(max_position_embeddings\); set max_length: 96$",
-    ):
+    with pytest.raises(OptionError, match="^max_length: 97 "):
         check_positions(tiny_config("tied"), 97)
-
-
-# Loading ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_that_cannot_be_loaded(folder: Path) -> None:
@@ -128,8 +98,6 @@ def test_a_model_that_cannot_be_loaded(folder: Path) -> None:
             load_model(str(folder), torch.float32, ds_config=zero(0), init_kwargs=kwargs)
         assert "\n" not in str(caught.value)
 
-
-# Dropout and checkpointing ------------------------------------------------------------------------------------------
 
 SMALL = {"vocab_size": 50, "num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 16}
 GPT2 = GPT2Config(vocab_size=50, n_embd=16, n_head=2, n_layer=1, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
@@ -179,7 +147,7 @@ def test_checkpointing_is_not_reentrant_by_default() -> None:
         enable_checkpointing(moe, {"use_reentrant": True})
     enable_checkpointing(moe, {})
     moe.supports_gradient_checkpointing = False
-    with pytest.raises(OptionError, match="MixtralForCausalLM does not support it; set gradient_checkpointing: false"):
+    with pytest.raises(OptionError, match="MixtralForCausalLM"):
         enable_checkpointing(moe, None)
 
 
@@ -205,19 +173,13 @@ def test_a_model_is_loaded_onto_the_gpu_of_its_rank_unless_it_is_partitioned(
     if placement in PLACEMENTS:
         config = load_deepspeed_config(None, PLACEMENTS[placement].settings)
         assert config["zero_optimization"]["stage"] == stage
-    given: dict[str, Any] = {}
-    classes = mock.Mock(from_pretrained=lambda path, **kwargs: given.update(kwargs) or refuse())
+    classes = mock.Mock()
+    classes.from_pretrained.side_effect = OSError("nothing to load")
     task = dataclasses.replace(CAUSAL_LM, auto=classes)
     with pytest.raises(ModelError):
         load_model("m", torch.bfloat16, ds_config=config, device=device, task=task)
+    given = classes.from_pretrained.call_args.kwargs
     assert given.get("device_map") == expected and given["dtype"] == torch.bfloat16
-
-
-def refuse() -> None:
-    raise OSError("nothing to load")
-
-
-# Snapshots ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_snapshot_shares_nothing(folder: Path) -> None:
@@ -264,9 +226,7 @@ def test_code_of_a_model_runs_only_with_trust_remote_code(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": own, "vocab_size": 9}))
     make_model(tmp_path / "weights")
     (tmp_path / "weights" / "model.safetensors").rename(tmp_path / "model.safetensors")
-    with pytest.raises(
-        ModelError, match=r"custom code \(Python files\), which is not run by default; set trust_remote_code: true"
-    ):
+    with pytest.raises(ModelError, match="set trust_remote_code: true"):
         read_config(str(tmp_path), key="model_name_or_path", trust_remote_code=False, init_kwargs={})
     config = read_config(str(tmp_path), key="model_name_or_path", trust_remote_code=True, init_kwargs={})
     assert type(config).__name__ == "OwnConfig" and config.vocab_size == 9

@@ -125,9 +125,6 @@ def test_judged_batches_have_no_scores_and_empty_shares_are_empty() -> None:
     assert (none.counts.rows, none.micro_batches, ranked_batches([], none, 0, 0.1)) == (0, (), [])
 
 
-# Texts --------------------------------------------------------------------------------------------------------------
-
-
 def spaced_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer that marks spaces before words, and drops the first one when decoding."""
     words = ["<s>", "</s>", *(f"\u2581{word}" for word in "Lily went to the park".split()), ".", ",", "\u2581,"]
@@ -172,9 +169,6 @@ def test_a_completion_that_continues_a_message_keeps_its_leading_space() -> None
     JudgeRanker(judge).rank(groups, [], 0, None)
     turns = [[{"role": "assistant", "content": f"went to {text}"}] for text in ("park", "the park")]
     assert shown == [([prompt[:1]], turns)]
-
-
-# Rankers ------------------------------------------------------------------------------------------------------------
 
 
 def length(completions: list[str]) -> list[float | None]:
@@ -243,9 +237,6 @@ def test_a_judge_counts_wins_between_policies() -> None:
     others = [FirstAnswer(one.texts[0], None) for one in theirs]
     for seed in range(20):
         assert ranker.wins(ours, [], others, seed) == [1.0, 0.0, 0.5, None]
-
-
-# Seeds --------------------------------------------------------------------------------------------------------------
 
 
 def test_every_window_and_rank_has_its_own_seeds() -> None:

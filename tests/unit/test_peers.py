@@ -140,16 +140,13 @@ def test_a_silent_store_ends_the_rank(number: int, world: World) -> None:
 def test_a_lost_store_is_a_killed_rank_0_or_a_lost_launcher(
     by_launcher: bool, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def lost(keys: list[str]) -> bool:
-        raise RuntimeError("Connection reset by peer")
-
     recorded: list[tuple[Any, ...]] = []
     monkeypatch.setattr(peers, "fail_in_place_of", lambda *place: recorded.append(place))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(by_launcher))
     world.activity.folder = tmp_path
     rank = world.rank(1)
     world.spend(1, rank, 0)
-    monkeypatch.setattr(world.store, "check", lost)
+    monkeypatch.setattr(world.store, "check", lose)
     rank.run()
     verdict = rank.verdict()
     if by_launcher:
@@ -178,7 +175,7 @@ def test_a_rank_that_has_finished_is_not_judged(world: World, monkeypatch: pytes
     assert "rank 0 was killed or disconnected" in str(first.verdict()), "it has lost its own store"
 
 
-def lose() -> None:
+def lose(*_: Any) -> None:
     raise RuntimeError("Connection reset by peer")
 
 

@@ -64,15 +64,12 @@ def test_options_are_followed() -> None:
 @pytest.mark.parametrize("as_object", [False, True])
 def test_a_configuration_in_model_init_kwargs(as_object: bool) -> None:
     """Unset values are filled in with those that the run needs; others are kept."""
+    form: Any = BitsAndBytesConfig if as_object else dict
     given: Any = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    made = plan(stage=3, kwargs={"quantization_config": _as(given | {"bnb_4bit_use_double_quant": True}, as_object)})
+    made = plan(stage=3, kwargs={"quantization_config": form(**given, bnb_4bit_use_double_quant=True)})
     assert (made.config.bnb_4bit_compute_dtype, made.config.bnb_4bit_quant_storage) == (BF16, BF16)
     other = given | {"bnb_4bit_compute_dtype": "float16", "bnb_4bit_quant_storage": "bfloat16"}
-    assert plan(kwargs={"quantization_config": _as(other, as_object)}).config.bnb_4bit_compute_dtype == torch.float16
-
-
-def _as(given: dict[str, Any], as_object: bool) -> Any:
-    return BitsAndBytesConfig(**given) if as_object else given
+    assert plan(kwargs={"quantization_config": form(**other)}).config.bnb_4bit_compute_dtype == torch.float16
 
 
 def test_a_packed_checkpoint_is_used_unchanged() -> None:

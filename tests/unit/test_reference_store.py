@@ -1,22 +1,31 @@
-"""The on-disk store of a reference's log-probs: damaged files never lead to wrong values."""
+"""The store of a reference's log-probs, in which damage never leads to wrong values, and a reference's identifier."""
 
 from __future__ import annotations
 
+import copy
 import errno
+import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.helpers import make_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from alignment.config.errors import OptionError, OutputError
+from alignment.config.errors import ModelError, OptionError, OutputError
 from alignment.data.batching import Batch, collate
+from alignment.methods.kto_options import KTOConfig
+from alignment.models.source import ModelSource, model_source
+from alignment.references import content
 from alignment.references import store as module
 from alignment.references.base import RowIds
+from alignment.references.content import file_hashes, live_content, source_content
 from alignment.references.precomputed import LogpTable, PrecomputedReference, places
 from alignment.references.store import Logps, LogpStore
 
@@ -113,6 +122,12 @@ def test_a_part_of_another_range_or_store_is_not_used(partners: Any, tmp_path: P
     assert opened(tmp_path, partners=partners)[0].missing == [range(3, 6)]
 
 
+def test_a_part_with_other_partners_is_not_used(tmp_path: Path) -> None:
+    """In case the same seed ever draws other partners."""
+    filled(tmp_path)
+    assert opened(tmp_path, partners=np.where(np.arange(ROWS) == 4, 0, PARTNERS))[0].missing == [range(3, 6)]
+
+
 @pytest.mark.parametrize("text", ["", "{", '{"key": {}}', None])
 def test_a_store_without_manifest_is_not_used(text: str | None, tmp_path: Path) -> None:
     store = filled(tmp_path)
@@ -126,30 +141,16 @@ def test_a_store_without_manifest_is_not_used(text: str | None, tmp_path: Path) 
     assert opened(tmp_path)[1] == []
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        {**KEY, "rows": "c"},
-        {**KEY, "partners": 4},
-        {**KEY, "adapters": "lora"},
-        {**KEY, "model": {"files": {"model.safetensors": "d"}}},
-        {**KEY, "more": None},
-    ],
-)
-def test_another_key_is_another_store(key: dict[str, Any], tmp_path: Path) -> None:
-    mine = filled(tmp_path)
+DIFFERENT: list[dict[str, Any]] = [{"rows": "c"}, {"partners": 4}, {"adapters": "lora"}, {"more": None}]
+
+
+@pytest.mark.parametrize("different", [*DIFFERENT, {"model": {"files": {"model.safetensors": "d"}}}])
+def test_another_key_is_another_store(different: dict[str, Any], tmp_path: Path) -> None:
+    mine, key = filled(tmp_path), KEY | different
     other, faults = opened(tmp_path, key)
     assert other.folder != mine.folder and other.missing == other.parts and faults == []
     filled(tmp_path, key, LOGPS + 1)
     assert np.array_equal(opened(tmp_path)[0].values, LOGPS), "both are kept"
-
-
-def test_a_part_with_other_partners_is_not_used(tmp_path: Path) -> None:
-    """In case the same seed ever draws other partners."""
-    filled(tmp_path)
-    other = PARTNERS.copy()
-    other[4] = 0
-    assert opened(tmp_path, partners=other)[0].missing == [range(3, 6)]
 
 
 def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
@@ -226,3 +227,170 @@ def test_missing_log_probs_raise_an_error() -> None:
     reference.close()
     with pytest.raises(RuntimeError):
         reference.sequence_logps(a_batch(1), RowIds("a", (7,)))
+
+
+# Content identifiers of references: they change with the weights, and with nothing else ------------------------------
+
+OPTIONS = KTOConfig("out", use_cpu=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that must not be modified."""
+    return Path(make_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Path:
+    """A model that may be modified, whose files are an hour old."""
+    path = Path(shutil.copytree(folder, tmp_path / "model"))
+    for file in path.iterdir():
+        aged(file, 3600)
+    return path
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record the names of files whose content is read."""
+    names: list[str] = []
+    real = content.file_hash
+
+    def recorded(file: Path) -> bytes:
+        names.append(file.name)
+        return real(file)
+
+    monkeypatch.setattr(content, "file_hash", recorded)
+    return names
+
+
+def aged(file: Path, seconds: float) -> None:
+    os.utime(file, (time.time() - seconds,) * 2)
+
+
+def of_path(path: Path, memory: Path, **kwargs: Any) -> dict[str, Any]:
+    return source_content(model_source(str(path), "model", OPTIONS, kwargs), memory, keep=True)
+
+
+def flip(file: Path) -> None:
+    """Flip one bit of the last weight without changing the size."""
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_the_content_includes_weights_configuration_and_code(copied: Path, tmp_path: Path) -> None:
+    memory = tmp_path / "hashes.json"
+    found = [of_path(copied, memory)]
+    changes: list[Callable[[], Any]] = [
+        lambda: flip(copied / "model.safetensors"),
+        lambda: (copied / "config.json").write_text((copied / "config.json").read_text() + " "),
+        lambda: (copied / "modeling.py").write_text("x = 1"),
+        lambda: (copied / "adapter_model.safetensors").write_bytes((copied / "model.safetensors").read_bytes()),
+    ]
+    for change in changes:
+        change()
+        found.append(of_path(copied, memory))
+        assert found[-1] not in found[:-1]
+    assert of_path(copied, memory, use_cache=False) not in found, "an argument of from_pretrained may change the model"
+    (copied / "tokenizer_config.json").write_text("{}")
+    (copied / "log.jsonl").write_text("")
+    assert of_path(copied, memory) == found[-1]
+    moved = copied.rename(tmp_path / "moved")
+    assert of_path(moved, memory) == found[-1], "wherever it lies"
+
+
+def test_files_are_only_read_again_if_size_or_time_changed(copied: Path, tmp_path: Path, reads: list[str]) -> None:
+    memory = tmp_path / "cache" / "hashes.json"
+    weights = copied / "model.safetensors"
+    first = of_path(copied, memory)
+    assert sorted(reads) == ["config.json", "model.safetensors"]
+    assert of_path(copied, memory) == first and len(reads) == 2
+    aged(weights, 1800)
+    assert of_path(copied, memory) == first and reads[2:] == ["model.safetensors"]
+    stamp = weights.stat().st_mtime_ns
+    weights.write_bytes(weights.read_bytes() + b" ")
+    os.utime(weights, ns=(stamp, stamp))
+    assert file_hashes([weights], memory)[weights.name] not in str(first) and reads[3:] == ["model.safetensors"]
+    for torn in ("", "[]", '{"a": 1}', json.dumps({str(weights.resolve()): [1, 2]})):
+        memory.write_text(torn)
+        assert set(file_hashes([weights], memory)) == {"model.safetensors"}
+    assert len(reads) == 8
+
+
+def test_the_hash_of_a_recent_file_is_not_cached(copied: Path, tmp_path: Path, reads: list[str]) -> None:
+    """It may change again with the same timestamp."""
+    memory, weights = tmp_path / "hashes.json", copied / "model.safetensors"
+    stamp = time.time_ns()
+    os.utime(weights, ns=(stamp, stamp))
+    first = of_path(copied, memory)
+    flip(weights)
+    os.utime(weights, ns=(stamp, stamp))
+    assert of_path(copied, memory) != first
+    assert reads.count("model.safetensors") == 2 and reads.count("config.json") == 1
+
+
+def test_a_hub_model_is_identified_by_its_commit(folder: Path, tmp_path: Path) -> None:
+    def publish(commit: str) -> None:
+        repository = tmp_path / "hub" / "models--some--model"
+        shutil.copytree(folder, repository / "snapshots" / commit)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / "main").write_text(commit)
+
+    def seen(**kwargs: str) -> dict[str, Any]:
+        given = {"cache_dir": str(tmp_path / "hub"), **kwargs}
+        source = model_source("some/model", "model", OPTIONS, given)
+        return source_content(source, tmp_path / "hashes.json", keep=True)
+
+    publish("1" * 40)
+    first = seen()
+    assert first["commit"] == "1" * 40 and first["name"] == "some/model" and "files" not in first
+    assert seen() == first
+    publish("2" * 40)
+    assert seen()["commit"] == "2" * 40
+    assert seen(revision="1" * 40)["commit"] == "1" * 40
+    unknown = ModelSource("some/other", None, model_source(str(folder), "model", OPTIONS).config, {})
+    with pytest.raises(ModelError, match="'some/other': its commit is not in the Hub cache"):
+        source_content(unknown, tmp_path / "hashes.json", keep=True)
+
+
+def test_a_live_model_is_identified_by_its_parameters(folder: Path) -> None:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    first = live_content(model, keep=True)
+    assert live_content(copy.deepcopy(model), keep=True) == first
+    assert live_content(model, keep=False) == {}
+    found = [first]
+    for change in (_one_weight, _one_buffer, _swapped, _turned, _epsilon, lambda other: other.to(torch.bfloat16)):
+        other = copy.deepcopy(model)
+        change(other)
+        found.append(live_content(other, keep=True))
+    assert all(one not in found[:number] for number, one in enumerate(found))
+
+
+@torch.no_grad()
+def _one_weight(model: PreTrainedModel) -> None:
+    weight = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+    weight[3, 5] = torch.nextafter(weight[3, 5], torch.tensor(9.0))
+
+
+def _one_buffer(model: PreTrainedModel) -> None:
+    model.get_buffer("model.rotary_emb.inv_freq")[1] *= 2
+
+
+@torch.no_grad()
+def _swapped(model: PreTrainedModel) -> None:
+    """The same bytes in another order."""
+    one, other = (model.get_parameter(f"model.layers.{layer}.mlp.up_proj.weight") for layer in (0, 1))
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
+
+
+@torch.no_grad()
+def _turned(model: PreTrainedModel) -> None:
+    """The same bytes with another shape."""
+    weight = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+    weight.data = weight.reshape(weight.shape[::-1])
+
+
+def _epsilon(model: PreTrainedModel) -> None:
+    model.config.rms_norm_eps = 1e-3

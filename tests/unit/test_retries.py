@@ -31,10 +31,6 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return made
 
 
-def retries(limit: int = 3) -> Retries:
-    return Retries(limit, 4.0)
-
-
 class Failing:
     """Raises one error per call, then returns a value."""
 
@@ -48,15 +44,9 @@ class Failing:
         return self.result(*args, **kwargs) if callable(self.result) else self.result
 
 
-class Answered(Exception):
+def answered(status: int) -> Exception:
     """An HTTP client's error, with a status."""
-
-    def __init__(self, status: int) -> None:
-        self.status_code = status
-
-
-class APITimeoutError(Exception):
-    """Identified by its name, like the errors of clients that are not installed."""
+    return type("Answered", (Exception,), {"status_code": status})()
 
 
 def with_response(status: int) -> httpx.HTTPStatusError:
@@ -79,8 +69,8 @@ TRANSIENT = [
     requests.exceptions.ConnectionError("refused"),
     requests.exceptions.ReadTimeout("timed out"),
     with_response(503),
-    Answered(429),
-    APITimeoutError(),
+    answered(429),
+    type("APITimeoutError", (Exception,), {})(),  # identified by its name, as its client may not be installed
     caused(DataError("a.jsonl: cannot be read"), OSError(errno.EIO, "Input/output error")),
 ]
 PERMANENT = [
@@ -89,7 +79,7 @@ PERMANENT = [
     socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
     ValueError("not JSON"),
     with_response(404),
-    Answered(401),
+    answered(401),
     caused(ConnectionError("Couldn't reach 'a' on the Hub"), OfflineModeIsEnabled("offline")),
     ConnectionError("Couldn't reach 'a' on the Hub (OfflineModeIsEnabled)"),  # as load_dataset raises it
     caused(with_response(404), httpx.ConnectError("refused")),
@@ -107,7 +97,7 @@ def test_a_call_is_retried_after_growing_pauses(
     signs: list[float] = []
     monkeypatch.setattr(ACTIVITY, "progress", lambda: signs.append(sum(pauses)))
     call = Failing(TimeoutError("slow"), OSError(errno.EIO, "bad block"))
-    assert retries()("data.jsonl", call) == "read"
+    assert Retries(3, 4.0)("data.jsonl", call) == "read"
     assert call.calls == 3
     assert sum(pauses) == 4 + 8 and signs == list(range(12)), "in slices, each of which reports progress"
     assert "data.jsonl: TimeoutError: slow; retry 1 of 3 in 4 s\n" in capsys.readouterr().out
@@ -116,21 +106,21 @@ def test_a_call_is_retried_after_growing_pauses(
 def test_the_last_error_is_raised() -> None:
     call = Failing(*(TimeoutError(str(number)) for number in range(9)))
     with pytest.raises(TimeoutError, match="^3$"):
-        retries(3)("a", call)
+        Retries(3, 4.0)("a", call)
     assert call.calls == 4
     with pytest.raises(ValueError, match="wrong"):
-        retries()("a", Failing(ValueError("wrong")))
+        Retries(3, 4.0)("a", Failing(ValueError("wrong")))
 
 
 def test_retries_of_all_ranks_are_counted() -> None:
-    one, other = retries(), retries()
+    one, other = Retries(3, 4.0), Retries(3, 4.0)
     one("a", Failing(TimeoutError(), TimeoutError()))
     other("b", Failing(TimeoutError("slow")))
     assert one.metrics == {} and one.count == 0
     everyone = [one.taken(), other.taken()]
     one.counted(everyone), other.counted(everyone)
     assert one.metrics == other.metrics == {"retries": 3.0} and one.taken() == 0
-    again = retries()
+    again = Retries(3, 4.0)
     again("c", Failing(TimeoutError()))
     again.counted([again.taken()])
     again.load_state_dict(one.state_dict())
@@ -138,16 +128,13 @@ def test_retries_of_all_ranks_are_counted() -> None:
 
 
 def test_a_pause_grows_to_five_minutes_and_ends_at_a_stop_request(pauses: list[float]) -> None:
-    assert retries(20).again("a", TimeoutError(), 12) and sum(pauses) == 300
+    assert Retries(20, 4.0).again("a", TimeoutError(), 12) and sum(pauses) == 300
     REQUESTS.request(StopReason.SIGTERM)
     try:
-        assert retries(20).again("a", TimeoutError(), 1)
+        assert Retries(20, 4.0).again("a", TimeoutError(), 1)
     finally:
         REQUESTS.forget()
     assert sum(pauses) == 300, "it is retried immediately"
-
-
-# Reward functions and judges ----------------------------------------------------------------------------------------
 
 
 def samples(count: int = 2) -> Samples:
@@ -179,7 +166,7 @@ def test_functions_are_called_again_with_the_same_arguments() -> None:
     random.seed(0)
     first = score_all([named("a", lambda c: (random.random(), score(c))[1]), named("b", score)], samples())
     random.seed(0)
-    again = retries()
+    again = Retries(3, 4.0)
     assert score_all([named("a", spoils), named("b", score)], samples(), again) == first
     assert again.taken() == 1
 
@@ -197,7 +184,7 @@ def test_only_failed_awaitables_are_awaited_again() -> None:
             raise httpx.ReadTimeout("slow")
         return [2.0] * len(completions)
 
-    again = retries()
+    again = Retries(3, 4.0)
     assert score_all([FunctionReward(good), FunctionReward(bad)], samples(), again) == [[1.0, 1.0], [2.0, 2.0]]
     assert calls == {"good": 1, "bad": 3}
     assert again.taken() == 2
@@ -210,7 +197,7 @@ def test_a_function_that_keeps_failing_is_reported(error: Exception) -> None:
 
     for function in (FunctionReward(bad), named("bad", Failing(*[error] * 9))):
         with pytest.raises(RewardError, match=f"'bad' raised {type(error).__name__}"):
-            score_all([function], samples(), retries(2))
+            score_all([function], samples(), Retries(2, 4.0))
 
 
 @pytest.mark.parametrize("awaited", [False, True])
@@ -227,7 +214,7 @@ def test_a_judge_is_called_again(awaited: bool) -> None:
     async def judge(prompts: list[Any], pairs: list[Any]) -> list[int]:
         return answer(prompts, pairs)
 
-    again = retries()
+    again = Retries(3, 4.0)
     made = Judge(judge if awaited else answer, retries=again)
     verdicts = made.verdicts(["p", "q"], [["a", "b"], ["c", "d"]], 0, ["row 1", "row 2"])
     assert asked == [2, 2] and again.count == 1

@@ -1,4 +1,4 @@
-"""Moving batches to a device: one copy from pinned memory, with the same values.
+"""Moving tensors: batches to a device, in one copy from pinned memory, and reduced ones to that of the collectives.
 
 ``tests/engine/test_fake_cuda.py`` shows that the host does not wait for it.
 """
@@ -17,6 +17,7 @@ from alignment.data import transfer
 from alignment.data.batching import collate
 from alignment.data.kinds.unpaired import UnpairedBatch
 from alignment.data.transfer import transferred
+from alignment.engines import collectives
 
 DEVICE = torch.device("cpu", 0)  # another device than ``cpu``, with the same memory
 TENSORS = [
@@ -75,3 +76,15 @@ def test_a_batch_moves_all_tensors_except_excluded_fields() -> None:
     for name in ("positions", "targets", "segments", "lengths"):
         mine, theirs = (getattr(one.matched, name) for one in (moved, given))
         assert torch.equal(mine, theirs) and mine is not theirs, name
+
+
+def test_tensors_are_reduced_on_the_communication_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[str] = []
+    monkeypatch.setattr(collectives, "device", lambda: torch.device("meta"))
+    for name in ("all_reduce", "broadcast"):
+        monkeypatch.setattr(collectives.dist, name, lambda values, **_: devices.append(values.device.type))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: self)  # meta tensors have no values to copy back
+    for collective in (collectives.sum_over_ranks, collectives.copied_from_first_rank):
+        values = torch.ones(2)
+        assert collective(values) is values
+    assert devices == ["meta"] * 2

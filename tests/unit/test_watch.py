@@ -253,32 +253,23 @@ main() if sys.argv[1] == "script" else sys.exit(guarded(main))
 """
 
 
-def hang(kind: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", HANGS, kind, str(folder)]
-    environment = {**os.environ, "TMPDIR": str(folder)}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30, env=environment)
-
-
-def test_a_hanging_command_ends_even_if_its_disk_hangs(tmp_path: Path) -> None:
-    (tmp_path / "hang-0.txt" / "taken").mkdir(parents=True)
-    done = hang("command", tmp_path)
-    assert done.returncode == 1 and done.stdout == ""
-    assert re.match(r"error: no progress for \d s .* phase work, step 0", done.stderr)
-    assert any("in main" in path.read_text() for path in tmp_path.glob("**/alignment-hang-0-*"))
-
-
-def test_a_hanging_script_of_one_process_continues(tmp_path: Path) -> None:
-    """It may be a notebook, or be stopped in a debugger."""
-    done = hang("script", tmp_path)
-    assert (done.returncode, done.stdout) == (0, "continued\n")
-    assert done.stderr.count("no progress for") == 1 and "in main" in (tmp_path / "hang-0.txt").read_text()
-
-
-def test_a_held_interpreter_lock_ends_the_process(tmp_path: Path) -> None:
-    """No Python code runs any more, so the stacks stay in the local file."""
-    done = hang("lock", tmp_path)
-    assert done.returncode == 1
-    assert any("in main" in path.read_text() for path in tmp_path.glob("alignment-hang-0-*"))
+@pytest.mark.parametrize(
+    ("kind", "code", "out", "stacks"),
+    [
+        ("command", 1, "", "**/alignment-hang-0-*"),  # it ends even if its disk hangs
+        ("script", 0, "continued\n", "hang-0.txt"),  # it may be a notebook, or be stopped in a debugger
+        ("lock", 1, "", "alignment-hang-0-*"),  # no Python code runs any more, so the stacks stay in the local file
+    ],
+)
+def test_a_hanging_process(kind: str, code: int, out: str, stacks: str, tmp_path: Path) -> None:
+    if kind == "command":
+        (tmp_path / "hang-0.txt" / "taken").mkdir(parents=True)
+    command, environment = [sys.executable, "-c", HANGS, kind, str(tmp_path)], {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30, env=environment)
+    assert (done.returncode, done.stdout) == (code, out)
+    assert kind == "lock" or done.stderr.count("no progress for") == 1
+    assert kind != "command" or re.match(r"error: no progress for \d s .* phase work, step 0", done.stderr)
+    assert any("in main" in path.read_text() for path in tmp_path.glob(stacks))
 
 
 # Signals, in a separate process --------------------------------------------------------------------------------------

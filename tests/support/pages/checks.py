@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,46 +157,20 @@ def _parsed(block: Block, parser: argparse.ArgumentParser, arguments: list[str])
 
 def _check_python(block: Block) -> None:
     tree = ast.parse(textwrap.dedent(block.text), filename=block.name)
-    names = dict(_imported(block, tree))
+    names: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+        else:
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if any(module.split(".")[0] == "alignment" for module in modules):  # others may exist only where it runs
+            try:
+                exec(ast.unparse(node), names)
+            except ImportError as error:
+                raise BlockError(f"{block.name}: {error}") from None
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             _check_call(block, node, names)
-
-
-def _imported(block: Block, tree: ast.AST) -> Iterator[tuple[str, Any]]:
-    """Return what the block imports from this package, by the name in the block.
-
-    Raises:
-        BlockError: the module or name does not exist.
-    """
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                _module(block, alias.name)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            module = _module(block, node.module)
-            for alias in node.names if module is not None else ():
-                try:
-                    yield alias.asname or alias.name, _attribute(module, alias.name)
-                except (AttributeError, ImportError):
-                    raise BlockError(f"{block.name}: cannot import {alias.name!r} from {node.module!r}") from None
-
-
-def _module(block: Block, name: str) -> Any:
-    """Return a module of this package, or None for others, which may only exist where the block runs."""
-    if name.split(".")[0] != "alignment":
-        return None
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise BlockError(f"{block.name}: {error}") from None
-
-
-def _attribute(module: Any, name: str) -> Any:
-    try:
-        return getattr(module, name)
-    except AttributeError:
-        return importlib.import_module(f"{module.__name__}.{name}")
 
 
 def _check_call(block: Block, node: ast.Call, names: dict[str, Any]) -> None:

@@ -37,11 +37,8 @@ def commands_of(script: str) -> Iterator[Command]:
         ValueError: quotation marks are unbalanced.
     """
     for words in simple_commands(script):
-        if words[:2] in (["bash", "-c"], ["sh", "-c"]) and len(words) > 2:
-            yield from commands_of(words[2])
-            continue
         nested = [i for i, word in enumerate(words) if word in ("bash", "sh") and words[i + 1 : i + 2] == ["-c"]]
-        if nested and words[0] in LAUNCHERS:
+        if nested and (nested[0] == 0 or words[0] in LAUNCHERS):
             yield from commands_of(words[nested[0] + 2])
             continue
         if (found := _command(words)) is not None:

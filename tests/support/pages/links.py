@@ -14,7 +14,6 @@ from markdown_it.token import Token
 _EXTERNAL = re.compile(r"^(?:[a-z][a-z0-9+.-]*:|//)", re.IGNORECASE)
 _HTML = re.compile(r'\b(?:href|src|srcset)="([^"]+)"')
 _HTML_ANCHOR = re.compile(r'\b(?:id|name)="([^"]+)"')
-_NESTED = re.compile(r"\{(?:note|warning|tip|important|caution|admonition|dropdown)\}")
 
 
 def _tokens(text: str) -> list[Token]:
@@ -36,14 +35,12 @@ def broken_links(path: Path) -> list[str]:
     return found
 
 
-def _links(text: str, offset: int = 0) -> Iterator[tuple[int, str]]:
+def _links(text: str) -> Iterator[tuple[int, str]]:
     """Yield the line and target of every link, image and HTML reference."""
     for token in _tokens(text):
-        line = offset + (token.map[0] if token.map else 0) + 1
+        line = (token.map[0] if token.map else 0) + 1
         if token.type == "html_block":
             yield from ((line, target) for target in _HTML.findall(token.content))
-        elif token.type == "fence" and _NESTED.match(token.info.strip()):
-            yield from _links(token.content, line)
         for child in token.children or ():
             target = child.attrGet("href") or child.attrGet("src")
             if target:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -76,7 +76,6 @@ class PageRun:
         timeout: seconds for each block.
         path: folders that are searched for commands before those of this environment.
         python: the command that runs a Python script.
-        variables: environment variables.
     """
 
     def __init__(
@@ -85,7 +84,6 @@ class PageRun:
         timeout: float = 300,
         path: Iterable[str | Path] = (),
         python: Sequence[str] = (sys.executable,),
-        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.folder, self.timeout = folder, timeout
         commands = [*map(str, path), str(Path(sys.executable).parent), os.environ["PATH"]]
@@ -95,7 +93,6 @@ class PageRun:
             OMP_NUM_THREADS="1",
             COLUMNS="120",
             PYTHONUNBUFFERED="1",
-            **(variables or {}),
         )
         # The tests set these for themselves; a reader does not.
         for name in ("TRITON_INTERPRET", "PYTEST_CURRENT_TEST", "HF_DATASETS_CACHE"):
@@ -106,7 +103,6 @@ class PageRun:
         self._python: subprocess.Popen[bytes] | None = None
         self._python_output = folder.parent / f"{folder.name}.python"
         self._pieces = 0
-        self.seconds: dict[str, float] = {}
 
     def __enter__(self) -> PageRun:
         return self
@@ -149,7 +145,6 @@ class PageRun:
         Raises:
             BlockFailed: a command failed, or its output differs from the page.
         """
-        started = time.monotonic()
         if block.file:
             write_file(block, self.folder)
         elif block.runs and block.language == "bash":
@@ -158,7 +153,6 @@ class PageRun:
             self._console(block)
         elif block.runs and block.language == "python":
             self._run_python(block)
-        self.seconds[block.name] = time.monotonic() - started
 
     def _console(self, block: Block) -> None:
         for command, expected in console(block):
