@@ -1,6 +1,6 @@
 """Every option has an effect: it is read, or shown here to change the resulting configuration.
 
-The names of all options are in ``data/options.txt``; run ``python tests/unit/test_option_walk.py`` to regenerate it.
+The names of all options are in ``data/options.txt``, those of all methods first; run ``python tests/unit/test_option_walk.py`` to regenerate it.
 """
 
 from __future__ import annotations
@@ -89,15 +89,17 @@ def unaccounted(cls: type[AlignmentConfig]) -> set[str]:
     return own_names(cls) - READ - PROBES.keys()
 
 
-def own_names(cls: type[AlignmentConfig]) -> set[str]:
+def own_names(cls: type[AlignmentConfig]) -> frozenset[str]:
     """Return the options of a class without those that only docs/reference/trl-options.md lists."""
     return option_names(cls) - judged_names(cls)
 
 
 def golden_text() -> str:
-    """Return the options of all methods, one per line."""
-    methods = [f"{name}:\n" + "".join(f"  {o}\n" for o in sorted(own_names(cls))) for name, cls in METHODS.items()]
-    return "\n".join(methods)
+    """Return the options that all methods have, and then the further ones of each method, one per line."""
+    names = {method: own_names(cls) for method, cls in METHODS.items()}
+    common = frozenset.intersection(*names.values())
+    parts = {"all methods": common, **{method: own - common for method, own in names.items()}}
+    return "\n".join(f"{part}:\n" + "".join(f"  {name}\n" for name in sorted(own)) for part, own in parts.items())
 
 
 def produced(options: AlignmentConfig) -> tuple[Any, ...]:
@@ -137,9 +139,8 @@ def test_probed_options_change_the_result(
 
 
 def test_public_options_match_the_list() -> None:
-    difference = "\n".join(
-        difflib.unified_diff(GOLDEN.read_text().splitlines(), golden_text().splitlines(), "data/options.txt", "code")
-    )
+    lines = GOLDEN.read_text().splitlines(), golden_text().splitlines()
+    difference = "\n".join(difflib.unified_diff(*lines, "data/options.txt", "code"))
     assert not difference, f"options were added or removed; if that is meant, run python {__file__}\n{difference}"
 
 
