@@ -17,18 +17,12 @@ from alignment.config.options import AlignmentConfig
 from alignment.engines.placement import FrozenPlan, plan_frozen
 from alignment.methods.kto_options import KTOConfig
 
+pytestmark = pytest.mark.usefixtures("one_process")
 POLICIES = ("zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
 HIDDEN = 1024
 STAGE2 = {"zero_optimization": {"stage": 2}}
 OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 MASTERS = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
-
-
-@pytest.fixture(autouse=True)
-def one_cpu_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
 
 def build(base: dict[str, Any], world_size: int = 1, **options: Any) -> dict[str, Any]:

@@ -16,13 +16,8 @@ from alignment.config.model_kwargs import loading_keywords
 from alignment.config.registry import METHODS, option_names
 from alignment.methods.kto_options import KTOConfig
 
+pytestmark = pytest.mark.usefixtures("one_process")
 NEEDED = ["--output_dir", "out", "--dataset_name", "rows.jsonl", "--model_name_or_path", "m"]
-
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def write(folder: Path, text: str, name: str = "recipe.yaml") -> str:

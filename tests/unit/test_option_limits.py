@@ -74,30 +74,3 @@ def test_the_last_value_within_a_limit_and_the_first_beyond(cls: type, name: str
     with pytest.raises(OptionError) as caught:
         cls("out", **{name: beyond}, **further)
     assert str(caught.value).startswith((f"{name}={beyond!r}", f"{name}={float(beyond)!r}"))
-
-
-@pytest.mark.parametrize(
-    "reward",
-    [{"reward_model_path": "m"}, {"reward_funcs": ["f.py:f"]}, {"reward_weights": [1.0]}, {"missing_eos_penalty": 0.0},
-     {"reward_load_in_4bit": False}, {"num_generations": 3}],
-    ids=lambda reward: next(iter(reward)),
-)  # fmt: skip
-def test_options_of_rewards_with_a_judge(reward: dict[str, Any]) -> None:
-    (name,) = reward
-    with pytest.raises(OptionError) as caught:
-        OnlineDPOConfig("out", judge="openai", **reward)
-    assert f"{name}=" in str(caught.value)
-    assert OnlineDPOConfig("out", judge="openai", num_generations=2).num_generations == 2
-
-
-@pytest.mark.parametrize(
-    ("given", "key"),
-    [
-        ({"hang_timeout": 60, "hang_timeout_first": 59}, "hang_timeout_first"),
-        ({"max_bad_steps": 9}, "max_bad_steps"),
-        ({"retries": 0, "retry_pause": 9}, "retry_pause"),
-    ],
-)
-def test_options_that_contradict_each_other(given: dict[str, Any], key: str) -> None:
-    with pytest.raises(OptionError, match=f"^{key}="):
-        KTOConfig("out", **given)

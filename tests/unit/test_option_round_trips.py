@@ -16,6 +16,7 @@ from alignment.cli.parsing import parse
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
 
+pytestmark = pytest.mark.usefixtures("one_process")
 RATE = st.floats(0, 0.9, allow_subnormal=False)
 TEXT = st.text(alphabet="aé1 :#'\"\\,[{", min_size=1, max_size=6).map(lambda text: f"x{text}x")
 NAMES = st.lists(st.sampled_from(["q_proj", "k_proj", "v_proj", "1"]), min_size=2, max_size=3, unique=True)
@@ -50,12 +51,6 @@ def written(value: Any) -> list[str]:
 
 def values(options: AlignmentConfig) -> dict[str, Any]:
     return json.loads(options.to_json_string())
-
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @settings(max_examples=25)

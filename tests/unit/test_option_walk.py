@@ -1,6 +1,6 @@
 """Every option has an effect: it is read, or shown here to change the resulting configuration.
 
-The names of all options are in ``data/options.txt``, those of all methods first; run ``python tests/unit/test_option_walk.py`` to regenerate it.
+Their names are in ``data/options.txt``; run ``python tests/unit/test_option_walk.py`` to regenerate it.
 """
 
 from __future__ import annotations
@@ -123,12 +123,11 @@ def test_every_option_is_read_or_probed(cls: type[AlignmentConfig]) -> None:
 PROBED = [(cls, name) for cls in METHODS.values() for name in PROBES if name in option_names(cls)]
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(("cls", "name"), PROBED, ids=field_id)
 def test_probed_options_change_the_result(
     cls: type[AlignmentConfig], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(dtypes, "_check_fp16_supported", lambda source: None)  # a CPU has none
     if cls.method not in WITH_REFERENCE and name.startswith("ref_"):
         with pytest.raises(OptionError, match=f"^{name}=.* does not use a reference model"):

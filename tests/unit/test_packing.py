@@ -11,7 +11,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignment.config.errors import DataError, OptionError
+from alignment.config.errors import DataError
 from alignment.data.columns import arranged
 from alignment.data.kinds.completions import COMPLETIONS
 from alignment.data.packing import packs as packs_module
@@ -189,24 +189,6 @@ def test_packed_datasets_are_refused() -> None:
     packs = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "seq_lengths": [2, 1]}])
     with pytest.raises(DataError, match=r"^packs.json: the rows are already packed .*set packing: true"):
         arranged(packs, {}, COMPLETIONS, "packs.json")
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"packing": True, "max_length": None}, "packing=True: requires max_length, the length of a pack; set it"),
-        ({"eval_packing": True, "max_length": None}, "eval_packing=True: requires max_length, the length of a pack"),
-        ({"packing": True, "dataset_kwargs": {"skip_prepare_dataset": True}}, "remove one of them"),
-        (
-            {"packing": True, "packing_strategy": "ffd"},
-            "packing_strategy='ffd': must be 'bfd'",
-        ),
-    ],
-)
-def test_unsupported_packing_is_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(OptionError) as caught:
-        SFTConfig("out", use_cpu=True, **given)
-    assert said in str(caught.value)
 
 
 def test_packing_options() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from pathlib import Path
@@ -24,7 +25,7 @@ from alignment import (
     SFTConfig,
     SFTTrainer,
 )
-from alignment.compat.trl.overrides import check_overrides, check_saving
+from alignment.compat.trl.overrides import check_attributes, check_overrides, check_saving
 from alignment.compat.trl.surface import Accelerator, TrainerSurface
 from alignment.config.errors import OptionError
 from alignment.methods.cpo import CPOMethod
@@ -80,6 +81,15 @@ def test_overriding_methods_that_are_called_is_allowed() -> None:
     check_overrides(RewardTrainer)
     with pytest.raises(OptionError, match=r"Own.compute_loss: .*override losses\(\), see docs/guides/extending.md"):
         type("Own", (KTOTrainer,), {"compute_loss": lambda self: None})()
+
+
+@pytest.mark.parametrize("loss", [lambda *_: 0, functools.partial(max, 0)])
+def test_a_method_assigned_to_a_trainer_is_refused(loss: Any) -> None:
+    trainer = object.__new__(CPOTrainer)
+    check_attributes(trainer)
+    vars(trainer)["compute_loss"] = loss
+    with pytest.raises(OptionError, match=r"trainer\.compute_loss: .* override losses\(\)"):
+        trainer.train()
 
 
 def test_overriding_save_model_is_refused_if_checkpoints_are_saved() -> None:
