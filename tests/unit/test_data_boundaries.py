@@ -1,4 +1,4 @@
-"""Properties and boundary rows of data: lengths at their limits, common prefixes, files with a byte order mark."""
+"""Properties and boundary rows of data: lengths at their limits, files with a byte order mark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from alignment.config.errors import DataError
 from alignment.config.fields import choices_of
 from alignment.config.options_data import Truncation
 from alignment.data.kinds.completions import COMPLETIONS
-from alignment.data.kinds.pairs import HH_TURN, PAIRS, split_texts
+from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.prompts import PROMPTS
 from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
@@ -51,32 +51,6 @@ def test_every_limit_holds_and_nothing_else_is_cut(
         assert reason == (
             EMPTY if not given_ids else NO_CONTEXT if not (kept or alone) else NO_ROOM if room < 1 else None
         )
-
-
-WORDS = st.text(alphabet="ab \n", max_size=8)
-
-
-@settings(max_examples=300)
-@given(common=WORDS, one=WORDS, other=WORDS, turns=st.integers(0, 2))
-def test_a_common_prompt_is_the_longest_that_splits_no_word(common: str, one: str, other: str, turns: int) -> None:
-    chosen, rejected = (common + HH_TURN * turns + text for text in (one, other))
-    if chosen == rejected:
-        return
-    prompt, *completions = split_texts(chosen, rejected)
-    assert [prompt + completion for completion in completions] == [chosen, rejected]
-    assert all(completions) or not (chosen and rejected)
-    shared = next(i for i in range(99) if chosen[: i + 1] != rejected[: i + 1])
-    ends = [
-        i + len(HH_TURN) for i in range(shared + 1) if chosen.startswith(HH_TURN, i) and i + len(HH_TURN) <= shared
-    ]
-    if usable := [end for end in ends if end < min(len(chosen), len(rejected))]:
-        assert len(prompt) == usable[-1]
-        return
-    gaps = [
-        i for i in range(min(shared + 1, len(chosen), len(rejected))) if chosen[i].isspace() and rejected[i].isspace()
-    ]
-    starts = [i for i in gaps if i == 0 or not chosen[i - 1].isspace()]
-    assert len(prompt) == (starts[-1] if starts else 0)
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl", "csv"])

@@ -37,9 +37,8 @@ def texts(rows: Any, column_map: dict[str, str] | None, folder: Path, kind: Any 
 
 def test_a_mapped_column_replaces_a_column_of_the_same_name(tmp_path: Path) -> None:
     row = {"prompt": "aa", "question": "cc", "chosen": "d", "rejected": "e", "query": "ff", "system": "g"}
-    assert texts([row], None, tmp_path, PAIRS) == [
-        ["aa", "d</s>", "e</s>"]
-    ]  # query and system are only used if they are mapped
+    # query and system are only used if they are mapped.
+    assert texts([row], None, tmp_path, PAIRS) == [["aa", "d</s>", "e</s>"]]
     assert texts([row], {"prompt": "question"}, tmp_path, PAIRS) == [["cc", "d</s>", "e</s>"]]
     swapped = {"chosen": "rejected", "rejected": "chosen"}
     assert texts([row], swapped, tmp_path, PAIRS) == [["aa", "e</s>", "d</s>"]]
@@ -63,13 +62,11 @@ def test_labels_of_csv_files(tmp_path: Path) -> None:
     path = tmp_path / "data.csv"
     path.write_text("instruction,input,output,kto_tag\ndo,it,ok,True\ndo,,no,false\n")
     dataset = load_split(str(path), None, "train")
-    tokenizer = char_tokenizer()
-    made = prepare(dataset, UNPAIRED, tokenizer, Limits(), "data", tmp_path, column_map=ALPACA, progress=False)
+    made = prepare(dataset, UNPAIRED, char_tokenizer(), Limits(), "data", tmp_path, column_map=ALPACA, progress=False)
     assert load_prepared(made).dataset["label"][:] == [True, False]
     path.write_text("instruction,input,output,kto_tag\ndo,it,ok,yes\n")
-    with pytest.raises(
-        DataError, match=r"^data, row 1: label is 'yes' \(a string\); .* \(column_map: .*label: kto_tag"
-    ):
+    said = r"^data, row 1: label is 'yes' \(a string\); .* \(column_map: .*label: kto_tag"
+    with pytest.raises(DataError, match=said):
         texts(load_split(str(path), None, "train"), ALPACA, tmp_path)
 
 
@@ -96,11 +93,9 @@ def test_a_mapped_text_is_never_ignored(kind: Any, row: dict[str, Any], said: st
 
 
 def test_column_map_from_every_source_of_options(tmp_path: Path) -> None:
-    recipe = tmp_path / "a.yaml"
-    recipe.write_text(
-        "method: kto\noutput_dir: o\nmodel_name_or_path: m\ndataset_name: d\ncolumn_map: {prompt: question}\n"
-    )
-    names = {"prompt": "question"}
+    recipe, names = tmp_path / "a.yaml", {"prompt": "question"}
+    options = {"method": "kto", "model_name_or_path": "m", "dataset_name": "d", "column_map": names}
+    recipe.write_text(json.dumps(options))
     assert parse([str(recipe)]).column_map == names
     assert parse([str(recipe), "--column_map", json.dumps({"prompt": "other"})]).column_map == {"prompt": "other"}
     assert KTOConfig("o", column_map=names).column_map == names

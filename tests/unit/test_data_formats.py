@@ -109,22 +109,15 @@ def test_unpaired_rows() -> None:
 
 def test_nulls_are_removed_from_messages_and_template_options_are_kept() -> None:
     filled = {**U, "tool_calls": None, "name": "Ann"}
-    row = {
-        "prompt": [filled],
-        "chosen": [A],
-        "rejected": [B],
-        "tools": [{"type": "function"}],
-        "chat_template_kwargs": {"enable_thinking": False, "other": None},
-    }
-    pair = PAIRS.parse(row, "row 1", {})
+    own = {"tools": [{"type": "function"}], "chat_template_kwargs": {"enable_thinking": False, "other": None}}
+    pair = PAIRS.parse({"prompt": [filled], "chosen": [A], "rejected": [B], **own}, "row 1", {})
     assert pair.prompt == [{**U, "name": "Ann"}]
     assert pair.template == {"enable_thinking": False, "tools": [{"type": "function"}]}
 
 
 GOOD = {"prompt": "p", "completion": "c", "label": True}
-BAD_UNPAIRED: list[tuple[dict[str, Any], str]] = [
+BAD: list[tuple[dict[str, Any], str]] = [
     ({"label": 1}, r"label is 1 \(an integer\); expected true or false"),
-    ({"label": "true"}, r"label is 'true' \(a string\)"),
     ({"completion": 3}, r"completion is 3 \(an integer\); expected a string or a list"),
     ({"completion": None}, r"completion is null"),
     ({"completion": {"speaker": "assistant", "content": "x"}}, r"completion is .* \(an object\)"),
@@ -139,29 +132,27 @@ BAD_UNPAIRED: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": "x"}, r"chat_template_kwargs is 'x'"),
     ({"tools": "x"}, r"tools is 'x'"),
 ]
-
-
-@pytest.mark.parametrize(("change", "message"), BAD_UNPAIRED)
-def test_invalid_unpaired_rows(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=f"^data.jsonl, row 12: ({message})") as caught:
-        UNPAIRED.parse({**GOOD, **change}, "data.jsonl, row 12", {})
-    assert "\n" not in str(caught.value)
+BAD_PAIRS: list[tuple[dict[str, Any], str]] = [
+    ({"rejected": None}, "rejected is missing"),
+    ({"rejected": 3}, r"rejected is 3 \(an integer\)"),
+    ({"rejected": [B]}, "chosen is a string but rejected is a list"),
+    ({"chosen": [], "rejected": [B]}, "chosen is an empty list"),
+    ({"prompt": "p", "chosen": [U, A], "rejected": [U, B]}, "prompt is a string but chosen is a list"),
+    ({"prompt": 7, "rejected": "b"}, r"prompt is 7 \(an integer\)"),
+]
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("kind", "row", "message"),
     [
-        ({"chosen": "a", "rejected": None}, "rejected is missing"),
-        ({"chosen": "a", "rejected": 3}, r"rejected is 3 \(an integer\)"),
-        ({"chosen": "a", "rejected": [B]}, "chosen is a string but rejected is a list"),
-        ({"chosen": [], "rejected": [B]}, "chosen is an empty list"),
-        ({"prompt": "p", "chosen": [U, A], "rejected": [U, B]}, "prompt is a string but chosen is a list"),
-        ({"prompt": 7, "chosen": "a", "rejected": "b"}, r"prompt is 7 \(an integer\)"),
+        *((UNPAIRED, GOOD | row, said) for row, said in BAD),
+        *((PAIRS, {"chosen": "a"} | row, said) for row, said in BAD_PAIRS),
     ],
 )
-def test_invalid_pairs(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=f"^row 3: {message}"):
-        PAIRS.parse(row, "row 3", {})
+def test_invalid_rows(kind: Kind, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=f"^data.jsonl, row 12: ({message})") as caught:
+        kind.parse(row, "data.jsonl, row 12", {})
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
