@@ -12,7 +12,7 @@ from alignment.data.report import NOT_DRAWN, DataReport
 from alignment.data.tokenization import NO_ROOM
 from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.kto_options import KTOConfig
-from alignment.training.advice import about_rows
+from alignment.training.advice import about_learning_rate, about_rows
 
 
 def said(report: tuple[int, int] = (50, 50), window: int = 16, cls: Any = KTOConfig, **options: Any) -> str:
@@ -88,6 +88,9 @@ def test_learning_rate(cls: Any) -> None:
     assert high.startswith("learning_rate=5.1e-06 at beta=0.05 is outside 5e-07 to 5e-06")
     assert "diverge" in high and ("smaller beta" in high) == (cls is KTOConfig)
     assert "barely change" in said(cls=cls, learning_rate=4.9e-7)
+    for rate, inside in ((4.9e-6, False), (5e-6, True), (5e-5, True), (5.1e-5, False)):
+        of_adapters = about_learning_rate(cls("out", learning_rate=rate), 0.1, adapters=True)
+        assert (of_adapters == []) == inside and (inside or "5e-06 to 5e-05" in of_adapters[0])
 
 
 def test_window() -> None:
