@@ -108,12 +108,8 @@ def test_complete_rows_are_not_split() -> None:
     ]
     assert packs.tokens.tolist() == [8, 5, 4] and packs.left_out == 0
     assert [packs.rows(number) for number in range(3)] == [[2, 3], [0], [1]]
-    table = packs.table
-    assert table.completions.tolist() == [[3], [3], [2]] and (table.prompt + table.completions[:, 0]).tolist() == [
-        8,
-        5,
-        4,
-    ]
+    prompts, completions = packs.table.prompt, packs.table.completions
+    assert completions.tolist() == [[3], [3], [2]] and (prompts + completions[:, 0]).tolist() == [8, 5, 4]
 
 
 def test_long_rows_are_split() -> None:
@@ -179,9 +175,8 @@ def test_batches_contain_sequences() -> None:
 
 def test_the_report_contains_the_utilization_of_packs() -> None:
     report = DataReport(4, 4, packs=3, pack_length=8, pack_tokens=17, pack_left_out=2)
-    assert report.summary().endswith(
-        "truncated, 3 packs of up to 8 tokens, 71% full, 2 sequences without completion tokens omitted"
-    )
+    said = "truncated, 3 packs of up to 8 tokens, 71% full, 2 sequences without completion tokens omitted"
+    assert report.summary().endswith(said)
     assert "pack" not in DataReport(4, 4).summary()
 
 
