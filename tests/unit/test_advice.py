@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -58,18 +57,6 @@ def test_weights_within_the_range(rows: tuple[int, int], weights: tuple[float, f
 )
 def test_weights_outside_the_range(rows: tuple[int, int], weights: tuple[float, float], expected: str) -> None:
     assert expected in said(rows, desirable_weight=weights[0], undesirable_weight=weights[1])
-
-
-@pytest.mark.parametrize("rows", [(10, 100), (9, 11), (1, 997), (997, 3), (123, 4567)])
-@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.3, 2.5)])
-def test_suggested_weights_restore_the_balance(rows: tuple[int, int], weights: tuple[float, float]) -> None:
-    options = dict(zip(("desirable_weight", "undesirable_weight"), weights))
-    named = re.findall(r"(\w+) to ([\d.e-]+) to ([\d.e-]+)", said(rows, **options))
-    assert [name for name, _, _ in named] == ["desirable_weight", "undesirable_weight"]
-    for name, low, high in named:
-        assert float(low) < float(high)
-        for value in (low, high):
-            assert said(rows, **{**options, name: float(value)}) == ""
 
 
 def test_only_one_label() -> None:

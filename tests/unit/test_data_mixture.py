@@ -41,18 +41,6 @@ def test_shares(sizes: Any, weights: Any, most: int | None, expected: list[int])
     assert shares(parts, most) == expected
 
 
-def test_shares_are_as_large_as_they_can_be() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        sizes = rng.integers(50, 500, 3).tolist()
-        weights = rng.integers(1, 9, 3).tolist()
-        given = shares([(str(i), *part) for i, part in enumerate(zip(sizes, weights))], None)
-        total = sum(given)
-        assert all(rows <= size for rows, size in zip(given, sizes))
-        assert all(abs(rows - total * w / sum(weights)) < 1 for rows, w in zip(given, weights))
-        assert any((total + 1) * w / sum(weights) > size for w, size in zip(weights, sizes))
-
-
 def test_a_part_that_contributes_no_rows() -> None:
     with pytest.raises(DataError, match="^b: it contributes no rows to a mixture of 10 rows at weight 0.001"):
         shares([("a", 10, 1.0), ("b", 10, 0.001)], None)

@@ -48,13 +48,15 @@ def test_copies_have_the_same_values(method: str) -> None:
 def test_trl_parser(method: str, tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("learning_rate: 5e-7\nmodel_init_kwargs: {revision: a}\nreport_to: [none]\n")
     parser = alignment.TrlParser((alignment.ScriptArguments, METHODS[method], alignment.ModelConfig))
-    line = "--output_dir o --model_name_or_path m --optim_args a=1 --eval_strategy epoch"
+    line = "--output_dir o --dataset_name d --model_name_or_path m --use_peft --optim_args a=1 --eval_strategy epoch"
+    line += " --use_cpu --bf16 false"
     script, options, model = parser.parse_args_and_config(["--config", str(tmp_path / "own.yaml"), *line.split()])
     expected = METHODS[method](
         "o", learning_rate=5e-7, model_init_kwargs={"revision": "a"}, report_to=["none"], optim_args="a=1",
-        eval_strategy="epoch",
+        eval_strategy="epoch", use_cpu=True, bf16=False,
     )  # fmt: skip
-    assert values(options) == values(expected) and model.model_name_or_path == "m" and script.dataset_name is None
+    assert values(options) == values(expected) and (options.use_peft, options.dataset_name) == (False, None)
+    assert (script.dataset_name, model.model_name_or_path, model.use_peft) == ("d", "m", True)
     with pytest.raises(OptionError, match="^learning_rate=-1.0: "):
         parser.parse_args_and_config(["--learning_rate", "-1"])
 

@@ -235,16 +235,6 @@ def test_names_are_those_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
         alignment.get_peft_config  # noqa: B018
 
 
-@with_trl
-def test_further_arguments_next_to_options() -> None:
-    parser = alignment.TrlParser((alignment.ScriptArguments, alignment.KTOConfig, alignment.ModelConfig))
-    line = "--dataset_name d --model_name_or_path m --use_peft --output_dir o --use_cpu --bf16"
-    script, options, model = parser.parse_args_and_config(line.split())
-    assert (script.dataset_name, model.model_name_or_path, model.use_peft) == ("d", "m", True)
-    assert (options.bf16, options.output_dir, options.use_peft, options.dataset_name) == (True, "o", False, None)
-    assert parser.parse_args_and_config("--output_dir o --use_cpu --bf16 false".split())[1].bf16 is False
-
-
 def test_the_common_prompt_of_pairs() -> None:
     user, good, bad = ([{"role": role, "content": role}] for role in ("user", "assistant", "tool"))
     pair = {"prompt": user, "chosen": good, "rejected": bad}
