@@ -331,12 +331,14 @@ def test_weights_are_checked(weights: list[float]) -> None:
         Rewards([FunctionReward(lengths), FunctionReward(partial_scores)], weights)
 
 
-def test_a_stop_request_is_not_a_failure_of_a_reward() -> None:
-    def asked(completions: list[str]) -> list[float]:
+def test_a_stop_request_is_not_a_failure_of_a_reward_or_a_judge() -> None:
+    def asked(prompts: list[str], pairs: Any = None) -> list[Any]:
         raise RunStopped(StopReason.SIGTERM, "preempted")
 
     with pytest.raises(RunStopped):
         score_all([FunctionReward(asked)], samples(["a"]))
+    with pytest.raises(RunStopped):
+        verdicts(asked, [["a", "b"]])
 
 
 PLACES = [f"rows.jsonl, row {number}" for number in range(40)]
@@ -461,14 +463,6 @@ def test_an_exception_names_judge_line_and_rows(judge: Any, kind: type) -> None:
 def test_invalid_judges(judge: Any) -> None:
     with pytest.raises(OptionError, match="^judge '"):
         Judge(judge)
-
-
-def test_a_stop_request_is_not_a_failure_of_a_judge() -> None:
-    def asked(prompts: list[str], pairs: list[list[str]]) -> list[int]:
-        raise RunStopped(StopReason.SIGTERM, "preempted")
-
-    with pytest.raises(RunStopped):
-        verdicts(asked, [["a", "b"]])
 
 
 @pytest.mark.parametrize("training", [True, False])
