@@ -211,6 +211,14 @@ def own_process_group() -> Iterator[None]:
             os.environ[name] = value
 
 
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variables of a launcher, and no GPU."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+
 @pytest.fixture(scope="session")
 def launch() -> Launch:
     """`launch(script, *args, nproc=1, launcher="deepspeed", timeout=120, env=None, cwd=None)`: see `run_launched`.

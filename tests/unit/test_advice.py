@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from alignment.data.report import NOT_DRAWN, DataReport
 from alignment.data.tokenization import NO_ROOM
 from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.kto_options import KTOConfig
-from alignment.training.advice import about_rows
+from alignment.training.advice import about_learning_rate, about_rows
 
 
 def said(report: tuple[int, int] = (50, 50), window: int = 16, cls: Any = KTOConfig, **options: Any) -> str:
@@ -60,18 +59,6 @@ def test_weights_outside_the_range(rows: tuple[int, int], weights: tuple[float, 
     assert expected in said(rows, desirable_weight=weights[0], undesirable_weight=weights[1])
 
 
-@pytest.mark.parametrize("rows", [(10, 100), (9, 11), (1, 997), (997, 3), (123, 4567)])
-@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.3, 2.5)])
-def test_suggested_weights_restore_the_balance(rows: tuple[int, int], weights: tuple[float, float]) -> None:
-    options = dict(zip(("desirable_weight", "undesirable_weight"), weights))
-    named = re.findall(r"(\w+) to ([\d.e-]+) to ([\d.e-]+)", said(rows, **options))
-    assert [name for name, _, _ in named] == ["desirable_weight", "undesirable_weight"]
-    for name, low, high in named:
-        assert float(low) < float(high)
-        for value in (low, high):
-            assert said(rows, **{**options, name: float(value)}) == ""
-
-
 def test_only_one_label() -> None:
     assert "all 100 rows are desirable, " in said((100, 0))
     assert "set learning_rate below the usual value (it is 1e-06)" in said((0, 7))
@@ -88,6 +75,9 @@ def test_learning_rate(cls: Any) -> None:
     assert high.startswith("learning_rate=5.1e-06 at beta=0.05 is outside 5e-07 to 5e-06")
     assert "diverge" in high and ("smaller beta" in high) == (cls is KTOConfig)
     assert "barely change" in said(cls=cls, learning_rate=4.9e-7)
+    for rate, inside in ((4.9e-6, False), (5e-6, True), (5e-5, True), (5.1e-5, False)):
+        of_adapters = about_learning_rate(cls("out", learning_rate=rate), 0.1, adapters=True)
+        assert (of_adapters == []) == inside and (inside or "5e-06 to 5e-05" in of_adapters[0])
 
 
 def test_window() -> None:

@@ -1,22 +1,35 @@
-"""Properties and boundary rows of small tables: the best model, pruning, means, pauses, tied rewards."""
+"""Properties and boundary rows of small tables: checkpoints, metrics, resumed runs, messages and callbacks."""
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import TrainerState
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_callback import ExportableState
 
 from alignment import CPOConfig
-from alignment.checkpoint.best import BestModel
+from alignment.checkpoint.best import BestModel, check_best_metric
 from alignment.checkpoint.folder import prune_checkpoints
-from alignment.reporting.metrics import MetricSums, add_rewards, add_sides, means
+from alignment.checkpoint.manifest import Manifest
+from alignment.checkpoint.resume import Checkpoint, check_same_run
+from alignment.config.deepspeed_keys import check_keys
+from alignment.config.errors import OptionError, setting
+from alignment.reporting.metrics import REWARDS, MetricSums, add_rewards, add_sides, means
+from alignment.run.ending import describe
 from alignment.run.retries import Retries
+from alignment.run.stop import REQUESTS, StopReason
+from alignment.training import callbacks, trainer
+from alignment.training.callbacks import Decision, Events
 
 VALUES = st.sampled_from([0.0, 0.25, 0.5, 1.0, -1.0, math.nan, math.inf])
 
@@ -137,3 +150,143 @@ def test_pauses_double_up_to_five_minutes(
     slept.clear()
     assert not retries.again("read", OSError("busy"), 7) and not slept
     assert retries.taken() == 6 and retries.taken() == 0
+
+
+# Resuming ------------------------------------------------------------------------------------------------------------
+
+
+CURRENT = Manifest("", 0, "kto", 1, 0, 8, 50, True, {}, {"data": "a"}, {"beta": 0.1}, {})
+CHECKPOINT = Checkpoint(Path("checkpoint-4"), replace(CURRENT, run="r", step=4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"total_steps": 51}, None),
+        ({"total_steps": 49}, "the number of steps was 50, is 49"),
+        ({"options": {"beta": 0.2}}, "beta was 0.1, is 0.2"),
+        ({"options": {}}, None),
+        ({"options": {"beta": 0.1, "x": "y"}}, "x was missing, is y"),
+        ({"options": {"beta": 0.1, "x": None}}, None),
+        ({"fingerprints": {"data": "b"}}, "data was a, is b"),
+        ({"fingerprints": {"data": "a (elsewhere)"}}, None),
+        ({"options": {"beta": 0.1, "metric_for_best_model": "loss"}}, None),
+    ],
+)
+def test_differences_between_a_run_and_its_checkpoint(
+    changes: dict[str, Any], said: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    current = replace(CURRENT, **changes)
+    if said is not None:
+        with pytest.raises(OptionError, match="^resume_from_checkpoint: checkpoint-4 ") as caught:
+            check_same_run(CHECKPOINT, current, anyway=False)
+        assert said in str(caught.value)
+    check_same_run(CHECKPOINT, current, anyway=True)
+    assert capsys.readouterr().out.splitlines() == ([] if said is None else [f"resume_anyway: {said}"])
+
+
+def test_another_window_is_never_accepted() -> None:
+    with pytest.raises(OptionError, match="a step has 9 rows .* had 8; set .*gradient_accumulation_steps"):
+        check_same_run(CHECKPOINT, replace(CURRENT, window=9), anyway=True)
+
+
+def test_what_the_log_says_of_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`status` and the report read these keys."""
+    monkeypatch.setattr(trainer, "restore", lambda *_: None)
+    monkeypatch.setattr(trainer, "BestModel", lambda *_: SimpleNamespace(moved_to=lambda folder: None))
+    monkeypatch.setattr(trainer.ACTIVITY, "status", None)
+    run: Any = SimpleNamespace(
+        context=SimpleNamespace(run_state=None, identity=SimpleNamespace(name="r", attempt=3)),
+        planned=SimpleNamespace(engines=SimpleNamespace(policy={"zero_optimization": {"stage": 2}})),
+        engines=None, args=None, state=None,
+        folder=SimpleNamespace(set_newer_aside=lambda step: None),
+    )  # fmt: skip
+    expected = {"run": "r", "attempt": 3, "checkpoint": "checkpoint-4", "world_size": 1, "stage": 2}
+    assert trainer.AlignmentTrainer._restore(run, CHECKPOINT, 9, CURRENT) == expected
+
+
+# Callbacks and advice ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_requests_of_every_rank_count(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank's callbacks request a save and a log, and it was asked to stop by the user."""
+    events = Events(CPOConfig("out"), TrainerState(), [], None)
+    theirs = [0.0, 0.0, 1.0, 0.0, 1.0, float(StopReason.SIGINT)]
+    monkeypatch.setattr(callbacks, "world_size", lambda: ranks)
+    monkeypatch.setattr(
+        callbacks, "largest_numbers", lambda own: [max(pair) for pair in zip(own, theirs, strict=True)]
+    )
+    events.control.should_evaluate = True
+    REQUESTS.request(StopReason.SIGTERM)
+    try:
+        found = events.decide()
+    finally:
+        REQUESTS.forget()
+    if ranks == 1:
+        assert found == Decision(evaluate=True, leave=StopReason.SIGTERM)
+    else:
+        assert found == Decision(save=True, evaluate=True, log=True, leave=StopReason.SIGINT)
+        assert events.control.should_save and events.control.should_log and not events.control.should_epoch_stop
+    assert events.decide().leave == (None if ranks == 1 else StopReason.SIGINT)
+
+
+# Messages ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_and_values_in_messages_have_a_maximum_length() -> None:
+    assert setting("n" * 100, "v" * 98) == f"{'n' * 100}='{'v' * 98}'"
+    assert setting("n" * 101, "v" * 99) == f"{'n' * 97}…='{'v' * 96}…"
+    for length, shown in ((98, f"'{'v' * 98}'"), (99, f"'{'v' * 96}…")):
+        with pytest.raises(OptionError) as caught:
+            check_keys({"no_such_key": "v" * length}, "x.json")
+        assert str(caught.value).startswith(f"x.json: no_such_key={shown}: no such key")
+    for length, shown in ((300, "x" * 300), (301, "x" * 299 + "…")):
+        assert describe(ValueError("x" * length))[0].startswith(f"ValueError: {shown} (this is a bug")
+
+
+@pytest.mark.parametrize(
+    ("metric", "sets", "known"),
+    [
+        (None, [""], True), ("loss", [""], True), ("eval_loss", [""], True), ("loss_eval_", [""], False),
+        ("rewards/margins", [""], True), ("eval_rewards/margins", [""], True), ("accuracy", [""], False),
+        ("loss", ["a"], False), ("a_loss", ["a", "b"], True), ("eval_b_rewards/chosen", ["a", "b"], True),
+    ],
+)  # fmt: skip
+def test_metrics_that_can_choose_the_best_model(metric: str | None, sets: list[str], known: bool) -> None:
+    args = CPOConfig("out", metric_for_best_model=metric, eval_strategy="epoch")
+    if known:
+        check_best_metric(args, REWARDS, sets)
+        return
+    with pytest.raises(OptionError, match="^metric_for_best_model="):
+        check_best_metric(args, REWARDS, sets)
+
+
+# Callbacks -----------------------------------------------------------------------------------------------------------
+
+
+class Counting(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """A callback with a state."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"count": self.count}}
+
+
+class Naming(Counting):
+    """One of another class."""
+
+
+def test_states_of_several_callbacks_of_one_class() -> None:
+    args = CPOConfig("out")
+    saved = Events(args, TrainerState(), [Counting(3), Naming(7), Counting(5)], None)
+    saved.state.global_step, saved.control.should_save = 4, True
+    state = json.loads(json.dumps(saved.state_dict()))
+    assert "is_world_process_zero" not in state
+    again = Events(args, TrainerState(), [Counting(0), Counting(0), Naming(0), Counting(1)], None)
+    again.load_state_dict(state)
+    assert [one.count for one in again.handler.callbacks if isinstance(one, Counting)] == [3, 5, 7, 1]
+    assert again.state.global_step == 4 and again.control.should_save

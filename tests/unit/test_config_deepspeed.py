@@ -8,27 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.runtime.lr_schedules import WarmupDecayLR, WarmupLR
 
-from alignment.config.deepspeed import load_deepspeed_config, policy_config
-from alignment.config.deepspeed_keys import TOP_LEVEL, set_at
+from alignment.config.deepspeed import LoadedConfig, load_deepspeed_config, policy_config
+from alignment.config.deepspeed_keys import TOP_LEVEL
 from alignment.config.dtypes import plan_dtypes
+from alignment.config.elsewhere import without_sections
 from alignment.config.errors import OptionError
 from alignment.config.options import AlignmentConfig
+from alignment.engines.optimizers import build_optimizer, build_scheduler
 from alignment.engines.placement import FrozenPlan, plan_frozen
+from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.kto_options import KTOConfig
 
+pytestmark = pytest.mark.usefixtures("one_process")
 POLICIES = ("zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
 HIDDEN = 1024
 STAGE2 = {"zero_optimization": {"stage": 2}}
 OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 MASTERS = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
-
-
-@pytest.fixture(autouse=True)
-def one_cpu_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
 
 def build(base: dict[str, Any], world_size: int = 1, **options: Any) -> dict[str, Any]:
@@ -90,6 +89,8 @@ def test_overlap_and_round_robin_need_several_ranks(name: str, world: int, overl
     """Stage 3 overlaps weight prefetching as well."""
     zero = build(load_deepspeed_config(None, name), world_size=world)["zero_optimization"]
     assert (zero["overlap_comm"], zero.get("round_robin_gradients", False)) == (overlaps, robin)
+    base = load_deepspeed_config(None, name)
+    assert build(base, world_size=world, gradient_accumulation_steps=2)["train_batch_size"] == 16 * world
 
 
 @pytest.mark.parametrize(
@@ -114,22 +115,6 @@ def test_sizes_by_hidden_size(hidden: int, bucket: int, prefetch: int, live: int
     assert {name: found[name] for name in sizes} == sizes
 
 
-@pytest.mark.parametrize(
-    ("base", "said"),
-    [
-        ({"train_micro_batch_size_per_gpu": 2}, ["train_micro_batch_size_per_gpu=2", "per_device_train_batch_size=8"]),
-        ({"train_batch_size": 9}, ["train_batch_size=9", "per_device_train_batch_size=8", "1 ranks"]),
-        ({"bf16": {"enabled": False}}, ["bf16.enabled=False", "bf16=True"]),
-        ({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}}, ["=False", "full weights"]),
-        ({**OFFLOADED, "zero_force_ds_cpu_optimizer": True}, ["zero_force_ds_cpu_optimizer=True", "optim='adamw_"]),
-    ],
-)
-def test_contradictions_name_both_sides(base: dict[str, Any], said: list[str]) -> None:
-    message = refused(base, bf16=True)
-    for part in said:
-        assert part in message
-
-
 def test_deepspeeds_throughput_timer_is_off_by_default() -> None:
     from deepspeed.utils.config import get_timers_config
 
@@ -138,44 +123,53 @@ def test_deepspeeds_throughput_timer_is_off_by_default() -> None:
     assert get_timers_config(build({"timers": {"throughput": {"enabled": True}}})).enabled
 
 
+CRAMPED = {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}}
+SLOW_ADAM = {**OFFLOADED, "zero_force_ds_cpu_optimizer": True}
+
+
 @pytest.mark.parametrize(
-    ("base", "said"),
+    ("base", "options", "said"),
     [
-        ({"zero_optimization.stage": 3}, ["zero_optimization.stage=3", "nested"]),
-        ({"zero_optimisation": {"stage": 3}}, ["zero_optimisation=", "did you mean 'zero_optimization'"]),
-        ({"_comment": "hello"}, ["_comment='hello'", "no such key"]),
-        ({"prescale_gradients": True}, ["prescale_gradients=True", "not supported"]),
-        ({"zero_optimization": {"zenflow": {}}}, ["zero_optimization.zenflow={}", "not supported"]),
-        ({"zero_optimization": {"stag": 3}}, ["zero_optimization.stag=3", "did you mean 'stage'"]),
-        ({"zero_optimization": {"prefetch_bucket_size": 3}}, ["did you mean 'stage3_prefetch_bucket_size'"]),
-        ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, ["offload_param.devise='cpu'", "'device'"]),
-        ({"zero_optimization": 3}, ["zero_optimization=3", "expected an object"]),
-        ({"zero_optimization": {"stage": True}}, ["zero_optimization.stage=True"]),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, ["offload_param", "stage=2"]),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ["offload_optimizer", "stage=0"]),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, ["device='nvme'", "not supported"]),
+        # Contradictions, which name both sides.
+        ({"train_micro_batch_size_per_gpu": 2}, {}, ["per_gpu=2", "per_device_train_batch_size=8"]),
+        ({"train_batch_size": 9}, {}, ["train_batch_size=9", "per_device_train_batch_size=8", "1 ranks"]),
+        ({"bf16": {"enabled": False}}, {"bf16": True}, ["bf16.enabled=False", "bf16=True"]),
+        (CRAMPED, {}, ["=False", "full weights"]),
+        (SLOW_ADAM, {}, ["zero_force_ds_cpu_optimizer=True", "optim='adamw_"]),
+        # Keys and values.
+        ({"zero_optimisation": {"stage": 3}}, {}, ["zero_optimisation=", "did you mean 'zero_optimization'"]),
+        ({"_comment": "hello"}, {}, ["_comment='hello'", "no such key"]),
+        ({"prescale_gradients": True}, {}, ["prescale_gradients=True", "not supported"]),
+        ({"zero_optimization": {"zenflow": {}}}, {}, ["zero_optimization.zenflow={}", "not supported"]),
+        ({"zero_optimization": {"stag": 3}}, {}, ["zero_optimization.stag=3", "did you mean 'stage'"]),
+        ({"zero_optimization": {"prefetch_bucket_size": 3}}, {}, ["did you mean 'stage3_prefetch_bucket_size'"]),
+        ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, {}, ["offload_param.devise='cpu'", "'device'"]),
+        ({"zero_optimization": {"stage": True}}, {}, ["zero_optimization.stage=True"]),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, ["offload_param", "stage=2"]),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {}, ["offload_optimizer", "stage=0"]),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, {}, ["device='nvme'", "supported"]),
+        ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": -1}}, {}, ["max_live_parameters=-1: "]),
+        ({"fp16": {"initial_scale_power": "high"}}, {}, ["fp16.initial_scale_power='high': "]),
+        # Dtypes.
+        ({"bf16": {"enabled": True}}, {"bf16": False}, ["bf16.enabled=True", "bf16=False"]),
+        ({"fp16": {"enabled": True}}, {"fp16": False}, ["fp16.enabled=True", "float32"]),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, ["bf16.enabled=true", "fp16.enabled=True"]),
+        ({**STAGE2, **MASTERS}, {"bf16": True}, ["bf16_master_weights_and_grads", "learning_rate=1e-06"]),
+        (MASTERS, {"bf16": True}, ["bf16_master_weights_and_grads", "stage 1, 2 or 3"]),
+        ({"bf16": {"bf16_optimizer_states": True}}, {"bf16": True}, ["bf16_optimizer_states"]),
+        ({"fp16": {"fp16_master_weights_and_grads": True}}, {}, ["fp16_master_weights_and_grads", "CPU Adam"]),
+        ({**OFFLOADED, **MASTERS}, {"bf16": True, "learning_rate": 1e-3}, ["bf16_master_weights", "offload"]),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, {"bf16": True}, ['grad_accum_dtype="fp32"', "stage 0"]),
     ],
 )
-def test_refused_keys(base: dict[str, Any], said: list[str]) -> None:
-    message = refused(base)
-    for part in said:
-        assert part in message
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [("zero_optimization.stage3_max_live_parameters", -1), ("fp16.initial_scale_power", "high")],
-)  # fmt: skip
-def test_wrong_values(path: str, value: Any) -> None:
-    base: dict[str, Any] = {"zero_optimization": {"stage": 3}}
-    set_at(base, path, value)
-    assert f"{path}={value!r}: " in refused(base)
+def test_refused_configurations(base: dict[str, Any], options: dict[str, Any], said: list[str]) -> None:
+    message = refused(base, **options)
+    assert [part for part in said if part not in message] == [], message
 
 
 @pytest.mark.parametrize(
     ("placement", "base", "said"),
     [
-        ("sharded", {"zero_optimization": {"stage": 2}}, ["stage=2", "a frozen model requires stage 3"]),
         ("sharded", {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ["has no optimizer"]),
         ("replica", {"zero_optimization": {"stage": 3}}, ["stage=3", "ref_placement='replica'"]),
         ("offload", {"zero_optimization": {"stage": 3}}, ["'sharded'", "ref_placement='offload'"]),
@@ -231,26 +225,6 @@ def test_plan(options: dict[str, Any], base: dict[str, Any], expected: tuple[str
     assert plan.ds["bf16"] == {"enabled": expected[0] == "bfloat16"} and plan.ds["fp16"] == {"enabled": False}
 
 
-@pytest.mark.parametrize(
-    ("options", "base", "said"),
-    [
-        ({"bf16": False}, {"bf16": {"enabled": True}}, ["bf16.enabled=True", "bf16=False"]),
-        ({"fp16": False}, {"fp16": {"enabled": True}}, ["fp16.enabled=True", "float32"]),
-        ({}, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ["bf16.enabled=true", "fp16.enabled=True"]),
-        ({"bf16": True}, {**STAGE2, **MASTERS}, ["bf16_master_weights_and_grads", "learning_rate=1e-06"]),
-        ({"bf16": True}, MASTERS, ["bf16_master_weights_and_grads", "stage 1, 2 or 3"]),
-        ({"bf16": True}, {"bf16": {"bf16_optimizer_states": True}}, ["bf16_optimizer_states"]),
-        ({}, {"fp16": {"fp16_master_weights_and_grads": True}}, ["fp16_master_weights_and_grads", "CPU Adam"]),
-        ({"bf16": True, "learning_rate": 1e-3}, {**OFFLOADED, **MASTERS}, ["bf16_master_weights", "offload"]),
-        ({"bf16": True}, {"data_types": {"grad_accum_dtype": "fp32"}}, ['grad_accum_dtype="fp32"', "stage 0"]),
-    ],
-)
-def test_refused_plans(options: dict[str, Any], base: dict[str, Any], said: list[str]) -> None:
-    message = refused(base, **options)
-    for part in said:
-        assert part in message
-
-
 def test_fp16_requires_a_supporting_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator import get_accelerator
 
@@ -296,6 +270,118 @@ def test_names_match_transformers() -> None:
     assert {*choices_of(Optimizer)} - own <= {member.value for member in OptimizerNames}
 
 
-def test_world_size_enters_the_batch() -> None:
-    base = load_deepspeed_config(None, "zero2")
-    assert build(base, world_size=4, gradient_accumulation_steps=2)["train_batch_size"] == 64
+ADAMW = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+LOG = {"warmup_type": "log"}
+WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
+
+
+def optimizer(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 2}, "optimizer": {"type": kind, "params": {"lr": "auto", **parameters}}}
+
+
+def scheduler(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 2}, "scheduler": {"type": kind, "params": {**WARMUP, **parameters}}}
+
+
+@pytest.mark.parametrize(
+    ("base", "given"),
+    [
+        (optimizer("AdamW", **ADAMW), {"learning_rate": 3e-5}),
+        (
+            optimizer("adam", lr=3e-5, betas=[0.8, 0.99], eps=1e-6, weight_decay=0.1),
+            {"learning_rate": 3e-5, "adam_beta1": 0.8, "adam_beta2": 0.99, "adam_epsilon": 1e-6, "weight_decay": 0.1},
+        ),
+        (optimizer("AdamW", betas=(0.9, 0.999)), {"optim": "deepspeed_cpu_adam"}),
+        (optimizer("FusedAdam"), {"optim": "deepspeed_fused_adam"}),
+        (optimizer("SGD", momentum=0.9), {"optim": "sgd", "optim_args": "momentum=0.9"}),
+        (scheduler("WarmupLR"), {"lr_scheduler_type": "constant_with_warmup"}),
+        (
+            scheduler("WarmupLR", warmup_num_steps=4),
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4, "lr_scheduler_kwargs": LOG},
+        ),
+        (
+            scheduler("WarmupDecayLR", warmup_type="linear", warmup_max_lr=1e-3, total_num_steps=9),
+            {"lr_scheduler_type": "linear", "max_steps": 9, "warmup_ratio": 0.1, "learning_rate": 1e-3},
+        ),
+    ],
+)
+def test_sections_that_agree_with_the_options(base: dict[str, Any], given: dict[str, Any]) -> None:
+    options = CPOConfig("out", deepspeed=base, **given)
+    assert {name: getattr(options, name) for name in given if name != "optim_args"}.items() <= given.items()
+
+
+@pytest.mark.parametrize(
+    ("base", "given", "said", "option"),
+    [
+        (optimizer("AdamW", lr=1e-4), {}, "optimizer.params.lr=0.0001", "learning_rate"),
+        (optimizer("AdamW", betas=[0.9, 0.95]), {}, "params.betas=", "adam_beta1 and adam_beta2"),
+        (optimizer("AdamW"), {"optim": "sgd"}, "optimizer.type='AdamW'", "optim"),
+        (optimizer("OneBitAdam"), {}, "optimizer.type='OneBitAdam'", "optim"),
+        (optimizer("AdamW", torch_adam=True), {}, "params.torch_adam=True", "optim_args"),
+        ({"optimizer": {"type": "AdamW"}}, {}, "optimizer.params.lr=None", "learning_rate"),
+        (scheduler("WarmupLR"), {}, "type='WarmupLR'", "lr_scheduler_type"),
+        (scheduler("WarmupDecayLR", total_num_steps=9), {"max_steps": 8}, "total_num_steps=9", "max_steps"),
+        (scheduler("WarmupDecayLR", warmup_min_lr=1e-7), {}, "warmup_min_lr=1e-07", "lr_scheduler_kwargs"),
+        (scheduler("WarmupDecayLR"), {"warmup_steps": 3}, "warmup_type='log'", "lr_scheduler_kwargs"),
+    ],
+)
+def test_sections_that_differ_from_the_options(
+    base: dict[str, Any], given: dict[str, Any], said: str, option: str
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        CPOConfig("out", **{"lr_scheduler_type": "linear", **given}, deepspeed=base)
+    assert "DeepSpeed mapping: " in str(caught.value) and said in str(caught.value)
+    assert f"does not agree with the option {option}, which gives" in str(caught.value)
+
+
+def test_sections_set_after_construction() -> None:
+    base = optimizer("SGD")
+    options = CPOConfig("out")
+    options.deepspeed = base
+    with pytest.raises(OptionError, match=r"optimizer.type='SGD' does not agree with the option optim"):
+        options.sealed()
+    assert without_sections(LoadedConfig(base, "x")) == {"zero_optimization": {"stage": 2}}
+
+
+@pytest.mark.parametrize("warmup_type", ["log", "linear"])
+@pytest.mark.parametrize(("kind", "theirs"), [("WarmupLR", WarmupLR), ("WarmupDecayLR", WarmupDecayLR)])
+def test_learning_rates_match_deepspeed(kind: str, theirs: type, warmup_type: str) -> None:
+    """DeepSpeed's are a step late: its schedules return 0 again after the first step."""
+    length: dict[str, Any] = {"total_num_steps": "auto"} if kind == "WarmupDecayLR" else {}
+    base = scheduler(kind, warmup_num_steps=4, warmup_max_lr=8.0, warmup_type=warmup_type, **length)
+    ours = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=8.0)
+    same = {"lr_scheduler_type": "linear" if length else "constant_with_warmup", "warmup_steps": 4, "max_steps": 10}
+    shape = LOG if warmup_type == "log" else None
+    options = CPOConfig("out", deepspeed=base, learning_rate=8.0, lr_scheduler_kwargs=shape, **same)
+    schedule = build_scheduler(ours, options, 10)
+    other = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=8.0)
+    length = {"total_num_steps": 10} if length else {}
+    reference = theirs(other, warmup_max_lr=8.0, warmup_num_steps=4, warmup_type=warmup_type, **length)
+    for _ in range(11):
+        ours.step()
+        reference.step()
+        assert schedule.get_last_lr() == pytest.approx(reference.get_last_lr(), rel=1e-12)
+        schedule.step()
+
+
+@pytest.mark.parametrize(("base", "decays"), [(optimizer("SGD"), [0.1, 0.1]), (None, [0.1, 0.0])])
+def test_weight_decay_with_a_section_applies_to_biases_and_norms(
+    base: dict[str, Any] | None, decays: list[float]
+) -> None:
+    options = CPOConfig("out", optim="sgd", weight_decay=0.1, deepspeed=base)
+    made = build_optimizer(torch.nn.Linear(2, 2), options)
+    assert [group["weight_decay"] for group in made.param_groups] == decays
+
+
+def test_sections_are_not_passed_to_deepspeed() -> None:
+    """With them, DeepSpeed would build its own optimizer and schedule."""
+    from support.helpers import tiny_config
+
+    from alignment.models.source import ModelSource
+    from alignment.planning.engines import plan_engines
+
+    base = {**optimizer("AdamW", **ADAMW), **scheduler("WarmupLR")}
+    options = CPOConfig("out", deepspeed=base, use_cpu=True, lr_scheduler_type="constant_with_warmup")
+    plan = plan_engines(options, ModelSource("model", None, tiny_config("tied"), {}), None)
+    assert plan.policy["zero_optimization"]["stage"] == 2
+    assert {"optimizer", "scheduler"}.isdisjoint(plan.policy)

@@ -46,9 +46,7 @@ class Needs:
 LIMIT = 3
 '''
 
-BROKEN = {
-    "breaks": "def f(): ...\n1 / 0", "leaves": "raise SystemExit(3)",
-}  # fmt: skip
+BROKEN = {"breaks": "def f(): ...\n1 / 0", "leaves": "raise SystemExit(3)"}
 
 
 @pytest.fixture
@@ -126,9 +124,7 @@ def test_what_cannot_be_loaded(given: str, said: str, file: Path) -> None:
 
 def test_a_stop_request_is_not_an_error_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "asked.py"
-    path.write_text(
-        "from alignment.run.stop import RunStopped, StopReason\nraise RunStopped(StopReason.SIGTERM, 'x')\n"
-    )
+    path.write_text("from alignment.run.stop import *\nraise RunStopped(StopReason.SIGTERM, 'x')\n")
     with pytest.raises(RunStopped):
         load_callable(f"{path}:f", "reward_funcs")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -20,20 +21,16 @@ from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.dpo_options import DPOConfig
 from alignment.methods.kto_options import KTOConfig
 from alignment.methods.online_dpo_options import OnlineDPOConfig
+from alignment.methods.reward_options import RewardConfig
 from alignment.methods.sft_options import SFTConfig
 
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def refused(cls: type, **options: Any) -> str:
     """Return the error message for invalid options, which is a single line."""
     with pytest.raises(OptionError) as caught:
-        cls("out", **options)
+        cls(**{"output_dir": "out", **options})
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -46,52 +43,11 @@ def test_home_is_expanded_in_output_folders(monkeypatch: pytest.MonkeyPatch) -> 
     assert KTOConfig("runs/~").output_dir == "runs/~"
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "expected"),
-    [
-        ("learning_rate", "5e-7", 5e-7),
-        ("per_device_train_batch_size", 4.0, 4),
-        ("bf16", "none", None),
-        ("gradient_checkpointing", "yes", True),
-        ("max_completion_length", "null", None),
-        ("model_init_kwargs", '{"a": [1, 2]}', {"a": [1, 2]}),
-        ("deepspeed", '{"zero_optimization": {"stage": 3}}', {"zero_optimization": {"stage": 3}}),
-        ("deepspeed", Path("zero2.json"), "zero2.json"),
-        ("save_strategy", False, "no"),
-        ("save_strategy", IntervalStrategy.EPOCH, "epoch"),
-        ("save_steps", 0.1, 0.1),
-        ("save_steps", "10.0", 10),
-        ("eval_steps", "none", 10),
-        ("resume_from_checkpoint", False, ""),
-        ("resume_from_checkpoint", "true", "latest"),
-    ],
-)
-def test_conversion(name: str, given: Any, expected: Any) -> None:
-    value = getattr(KTOConfig("out", **{name: given}), name)
-    assert value == expected
-    assert type(value) is type(expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "said"),
-    [
-        ("learning_rate", "fast", "a valid number"),
-        ("learning_rate", True, "a valid number"),
-        ("learning_rate", "nan", "a finite number"),
-        ("per_device_train_batch_size", 1.5, "a valid integer"),
-        ("seed", None, "a valid integer"),
-        ("run_name", "o\udcff", "not valid UTF-8"),  # a path that is not text: tokenizers cannot write to it
-        ("model_init_kwargs", "{broken", "invalid JSON"),
-        ("model_init_kwargs", [1], "a valid dictionary"),
-        ("deepspeed", 3, "a valid dictionary or must be a valid string"),
-        ("dataset_mixture", '{"a.jsonl": 1, "a.jsonl": 3}', "a.jsonl=3: duplicate key"),
-        ("eval_strategy", "best", "'no', 'steps' or 'epoch'"),
-    ],
-)
-def test_wrong_type(name: str, given: Any, said: str) -> None:
-    message = refused(KTOConfig, **{name: given})
-    assert message.startswith(f"{name}={given!r}: ")
-    assert said in message
+PART = {"dataset_name": "a"}
+OF_REWARDS: dict[str, Any] = {
+    **{"reward_model_path": "m", "reward_funcs": ["f.py:f"], "reward_weights": [1.0], "missing_eos_penalty": 0.0},
+    **{"reward_load_in_4bit": False, "num_generations": 3},
+}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +87,63 @@ def test_wrong_type(name: str, given: Any, said: str) -> None:
         (OnlineDPOConfig, {"beta": [0.1, 0]}, r"beta=\[0.1, 0\].*greater than 0"),
         (OnlineDPOConfig, {"use_transformers_paged": True, "rollout_backend": "generate"}, "use_transformers_paged="),
         (CPOConfig, {"ref_model_name_or_path": "x"}, "ref_model_name_or_path='x'"),
+        (KTOConfig, {"output_dir": ""}, "output_dir='': .*set a folder"),
+        (KTOConfig, {"hang_timeout": 60, "hang_timeout_first": 59}, "hang_timeout_first="),
+        (KTOConfig, {"max_bad_steps": 9}, "max_bad_steps="),
+        (KTOConfig, {"retries": 0, "retry_pause": 9}, "retry_pause="),
+        (KTOConfig, {"log_level": "inof"}, "log_level='inof': .*did you mean 'info'"),
+        (KTOConfig, {"column_map": {"promt": "x"}}, "column_map=.*did you mean 'prompt'"),
+        (KTOConfig, {"column_map": {"zzz": "x"}}, "column_map=.*expected one of prompt, completion, label"),
+        (KTOConfig, {"column_map": {"prompt": "x", "completion": "x"}}, "column_map=.*'x' is mapped to both"),
+        (KTOConfig, {"column_map": {"prompt": ["x", "y"]}}, "column_map=.*must be a valid string"),
+        (SFTConfig, {"packing": True, "max_length": None}, "packing=True: requires max_length"),
+        (SFTConfig, {"eval_packing": True, "max_length": None}, "eval_packing=True: requires max_length"),
+        (SFTConfig, {"packing": True, "dataset_kwargs": {"skip_prepare_dataset": True}}, "packing=.*remove one"),
+        (SFTConfig, {"packing": True, "packing_strategy": "ffd"}, "packing_strategy='ffd': must be 'bfd'"),
+        *((OnlineDPOConfig, {"judge": "openai", name: value}, f".*{name}=") for name, value in OF_REWARDS.items()),
+        (CPOConfig, {"deepspeed": {"optimizer": "AdamW"}}, ".*optimizer='AdamW': expected a mapping"),
+        # Types.
+        (KTOConfig, {"learning_rate": "fast"}, "learning_rate='fast': .*a valid number"),
+        (KTOConfig, {"learning_rate": True}, "learning_rate=True: .*a valid number"),
+        (KTOConfig, {"per_device_train_batch_size": 1.5}, "per_device_train_batch_size=1.5: .*a valid integer"),
+        (KTOConfig, {"seed": None}, "seed=None: .*a valid integer"),
+        (KTOConfig, {"run_name": "o\udcff"}, "run_name=.*: .*not valid UTF-8"),  # tokenizers cannot write to it
+        (KTOConfig, {"model_init_kwargs": "{broken"}, "model_init_kwargs='{broken': invalid JSON"),
+        (KTOConfig, {"model_init_kwargs": [1]}, r"model_init_kwargs=\[1\]: .*a valid dictionary"),
+        (KTOConfig, {"deepspeed": 3}, "deepspeed=3: .*a valid dictionary or must be a valid string"),
+        (KTOConfig, {"eval_strategy": "best"}, "eval_strategy='best': .*'no', 'steps' or 'epoch'"),
+        # Mixtures.
+        (KTOConfig, {"dataset_mixture": []}, "dataset_mixture: set at least one dataset"),
+        (KTOConfig, {"dataset_mixture": [3]}, r"dataset_mixture\[0\].dataset_name=3: "),
+        (KTOConfig, {"dataset_mixture": [{"weight": 1}]}, r"dataset_mixture\[0\]: dataset_name is missing"),
+        (KTOConfig, {"dataset_mixture": [{**PART, "wight": 1}]}, r"dataset_mixture\[0\].wight=1: .*mean 'weight'"),
+        (KTOConfig, {"dataset_mixture": [{**PART, "weight": "x"}]}, r"dataset_mixture\[0\].weight='x': "),
+        (KTOConfig, {"dataset_mixture": {"a": 0}}, r"dataset_mixture\[0\].weight=0: must be greater than 0"),
+        (KTOConfig, {"dataset_mixture": [{**PART, "weight": 1}, "b"]}, "dataset_mixture: .* every part or for none"),
+        (KTOConfig, {"dataset_mixture": [{**PART, "column_map": {"text_a": "x"}}]}, r".*\[0\].column_map={'text_a'"),
+        # Options of other methods and libraries.
+        (KTOConfig, {"betta": 0.1}, "betta=0.1: .*did you mean 'beta'"),
+        (KTOConfig, {"rollout_batch_size": 4}, "rollout_batch_size=4: .*an option of method online_dpo, not of kto"),
+        (OnlineDPOConfig, {"max_prompt_length": 4}, "max_prompt_length=4: .*an option of method kto"),
+        (KTOConfig, {"zzz": 1}, "zzz=1: .*--help"),
+        (KTOConfig, {"sync_ref_model": True}, "sync_ref_model=True: "),
+        (KTOConfig, {"activation_offloading": True}, "activation_offloading=True: "),
+        (KTOConfig, {"auto_find_batch_size": True}, "auto_find_batch_size=True: "),
+        (KTOConfig, {"fsdp": "full_shard"}, "fsdp='full_shard': FSDP is not supported; set deepspeed to zero3"),
+        (KTOConfig, {"torch_compile": True}, "torch_compile=True: torch.compile is not supported"),
+        (KTOConfig, {"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5.0: embedding noise \(NEFTune\) is not"),
+        (KTOConfig, {"accelerator_config": {"split_batches": True}}, "accelerator_config=.*split nor dispatched"),
+        (KTOConfig, {"bf16_full_eval": True, "use_cpu": True}, "bf16_full_eval=.* compute dtype of training"),
+        (KTOConfig, {"is_encoder_decoder": True}, "is_encoder_decoder=.*use a causal language model"),
+        (KTOConfig, {"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy=.* 'sequential'"),
+        (KTOConfig, {"train_sampling_strategy": "sequential", "stratify_labels": True}, "train_.*remove one of them"),
+        (DPOConfig, {"ld_alpha": 0.5}, r"ld_alpha=.*length desensitization \(LD-DPO\) weights single tokens"),
+        (DPOConfig, {"reference_free": True}, "reference_free=.*DPO requires a reference"),
+        (OnlineDPOConfig, {"use_vllm": True}, "use_vllm=.*set rollout_backend: continuous"),
+        (KTOConfig, {"max_seq_length": 7, "max_length": 8}, "max_seq_length=7 and max_length=8 contradict each other"),
+        (KTOConfig, {"model_init_kwargs": {"dtype": "float16"}, "dtype": "bfloat16"}, ".*contradicts the option dty"),
+        (KTOConfig, {"model_init_kwargs": {"device_map": {"": "cpu"}}}, ".*DeepSpeed places the model"),
+        (KTOConfig, {"ref_model_init_kwargs": {"attn_implementation": "eager"}}, ".*option attn_implementation"),
     ],
 )
 def test_refused_values(cls: type, options: dict[str, Any], keys: str) -> None:
@@ -139,34 +152,11 @@ def test_refused_values(cls: type, options: dict[str, Any], keys: str) -> None:
 
 def test_the_default_output_dir_matches_transformers() -> None:
     assert KTOConfig().output_dir == KTOConfig(output_dir=None).output_dir == "trainer_output"
-    with pytest.raises(OptionError, match="^output_dir='': .*set a folder"):
-        KTOConfig(output_dir="")
-
-
-@pytest.mark.parametrize(
-    ("cls", "name", "value", "said"),
-    [
-        (KTOConfig, "betta", 0.1, "did you mean 'beta'"),
-        (KTOConfig, "fsdp", "full_shard", "set deepspeed to zero3"),
-        (KTOConfig, "rollout_batch_size", 4, "an option of method online_dpo, not of kto"),
-        (OnlineDPOConfig, "max_prompt_length", 4, "an option of method kto"),
-        (OnlineDPOConfig, "use_vllm", True, "set rollout_backend"),
-        (KTOConfig, "zzz", 1, "--help"),
-    ],
-)
-def test_unknown_names(cls: type, name: str, value: Any, said: str) -> None:
-    message = refused(cls, **{name: value})
-    assert message.startswith(f"{name}={value!r}: ")
-    assert said in message
 
 
 def test_every_default_of_the_feature_list() -> None:
     for options in (KTOConfig("out"), CPOConfig("out")):
-        assert (options.max_length, options.per_device_train_batch_size, options.gradient_accumulation_steps) == (
-            1024,
-            8,
-            1,
-        )
+        assert (options.max_length, options.window_size, options.gradient_accumulation_steps) == (1024, 8, 1)
         assert (options.learning_rate, options.num_train_epochs, options.max_grad_norm) == (1e-6, 3.0, 1.0)
         assert (options.lr_scheduler_type, options.seed, options.beta) == ("linear", 42, 0.1)
         assert options.gradient_checkpointing is True and options.disable_dropout is True
@@ -177,19 +167,9 @@ def test_every_default_of_the_feature_list() -> None:
     assert weighted.losses == [("ipo", 0.8), ("sft", 0.2)]
 
 
-@pytest.mark.parametrize(
-    ("given", "alpha", "cpo_alpha"),
-    [
-        ({}, 0.0, 1.0),
-        ({"loss_type": "simpo"}, 0.0, 1.0),
-        ({"loss_type": "simpo", "cpo_alpha": 0.0, "alpha": 0.1}, 0.1, 0.0),
-        ({"loss_type": "alphapo"}, 0.25, 0.0),
-        ({"loss_type": "alphapo", "alpha": -0.5, "cpo_alpha": 0.2}, -0.5, 0.2),
-    ],
-)
-def test_alpha_by_loss(given: dict[str, Any], alpha: float, cpo_alpha: float) -> None:
-    options = CPOConfig("out", **given)
-    assert (options.alpha, options.cpo_alpha) == (alpha, cpo_alpha)
+STAGE_3 = {"zero_optimization": {"stage": 3}}
+CHECKPOINTING = {"gradient_checkpointing": True}
+NO_CHECKPOINTING = {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 
 
 @pytest.mark.parametrize(
@@ -198,17 +178,65 @@ def test_alpha_by_loss(given: dict[str, Any], alpha: float, cpo_alpha: float) ->
         (KTOConfig, {}, {"metric_for_best_model": None, "greater_is_better": None}),
         (KTOConfig, {"load_best_model_at_end": True}, {"metric_for_best_model": "loss", "greater_is_better": False}),
         (KTOConfig, {"metric_for_best_model": "eval_rewards/margins"}, {"greater_is_better": True}),
-        (CPOConfig, {"loss_type": "simpo"}, {"simpo_gamma": 0.5, "cpo_alpha": 1.0}),
         (DPOConfig, {"precompute_ref_log_probs": True}, {"ref_placement": "precomputed"}),
         (OnlineDPOConfig, {"beta": [0.2, 0.1]}, {"betas": (0.2, 0.1)}),
         (OnlineDPOConfig, {"max_windows_without_pairs": None}, {"max_windows_without_pairs": None}),
         (SFTConfig, {"loss_type": None}, {"loss_type": "nll"}),
         (SFTConfig, {"packing": True, "packing_strategy": "bfd-requeue"}, {"packing_strategy": "bfd_split"}),
+        (CPOConfig, {}, {"alpha": 0.0, "cpo_alpha": 1.0}),
+        (CPOConfig, {"loss_type": "simpo"}, {"alpha": 0.0, "cpo_alpha": 1.0, "simpo_gamma": 0.5}),
+        (CPOConfig, {"loss_type": "simpo", "cpo_alpha": 0.0, "alpha": 0.1}, {"alpha": 0.1, "cpo_alpha": 0.0}),
+        (CPOConfig, {"loss_type": "simpo", "gamma_beta_ratio": 0.5, "beta": 2.0}, {"simpo_gamma": 1.0}),
+        (CPOConfig, {"loss_type": "alphapo"}, {"alpha": 0.25, "cpo_alpha": 0.0}),
+        (CPOConfig, {"loss_type": "alphapo", "alpha": -0.5, "cpo_alpha": 0.2}, {"alpha": -0.5, "cpo_alpha": 0.2}),
+        (KTOConfig, {"per_device_train_batch_size": 3}, {"per_device_eval_batch_size": 3, "eval_batch_size": 3}),
+        (KTOConfig, {"per_device_eval_batch_size": 5}, {"train_batch_size": 8, "eval_batch_size": 5}),
+        (KTOConfig, {"logging_steps": 7}, {"eval_steps": 7}),
+        (KTOConfig, {"logging_steps": 7, "eval_steps": 2}, {"eval_steps": 2}),
+        # Conversions.
+        (KTOConfig, {"learning_rate": "5e-7"}, {"learning_rate": 5e-7}),
+        (KTOConfig, {"per_device_train_batch_size": 4.0}, {"per_device_train_batch_size": 4}),
+        (KTOConfig, {"bf16": "none"}, {"bf16": None}),
+        (KTOConfig, {"gradient_checkpointing": "yes"}, {"gradient_checkpointing": True}),
+        (KTOConfig, {"max_completion_length": "null"}, {"max_completion_length": None}),
+        (KTOConfig, {"model_init_kwargs": '{"a": [1, 2]}'}, {"model_init_kwargs": {"a": [1, 2]}}),
+        (KTOConfig, {"deepspeed": json.dumps(STAGE_3)}, {"deepspeed": STAGE_3}),
+        (KTOConfig, {"deepspeed": Path("zero2.json")}, {"deepspeed": "zero2.json"}),
+        (KTOConfig, {"save_strategy": False}, {"save_strategy": "no"}),
+        (KTOConfig, {"save_strategy": IntervalStrategy.EPOCH}, {"save_strategy": "epoch"}),
+        (KTOConfig, {"save_steps": 0.1}, {"save_steps": 0.1}),
+        (KTOConfig, {"save_steps": "10.0"}, {"save_steps": 10}),
+        (KTOConfig, {"eval_steps": "none"}, {"eval_steps": 10}),
+        (KTOConfig, {"resume_from_checkpoint": False}, {"resume_from_checkpoint": ""}),
+        (KTOConfig, {"resume_from_checkpoint": "true"}, {"resume_from_checkpoint": "latest"}),
+        # Names and values of other libraries.
+        (KTOConfig, {"max_seq_length": 7}, {"max_length": 7}),
+        (KTOConfig, {"max_length": None}, {"max_length": None}),
+        (KTOConfig, {"activation_checkpointing": False}, {"gradient_checkpointing": False}),
+        (KTOConfig, CHECKPOINTING | {"activation_checkpointing": None}, CHECKPOINTING),
+        (KTOConfig, NO_CHECKPOINTING, NO_CHECKPOINTING),
+        (KTOConfig, {"no_cuda": True, "use_cpu": "true"}, {"use_cpu": True}),
+        (KTOConfig, {"report_to": None}, {"report_to": "none"}),
+        (KTOConfig, {"include_num_input_tokens_seen": "all"}, {"include_num_input_tokens_seen": True}),
+        (KTOConfig, {"save_total_limit": 0}, {"save_total_limit": None}),
+        (KTOConfig, {"save_total_limit": "-1"}, {"save_total_limit": None}),
+        (KTOConfig, {"max_grad_norm": None}, {"max_grad_norm": 0.0}),
+        (KTOConfig, {"push_to_hub_model_id": "me/it"}, {"hub_model_id": "me/it"}),
+        (KTOConfig, {"push_to_hub_token": None, "hub_token": "s3cret"}, {"hub_token": "s3cret"}),
+        (OnlineDPOConfig, {"top_k": None}, {"top_k": 0}),
+        (OnlineDPOConfig, {"top_k": "-1"}, {"top_k": 0}),
+        (OnlineDPOConfig, {"use_transformers_paged": True}, {"rollout_backend": "continuous"}),
+        (OnlineDPOConfig, {"judge": "openai", "num_generations": 2}, {"num_generations": 2}),
+        (KTOConfig, {"model_init_kwargs": {"torch_dtype": "bfloat16"}}, {"dtype": "bfloat16"}),
+        (KTOConfig, {"model_init_kwargs": {"dtype": "float32"}}, {"dtype": None}),
+        (KTOConfig, {"model_init_kwargs": {"dtype": "float32"}, "bf16": False}, {"dtype": "float32"}),
+        (KTOConfig, {"model_init_kwargs": '{"attn_implementation": "eager"}'}, {"attn_implementation": "eager"}),
     ],
 )
-def test_defaults_that_depend_on_other_options(cls: type, given: dict[str, Any], expected: dict[str, Any]) -> None:
-    options = cls("out", eval_strategy="steps", **given)
-    assert {name: getattr(options, name) for name in expected} == expected
+def test_resolved_values(cls: type, given: dict[str, Any], expected: dict[str, Any]) -> None:
+    options = cls("out", **{"eval_strategy": "steps", **given})
+    found = {name: getattr(options, name) for name in expected}
+    assert found == expected and [*map(type, found.values())] == [*map(type, expected.values())]
 
 
 def test_window_of_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,14 +245,6 @@ def test_window_of_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CPOConfig("out", per_device_train_batch_size=1).window_size == 1
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert KTOConfig("out", per_device_train_batch_size=1).window_size == 2
-
-
-def test_resolved_sizes() -> None:
-    options = KTOConfig("out", per_device_train_batch_size=3, logging_steps=7)
-    assert (options.per_device_eval_batch_size, options.eval_steps) == (3, 7)
-    assert (options.train_batch_size, options.eval_batch_size) == (3, 3)
-    options = KTOConfig("out", per_device_eval_batch_size=5, eval_steps=2)
-    assert (options.eval_batch_size, options.eval_steps) == (5, 2)
 
 
 def test_process_properties(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,12 +284,9 @@ def test_to_dict_masks_the_token() -> None:
 )
 def test_optim_args(text: Any, expected: dict[str, Any]) -> None:
     assert parse_optim_args(text) == expected
-
-
-@pytest.mark.parametrize("text", ["momentum", "momentum=", "a=1,a=2", "=1"])
-def test_bad_optim_args(text: str) -> None:
-    with pytest.raises(OptionError, match=re.escape(f"optim_args={text!r}")):
-        parse_optim_args(text)
+    for bad in ("momentum", "momentum=", "a=1,a=2", "=1"):
+        with pytest.raises(OptionError, match=f"^optim_args='{bad}'"):
+            parse_optim_args(bad)
 
 
 def test_nothing_heavy_is_imported() -> None:
@@ -284,6 +301,63 @@ def test_nothing_heavy_is_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=60)
 
 
-@pytest.mark.parametrize("name", ["sync_ref_model", "activation_offloading", "auto_find_batch_size"])
-def test_not_yet(name: str) -> None:
-    assert refused(KTOConfig, **{name: True}).startswith(f"{name}=True: ")
+TINY, ALMOST_ONE = math.ulp(0.0), math.nextafter(1, 0)
+BELOW_ZERO, ABOVE_ONE = -TINY, math.nextafter(1, 2)
+AT_LEAST_ONE = [
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *("dataset_num_proc", "max_train_samples", "max_eval_samples", "max_steps", "lora_r"),
+    *("lora_alpha", "max_bad_steps"),
+]
+AT_LEAST_ZERO = [
+    *("learning_rate", "weight_decay", "max_grad_norm", "router_aux_loss_coef", "warmup_steps", "eval_delay"),
+    *("retry_pause",),
+]
+ABOVE_ZERO = ["adam_epsilon", "hang_timeout", "hang_factor", "num_train_epochs"]
+NEEDS: dict[str, dict[str, Any]] = {  # options with which another one has an effect
+    "per_device_train_batch_size": {"loss_type": "apo_zero_unpaired"},
+    "lora_r": {"use_peft": True},
+    "lora_alpha": {"use_peft": True},
+    "lora_dropout": {"use_peft": True},
+    "max_bad_steps": {"on_bad_step": "skip"},
+}
+LIMITS: list[tuple[type, str, Any, Any]] = [
+    *((KTOConfig, name, 1, 0) for name in AT_LEAST_ONE),
+    *((KTOConfig, name, 0, BELOW_ZERO) for name in AT_LEAST_ZERO),
+    *((KTOConfig, name, 0, -1) for name in ("dataloader_num_workers", "seed", "data_seed", "retries")),
+    *((KTOConfig, name, TINY, 0) for name in ABOVE_ZERO),
+    *((KTOConfig, name, ALMOST_ONE, 1) for name in ("adam_beta1", "adam_beta2", "warmup_ratio", "lora_dropout")),
+    *((KTOConfig, name, 0, BELOW_ZERO) for name in ("adam_beta1", "adam_beta2", "warmup_ratio", "lora_dropout")),
+    *((KTOConfig, name, ALMOST_ONE, 1.5) for name in ("logging_steps", "save_steps", "eval_steps", "warmup_steps")),
+    *((KTOConfig, name, 1, 0) for name in ("logging_steps", "save_steps", "eval_steps")),
+    (KTOConfig, "max_steps", -1, -2),
+    (KTOConfig, "save_total_limit", 1, -2),  # 0 and -1: no limit, as in transformers
+    (KTOConfig, "seed", 2**32 - 1, 2**32),
+    (KTOConfig, "peer_timeout", 5, math.nextafter(5, 0)),
+    (KTOConfig, "loss_spike_factor", ABOVE_ONE, 1),
+    (KTOConfig, "max_length", 2, 1),
+    (KTOConfig, "max_tokens_per_batch", 1024, 1023),
+    (CPOConfig, "max_tokens_per_batch", 2048, 2047),
+    *((cls, "beta", TINY, 0) for cls in (KTOConfig, CPOConfig, DPOConfig, OnlineDPOConfig)),
+    *((KTOConfig, name, 0, BELOW_ZERO) for name in ("desirable_weight", "undesirable_weight")),
+    *((cls, "label_smoothing", math.nextafter(0.5, 0), 0.5) for cls in (CPOConfig, DPOConfig)),
+    *((cls, "label_smoothing", 0, BELOW_ZERO) for cls in (CPOConfig, DPOConfig)),
+    (CPOConfig, "cpo_alpha", 0, BELOW_ZERO),
+    (RewardConfig, "center_rewards_coefficient", 0, BELOW_ZERO),
+    *((OnlineDPOConfig, name, 1, 0) for name in ("max_new_tokens", "rollout_batch_size", "reward_batch_size")),
+    *((OnlineDPOConfig, name, 1, 0) for name in ("num_completions_to_log", "max_windows_without_pairs", "top_p")),
+    *((OnlineDPOConfig, name, 0, -2) for name in ("top_k", "log_completions")),
+    *((OnlineDPOConfig, name, TINY, 0) for name in ("repetition_penalty", "temperature", "top_p")),
+    *((OnlineDPOConfig, name, 1, ABOVE_ONE) for name in ("top_p", "min_p")),
+    *((OnlineDPOConfig, name, 0, BELOW_ZERO) for name in ("min_p", "missing_eos_penalty")),
+    (OnlineDPOConfig, "num_generations", 2, 1),
+    (OnlineDPOConfig, "max_length", 65, 64),
+]
+
+
+@pytest.mark.parametrize(("cls", "name", "last", "beyond"), LIMITS)
+def test_the_last_value_within_a_limit_and_the_first_beyond(cls: type, name: str, last: Any, beyond: Any) -> None:
+    further = NEEDS.get(name, {})
+    assert getattr(cls("out", **{name: last}, **further), name) == last
+    with pytest.raises(OptionError) as caught:
+        cls("out", **{name: beyond}, **further)
+    assert str(caught.value).startswith((f"{name}={beyond!r}", f"{name}={float(beyond)!r}"))

@@ -15,6 +15,7 @@ from support.helpers import STAGES
 
 from alignment.config.dtypes import Machine, planning_for
 from alignment.engines import host
+from alignment.engines.host import EXTENSIONS, compiling, share_cores, users_threads
 from alignment.planning.engines import EnginePlan
 
 ALL = list(range(8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from alignment.data.sources import dataset_from_python
 from alignment.data.tokenization import Limits, RowTokenizer
 
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+OTHER = {"name": "g", "arguments": {}}
 CALLING = {"role": "assistant", "content": None, "tool_calls": CALLS}
+TEXT = {"type": "text", "text": "a "}
 USER = {"role": "user", "content": "hi"}
 ANSWER = [{"role": "assistant", "content": "a"}]
 
@@ -40,24 +43,15 @@ def message(value: dict[str, Any]) -> dict[str, Any]:
         ({"role": "assistant", "content": "so", "tool_calls": []}, {"role": "assistant", "content": "so"}),
         ({"role": "assistant", "content": "so", "tool_calls": None}, {"role": "assistant", "content": "so"}),
         ({"role": "user", "content": []}, {"role": "user", "content": ""}),
-        (
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b", "image": None}],
-            },
-            {"role": "user", "content": "a b"},
-        ),
+        ({"role": "user", "content": [TEXT, {**TEXT, "image": None}]}, {"role": "user", "content": "a a "}),
         ({"from": "human", "value": "a"}, {"role": "user", "content": "a"}),
         ({"from": "gpt", "value": "a", "weight": 1}, {"role": "assistant", "content": "a"}),
         ({"from": "system", "value": "a"}, {"role": "system", "content": "a"}),
         ({"from": "observation", "value": "a"}, {"role": "tool", "content": "a"}),
         ({"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}, CALLING),
         (
-            {
-                "from": "function_call",
-                "value": '[{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]',
-            },
-            {**CALLING, "tool_calls": [*CALLS, {"type": "function", "function": {"name": "g", "arguments": {}}}]},
+            {"from": "function_call", "value": json.dumps([CALLS[0]["function"], OTHER])},
+            {**CALLING, "tool_calls": [*CALLS, {"type": "function", "function": OTHER}]},
         ),
         ({"role": None, "content": None, "from": "human", "value": "a"}, {"role": "user", "content": "a"}),
     ],
@@ -73,20 +67,14 @@ def test_messages(given: dict[str, Any], expected: dict[str, Any]) -> None:
         ({**CALLING, "tool_calls": []}, "content is null"),
         ({**CALLING, "tool_calls": "f()"}, r"tool_calls is 'f\(\)' \(a string\); expected a list of calls"),
         ({**CALLING, "tool_calls": ["f()"]}, r"tool_calls is \['f\(\)'\] \(a list\)"),
-        (
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "url": "x"}]},
-            r"content\[1\] has type 'image' \(a string\); only text is supported",
-        ),
+        ({"role": "user", "content": [TEXT, {"type": "image", "url": "x"}]}, r"content\[1\] has type 'image' \(a str"),
         ({"role": "user", "content": ["a"]}, r"content\[0\] is 'a' \(a string\); expected"),
         ({"role": "user", "content": [{"type": "text"}]}, r"content\[0\] is {'type': 'text'}"),
         ({"from": "bing", "value": "a"}, r"from is 'bing' \(a string\); expected one of system, user"),
         ({"from": ["a"], "value": "a"}, r"from is \['a'\]"),
         ({"from": "human", "value": 3}, r"value is 3 \(an integer\)"),
         ({"from": "function_call", "value": "f(x)"}, r"value is 'f\(x\)' \(a string\), which is not valid JSON"),
-        (
-            {"from": "function_call", "value": '{"name": "f"}'},
-            r'value is .*; expected a call such as {"name": …, "arguments": …}',
-        ),
+        ({"from": "function_call", "value": '{"name": "f"}'}, r'value is .*; expected a call such as {"name": …'),
     ],
 )
 def test_invalid_messages(given: dict[str, Any], said: str) -> None:
@@ -95,9 +83,8 @@ def test_invalid_messages(given: dict[str, Any], said: str) -> None:
 
 
 def test_conversations_end_with_the_assistant() -> None:
-    answer = {"role": "assistant", "content": "a"}
-    source = conversation({"messages": [USER, answer]}, "messages", "row 1")
-    assert (source.prompt, source.completions) == ([USER], ([answer],))
+    source = conversation({"messages": [USER, *ANSWER]}, "messages", "row 1")
+    assert (source.prompt, source.completions) == ([USER], (ANSWER,))
     for messages, said in (([USER], "has role 'user' .* expected 'assistant'"), ("hi", "messages is 'hi'")):
         with pytest.raises(DataError, match=f"^row 1: .*{said}"):
             conversation({"messages": messages}, "messages", "row 1")
@@ -153,8 +140,9 @@ def test_unknown_roles_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [UNPAIRED, PAIRS, SCORED_PAIRS, PROMPTS])
 def test_a_template_that_renders_every_row_alike_is_refused(tmp_path: Path, kind: Any, template: str) -> None:
     other = [{**ANSWER[0], "content": "other"}]
-    row = {"prompt": [USER], "completion": ANSWER, "label": True} if kind == UNPAIRED else {}
-    row = row or {"prompt": [USER], **({} if kind == PROMPTS else {"chosen": ANSWER, "rejected": other})}
+    row = {"prompt": [USER], "completion": ANSWER, "label": True}
+    if kind in (PAIRS, SCORED_PAIRS):
+        row = {"prompt": [USER], "chosen": ANSWER, "rejected": other}
     with pytest.raises(DataError, match="^data, row 1: the chat template .* renders every row alike"):
         tokenizer = byte_tokenizer(template=template)
         prepare(dataset_from_python([row]), kind, tokenizer, Limits(), "data", tmp_path, progress=False)
@@ -184,9 +172,7 @@ def rendered(template: str, *messages: dict[str, Any]) -> str:
 
 def test_null_content_in_templates() -> None:
     """It is omitted, as in transformers, or replaced with an empty string if the template requires it."""
-    knows = (
-        "{% for m in messages %}{% if m.content is not defined %}CALL{% else %}{{ m.content }}{% endif %};{% endfor %}"
-    )
+    knows = "{% for m in messages %}{{ m.content if m.content is defined else 'CALL' }};{% endfor %}"
     assert rendered(knows, USER, CALLING) == "hi;CALL;"
     assert rendered(TOOLS, USER, CALLING).endswith('<call>{"name": "f", "arguments": {"x": 1}}</call><|im_end|>\n')
     assert rendered(CHATML, USER, CALLING).endswith("<|im_start|>assistant\n<|im_end|>\n")  # not "None"

@@ -41,22 +41,8 @@ def test_shares(sizes: Any, weights: Any, most: int | None, expected: list[int])
     assert shares(parts, most) == expected
 
 
-def test_shares_are_as_large_as_they_can_be() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        sizes = rng.integers(50, 500, 3).tolist()
-        weights = rng.integers(1, 9, 3).tolist()
-        given = shares([(str(i), *part) for i, part in enumerate(zip(sizes, weights))], None)
-        total = sum(given)
-        assert all(rows <= size for rows, size in zip(given, sizes))
-        assert all(abs(rows - total * w / sum(weights)) < 1 for rows, w in zip(given, weights))
-        assert any((total + 1) * w / sum(weights) > size for w, size in zip(weights, sizes))
-
-
 def test_a_part_that_contributes_no_rows() -> None:
-    with pytest.raises(
-        DataError, match="^b: it contributes no rows to a mixture of 10 rows at weight 0.001; remove it"
-    ):
+    with pytest.raises(DataError, match="^b: it contributes no rows to a mixture of 10 rows at weight 0.001"):
         shares([("a", 10, 1.0), ("b", 10, 0.001)], None)
 
 
@@ -96,45 +82,18 @@ def test_reports() -> None:
     whole, (same, fewer) = mixed([("a", Prepared(rows, report), 1.0), ("b", Prepared(rows, report), 0.5)], None, 1)
     assert same == report and len(whole) == 12
     taken = whole.select(range(8, 12))
-    assert fewer == DataReport(
-        10, 4, {"empty": 2, NOT_DRAWN: 4}, **{n: v for n, v in counts(taken).items() if n != "rows_out"}
-    )
+    found = {name: value for name, value in counts(taken).items() if name != "rows_out"}
+    assert fewer == DataReport(10, 4, {"empty": 2, NOT_DRAWN: 4}, **found)
     assert fewer.rows_in == fewer.rows_out + sum(fewer.dropped.values()) and 0 < fewer.desirable < 4
     assert joined([fewer, report]).dropped == {"empty": 4, NOT_DRAWN: 4} and joined([fewer, report]).rows_out == 12
 
 
 def test_parts_of_the_option() -> None:
-    assert mixture_parts({"a": 1, "b": "0.5"}) == [
-        MixturePart(dataset_name="a", weight=1.0),
-        MixturePart(dataset_name="b", weight=0.5),
-    ]
-    assert mixture_parts(["a", {"dataset_name": "b", "split": "x"}]) == [
-        MixturePart(dataset_name="a"),
-        MixturePart(dataset_name="b", split="x"),
-    ]
+    plain, split = MixturePart(dataset_name="a"), MixturePart(dataset_name="b", split="x")
+    assert mixture_parts(["a", {"dataset_name": "b", "split": "x"}]) == [plain, split]
+    weighted = [MixturePart(dataset_name="a", weight=1.0), MixturePart(dataset_name="b", weight=0.5)]
+    assert mixture_parts({"a": 1, "b": "0.5"}) == weighted
     assert KTOConfig("o", dataset_mixture='{"a": 1, "b": 2}').dataset_mixture == {"a": 1, "b": 2}
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        ([], "dataset_mixture: set at least one dataset"),
-        ([3], r"dataset_mixture\[0\].dataset_name=3: "),
-        ([{"weight": 1}], r"dataset_mixture\[0\]: dataset_name is missing"),
-        ([{"dataset_name": "a", "wight": 1}], r"dataset_mixture\[0\].wight=1: no such key; did you mean 'weight'"),
-        ([{"dataset_name": "a", "weight": "x"}], r"dataset_mixture\[0\].weight='x': "),
-        ({"a": 0}, r"dataset_mixture\[0\].weight=0: must be greater than 0"),
-        ({"a": -1}, r"dataset_mixture\[0\].weight=-1: must be greater than 0"),
-        ([{"dataset_name": "a", "weight": 1}, "b"], "dataset_mixture: .* a weight for every part or for none"),
-        (
-            [{"dataset_name": "a", "column_map": {"text_a": "x"}}],
-            r"dataset_mixture\[0\].column_map={'text_a': 'x'}: 'text_a' is not an expected column name",
-        ),
-    ],
-)
-def test_invalid_mixtures(value: Any, said: str) -> None:
-    with pytest.raises(OptionError, match=f"^{said}"):
-        KTOConfig("o", dataset_mixture=value)
 
 
 def test_evaluation_needs_a_split_of_some_part() -> None:
@@ -145,6 +104,13 @@ def test_evaluation_needs_a_split_of_some_part() -> None:
         check_command_line(CPOConfig("o", dataset_mixture=["a"], **usual))
 
 
+def write(file: Path, rows: list[dict[str, Any]]) -> str:
+    """Write JSON Lines."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, 30 labeled rows, 20 pairs of which the first is dropped, and 10 Alpaca rows in a folder with splits."""
@@ -152,14 +118,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(folder / "model")
     same = {"prompt": None, "chosen": "a b", "rejected": "a b"}
     alpaca = [{"instruction": f"do {i}", "input": "", "output": f"done {i}", "kto_tag": i % 2 == 0} for i in range(10)]
-    for name, rows in {
-        "labeled.jsonl": unpaired_rows(30),
-        "pairs.jsonl": [same, *paired_rows(20)],
-        "alpaca/train.jsonl": alpaca,
-        "alpaca/test.jsonl": alpaca[:4],
-    }.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {"labeled": unpaired_rows(30), "pairs": [same, *paired_rows(20)]}
+    for name, rows in (files | {"alpaca/train": alpaca, "alpaca/test": alpaca[:4]}).items():
+        write(folder / f"{name}.jsonl", rows)
     return folder
 
 
@@ -184,8 +145,8 @@ def test_without_max_length_rows_are_cut_to_the_positions_of_the_model(
     tmp_path: Path, folder: Path, words: int, expected: int | None
 ) -> None:
     rows = [{"prompt": "a", "completion": "b " * words, "label": row % 2 == 0} for row in range(16)]
-    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    trainer = trainer_of(folder, dataset_mixture=None, dataset_name=str(tmp_path / "long.jsonl"), max_length=None)
+    long = write(tmp_path / "long.jsonl", rows)
+    trainer = trainer_of(folder, dataset_mixture=None, dataset_name=long, max_length=None)
     data = trainer.data.train
     assert data is not None and data.table.max_length == 96
     lengths = data.table.prompt + data.table.completions[:, 0]
@@ -196,10 +157,8 @@ def test_without_max_length_rows_are_cut_to_the_positions_of_the_model(
 
 @pytest.mark.parametrize("role", ["train", "eval"])
 def test_a_limit_keeps_the_proportions_of_unweighted_parts(tmp_path: Path, folder: Path, role: str) -> None:
-    parts = []
-    for name, rows in (("large.jsonl", 150), ("small.jsonl", 30)):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in unpaired_rows(rows)))
-        parts.append({"dataset_name": str(tmp_path / name), "test_split": "train"})
+    files = [write(tmp_path / f"{rows}.jsonl", unpaired_rows(rows)) for rows in (150, 30)]
+    parts = [{"dataset_name": file, "test_split": "train"} for file in files]
     trainer = trainer_of(folder, dataset_mixture=parts, **{f"max_{role}_samples": 36})
     data = trainer.data.train if role == "train" else next(iter(trainer.data.eval.values()))
     assert data is not None
@@ -212,9 +171,8 @@ def test_a_limit_takes_the_first_rows(folder: Path) -> None:
 
     def rows(**limits: int) -> list[list[dict[str, Any]]]:
         trainer = trainer_of(folder, **one, **limits)
-        return [
-            data.dataset.to_list() for data in (trainer.data.train, *trainer.data.eval.values()) if data is not None
-        ]
+        both = trainer.data.train, *trainer.data.eval.values()
+        return [data.dataset.to_list() for data in both if data is not None]
 
     whole = rows(max_train_samples=31)
     assert [len(part) for part in whole] == [30, 30]

@@ -11,16 +11,15 @@ from datasets import Dataset
 from support.data_tokenizers import CHATML, PLAIN, byte_tokenizer, char_tokenizer
 
 from alignment import CPOConfig, DPOConfig, KTOConfig, RewardConfig, SFTConfig
-from alignment.config.errors import DataError, ModelError, OutputError
+from alignment.config.errors import DataError, OutputError
 from alignment.data import prepare as module
-from alignment.data.kinds.completions import COMPLETIONS
+from alignment.data.kinds.completions import COMPLETIONS, Completions
 from alignment.data.kinds.pairs import PAIRS, SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.prepare import Prepared, data_key, load_prepared, prepare
 from alignment.data.report import DataReport
-from alignment.data.sources import dataset_from_python, load_split
+from alignment.data.sources import dataset_from_python
 from alignment.data.tokenization import Encoded, Limits, RowTokenizer
-from alignment.models.vocabulary import check_vocabulary
 from alignment.training.data import limits_of
 
 KTO = [
@@ -54,9 +53,8 @@ def test_unpaired_columns_and_report(tmp_path: Path) -> None:
     keys = prepared.dataset["prompt_key"][:]
     assert keys[0] == keys[2] != keys[1]
     assert prepared.report == DataReport(3, 3, {}, 1, 1, 1, 2)
-    assert prepared.report.summary() == (
-        "3 of 3 rows kept (1 desirable, 2 undesirable), 1 prompts and 1 completions truncated"
-    )
+    said = "3 of 3 rows kept (1 desirable, 2 undesirable), 1 prompts and 1 completions truncated"
+    assert prepared.report.summary() == said
 
 
 def test_the_key_of_a_prompt_is_the_same_everywhere() -> None:
@@ -102,8 +100,7 @@ def test_a_single_completion_of_a_pair_may_be_dropped_only_for_kto(tmp_path: Pat
 def lengths(folder: Path, method: type[Any], prompt: int, sizes: list[int], **options: Any) -> list[tuple[int, ...]]:
     """Return (prompt, completions) of the records of one row, in tokens; the row's lengths include EOS."""
     texts = [letter * (size - 1) for letter, size in zip("cd", sizes)]
-    kinds: dict[Any, Any] = {KTOConfig: UNPAIRED, SFTConfig: COMPLETIONS}
-    kinds |= {RewardConfig: SCORED_PAIRS}
+    kinds: dict[Any, Any] = {KTOConfig: UNPAIRED, SFTConfig: COMPLETIONS, RewardConfig: SCORED_PAIRS}
     row: dict[str, Any] = {"prompt": "x" * prompt}
     row |= dict(zip(("chosen", "rejected"), texts)) if len(sizes) == 2 else {"completion": texts[0], "label": True}
     limits = limits_of(method("out", **options))
@@ -164,20 +161,11 @@ def test_the_number_of_processes_does_not_matter(tmp_path: Path, kind: Any) -> N
     rows = [
         {"prompt": f"question {i % 7}", "chosen": "the answer " * (i % 5), "rejected": f"mat {i}"} for i in range(41)
     ]
-    results = [
-        run(
-            rows,
-            kind,
-            tmp_path / str(processes),
-            Limits(max_length=24),
-            num_proc=processes,
-            tokenizer=byte_tokenizer(),
-        )
-        for processes in (None, 1, 2)
-    ]
-    assert results[0].dataset.to_list() == results[1].dataset.to_list() == results[2].dataset.to_list()
-    assert results[0].report == results[1].report == results[2].report
-    assert results[0].report.dropped == {}
+    given: Any = {"limits": Limits(max_length=24), "tokenizer": byte_tokenizer()}
+    first, *others = [run(rows, kind, tmp_path / str(count), num_proc=count, **given) for count in (None, 1, 2)]
+    assert first.report.dropped == {}
+    for other in others:
+        assert other.dataset.to_list() == first.dataset.to_list() and other.report == first.report
 
 
 @pytest.mark.parametrize("processes", [None, 2])
@@ -218,6 +206,8 @@ def test_the_key_of_the_data_depends_on_all_inputs(tmp_path: Path) -> None:
         name(tokenizer=char_tokenizer(eos=None)),
         name(tokenizer=char_tokenizer(merges=(("b", "c"),))),
         name(tokenizer=template),
+        *(name(kind=kind) for kind in (COMPLETIONS, Completions(True), Completions(False))),
+        name(kind=Completions(assistant_only=True)),
     ]
     assert len(set(names)) == len(names)
     paths = {
@@ -225,18 +215,6 @@ def test_the_key_of_the_data_depends_on_all_inputs(tmp_path: Path) -> None:
         for rows in (KTO, [{**row, "unused": 3} for row in KTO])
     }
     assert len(paths) == 1
-
-
-def test_the_key_of_the_data_depends_on_the_content_of_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    names = []
-    for label in (True, False, True):
-        path.write_text(json.dumps({"prompt": "x", "completion": "c", "label": label}))
-        names.append(data_key(load_split(str(path), None, "train"), UNPAIRED, char_tokenizer(), Limits()))
-    assert names[0] == names[2] != names[1]
-    renamed = path.rename(tmp_path / "renamed.jsonl")
-    dataset = load_split(str(renamed), None, "train")
-    assert data_key(dataset, UNPAIRED, char_tokenizer(), Limits()) == names[0]
 
 
 def test_the_key_of_the_data_depends_on_the_code_of_a_users_kind() -> None:
@@ -302,11 +280,3 @@ def test_a_finished_folder_of_another_process_is_used(tmp_path: Path, monkeypatc
     monkeypatch.setattr(module, "counts", overtaken)
     path = prepare(dataset_from_python(KTO), UNPAIRED, char_tokenizer(), Limits(), "data", cache, progress=False)
     assert [entry.name for entry in cache.iterdir()] == [path.name] and (path / "theirs").is_dir()
-
-
-def test_vocabulary() -> None:
-    tokenizer = char_tokenizer()
-    size = len(tokenizer)
-    check_vocabulary(tokenizer, size)
-    with pytest.raises(ModelError, match=f"the tokenizer has {size} tokens, but the model's vocab_size is {size - 1}"):
-        check_vocabulary(tokenizer, size - 1)

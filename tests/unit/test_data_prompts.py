@@ -41,22 +41,15 @@ def columns_of(prepared: Prepared) -> list[Any]:
 
 def test_other_columns_are_stored_with_prompts(tmp_path: Path) -> None:
     when = datetime(2024, 5, 1, 12, 30, tzinfo=UTC)
-    data = Dataset.from_list(
-        [
-            {"prompt": "ab c", "answer": {"x": 1, "y": None}, "when": when, "label": 3, "system": "é"},
-            {"prompt": "", "answer": {"x": None, "y": [2.5]}, "when": None, "label": 4, "system": ""},
-        ]
-    )
-    prepared = made(data, tmp_path)
+    first = {"answer": {"x": 1, "y": None}, "when": "2024-05-01T12:30:00+00:00", "label": 3, "system": "é"}
+    second = {"answer": {"x": None, "y": [2.5]}, "when": None, "label": 4, "system": ""}
+    rows = [{"prompt": "ab c", **first, "when": when}, {"prompt": "", **second}]
+    prepared = made(Dataset.from_list(rows), tmp_path)
     assert prepared.dataset.features == PROMPTS.features
     tokenizer = char_tokenizer(before=("<s>",))
     assert [tokenizer.decode(ids) for ids in prepared.dataset["prompt_ids"]] == ["<s>ab c", "<s>"]
-    first = {"answer": {"x": 1, "y": None}, "when": "2024-05-01T12:30:00+00:00", "label": 3, "system": "é"}
-    second = {"answer": {"x": None, "y": [2.5]}, "when": None, "label": 4, "system": ""}
-    assert [prompt_row(prepared.dataset, index) for index in range(2)] == [
-        PromptRow(0, "ab c", {}, first),
-        PromptRow(1, "", {}, second),
-    ]
+    expected = [PromptRow(0, "ab c", {}, first), PromptRow(1, "", {}, second)]
+    assert [prompt_row(prepared.dataset, index) for index in range(2)] == expected
     report = prepared.report
     assert (report.rows_in, report.rows_out, report.prompts_cut, report.desirable + report.undesirable) == (2, 2, 0, 0)
 
@@ -80,10 +73,7 @@ def test_a_prompt_that_is_too_long_is_dropped_and_never_truncated(tmp_path: Path
     assert prepared.report.summary().startswith("2 of 3 rows kept, 1 dropped: 1 × prompt longer than 6 tokens")
     with pytest.raises(DataError, match=r"^data: 1 of 3 rows would be dropped \(1 × prompt longer than 6 tokens\)"):
         made(rows, tmp_path, limits=Limits(max_prompt_length=6), strict=True)
-    said = (
-        r"^data: all 3 rows were dropped \(3 × prompt longer .*\); increase max_length \(and decrease max_new_tokens "
-    )
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=r"^data: all 3 rows were dropped .*; increase max_length \(and decrease max"):
         made(rows, tmp_path, limits=Limits(max_prompt_length=4))
 
 

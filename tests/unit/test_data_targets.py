@@ -26,11 +26,12 @@ from alignment.methods.sft_options import SFTConfig
 SAID = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
 
 
-def made(rows: Any, folder: Path, kind: Any = COMPLETIONS, tokenizer: Any = None, **options: Any) -> Prepared:
+def made(
+    rows: Any, folder: Path, kind: Any = COMPLETIONS, tokenizer: Any = None, limits: Limits | None = None
+) -> Prepared:
     """Prepare rows."""
     data = rows if isinstance(rows, Dataset) else dataset_from_python(rows)
-    limits = Limits(options.pop("max_length", None))
-    path = prepare(data, kind, tokenizer or char_tokenizer(), limits, "data", folder, progress=False, **options)
+    path = prepare(data, kind, tokenizer or char_tokenizer(), limits or Limits(), "data", folder, progress=False)
     return load_prepared(path)
 
 
@@ -70,7 +71,7 @@ def test_rows_without_loss_tokens_are_dropped(tmp_path: Path) -> None:
         {"input_ids": [4, 5, 6, 7, 8], "assistant_masks": [0, 0, 0, 1, 1]},
         {"input_ids": [9, 10, 11, 12], "assistant_masks": [0, 1, 0, 1]},
     ]
-    prepared = made(rows, tmp_path, max_length=3)
+    prepared = made(rows, tmp_path, limits=Limits(3))
     assert learned(prepared) == [([9], [10, 11], [True, False])] and prepared.report.completions_cut == 1
     assert prepared.report.dropped == {"no space left for the completion (the prompt fills max_length)": 1}
     nothing = {"input_ids": [4, 5], "labels": [-100, -100]}
@@ -96,11 +97,7 @@ def test_options_that_do_not_fit_the_rows_are_refused(tmp_path: Path) -> None:
     for kind, row, says in [
         (Completions(completion_only=True), ids, "requires completion_mask or labels"),
         (Completions(assistant_only=True), ids, "requires assistant_masks or labels"),
-        (
-            Completions(completion_only=True),
-            {"text": "ab"},
-            "text is plain text; use the columns prompt and completion",
-        ),
+        (Completions(completion_only=True), {"text": "ab"}, "text is plain text; use the columns prompt and comp"),
         (Completions(assistant_only=True), {"text": "ab"}, "requires a conversation, but this row is plain text"),
         (Completions(text_field="said"), {"prompt": "ab"}, "missing column completion; .* or said"),
         (Completions(tokenized=True), {"text": "ab"}, "skip_prepare_dataset requires tokenized rows"),
@@ -138,8 +135,7 @@ def test_token_ids_of_every_method(tmp_path: Path) -> None:
         (SCORED_PAIRS, pair, [[], [7], [8]]),
         (COMPLETIONS, {"input_ids": [4, 5, 6], "labels": [-100, -100, 6]}, [[4, 5], [6]]),
     ):
-        path = prepare(dataset_from_python([row]), kind, char_tokenizer(), limits, "data", tmp_path, progress=False)
-        data = load_prepared(path).dataset
+        data = made([row], tmp_path, kind, limits=limits).dataset
         assert [data[0][name] for name in data.column_names if name.endswith("_ids")] == expected
     same = {"prompt_ids": [4], "chosen_ids": [7, 8], "rejected_ids": [7, 8]}
     assert made([same, same | {"rejected_ids": [9]}], tmp_path, PAIRS).dataset["row"][:] == [1]
@@ -153,6 +149,8 @@ def test_a_reward_model_uses_the_complete_template(tmp_path: Path) -> None:
     row = made([{"chosen": SAID, "rejected": other}], tmp_path, SCORED_PAIRS, tokenizer).dataset[0]
     for name, messages in (("chosen_ids", SAID), ("rejected_ids", other)):
         assert row["prompt_ids"] + row[name] == tokenizer.apply_chat_template(messages)["input_ids"]
+    row = made([{"prompt": "", "chosen": "a", "rejected": "b"}], tmp_path, SCORED_PAIRS).dataset[0]
+    assert row["prompt_ids"] == [] and char_tokenizer().decode(row["chosen_ids"]) == "a</s>", "no context is added"
 
 
 def test_images_are_refused_but_empty_columns_are_not(tmp_path: Path) -> None:
@@ -163,9 +161,8 @@ def test_images_are_refused_but_empty_columns_are_not(tmp_path: Path) -> None:
     assert len(made(plain, tmp_path, UNPAIRED).dataset) == 1
     with pytest.raises(DataError, match=r"with_transform\(\) is not supported"):
         made(plain.with_transform(lambda batch: batch), tmp_path, UNPAIRED)
-    with pytest.raises(
-        DataError, match=r"also with skip_prepare_dataset.*Dataset\.map\(\)"
-    ):  # the option with which TRL allows it
+    # TRL allows it with this option.
+    with pytest.raises(DataError, match=r"also with skip_prepare_dataset.*Dataset\.map\(\)"):
         made(plain.with_transform(lambda batch: batch), tmp_path, COMPLETIONS)
 
 
@@ -208,17 +205,3 @@ def test_generation_marks_of_a_template_are_used(tmp_path: Path) -> None:
     kind, rows = Completions(assistant_only=True), [{"messages": [{"role": "user", "content": "ab"}]}]
     row = made(rows, tmp_path, tokenizer=tokenizer, kind=kind).dataset[0]
     assert tokenizer.decode(row["completion_ids"]) == "ab.</s>" and row["scored"] == [True, False, False]
-
-
-def test_a_reward_model_adds_no_context_to_completions(tmp_path: Path) -> None:
-    row = made([{"prompt": "", "chosen": "a", "rejected": "b"}], tmp_path, SCORED_PAIRS).dataset[0]
-    assert row["prompt_ids"] == [] and char_tokenizer().decode(row["chosen_ids"]) == "a</s>"
-
-
-def test_the_key_of_the_data_depends_on_the_tokens_in_the_loss(tmp_path: Path) -> None:
-    data = dataset_from_python([{"messages": SAID}])
-    own = [COMPLETIONS, Completions(True), Completions(False), Completions(assistant_only=True)]
-    options: Any = {"progress": False}
-    tokenizer = readable_tokenizer(template=CHATML)
-    names = [prepare(data, each, tokenizer, Limits(), "data", tmp_path, **options).name for each in own]
-    assert len({*names}) == 4

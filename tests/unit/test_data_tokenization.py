@@ -40,23 +40,15 @@ def assistant(content: str) -> dict[str, str]:
         ({"before": BOS}, "<s>xy", ["cd"], ["<s>|x|y", "c|d|</s>"]),  # the text contains its own BOS
         ({"before": BOS}, "<s><s>xy", ["c"], ["<s>|x|y", "c|</s>"]),
         ({"before": BOS}, "xy", ["cd</s>"], ["<s>|x|y", "c|d|</s>"]),  # … or its own EOS
-        (
-            {"before": BOS, "after": ("</s>",)},
-            "xy",
-            ["cd"],
-            ["<s>|x|y", "c|d|</s>"],
-        ),  # a tokenizer that adds EOS itself
+        # A tokenizer that adds EOS itself.
+        ({"before": BOS, "after": ("</s>",)}, "xy", ["cd"], ["<s>|x|y", "c|d|</s>"]),
         ({"before": BOS, "after": ("</s>",)}, "xy", ["cd</s></s>"], ["<s>|x|y", "c|d|</s>"]),
         ({"before": ("[gMASK]", "<s>")}, "xy", ["c"], ["[gMASK]|<s>|x|y", "c|</s>"]),
         ({"before": ("[gMASK]", "<s>")}, "[gMASK]<s>xy", ["c"], ["[gMASK]|<s>|x|y", "c|</s>"]),
         ({"before": ("[gMASK]", "<s>")}, "<s>xy", ["c"], ["[gMASK]|<s>|x|y", "c|</s>"]),
-        (
-            {"before": BOS},
-            "xa",
-            ["bc"],
-            ["<s>|x", "ab|c|</s>"],
-        ),  # the merged token at the boundary belongs to the completion
-        ({"before": BOS}, "xa", ["bc", "d"], ["<s>|x", "ab|c|</s>", "a|d|</s>"]),  # … for both completions of a pair
+        # The merged token at the boundary belongs to the completion, and to both of a pair.
+        ({"before": BOS}, "xa", ["bc"], ["<s>|x", "ab|c|</s>"]),
+        ({"before": BOS}, "xa", ["bc", "d"], ["<s>|x", "ab|c|</s>", "a|d|</s>"]),
         ({"before": BOS}, "", ["cd"], ["<s>", "c|d|</s>"]),
         ({"before": BOS}, "xy", [""], ["<s>|x|y", "</s>"]),
         ({"bos": None}, "", ["cd"], ["c", "d|</s>"]),  # the first token cannot be predicted and becomes context
@@ -137,26 +129,12 @@ def test_a_prompt_is_tokenized_as_with_completions() -> None:
 @pytest.mark.parametrize(
     ("template", "prompt", "completion", "expected"),
     [
-        (
-            CHATML,
-            [user("x")],
-            [assistant("cd")],
-            ["<|im_start|>|u|s|e|r|\n|x|<|im_end|>|\n|<|im_start|>|a|s|s|i|s|t|a|n|t|\n", "c|d|<|im_end|>"],
-        ),
-        (PLAIN, [user("x")], [assistant("cd")], ["u|s|e|r|:| |x|\n|a|s|s|i|s|t|a|n|t|:", " |c|d|\n|</s>"]),
-        (
-            CHATML,  # the completion continues a message that the prompt has started
-            [user("x"), assistant("c")],
-            [assistant("d")],
-            [
-                "<|im_start|>|u|s|e|r|\n|x|<|im_end|>|\n|<|im_start|>|a|s|s|i|s|t|a|n|t|\n|c",
-                "<|im_end|>|\n|<|im_start|>|a|s|s|i|s|t|a|n|t|\n|d|<|im_end|>",
-            ],
-        ),
-        (CHATML, [], [assistant("cd")], ["<|im_start|>|a|s|s|i|s|t|a|n|t|\n", "c|d|<|im_end|>"]),
         (PLAIN, [], [user("x"), assistant("c")], ["u|s|e|r|:| ", "x|\n|a|s|s|i|s|t|a|n|t|:| |c|\n|</s>"]),
         ("<s>" + CHATML, [], [assistant("c")], ["<s>|<|im_start|>|a|s|s|i|s|t|a|n|t|\n", "c|<|im_end|>"]),
     ],
 )
-def test_conversations(template: str, prompt: list[Any], completion: list[Any], expected: list[str]) -> None:
+def test_conversations_without_a_prompt(
+    template: str, prompt: list[Any], completion: list[Any], expected: list[str]
+) -> None:
+    """Other conversations are in ``test_data_golden.py``."""
     assert golden(char_tokenizer(template=template, before=BOS), prompt, completion) == expected

@@ -70,14 +70,10 @@ def test_options_are_published_without_secrets_and_paths(tmp_path: Path) -> None
 
 
 def test_the_card_has_the_callers_additions(tmp_path: Path) -> None:
-    details = {
-        "model_name": "mine",
-        "dataset_name": "org/rows",
-        "tags": ["a", "b"],
-        "language": "en",
-        "license": "mit",
-    }
-    text = card_text(tmp_path, Subject("out", "other/base", False, True, ["own"]), {"method": "kto"}, details)
+    details = {"model_name": "mine", "dataset_name": "org/rows", "tags": ["a", "b"], "language": "en"}
+    text = card_text(
+        tmp_path, Subject("out", "other/base", False, True, ["own"]), {"method": "kto"}, details | {"license": "mit"}
+    )
     assert yaml.safe_load(text.split("---")[1]) == {
         "base_model": "other/base", "datasets": ["org/rows"], "language": "en", "library_name": "peft",
         "license": "mit", "model_name": "mine", "pipeline_tag": "text-generation",
@@ -122,11 +118,17 @@ def test_a_repository_is_created_once(hub: FakeHub, tmp_path: Path) -> None:
         ({}, {"hub_token": "hf_wrongwrongwrong"}, "nvalid user token"), ({}, {"hub_model_id": "org/x"}, "403"),
         ({}, {"hub_model_id": "a/b/c"}, "HFValidationError"), ({"whoami": [429] * 9}, {}, "whoami|429"),
         ({}, {"hub_token": "hf_my token\n"}, "hub_token=<hidden>"), ({"whoami": [429]}, {}, None),
+        ({}, {"hub_token": None}, "LocalTokenNotFoundError: .*hf auth login"), ("read", {}, "the token is read-only"),
     ],
 )  # fmt: skip
 def test_an_unavailable_repository_is_refused(
-    faults: Any, options: dict[str, Any], said: str | None, hub: FakeHub, tmp_path: Path
+    faults: Any, options: dict[str, Any], said: str | None, hub: FakeHub, tmp_path: Path, monkeypatch: Any
 ) -> None:
+    """``read`` is the role of a token; a token of this machine is not used."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    if faults == "read":
+        hub.role, faults = faults, {}
     hub.faults = faults
     if said is None:
         assert prepared(tmp_path, retries=1).known
@@ -139,16 +141,6 @@ def test_an_unavailable_repository_is_refused(
 def test_an_unreachable_hub_is_a_warning_for_a_run_that_resumes(hub: FakeHub, tmp_path: Path) -> None:
     hub.faults = {"whoami": [503] * 2}
     assert not prepared(tmp_path, resume_from_checkpoint="latest").known and "warning: push_to_hub" in SAID[0]
-
-
-def test_a_read_only_token_and_no_token(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.role = "read"
-    with pytest.raises(OptionError, match="the token is read-only"):
-        prepared(tmp_path)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
-    with pytest.raises(OptionError, match="LocalTokenNotFoundError: .*hf auth login"):
-        prepared(tmp_path, hub_token=None)
 
 
 def test_a_failure_does_not_reveal_the_token() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,35 +28,30 @@ from alignment.data.windows import WindowPlan, evaluation_plan, row_table
 KINDS = (Unpaired, Pairs, ScoredPairs, Completions, Prompts)
 NAMES = {kind.name for kind in KINDS}
 OBJECTS = {"UNPAIRED", "PAIRS", "SCORED_PAIRS", "COMPLETIONS", "PROMPTS"} | {kind.__name__ for kind in KINDS}
+KIND = re.compile(rf"(type\()?([\w.]+\.)?(kind|{'|'.join(OBJECTS)})(\.name)?\)?")
 OTHERWISE = ("overrides.py",)  # in which a kind is a class of trainers
 PACKAGES = ("data", "training", "online", "methods", "cli", "references", "planning")
 
 
 def is_kind(node: ast.AST | None) -> bool:
     """Whether an expression is a kind of rows, its name or its type: what is called so, or one of the objects."""
-    if isinstance(node, ast.Attribute):
-        return node.attr in ("kind", *OBJECTS) or (node.attr == "name" and is_kind(node.value))
-    if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Name) and node.func.id == "type" and any(map(is_kind, node.args))
-    return isinstance(node, ast.Name) and node.id in ("kind", *OBJECTS)
+    return node is not None and KIND.fullmatch(ast.unparse(node)) is not None
 
 
 def switches(source: str) -> Iterator[int]:
     """Yield the lines that depend on which kind of rows there is."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and node.value in NAMES:
+        tested: list[Any] = []
+        if isinstance(node, ast.Compare):
+            tested = [node.left, *node.comparators]
+        elif isinstance(node, ast.Match | ast.Subscript):
+            tested = [node.subject if isinstance(node, ast.Match) else node.slice]
+        elif isinstance(node, ast.Dict):
+            tested = node.keys
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            tested = [each for each in ast.walk(node.args[1]) if ast.unparse(each) != "kind"]
+        if any(map(is_kind, tested)) or (isinstance(node, ast.Constant) and node.value in NAMES):
             yield node.lineno
-        elif isinstance(node, ast.Compare) and any(map(is_kind, (node.left, *node.comparators))):
-            yield node.lineno
-        elif isinstance(node, ast.Match) and is_kind(node.subject):
-            yield node.lineno
-        elif isinstance(node, ast.Subscript) and is_kind(node.slice):
-            yield node.lineno
-        elif isinstance(node, ast.Dict) and any(map(is_kind, node.keys)):
-            yield node.lineno
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
-            if any(isinstance(each, ast.Name) and each.id in OBJECTS for each in ast.walk(node.args[1])):
-                yield node.lineno
 
 
 def test_nothing_depends_on_which_kind_of_rows_there_is() -> None:
@@ -77,7 +73,9 @@ def test_a_kind_does_not_ask_for_another_one() -> None:
 
 
 def test_a_switch_is_found() -> None:
-    assert list(switches("if type(kind) is Pairs: ...")) and not list(switches("x = kind.collate(y)\nk = PAIRS"))
+    for code in ("type(kind) is Pairs", "data.kind.name == x", "isinstance(x, (str, Pairs))", "{PAIRS: 1}", "x[kind]"):
+        assert list(switches(code)), code
+    assert list(switches(f"x = {Pairs.name!r}")) and not list(switches("x = kind.collate(y)\nk = PAIRS"))
 
 
 @dataclass(frozen=True)

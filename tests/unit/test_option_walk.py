@@ -1,6 +1,6 @@
 """Every option has an effect: it is read, or shown here to change the resulting configuration.
 
-The names of all options are in ``data/options.txt``; run ``python tests/unit/test_option_walk.py`` to regenerate it.
+Their names are in ``data/options.txt``; run ``python tests/unit/test_option_walk.py`` to regenerate it.
 """
 
 from __future__ import annotations
@@ -89,15 +89,17 @@ def unaccounted(cls: type[AlignmentConfig]) -> set[str]:
     return own_names(cls) - READ - PROBES.keys()
 
 
-def own_names(cls: type[AlignmentConfig]) -> set[str]:
+def own_names(cls: type[AlignmentConfig]) -> frozenset[str]:
     """Return the options of a class without those that only docs/reference/trl-options.md lists."""
     return option_names(cls) - judged_names(cls)
 
 
 def golden_text() -> str:
-    """Return the options of all methods, one per line."""
-    methods = [f"{name}:\n" + "".join(f"  {o}\n" for o in sorted(own_names(cls))) for name, cls in METHODS.items()]
-    return "\n".join(methods)
+    """Return the options that all methods have, and then the further ones of each method, one per line."""
+    names = {method: own_names(cls) for method, cls in METHODS.items()}
+    common = frozenset.intersection(*names.values())
+    parts = {"all methods": common, **{method: own - common for method, own in names.items()}}
+    return "\n".join(f"{part}:\n" + "".join(f"  {name}\n" for name in sorted(own)) for part, own in parts.items())
 
 
 def produced(options: AlignmentConfig) -> tuple[Any, ...]:
@@ -121,12 +123,11 @@ def test_every_option_is_read_or_probed(cls: type[AlignmentConfig]) -> None:
 PROBED = [(cls, name) for cls in METHODS.values() for name in PROBES if name in option_names(cls)]
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(("cls", "name"), PROBED, ids=field_id)
 def test_probed_options_change_the_result(
     cls: type[AlignmentConfig], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(dtypes, "_check_fp16_supported", lambda source: None)  # a CPU has none
     if cls.method not in WITH_REFERENCE and name.startswith("ref_"):
         with pytest.raises(OptionError, match=f"^{name}=.* does not use a reference model"):
@@ -137,9 +138,8 @@ def test_probed_options_change_the_result(
 
 
 def test_public_options_match_the_list() -> None:
-    difference = "\n".join(
-        difflib.unified_diff(GOLDEN.read_text().splitlines(), golden_text().splitlines(), "data/options.txt", "code")
-    )
+    lines = GOLDEN.read_text().splitlines(), golden_text().splitlines()
+    difference = "\n".join(difflib.unified_diff(*lines, "data/options.txt", "code"))
     assert not difference, f"options were added or removed; if that is meant, run python {__file__}\n{difference}"
 
 

@@ -11,7 +11,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alignment.config.errors import DataError, OptionError
+from alignment.config.errors import DataError
 from alignment.data import packing
 from alignment.data.columns import arranged
 from alignment.data.kinds.completions import COMPLETIONS
@@ -107,12 +107,8 @@ def test_complete_rows_are_not_split() -> None:
     ]
     assert packs.tokens.tolist() == [8, 5, 4] and packs.left_out == 0
     assert [packs.rows(number) for number in range(3)] == [[2, 3], [0], [1]]
-    table = packs.table
-    assert table.completions.tolist() == [[3], [3], [2]] and (table.prompt + table.completions[:, 0]).tolist() == [
-        8,
-        5,
-        4,
-    ]
+    prompts, completions = packs.table.prompt, packs.table.completions
+    assert completions.tolist() == [[3], [3], [2]] and (prompts + completions[:, 0]).tolist() == [8, 5, 4]
 
 
 def test_long_rows_are_split() -> None:
@@ -178,9 +174,8 @@ def test_batches_contain_sequences() -> None:
 
 def test_the_report_contains_the_utilization_of_packs() -> None:
     report = DataReport(4, 4, packs=3, pack_length=8, pack_tokens=17, pack_left_out=2)
-    assert report.summary().endswith(
-        "truncated, 3 packs of up to 8 tokens, 71% full, 2 sequences without completion tokens omitted"
-    )
+    said = "truncated, 3 packs of up to 8 tokens, 71% full, 2 sequences without completion tokens omitted"
+    assert report.summary().endswith(said)
     assert "pack" not in DataReport(4, 4).summary()
 
 
@@ -188,24 +183,6 @@ def test_packed_datasets_are_refused() -> None:
     packs = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7], "seq_lengths": [2, 1]}])
     with pytest.raises(DataError, match=r"^packs.json: the rows are already packed .*set packing: true"):
         arranged(packs, {}, COMPLETIONS, "packs.json")
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"packing": True, "max_length": None}, "packing=True: requires max_length, the length of a pack; set it"),
-        ({"eval_packing": True, "max_length": None}, "eval_packing=True: requires max_length, the length of a pack"),
-        ({"packing": True, "dataset_kwargs": {"skip_prepare_dataset": True}}, "remove one of them"),
-        (
-            {"packing": True, "packing_strategy": "ffd"},
-            "packing_strategy='ffd': must be 'bfd'",
-        ),
-    ],
-)
-def test_unsupported_packing_is_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(OptionError) as caught:
-        SFTConfig("out", use_cpu=True, **given)
-    assert said in str(caught.value)
 
 
 def test_packing_options() -> None:

@@ -95,10 +95,8 @@ def test_memory_of_training(
 def test_the_peak_while_a_policy_is_loaded_counts(tmp_path: Path) -> None:
     """70B in 4 bits takes 40 GB on each of 8 GPUs before it is partitioned."""
     use = use_of_policy(given(tmp_path), SEVENTY, zero(3), BF16, ranks=8, bits=4, trained=207_000_000)
-    placements = [
-        Cards(given(tmp_path), one, 2, 8, 80e9).chosen(EIGHT).placement for one in (use, replace(use, loading=0.0))
-    ]
-    assert placements == ["sharded", "replica"]
+    for one, placement in ((use, "sharded"), (replace(use, loading=0.0), "replica")):
+        assert Cards(given(tmp_path), one, 2, 8, 80e9).chosen(EIGHT).placement == placement
 
 
 @pytest.mark.parametrize(
@@ -145,10 +143,8 @@ def test_placed_models_reduce_the_memory_for_the_next(tmp_path: Path) -> None:
 def test_models_placed_by_the_user_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "census", lambda source: source)
     for placement, others in (("replica", 8e9), ("sharded", 4e9 + 2 * 1e6), ("offload", 2 * 1e6)):
-        cards, source = (
-            Cards(given(tmp_path), Use(2e9, 0), 2, 2, CARD),
-            Census(4_000_000_000, 0, 0, 1, 1, 1, widest=10**6),
-        )
+        cards = Cards(given(tmp_path), Use(2e9, 0), 2, 2, CARD)
+        source = Census(4_000_000_000, 0, 0, 1, 1, 1, widest=10**6)
         cards.take(source, None, placement)  # type: ignore[arg-type]
         assert f"in addition to {(2e9 + others) / 1e9:.1f} GB" in cards.chosen(source).why
     args = given(tmp_path, deepspeed=zero(2), max_length=64, ref_placement="replica")
@@ -166,9 +162,7 @@ def test_memory_is_reserved_for_weights_gathered_for_a_rollout(tmp_path: Path) -
     reward = Census(3_500_000_000, 0, 0, 1, 1, 1)
 
     def beside(size: Census, **more: Any) -> str:
-        online = alignment.OnlineDPOConfig(
-            output_dir=str(tmp_path), max_length=1024, per_device_train_batch_size=1, **more
-        )
+        online = alignment.OnlineDPOConfig(str(tmp_path), max_length=1024, per_device_train_batch_size=1, **more)
         use = use_of_policy(online, size, zero(3, optimizer=True, parameters=True), BF16, ranks=1)
         return Cards(online, use, 2, 1, CARD).chosen(reward).placement
 
@@ -186,10 +180,7 @@ def test_a_run_reports_the_placement_of_its_reference(
     reference = engines.plan_engines(args, model, model).reference
     assert reference is not None and reference.frozen.placement.name == expected
     said = reference.describe(None)
-    assert (
-        f"{expected} (" in said
-        and ("GB fit in addition to" if expected == "replica" else "GB do not fit in addition to") in said
-    )
+    assert f"{expected} (" in said and f"GB {'fit' if expected == 'replica' else 'do not fit'} in addition to" in said
     asked = given(tmp_path, deepspeed=zero(2), max_length=64, ref_placement="sharded")
     assert "by size" not in engines.plan_engines(asked, model, model).reference.describe(None)
     monkeypatch.undo()
@@ -289,26 +280,23 @@ def test_a_plan_for_another_machine_does_not_use_its_gpus(tmp_path: Path, monkey
 
 def test_placement_of_a_reward_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, reward = make_model(tmp_path / "model"), make_classifier(tmp_path / "reward")
+    prompts = [{"prompt": "abc"}, {"prompt": "de"}]
     for card, expected in ((24e9, "replica"), (1e9, "offload")):
         monkeypatch.setattr(engines, "smallest_card", lambda card=card: card)
-        args = alignment.OnlineDPOConfig(
-            output_dir=str(tmp_path / "out"), use_cpu=True, max_length=64, max_new_tokens=8, deepspeed=zero(2)
-        )
-        trainer = alignment.OnlineDPOTrainer(
-            model, reward_model=reward, args=args, train_dataset=[{"prompt": "abc"}, {"prompt": "de"}]
-        )
+        limits = {"max_length": 64, "max_new_tokens": 8}
+        args = alignment.OnlineDPOConfig(str(tmp_path / "out"), use_cpu=True, deepspeed=zero(2), **limits)
+        trainer = alignment.OnlineDPOTrainer(model, reward_model=reward, args=args, train_dataset=prompts)
         assert isinstance(trainer.resources, OnlineResources)
         assert trainer.resources.classifiers[0].frozen.placement.name == expected
         assert trainer.resources.classifiers[0].batch_size == 2 * args.per_device_train_batch_size
-        reason = "GB fit in addition to" if expected == "replica" else "GB do not fit in addition to"
-        assert reason in trainer.resources.classifiers[0].describe()
+        reason = "fit" if expected == "replica" else "do not fit"
+        assert f"GB {reason} in addition to" in trainer.resources.classifiers[0].describe()
         trainer.close()
     args = replace(args, reward_placement="replica", output_dir=str(tmp_path / "asked"))
-    trainer = alignment.OnlineDPOTrainer(model, reward_model=reward, args=args, train_dataset=[{"prompt": "abc"}])
+    trainer = alignment.OnlineDPOTrainer(model, reward_model=reward, args=args, train_dataset=prompts)
     cards = trainer.planned.engines.cards
-    sizes = [
-        census(model_source(path, "", args, task=task)) for path, task in ((model, CAUSAL_LM), (reward, CLASSIFIER))
-    ]
+    tasks = {model: CAUSAL_LM, reward: CLASSIFIER}
+    sizes = [census(model_source(path, "", args, task=task)) for path, task in tasks.items()]
     assert cards is not None and None not in sizes
     first, second = (cards._sizes(size, None) for size in sizes if size is not None)
     assert cards._taken == first["offload"] + second["replica"]

@@ -13,21 +13,14 @@ from alignment.config.dtypes import DtypePlan, plan_dtypes
 from alignment.engines.launch_env import init_distributed
 from alignment.methods.kto_options import KTOConfig
 from alignment.planning import gradients
-from alignment.planning.gradients import (
-    GradientPlan,
-    Situation,
-    Sizes,
-    bytes_in_use,
-    least_bytes,
-    plan_gradients,
-    situation_of,
-    sizes_of,
-)
+from alignment.planning.gradients import Situation, Sizes, plan_gradients
 
 N = 1_000_000
 BF16 = DtypePlan("bfloat16", "float32", "bfloat16", accumulation_is_free=True)
 FP32 = DtypePlan("float32", "float32", "float32", accumulation_is_free=True)
 TWO = Situation(2, 2, 4)
+EIGHT, OFFLOADED = replace(TWO, ranks=8), replace(TWO, offloaded=True)
+MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 
 def sizes(capacity: float, trained: int = N, others: int = 0) -> Sizes:
@@ -47,15 +40,9 @@ def chosen(at: Situation, room: float, dtypes: DtypePlan = BF16, **more: int) ->
     ("at", "ladder"),
     [
         (TWO, [(8.1, "float32", True, 8), (7.9, "float32", False, 2), (1.9, "bfloat16", False, 1)]),
-        (
-            replace(TWO, ranks=8),
-            [(6.6, "float32", True, 6.5), (6.4, "float32", False, 0.5), (0.1, "bfloat16", False, 0.25)],
-        ),
+        (EIGHT, [(6.6, "float32", True, 6.5), (6.4, "float32", False, 0.5), (0.1, "bfloat16", False, 0.25)]),
         (Situation(2, 1, 4), [(4.1, "float32", False, 4), (3.9, "bfloat16", False, 2), (0, "bfloat16", False, 2)]),
-        (
-            replace(TWO, offloaded=True),
-            [(8.1, "float32", True, 8), (7.9, "float32", False, 2), (1.9, "bfloat16", False, 0)],
-        ),
+        (OFFLOADED, [(8.1, "float32", True, 8), (7.9, "float32", False, 2), (1.9, "bfloat16", False, 0)]),
         (Situation(2, 1, 4, offloaded=True), [(4.1, "float32", False, 4), (3.9, "bfloat16", False, 0)]),
         (Situation(3, 2, 4), [(2.1, "float32", False, 2), (1.9, "bfloat16", False, 1)]),
         (Situation(3, 2, 4, offloaded=True, weights_offloaded=True), [(99, "bfloat16", False, 0)]),
@@ -68,9 +55,10 @@ def test_the_first_plan_that_fits_is_used(at: Situation, ladder: list[tuple[floa
 
 
 def test_gradients_that_no_plan_avoids() -> None:
-    found = [least_bytes(N, BF16, at) / N for at in (Situation(0, 2, 4), TWO, Situation(1, 2, 4), Situation(3, 1, 4))]
+    situations = Situation(0, 2, 4), TWO, Situation(1, 2, 4), Situation(3, 1, 4)
+    found = [gradients.least_bytes(N, BF16, at) / N for at in situations]
     assert found == [0, 1, 3, 2]
-    assert least_bytes(N, BF16, replace(TWO, offloaded=True)) == 0
+    assert gradients.least_bytes(N, BF16, OFFLOADED) == 0
 
 
 def test_the_dtype_of_the_json_is_used() -> None:
@@ -95,8 +83,8 @@ def test_other_memory_on_the_device_is_counted() -> None:
     assert gradients._resident(sizes(0), Situation(3, 2, 4, True, True)) == 0
     assert gradients._resident(sizes(0, trained=1000), at) == 2 * N + 6 * 1000
     little, checked = sizes(22), replace(at, checkpointing=False)
-    assert plan_gradients(little, BF16, at) == GradientPlan("float32", True, 8 * N, 2)
-    assert plan_gradients(little, BF16, checked) == GradientPlan("float32", False, 2 * N, 2)
+    assert plan_gradients(little, BF16, at) == gradients.GradientPlan("float32", True, 8 * N, 2)
+    assert plan_gradients(little, BF16, checked) == gradients.GradientPlan("float32", False, 2 * N, 2)
 
 
 def test_sizes_are_those_of_the_rank_with_the_least_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,20 +93,20 @@ def test_sizes_are_those_of_the_rank_with_the_least_memory(monkeypatch: pytest.M
     model[1].requires_grad_(False)
     monkeypatch.setattr(gradients, "gathered", lambda own: [own, (70, 20), (60, 40)])
     monkeypatch.setattr(gradients, "total_bytes", lambda where: 100)
-    assert sizes_of(model, 10) == Sizes(20 * 4 + 42 * 2, 20, 40, 100)
+    assert gradients.sizes_of(model, 10) == Sizes(20 * 4 + 42 * 2, 20, 40, 100)
 
 
 def test_memory_in_use_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     init_distributed(use_cpu=True)
-    assert bytes_in_use() == 0
+    assert gradients.bytes_in_use() == 0
     monkeypatch.setattr(gradients, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7)
-    assert bytes_in_use() == 7
+    assert gradients.bytes_in_use() == 7
 
 
 def test_the_situation_is_read_from_the_json() -> None:
-    assert situation_of(STAGES["stage3-offload"], 2, 4, True) == Situation(3, 2, 4, True, True, True)
-    assert situation_of(STAGES["stage2-offload"], 1, 3, False) == Situation(2, 1, 3, True, False, False)
+    assert gradients.situation_of(STAGES["stage3-offload"], 2, 4, True) == Situation(3, 2, 4, True, True, True)
+    assert gradients.situation_of(STAGES["stage2-offload"], 1, 3, False) == Situation(2, 1, 3, True, False, False)
 
 
 @pytest.mark.parametrize(
@@ -127,11 +115,7 @@ def test_the_situation_is_read_from_the_json() -> None:
         ({}, {}, True),
         ({"data_types": {"grad_accum_dtype": "auto"}}, {}, True),
         ({"data_types": {"grad_accum_dtype": "fp32"}}, {}, False),
-        (
-            {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
-            {"learning_rate": 1e-3},
-            False,
-        ),
+        ({"bf16": MASTERS}, {"learning_rate": 1e-3}, False),
     ],
 )
 def test_only_an_unset_dtype_is_free(ds: dict[str, object], options: dict[str, float], free: bool) -> None:

@@ -225,9 +225,8 @@ def test_the_checkpoint_to_resume_from(script: Script) -> None:
         assert script.run("own.yaml", *given).started.endswith(" c/9")
         assert script.run("own.yaml", *given, SLURM_RESTART_COUNT="1").started.endswith(" latest")
     for order in ("--resume_from_checkpoint --output_dir out", "--output_dir out --resume_from_checkpoint"):
-        assert script.run("kto", *order.split(), "--beta", "0.2").started.endswith(
-            "out --resume_from_checkpoint latest"
-        )
+        ran = script.run("kto", *order.split(), "--beta", "0.2")
+        assert ran.started.endswith("out --resume_from_checkpoint latest")
 
 
 # When it requeues its job -------------------------------------------------------------------------------------------

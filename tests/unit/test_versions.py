@@ -23,12 +23,8 @@ def required() -> list[Requirement]:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id.isupper()
         if node.targets[0].id in ("REQUIRED", "EXTRAS")
     }
-    return list(
-        map(
-            Requirement,
-            [*values["REQUIRED"], *values["EXTRAS"]["test"], *values["EXTRAS"]["docs"], *values["EXTRAS"]["mutants"]],
-        )
-    )
+    extras = values["EXTRAS"]
+    return [Requirement(one) for one in (*values["REQUIRED"], *extras["test"], *extras["docs"], *extras["mutants"])]
 
 
 @pytest.mark.parametrize("requirement", required(), ids=str)
