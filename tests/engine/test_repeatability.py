@@ -32,7 +32,7 @@ def history(model: str, folder: Path, **more: Any) -> list[dict[str, float]]:
         max_prompt_length=None,
         per_device_train_batch_size=2,
         learning_rate=1e-3,
-        max_steps=4,
+        max_steps=2,
         logging_steps=1,
         save_strategy="no",
         disable_tqdm=True,

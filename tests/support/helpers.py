@@ -56,25 +56,22 @@ def tiny_config(kind: str, layers: int = 2) -> PretrainedConfig:
 
 def make_model(folder: Path, kind: str = "tied", seed: int = 0, gain: float = 4.0, layers: int = 2) -> str:
     """Save a random model and its tokenizer in Hugging Face format; ``gain`` makes its predictions non-uniform."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind, layers), dtype=torch.float32)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.data.mul_(gain)
-    model.save_pretrained(folder)
-    char_tokenizer(template=PLAIN).save_pretrained(folder)
-    return str(folder)
+    return _save_random(folder, AutoModelForCausalLM, tiny_config(kind, layers), seed, gain)
 
 
 def make_classifier(folder: Path, kind: str = "tied", seed: int = 0, labels: int = 1, layers: int = 2) -> str:
     """Save a random model with a score head: a reward model if it has one label."""
-    torch.manual_seed(seed)
     config = tiny_config(kind, layers)
     config.num_labels = labels
-    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    return _save_random(folder, AutoModelForSequenceClassification, config, seed, 4.0)
+
+
+def _save_random(folder: Path, auto: Any, config: PretrainedConfig, seed: int, gain: float) -> str:
+    torch.manual_seed(seed)
+    model = auto.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
         if parameter.ndim > 1:
-            parameter.data.mul_(4.0)
+            parameter.data.mul_(gain)
     model.save_pretrained(folder)
     char_tokenizer(template=PLAIN).save_pretrained(folder)
     return str(folder)
