@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     PretrainedConfig,
+    TrainerCallback,
 )
 
 from support.data_tokenizers import PLAIN, char_tokenizer
@@ -138,3 +140,16 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
         "deepspeed": STAGES["stage0"],
         **more,
     }
+
+
+class Acts(TrainerCallback):
+    """Calls a function at an event of a step."""
+
+    def __init__(self, event: str, step: int, act: Callable[[], object]) -> None:
+        self.step, self.act = step, act
+        setattr(self, event, self.hear)
+
+    def hear(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Called at every event of this name."""
+        if state.global_step == self.step:
+            self.act()
