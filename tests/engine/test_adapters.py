@@ -265,8 +265,9 @@ def test_a_merged_folder_after_training(base: str, tmp_path: Path) -> None:
     assert (tmp_path / "previous-1" / "merged" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("disabled", [True, False])
-@pytest.mark.parametrize("origin", ["new", "folder", "live"])
+@pytest.mark.parametrize(
+    ("origin", "disabled"), [("new", True), ("new", False), ("folder", True), ("live", True), ("live", False)]
+)
 def test_dropout_of_adapters(base: str, tmp_path: Path, origin: str, disabled: bool) -> None:
     """disable_dropout includes new and given adapters: the policy equals its reference in the first window."""
     model: Any = base

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.helpers import STAGES, make_model, paired_rows
+from support.helpers import STAGES, make_model, options, paired_rows
 from transformers import AutoModelForCausalLM
 
 from alignment import CPOConfig, CPOTrainer
@@ -82,22 +82,12 @@ def test_zero2_trains_with_either_checkpointing(
 
 def trained(model: str, folder: Path, reentrant: bool) -> dict[str, torch.Tensor]:
     """Return the weights after two steps of SGD."""
-    args = CPOConfig(
-        output_dir=str(folder),
-        optim="sgd",
-        learning_rate=0.1,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        max_length=96,
-        per_device_train_batch_size=4,
-        max_steps=2,
-        deepspeed=STAGES["stage2"],
-        gradient_checkpointing_kwargs={"use_reentrant": reentrant},
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+    sgd = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_steps": 2, "max_length": 96}
+    size = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "deepspeed": STAGES["stage2"]}
+    checkpointing = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    args = CPOConfig(**options(folder, **sgd, **size, **checkpointing))
     trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(8))
     trainer.train()
     trainer.save_model()
     trainer.close()
-    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    return AutoModelForCausalLM.from_pretrained(trainer.output_dir).state_dict()

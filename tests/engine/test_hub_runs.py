@@ -15,8 +15,7 @@ import pytest
 import yaml
 from conftest import DRIVERS
 from support.fake_hub import TOKEN, FakeHub
-from support.helpers import STAGES, make_model, options, paired_rows, unpaired_rows
-from transformers import TrainerCallback
+from support.helpers import STAGES, Acts, make_model, options, paired_rows, unpaired_rows
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, RunStopped
 from alignment.checkpoint.manifest import Manifest
@@ -111,14 +110,6 @@ def test_a_run_uploads_its_checkpoints_and_its_model(
     resumed.close()
 
 
-class Stopping(TrainerCallback):
-    """Requests a stop at the second step."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 2:
-            REQUESTS.request(StopReason.STOP)
-
-
 def test_a_stop_does_not_wait_for_uploads(
     hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +117,8 @@ def test_a_stop_does_not_wait_for_uploads(
     hub.pause, hub.pause_on = 100.0, "/preupload/"
     monkeypatch.setattr("alignment.training.hub.uploads._GRACE_S", 0.5)
     args = CPOConfig(**uploading(tmp_path))
-    trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(12), callbacks=[Stopping()])
+    stop = Acts("on_step_end", 2, lambda: REQUESTS.request(StopReason.STOP))
+    trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(12), callbacks=[stop])
     began = time.monotonic()
     with pytest.raises(RunStopped):
         trainer.train()

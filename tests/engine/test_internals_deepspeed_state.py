@@ -17,16 +17,15 @@ from alignment.data.batching import collate
 from alignment.engines.launch_env import init_distributed
 from alignment.internals import deepspeed_state as internals
 
-KINDS = [
-    *("stage0/fp32", "stage0/bf16", "stage1-fp32-accumulation/bf16", "stage2/fp32", "stage2-bf16-masters/bf16"),
-    *(
-        "stage2-offload/bf16",
-        "stage2-round-robin/fp32",
-        "stage3/fp32",
-        "stage3-sub-groups/bf16",
-        "stage3-offload/bf16",
-    ),
-]
+# Each kind of engine, and the wrapper of its optimizer.
+KINDS = {
+    "stage0/fp32": None,
+    "stage0/bf16": "unfused",
+    "stage1-fp32-accumulation/bf16": "bf16",
+    **dict.fromkeys(("stage2/fp32", "stage2-bf16-masters/bf16"), "zero12"),
+    **dict.fromkeys(("stage2-offload/bf16", "stage2-round-robin/fp32"), "zero12"),
+    **dict.fromkeys(("stage3/fp32", "stage3-sub-groups/bf16", "stage3-offload/bf16"), "zero3"),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,18 +35,17 @@ def one_rank() -> Iterator[None]:
         yield
 
 
-def kind(text: str) -> Case:
-    return Case.of(f"{text}/adamw_torch")
-
-
 def flat_weights(policy: Any) -> dict[str, torch.Tensor]:
     return {name: weight.view(-1) for name, weight in gathered_state_dict(policy.scorer.model, keep=True).items()}
 
 
 @pytest.mark.parametrize("text", KINDS)
-def test_units_are_the_tensors_that_the_optimizer_updates(text: str, tmp_path: Path) -> None:
-    """Together, their pieces cover the weights exactly once, at any offsets."""
-    policy = engine(kind(text), tmp_path)
+def test_units_are_the_tensors_that_the_optimizer_updates_and_weights_follow_them(text: str, tmp_path: Path) -> None:
+    """Together, their pieces cover the weights exactly once, at any offsets. The kind of engine is known."""
+    policy = engine(Case.of(f"{text}/adamw_torch"), tmp_path)
+    stage = int(text[5])
+    assert internals.wrapper(policy.engine) == KINDS[text] and internals.zero_stage(policy.engine) == stage
+    assert internals.replicates_state(policy.engine) == (stage == 0)
     train(policy, 0, 1)
     units, states = internals.state_units(policy.engine), internals.inner_optimizer(policy.engine).state
     assert {id(unit.master) for unit in units} == {id(master) for master in states} and len(units) == len(states)
@@ -58,51 +56,19 @@ def test_units_are_the_tensors_that_the_optimizer_updates(text: str, tmp_path: P
             sizes[id(parameter)] += numel
     for parameter in policy.scorer.model.parameters():
         assert sizes[id(parameter)] == torch.Size(internals.whole_shape(parameter)).numel()
-    weights = flat_weights(policy)
-    for name, master in masters(policy).items():
-        assert torch.equal(master.to(weights[name].dtype), weights[name]), name
-    policy.close()
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("stage0/fp32", None),
-        ("stage0/bf16", "unfused"),
-        ("stage1-fp32-accumulation/bf16", "bf16"),
-        ("stage2/fp32", "zero12"),
-        ("stage3/bf16", "zero3"),
-    ],
-)
-def test_the_wrapper_is_known(text: str, found: str | None, tmp_path: Path) -> None:
-    policy = engine(kind(text), tmp_path)
-    assert internals.wrapper(policy.engine) == found
-    policy.close()
-
-
-@pytest.mark.parametrize("text", KINDS)
-def test_the_weights_follow_the_masters(text: str, tmp_path: Path) -> None:
-    policy = engine(kind(text), tmp_path)
-    train(policy, 0, 1)
     before = flat_weights(policy)
-    for unit in internals.state_units(policy.engine):
+    for name, master in masters(policy).items():
+        assert torch.equal(master.to(before[name].dtype), before[name]), name
+    for unit in units:
         unit.master.data.mul_(1.5)
     internals.refresh_weights(policy.engine)
     wanted = masters(policy)
-    if text.startswith("stage3"):  # those that DeepSpeed keeps whole on every rank, looked at before any is gathered
+    if stage == 3:  # those that DeepSpeed keeps whole on every rank, looked at before any is gathered
         small = [(name, p) for name, p in policy.scorer.model.named_parameters() if p.ds_persist]
         assert small and all(torch.equal(p.data.view(-1), wanted[name].to(p.dtype)) for name, p in small)
     for name, weight in flat_weights(policy).items():
         assert not torch.equal(weight, before[name]) and torch.equal(weight, wanted[name].to(weight.dtype)), name
     train(policy, 1, 1)
-    policy.close()
-
-
-@pytest.mark.parametrize(("stage", "replicated"), [(0, True), (1, False), (2, False), (3, False)])
-def test_the_stage_is_known(stage: int, replicated: bool, tmp_path: Path) -> None:
-    policy = engine(Case(f"stage{stage}"), tmp_path)
-    assert internals.zero_stage(policy.engine) == stage
-    assert internals.replicates_state(policy.engine) == replicated
     policy.close()
 
 

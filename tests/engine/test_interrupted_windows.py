@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from alignment.config.errors import TrainingError
 from alignment.training.window import WindowPass
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
+Outcome = tuple[list[float], bytes]
 ENGINES = {**STAGES, "stage1": zero(1)}
 # Bare optimizers and partitioned weights by default.
 STAGES_BY_DEFAULT = [
@@ -65,7 +68,7 @@ def make(model: str, folder: Path, stage: str, **more: Any) -> SFTTrainer:
     )
 
 
-def trained(trainer: SFTTrainer) -> tuple[list[float], bytes]:
+def trained(trainer: SFTTrainer) -> Outcome:
     """Train; return the norms of the run's gradients and the weights."""
     trainer.train()
     trainer.save_model()
@@ -74,14 +77,24 @@ def trained(trainer: SFTTrainer) -> tuple[list[float], bytes]:
     return norms, (trainer.output_dir / "model.safetensors").read_bytes()
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Outcome]:
+    """The outcome of a run by stage and dtype."""
+    return functools.cache(
+        lambda stage, bf16: trained(make(model, tmp_path_factory.mktemp("fresh"), stage, bf16=bf16))
+    )
+
+
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("stage", STAGES_BY_DEFAULT)
-def test_the_next_run_starts_without_gradients(stage: str, dtype: str, model: str, tmp_path: Path) -> None:
+def test_the_next_run_starts_without_gradients(
+    stage: str, dtype: str, model: str, uninterrupted: Callable[[str, bool], Outcome], tmp_path: Path
+) -> None:
     """Weights and gradient norms equal those of a run that was not interrupted."""
-    dtypes = {"bf16": dtype == "bf16"}
-    fresh = trained(make(model, tmp_path / "fresh", stage, **dtypes))
+    bf16 = dtype == "bf16"
+    fresh = uninterrupted(stage, bf16)
     assert len(fresh[0]) == 2 and min(fresh[0]) > 0
-    trainer = make(model, tmp_path / "interrupted", stage, **dtypes)
+    trainer = make(model, tmp_path / "interrupted", stage, bf16=bf16)
     for place, after in (("between", 2), ("forward", 1), ("backward", 1), ("backward", 2)):
         interrupting = Interrupting(place, after)
         trainer.add_callback(interrupting)
@@ -96,15 +109,19 @@ def test_the_next_run_starts_without_gradients(stage: str, dtype: str, model: st
 @pytest.mark.parametrize("kind", ["loss", pytest.param("gradient", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("stage", STAGES_BY_DEFAULT)
 def test_a_bad_step_leaves_no_gradient_to_the_next_run(
-    stage: str, kind: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: str,
+    kind: str,
+    model: str,
+    uninterrupted: Callable[[str, bool], Outcome],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fresh = trained(make(model, tmp_path / "fresh", stage))
     trainer = make(model, tmp_path / "stopped", stage)
     spoiler = Spoiler([{"kind": kind, "window": [0, 0], "times": 1}])
     monkeypatch.setattr(WindowPass, "__call__", lambda *args, **kwargs: spoiler(*args, **kwargs))
     with pytest.raises(TrainingError, match="step 1: the "):
         trainer.train()
-    assert trained(trainer) == fresh
+    assert trained(trainer) == uninterrupted(stage, False)
 
 
 @pytest.mark.parametrize("stage", STAGES_BY_DEFAULT)

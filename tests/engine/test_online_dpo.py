@@ -168,7 +168,7 @@ def test_evaluation_computes_the_win_rate_against_the_initial_policy(
         return [int(share(second) > share(first)) for first, second in pairs]
 
     source: dict[str, Any] = {"judge": later} if judged else {"reward_funcs": late}
-    steps = {"max_steps": 12, "learning_rate": 2e-2, "eval_strategy": "steps", "eval_steps": 6, "logging_steps": 12}
+    steps = {"max_steps": 8, "learning_rate": 3e-2, "eval_strategy": "steps", "eval_steps": 4, "logging_steps": 8}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "win_rate" if judged else "objective/scores"}
     given = {"per_device_train_batch_size": 8, "eval_dataset": prompts(24, seed=1), **steps, **best, **source}
     trainer = online(paths, tmp_path, 16, **given)
@@ -178,9 +178,9 @@ def test_evaluation_computes_the_win_rate_against_the_initial_policy(
     assert ("eval_objective/scores" in evaluations[-1]) is not judged
     assert {"eval_rewards/margins", "eval_completions/mean_length"} <= evaluations[-1].keys()
     entries = {name: record.entries for name, record in trainer.phases.records.items()}
-    # The initial policy's completions and those of two evaluations, separate from the twelve training steps.
-    assert (entries["rollout"], entries["eval rollout"]) == (12, 3)
-    assert (entries["reference"], entries["eval reference"], entries["evaluate"]) == (12, 2, 2)
+    # The initial policy's completions and those of two evaluations, separate from the eight training steps.
+    assert (entries["rollout"], entries["eval rollout"]) == (8, 3)
+    assert (entries["reference"], entries["eval reference"], entries["evaluate"]) == (8, 2, 2)
     again = trainer.evaluate()
     same = [name for name in again if not name.endswith(("runtime", "per_second"))]
     assert {name: again[name] for name in same} == {name: evaluations[-1][name] for name in same}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.helpers import STAGES, make_model, unpaired_rows
+from support.helpers import STAGES, make_model, options, unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 
@@ -26,19 +26,7 @@ def flags() -> Iterator[None]:
 
 
 def history(model: str, folder: Path, **more: Any) -> list[dict[str, float]]:
-    args = KTOConfig(
-        output_dir=str(folder),
-        max_length=64,
-        max_prompt_length=None,
-        per_device_train_batch_size=2,
-        learning_rate=1e-3,
-        max_steps=4,
-        logging_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
-        deepspeed=STAGES["stage2"],
-        **more,
-    )
+    args = KTOConfig(**options(folder, max_steps=2, deepspeed=STAGES["stage2"], **more))
     trainer = KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(8))
     trainer.train()
     trainer.close()

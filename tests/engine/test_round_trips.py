@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, load_from_disk
+from datasets import Dataset
 from peft import PeftModel
 from support.data_tokenizers import MARKED, char_tokenizer
 from support.helpers import make_classifier, make_model, options, paired_rows, unpaired_rows
@@ -112,7 +112,7 @@ def test_tokenized_rows_are_read_again(case: str, models: dict[str, str], tmp_pa
     shown.to_parquet(tmp_path / "rows.parquet")
     shown.to_json(tmp_path / "rows.jsonl")
     stored = (tmp_path / "arrow", tmp_path / "rows.parquet", tmp_path / "rows.jsonl")
-    for data in (shown, load_from_disk(stored[0]), *(load_split(str(path), None, "train") for path in stored)):
+    for data in (shown, *(load_split(str(path), None, "train") for path in stored)):
         again = trainer_of(method, models, tmp_path, data, **more)
         if "packing" not in more:  # each pack is then one row
             assert sequences(again) == sequences(first) and len(sequences(first)) > 1

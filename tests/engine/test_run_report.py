@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.helpers import STAGES, make_model, unpaired_rows
-from transformers import TrainerCallback
+from support.helpers import STAGES, Acts, make_model, unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.reporting.page import Page, Section, as_markdown, metrics_section, phases_section
@@ -60,21 +59,11 @@ def test_the_text() -> None:
     assert as_markdown(Page("a run", "KTO", sections, "", facts={"Steps": "4 of 4"})) == REPORT
 
 
-class Obstacle(TrainerCallback):
-    """Makes a folder where a file will be written."""
-
-    def __init__(self, place: Path) -> None:
-        self.place = place
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.place.mkdir()
-
-
 @pytest.mark.usefixtures("drawn", "own_process_group")
 def test_reports_that_cannot_be_written_cost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = kto(tmp_path, max_steps=1)
     for name in ("report.md", "report.html"):
-        trainer.add_callback(Obstacle(tmp_path / "out" / name))
+        trainer.add_callback(Acts("on_train_begin", 0, (tmp_path / "out" / name).mkdir))
     trainer.train()
     trainer.save_model()
     trainer.close()
@@ -130,42 +119,31 @@ def kto(tmp_path: Path, **more: Any) -> KTOTrainer:
     return KTOTrainer(model=make_model(tmp_path / "model"), args=args, train_dataset=unpaired_rows(8))
 
 
-def page_of(tmp_path: Path) -> str:
-    return (tmp_path / "out" / "report.html").read_text()
-
-
-class AtStep(TrainerCallback):
-    """Does something at the end of a step."""
-
-    def __init__(self, step: int, act: Callable[[], None]) -> None:
-        self.step, self.act = step, act
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.step:
-            self.act()
+def fail() -> None:
+    """End the run with an error."""
+    raise RuntimeError("<b>the disk is gone</b>")
 
 
 @pytest.mark.usefixtures("drawn", "own_process_group")
-def test_a_failed_run_leaves_a_report(tmp_path: Path) -> None:
-    def fail() -> None:
-        raise RuntimeError("<b>the disk is gone</b>")
-
+@pytest.mark.parametrize(
+    ("act", "error", "said"),
+    [
+        (fail, RuntimeError, ["failed</span>", "&lt;b&gt;the disk is gone&lt;/b&gt;", "1 of 4", ">Loss<"]),
+        (
+            lambda: os.kill(os.getpid(), signal.SIGUSR1),
+            RunStopped,
+            ["preempted</span>", "Preempted by SIGUSR1 after step 2."],
+        ),
+    ],
+    ids=["failed", "stopped"],
+)
+def test_a_run_that_ends_early_leaves_a_report(
+    act: Callable[[], None], error: type[BaseException], said: list[str], tmp_path: Path
+) -> None:
     trainer = kto(tmp_path)
-    trainer.add_callback(AtStep(2, fail))
-    with pytest.raises(RuntimeError):
+    trainer.add_callback(Acts("on_step_end", 2, act))
+    with pytest.raises(error):
         trainer.train()
     trainer.close()
-    page = page_of(tmp_path)
-    assert "failed</span>" in page and "&lt;b&gt;the disk is gone&lt;/b&gt;" in page
-    assert "1 of 4" in page and ">Loss<" in page
-
-
-@pytest.mark.usefixtures("drawn", "own_process_group")
-def test_a_stopped_run_leaves_a_report(tmp_path: Path) -> None:
-    trainer = kto(tmp_path)
-    trainer.add_callback(AtStep(2, lambda: os.kill(os.getpid(), signal.SIGUSR1)))
-    with pytest.raises(RunStopped):
-        trainer.train()
-    trainer.close()
-    page = page_of(tmp_path)
-    assert "preempted</span>" in page and "Preempted by SIGUSR1 after step 2." in page
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert [part for part in said if part not in page] == []

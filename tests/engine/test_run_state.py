@@ -48,7 +48,8 @@ def test_a_fresh_trainer_resumes_from_any_step(method: str, models: dict[str, st
     whole = make(method, models, tmp_path / "whole", **EVERY_STEP)
     whole.train()
     whole.close()
-    for step in range(1, STEPS):
+    # Within a log interval, at the end of an epoch, after an evaluation; all steps for the other methods.
+    for step in (1, 3, 4) if method in BRIEF else range(1, STEPS):
         again = resumed(method, models, whole.output_dir, tmp_path / f"again {step}", step, **EVERY_STEP)
         assert logged(again) == logged(whole), f"after step {step}"
         assert completions(again) == completions(whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import DRIVERS
 from support.data_tokenizers import PLAIN, char_tokenizer
 from support.helpers import make_model, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,6 +19,7 @@ from alignment.checkpoint.saving import gathered_state_dict, write_model
 from alignment.config.errors import OutputError
 from alignment.models.head import LogProbHead
 from alignment.models.scorer import CompletionScorer
+from tools.ranks import RankServer
 
 
 def small(kind: str = "tied") -> Any:
@@ -108,3 +111,17 @@ def test_an_error_while_saving_leaves_nothing_behind(existing: str | None, tmp_p
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert names(tmp_path) == ({"out"} if existing else set())
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.ci
+def test_two_ranks_and_their_folder(ranks: RankServer, tmp_path: Path) -> None:
+    """Writing a checkpoint together requires one shared folder, and a barrier at which the host waits."""
+    done = ranks.run(DRIVERS / "shared_folder.py", tmp_path, timeout=60)
+    found = [json.loads(rank.stdout.splitlines()[-1]) for rank in done.ranks]
+    assert found[0]["waited"][0] > 0.3 and found[1]["waited"][1] > 0.3, "who came first waited for the other"
+    for number, one in enumerate(found):
+        assert (one["shared"], one["late"]) == ("", ""), "a folder visible to all ranks"
+        assert one["node-local"].startswith(f"output_dir: {tmp_path}/{number} on n2 is node-local"), "on both"
+        for broken in (0, 1):
+            assert f"/0 on n{broken + 1} cannot be written: Read-only file system" in one[f"read-only on {broken}"]
+        assert one["left"] == ["0", "0/.lock", "1", "1/.lock", "late"], "nothing else is left behind"

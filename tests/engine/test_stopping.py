@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.helpers import Acts
 from support.whole_runs import completions, logged, make, make_models
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -45,18 +46,6 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every safe point check for requests, however short the work in between."""
     monkeypatch.setattr(safe_points, "_EVERY_S", 0.0)
     REQUESTS.forget()
-
-
-class Asks(TrainerCallback):
-    """Requests a stop at an event of a step."""
-
-    def __init__(self, event: str, step: int, ask: Callable[[], None]) -> None:
-        self.step, self.ask = step, ask
-        setattr(self, event, self.hear)
-
-    def hear(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.step:
-            self.ask()
 
 
 def terminate() -> None:
@@ -119,14 +108,14 @@ def stopped(trainer: AlignmentTrainer) -> RunStopped:
 
 # The request, the resulting checkpoint, and what a resume does first.
 PLACES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch, AlignmentTrainer], Any], int, list[str]]] = {
-    "after-a-step": ("KTO", lambda _, t: t.add_callback(Asks("on_step_end", 2, terminate)), 2, []),
-    "before-a-step": ("KTO", lambda _, t: t.add_callback(Asks("on_step_begin", 2, terminate)), 2, []),
-    "between-micro-batches": ("KTO", lambda _, t: t.add_callback(Asks("on_substep_end", 4, terminate)), 4, []),
+    "after-a-step": ("KTO", lambda _, t: t.add_callback(Acts("on_step_end", 2, terminate)), 2, []),
+    "before-a-step": ("KTO", lambda _, t: t.add_callback(Acts("on_step_begin", 2, terminate)), 2, []),
+    "between-micro-batches": ("KTO", lambda _, t: t.add_callback(Acts("on_substep_end", 4, terminate)), 4, []),
     "in-an-evaluation": ("KTO", lambda patch, _: in_evaluation(patch, 1), 3, ["evaluate", "save"]),
     "in-the-last-evaluation": ("KTO", lambda patch, _: in_evaluation(patch, 2), 6, ["evaluate", "save"]),
     "before-an-evaluation": (
         "KTO",
-        lambda _, t: t.add_callback(Asks("on_epoch_end", 3, terminate)),
+        lambda _, t: t.add_callback(Acts("on_epoch_end", 3, terminate)),
         3,
         ["evaluate", "save"],
     ),
@@ -237,7 +226,7 @@ def test_a_signal_after_the_last_step_stops_the_next_call_only(
 
     monkeypatch.setattr(trainer_module, "write_report", interrupted)
     trainer = make("KTO", models, tmp_path, **RUN)
-    trainer.add_callback(Asks("on_train_end", 6, terminate))
+    trainer.add_callback(Acts("on_train_end", 6, terminate))
     trainer.train()
     status = read_status(trainer.output_dir)
     assert status is not None and (status.state, status.signal) == ("finished", None)
@@ -298,7 +287,7 @@ def test_callbacks_are_notified_of_saves_as_in_an_uninterrupted_run(
             trainer.train(resume_from_checkpoint="latest")
             trainer.close()
         else:
-            trainer.add_callback(Asks("on_step_end", step, terminate))
+            trainer.add_callback(Acts("on_step_end", step, terminate))
             stopped(trainer)
     assert counts.saves == 3
 
@@ -308,7 +297,7 @@ def test_a_request_at_the_last_step_changes_nothing(models: dict[str, str], tmp_
     """If no evaluation remains, the run is finished."""
     trainer = make("KTO", models, tmp_path, **{**RUN, "eval_strategy": "no"})
     trainer.pop_callback(EarlyStoppingCallback)
-    trainer.add_callback(Asks("on_step_end", 6, terminate))
+    trainer.add_callback(Acts("on_step_end", 6, terminate))
     trainer.train()
     trainer.close()
     assert trainer.state.global_step == 6
@@ -379,7 +368,7 @@ def test_a_reward_that_fails_in_a_callback_saves_nothing(models: dict[str, str],
         raise RewardError("the judge is gone")
 
     trainer = make("KTO", models, tmp_path, **RUN)
-    trainer.add_callback(Asks("on_optimizer_step", 2, fail))
+    trainer.add_callback(Acts("on_optimizer_step", 2, fail))
     with pytest.raises(TrainingError, match="^on_optimizer_step: the judge is gone$"):
         trainer.train()
     trainer.close()
@@ -392,7 +381,7 @@ def test_the_stop_file(models: dict[str, str], tmp_path: Path, capsys: pytest.Ca
     stop = trainer.output_dir / "STOP"
     stop.parent.mkdir(exist_ok=True)
     stop.touch()
-    trainer.add_callback(Asks("on_step_end", 3, stop.touch))
+    trainer.add_callback(Acts("on_step_end", 3, stop.touch))
     error = stopped(trainer)
     assert f"{stop}: removed, since it is from an earlier run" in capsys.readouterr().out
     assert (error.code, error.reason) == (130, StopReason.STOP)
@@ -407,7 +396,7 @@ def test_a_requeued_job_obeys_the_stop_file(
     """The user created the file while the job was queued; a file for another job is removed."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     trainer = make("KTO", models, tmp_path, **RUN)
-    trainer.add_callback(Asks("on_step_end", 2, terminate))
+    trainer.add_callback(Acts("on_step_end", 2, terminate))
     stopped(trainer)
     stop = trainer.output_dir / "STOP"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -429,7 +418,7 @@ def test_a_requeued_job_obeys_the_stop_file(
 @pytest.mark.ci
 def test_a_run_that_saves_nothing(models: dict[str, str], tmp_path: Path) -> None:
     trainer = make("KTO", models, tmp_path, save_strategy="no")
-    trainer.add_callback(Asks("on_step_end", 2, terminate))
+    trainer.add_callback(Acts("on_step_end", 2, terminate))
     assert "nothing was saved, because save_strategy is no" in str(stopped(trainer))
     assert not checkpoints(trainer.output_dir)
 
@@ -449,13 +438,13 @@ def test_signal_handlers_are_restored(models: dict[str, str], tmp_path: Path) ->
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
-        trainer = make("KTO", models, tmp_path, **RUN)
-        trainer.add_callback(Asks("on_step_end", 2, lambda: os.kill(os.getpid(), signal.SIGUSR1)))
+        trainer = make("KTO", models, tmp_path, max_steps=2)
+        trainer.add_callback(Acts("on_step_end", 1, lambda: os.kill(os.getpid(), signal.SIGUSR1)))
         trainer.train()
         trainer.close()
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert heard == [signal.SIGUSR1] and trainer.state.global_step == 6
+    assert heard == [signal.SIGUSR1] and trainer.state.global_step == 2
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -465,7 +454,7 @@ def test_attempts_without_progress_are_counted(models: dict[str, str], tmp_path:
 
     def status(step: int, resumes: bool) -> RunStatus:
         trainer = make("KTO", models, tmp_path, **{**RUN, "save_steps": 2})
-        trainer.add_callback(Asks("on_step_end", step, lambda: 1 / 0))
+        trainer.add_callback(Acts("on_step_end", step, lambda: 1 / 0))
         with pytest.raises(ZeroDivisionError):
             trainer.train(resume_from_checkpoint="latest" if resumes else None)
         trainer.close()
@@ -488,7 +477,7 @@ def test_an_attempt_that_stops_immediately_makes_no_progress(
     def status(job: str, step: int, event: str) -> tuple[int, str]:
         monkeypatch.setenv("SLURM_JOB_ID", job)
         trainer = make("KTO", models, tmp_path, **RUN)
-        trainer.add_callback(Asks(event, step, terminate))
+        trainer.add_callback(Acts(event, step, terminate))
         with pytest.raises(RunStopped):
             trainer.train(resume_from_checkpoint="latest")
         trainer.close()

@@ -7,7 +7,6 @@ import os
 
 from support.bad_case import DEEP, Case, file_of
 
-OK = '{"prompt": "a", "completion": "b", "label": true}\n'
 LABELED = {"prompt": "a", "completion": "b", "label": True}
 CHAT_END = [{"role": "assistant", "content": "b"}]
 

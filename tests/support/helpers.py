@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     PretrainedConfig,
+    TrainerCallback,
 )
 
 from support.data_tokenizers import PLAIN, char_tokenizer
@@ -56,25 +58,22 @@ def tiny_config(kind: str, layers: int = 2) -> PretrainedConfig:
 
 def make_model(folder: Path, kind: str = "tied", seed: int = 0, gain: float = 4.0, layers: int = 2) -> str:
     """Save a random model and its tokenizer in Hugging Face format; ``gain`` makes its predictions non-uniform."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind, layers), dtype=torch.float32)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.data.mul_(gain)
-    model.save_pretrained(folder)
-    char_tokenizer(template=PLAIN).save_pretrained(folder)
-    return str(folder)
+    return _save_random(folder, AutoModelForCausalLM, tiny_config(kind, layers), seed, gain)
 
 
 def make_classifier(folder: Path, kind: str = "tied", seed: int = 0, labels: int = 1, layers: int = 2) -> str:
     """Save a random model with a score head: a reward model if it has one label."""
-    torch.manual_seed(seed)
     config = tiny_config(kind, layers)
     config.num_labels = labels
-    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    return _save_random(folder, AutoModelForSequenceClassification, config, seed, 4.0)
+
+
+def _save_random(folder: Path, auto: Any, config: PretrainedConfig, seed: int, gain: float) -> str:
+    torch.manual_seed(seed)
+    model = auto.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
         if parameter.ndim > 1:
-            parameter.data.mul_(4.0)
+            parameter.data.mul_(gain)
     model.save_pretrained(folder)
     char_tokenizer(template=PLAIN).save_pretrained(folder)
     return str(folder)
@@ -141,3 +140,16 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
         "deepspeed": STAGES["stage0"],
         **more,
     }
+
+
+class Acts(TrainerCallback):
+    """Calls a function at an event of a step."""
+
+    def __init__(self, event: str, step: int, act: Callable[[], object]) -> None:
+        self.step, self.act = step, act
+        setattr(self, event, self.hear)
+
+    def hear(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Called at every event of this name."""
+        if state.global_step == self.step:
+            self.act()

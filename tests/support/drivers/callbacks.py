@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from support.helpers import STAGES, paired_rows
+from support.helpers import STAGES, options, paired_rows
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from alignment import CPOConfig, CPOTrainer
@@ -57,16 +57,8 @@ class GetsWorse(TrainerCallback):
 
 def train(model: str, folder: Path, callbacks: list[Any], **more: Any) -> CPOTrainer:
     """Return a trained trainer; 5 windows per epoch."""
-    args = CPOConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=1,
-        learning_rate=1e-3,
-        max_length=64,
-        max_prompt_length=None,
-        logging_steps=1,
-        disable_tqdm=True,
-        **more,
-    )
+    size = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    args = CPOConfig(**{**options(folder, **size), "output_dir": str(folder), **more})
     rows = {"train_dataset": paired_rows(10), "eval_dataset": paired_rows(3)}
     trainer = CPOTrainer(model=model, args=args, callbacks=callbacks, **rows)
     # Set before training: an evaluation must not be reported by every rank.
