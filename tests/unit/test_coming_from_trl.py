@@ -72,9 +72,7 @@ def test_the_page_is_up_to_date() -> None:
     assert written == trl_options_page(), "options changed; run `make tables`"
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=() if name in ("kto", "sft") else pytest.mark.ci) for name in METHODS]
-)
+@pytest.mark.parametrize("method", METHODS)
 def test_every_training_argument_is_accounted_for(method: str) -> None:
     cls, given = METHODS[method], defaults(TrainingArguments)
     known = option_names(cls) | set(older_names(cls))
