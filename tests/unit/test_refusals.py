@@ -160,7 +160,7 @@ def test_an_online_trainer_has_one_list_of_tokenizers(monkeypatch: pytest.Monkey
         assert trainer.reward_funcs == ["r", len]
         trainer._given = (None, None, None, None)
         assert trainer.reward_funcs == ["p"] and trainer.reward_weights.tolist() == [1.0]
-        trainer.args, trainer._given = OnlineDPOConfig("out", judge="a.py:b"), (None, None, None, None)
+        trainer.args, trainer._given = OnlineDPOConfig("out", judge="a.py:b"), ("r", [len], None, None)
         assert trainer.reward_funcs == []
 
 

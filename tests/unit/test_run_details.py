@@ -100,9 +100,9 @@ def test_random_streams_after_a_change_of_the_number_of_ranks() -> None:
 
 
 def test_completions_of_the_initial_policy_on_another_number_of_ranks() -> None:
-    states = [{"epoch": 2, "starts": {"a": [(0, "x"), (2, "y")]}}, {"epoch": 2, "starts": {"a": [(1, "z")], "b": []}}]
+    states = [{"epoch": 2, "starts": {"a": [(0, "x"), (2, "x")]}}, {"epoch": 2, "starts": {"a": [(1, "z")], "b": []}}]
     found = OnlineWindowPass.redistributed(None, states, 1)  # type: ignore[arg-type]
-    assert found == {"epoch": 2, "starts": {"a": [(0, "x"), (2, "y"), (1, "z")], "b": []}}
+    assert found == {"epoch": 2, "starts": {"a": [(0, "x"), (2, "x"), (1, "z")], "b": []}}
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_answers_of_sbatch_and_interrupts(
         assert (left.value.code or 0, found.err) == (code, err) and found.out.startswith(out)
 
 
-@pytest.mark.parametrize(("failed", "also"), [((1,), ""), ((0, 1, 3), "; also failed: 1, 3")])
+@pytest.mark.parametrize(("failed", "also"), [((1,), ""), ((0, 3), "; also failed: 3")])
 def test_failures_of_several_ranks(failed: tuple[int, ...], also: str, monkeypatch: pytest.MonkeyPatch) -> None:
     everyone = [(f"bad {rank}" if rank in failed else None, 1, False) for rank in range(4)]
     monkeypatch.setattr(callables, "world_size", lambda: 4)
