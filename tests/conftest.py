@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -184,6 +185,23 @@ def signals_as_before() -> Iterator[None]:
     for each, handler in before.items():
         if signal.getsignal(each) == signal.SIG_IGN and handler is not None:
             signal.signal(each, handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def complete_refusals() -> Iterator[None]:
+    """Check the message of every user error raised in this process: a text, in which no reason is missing.
+
+    Otherwise, ``refuse(options, "bf16 fp16", None)`` would pass every test that only looks for the keys.
+    """
+    from alignment.config.errors import AlignmentError
+
+    def checked(self: AlignmentError, *message: Any) -> None:
+        assert len(message) == 1 and isinstance(message[0], str), f"no message: {message!r}"
+        assert not re.search(r"(^|: |; )(None)?(;|$)", message[0]), f"no reason: {message[0]!r}"
+        super(AlignmentError, self).__init__(*message)
+
+    with mock.patch.object(AlignmentError, "__init__", checked):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

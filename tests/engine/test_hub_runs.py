@@ -23,8 +23,6 @@ from alignment.config.errors import HubError
 from alignment.run.stop import REQUESTS, StopReason
 from tools.ranks import RankServer
 
-pytestmark = pytest.mark.ci
-
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
@@ -127,6 +125,7 @@ def test_a_stop_does_not_wait_for_uploads(
     trainer.close()
 
 
+@pytest.mark.ci
 def test_two_ranks_upload_adapters_once(hub: FakeHub, tmp_path: Path, ranks: RankServer) -> None:
     more = {"use_peft": True, "lora_r": 2, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     more |= {"hub_strategy": "checkpoint", "hub_private_repo": True, "deepspeed": STAGES["stage3"]}

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from support.helpers import make_classifier, make_model, options, paired_rows, unpaired_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 from alignment.config.errors import OptionError
-
-pytestmark = pytest.mark.ci
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +63,10 @@ def test_a_kto_run_as_seen_by_scripts(policy: str, tmp_path: Path) -> None:
     records = [record for record in trainer.state.log_history if any(name.startswith("eval_") for name in record)]
     assert len(records) == 2 and "eval_b_loss" not in records[0] and {"eval_a_loss", "eval_b_loss"} <= set(metrics)
     assert trainer.evaluate("b")["eval_b_loss"] == metrics["eval_b_loss"]
+    assert "eval_a_loss" not in trainer.evaluate("b")
+    with pytest.raises(OptionError, match=r"^eval_dataset: no set named 'c' \(available: a, b\)$"):
+        trainer.evaluate("c")
+    assert trainer.is_local_process_zero() and trainer.hub_model_id is None
     trainer.write_report(show=False)
     report = (trainer.output_dir / "report.md").read_text()
     assert "a_loss" in report and "b_loss" in report
@@ -108,13 +111,14 @@ def test_accessing_the_model_does_not_affect_training(policy: str, tmp_path: Pat
         assert all(torch.equal(value, other[name]) for name, value in found[0].items())
 
 
-def test_a_reward_model_predicts_the_rewards_of_each_row(tmp_path: Path) -> None:
-    """A live bf16 model is used in fp32, as in training, even before an engine exists."""
-    model = make_classifier(tmp_path / "model")
+def test_a_reward_model_predicts_the_rewards_of_each_row(tmp_path: Path, capsys: Any) -> None:
+    """A live bf16 model is used in fp32, as in training, even without an engine; its first label is the reward."""
+    model = make_classifier(tmp_path / "model", labels=2)
     live, plain = (AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.bfloat16) for _ in range(2))
     rows = paired_rows(7)
     trainer = RewardTrainer(live, args=RewardConfig(**options(tmp_path, max_steps=1)), train_dataset=rows)
     assert trainer.model is live and all(value.dtype == torch.float32 for value in copied(trainer).values())
+    assert "the model has 2 labels; only the first is trained and used as the reward" in capsys.readouterr().out
     predicted = trainer.predict(rows)
     assert predicted.predictions.shape == (7, 2) and predicted.label_ids.tolist() == [0] * 7
     better = predicted.predictions[:, 0] > predicted.predictions[:, 1]
@@ -125,4 +129,17 @@ def test_a_reward_model_predicts_the_rewards_of_each_row(tmp_path: Path) -> None
             with torch.no_grad():
                 score = plain(torch.tensor([shown[number][name]])).logits[0, 0].item()
             assert predicted.predictions[number, column] == pytest.approx(score, abs=1e-5)
+    trainer.end()
+    assert trainer.engines.models is None
+
+
+def test_live_adapters_are_merged_under_new_ones(policy: str, tmp_path: Path, capsys: Any) -> None:
+    base = AutoModelForCausalLM.from_pretrained(policy)
+    live = get_peft_model(base, LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False))
+    merged = copy.deepcopy(live).merge_and_unload().state_dict()
+    args = CPOConfig(**options(tmp_path))
+    trainer = CPOTrainer(live, args=args, train_dataset=paired_rows(4), peft_config=LoraConfig(r=4))
+    assert "default" in capsys.readouterr().out
+    assert trainer.planned.policy.merged and trainer.planned.policy.live is base
+    assert all(torch.equal(value, merged[name]) for name, value in base.state_dict().items())
     trainer.close()

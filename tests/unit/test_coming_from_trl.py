@@ -47,9 +47,7 @@ def theirs(method: str) -> Any:
     return getattr(import_module(module), name)
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=() if name in ("kto", "sft") else pytest.mark.ci) for name in METHODS]
-)
+@pytest.mark.parametrize("method", METHODS)
 def test_every_training_argument_is_accounted_for(method: str) -> None:
     cls, given = METHODS[method], defaults(TrainingArguments)
     known = option_names(cls) | set(older_names(cls))
