@@ -1,4 +1,4 @@
-"""Assumptions of `alignment.internals.process_end`."""
+"""Assumptions of `alignment.internals.process_end`"""
 
 from __future__ import annotations
 

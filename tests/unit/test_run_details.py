@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from alignment.run.status import begin_status
 from datasets import Dataset
 
 from alignment import KTOConfig, OnlineDPOConfig
@@ -73,14 +72,6 @@ def test_the_first_request_counts_unless_a_user_makes_a_stronger_one() -> None:
     requests.request(StopReason.SIGHUP)
     requests.request(StopReason.SIGUSR1)
     assert str(requests) == "SIGHUP"
-
-
-def test_a_new_attempt_begins_at_step_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ACTIVITY, "status", None)
-    monkeypatch.setattr(ACTIVITY, "step", 7)
-    begin_status(tmp_path, False, method="kto", world_size=1, resumed_from=None)
-    assert ACTIVITY.status is not None and ACTIVITY.step == 0 == ACTIVITY.status.status.step
-    ACTIVITY.status.close()
 
 
 def test_random_streams_after_a_change_of_the_number_of_ranks() -> None:
