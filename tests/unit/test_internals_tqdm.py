@@ -1,4 +1,4 @@
-"""Assumptions of `alignment.internals.process_end`"""
+"""Assumptions of `alignment.internals.process_end`, on progress bars."""
 
 from __future__ import annotations
 

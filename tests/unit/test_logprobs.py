@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from support.head_problems import TRANSFORMS, dense, dense_stats, problem
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig, OPTConfig
+from transformers import CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig, LlamaModel, OPTConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from alignment.config.errors import ModelError
 from alignment.models.checking import check_scorer
-from alignment.models.head import LogProbHead, checkpointed_logprobs, install_logprob_head
+from alignment.models.head import LogProbHead, answers_logprobs, checkpointed_logprobs, install_logprob_head
 from alignment.models.logprobs import DEFAULT_TILE_BYTES, LogitTransform, tile_length, token_logprobs
 from alignment.models.scorer import CompletionScorer
 from alignment.models.tiles import products
@@ -285,3 +288,27 @@ def test_tensors_saved_for_backward_have_the_dtype_of_the_hidden_states() -> Non
         token_logprobs(hidden, weight, None, torch.zeros(40, dtype=torch.long))
     wide = [tensor for tensor in kept if tensor.shape == (40, 16)]
     assert wide and all(tensor.dtype == torch.bfloat16 for tensor in wide)
+
+
+@pytest.mark.parametrize("kind", ["an own subclass", "a trainable copy"])
+def test_heads_that_are_not_plain_layers(kind: str) -> None:
+    """A head of a model's own class stays, and only its logits are used; PEFT's copy is replaced with its original."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(ARCHITECTURES["llama-untied"]).double()
+    ids = torch.randint(0, model.config.vocab_size, (1, 20))
+    if kind == "an own subclass":
+        head = type("Doubled", (nn.Linear,), {"forward": lambda self, x: 2 * nn.functional.linear(x, self.weight)})
+        model.lm_head.__class__ = head
+    else:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+        model.base_model.model.lm_head.modules_to_save["default"].weight.data.mul_(3)
+        model = model.base_model.model
+    expected = model(ids).logits[0, :-1].log_softmax(-1)[torch.arange(19), ids[0, 1:]]
+    scorer = CompletionScorer(model).eval()
+    assert answers_logprobs(model.get_output_embeddings()) == (kind == "a trainable copy")
+    torch.testing.assert_close(scored(scorer, ids), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_model_without_a_head_has_no_logprobs() -> None:
+    with pytest.raises(ModelError, match=r"LlamaModel has no language modeling head.*AutoModelForCausalLM"):
+        install_logprob_head(LlamaModel(ARCHITECTURES["llama-untied"]))
