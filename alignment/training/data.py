@@ -197,8 +197,7 @@ class DataPreparation:
             if fills(cache_folder()):
                 given = retries(where, source.load) if isinstance(source, Part) else source
                 parts = given if isinstance(given, tuple) else (Part(where, lambda: given),)
-                # Cutting each part first would change the sizes of parts without weights, and lose rows if some are
-                # dropped.
+                # Cutting parts first would change the sizes of those without weights, and lose rows if any is dropped.
                 first = limit if len(parts) == 1 else None
                 made = [(part.where, self._tokenized(part, first, packing).name, part.weight) for part in parts]
         # A folder's name is a hash of its content, so the first rank's name is right on every node.

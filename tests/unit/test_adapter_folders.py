@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +18,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, T5Config, T5F
 
 from alignment import KTOConfig
 from alignment.checkpoint.export import export
-from alignment.config.errors import AlignmentError, ModelError, OptionError
+from alignment.config.errors import ModelError, OptionError
 from alignment.config.options_export import ExportOptions
-from alignment.internals.peft import computing_with
 from alignment.models import source as source_module
 from alignment.models.adapters.folder import read_adapter
 from alignment.models.adapters.injection import Given, inject
@@ -56,7 +52,9 @@ def grown(base: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, An
     return folder, model
 
 
-def test_embeddings_of_an_adapter_replace_those_of_its_base(base: str, grown: tuple[Path, Any], tmp_path: Path) -> None:
+def test_embeddings_of_an_adapter_replace_those_of_its_base(
+    base: str, grown: tuple[Path, Any], tmp_path: Path
+) -> None:
     export(grown[0], tmp_path / "out", ExportOptions(dtype="float32", samples=0))
     ours, theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), logps(grown[1])
     assert ours.config.vocab_size == 128 and (logps(ours) - theirs).abs().max() < 1e-5
@@ -135,7 +133,11 @@ def test_a_model_that_knows_new_tokens(base: str, monkeypatch: pytest.MonkeyPatc
     assert (given.config.vocab_size, given.config.eos_token_id) == (77, 1) and given.vocabulary == Vocabulary()
     model = AutoModelForCausalLM.from_pretrained(base)
     live = model_source(model, "model", options).knowing(vocabulary)
-    assert live.live is model and live.vocabulary == vocabulary and (model.vocab_size, model.config.eos_token_id) == (128, 77)
+    assert (
+        live.live is model
+        and live.vocabulary == vocabulary
+        and (model.vocab_size, model.config.eos_token_id) == (128, 77)
+    )
     before = model.get_input_embeddings().weight
     Vocabulary(rows=128).put_on(model)
     assert model.get_input_embeddings().weight is before
@@ -161,7 +163,7 @@ def test_embeddings_of_new_tokens_are_trained(base: str, config: Any, saved: Any
     options = KTOConfig("out", use_peft=True)
     source = model_source(base, "model", options).knowing(Vocabulary(rows=128, new=(77,)))
     made = plan_adapters(options, source, peft_config=lora(**config))
-    assert made is not None and getattr(made.config, "modules_to_save") == saved
+    assert made is not None and made.config.modules_to_save == saved
     found = [note for note in made.notes if note.startswith(f"chat_template_path: {named} are trained in full")]
     assert len(found) == len(made.notes) == (named is not None)
 
@@ -198,7 +200,10 @@ def test_a_reference_computes_with_the_policy(base: str) -> None:
     policy, ids = policy_of(base), RowIds("", ())
     expected = logps(AutoModelForCausalLM.from_pretrained(base))[0, :-1].gather(1, IDS[0, 1:, None])[:, 0]
     reference = AdapterReference(policy, Given(None))
-    for found, wanted in ((reference.token_logps(IDS, ids), expected), (reference.sequence_logps(IDS, ids), expected.sum()[None])):
+    for found, wanted in (
+        (reference.token_logps(IDS, ids), expected),
+        (reference.sequence_logps(IDS, ids), expected.sum()[None]),
+    ):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
         assert not found.requires_grad
     own = AdapterReference(policy, Given("default")).token_logps(IDS, ids)

@@ -93,7 +93,9 @@ def written_by(folder: Path, frozen: dict[str, Tensor]) -> CheckpointWriter:
 
 def test_the_files_of_a_rank(tmp_path: Path, alone: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(writer, "write_fragments", lambda *args: given.append(args) or {"fragments": FileRecord(1, "")})
+    monkeypatch.setattr(
+        writer, "write_fragments", lambda *args: given.append(args) or {"fragments": FileRecord(1, "")}
+    )
     made, name = written_by(tmp_path, {"a": torch.arange(2.0)}), "frozen-00001-of-00001.safetensors"
     exported: Any = {"w": ["model.safetensors", "w"]}
     records = made._write_own(tmp_path, exported)

@@ -20,8 +20,9 @@ from alignment.config.fields import choices_of
 from alignment.config.options_data import Truncation
 from alignment.data.kinds.base import Kind
 from alignment.data.kinds.completions import COMPLETIONS
-from alignment.data.kinds.pairs import PAIRS, SCORED_PAIRS
+from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.prompts import PROMPTS
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.messages import Source
 from alignment.data.prepare import load_prepared, prepare

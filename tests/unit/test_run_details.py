@@ -203,15 +203,16 @@ def test_statistics_and_sources_of_packs() -> None:
         "pack": (7, 8), "trained on per pack": (3, 6), "sequence": (3, 8),
     }  # fmt: skip
     whole = next(number for number in range(2) if packs.tokens[number] == 8)
-    assert data.sources([whole]) == [17] and data.sources([1 - whole]) == [12, 13]
-    assert data.sources([0, 1]) == [12, 13, 17]
+    for ranks, sources in (([[whole]], [17]), ([[1 - whole]], [12, 13]), ([[0], [1]], [12, 13, 17])):
+        plan: Any = SimpleNamespace(micro_batches=[[SimpleNamespace(rows=own) for own in ranks]])
+        assert data.source_rows(plan) == sources
 
 
 def test_completions_with_another_column_than_at_the_first_step(tmp_path: Path) -> None:
     lines = '{"step": 0, "prompt": "p", "policy": "a"}\n{"step": 5, "prompt": "p", "policy": "b", "reference": "r"}\n'
     (tmp_path / "completions.jsonl").write_text(lines)
     (group,) = _samples(tmp_path / "completions.jsonl")
-    assert list(group.rows) == [("p", {"policy, step 0": "a", "policy, step 5": "b", "reference": "r"}, {})]
+    assert list(group.samples) == [("p", {"policy, step 0": "a", "policy, step 5": "b", "reference": "r"}, {})]
 
 
 def test_a_configuration_that_is_not_utf8_is_read_for_its_code(tmp_path: Path) -> None:
