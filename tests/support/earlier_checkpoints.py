@@ -7,7 +7,6 @@ format of checkpoints changes on purpose: they prove that a run started before a
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 import zipfile
 from pathlib import Path
@@ -36,8 +35,9 @@ def label(case: dict[str, Any]) -> str:
 
 def unpacked(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Extract the run of a case into its folder as ``whole``; return the run for ``drivers/resume_runs.py``."""
-    models = {name: str(FOLDER / "models" / name) for name in ("model", "classifier")}
-    run = runs_of([case], models)[0]
+    with zipfile.ZipFile(FOLDER / "models.zip") as archive:
+        archive.extractall(folder / "models")
+    run = runs_of([case], {name: str(folder / "models" / name) for name in ("model", "classifier")})[0]
     with zipfile.ZipFile(FOLDER / f"{label(case)}.zip") as archive:
         archive.extractall(folder / run["name"] / "whole")
     return run
@@ -56,11 +56,11 @@ def earlier_machine() -> dict[str, str]:
     return found
 
 
-def _keep(whole: Path, target: Path) -> None:
-    """Pack a run without the checkpoints after the point of resume."""
+def _keep(folder: Path, target: Path) -> None:
+    """Pack the models, or a run without the checkpoints after the point of resume."""
     with zipfile.ZipFile(target, "w", zipfile.ZIP_LZMA) as archive:
-        for path in sorted(whole.rglob("*")):
-            name = path.relative_to(whole).as_posix()
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder).as_posix()
             step = name.removeprefix("out/checkpoint-").partition("/")[0]
             wanted = not name.startswith("out/checkpoint-") or step == str(POINT)
             if path.is_file() and wanted and not name.endswith((".html", ".lock")):
@@ -72,15 +72,14 @@ def write() -> None:
     from support.helpers import make_classifier, make_model
     from tools.ranks import RankServer
 
-    models = FOLDER / "models"
-    for make, name in ((make_model, "model"), (make_classifier, "classifier")):
-        shutil.rmtree(models / name, ignore_errors=True)
-        config = Path(make(models / name, "narrow", seed=1, layers=1)) / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.1}, indent=1))
     (FOLDER / "machine.json").write_text(json.dumps(machine(), indent=1) + "\n")
-    paths = {name: str(models / name) for name in ("model", "classifier")}
-    runs = runs_of(cases(), paths)
     with tempfile.TemporaryDirectory() as folder:
+        models = Path(folder) / "models"
+        for make, name in ((make_model, "model"), (make_classifier, "classifier")):
+            config = Path(make(models / name, "narrow", seed=1, layers=1)) / "config.json"
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.1}, indent=1))
+        _keep(models, FOLDER / "models.zip")
+        runs = runs_of(cases(), {name: str(models / name) for name in ("model", "classifier")})
         spec = Path(folder) / "spec.json"
         spec.write_text(json.dumps(runs))
         server = RankServer(Path(__file__).parents[2])
