@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from support.head_problems import TRANSFORMS, dense, dense_stats, problem
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,6 +16,7 @@ from transformers import CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, 
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from alignment.config.errors import ModelError
+from alignment.models import scorer
 from alignment.models.checking import check_scorer
 from alignment.models.head import LogProbHead, checkpointed_logprobs, install_logprob_head
 from alignment.models.logprobs import DEFAULT_TILE_BYTES, LogitTransform, tile_length, token_logprobs
@@ -285,3 +289,35 @@ def test_tensors_saved_for_backward_have_the_dtype_of_the_hidden_states() -> Non
         token_logprobs(hidden, weight, None, torch.zeros(40, dtype=torch.long))
     wide = [tensor for tensor in kept if tensor.shape == (40, 16)]
     assert wide and all(tensor.dtype == torch.bfloat16 for tensor in wide)
+
+
+def test_copies_of_a_head_are_replaced() -> None:
+    """In a model that already has adapters, PEFT has copied the head."""
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES["llama-untied"])
+    live = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        wanted = live(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    found = install_logprob_head(live.get_base_model())
+    assert found is model.lm_head and not isinstance(found, LogProbHead)
+    heads = [found.original_module, *found.modules_to_save.values()]
+    assert len(heads) == 2 and all(isinstance(head, LogProbHead) for head in heads)
+    scores = CompletionScorer(model)({"input_ids": ids}, torch.arange(11), ids[0, 1:], 11).scores
+    torch.testing.assert_close(scores, wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ModelError, match="^model LlamaModel has no language modeling head; load it with "):
+        install_logprob_head(model.model)
+
+
+def test_models_that_cannot_be_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(**inputs: Any) -> None:
+        raise TypeError(f"unexpected {sorted(inputs)}")
+
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES["llama-untied"])
+    made = CompletionScorer(model)
+    monkeypatch.setattr(model, "forward", fails)
+    said = r"the test forward pass failed: TypeError: unexpected \['input_ids', 'use_cache'\]"
+    with pytest.raises(ModelError, match=rf"^model LlamaForCausalLM \(llama\): {said}$"):
+        check_scorer(made, torch.device("cpu"))
+    monkeypatch.setattr(scorer, "decoder_of", lambda model: None)
+    with pytest.raises(ModelError, match=r"^model LlamaForCausalLM \(llama\) is not supported: it has no decoder"):
+        CompletionScorer(model)
