@@ -28,8 +28,6 @@ from tools.ranks import RankServer
 STARTS = ("new", "continued")
 PLACEMENTS = ("adapter", "replica", "sharded", "offload")
 
-pytestmark = pytest.mark.ci
-
 
 def case_of(kind: str, stage: str, start: str, ranks: int = 1) -> Combination:
     """A KTO case of ``adapter_grid``."""
@@ -53,11 +51,11 @@ def closed() -> Iterator[list[KTOTrainer]]:
     ("kind", "stage", "start"),
     [
         ("saved", "stage3", "new"),
-        ("saved", "stage3", "continued"),
         ("tied", "stage0", "continued"),
         ("qlora", "stage2", "new"),
         ("int8", "stage0", "continued"),
         ("dora", "stage0", "new"),
+        pytest.param("saved", "stage3", "continued", marks=pytest.mark.ci),
         *(
             pytest.param(kind, stage, start, marks=pytest.mark.slow)
             for kind in ("lora", "qlora", "int8", "saved", "tied", "dora")
@@ -139,6 +137,7 @@ def check_placements(sets: list[list[dict[str, Any]]], folder: Path, ranks: Rank
         assert all(log[1]["kl"] > 0.01 and abs(log[2]["rewards/chosen"]) > 0.01 for log in logs)
 
 
+@pytest.mark.ci
 def test_all_placements_give_the_same_results(
     bases: dict[str, str], starts: Path, tmp_path: Path, ranks: RankServer
 ) -> None:
@@ -147,6 +146,7 @@ def test_all_placements_give_the_same_results(
     check_placements(sets, tmp_path, ranks, 1)
 
 
+@pytest.mark.ci
 def test_a_live_model_with_a_saved_head_trains_like_its_folder(
     bases: dict[str, str], starts: Path, tmp_path: Path
 ) -> None:
@@ -164,6 +164,7 @@ def test_a_live_model_with_a_saved_head_trains_like_its_folder(
         assert_logged(found, expected, 1e-6, f"step {number + 1}")
 
 
+@pytest.mark.ci
 def test_packed_weights_are_not_repacked_on_a_cpu(
     bases: dict[str, str], starts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

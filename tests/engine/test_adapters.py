@@ -84,7 +84,7 @@ KINDS = {
 COPIED = {"random"}  # which changes the model before training
 
 
-LONGER = {"dora", "rslora", "head", "loha", "lokr", "oft"}
+LONGER = {"dora", "rslora", "loha", "lokr", "oft"}
 
 
 @pytest.mark.parametrize(

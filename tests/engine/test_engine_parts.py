@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from alignment import CPOConfig
 from alignment.config.errors import OptionError
+from alignment.engines import optimizers, rng
 from alignment.engines.optimizers import build_optimizer, build_scheduler, parameter_groups
 from alignment.engines.phases import Phases, over_ranks
 
@@ -147,3 +148,53 @@ def test_summaries_of_several_ranks() -> None:
         "train": {"seconds": 2.0, "tokens": 11, "peak_bytes": 9, "entries": 1},
         "save": {"seconds": 3.0, "tokens": 0},
     }
+
+
+def test_phases_of_another_number_of_ranks() -> None:
+    states = []
+    for seconds, tokens in ((2.0, 5), (1.0, 6)):
+        states.append({"records": {"train": {"seconds": seconds, "tokens": tokens, "peak_bytes": 7, "entries": 1}}})
+    made = Phases(torch.device("cpu"))
+    for rank, tokens in ((0, 11), (1, 0), (2, 0)):
+        made.load_state_dict(made.redistributed(states, rank))
+        assert made.summary() == {"train": {"seconds": 2.0, "tokens": tokens, "peak_bytes": 7, "entries": 1}}
+
+
+def test_the_generators_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: "all")
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", calls.append)
+    rng.rewinder()()
+    assert calls.pop() == "all"
+    gpu, streams = torch.device("cuda", 1), rng.RandomStreams()
+    assert streams.state_dict()["cuda"] is None
+    monkeypatch.setattr(rng, "device", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda own: torch.tensor([own.index, 200], dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, own: calls.append((state.tolist(), own)))
+    state = streams.state_dict()
+    for saved, wanted in ((state, [([1, 200], gpu)]), (state | {"cuda": None}, [])):
+        streams.load_state_dict(saved)
+        assert calls == wanted
+        calls.clear()
+
+
+@pytest.mark.parametrize(
+    ("lacks", "builder", "cuda", "said"),
+    [
+        ("", "FusedAdamBuilder", True, None), ("nvcc", "FusedAdamBuilder", True, "the CUDA toolkit"),
+        ("nvcc", "FusedAdamBuilder", False, None), ("nvcc", "CPUAdamBuilder", True, None),
+        ("c++", "CPUAdamBuilder", False, "a C++ compiler"), ("ninja", "CPUAdamBuilder", False, "ninja"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_to_compile_an_optimizer(
+    lacks: str, builder: str, cuda: bool, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "c++")
+    monkeypatch.setattr(optimizers, "has_cuda_compiler", lambda: lacks != "nvcc")
+    monkeypatch.setattr(optimizers.shutil, "which", lambda name: None if name == lacks else name)
+    monkeypatch.setattr(optimizers.cpp_extension, "is_ninja_available", lambda: lacks != "ninja")
+    for prebuilt in (False, True):
+        monkeypatch.setattr(optimizers, "is_prebuilt", lambda name, prebuilt=prebuilt: prebuilt and name == builder)
+        found = optimizers.missing_to_compile(builder, cuda=cuda)
+        assert found is None if prebuilt or said is None else found is not None and found.startswith(said)

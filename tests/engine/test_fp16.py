@@ -63,14 +63,7 @@ def in_fp32(tmp_path_factory: pytest.TempPathFactory) -> tuple[Received, list[fl
     return merged(found), norms
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "stage0",
-        "stage2",
-        *(pytest.param(n, marks=pytest.mark.ci) for n in ("stage0-fused", "stage1", "stage3", "stage2-offload")),
-    ],
-)
+@pytest.mark.parametrize("layout", ["stage0", "stage0-fused", "stage1", "stage2", "stage2-offload", "stage3"])
 def test_the_optimizer_receives_the_gradient_of_fp32(
     layout: str, in_fp32: tuple[Received, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +175,6 @@ def test_a_window_that_overflows_is_recomputed(stage: str, model: str, tmp_path:
     assert len(rates) == 3 and [line["step"] for line in found] == [1, 2, 3]
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("scaling", [{"min_loss_scale": 2.0**31}, {"loss_scale": 2.0**31}], ids=["minimum", "static"])
 def test_a_scale_that_cannot_be_lowered_ends_the_run(scaling: dict[str, Any], model: str, tmp_path: Path) -> None:
     trainer = trainer_of(model, tmp_path, "stage2", 32, scaling=scaling)

@@ -15,10 +15,7 @@ from alignment.engines.launch_env import init_distributed
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals import deepspeed_reduction as internals
 
-KINDS = [
-    "stage2",
-    *(pytest.param(k, marks=pytest.mark.ci) for k in ("stage1", "stage2-offload", "stage2-round-robin")),
-]
+KINDS = ["stage1", "stage2", "stage2-offload", "stage2-round-robin"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,7 +81,7 @@ def test_a_released_window_is_cleared_by_the_next_step(tmp_path: Path) -> None:
     policy.close(), plain.close()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_an_idle_expert_of_an_offloaded_optimizer(dtype: str, tmp_path: Path) -> None:
     """It is idle in the last micro-batch of a window, then in an entire window."""
     kinds = (

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
 from deepspeed.ops.op_builder import CPUAdamBuilder
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from support.fragment_runs import Case, engine, fp16_on_cpu, masters, train
 
 from alignment.checkpoint.saving import gathered_state_dict
@@ -145,3 +147,15 @@ def test_a_replayed_step_is_called_like_a_real_one(monkeypatch: pytest.MonkeyPat
     recorder.calls.clear()
     internals.replay_cpu_adam(optimizer, 3)
     assert recorder.calls == real and len(real) == 6
+
+
+def test_the_units_of_the_fused_optimizer() -> None:
+    """Of fp16 at stage 0: each group is flattened into one tensor."""
+    groups = [[torch.zeros(2, 3), torch.zeros(4)], [torch.zeros(5)]]
+    optimizer: Any = FP16_Optimizer.__new__(FP16_Optimizer)
+    optimizer.fp16_groups, optimizer.fp32_groups_flat = groups, [torch.zeros(12), torch.zeros(5)]
+    first, second = internals.state_units(SimpleNamespace(optimizer=optimizer))
+    assert (first.master, second.master) == tuple(optimizer.fp32_groups_flat) and (first.group, second.group) == (0, 1)
+    assert [(id(piece[0]), *piece[1:]) for piece in (*first.pieces, *second.pieces)] == [
+        (id(groups[0][0]), 0, 0, 6), (id(groups[0][1]), 0, 6, 4), (id(groups[1][0]), 0, 0, 5),
+    ]  # fmt: skip

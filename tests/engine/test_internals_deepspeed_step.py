@@ -24,10 +24,8 @@ from alignment.internals.deepspeed_step import (
 )
 
 # Each kind of wrapper in the precisions that it handles differently, the most common ones first.
-KINDS = ["stage0/fp32", "stage2/bf16", "stage3/fp32"]
+KINDS = ["stage0/fp32", "stage0/bf16", "stage1-fp32-accumulation/bf16", "stage2/bf16", "stage3/fp32"]
 MORE = [
-    "stage0/bf16",
-    "stage1-fp32-accumulation/bf16",
     "stage1/bf16",
     "stage2/fp32",
     "stage2-bf16-masters/bf16",
@@ -88,7 +86,8 @@ def test_a_non_finite_gradient_makes_no_update(text: str, factor: float, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "text", [*ALL, "stage2/fp16", *(pytest.param(f"stage{n}/fp16", marks=pytest.mark.ci) for n in (0, 1, 3))]
+    "text",
+    [*ALL, "stage0/fp16", "stage2/fp16", *(pytest.param(f"stage{n}/fp16", marks=pytest.mark.ci) for n in (1, 3))],
 )
 def test_a_discarded_gradient_leaves_nothing_behind(text: str, tmp_path: Path) -> None:
     policy, plain = built(text, tmp_path), built(text, tmp_path)
@@ -128,7 +127,7 @@ def test_only_the_norm_decides_what_is_not_finite(
     policy.close()
 
 
-FP16 = ["stage2/fp16", *(pytest.param(f"stage{n}/fp16", marks=pytest.mark.ci) for n in (0, 3))]
+FP16 = ["stage0/fp16", "stage2/fp16", pytest.param("stage3/fp16", marks=pytest.mark.ci)]
 
 
 @pytest.mark.parametrize("text", FP16)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import indent
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -150,7 +152,7 @@ def test_a_moved_muon_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         import_muon()
     (tmp_path / "decorated_otherwise.py").write_text(
         "from deepspeed.runtime import compiler\n"
-        "def function(): ...\n"
+        "def function(*given, **named): return given, named\n"
         "plain, with_arguments = compiler.compile()(function), compiler.compile('later', dynamic=True)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -160,6 +162,9 @@ def test_a_moved_muon_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     made = sys.modules.pop("decorated_otherwise")
     assert made.plain.__wrapped__ is made.function
     assert made.with_arguments == (("later",), {"dynamic": True})
+    compiled: list[Any] = []
+    monkeypatch.setattr("torch.compile", lambda function: compiled.append(function) or function)
+    assert [made.plain(1, b=2), made.plain()] == [((1,), {"b": 2}), ((), {})] and compiled == [made.function]
 
 
 def test_imported_modules_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,3 +176,52 @@ def test_imported_modules_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> No
     transformers_start.import_model_index()
     transformers_start.import_trainer_utils()
     assert before == [dict(vars(module)) for module in (original_muon, models, trainer_utils)]
+
+
+def test_peft_is_looked_for_when_a_model_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, with a second copy of ``transformers.trainer_utils``."""
+    import peft
+    import transformers
+    from transformers import utils
+
+    installed, name = utils.is_peft_available, "transformers.trainer_utils"
+    monkeypatch.setattr(transformers, "trainer_utils", None)
+    monkeypatch.delitem(sys.modules, name)
+    for partly in (None, SimpleNamespace(PeftModel=1)):  # not imported, or by another thread that has not finished
+        monkeypatch.delitem(sys.modules, "peft", raising=False)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        transformers_start.import_trainer_utils()
+        module: Any = sys.modules[name]
+        if partly is not None:
+            monkeypatch.setitem(sys.modules, "peft", partly)  # type: ignore[arg-type]
+        assert module.is_peft_available() is False and "PeftModel" not in vars(module)
+    with pytest.raises(AttributeError, match=f"^module '{name}' has no attribute 'Other'$"):
+        module.Other  # noqa: B018
+    monkeypatch.setitem(sys.modules, "peft", peft)
+    assert utils.is_peft_available is installed and module.PeftMixedModel is peft.PeftMixedModel
+    assert module.is_peft_available() is True and module.is_peft_available is installed
+    assert (vars(module)["PeftModel"], vars(module)["PeftMixedModel"]) == (peft.PeftModel, peft.PeftMixedModel)
+
+
+def test_other_folders_than_that_of_the_models_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+    from transformers.utils import import_utils
+
+    folder, calls = Path(transformers.__file__).parent / "models", list[Any]()
+
+    def read(path: Any, prefix: str | None = None) -> Any:
+        calls.append((Path(path), prefix))
+        return {frozenset(): {"models.bert": {"Bert"}, "other": {"Other"}}} if prefix == "models" else "read"
+
+    def imported(name: str) -> None:
+        define: Any = import_utils.define_import_structure
+        assert define(str(folder / "file")) == {frozenset(): {"bert": {"Bert"}}}
+        assert [define(str(folder)), define(str(folder / "file"), prefix="a")] == ["read", "read"]
+
+    read.cache_info = None  # type: ignore[attr-defined]
+    monkeypatch.setattr(import_utils, "define_import_structure", read)
+    monkeypatch.delitem(sys.modules, "transformers.models")
+    monkeypatch.setattr(transformers_start, "import_module", imported)
+    transformers_start.import_model_index()
+    assert calls == [(folder, "models"), (folder, None), (folder / "file", "a")]
+    assert import_utils.define_import_structure is read

@@ -49,8 +49,7 @@ def loaded(base: str, adapter: Path) -> Any:
     return PeftModel.from_pretrained(plain, str(adapter)).merge_and_unload().requires_grad_(True)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("stage", ["stage0", "stage3"])
+@pytest.mark.parametrize("stage", ["stage0", pytest.param("stage3", marks=pytest.mark.ci)])
 def test_a_new_head_with_an_adapter_is_saved_with_it(stage: str, tmp_path: Path) -> None:
     base, out = make_model(tmp_path / "base"), tmp_path / "out"
     found, notes = trained(base, out, HEAD, deepspeed=STAGES[stage])
@@ -66,7 +65,6 @@ def test_a_new_head_with_an_adapter_is_saved_with_it(stage: str, tmp_path: Path)
     torch.testing.assert_close(answered(str(tmp_path / "merged"), tmp_path / "m"), found, rtol=0, atol=1e-5)
 
 
-@pytest.mark.ci
 def test_a_live_model_keeps_a_head_without_adapter(tmp_path: Path) -> None:
     base, out = make_model(tmp_path / "base"), tmp_path / "out"
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
@@ -77,7 +75,6 @@ def test_a_live_model_keeps_a_head_without_adapter(tmp_path: Path) -> None:
     torch.testing.assert_close(answered(loaded(base, out), tmp_path / "peft"), found, rtol=0, atol=1e-5)
 
 
-@pytest.mark.ci
 def test_the_head_of_a_checkpoint_is_unchanged(tmp_path: Path) -> None:
     base, out = make_classifier(tmp_path / "base"), tmp_path / "out"
     found, notes = trained(base, out, LoraConfig(r=2))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -21,13 +23,16 @@ from transformers import (
 )
 
 from alignment import KTOConfig
-from alignment.config.errors import AlignmentError
+from alignment.config.errors import AlignmentError, OptionError
 from alignment.models.adapters.injection import REFERENCE, Given, equip, inject, keep_given
 from alignment.models.adapters.plan import plan_adapters
 from alignment.models.adapters.record import Adapters
 from alignment.models.quantization import Quantization
-from alignment.models.source import ModelSource
+from alignment.models.scorer import CompletionScorer
+from alignment.models.source import ModelSource, model_source
 from alignment.models.tasks import CAUSAL_LM, REWARD_MODEL, Task
+from alignment.models.vocabulary import Vocabulary
+from alignment.references.adapter import AdapterReferencePlan
 
 LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
@@ -348,3 +353,62 @@ def test_only_new_adapters_without_effect_are_disabled_for_the_initial_policy(
         for _ in ("first", "later")
     ]
     assert found == [Given(REFERENCE if copied else None), Given(REFERENCE)]
+
+
+# New tokens ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_knows_new_tokens(trained: Path) -> None:
+    options, vocabulary = KTOConfig("out"), Vocabulary(rows=128, new=(77,), eos=77)
+    given = model_source(str(trained), "model", options)
+    known = given.knowing(vocabulary)
+    assert known.vocabulary == vocabulary and (known.config.vocab_size, known.config.eos_token_id) == (128, 77)
+    assert given.vocabulary == Vocabulary() and (given.config.vocab_size, given.config.eos_token_id) == (77, 1)
+    model = AutoModelForCausalLM.from_pretrained(trained)
+    live = model_source(model, "model", options).knowing(vocabulary)
+    assert live.live is model and live.vocabulary == vocabulary
+    assert (model.get_input_embeddings().num_embeddings, model.config.eos_token_id) == (128, 77)
+
+
+ENDS = ["embed_tokens", "lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("config", "saved", "named"),
+    [
+        ({"target_modules": None}, ENDS, " and ".join(ENDS)),
+        ({"target_modules": ["q_proj", "lm_head"]}, ["embed_tokens"], "embed_tokens"),
+        ({"target_modules": ".*v_proj", "modules_to_save": ["norm"]}, [*ENDS, "norm"], " and ".join(ENDS)),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": [77]}, None, None),
+    ],
+)  # fmt: skip
+def test_embeddings_of_new_tokens_are_trained(config: Any, saved: Any, named: str | None, trained: Path) -> None:
+    options = KTOConfig("out")
+    source = model_source(str(trained), "model", options).knowing(Vocabulary(rows=128, new=(77,)))
+    made = plan_adapters(options, source, peft_config=LoraConfig(**config))
+    assert made is not None and made.config.modules_to_save == saved  # type: ignore[attr-defined]
+    found = [note for note in made.notes if note.startswith(f"chat_template_path: {named} ") and "saved with" in note]
+    assert len(found) == len(made.notes) == (named is not None)
+
+
+def test_plans_that_would_lose_something(trained: Path) -> None:
+    options = KTOConfig(str(trained), use_peft=True)
+    with pytest.raises(AlignmentError, match="^output_dir='.*': this folder contains the base model"):
+        plan_adapters(options, model_source(str(trained), "model", options))
+    live = get_peft_model(AutoModelForCausalLM.from_pretrained(trained), LoraConfig(target_modules=["q_proj"]))
+    live.peft_config["default"].layer_replication = [(0, 1)]
+    with pytest.raises(AlignmentError, match="^model: layer_replication.* is not supported; remove it"):
+        planned(live=live)
+
+
+def test_a_reference_that_differs_from_the_policy_is_refused(base: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    policy: Any = SimpleNamespace(scorer=CompletionScorer(model), device=torch.device("cpu"), inference=torch.no_grad)
+    adapters = Adapters(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    inject(model, adapters, ds_config={}, dtype=torch.float32, seed=1)
+    plan = AdapterReferencePlan(adapters)
+    with pytest.raises(OptionError, match="^ref_placement: adapter: the log-probs of policy and reference differ by"):
+        plan.of(policy, Given(None))
+    assert plan.of(policy, Given("default")).given == Given("default")
+    chosen = AdapterReferencePlan(replace(adapters, reference="first"))
+    assert chosen.of(policy, Given(None)).given == Given(None), "another adapter may differ"

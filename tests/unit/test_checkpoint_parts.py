@@ -21,10 +21,10 @@ from alignment.checkpoint import resume, writer
 from alignment.checkpoint.frozen import FrozenTensors, frozen_file
 from alignment.checkpoint.manifest import FileRecord, Manifest
 from alignment.checkpoint.optimizer_state import _is_plain, _pieces, group_settings, restore_group_settings
-from alignment.checkpoint.saving import move_into, written_folder
+from alignment.checkpoint.saving import move_into
 from alignment.checkpoint.tensors import TensorFile, write_tensors
 from alignment.checkpoint.writer import CheckpointWriter
-from alignment.config.errors import CheckpointError, OutputError
+from alignment.config.errors import CheckpointError
 from alignment.internals.deepspeed_state import Piece, Unit
 
 MANIFEST = Manifest("r", 3, "sft", 2, 0, 8, 9, True, {}, {}, {}, {})
@@ -122,21 +122,6 @@ def test_a_disk_that_fails_is_reported(tmp_path: Path, alone: list[str], monkeyp
     assert len(alone) == 1 and alone[0].startswith("save_total_limit: ") and "disk" in alone[0]
     made.finish(fails)
     assert made.failure is not None and "disk" in made.failure and "\n" not in made.failure and len(calls) == 2
-    for call in (made.prune, made.finish):  # other ranks write nothing
-        monkeypatch.setattr(writer, "rank", lambda: 1)
-        call(fails)  # type: ignore[arg-type]
-    assert len(calls) == 2
-
-
-def test_a_model_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    def save(folder: Path) -> None:
-        raise Exception("no space")
-
-    tokenizer = SimpleNamespace(init_kwargs={}, save_pretrained=save)
-    with pytest.raises(OutputError, match=f"^out: could not write the model to {tmp_path / 'a'}: no space$"):
-        with written_folder(tmp_path / "a", tokenizer, key="out"):
-            pass
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_gives_way_to_a_file_of_its_name(tmp_path: Path) -> None:
@@ -156,8 +141,9 @@ def test_a_folder_gives_way_to_a_file_of_its_name(tmp_path: Path) -> None:
 def test_settings_of_groups_are_restored_in_the_type_of_the_optimizer() -> None:
     made = torch.optim.AdamW([torch.zeros(1)], lr=torch.tensor(0.5), betas=(0.5, 0.75))
     policy: Any = SimpleNamespace(engine=SimpleNamespace(optimizer=made))
+    made.param_groups[0]["own"] = object()
     (saved,) = group_settings(policy)
-    assert saved["lr"] == 0.5 and "params" not in saved
+    assert saved["lr"] == 0.5 and not {"params", "own"} & saved.keys()
     rate = made.param_groups[0]["lr"]
     restore_group_settings(policy, [{**saved, "lr": 0.25, "betas": [0.125, 0.5], "eps": 2.0}])
     (group,) = made.param_groups
@@ -166,15 +152,11 @@ def test_settings_of_groups_are_restored_in_the_type_of_the_optimizer() -> None:
         restore_group_settings(policy, [saved, saved])
 
 
-@pytest.mark.parametrize(
-    ("value", "plain"),
-    [
-        (None, True), (1, True), (2.5, True), (True, True), ("a", True), ((1, [2.0]), True), ([{}], True), (set(), False),
-        ({"a": {"b": 1}}, True), ({1: 2}, False), ({"a": {1, 2}}, False), ([1, object()], False), (np.float64(1), False),
-    ],
-)  # fmt: skip
-def test_what_json_keeps(value: Any, plain: bool) -> None:
-    assert _is_plain(value) is plain
+def test_what_json_keeps() -> None:
+    for value in (None, 1, 2.5, True, "a", (1, [2.0]), [{}], {"a": {"b": 1}}):
+        assert _is_plain(value) is True
+    for value in ({1}, {1: 2}, {"a": {1, 2}}, {"a": 1, 2: 1}, [1, object()], np.float64(1)):
+        assert _is_plain(value) is False
 
 
 def test_an_optimizer_with_parameters_of_another_model() -> None:
@@ -246,26 +228,15 @@ def test_a_checkpoint_with_an_unknown_state(restore: Callable[..., list[Any]], t
         restore(MANIFEST, MANIFEST, newer=1, later=2)
 
 
-def test_damaged_checkpoints_are_passed_over(
+def test_if_all_checkpoints_are_damaged_each_reason_is_given(
     tmp_path: Path, alone: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def checkpoint(step: int, damaged: bool) -> resume.Checkpoint:
-        def check(folder: Path, share: Any) -> None:
-            assert (folder, share) == (tmp_path / str(step), f"share 0 of 1 of {step}")
-            if damaged:
-                raise CheckpointError(f"{step} is torn")
+    def check(folder: Path, share: Any) -> None:
+        raise CheckpointError(f"{folder} is torn")
 
-        parts = {"share": lambda rank, ranks: f"share {rank} of {ranks} of {step}", "check_contents": check}
-        return resume.Checkpoint(tmp_path / str(step), SimpleNamespace(**parts))  # type: ignore[arg-type]
-
-    compared: list[Any] = []
-    monkeypatch.setattr(resume, "check_same_run", lambda *args, **more: compared.append((*args, more)))
-    all_of = [checkpoint(5, True), checkpoint(4, False), checkpoint(3, False)]
-    monkeypatch.setattr(resume, "find", lambda *args: (all_of, ["6 is old"]))
-    assert resume.choose(tmp_path, True, MANIFEST, anyway=True) is all_of[1]
-    assert compared == [(one, MANIFEST, {"anyway": True}) for one in all_of[:2]]
-    assert alone == ["resume_from_checkpoint: 6 is old", "resume_from_checkpoint: 5 is torn"]
-    all_of[1:] = []
+    manifest: Any = SimpleNamespace(share=lambda rank, ranks: (rank, ranks), check_contents=check)
+    monkeypatch.setattr(resume, "check_same_run", lambda *args, **more: None)
+    monkeypatch.setattr(resume, "find", lambda *args: ([resume.Checkpoint(Path("5"), manifest)], ["6 is old"]))
     with pytest.raises(CheckpointError, match=f"no checkpoint in {tmp_path} can be .*: 6 is old; 5 is torn. To start"):
         resume.choose(tmp_path, True, MANIFEST, anyway=True)
     monkeypatch.setattr(resume, "find", lambda *args: ([], []))

@@ -14,6 +14,7 @@ import peft
 import pytest
 import torch
 from peft import PeftModel
+from peft.tuners.lora.layer import Linear
 from safetensors.torch import load_file, save_file
 from support.exports import command, gap, mean_logp, refused
 from support.helpers import make_model, paired_rows
@@ -21,6 +22,7 @@ from support.tiny_adapters import CAUSAL, LAYERS, logps, lora, make_adapter, mov
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, LlamaForCausalLM
 
+from alignment import SFTConfig
 from alignment.checkpoint import export as export_module
 from alignment.checkpoint import masters as masters_module
 from alignment.checkpoint.comparison import sample_rows
@@ -32,8 +34,11 @@ from alignment.cli import export as command_line
 from alignment.config.errors import AlignmentError, CheckpointError, ModelError, OptionError, OutputError
 from alignment.config.options_export import ExportOptions
 from alignment.models.adapters.folder import read_adapter, write_training_base
+from alignment.models.adapters.plan import plan_adapters
 from alignment.models.adapters.record import TRAINING_BASE
+from alignment.models.source import model_source
 from alignment.models.tasks import CAUSAL_LM
+from alignment.models.vocabulary import resize
 from alignment.run.activity import ACTIVITY
 
 FILE, ADAPTER = "model.safetensors", "adapter_model.safetensors"
@@ -66,10 +71,9 @@ KINDS: dict[str, tuple[str, peft.PeftConfig]] = {
     "oft": ("tied", peft.OFTConfig(oft_block_size=8, r=0, target_modules=["q_proj", "v_proj"], **CAUSAL)),
     "experts": ("moe", lora(r=2, target_modules=["q_proj"], target_parameters=EXPERTS)),
 }
-CASES = [pytest.param(kind, marks=() if kind in ("lora", "bias", "experts") else pytest.mark.ci) for kind in KINDS]
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_fp32_export_computes_the_same_as_peft(kind: str, bases: dict[str, str], tmp_path: Path) -> None:
     base, config = KINDS[kind]
     adapter = make_adapter(tmp_path / "adapter", bases[base], config)
@@ -89,7 +93,6 @@ ENDS: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("ends", ENDS)
 def test_a_tied_base_with_a_trained_embedding_or_head(ends: str, bases: dict[str, str], tmp_path: Path) -> None:
     base, more, tied = ENDS[ends]
@@ -120,7 +123,6 @@ def test_a_head_that_was_saved_in_fp32_is_not_rounded_to_its_base(bases: dict[st
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("case", ["nf4_recorded", "nf4_given", "int8_recorded"])
 def test_a_quantized_base_is_dequantized_for_merging(case: str, bases: dict[str, str], tmp_path: Path) -> None:
     method, recorded = FOUR_BITS if "nf4" in case else {"load_in_8bit": True}, "recorded" in case
@@ -146,7 +148,7 @@ def test_a_quantized_base_is_dequantized_for_merging(case: str, bases: dict[str,
 # Rounding ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["lora", pytest.param("experts", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("kind", ["lora", "experts"])
 def test_a_bf16_export_rounds_once_and_reports_the_loss(kind: str, bases: dict[str, str], tmp_path: Path) -> None:
     base, config = KINDS[kind]
     AutoModelForCausalLM.from_pretrained(bases[base], dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
@@ -520,3 +522,56 @@ def test_models_that_cannot_be_exported(base: str, tmp_path: Path) -> None:
     large, infinite = state | {name: state[name] * 1e6}, state | {name: state[name] * torch.inf}
     refused(ModelError, f"{name} is not finite in float16", but(large), out, dtype="float16")
     refused(ModelError, f"{name} is not finite in float32", but(infinite), out)
+
+
+# Folders of adapters -------------------------------------------------------------------------------------------------
+
+
+def test_embeddings_of_an_adapter_replace_those_of_its_base(bases: dict[str, str], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(bases["untied"])
+    resize(model, 128)
+    grown = moved(peft.get_peft_model(model, lora()))
+    grown.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    ours = exported(tmp_path / "adapter", tmp_path / "out")
+    assert ours.config.vocab_size == 128 and (logps(ours) - logps(grown)).abs().max() < 1e-5
+    options = SFTConfig("out", adapter_name_or_path=str(tmp_path / "adapter"))
+    with pytest.raises(ModelError, match=r"^adapter_name_or_path: .*contains its own model.embed_tokens.* 128 rows"):
+        plan_adapters(options, model_source(bases["untied"], "model", options))
+
+
+def test_damaged_adapters(adapter: Path, tmp_path: Path) -> None:
+    made, whole = changed(tmp_path / "adapter", adapter), (adapter / ADAPTER).read_bytes()
+
+    def check(name: str, said: str) -> None:
+        with pytest.raises(ModelError, match=f"^{made / name} {said}") as caught:
+            read_adapter(made)
+        assert "\n" not in str(caught.value)
+
+    (made / ADAPTER).unlink()
+    check(ADAPTER, "is missing; copy or download the adapter again")
+    (made / ADAPTER).write_bytes(whole[:-1])
+    check(ADAPTER, "is truncated or corrupt .*; copy or download it again")
+    for tensors in ({}, {"a": torch.zeros(0, 3), "b": torch.zeros(1)}):
+        save_file(tensors, made / ADAPTER)
+        check(ADAPTER, "has empty tensors; .* save the adapter again")
+    (made / "adapter_config.json").write_text("{")
+    check("adapter_config.json", "cannot be read: ")
+
+
+def test_errors_of_libraries_during_an_export(
+    bases: dict[str, str], adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("first\nsecond")
+
+    out, full = tmp_path / "out", Path(bases["tied"])
+    refused(OptionError, f"revision: applies to the base of an adapter, but {full} is", full, out, revision="main")
+    for owner, name, error, said in (
+        (Linear, "merge", ModelError, "the adapter of model.layers.0.self_attn.q_proj cannot be merged: first"),
+        (LlamaForCausalLM, "save_pretrained", OutputError, f"{adapter}: the model cannot be written: first"),
+        (LlamaForCausalLM, "_from_config", ModelError, f"base: {bases['tied']!r} cannot be built: first"),
+        (AutoTokenizer, "from_pretrained", ModelError, f"{full}: the tokenizer cannot be loaded: first"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, fails)
+            refused(error, said, full if owner is AutoTokenizer else adapter, out, samples=0)

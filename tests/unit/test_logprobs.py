@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig, LlamaModel, OPTConfig
+from transformers import CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig, OPTConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from alignment.config.errors import ModelError
+from alignment.models import scorer
 from alignment.models.checking import check_scorer
 from alignment.models.head import LogProbHead, answers_logprobs, checkpointed_logprobs, install_logprob_head
 from alignment.models.logprobs import DEFAULT_TILE_BYTES, LogitTransform, tile_length, token_logprobs
@@ -309,6 +310,33 @@ def test_heads_that_are_not_plain_layers(kind: str) -> None:
     torch.testing.assert_close(scored(scorer, ids), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_model_without_a_head_has_no_logprobs() -> None:
-    with pytest.raises(ModelError, match=r"LlamaModel has no language modeling head.*AutoModelForCausalLM"):
-        install_logprob_head(LlamaModel(ARCHITECTURES["llama-untied"]))
+def test_copies_of_a_head_are_replaced() -> None:
+    """In a model that already has adapters, PEFT has copied the head."""
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES["llama-untied"])
+    live = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        wanted = live(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    found = install_logprob_head(live.get_base_model())
+    assert found is model.lm_head and not isinstance(found, LogProbHead)
+    heads = [found.original_module, *found.modules_to_save.values()]
+    assert len(heads) == 2 and all(isinstance(head, LogProbHead) for head in heads)
+    scores = CompletionScorer(model)({"input_ids": ids}, torch.arange(11), ids[0, 1:], 11).scores
+    torch.testing.assert_close(scores, wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ModelError, match="^model LlamaModel has no language modeling head; load it with "):
+        install_logprob_head(model.model)
+
+
+def test_models_that_cannot_be_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(**inputs: Any) -> None:
+        raise TypeError(f"unexpected {sorted(inputs)}")
+
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES["llama-untied"])
+    made = CompletionScorer(model)
+    monkeypatch.setattr(model, "forward", fails)
+    said = r"the test forward pass failed: TypeError: unexpected \['input_ids', 'use_cache'\]"
+    with pytest.raises(ModelError, match=rf"^model LlamaForCausalLM \(llama\): {said}$"):
+        check_scorer(made, torch.device("cpu"))
+    monkeypatch.setattr(scorer, "decoder_of", lambda model: None)
+    with pytest.raises(ModelError, match=r"^model LlamaForCausalLM \(llama\) is not supported: it has no decoder"):
+        CompletionScorer(model)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,16 +14,26 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.helpers import make_model, tiny_config, zero
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, ViTConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+)
 from transformers.integrations import deepspeed as hf_deepspeed
 
+from alignment import KTOConfig
 from alignment.checkpoint.saving import gathered_state_dict
 from alignment.config.deepspeed import load_deepspeed_config
 from alignment.config.errors import ModelError, OptionError
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.placement import PLACEMENTS
-from alignment.models.loading import disable_dropout, enable_checkpointing, load_model, snapshot
-from alignment.models.source import check_positions, check_weights, read_config
+from alignment.models import loading, source
+from alignment.models.loading import disable_dropout, enable_checkpointing, load_model, load_whole, snapshot
+from alignment.models.source import ModelSource, check_positions, check_weights, model_source, read_config
 from alignment.models.tasks import CAUSAL_LM
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -230,3 +241,43 @@ def test_code_of_a_model_runs_only_with_trust_remote_code(tmp_path: Path) -> Non
         read_config(str(tmp_path), key="model_name_or_path", trust_remote_code=False, init_kwargs={})
     config = read_config(str(tmp_path), key="model_name_or_path", trust_remote_code=True, init_kwargs={})
     assert type(config).__name__ == "OwnConfig" and config.vocab_size == 9
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(OSError("torn\nhere"), "torn"), (ImportError("x"), "x"), (KeyError("act"), "KeyError: 'act'")],
+)
+def test_errors_of_libraries_while_loading(error: Exception, said: str) -> None:
+    task: Any = SimpleNamespace(auto=mock.Mock(**{"from_pretrained.side_effect": error}), arguments={})
+    with pytest.raises(ModelError, match=f"^model 'some/model' could not be loaded: {said}$"):
+        load_model("some/model", torch.float32, ds_config=zero(0), task=task)
+    if not isinstance(error, KeyError):
+        with pytest.raises(ModelError, match=f"^model 'some/model' could not be loaded: {said}$"):
+            load_whole("some/model", task, "auto", False)
+    task.auto.from_pretrained.side_effect = torch.OutOfMemoryError("full")
+    with pytest.raises(torch.OutOfMemoryError):
+        load_model("some/model", torch.float32, ds_config=zero(0), task=task)
+
+
+def test_live_models_that_need_care(monkeypatch: pytest.MonkeyPatch) -> None:
+    t5 = T5ForConditionalGeneration(T5Config(num_layers=1, d_model=8, d_ff=8, vocab_size=9))
+    with pytest.raises(ModelError, match="^k: T5ForConditionalGeneration is an encoder-decoder model; only "):
+        model_source(t5, "k", KTOConfig("out"))
+    prepared = mock.Mock()
+    monkeypatch.setattr(source, "prepare_quantized", prepared)
+    model: Any = SimpleNamespace(peft_config={"default": None}, parameters=lambda: ["weight"])
+    packed: Any = ModelSource(None, model, LlamaConfig(), {}, quantization="plan")  # type: ignore[arg-type]
+    assert packed.load(KTOConfig("out"), torch.float32, {}, CPU) is model
+    prepared.assert_called_once_with(model, "plan")
+    monkeypatch.setattr(loading, "is_partitioned", lambda parameter: parameter == "weight")
+    with pytest.raises(ModelError, match="^model: a live model with adapters .* cannot be copied as the reference"):
+        snapshot(model)
+
+
+def test_checkpointing_is_enabled_by_the_name_in_the_release() -> None:
+    model = mock.Mock(spec=["supports_gradient_checkpointing", "config", "gradient_checkpointing_enable"])
+    enable_checkpointing(model, {"a": 1})
+    model.gradient_checkpointing_enable.assert_called_once_with({"use_reentrant": False, "a": 1})
+    newer = mock.Mock(supports_gradient_checkpointing=True)
+    enable_checkpointing(newer, None)
+    newer.activation_checkpointing_enable.assert_called_once_with({"use_reentrant": False})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 from support.helpers import tiny_config
@@ -12,7 +13,7 @@ from transformers import BitsAndBytesConfig
 from alignment import KTOConfig
 from alignment.config.errors import AlignmentError
 from alignment.models import quantization
-from alignment.models.quantization import Quantization, plan_quantization
+from alignment.models.quantization import Quantization, plan_quantization, prepare_quantized
 
 BF16 = torch.bfloat16
 
@@ -106,3 +107,22 @@ def test_bitsandbytes_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantization, "find_spec", lambda name: None)
     with pytest.raises(AlignmentError, match="not installed; run pip install bitsandbytes"):
         plan(in_4bit())
+
+
+def test_8_bit_weights() -> None:
+    made = plan(kwargs={"quantization_config": {"load_in_8bit": True}}, stage=3)
+    assert made.bits == 8 and not made.stored and made.describe() == "8-bit base weights"
+    layers = [bitsandbytes.nn.Linear8bitLt(8, 8, has_fp16_weights=False).to("cpu"), torch.nn.Linear(8, 8)]
+    model = torch.nn.Sequential(*layers).eval()
+    prepare_quantized(model, made)
+    model(torch.ones(1, 8))
+    assert model[0].training and not model[1].training, "it computes as in training"
+
+
+def test_configurations_that_bitsandbytes_rejects(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AlignmentError, match="^model_init_kwargs: quantization_config=.*'yes'.* is not valid for "):
+        plan(kwargs={"quantization_config": {"load_in_4bit": "yes"}})
+    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
+    for given in (BitsAndBytesConfig(load_in_4bit=True), {"load_in_4bit": True}):
+        with pytest.raises(AlignmentError, match="^model_init_kwargs: .* not installed"):
+            plan(kwargs={"quantization_config": given})

@@ -10,22 +10,25 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig
 from support.helpers import make_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from alignment.config.errors import ModelError, OptionError, OutputError
 from alignment.data.batching import Batch, collate
 from alignment.methods.kto_options import KTOConfig
+from alignment.models.adapters.record import Adapters
 from alignment.models.source import ModelSource, model_source
 from alignment.references import content
 from alignment.references import store as module
 from alignment.references.base import RowIds
-from alignment.references.content import file_hashes, live_content, source_content
+from alignment.references.content import adapters_content, file_hashes, live_content, source_content
 from alignment.references.precomputed import LogpTable, PrecomputedReference, places
 from alignment.references.store import Logps, LogpStore
 
@@ -394,3 +397,25 @@ def _turned(model: PreTrainedModel) -> None:
 
 def _epsilon(model: PreTrainedModel) -> None:
     model.config.rms_norm_eps = 1e-3
+
+
+@pytest.mark.parametrize("kind", ["SCB", "quant_state"])
+def test_constants_of_packed_weights_are_part_of_the_content(kind: str, folder: Path) -> None:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
+    weight, found = model.get_parameter("model.norm.weight"), [live_content(model, keep=True)]
+    for values in (torch.zeros(2), torch.ones(2)):
+        state = SimpleNamespace(as_dict=lambda packed, values=values: {"absmax": values} if packed else {})
+        setattr(weight, kind, values if kind == "SCB" else state)
+        found.append(live_content(model, keep=True))
+        assert found[-1] not in found[:-1] and live_content(model, keep=False) == {}
+
+
+def test_adapters_are_identified_by_their_files(copied: Path, tmp_path: Path) -> None:
+    def of(path: str | None) -> dict[str, Any]:
+        return adapters_content(Adapters(LoraConfig(), name="own", path=path), tmp_path / "hashes.json")
+
+    (copied / "adapter_config.json").write_text("{}")
+    assert of(None) == {"name": "own"}
+    assert sorted(of(str(copied))["files"]) == ["adapter_config.json", "config.json", "model.safetensors"]
+    with pytest.raises(ModelError, match="^'no/adapter': its commit is not in the Hub cache"):
+        of("no/adapter")

@@ -157,17 +157,16 @@ def test_a_folder_that_is_not_shared(
 
 @pytest.mark.parametrize(
     ("job", "restarts", "of", "stays"),
-    [("7", "1", "7", True), ("7", "0", "7", False), ("7", "1", "8", False), (None, "1", "7", False), ("7", "1", None, False)],
+    [("7", "1", "7", True), ("7", "0", "7", False), ("7", "1", "8", False), (None, "1", "7", False)],
 )  # fmt: skip
 def test_a_requeued_job_obeys_the_stop_file(
-    job: str | None, restarts: str, of: str | None, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: str | None, restarts: str, of: str, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr(run_folder, "tell", told.append)
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
     monkeypatch.setenv("SLURM_JOB_ID", job or "")
-    if of is not None:
-        write_status(tmp_path, job=of)
+    write_status(tmp_path, job=of)
     stop = tmp_path / "STOP"
     stop.touch()
     RunFolder(tmp_path, SFTConfig("out"))._clear_stop_file()
