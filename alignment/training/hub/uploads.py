@@ -173,10 +173,7 @@ class Uploads(TrainerCallback):
         replace_text(folder / CARD, contents.card_text(source, self._subject(), self.args.to_dict(), self.details))
 
     def destination(self, *given: Any) -> Repository:
-        """Return the repository of the run, checked; collective.
-
-        ``given`` are arguments of :func:`prepared_repository`, for another one.
-        """
+        """Return the run's repository, or that of arguments of :func:`prepared_repository`, checked; collective."""
         if self.repository is not None and not any(given):
             return self.repository
         to = prepared_repository(self.args, self.context.retries, *given)
