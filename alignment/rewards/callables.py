@@ -6,15 +6,14 @@ import asyncio
 import functools
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 
 from alignment.config.errors import RewardError, show
 from alignment.engines.collectives import device, gathered
-from alignment.run.ranks import rank, world_size
+from alignment.run.ranks import tell, world_size
 from alignment.run.retries import NEVER, Retries
 from alignment.run.stop import REQUESTS, Cut
 
@@ -49,7 +48,7 @@ def awaited(coroutine: Coroutine[Any, Any, Any], look: Callable[[], None] = lamb
     """Run a coroutine in that event loop and return its result; call ``look`` every second, which may raise."""
     future = asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
     try:
-        while not wait_for([future], 1.0).done:
+        while not wait([future], 1.0).done:
             look()
         return future.result()
     except BaseException:
@@ -122,8 +121,7 @@ def raise_together(failure: RewardError | None, retries: Retries = NEVER) -> Non
         also = f"; also failed: {', '.join(map(str, ranks[1:]))}" if len(ranks) > 1 else ""
         message = f"{message} (on rank {ranks[0]}{also})"
     if any(leaving for _, _, leaving in everyone):
-        if rank() == 0:
-            print(f"{message}. The run is stopping and repeats this step when it resumes", flush=True)
+        tell(f"{message}. The run is stopping and repeats this step when it resumes")
         raise Cut
     if failure is not None and world_size() == 1:
         raise failure
