@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PredictionOutput
 
 from alignment.data.batching import Batch, ends
-from alignment.data.kinds.pairs import SCORED_PAIRS, PreferenceBatch
+from alignment.data.kinds.pairs import PreferenceBatch
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.engines.collectives import gathered
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.reward_options import RewardConfig

@@ -29,14 +29,10 @@ def about_rows(report: DataReport, completions: int = 1) -> list[str]:
         remedy = "raise max_length, or lower max_prompt_length" if short else "check these rows"
         drops = replace(report, dropped=lost).drops()
         found.append(f"{sum(lost.values())} of {report.rows_in} rows were dropped ({drops}); {remedy}")
+    answers = completions * report.rows_out
     for what, cut, total, effect in (
         ("prompts", report.prompts_cut, report.rows_out, "completions are learned without part of their prompt"),
-        (
-            "completions",
-            report.completions_cut,
-            completions * report.rows_out,
-            "the model does not learn how they end",
-        ),
+        ("completions", report.completions_cut, answers, "the model does not learn how they end"),
     ):
         if cut > MOST_LOST * total:
             remedy = "raise max_length, or change max_prompt_length"

@@ -16,23 +16,8 @@ from transformers import (
     TrainerState,
     integrations,
 )
-from transformers.integrations import (
-    INTEGRATION_TO_CALLBACK,
-    TensorBoardCallback,
-    WandbCallback,
-    get_available_reporting_integrations,
-    get_reporting_integration_callbacks,
-)
 
-from alignment.config.errors import (
-    OptionError,
-    RewardError,
-    TrainingError,
-    did_you_mean,
-    listing,
-    one_line,
-    setting,
-)
+from alignment.config.errors import OptionError, RewardError, TrainingError, did_you_mean, listing, one_line, setting
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import largest_numbers, on_first_rank
 from alignment.internals.transformers import callback_handler, keeps_state
@@ -63,7 +48,7 @@ def check_reporting(report_to: str | list[str]) -> None:
     Raises:
         OptionError: if an integration is not available.
     """
-    known = {*INTEGRATION_TO_CALLBACK} - {"trackio"}
+    known = {*integrations.INTEGRATION_TO_CALLBACK} - {"trackio"}
     for name in {*([report_to] if isinstance(report_to, str) else report_to)} - {"all", "none"}:
         if name not in known:
             near = did_you_mean(name, known) or f"; set one of {listing(sorted(known))}"
@@ -96,7 +81,7 @@ def check_before_loading(args: AlignmentConfig, callbacks: Sequence[TrainerCallb
             "steps or epoch; set both"
         )
     online = os.environ.get("WANDB_MODE", "online") == "online"
-    if online and any(isinstance(callback, WandbCallback) for callback in callbacks):
+    if online and any(isinstance(callback, integrations.WandbCallback) for callback in callbacks):
         import wandb
 
         on_first_rank(lambda: None if wandb.run is not None else wandb.login(verify=False))
@@ -110,16 +95,15 @@ class Events:
     ) -> None:
         self.args, self.state, self.control = args, state, TrainerControl()
         names = [args.report_to] if isinstance(args.report_to, str) else args.report_to
-        # Trackio's callback reads options that only transformers' TrainingArguments have.
-        left_out = ("none", "trackio") if "all" in names else ("none",)
-        names = get_available_reporting_integrations() if "all" in names else names
+        if "all" in names:  # Trackio's callback reads options that only transformers' TrainingArguments have
+            names = [name for name in integrations.get_available_reporting_integrations() if name != "trackio"]
         try:
-            kinds = get_reporting_integration_callbacks([name for name in names if name not in left_out])
+            kinds = integrations.get_reporting_integration_callbacks([name for name in names if name != "none"])
             reporting = [kind() for kind in kinds]
         except Exception as error:  # the integrations' packages have their own exception classes
             raise OptionError(f"{setting('report_to', args.report_to)}: {one_line(error)}") from error
         for callback in reporting:
-            if isinstance(callback, TensorBoardCallback) and args.logging_dir is not None:
+            if isinstance(callback, integrations.TensorBoardCallback) and args.logging_dir is not None:
                 callback.logging_dir = os.path.expanduser(args.logging_dir)
         self.handler = callback_handler([DefaultFlowCallback(), *reporting, *callbacks], processing_class)
 

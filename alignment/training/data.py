@@ -114,15 +114,12 @@ class PreparedData:
         ends = list(itertools.accumulate(part.report.rows_out for part in self.parts))
         return f"{self.parts[bisect.bisect_right(ends, row)].where}, row {number}"
 
-    def sources(self, planned: Iterable[int]) -> list[int | str]:
-        """Return the source rows of entries of a plan: of rows, or of all rows of the packs."""
+    def source_rows(self, plan: WindowPlan) -> list[int | str]:
+        """Return the source rows of a window: of its rows, or of all rows of its packs."""
+        planned = {row for micro in plan.micro_batches for own in micro for row in own.rows}
         if self.packs is not None:
             planned = {row for pack in planned for row in self.packs.rows(pack)}
         return [self.source_row(row) for row in sorted(planned)]
-
-    def source_rows(self, plan: WindowPlan) -> list[int | str]:
-        """Return the source rows of a window."""
-        return self.sources(row for micro in plan.micro_batches for own in micro for row in own.rows)
 
 
 @dataclass
@@ -197,8 +194,7 @@ class DataPreparation:
             if fills(cache_folder()):
                 given = retries(where, source.load) if isinstance(source, Part) else source
                 parts = given if isinstance(given, tuple) else (Part(where, lambda: given),)
-                # Cutting each part first would change the sizes of parts without weights, and lose rows if some are
-                # dropped.
+                # Cutting parts first would change the sizes of those without weights, and lose rows if any is dropped.
                 first = limit if len(parts) == 1 else None
                 made = [(part.where, self._tokenized(part, first, packing).name, part.weight) for part in parts]
         # A folder's name is a hash of its content, so the first rank's name is right on every node.

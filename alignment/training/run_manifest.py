@@ -28,6 +28,7 @@ from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData, total_steps
 from alignment.training.run_engines import RunEngines
 
+PERCENTILES = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
 _LIBRARIES = ("deepspeed-alignment", "torch", "transformers", "deepspeed", "peft", "bitsandbytes")
 
 
@@ -89,9 +90,6 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-PERCENTILES = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
-
-
 def token_lengths(data: PreparedData, completions: Sequence[str]) -> dict[str, dict[str, int]]:
     """Return percentiles of numbers of tokens by what is counted; ``completions`` are the method's columns."""
     prompt, counts = data.table.prompt, data.table.completions
@@ -101,11 +99,9 @@ def token_lengths(data: PreparedData, completions: Sequence[str]) -> dict[str, d
     if data.packs is not None:
         sequences = data.packs.stops - data.packs.begins
         lengths = {"pack": data.packs.tokens, "trained on per pack": counts[:, 0], "sequence": sequences}
-    found = {}
-    for name, values in lengths.items():
-        points = np.percentile(values, list(PERCENTILES.values()), method="higher").tolist()
-        found[name] = {key: int(point) for key, point in zip(PERCENTILES, points)}
-    return found
+    shares = list(PERCENTILES.values())
+    points = {name: np.percentile(values, shares, method="higher") for name, values in lengths.items()}
+    return {name: dict(zip(PERCENTILES, values.astype(int).tolist())) for name, values in points.items()}
 
 
 def shown_name(column: str) -> str:

@@ -96,8 +96,7 @@ class EvaluationAnswers:
         room = limit - max(map(len, prompts))
         sampling = sampling_of(model.generation_config, tokenizer, min(options.max_new_tokens, room))
         with context.phases.of_evaluation():
-            texts = [tokenizer.decode(list(ids), clean_up_tokenization_spaces=False) for ids in prompts]
-            columns = {"prompt": texts}
+            columns = {"prompt": [tokenizer.decode(list(ids), clean_up_tokenization_spaces=False) for ids in prompts]}
             columns["policy"] = completions(context, (models.policy, contextlib.nullcontext()), prompts, sampling)
             if reference is not None:
                 if data.key not in self._reference:

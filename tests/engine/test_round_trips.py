@@ -20,7 +20,7 @@ from alignment.checkpoint.export import export
 from alignment.cli.parsing import parse
 from alignment.config.errors import ModelError
 from alignment.config.options_export import ExportOptions
-from alignment.data.kinds.pairs import SCORED_PAIRS
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.sources import load_split
 from alignment.reporting.status_file import read_status
 from alignment.training.trainer import AlignmentTrainer

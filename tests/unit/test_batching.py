@@ -18,8 +18,9 @@ from alignment.data.batching import (
     ends,
 )
 from alignment.data.kinds.base import Kind
-from alignment.data.kinds.pairs import PAIRS, SCORED_PAIRS, PreferenceBatch, collate_pairs
+from alignment.data.kinds.pairs import PAIRS, PreferenceBatch, collate_pairs
 from alignment.data.kinds.prompts import PROMPTS, PromptBatch
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED, UnpairedBatch
 from alignment.data.windows import (
     MicroBatch,

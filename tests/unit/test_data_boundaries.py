@@ -16,8 +16,9 @@ from alignment.config.errors import DataError
 from alignment.config.fields import choices_of
 from alignment.config.options_data import Truncation
 from alignment.data.kinds.completions import COMPLETIONS
-from alignment.data.kinds.pairs import HH_TURN, PAIRS, SCORED_PAIRS, split_texts
+from alignment.data.kinds.pairs import HH_TURN, PAIRS, split_texts
 from alignment.data.kinds.prompts import PROMPTS
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.readers import infer_features
 from alignment.data.sources import load_split

@@ -31,11 +31,9 @@ from support.data_tokenizers import (  # noqa: E402
 )
 
 from alignment.data.kinds.completions import COMPLETIONS, Completions  # noqa: E402
-from alignment.data.kinds.pairs import (
-    PAIRS,  # noqa: E402
-    SCORED_PAIRS,  # noqa: E402
-)
+from alignment.data.kinds.pairs import PAIRS  # noqa: E402
 from alignment.data.kinds.prompts import PROMPTS  # noqa: E402
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS  # noqa: E402
 from alignment.data.kinds.unpaired import UNPAIRED  # noqa: E402
 from alignment.data.prepare import load_prepared, prepare  # noqa: E402
 from alignment.data.sources import dataset_from_python  # noqa: E402

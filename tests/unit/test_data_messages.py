@@ -11,8 +11,9 @@ from support.data_tokenizers import CHATML, TOOLS, byte_tokenizer, char_tokenize
 
 from alignment.config.errors import DataError
 from alignment.data.kinds.completions import COMPLETIONS
-from alignment.data.kinds.pairs import PAIRS, SCORED_PAIRS
+from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.prompts import PROMPTS
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.messages import Source, conversation, source_of, text_of
 from alignment.data.prepare import load_prepared, prepare

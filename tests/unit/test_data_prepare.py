@@ -14,7 +14,8 @@ from alignment import CPOConfig, DPOConfig, KTOConfig, RewardConfig, SFTConfig
 from alignment.config.errors import DataError, ModelError, OutputError
 from alignment.data import prepare as module
 from alignment.data.kinds.completions import COMPLETIONS
-from alignment.data.kinds.pairs import PAIRS, SCORED_PAIRS
+from alignment.data.kinds.pairs import PAIRS
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.prepare import Prepared, data_key, load_prepared, prepare
 from alignment.data.report import DataReport

@@ -16,8 +16,9 @@ from support.data_tokenizers import CHATML, char_tokenizer
 from alignment.config.errors import DataError
 from alignment.config.options_data import COLUMNS
 from alignment.data.columns import arranged, used_columns
-from alignment.data.kinds.pairs import PAIRS, SCORED_PAIRS, margin_of
+from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.prompts import PROMPTS, PromptRow, prompt_row
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS, margin_of
 from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.prepare import Prepared, load_prepared, prepare
 from alignment.data.sources import dataset_from_python, from_stream

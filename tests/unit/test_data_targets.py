@@ -12,8 +12,9 @@ from support.data_tokenizers import CHATML, PLAIN, char_tokenizer, readable_toke
 from alignment.config.errors import DataError
 from alignment.data.batching import collate
 from alignment.data.kinds.completions import COMPLETIONS, Completions
-from alignment.data.kinds.pairs import PAIRS, SCORED_PAIRS
+from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.prompts import PROMPTS
+from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.prepare import Prepared, load_prepared, prepare
 from alignment.data.sources import dataset_from_python

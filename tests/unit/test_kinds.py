@@ -15,8 +15,9 @@ from support.data_tokenizers import char_tokenizer
 from alignment.data.batching import Batch, MicroBatches, OnDevice, collate
 from alignment.data.kinds.base import Kind
 from alignment.data.kinds.completions import Completions
-from alignment.data.kinds.pairs import Pairs, ScoredPairs
+from alignment.data.kinds.pairs import Pairs
 from alignment.data.kinds.prompts import Prompts
+from alignment.data.kinds.scored_pairs import ScoredPairs
 from alignment.data.kinds.unpaired import Unpaired
 from alignment.data.messages import Row, Source
 from alignment.data.prepare import load_prepared, prepare

@@ -41,8 +41,6 @@ STAGING = ".hub-upload"  # in the output folder: files being uploaded, and those
 _MODEL = "model"
 _LEAST_S, _SLOWEST = 600.0, 1e6  # wait for an upload: minimum seconds, and lowest expected bytes per second
 _GRACE_S, _SLICE_S = 5.0, 1.0  # wait if the run is asked to stop, and between two looks at that
-
-
 Upload: TypeAlias = "Future[CommitInfo]"
 
 
