@@ -20,9 +20,16 @@ Result = TypeVar("Result")
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed Python, NumPy and torch (on all devices) within this context; restore their states on any exit."""
+    with preserved():
+        seed_streams(seed)
+        yield
+
+
+@contextlib.contextmanager
+def preserved() -> Iterator[None]:
+    """Restore the states of Python, NumPy and torch on any exit from this context."""
     rewind = rewinder()
     try:
-        seed_streams(seed)
         yield
     finally:
         rewind()

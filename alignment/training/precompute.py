@@ -21,7 +21,7 @@ from alignment.config.options_model import ReferenceOptions
 from alignment.data.batching import MicroBatches
 from alignment.data.windows import Rows, WindowPlan, plan_window, set_partners
 from alignment.engines.collectives import copied_from_first_rank, device, on_first_rank, sum_over_ranks
-from alignment.engines.rng import RandomStreams
+from alignment.engines.rng import preserved
 from alignment.references.content import adapters_content, source_content
 from alignment.references.engine import EngineReference, ReferencePlan
 from alignment.references.precomputed import LogpTable, PrecomputedReference, places
@@ -57,12 +57,8 @@ class ReferenceStores:
         opened, seconds = self._opened(prepare=True), dict[str, float]()
         if any(store.missing for _, store in opened):
             # Runs that find a store and runs that compute it draw the same random numbers.
-            streams = RandomStreams()
-            before = streams.state_dict()
-            try:
+            with preserved():
                 seconds = self._fill(opened)
-            finally:
-                streams.load_state_dict(before)
         tables = {}
         for data, store in opened:
             if rank() == 0:
@@ -142,8 +138,8 @@ class ReferenceStores:
         args, rows = self.context.args, np.arange(part.start, part.stop, dtype=np.int64)
         asked = args.precompute_ref_batch_size if isinstance(args, ReferenceOptions) else None
         size, tokens = asked or args.eval_batch_size, None if asked else args.max_tokens_per_batch
-        ranks, own = world_size(), partners[rows]
-        return plan_window(data.table, rows, own, world_size=ranks, batch_size=size, max_tokens=tokens)
+        ranks = world_size()
+        return plan_window(data.table, rows, partners[rows], world_size=ranks, batch_size=size, max_tokens=tokens)
 
     def _part(
         self, engine: EngineReference, data: PreparedData, part: range, plan: WindowPlan, progress: Progress
