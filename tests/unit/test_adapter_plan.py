@@ -63,6 +63,7 @@ def test_unset_targets_are_all_linear_layers_but_the_head() -> None:
         assert sorted(of(planned(**more)).target_modules) == LINEAR
     found = planned()
     assert found is not None and "lm_head" not in found.layers and len(found.layers) == 2 * len(LINEAR)
+    assert of(planned(config=peft.IA3Config())).feedforward_modules == []
 
 
 def test_the_options_become_a_configuration() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -16,7 +14,6 @@ from transformers import CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, 
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from alignment.config.errors import ModelError
-from alignment.models import scorer
 from alignment.models.checking import check_scorer
 from alignment.models.head import LogProbHead, checkpointed_logprobs, install_logprob_head
 from alignment.models.logprobs import DEFAULT_TILE_BYTES, LogitTransform, tile_length, token_logprobs
@@ -306,18 +303,3 @@ def test_copies_of_a_head_are_replaced() -> None:
     torch.testing.assert_close(scores, wanted, rtol=1e-5, atol=1e-5)
     with pytest.raises(ModelError, match="^model LlamaModel has no language modeling head; load it with "):
         install_logprob_head(model.model)
-
-
-def test_models_that_cannot_be_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(**inputs: Any) -> None:
-        raise TypeError(f"unexpected {sorted(inputs)}")
-
-    model = AutoModelForCausalLM.from_config(ARCHITECTURES["llama-untied"])
-    made = CompletionScorer(model)
-    monkeypatch.setattr(model, "forward", fails)
-    said = r"the test forward pass failed: TypeError: unexpected \['input_ids', 'use_cache'\]"
-    with pytest.raises(ModelError, match=rf"^model LlamaForCausalLM \(llama\): {said}$"):
-        check_scorer(made, torch.device("cpu"))
-    monkeypatch.setattr(scorer, "decoder_of", lambda model: None)
-    with pytest.raises(ModelError, match=r"^model LlamaForCausalLM \(llama\) is not supported: it has no decoder"):
-        CompletionScorer(model)
