@@ -14,6 +14,7 @@ from transformers import CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, 
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from alignment.config.errors import ModelError
+from alignment.models import scorer
 from alignment.models.checking import check_scorer
 from alignment.models.head import LogProbHead, checkpointed_logprobs, install_logprob_head
 from alignment.models.logprobs import DEFAULT_TILE_BYTES, LogitTransform, tile_length, token_logprobs
@@ -288,7 +289,7 @@ def test_tensors_saved_for_backward_have_the_dtype_of_the_hidden_states() -> Non
     assert wide and all(tensor.dtype == torch.bfloat16 for tensor in wide)
 
 
-def test_copies_of_a_head_are_replaced() -> None:
+def test_copies_of_a_head_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a model that already has adapters, PEFT has copied the head."""
     model = AutoModelForCausalLM.from_config(ARCHITECTURES["llama-untied"])
     live = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
@@ -303,3 +304,6 @@ def test_copies_of_a_head_are_replaced() -> None:
     torch.testing.assert_close(scores, wanted, rtol=1e-5, atol=1e-5)
     with pytest.raises(ModelError, match="^model LlamaModel has no language modeling head; load it with "):
         install_logprob_head(model.model)
+    monkeypatch.setattr(scorer, "decoder_of", lambda model: None)
+    with pytest.raises(ModelError, match=r"^model LlamaForCausalLM \(llama\) is not supported: it has no decoder"):
+        CompletionScorer(model)

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from alignment import KTOConfig
-from alignment.checkpoint.saving import gathered_state_dict
+from alignment.checkpoint.saving import gathered_state_dict, write_model
 from alignment.config.deepspeed import load_deepspeed_config
 from alignment.config.errors import ModelError, OptionError
 from alignment.engines.launch_env import init_distributed
@@ -254,6 +254,9 @@ def test_a_partitioned_model_is_copied_unpartitioned(tmp_path: Path, kind: str) 
     assert sum(p.numel() for p in model.parameters()) < sum(v.numel() for v in stored.values())
     assert gathered_state_dict(model, keep=False) == {}
     state, twin = gathered_state_dict(model, keep=True), snapshot(model)
+    write_model(model, None, tmp_path / "written", first_rank=True)
+    written = load_file(tmp_path / "written" / "model.safetensors")
+    assert all(torch.equal(written[name], stored[name]) for name in stored)
     for name, value in stored.items():
         assert torch.equal(state[name].cpu(), value)
         assert torch.equal(twin.state_dict()[name].cpu(), value)
