@@ -175,6 +175,7 @@ def test_a_window_that_overflows_is_recomputed(stage: str, model: str, tmp_path:
     assert len(rates) == 3 and [line["step"] for line in found] == [1, 2, 3]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("scaling", [{"min_loss_scale": 2.0**31}, {"loss_scale": 2.0**31}], ids=["minimum", "static"])
 def test_a_scale_that_cannot_be_lowered_ends_the_run(scaling: dict[str, Any], model: str, tmp_path: Path) -> None:
     trainer = trainer_of(model, tmp_path, "stage2", 32, scaling=scaling)

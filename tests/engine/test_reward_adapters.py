@@ -75,6 +75,7 @@ def test_a_live_model_keeps_a_head_without_adapter(tmp_path: Path) -> None:
     torch.testing.assert_close(answered(loaded(base, out), tmp_path / "peft"), found, rtol=0, atol=1e-5)
 
 
+@pytest.mark.ci
 def test_the_head_of_a_checkpoint_is_unchanged(tmp_path: Path) -> None:
     base, out = make_classifier(tmp_path / "base"), tmp_path / "out"
     found, notes = trained(base, out, LoraConfig(r=2))

@@ -74,6 +74,8 @@ def test_an_existing_folder_keeps_its_other_files(tmp_path: Path) -> None:
     before, stale = names(out), {"model-00001-of-00002.safetensors", "model.safetensors.index.json"}
     for name in stale:
         (out / name).write_text("{}")
+    (out / "config.json").unlink()
+    (out / "config.json" / "folder").mkdir(parents=True)
     model = small()
     write_model(model, None, out, first_rank=True)
     assert names(out) == before

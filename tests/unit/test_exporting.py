@@ -555,7 +555,7 @@ def test_damaged_adapters(adapter: Path, tmp_path: Path) -> None:
         save_file(tensors, made / ADAPTER)
         check(ADAPTER, "has empty tensors; .* save the adapter again")
     (made / "adapter_config.json").write_text("{")
-    check("adapter_config.json", "cannot be read: ")
+    check("adapter_config.json", "cannot be read: .*Expecting")
 
 
 def test_errors_of_libraries_during_an_export(
@@ -569,7 +569,6 @@ def test_errors_of_libraries_during_an_export(
     for owner, name, error, said in (
         (Linear, "merge", ModelError, "the adapter of model.layers.0.self_attn.q_proj cannot be merged: first"),
         (LlamaForCausalLM, "save_pretrained", OutputError, f"{adapter}: the model cannot be written: first"),
-        (LlamaForCausalLM, "_from_config", ModelError, f"base: {bases['tied']!r} cannot be built: first"),
         (AutoTokenizer, "from_pretrained", ModelError, f"{full}: the tokenizer cannot be loaded: first"),
     ):
         with monkeypatch.context() as patched:

@@ -28,7 +28,7 @@ from alignment.engines import scoring
 from alignment.internals.liger import kernels_by_type
 from alignment.models import attention
 from alignment.models import kernels as model_kernels
-from alignment.models.kernels import choose_hub_kernels_again, hub_kernels, put_hub_kernels, put_liger_kernels
+from alignment.models.kernels import hub_kernels, put_liger_kernels
 from alignment.models.loading import load_model
 from alignment.models.scorer import CompletionScorer
 from alignment.models.source import ModelSource
@@ -262,24 +262,5 @@ def test_kernels_are_put_into_the_decoder_of_a_classifier(monkeypatch: pytest.Mo
     put: list[Any] = []
     monkeypatch.setattr(model_kernels, "put_into", lambda *args: put.append(args))
     classifier = AutoModelForSequenceClassification.from_config(tiny_config("tied", layers=1))
-    put_liger_kernels(classifier, None)
-    put_liger_kernels(classifier.model, {"rope": False})
-    assert put == [(classifier.model, {}), (classifier.model, {"rope": False})]
-    monkeypatch.setattr(model_kernels, "liger_type", lambda config: None)
-    with pytest.raises(ModelError, match="Liger cannot patch LlamaModel: it has no kernels for llama models; remove"):
-        put_liger_kernels(classifier.model, None)
-
-
-def test_kernels_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[Any] = []
-    model = AutoModelForCausalLM.from_config(tiny_config("tied", layers=1)).eval()
-    monkeypatch.setattr(LlamaForCausalLM, "set_use_kernels", lambda self, use: modes.append((self.training, use)))
-    put_hub_kernels(model)
-    assert modes == [(True, True)] and not model.training
-    for used, calls in ((False, 1), (True, 2)):
-        monkeypatch.setattr(LlamaForCausalLM, "use_kernels", used)
-        choose_hub_kernels_again(torch.nn.Sequential(model))
-        assert modes[1:] == [(False, True)] * (calls - 1)
-    monkeypatch.setattr(LlamaForCausalLM, "set_use_kernels", None)
-    with pytest.raises(ModelError, match="^use_kernels: kernels .* with LlamaForCausalLM: .*; remove use_kernels$"):
-        put_hub_kernels(model)
+    put_liger_kernels(classifier, {"rope": False})
+    assert put == [(classifier.model, {"rope": False})]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import bitsandbytes
 import pytest
 import torch
 from support.helpers import tiny_config
@@ -13,7 +12,7 @@ from transformers import BitsAndBytesConfig
 from alignment import KTOConfig
 from alignment.config.errors import AlignmentError
 from alignment.models import quantization
-from alignment.models.quantization import Quantization, plan_quantization, prepare_quantized
+from alignment.models.quantization import Quantization, plan_quantization
 
 BF16 = torch.bfloat16
 
@@ -107,16 +106,6 @@ def test_bitsandbytes_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantization, "find_spec", lambda name: None)
     with pytest.raises(AlignmentError, match="not installed; run pip install bitsandbytes"):
         plan(in_4bit())
-
-
-def test_8_bit_weights() -> None:
-    made = plan(kwargs={"quantization_config": {"load_in_8bit": True}}, stage=3)
-    assert made.bits == 8 and not made.stored and made.describe() == "8-bit base weights"
-    layers = [bitsandbytes.nn.Linear8bitLt(8, 8, has_fp16_weights=False).to("cpu"), torch.nn.Linear(8, 8)]
-    model = torch.nn.Sequential(*layers).eval()
-    prepare_quantized(model, made)
-    model(torch.ones(1, 8))
-    assert model[0].training and not model[1].training, "it computes as in training"
 
 
 def test_configurations_that_bitsandbytes_rejects(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -410,12 +410,12 @@ def test_constants_of_packed_weights_are_part_of_the_content(kind: str, folder: 
         assert found[-1] not in found[:-1] and live_content(model, keep=False) == {}
 
 
-def test_adapters_are_identified_by_their_files(copied: Path, tmp_path: Path) -> None:
+def test_adapters_are_identified_by_their_files(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def of(path: str | None) -> dict[str, Any]:
         return adapters_content(Adapters(LoraConfig(), name="own", path=path), tmp_path / "hashes.json")
 
     (copied / "adapter_config.json").write_text("{}")
     assert of(None) == {"name": "own"}
     assert sorted(of(str(copied))["files"]) == ["adapter_config.json", "config.json", "model.safetensors"]
-    with pytest.raises(ModelError, match="^'no/adapter': its commit is not in the Hub cache"):
-        of("no/adapter")
+    monkeypatch.setattr(content, "hub_commit", lambda *given: str(given))
+    assert of("a/b") == {"name": "a/b", "commit": str(("a/b", "adapter_config.json", {}))}
