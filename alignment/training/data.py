@@ -31,7 +31,7 @@ from alignment.data.prepare import check_cache, load_prepared, prepare
 from alignment.data.report import DataReport, joined
 from alignment.data.sources import dataset_from_python, from_stream, load_split
 from alignment.data.tokenization import Limits
-from alignment.data.windows import RowTable, WindowPlan, WindowSampler, row_table, set_partners
+from alignment.data.windows import RowTable, WindowSampler, row_table, set_partners
 from alignment.engines.collectives import barrier, from_first_rank, gathered, together
 from alignment.engines.optimizers import check_optimization
 from alignment.internals.datasets import cache_folder
@@ -114,9 +114,8 @@ class PreparedData:
         ends = list(itertools.accumulate(part.report.rows_out for part in self.parts))
         return f"{self.parts[bisect.bisect_right(ends, row)].where}, row {number}"
 
-    def source_rows(self, plan: WindowPlan) -> list[int | str]:
-        """Return the source rows of a window: of its rows, or of all rows of its packs."""
-        planned = {row for micro in plan.micro_batches for own in micro for row in own.rows}
+    def sources(self, planned: Iterable[int]) -> list[int | str]:
+        """Return the source rows of entries of a plan: of rows, or of all rows of the packs."""
         if self.packs is not None:
             planned = {row for pack in planned for row in self.packs.rows(pack)}
         return [self.source_row(row) for row in sorted(planned)]
