@@ -6,7 +6,7 @@ Decisions use only values that are equal on all ranks, so that all ranks do the 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class BadSteps:
 
     Args:
         args: the run's options.
-        rows: returns a window's rows, numbered as in the user's data.
+        rows: returns the numbers in the user's data of the rows or packs of a plan.
         tell: prints a line on the first rank.
         record: adds a line to the log.
 
@@ -53,7 +53,7 @@ class BadSteps:
     """
 
     def __init__(
-        self, args: FaultOptions, rows: Callable[[WindowPlan], list[Any]], tell: Tell, record: Record
+        self, args: FaultOptions, rows: Callable[[Iterable[int]], list[Any]], tell: Tell, record: Record
     ) -> None:
         self.args = args
         self._rows, self._tell, self._record = rows, tell, record
@@ -120,7 +120,7 @@ class BadSteps:
                 "message": str(fault),
                 "action": "skip",
                 "bad_steps": self.count,
-                "rows": self._rows(plan),
+                "rows": self._rows(row for micro in plan.micro_batches for own in micro for row in own.rows),
             }
         )
 

@@ -31,7 +31,7 @@ from alignment.data.prepare import check_cache, load_prepared, prepare
 from alignment.data.report import DataReport, joined
 from alignment.data.sources import dataset_from_python, from_stream, load_split
 from alignment.data.tokenization import Limits
-from alignment.data.windows import RowTable, WindowPlan, WindowSampler, row_table, set_partners
+from alignment.data.windows import RowTable, WindowSampler, row_table, set_partners
 from alignment.engines.collectives import barrier, from_first_rank, gathered, together
 from alignment.engines.optimizers import check_optimization
 from alignment.internals.datasets import cache_folder

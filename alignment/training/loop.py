@@ -85,7 +85,7 @@ class TrainingLoop:
         self.random = context.run_state.register_on_each_rank("random", RandomAtStart(context.args.seed))
         register("data", sampler)
         record = context.log_file.write
-        self.bad_steps = register("bad_steps", BadSteps(self.args, data.source_rows, self._say, record))
+        self.bad_steps = register("bad_steps", BadSteps(self.args, data.sources, self._say, record))
         self.overflows = register("overflows", Overflows())
         self.decision = Decision()
         self._actions = {
