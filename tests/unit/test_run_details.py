@@ -203,9 +203,8 @@ def test_statistics_and_sources_of_packs() -> None:
         "pack": (7, 8), "trained on per pack": (3, 6), "sequence": (3, 8),
     }  # fmt: skip
     whole = next(number for number in range(2) if packs.tokens[number] == 8)
-    for ranks, sources in (([[whole]], [17]), ([[1 - whole]], [12, 13]), ([[0], [1]], [12, 13, 17])):
-        plan: Any = SimpleNamespace(micro_batches=[[SimpleNamespace(rows=own) for own in ranks]])
-        assert data.source_rows(plan) == sources
+    assert data.sources([whole]) == [17] and data.sources([1 - whole]) == [12, 13]
+    assert data.sources([0, 1]) == [12, 13, 17]
 
 
 def test_completions_with_another_column_than_at_the_first_step(tmp_path: Path) -> None:
