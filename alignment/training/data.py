@@ -120,10 +120,6 @@ class PreparedData:
             planned = {row for pack in planned for row in self.packs.rows(pack)}
         return [self.source_row(row) for row in sorted(planned)]
 
-    def source_rows(self, plan: WindowPlan) -> list[int | str]:
-        """Return the source rows of a window."""
-        return self.sources(row for micro in plan.micro_batches for own in micro for row in own.rows)
-
 
 @dataclass
 class RunData:

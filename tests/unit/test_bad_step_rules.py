@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ FAULT = BadStep("the gradient norm is nan", "non-finite gradient", discarded=Tru
 
 
 def plan(epoch: int, step: int) -> WindowPlan:
-    return WindowPlan(epoch, step, (), (), (), WindowCounts(0, 0, 0, 0, 0))
+    micro: Any = ((SimpleNamespace(rows=[step, epoch]),),)
+    return WindowPlan(epoch, step, micro, (), (), WindowCounts(0, 0, 0, 0, 0))
 
 
 class Steps(BadSteps):
@@ -27,7 +29,7 @@ class Steps(BadSteps):
         self.told: list[str] = []
         self.lines: list[dict[str, Any]] = []
         args = CPOConfig(output_dir=str(folder), **options)
-        super().__init__(args, lambda window: [window.step, window.epoch], self.told.append, self.lines.append)
+        super().__init__(args, list, self.told.append, self.lines.append)
 
     def after(self, losses: list[float]) -> Steps:
         for loss in losses:
