@@ -105,7 +105,7 @@ def test_the_whole_program(
         "made_by_demo.json",
     }
     page = (folder / "demo.md").read_text()
-    assert re.search(r"\| before +\| \+0\.000 \|", page) and "![reward margins by step](margins.png)" in page
+    assert re.search(r"\| before +\| +0\.000 \|", page) and "![reward margins by step](margins.png)" in page
     assert "targets not met: " in page and page.count("  after KTO ") == 3, "three sampled requests"
     given = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     titles = ("before", *least_warm)

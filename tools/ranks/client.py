@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -40,27 +41,33 @@ class RankServer:
     def __init__(self, root: Path = ROOT, address: str | None = None, python: str = sys.executable) -> None:
         self.root, self._python = root, python
         self._process: subprocess.Popen[str] | None = None
+        self._starting = threading.Lock()
         self._address = address or (os.environ.get(ADDRESS) if python == sys.executable else None)
 
     @property
     def address(self) -> str:
-        """The socket of the server, which is started if necessary."""
-        if self._address is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="rank-server-")
-            self._address = os.path.join(self._folder.name, "socket")
-            self._process = subprocess.Popen(
-                [self._python, "-m", "tools.ranks.server", self._address],
-                cwd=ROOT,
-                env=environment(OMP_NUM_THREADS="1", COVERAGE_PROCESS_START=""),  # measure the ranks, not the server
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-            assert self._process.stdout is not None
-            if self._process.stdout.readline() != "ready\n":
-                raise RuntimeError(f"the rank server exited with status {self._process.wait()} before it was ready")
-        return self._address
+        """The socket of the server, which is started if necessary, by one thread."""
+        with self._starting:
+            if self._address is None:
+                self._address = self._start()
+            return self._address
+
+    def _start(self) -> str:
+        self._folder = tempfile.TemporaryDirectory(prefix="rank-server-")
+        address = os.path.join(self._folder.name, "socket")
+        self._process = subprocess.Popen(
+            [self._python, "-m", "tools.ranks.server", address],
+            cwd=ROOT,
+            env=environment(OMP_NUM_THREADS="1", COVERAGE_PROCESS_START=""),  # measure the ranks, not the server
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "ready\n":
+            raise RuntimeError(f"the rank server exited with status {self._process.wait()} before it was ready")
+        return address
 
     def run(
         self,
