@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.helpers import STAGES, make_model, paired_rows, unpaired_rows
+from support.helpers import options as short
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GraniteMoeConfig, MixtralConfig, PreTrainedConfig, Qwen2MoeConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -35,21 +36,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def make_trainer(path: str, folder: Path, method: str = "cpo", **options: Any) -> AlignmentTrainer:
     trainer, config, rows = TRAINERS[method]
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "optim": "sgd",
-        "learning_rate": RATE,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "max_steps": 1,
-        "per_device_train_batch_size": ROWS,
-        "max_length": 64,
-        "max_prompt_length": None,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "deepspeed": STAGES["stage0"],
-    }
+    settings = short(folder, optim="sgd", learning_rate=RATE, max_grad_norm=0.0, max_steps=1)
+    settings |= {"per_device_train_batch_size": ROWS, "gradient_accumulation_steps": 1}
     made: AlignmentTrainer = trainer(model=path, args=config(**settings | options), train_dataset=rows(ROWS))
     return made
 

@@ -71,17 +71,18 @@ def test_options_without_effect() -> None:
     assert made.defaults["amsgrad"] is True
 
 
-def test_adam_starts_at_step_0(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bf16", [False, True])
+def test_adam_starts_at_step_0(model: str, tmp_path: Path, bf16: bool) -> None:
     """In 16 bits at stage 0, DeepSpeed makes a step on zero gradients; weight decay makes it visible."""
     courses = {}
     for stage in ("stage0", "stage2", "stage3"):
         given = {"learning_rate": 3e-3, "weight_decay": 10.0, "max_steps": 2}
-        args = CPOConfig(**options(tmp_path / stage, deepspeed=STAGES[stage], bf16=True, **given))
+        args = CPOConfig(**options(tmp_path / stage, deepspeed=STAGES[stage], bf16=bf16, **given))
         trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(12), eval_dataset=paired_rows(12))
         trainer.engines.build(2)
         assert trainer.engines.models is not None
         optimizer = trainer.engines.models.policy.engine.optimizer
-        assert hasattr(optimizer, "fp32_groups") == (stage == "stage0")
+        assert hasattr(optimizer, "fp32_groups") == (bf16 and stage == "stage0")
         for masters, weights in zip(getattr(optimizer, "fp32_groups", ()), getattr(optimizer, "fp16_groups", ())):
             assert all(torch.equal(master, weight.float()) for master, weight in zip(masters, weights))
         trainer.train()
@@ -93,7 +94,7 @@ def test_adam_starts_at_step_0(model: str, tmp_path: Path) -> None:
         ]
         trainer.close()
     for stage in ("stage0", "stage3"):
-        assert courses[stage] == pytest.approx(courses["stage2"], rel=2e-3), stage
+        assert courses[stage] == pytest.approx(courses["stage2"], rel=2e-3 if bf16 else 1e-5), stage
 
 
 @pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_32bit"])

@@ -80,10 +80,8 @@ def test_what_two_ranks_wrote_is_read_by_one(tmp_path: Path, place: Any, monkeyp
     monkeypatch.setattr(resume, "read_fragments", read)
     monkeypatch.setattr(resume, "group_settings", lambda policy: [])
     monkeypatch.setattr(writer, "write_fragments", lambda *args: {"fragments": FileRecord(1, str(args[2]))})
-    engines, state = (
-        mock.Mock(),
-        mock.Mock(unknown=lambda shared, own: sorted({*shared, *own} - {"sum", "rollout", "rank"})),
-    )
+    engines, known = mock.Mock(), {"sum", "rollout", "rank"}
+    state = mock.Mock(unknown=lambda shared, own: sorted({*shared, *own} - known))
     engines.frozen.changed, engines.policy.scheduler = {"a": torch.arange(2.0)}, None
     state.state.side_effect = lambda: ({"sum": np.float64(0.5), "rollout": 1}, {"rank": place.rank})
     state.redistributed = lambda states, rank: [states, rank]

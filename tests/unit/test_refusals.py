@@ -39,12 +39,7 @@ from alignment.planning.engines import _by_adapters
 from alignment.training import preparation
 from alignment.training.arguments import model_and_options, refuse_arguments, with_arguments
 
-
-@pytest.fixture(autouse=True)
-def one_cpu_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 @pytest.mark.parametrize(
