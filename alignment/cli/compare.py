@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
 
-from alignment.cli.sample import WHAT, run_sampling, sampling_parser
+from alignment.cli.sample import WHAT, folder_of, run_sampling, sampling_parser
 from alignment.config.errors import OptionError
 from alignment.config.options_online import CompareConfig
 
@@ -62,8 +62,7 @@ def _compared(given: Namespace, options: CompareConfig) -> dict[str, Any]:
         models, names = [*models, start], [*names, f"{start.found} (start)"]
     if len(models) < 2:
         raise OptionError(f"RUN: what {names[0]} started from is unknown; pass the models to compare it with")
-    first = Path(given.runs[0]).expanduser()
-    folder = Path(given.folder or (first if first.is_dir() else ".")).expanduser()
+    folder = Path(given.folder or folder_of(given.runs[0])).expanduser()
     journals = [folder / f"comparison-{number}.samples" for number in range(len(models))]
     samplers, answers = [], []
     for model, journal in zip(models, journals):

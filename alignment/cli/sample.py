@@ -21,6 +21,7 @@ _ABOUT = """\
 Sample completions of a trained model for prompts, score them if a reward function, a reward model or a judge is given,
 and write them as rows that methods train on. Can be started with a launcher as `train` is. The rows do not depend on
 the number of ranks. An interrupted command continues when it is repeated."""
+WHAT = "output folder of a run, a checkpoint, any folder with a model or an adapter, or a Hub name"
 _SHORT = {"num_generations": ["-n"], "rows": ["--as"]}
 
 
@@ -33,10 +34,7 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
         from alignment.online.sampling_job import Sampler, write_rows
         from alignment.run.ranks import tell
 
-        run_folder = Path(given.run).expanduser()
-        out = Path(
-            options.out or (run_folder if run_folder.is_dir() else Path()) / f"{options.rows}.jsonl"
-        ).expanduser()
+        out = Path(options.out or folder_of(given.run) / f"{options.rows}.jsonl").expanduser()
         journal = out.with_name(f"{out.name}.samples")
         if out.exists() and not journal.exists():
             raise OptionError(f"{setting('out', str(out))}: exists and was not written by sample; set another file")
@@ -54,22 +52,15 @@ def _parser(program: str) -> ArgumentParser:
     return parser
 
 
-WHAT = "output folder of a run, a checkpoint, any folder with a model or an adapter, or a Hub name"
-
-
 def sampling_parser(program: str, runs: str, about: str, config: type[SamplingConfig]) -> ArgumentParser:
     """Return a parser of ``--prompts`` and the options of a class; values are texts, which the class converts."""
-    parser = ArgumentParser(prog=program, description=about, allow_abbrev=False)
+    usage = f"{program} {runs} --prompts DATA [--OPTION VALUE ...]"
+    parser = ArgumentParser(prog=program, usage=usage, description=about, allow_abbrev=False)
     parser.add_argument(
         "--prompts", metavar="DATA", required=True, help="dataset of prompts: file, folder or Hub name"
     )
-    own = [
-        name for part in config.__mro__[-2::-1] if issubclass(part, SamplingConfig) for name in part.__annotations__
-    ]
     fields, types = {field.name: field for field in option_fields(config)}, hints(config)
-    for name in dict.fromkeys([*(name for name in own if name in fields), *config.ACCEPTED]):
-        if name == "num_generations" and name not in vars(config)["__annotations__"]:
-            continue
+    for name in config.ACCEPTED:
         field = fields[name]
         several, switch = "list" in str(types[name]), "bool" in str(types[name])
         nargs: dict[str, Any] = {"nargs": "+"} if several else {"nargs": "?", "const": "true"} if switch else {}
@@ -77,6 +68,12 @@ def sampling_parser(program: str, runs: str, about: str, config: type[SamplingCo
         shown = "" if field.default in (None, False) else f" [{field.default}]"
         parser.add_argument(f"--{name}", *_SHORT.get(name, ()), metavar="VALUE", help=text + shown, **nargs)
     return parser
+
+
+def folder_of(run: str) -> Path:
+    """Return the folder for the output about a model: its own, or the present one for a Hub name."""
+    folder = Path(run).expanduser()
+    return folder if folder.is_dir() else Path()
 
 
 def run_sampling(

@@ -136,6 +136,11 @@ class SamplingConfig(OnlineOptions):
 class SampleConfig(SamplingConfig):
     """Options of ``sample``."""
 
+    ACCEPTED: ClassVar[tuple[str, ...]] = (
+        *words("num_generations rows threshold min_margin out"),
+        *SamplingConfig.ACCEPTED,
+    )
+
     num_generations: Count = option(4, "Completions per prompt.")
     rows: Free[Literal["completions", "unpaired", "pairs"]] = option(
         "completions",

@@ -6,6 +6,7 @@ number of ranks. Every chunk is a line of a journal, from which a job that was i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -209,18 +210,23 @@ def _options_of(model: TrainedModel, options: SamplingConfig) -> dict[str, Any]:
     return given
 
 
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"out: cannot write {path}: {error}") from error
+
+
 def _begun(journal: Path, settings: Mapping[str, Any]) -> int:
     """Begin a journal, or check its settings and cut off an incomplete line; return its number of chunks."""
-    try:
+    with _writing(journal):
         if not journal.exists():
             journal.parent.mkdir(parents=True, exist_ok=True)
             replace_text(journal, json.dumps(settings) + "\n")
-            return 0
         known, *chunks = read_lines(journal) or [{}]
         with journal.open("rb+") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
-    except OSError as error:
-        raise OutputError(f"out: cannot write {journal}: {error}") from error
     differ = [name for name in {**known, **settings} if known.get(name) != settings.get(name)]
     if differ or not all(chunks):
         why = f"was begun with other settings ({', '.join(differ)})" if differ else "is damaged"
@@ -229,13 +235,10 @@ def _begun(journal: Path, settings: Mapping[str, Any]) -> int:
 
 
 def _append(journal: Path, lines: list[str]) -> None:
-    try:
-        with journal.open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OutputError(f"out: cannot write {journal}: {error}") from error
+    with _writing(journal), journal.open("a", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_journal(journal: Path) -> tuple[list[Sampled], dict[str, float]]:
@@ -250,17 +253,15 @@ def read_journal(journal: Path) -> tuple[list[Sampled], dict[str, float]]:
 def write_rows(sampler: Sampler, journal: Path, out: Path, options: SampleConfig) -> str:
     """Write the rows of a complete journal; return a line about them. For one rank."""
     found, metrics = read_journal(journal)
-    lines, dropped = [], Counter[str]()
+    lines, dropped = [], Counter(sampler.prompts.report.dropped)
     for each in found:
         for row in rows_of(prompt_row(sampler.prompts.dataset, each.row), each, options):
             if isinstance(row, str):
                 dropped[row] += 1
             else:
                 lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    try:
+    with _writing(out):
         replace_text(out, "".join(lines))
-    except OSError as error:
-        raise OutputError(f"out: cannot write {out}: {error}") from error
     parts = [f"{counted(len(lines), 'row')} of {counted(len(found), 'prompt')}"]
     parts += [f"dropped: {'; '.join(f'{count} × {why}' for why, count in dropped.most_common())}"] if dropped else []
     own = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]

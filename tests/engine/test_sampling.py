@@ -17,11 +17,13 @@ from support.helpers import make_model, options, text
 from support.tiny_adapters import lora, make_adapter
 
 from alignment import CPOConfig, CPOTrainer, DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
-from alignment.cli.compare import statistics_of, wilson
+from alignment.cli.compare import as_table, statistics_of, wilson
 from alignment.config.errors import OptionError
 from alignment.config.options_online import SampleConfig
 from alignment.data.kinds.prompts import PromptRow
 from alignment.online.sampling_job import Sampled, rows_of
+from alignment.reporting.page import render
+from alignment.reporting.run_content import read_content
 from tools.ranks import RankServer
 from tools.ranks.job import Outcome
 
@@ -176,6 +178,9 @@ def test_wins_are_counted(ranks: RankServer, world: Path, tmp_path: Path) -> Non
     wins, ties = sum(a > b for a, b in scores), same + sum(a == b for a, b in scores)
     assert (one["wins"], one["ties"], one["losses"]) == (wins, ties, 8 - wins - ties)
     assert one["win_rate"] == (wins + ties / 2) / 8 and one["interval"][0] < one["win_rate"] < one["interval"][1]
+    page = render(read_content(tmp_path / "run").page)
+    assert "Most different answers" in page and f"{one['win_rate']:.1%} (" in page
+    assert f"| {one['with']}" in as_table(result) and f"{one['win_rate']:.1%} (" in as_table(result)
     for judge in ("longer", "first"):
         run(ranks, world, "compare", "policy", *given, "--folder", tmp_path, "--judge", f"rewards.py:{judge}")
         one, *_ = json.loads((tmp_path / "comparison.json").read_text())["comparisons"]
