@@ -22,6 +22,7 @@ COMMANDS = {
     "report": "write the HTML report of a run, or compare several runs",
     "precompute": "compute and store the log-probs of the reference",
     "export": "export a checkpoint, or an adapter merged into its base, as a full model",
+    "chat": "chat with a trained model, alone or beside another one",
     "submit": "submit a training job to SLURM that resumes after its time limit",
 }
 
