@@ -20,8 +20,9 @@ from alignment.run.activity import ACTIVITY
 _ABOUT = """\
 Chat with a trained model. Answers are printed as they are generated, with the chat template, the stop tokens and the
 adapter of the model; the base of an adapter is quantized as in training. --compare answers with a second model too,
-with the same seed. Ctrl-C stops an answer; Ctrl-D or /quit ends the command. If stdin is not a terminal, each line is
-answered, and only answers are written to stdout."""
+with the same seed. Sampling options that are not set have the values of the model's generation_config.json. Ctrl-C
+stops an answer; Ctrl-D or /quit ends the command. If stdin is not a terminal, each line is answered, and only answers
+are written to stdout."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment chat") -> None:

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le
 from alignment.config.errors import refuse
 from alignment.config.fields import Count, Natural, NotNegative, Positive, option, validated
 
-_OWN = "unset: that of the model's generation_config.json, or else"
+_OWN = "[the model's]"  # of its generation_config.json
 
 
 @dataclass
@@ -19,15 +19,17 @@ class ChatOptions:
 
     system: str | None = option(None, "system message that every conversation starts with")
     max_new_tokens: Count = option(512, "maximum length of an answer, in tokens")
-    temperature: NotNegative | None = option(None, f"sampling temperature; 0: the most likely token; {_OWN} 1")
+    temperature: NotNegative | None = option(None, f"sampling temperature; 0: always the most likely token {_OWN}")
     top_p: Annotated[float, Gt(0), Le(1)] | None = option(
-        None, f"total probability of the likeliest tokens to sample; {_OWN} 1"
+        None, f"total probability of the likeliest tokens to sample; 1: all {_OWN}"
     )
-    top_k: Natural | None = option(None, f"sample from this number of most likely tokens; 0: all tokens; {_OWN} 0")
+    top_k: Natural | None = option(None, f"sample from this number of most likely tokens; 0: all {_OWN}")
     min_p: Annotated[float, Ge(0), Le(1)] | None = option(
-        None, f"least probability of a token, relative to that of the most likely token; {_OWN} 0"
+        None, f"least probability of a token to sample, relative to that of the most likely token {_OWN}"
     )
-    repetition_penalty: Positive | None = option(None, f"penalty on tokens that already occur; {_OWN} 1")
+    repetition_penalty: Positive | None = option(
+        None, f"penalty on tokens that already occur in the conversation; 1: none {_OWN}"
+    )
     seed: Annotated[int, Ge(0), Le(2**32 - 1)] = option(42, "random seed of the first answer; each further one adds 1")
     apply_chat_template: bool = option(
         True, "false: take each line as the prompt itself, for a model that was trained on prompts that are strings"
