@@ -76,6 +76,12 @@ class TrainedModel:
         revision = keywords(self.options.get("model_init_kwargs")).get("revision")
         return find_model(named, self.key, revision=revision, trust=trust)
 
+    def is_base_of(self, other: TrainedModel) -> bool:
+        """Whether it is ``other`` without its adapter, which need not be loaded twice."""
+        alike = (self.path, self.revision, self.quantization) == (other.path, other.revision, other.quantization)
+        sizes = [one.config.get_text_config().vocab_size for one in (self, other)]
+        return alike and self.adapter is None and other.adapter is not None and sizes[0] == sizes[1]
+
     def tokenizer(self) -> Any:
         """Load the tokenizer that was saved with the model or the adapter, or else that of the adapter's base.
 
