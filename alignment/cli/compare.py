@@ -139,5 +139,6 @@ def as_table(result: dict[str, Any]) -> str:
     from alignment.reporting.page import Page, as_markdown
     from alignment.reporting.run_content import COMPARISON, comparison_section
 
-    text = as_markdown(Page(result["run"], "Comparison", [comparison_section(result)], ""))
+    section = comparison_section(result)
+    text = as_markdown(Page(result["run"], "Comparison", [section._replace(cards=section.cards[:1])], ""))
     return f"{text}\nThe answers that differ most are in {COMPARISON} and in the report of the run"

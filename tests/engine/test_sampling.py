@@ -178,7 +178,7 @@ def test_wins_are_counted(ranks: RankServer, world: Path, tmp_path: Path) -> Non
     wins, ties = sum(a > b for a, b in scores), same + sum(a == b for a, b in scores)
     assert (one["wins"], one["ties"], one["losses"]) == (wins, ties, 8 - wins - ties)
     assert one["win_rate"] == (wins + ties / 2) / 8 and one["interval"][0] < one["win_rate"] < one["interval"][1]
-    (tmp_path / "run" / "log.jsonl").write_text("{\"event\": \"start\"}\n")
+    (tmp_path / "run" / "log.jsonl").write_text('{"event": "start"}\n')
     page = render(read_content(tmp_path / "run").page)
     assert "Most different answers" in page and f"{one['win_rate']:.1%} (" in page
     assert f"| {one['with']}" in as_table(result) and f"{one['win_rate']:.1%} (" in as_table(result)
