@@ -112,6 +112,14 @@ def test_a_pipe_gets_the_answers_of_the_model(
     assert err.startswith(f"{models / where}: ") and err.endswith("float32 on cpu\n") and len(err.splitlines()) == 1
 
 
+def test_an_adapter_on_the_hub_is_downloaded(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = {"me/adapter": models / "adapter", "me/full": models / "full"}
+    monkeypatch.setattr(trained_model, "snapshot_download", lambda name, allow_patterns: str(hub[name]))
+    found = trained_model.find_model("me/adapter", "RUN")
+    assert (found.found, found.path) == (str(models / "adapter"), str(models / "full"))
+    assert trained_model._folder("me/full", "RUN") is None, "transformers downloads a full model"
+
+
 def test_a_comparison_answers_with_the_start_and_the_same_seed(
     models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
