@@ -34,11 +34,6 @@ from alignment.training.window import WindowPass
 
 # Separate random streams; all evaluations use the same one.
 _TRAINING, _EVALUATION = 2, 3
-# Metrics that :meth:`OnlineWindowPass.measure` adds.
-MEASURED = (
-    *("val/contain_eos_token", "completions/mean_length", "completions/mean_terminated_length", "pairs/dropped"),
-    *(f"pairs/{reason}" for reason in REASONS),
-)
 
 
 class Seeds(NamedTuple):
@@ -150,7 +145,8 @@ class OnlineWindowPass(WindowPass):
         """Generate completions for the evaluation sets with the initial policy, as the baseline for win rates."""
         with self.phases.of_evaluation():
             for plan, batches, data in evaluation:
-                groups, rankings = self._answered(plan, batches, data, None, count=1, train=False)
+                seeds = window_seeds(self.options.seed, plan, rank(), train=False)
+                groups, rankings = self.answered(batches, data, seeds, None, 1)
                 scores = (None if ranking.scores is None else ranking.scores[0] for ranking in rankings)
                 answers = {group.row: FirstAnswer(group.texts[0], score) for group, score in zip(groups, scores)}
                 self._starts[data.key] = answers
@@ -172,8 +168,9 @@ class OnlineWindowPass(WindowPass):
             self._epoch = plan.epoch
         beta = self.beta(self._epoch)
         sums.add_once("beta", torch.full((), beta, dtype=torch.float64, device=self.device))
-        groups, rankings = self._answered(plan, batches, data, sums, count=options.num_generations, train=train)
-        self.measure(groups, rankings, sums)
+        seeds = window_seeds(options.seed, plan, rank(), train=train)
+        groups, rankings = self.answered(batches, data, seeds, sums, options.num_generations)
+        self._measure(groups, rankings, sums)
         if train:
             self.log.keep(groups, rankings)
         else:
@@ -186,44 +183,16 @@ class OnlineWindowPass(WindowPass):
         )
         return trained, ranked_batches(pairs, trained, rank(), beta)
 
-    def _answered(
-        self,
-        plan: WindowPlan,
-        batches: Sequence[AnyBatch],
-        data: PreparedData,
-        sums: MetricSums | None,
-        *,
-        count: int,
-        train: bool,
-    ) -> tuple[list[Generated], list[Ranking]]:
-        """Return this rank's prompts of a window with ``count`` ranked completions each."""
-        own = [batch for batch in batches if isinstance(batch, PromptBatch)]
-        rows = [row for batch in own for row in batch.rows]
-        prompts = [list(prompt) for batch in own for prompt in batch.prompts]
-        seeds = window_seeds(self.options.seed, plan, rank(), train=train)
-        return self.answered(rows, prompts, data, seeds, sums, count)
-
     def answered(
-        self,
-        rows: Sequence[int],
-        prompts: Sequence[list[int]],
-        data: PreparedData,
-        seeds: Seeds,
-        sums: MetricSums | None,
-        count: int,
+        self, batches: Sequence[AnyBatch], data: PreparedData, seeds: Seeds, sums: MetricSums | None, count: int
     ) -> tuple[list[Generated], list[Ranking]]:
         """Return this rank's prompts with ``count`` ranked completions each: the phases ``rollout`` and ``score``.
 
-        Collective, including ranks without prompts.
-
-        Args:
-            rows: the prompts' indices in the tokenized dataset.
-            prompts: their token ids.
-            data: the dataset.
-            seeds: seeds of everything that is random.
-            sums: gets the metrics of the ranker, unless None.
-            count: number of completions per prompt.
+        Collective, also on ranks without prompts.
         """
+        own = [batch for batch in batches if isinstance(batch, PromptBatch)]
+        rows = [row for batch in own for row in batch.rows]
+        prompts = [list(prompt) for batch in own for prompt in batch.prompts]
         with self.phases("rollout") as record:
             request = RolloutRequest(prompts, count, self.sampling, seeds.rollout)
             completions = self.rollout.generate(request)
@@ -235,8 +204,7 @@ class OnlineWindowPass(WindowPass):
             record.tokens += sum(len(c.ids) for group in completions for c in group)
         return groups, rankings
 
-    def measure(self, groups: Sequence[Generated], rankings: Sequence[Ranking], sums: MetricSums) -> None:
-        """Add the metrics :data:`MEASURED`."""
+    def _measure(self, groups: Sequence[Generated], rankings: Sequence[Ranking], sums: MetricSums) -> None:
         made = [completion for group in groups for completion in group.completions]
         ended = [len(completion.ids) for completion in made if completion.ended]
         sums.add("val/contain_eos_token", len(ended), len(made))

@@ -167,16 +167,12 @@ def comparison_section(found: Record) -> Section:
     for one in found.get("comparisons", ()):
         rate = "" if one["win_rate"] is None else "{:.1%} ({:.1%} to {:.1%})".format(one["win_rate"], *one["interval"])
         counts = (f"{one[name]:,}" for name in ("prompts", "wins", "ties", "losses"))
-        means = (" / ".join(brief(each) for each in one[name] or ()) for name in ("mean_lengths", "mean_rewards"))
+        means = (" / ".join(map(brief, one[name] or ())) for name in ("mean_lengths", "mean_rewards"))
         rows.append([one["with"], *counts, rate, *means])
-        samples = [
-            (
-                _cut(example["prompt"]),
-                {label: _cut(text) for label, text in zip(("this run", one["with"]), example["answers"])},
-                {label: brief(score) for label, score in zip(("this run", one["with"]), example["scores"] or ())},
-            )
-            for example in one["examples"]
-        ]
+        names, samples = ("this run", one["with"]), []
+        for each in one["examples"]:
+            texts, scores = map(_cut, each["answers"]), [brief(one) for one in each["scores"] if one is not None]
+            samples.append((_cut(each["prompt"]), dict(zip(names, texts)), dict(zip(names, scores))))
         cards.append(html.Card(title="Most different answers", muted=one["with"], samples=samples))
     heads = ("compared with", "prompts", "wins", "ties", "losses", "win rate (95%)", "mean length", "mean reward")
     table = html.Table("Comparison", heads, rows, ("", *["number"] * 7))

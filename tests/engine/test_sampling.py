@@ -16,12 +16,10 @@ from support.bad_online_commands import write_classifiers
 from support.helpers import make_model, options, text
 from support.tiny_adapters import lora, make_adapter
 
-from alignment import CPOConfig, CPOTrainer, DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
-from alignment.cli.compare import as_table, statistics_of, wilson
+from alignment import CPOConfig, CPOTrainer, DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from alignment.cli.sampling import Sampled, rows_of, statistics_of, wilson
 from alignment.config.errors import OptionError
-from alignment.config.options_online import SampleConfig
-from alignment.data.kinds.prompts import PromptRow
-from alignment.online.sampling_job import Sampled, rows_of
+from alignment.methods.online_dpo_options import SampleConfig
 from alignment.reporting.page import render
 from alignment.reporting.run_content import read_content
 from tools.ranks import RankServer
@@ -87,8 +85,8 @@ def test_rows_are_the_same_on_two_ranks_and_after_a_kill(ranks: RankServer, worl
     lives.write_text("3")
     killed = ("sample", "policy", *given, "rewards.py:deadly", "--out", out)
     assert run(ranks, world, *killed, check=False, LIVES=str(lives)).ranks[0].code == -9 and not out.exists()
-    journal = tmp_path / "killed.jsonl.samples"
-    assert len(read(journal)) == 1 + 3, "the settings, and three chunks"
+    (journal,) = (tmp_path / "killed.jsonl.samples").iterdir()
+    assert len(read(journal)) == 3, "three chunks"
     with journal.open("a") as file:
         file.write('{"metrics": {"objective')  # as a kill within a write leaves it
     lives.write_text("9")
@@ -100,9 +98,11 @@ def test_rows_are_the_same_on_two_ranks_and_after_a_kill(ranks: RankServer, worl
     assert found and all(len(set(row["chosen"])) == row["chosen_score"] > row["rejected_score"] for row in found)
     (line,) = [line for line in whole.stdout.splitlines() if "whole.jsonl: " in line]
     assert f"{len(found)} rows of 10 prompts" in line and "mean reward " in line and "mean length " in line
-    changed = run(ranks, world, "sample", "policy", *given, "rewards.py:letters", "--out", out, check=False)
-    assert (
-        changed.ranks[0].code == 1 and "other settings (reward source deadly, reward source letters)" in changed.stderr
+    again = ("sample", "policy", *given, "rewards.py:deadly", "--threshold", "3", "--as", "unpaired", "--out", out)
+    assert "10 of 10 prompts are already sampled" in run(ranks, world, *again, LIVES="none").stdout
+    other = ("sample", "policy", *given, "rewards.py:letters", "--seed", 1, "--out", out)
+    assert "0 of 10 prompts are already sampled" in run(ranks, world, *other).stdout, (
+        "another seed, reward and journal"
     )
 
 
@@ -112,16 +112,18 @@ def test_rows_are_the_same_on_two_ranks_and_after_a_kill(ranks: RankServer, worl
         ("unpaired", "adapter", KTOConfig, KTOTrainer),
         ("pairs", "policy", DPOConfig, DPOTrainer),
         ("pairs", "policy", CPOConfig, CPOTrainer),
+        ("completions", "policy", SFTConfig, SFTTrainer),
     ],
 )
 def test_methods_train_on_the_rows(
     ranks: RankServer, world: Path, tmp_path: Path, rows: str, model: str, config: Any, trainer: Any
 ) -> None:
     out = tmp_path / "rows.jsonl"
-    scored = ("--reward_model_path", "classifier", "--out", out)
-    run(ranks, world, "sample", model, "--prompts", "chats.jsonl", "-n", 2, "--as", rows, *scored)
+    scored = () if rows == "completions" else ("--reward_model_path", "classifier")
+    run(ranks, world, "sample", model, "--prompts", "chats.jsonl", "-n", 2, "--as", rows, "--out", out, *scored)
     found = read(out)
     assert all(row["prompt"][0]["role"] == "user" for row in found) and len(found) >= 6
+    assert ("score" in found[0]) == (rows == "unpaired")
     args = config(**options(tmp_path, max_steps=1, max_length=64, use_peft=False))
     trained = trainer(str(world / "policy"), args=args, train_dataset=found)
     assert trained.data.train.report.rows_out == len(found)
@@ -129,6 +131,8 @@ def test_methods_train_on_the_rows(
     trained.close()
 
 
+TEMPLATE = {"tools": [{"name": "f"}], "short": True}
+COLUMNS = {"tools": '[{"name": "f"}]', "chat_template_kwargs": '{"short": true}'}
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so "}]
 
 
@@ -136,8 +140,7 @@ def made(rows: str, prompt: Any, scores: Any, outcome: Any, **more: Any) -> list
     given = {"reward_funcs": "a.py:f"} if scores else {"judge": "a.py:f"} if rows != "completions" else {}
     settings = SampleConfig(rows=rows, num_generations=2, **given, **more)  # type: ignore[arg-type]
     texts = ["aa", "b", "c"][: len(scores or "aa")]
-    source = PromptRow(0, prompt, more.pop("template", {}), {})
-    return list(rows_of(source, Sampled(0, texts, [2, 1, 1], scores, outcome), settings))
+    return rows_of(Sampled(0, prompt, TEMPLATE, texts, [2, 1, 1], [True] * 3, scores, outcome, []), settings)
 
 
 def test_labels_pairs_and_completions() -> None:
@@ -151,9 +154,11 @@ def test_labels_pairs_and_completions() -> None:
     assert labels(made("unpaired", "p", None, "failed")) == ["failed"] * 2
     assert made("pairs", "p", [1.0, 3.0], [1, 0], min_margin=2.5) == ["margin below min_margin"]
     scores = {"chosen_score": 3.0, "rejected_score": 1.0}
-    assert made("pairs", "p", [1.0, 3.0], [1, 0]) == [{"prompt": "p", "chosen": "b", "rejected": "aa", **scores}]
+    assert made("pairs", "p", [1.0, 3.0], [1, 0]) == [
+        {"prompt": "p", "chosen": "b", "rejected": "aa", **COLUMNS, **scores}
+    ]
     assert made("pairs", "p", None, "identical") == ["identical"]
-    assert made("completions", "p", None, "unscored")[1] == {"prompt": "p", "completion": "b"}
+    assert made("completions", "p", None, "unscored")[1] == {"prompt": "p", "completion": "b", **COLUMNS}
     continued = made("completions", CHAT, [1.0, None], "unscored")
     assert continued[0]["prompt"] == CHAT[:1] and continued[1]["score"] is None
     assert continued[0]["completion"] == [{"role": "assistant", "content": "so aa"}]
@@ -163,11 +168,10 @@ def test_wins_are_counted(ranks: RankServer, world: Path, tmp_path: Path) -> Non
     """By a reward against the run's start on two ranks, and by judges: one by length, one by position."""
     shutil.copytree(world / "other", tmp_path / "run")
     (tmp_path / "run" / "options.json").write_text(json.dumps({"model_name_or_path": str(world / "policy")}))
-    given = (tmp_path / "run", "--prompts", "chats.jsonl", "--chunk_size", 2, "--json")
-    done = run(ranks, world, "compare", *given, "--reward_funcs", "rewards.py:letters", nproc=2)
+    given = (tmp_path / "run", "--prompts", "chats.jsonl", "--chunk_size", 2)
+    done = run(ranks, world, "compare", *given, "--json", "--reward_funcs", "rewards.py:letters", nproc=2)
     result = json.loads((tmp_path / "run" / "comparison.json").read_text())
     assert json.loads(done.ranks[0].stdout) == result
-    assert not list((tmp_path / "run").glob("*.samples"))
     (one,) = result["comparisons"]
     scores = [[float(len(set(str([{"role": "assistant", "content": text}])))) for text in each["answers"]]
               for each in one["examples"]]  # fmt: skip
@@ -181,10 +185,10 @@ def test_wins_are_counted(ranks: RankServer, world: Path, tmp_path: Path) -> Non
     (tmp_path / "run" / "log.jsonl").write_text('{"event": "start"}\n')
     page = render(read_content(tmp_path / "run").page)
     assert "Most different answers" in page and f"{one['win_rate']:.1%} (" in page
-    assert f"| {one['with']}" in as_table(result) and f"{one['win_rate']:.1%} (" in as_table(result)
     for judge in ("longer", "first"):
-        run(ranks, world, "compare", "policy", *given, "--folder", tmp_path, "--judge", f"rewards.py:{judge}")
-        one, *_ = json.loads((tmp_path / "comparison.json").read_text())["comparisons"]
+        printed = run(ranks, world, "compare", "policy", *given, "--judge", f"rewards.py:{judge}").stdout
+        one, *_ = json.loads((world / "policy" / "comparison.json").read_text())["comparisons"]
+        assert f"| {one['with']}" in printed and f"{one['win_rate']:.1%} (" in printed
         if judge == "first":
             assert (one["wins"], one["ties"], one["losses"]) == (0, 8, 0), "a judge that only sees the position"
         else:
@@ -201,12 +205,18 @@ def test_the_interval_solves_the_equation_of_the_score_test(rate: float, count: 
 
 
 def test_prompts_without_a_verdict_do_not_count() -> None:
-    pairs = [(Sampled(n, [a], [len(a)], None, ""), Sampled(n, [b], [len(b)], None, "")) for n, (a, b) in
-             enumerate([("aaaa", "aaab"), ("xy", "pq"), ("same", "same")])]  # fmt: skip
-    found = statistics_of(["p"] * 3, pairs, [1.0, None, 0.5])
+    def answers(*texts: str) -> list[Sampled]:
+        points = [[0.0, 1.0], [0.0, None], [0.0, 0.5], [0.0, 1.0]]
+        return [
+            Sampled(row, "p", {}, [text], [len(text)], [True], None, "", points[row]) for row, text in enumerate(texts)
+        ]
+
+    found = statistics_of(
+        answers("aaaa", "xy", "same", "only ours"), dict(enumerate(answers("aaab", "pqrs", "same"))), 1
+    )
     assert (found["prompts"], found["wins"], found["ties"], found["undecided"]) == (3, 1, 1, 1)
     assert found["win_rate"] == 0.75 and found["mean_rewards"] is None
-    assert [one["answers"][0] for one in found["examples"]] == ["xy", "aaaa"], "the same text is no difference"
+    assert [one["answers"][0] for one in found["examples"]] == ["xy", "aaaa"], "by length"
 
 
 @pytest.mark.parametrize(
@@ -214,7 +224,6 @@ def test_prompts_without_a_verdict_do_not_count() -> None:
     [
         ({"rows": "pairs"}, "rows='pairs': needs scores; set reward_funcs"),
         ({"rows": "pairs", "reward_funcs": "a:b", "num_generations": 1}, "compares the completions"),
-        ({"judge": "a:b", "num_generations": 2}, "a judge gives no scores to write"),
         ({"rows": "pairs", "judge": "a:b"}, "num_generations=4: a judge compares two completions; set it to 2"),
         ({"threshold": 1.0, "reward_funcs": "a:b"}, "threshold=1.0: has an effect only with rows: unpaired"),
         ({"min_margin": 1.0, "rows": "pairs", "judge": "a:b", "num_generations": 2}, "min_margin=1.0: has an effect"),
@@ -235,6 +244,7 @@ def test_options_without_effect_are_refused(given: dict[str, Any], says: str) ->
         ("sample", "policy --prompts chats.jsonl --reward_model_path classifier-no-template", "no chat template"),
         ("sample", "policy --prompts prompts.jsonl --reward_model_path three-labels", "num_labels=3"),
         ("sample", "policy --prompts prompts.jsonl --out rewards.py", "was not written by sample"),
+        ("sample", "policy --prompts prompts.jsonl -n 2 --judge rewards.py:first", "a judge gives no scores to write"),
         ("compare", "policy --prompts prompts.jsonl", "nothing compares the answers"),
         ("compare", "policy --prompts prompts.jsonl --judge rewards.py:first", "pass the models to compare it with"),
     ],
