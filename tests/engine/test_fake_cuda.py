@@ -53,6 +53,7 @@ def check(library: Path, folder: Path, *cells: str) -> None:
     result = folder / "result.json"
     # Triton's kernels need a real GPU; where they cannot be used, the other way is their fallback.
     more = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)]), "ALIGNMENT_HEAD_TILES": "torch"}
+    more |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # otherwise exchanged over the store, which is a fake
     done = subprocess.run(
         [sys.executable, str(DRIVERS / "fake_cuda_steps.py"), str(library), str(result), *cells],
         cwd=folder,
