@@ -54,12 +54,14 @@ def pairwise(
 def covering(
     factors: Mapping[str, Sequence[Any]],
     allowed: Callable[[Combination], bool] = lambda combination: True,
-    count: int = 0,
+    *,
+    count: int,
 ) -> list[Combination]:
     """Return ``count`` combinations; from some number on, every possible pair of values occurs in them.
 
-    The first ones are the same for every ``count``. Unlike :func:`pairwise`, it does not enumerate all combinations: each one is the best of a few random ones that
-    contain a missing pair. A pair that none of them contains is taken to be disallowed.
+    The first ones are the same for every ``count``. Unlike :func:`pairwise`, it does not enumerate all combinations:
+    each one is the best of a few random ones that contain a missing pair. A pair that none of them contains is taken
+    to be disallowed.
     """
     rng = random.Random(0)
     missing = {pair for one, other in itertools.combinations(factors, 2) for pair in _values(factors, one, other)}
