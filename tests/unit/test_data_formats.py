@@ -41,6 +41,8 @@ def pair_of(row: dict[str, Any]) -> tuple[Any, ...]:
 U, V = {"role": "user", "content": "hello"}, {"role": "user", "content": "bye"}
 A, B = {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}
 S = {"role": "system", "content": "be brief"}
+MARK = "\n\nAssistant:"
+HH = f"\n\nHuman: hi{MARK}"
 
 
 @pytest.mark.parametrize(
@@ -59,21 +61,10 @@ S = {"role": "system", "content": "be brief"}
         ("abc", "xyz", ("", "abc", "xyz")),
         (" abc", " abd", ("", " abc", " abd")),
         ("", "abc", ("", "", "abc")),
-        (
-            "\n\nHuman: hi\n\nAssistant: I am well",
-            "\n\nHuman: hi\n\nAssistant: I am not",
-            ("\n\nHuman: hi\n\nAssistant:", " I am well", " I am not"),
-        ),
-        (
-            "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d",
-            "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: e",
-            ("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", " d", " e"),
-        ),
-        (  # the later marker would leave the first completion empty
-            "\n\nHuman: a\n\nAssistant: b\n\nAssistant:",
-            "\n\nHuman: a\n\nAssistant: b\n\nAssistant: c",
-            ("\n\nHuman: a\n\nAssistant:", " b\n\nAssistant:", " b\n\nAssistant: c"),
-        ),
+        (f"{HH} I am well", f"{HH} I am not", (HH, " I am well", " I am not")),
+        (f"{HH} b{HH} d", f"{HH} b{HH} e", (f"{HH} b{HH}", " d", " e")),
+        # The later marker would leave the first completion empty.
+        (f"{HH} b{MARK}", f"{HH} b{MARK} c", (HH, f" b{MARK}", f" b{MARK} c")),
     ],
 )
 def test_implicit_prompt_of_strings(chosen: str, rejected: str, expected: tuple[str, str, str]) -> None:
