@@ -289,7 +289,9 @@ def test_the_base_of_an_adapter(adapter: Path, tmp_path: Path) -> None:
 # The command ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_command(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = ["--load_in_4bit", "--use_bnb_nested_quant", "false", "--samples", "2"]
     code, out, err = command(capsys, *given, str(adapter), str(tmp_path / "out"))
     assert (code, err) == (0, "") and "dequantized weights" in out and "log-prob per token on 2 rows" in out
@@ -297,11 +299,6 @@ def test_the_command(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     for given, start in (([], "out: "), (["--samples", "-1"], "samples=-1")):
         code, out, err = command(capsys, str(adapter), str(tmp_path / "out"), *given)
         assert (code, out, err.count("\n")) == (1, "", 1) and err.startswith(f"error: {start}")
-
-
-def test_wrong_usage(
-    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     code, out, err = command(capsys, str(adapter))
     assert (code, out) == (2, "") and err.startswith("usage: da export ") and "OUT" in err
     assert command(capsys, str(adapter), "out", "--load_in_4bit", "--load_in_8bit")[0] == 2
