@@ -256,6 +256,10 @@ def test_the_head_with_new_adapters(given: str, of_head: Any, of_none: Any, fold
         assert found.config.task_type == ("SEQ_CLS" if expected[0] == "whole" else None)
 
 
+def test_options_train_the_head(folders: dict[str, str]) -> None:
+    assert summary(planned_reward(None, folders["head"])) == ("whole", False, "")
+
+
 def test_the_head_with_adapters_of_a_live_model(folders: dict[str, str]) -> None:
     for kind, given, expected in (
         ("head", "no name", ("frozen", True, "is frozen")),
@@ -271,8 +275,7 @@ def test_the_head_with_adapters_of_a_live_model(folders: dict[str, str]) -> None
 
 
 def test_names_that_the_model_does_not_have(folders: dict[str, str]) -> None:
-    """PEFT ignores them if at least one name exists; for options they are an error, and options train the head."""
-    assert summary(planned_reward(None, folders["head"])) == ("whole", False, "")
+    """PEFT ignores them if at least one name exists; for options they are an error."""
     with pytest.raises(AlignmentError, match="^peft_config: "):
         planned_reward(LoraConfig(target_modules=["w1"]), folders["head"])
     planned_reward(LoraConfig(target_modules=["q_proj", "gate"], modules_to_save=["classifier"]), folders["head"])

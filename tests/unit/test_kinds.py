@@ -1,11 +1,13 @@
-"""A new kind of rows needs no change elsewhere: it is one class with a batch."""
+"""A kind of rows is one file: no other module asks which kind it has, and a new one needs no change elsewhere."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conftest import ROOT
 from datasets import Dataset
 from support.data_tokenizers import char_tokenizer
 from support.prepared import prepared
@@ -15,6 +17,22 @@ from alignment.data.kinds.base import Kind
 from alignment.data.messages import Row, Source
 from alignment.data.tokenization import Limits
 from alignment.data.windows import WindowPlan, evaluation_plan, row_table
+
+PACKAGES = ("data", "training", "online", "methods", "cli", "references", "planning")
+KIND = r"(\w+\.)*kind(\.name)?\)?"
+OBJECT = "(UNPAIRED|PAIRS|SCORED_PAIRS|COMPLETIONS|PROMPTS)"
+ASKS = re.compile(
+    rf"\b{KIND} (is|==|!=) [^{{]|\[{KIND}\]|match {KIND}:|isinstance\({KIND}, (?!Kind\))|(is|==|!=) {OBJECT}\b"
+)
+
+
+def test_no_module_asks_which_kind_of_rows_it_has() -> None:
+    """``overrides.py`` and other packages have kinds of other things."""
+    files = [path for package in PACKAGES for path in (ROOT / "alignment" / package).glob("*.py")]
+    texts = {str(path): path.read_text(encoding="utf-8") for path in files if path.name != "overrides.py"}
+    assert [path for path, text in texts.items() if ASKS.search(text)] == []
+    for code in ("type(kind) is Pairs", "data.kind.name == x", "isinstance(kind, Pairs)", "x[kind]", "a is PAIRS"):
+        assert ASKS.search(code), code
 
 
 @dataclass(frozen=True)
