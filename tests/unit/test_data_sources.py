@@ -75,6 +75,8 @@ def test_folders(tmp_path: Path) -> None:
     assert "remove it" in refused(str(tmp_path / "two"), config="en")
     (tmp_path / "four").mkdir()
     assert "contains neither a saved dataset nor data files" in refused(str(tmp_path / "four"))
+    (tmp_path / "three" / "train-2.csv").write_text("prompt\n1\n")
+    assert "the split mixes .csv, .jsonl files; use a single file type" in refused(str(tmp_path / "three"))
 
 
 @pytest.mark.parametrize(
@@ -179,13 +181,6 @@ def test_python_objects() -> None:
     ]:
         with pytest.raises(DataError, match=message):
             dataset_from_python(value)
-
-
-def test_two_file_types_in_one_split(tmp_path: Path) -> None:
-    (tmp_path / "train-1.jsonl").write_text('{"a": 1}\n')
-    (tmp_path / "train-2.csv").write_text("a\n1\n")
-    with pytest.raises(DataError, match=r"the split mixes \.csv, \.jsonl files; use a single file type"):
-        load_split(str(tmp_path), None, "train")
 
 
 def test_a_hub_dataset_is_loaded_by_name_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
