@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,26 @@ from alignment.run.retries import Retries
 from alignment.run.stop import REQUESTS, StopReason
 from alignment.training import callbacks, trainer
 from alignment.training.callbacks import Decision, Events
+
+VALUES = st.sampled_from([0.0, 0.25, 0.5, 1.0, -1.0, math.nan, math.inf])
+
+
+@given(values=st.lists(VALUES, min_size=1, max_size=8), greater=st.booleans())
+def test_the_best_is_the_first_of_the_best_finite_values(values: list[float], greater: bool) -> None:
+    state = TrainerState()
+    args = CPOConfig(output_dir="out", metric_for_best_model="loss", greater_is_better=greater)
+    best = BestModel(args, state)
+    for state.global_step, value in enumerate(values, start=1):
+        best.improved({"eval_loss": value})
+        best.saved(Path(f"checkpoint-{state.global_step}"))
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        assert (state.best_metric, state.best_model_checkpoint) == (None, None)
+        return
+    wanted = max(finite) if greater else min(finite)
+    first = values.index(wanted) + 1
+    assert (state.best_metric, state.best_global_step) == (wanted, first)
+    assert state.best_model_checkpoint == f"checkpoint-{first}"
 
 
 @pytest.mark.parametrize("needed", [True, False])
