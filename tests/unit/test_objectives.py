@@ -97,6 +97,15 @@ def test_kto_golden_numbers(changes: dict[str, Any], losses: tuple[float, ...] |
     assert_close(found.rewards, vector(0.2, -0.1), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
+def test_kto_of_a_policy_equal_to_its_reference(loss_type: str) -> None:
+    logps = vector(-3.0, -700.0, -41.5)
+    options = kto_defaults(loss_type=loss_type, desirable_weight=1.5, undesirable_weight=0.5)
+    found = kto_loss(logps, logps, torch.tensor([True, False, True]), vector(0.0)[0], **options)
+    assert_close(found.losses, vector(0.75, 0.25, 0.75), rtol=0, atol=0)
+    assert_close(found.rewards, vector(0.0, 0.0, 0.0), rtol=0, atol=0)
+
+
 def test_kto_kl_is_a_clamped_mean() -> None:
     kl = kto_kl(vector(-2.0)[0], 2)
     assert float(kl) == float(kto_kl(vector(0.0)[0], 0)) == 0.0 and float(kto_kl(vector(4.0)[0], 2)) == 2.0
