@@ -1,7 +1,7 @@
 """Assumptions of `alignment.internals.deepspeed` and `deepspeed_zero3`, with real engines around a small module.
 
 Tests look at private parts through these functions first, and by themselves only where a fault has to be shown: what a
-release renames is then reported by the function that needs it (`tests/renames.yaml`).
+release renames is then reported by the function that needs it.
 A test that fails after an upgrade of DeepSpeed says which of its inner parts has changed. Where a workaround is no
 longer needed, the half of the test that shows the fault fails: then the function can go.
 """

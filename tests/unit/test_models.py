@@ -33,7 +33,7 @@ from alignment.engines.launch_env import init_distributed
 from alignment.engines.placement import PLACEMENTS
 from alignment.models import loading, source
 from alignment.models.loading import disable_dropout, enable_checkpointing, load_model, snapshot
-from alignment.models.source import ModelSource, check_positions, check_weights, model_source, read_config
+from alignment.models.source import ModelSource, check_weights, model_source, read_config
 from alignment.models.tasks import CAUSAL_LM
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -92,13 +92,6 @@ def test_another_task(tmp_path: Path) -> None:
     ViTConfig(num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="k: .* is a vit model, which is not a causal language model"):
         read_config(str(tmp_path), key="k", trust_remote_code=False)
-
-
-def test_positions() -> None:
-    check_positions(tiny_config("tied"), 96)
-    check_positions(tiny_config("tied"), None)
-    with pytest.raises(OptionError, match="^max_length: 97 "):
-        check_positions(tiny_config("tied"), 97)
 
 
 def test_a_model_that_cannot_be_loaded(folder: Path) -> None:
