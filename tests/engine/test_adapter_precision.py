@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.adapter_grid import adapter_run, make_bases
-from support.exports import masters
+from support.adapter_grid import adapter_run
+from support.fragment_runs import masters
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -17,11 +17,6 @@ from alignment import CPOConfig, CPOTrainer
 RATE = 1e-6
 
 pytestmark = pytest.mark.ci
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return make_bases(tmp_path_factory.mktemp("bases"), layers=1)
 
 
 class Watch(TrainerCallback):

@@ -31,11 +31,6 @@ ROWS = unpaired_rows(6, seed=4)
 RATE = 0.05
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("base"), "untied")
-
-
 def run_options(folder: Path, **more: Any) -> dict[str, Any]:
     """Two windows, and steps large enough to be measured."""
     common = {"optim": "sgd", "learning_rate": RATE, "max_grad_norm": 0.0, "num_train_epochs": 1}

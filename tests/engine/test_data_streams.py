@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, IterableDataset
-from support.helpers import make_model, unpaired_rows
+from support.helpers import unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.config.errors import DataError
@@ -71,12 +71,6 @@ def test_unusable_streams(stream: IterableDataset, said: str, tmp_path: Path) ->
     with pytest.raises(DataError, match=f"^data[:,]? {said}"):
         from_stream(stream, 9, COLUMNS, "data", tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a small model."""
-    return make_model(tmp_path_factory.mktemp("streams") / "model")
 
 
 def trainer_of(model: str, out: Path, evaluation: Any = None, **options: Any) -> KTOTrainer:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from conftest import DRIVERS
 from support.fake_hub import TOKEN, FakeHub
-from support.helpers import STAGES, Acts, make_model, options, paired_rows, unpaired_rows
+from support.helpers import STAGES, Acts, options, paired_rows, unpaired_rows
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, RunStopped
 from alignment.checkpoint.manifest import Manifest
@@ -53,9 +53,8 @@ def fetched(hub: FakeHub, path: str, folder: Path) -> Path:
 
 
 def test_a_run_uploads_its_checkpoints_and_its_model(
-    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hub: FakeHub, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = make_model(tmp_path / "model")
     hub.faults["/commit/"] = [500]
     args = KTOConfig(**uploading(tmp_path, hub_strategy="all_checkpoints", save_total_limit=1))
     trainer = KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(12))
@@ -109,9 +108,8 @@ def test_a_run_uploads_its_checkpoints_and_its_model(
 
 
 def test_a_stop_does_not_wait_for_uploads(
-    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    hub: FakeHub, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_model(tmp_path / "model")
     hub.pause, hub.pause_on = 100.0, "/preupload/"
     monkeypatch.setattr("alignment.training.hub.uploads._GRACE_S", 0.5)
     args = CPOConfig(**uploading(tmp_path))
@@ -126,11 +124,11 @@ def test_a_stop_does_not_wait_for_uploads(
 
 
 @pytest.mark.ci
-def test_two_ranks_upload_adapters_once(hub: FakeHub, tmp_path: Path, ranks: RankServer) -> None:
+def test_two_ranks_upload_adapters_once(hub: FakeHub, model: str, tmp_path: Path, ranks: RankServer) -> None:
     more = {"use_peft": True, "lora_r": 2, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     more |= {"hub_strategy": "checkpoint", "hub_private_repo": True, "deepspeed": STAGES["stage3"]}
     args = uploading(tmp_path, gradient_accumulation_steps=1, **more)
-    run = {"name": "run", "trainer": "KTO", "model": make_model(tmp_path / "model"), "args": args}
+    run = {"name": "run", "trainer": "KTO", "model": model, "args": args}
     run |= {"train": unpaired_rows(12), "eval": unpaired_rows(4), "save": args["output_dir"]}
     (tmp_path / "spec.json").write_text(json.dumps([run]))
     names = ("HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET")

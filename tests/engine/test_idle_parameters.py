@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 import torch
-from support.fragment_runs import Case, engine, fp16_on_cpu
+from support.fragment_runs import Case, engine
 
 from alignment.data.batching import Batch, collate
-from alignment.engines.launch_env import init_distributed
 from alignment.engines.scoring import PolicyEngine
+from alignment.internals.deepspeed_reduction import complete_offloaded
 from alignment.internals.deepspeed_step import complete_partitioned, drop_older, forget_sums
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 MICRO_BATCHES = 3
 # The micro-batches of the second window in which the expert is idle; in the first window it is never idle.
 IDLE = {"first": {0}, "last": {2}, "all but one": {0, 2}, "all": {0, 1, 2}}
 FP32 = "stage2-offload-fp32-accumulation"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    init_distributed(use_cpu=True)
-    with fp16_on_cpu():
-        yield
 
 
 def micro_batch(number: int) -> Batch:
@@ -121,7 +115,7 @@ def test_the_functions_do_not_change_other_optimizers(tmp_path: Path) -> None:
     policy = engine(Case("stage0"), tmp_path)
     window(policy)
     drop_older(policy.engine, several=True)
-    complete_partitioned(policy.engine)
-    forget_sums(policy.engine)
+    for function in (complete_offloaded, complete_partitioned, forget_sums):
+        function(policy.engine)
     assert math.isfinite(policy.step())
     policy.close()

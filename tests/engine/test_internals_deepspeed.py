@@ -107,9 +107,6 @@ def stack_as_before() -> Iterator[None]:
     zero3.forget_release_plans()
 
 
-# Configuration, ops, optimizers -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("section", "wrong"),
     [
@@ -168,22 +165,15 @@ def test_the_shared_memory_op_is_not_built_without_its_entry(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("stage", "bf16"), [(0, False), (0, True), (1, True), (2, False), (3, False), (3, True)])
-def test_the_norm_is_a_number_where_expected(stage: int, bf16: bool) -> None:
+def test_the_norm_is_a_number_and_weights_are_partitioned_where_expected(stage: int, bf16: bool) -> None:
     more = {"data_types": {"grad_accum_dtype": "fp32"}} if stage == 1 else {}
     engine = build(stage, bf16={"enabled": bf16}, **more)
     reported = internals.reports_grad_norm(engine)
     assert reported == ((stage, bf16) != (0, False))
-    step(engine)
-    assert (engine.get_global_grad_norm() is not None) == reported
-    internals.destroy(engine)
-    zero3.forget_partitioned(engine.module)
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_weights_are_partitioned_at_stage_3(stage: int) -> None:
-    engine = build(stage)
     assert internals.partitions_weights(engine) == (stage == 3)
     assert all(map(zero3.is_partitioned, engine.module.parameters())) == (stage == 3)
+    step(engine)
+    assert (engine.get_global_grad_norm() is not None) == reported
     internals.destroy(engine)
     zero3.forget_partitioned(engine.module)
 
@@ -251,9 +241,6 @@ def test_an_optimizer_without_steps_is_not_changed() -> None:
         assert str(engine.optimizer.state_dict()) == state
         internals.destroy(engine)
         zero3.forget_partitioned(engine.module)
-
-
-# ZeRO-3 -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -59,9 +59,6 @@ def generate(model: Any, **more: Any) -> list[int]:
     )
 
 
-# The DeepSpeed flag -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(autouse=True)
 def no_flag() -> Iterator[None]:
     yield
@@ -82,9 +79,6 @@ def test_the_flag_lives_for_one_load() -> None:
         with loading({"train_micro_batch_size_per_gpu": 1, **zero(2)}):
             assert not flag()
     assert not flag()
-
-
-def test_the_flag_is_restored_after_an_error() -> None:
     users: Any = hf_deepspeed.HfDeepSpeedConfig(STAGE3)
     with pytest.raises(RuntimeError), loading(None):
         assert not flag()
@@ -109,9 +103,6 @@ def test_a_model_is_partitioned_only_within_the_flag(tmp_path: Path) -> None:
         with loading(None):
             assert not partitioned()
     assert not partitioned()
-
-
-# Models -------------------------------------------------------------------------------------------------------------
 
 
 def test_weight_decay_applies_to_the_same_parameters_as_in_trainer(model: Any, tmp_path: Path) -> None:
@@ -171,9 +162,6 @@ def test_the_options_of_a_tokenizer_are_those_that_it_saves(tmp_path: Path) -> N
     assert saved["model_max_length"] == 77
 
 
-# Callbacks ----------------------------------------------------------------------------------------------------------
-
-
 class Noting(TrainerCallback):
     """Records its arguments and requests a checkpoint."""
 
@@ -229,9 +217,6 @@ def test_the_writer_of_tensorboard_is_the_one_that_logs(tmp_path: Path, monkeypa
     assert b"a text that was added" in file.read_bytes()
 
 
-# Logits processors --------------------------------------------------------------------------------------------------
-
-
 def test_the_processors_are_those_of_generate(model: Any) -> None:
     config = GenerationConfig(
         do_sample=True, temperature=0.5, top_k=3, repetition_penalty=1.5, max_new_tokens=4, eos_token_id=1
@@ -284,9 +269,6 @@ def test_a_processor_receives_the_padding_of_each_row(model: Any) -> None:
     answers = model.generate(batch, attention_mask=(batch != 2).long(), generation_config=penalized)
     alone = model.generate(IDS[:, :2], generation_config=penalized)
     assert answers[0, 4:].tolist() == alone[0, 2:].tolist()
-
-
-# Continuous batching ------------------------------------------------------------------------------------------------
 
 
 def test_the_attention_is_the_requested_one() -> None:
@@ -400,12 +382,8 @@ def failing(model: Any) -> Exception | None:
             thread.join(10)
 
 
-def test_the_error_that_ended_the_generating_thread_is_returned(model: Any) -> None:
-    assert "a layer failed" in str(failing(model))
-
-
 @pytest.mark.parametrize("hushed", [True, False])
-def test_log_messages_of_continuous_batching(model: Any, hushed: bool) -> None:
+def test_the_error_that_ended_the_thread_and_log_messages_of_continuous_batching(model: Any, hushed: bool) -> None:
     messages: list[str] = []
     make = logging.getLogRecordFactory()
 
@@ -417,7 +395,7 @@ def test_log_messages_of_continuous_batching(model: Any, hushed: bool) -> None:
     logging.setLogRecordFactory(note)
     try:
         with internals.continuous_batching_hushed() if hushed else contextlib.nullcontext():
-            failing(model)
+            assert "a layer failed" in str(failing(model))
     finally:
         logging.setLogRecordFactory(make)
     assert any("a layer failed" in message for message in messages) != hushed

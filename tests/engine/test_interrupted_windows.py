@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.drivers.bad_steps import Spoiler
-from support.helpers import STAGES, make_model, options, unpaired_rows, zero
+from support.helpers import STAGES, options, unpaired_rows, zero
 from transformers import TrainerCallback
 
 from alignment import SFTConfig, SFTTrainer
-from alignment.config.errors import TrainingError
-from alignment.training.window import WindowPass
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 Outcome = tuple[list[float], bytes]
@@ -23,11 +20,6 @@ ENGINES = {**STAGES, "stage1": zero(1)}
 STAGES_BY_DEFAULT = [
     pytest.param(stage, marks=() if stage in ("stage0", "stage3") else pytest.mark.ci) for stage in sorted(ENGINES)
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model") / "policy", seed=1)
 
 
 def interrupt(*_: Any) -> None:
@@ -104,24 +96,6 @@ def test_the_next_run_starts_without_gradients(
         if interrupting.hook is not None:
             interrupting.hook.remove()
     assert trained(trainer) == fresh
-
-
-@pytest.mark.parametrize("kind", ["loss", pytest.param("gradient", marks=pytest.mark.ci)])
-@pytest.mark.parametrize("stage", STAGES_BY_DEFAULT)
-def test_a_bad_step_leaves_no_gradient_to_the_next_run(
-    stage: str,
-    kind: str,
-    model: str,
-    uninterrupted: Callable[[str, bool], Outcome],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trainer = make(model, tmp_path / "stopped", stage)
-    spoiler = Spoiler([{"kind": kind, "window": [0, 0], "times": 1}])
-    monkeypatch.setattr(WindowPass, "__call__", lambda *args, **kwargs: spoiler(*args, **kwargs))
-    with pytest.raises(TrainingError, match="step 1: the "):
-        trainer.train()
-    assert trained(trainer) == uninterrupted(stage, False)
 
 
 @pytest.mark.parametrize("stage", STAGES_BY_DEFAULT)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.helpers import make_model, options, paired_rows
+from support.helpers import options, paired_rows
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -78,8 +78,7 @@ def theirs(folder: Path, more: dict[str, Any]) -> Recorder:
 
 
 @pytest.mark.ci
-def test_intervals_match_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model(tmp_path / "policy", "tied", seed=1)
+def test_intervals_match_transformers(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = {}
     with monkeypatch.context() as alone:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
@@ -104,10 +103,9 @@ def test_intervals_match_transformers(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.ci
-def test_sections_of_deepspeed(tmp_path: Path) -> None:
+def test_sections_of_deepspeed(model: str, tmp_path: Path) -> None:
     """They are not passed to DeepSpeed, and agree with the options: the run ends with the same weights."""
-    model, ends = make_model(tmp_path / "policy", "tied", seed=1), []
-    stage = options(tmp_path)["deepspeed"]
+    ends, stage = [], options(tmp_path)["deepspeed"]
     sections = {
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}},
         "scheduler": {
