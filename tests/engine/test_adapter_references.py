@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,6 @@ def case_of(kind: str, stage: str, start: str, ranks: int = 1) -> Combination:
     return case | {"checkpointing": "unchecked"}
 
 
-@pytest.fixture
-def closed() -> Iterator[list[KTOTrainer]]:
-    """Trainers to close."""
-    trainers: list[KTOTrainer] = []
-    yield trainers
-    for trainer in trainers:
-        trainer.close()
-
-
 @pytest.mark.parametrize(
     ("kind", "stage", "start"),
     [
@@ -63,7 +54,13 @@ def closed() -> Iterator[list[KTOTrainer]]:
     ],
 )
 def test_it_equals_a_frozen_copy(
-    bases: dict[str, str], starts: Path, tmp_path: Path, closed: list[KTOTrainer], kind: str, stage: str, start: str
+    bases: dict[str, str],
+    starts: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    kind: str,
+    stage: str,
+    start: str,
 ) -> None:
     """The copy is PEFT's model in float64, on the base as loaded; each token's log-prob matches to 1e-5."""
     run = adapter_run(case_of(kind, stage, start), bases, tmp_path, starts)
@@ -71,7 +68,7 @@ def test_it_equals_a_frozen_copy(
     if start == "continued":
         copy = adapted(copy, run["args"]["adapter_name_or_path"])
     trainer = KTOTrainer(model=run["model"], args=KTOConfig(**run["args"]), train_dataset=run["train"])
-    closed.append(trainer)
+    request.addfinalizer(trainer.close)
     trainer.engines.build(3)
     assert trainer.engines.models is not None and trainer.data.train is not None
     policy, reference = trainer.engines.policy, trainer.engines.models.reference

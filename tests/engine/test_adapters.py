@@ -145,31 +145,6 @@ def test_the_tokenizer_of_the_adapters_is_used(base: str, tmp_path: Path) -> Non
     assert second.processing_class.chat_template == PLAIN + "!" != AutoTokenizer.from_pretrained(base).chat_template
 
 
-def test_the_best_weights_are_restored_without_the_base(base: str, tmp_path: Path) -> None:
-    """Only adapters are read, even onto packed weights and over fully trained modules."""
-    more = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
-    args = KTOConfig(
-        **run_options(tmp_path, **more, save_strategy="steps", save_steps=1, greater_is_better=True, load_in_4bit=True)
-    )
-    trainer = KTOTrainer(
-        base,
-        args=args,
-        train_dataset=ROWS,
-        eval_dataset=unpaired_rows(3, seed=9),
-        peft_config=LoraConfig(r=2, modules_to_save=["lm_head"]),
-    )
-    trainer.train()
-    best = trainer.state.best_model_checkpoint
-    assert best is not None
-    trainer.save_model()
-    trainer.close()
-    read = [peft.load_peft_weights(str(folder), device="cpu") for folder in (best, trainer.output_dir)]
-    assert read[0].keys() == read[1].keys() and all(torch.equal(read[0][name], read[1][name]) for name in read[0])
-    worst = tmp_path / "out" / ({"checkpoint-1", "checkpoint-2"} - {Path(best).name}).pop()
-    other = peft.load_peft_weights(str(worst), device="cpu")
-    assert any(not torch.equal(other[name], read[1][name]) for name in other)
-
-
 @pytest.mark.ci
 def test_two_live_adapters(base: str, tmp_path: Path) -> None:
     """One is trained against the other; with the same adapter in the reference's model, the run is the same."""
@@ -292,25 +267,22 @@ def test_dropout_of_adapters(base: str, tmp_path: Path, origin: str, disabled: b
 
 
 def test_two_references_are_rejected(base: str, tmp_path: Path) -> None:
-    def plan(**more: Any) -> None:
-        reference = more.pop("reference", None)
+    def packed(reference: Any = None, **more: Any) -> list[bool]:
         args = DPOConfig(**run_options(tmp_path, use_peft=True, **more))
-        DPOTrainer(base, reference, args=args, train_dataset=paired_rows(2))
+        plan: Any = DPOTrainer(base, reference, args=args, train_dataset=paired_rows(2)).planned.engines
+        return [source.quantization is not None for source in (plan.source, plan.reference.source)]
 
-    with pytest.raises(OptionError, match="ref_placement='adapter' and a reference model"):
-        plan(reference=base, ref_placement="adapter")
-    with pytest.raises(OptionError, match="ref_deepspeed=.*has no effect with ref_placement='adapter'"):
-        plan(ref_placement="adapter", ref_deepspeed="ref_replica")
-    with pytest.raises(OptionError, match="ref_load_in_4bit=True: has no effect with ref_placement='adapter'"):
-        plan(ref_placement="adapter", ref_load_in_4bit=True)
+    for said, reference, more in (
+        ("ref_placement='adapter' and a reference model", base, {}),
+        ("ref_deepspeed=.*has no effect with ref_placement='adapter'", None, {"ref_deepspeed": "ref_replica"}),
+        ("ref_load_in_4bit=True: has no effect with ref_placement='adapter'", None, {"ref_load_in_4bit": True}),
+    ):
+        with pytest.raises(OptionError, match=said):
+            packed(reference, ref_placement="adapter", **more)
     kwargs = {"quantization_config": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}}
-    args = DPOConfig(**run_options(tmp_path, use_peft=True, model_init_kwargs=kwargs, ref_load_in_4bit=False))
-    whole = DPOTrainer(base, args=args, train_dataset=paired_rows(2)).planned.engines
-    assert whole.source.quantization is not None and whole.reference.source.quantization is None  # type: ignore[union-attr]
-    args = DPOConfig(**run_options(tmp_path, use_peft=True, load_in_4bit=True, ref_placement="replica"))
-    plans = [DPOTrainer(base, each, args=args, train_dataset=paired_rows(2)).planned.engines for each in (None, base)]
-    packed = [each.reference.source.quantization is not None for each in plans]  # type: ignore[union-attr]
-    assert packed == [True, False], "only the initial policy is loaded like the policy"
+    assert packed(model_init_kwargs=kwargs, ref_load_in_4bit=False) == [True, False]
+    own = {"load_in_4bit": True, "ref_placement": "replica"}
+    assert packed(**own) == [True, True] and packed(base, **own) == [True, False], "as the policy, if it is that"
     with pytest.raises(OptionError, match="adapters that do not exist yet"):
         model = AutoModelForCausalLM.from_pretrained(base)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

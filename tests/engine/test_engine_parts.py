@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,8 +194,3 @@ def test_what_is_missing_to_compile_an_optimizer(lacks: str, said: str, monkeypa
             assert found is not None and re.search(said, found)
     monkeypatch.setattr(optimizers, "is_prebuilt", lambda builder: builder == "CPUAdamBuilder")
     assert optimizers.missing_to_compile("CPUAdamBuilder", cuda=False) is None
-
-
-def test_an_inference_engine_has_no_states_to_come() -> None:
-    for optimizer in (None, object()):
-        assert optimizers.bytes_to_come(SimpleNamespace(optimizer=optimizer)) == 0

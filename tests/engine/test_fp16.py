@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.bad_step_runs import events
 from support.fragment_runs import Case, differences, engine, train
 from support.helpers import STAGES, options, paired_rows
 from torch import Tensor
@@ -117,11 +117,6 @@ def outcome(trainer: CPOTrainer) -> Outcome:
         policy = trainer.engines.policy
         weights = {n: p.detach().clone() for n, p in policy.scorer.named_parameters() if p.requires_grad and p.numel()}
         return [line for line in trainer.state.log_history if "grad_norm" in line], weights, policy.loss_scale
-
-
-def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "out" / "log.jsonl").read_text().splitlines())
-    return [line for line in lines if line.get("event") == kind]
 
 
 TIMELESS = {"overflows", "train_runtime", "step_time"}

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ import pytest
 import yaml
 from conftest import DRIVERS
 from support.fake_hub import TOKEN, FakeHub
-from support.helpers import STAGES, Acts, options, paired_rows, unpaired_rows
+from support.helpers import STAGES, options, unpaired_rows
 
-from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, RunStopped
+from alignment import KTOConfig, KTOTrainer
 from alignment.checkpoint.manifest import Manifest
 from alignment.config.errors import HubError
-from alignment.run.stop import REQUESTS, StopReason
 from tools.ranks import RankServer
 
 
@@ -105,22 +103,6 @@ def test_a_run_uploads_its_checkpoints_and_its_model(
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert resumed.state.global_step == 3 and hub.count("repos/create") == made
     resumed.close()
-
-
-def test_a_stop_does_not_wait_for_uploads(
-    hub: FakeHub, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.pause, hub.pause_on = 100.0, "/preupload/"
-    monkeypatch.setattr("alignment.training.hub.uploads._GRACE_S", 0.5)
-    args = CPOConfig(**uploading(tmp_path))
-    stop = Acts("on_step_end", 2, lambda: REQUESTS.request(StopReason.STOP))
-    trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(12), callbacks=[stop])
-    began = time.monotonic()
-    with pytest.raises(RunStopped):
-        trainer.train()
-    assert time.monotonic() - began < 60 and "could not upload checkpoint-1 (given up after" in capsys.readouterr().out
-    assert hub.repos["me/out"].commits == [] and (tmp_path / "out" / "checkpoint-2").is_dir()
-    trainer.close()
 
 
 @pytest.mark.ci

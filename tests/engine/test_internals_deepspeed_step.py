@@ -1,9 +1,10 @@
-"""Assumptions of `alignment.internals.deepspeed_step`, with real engines of every kind of wrapped optimizer."""
+"""Assumptions of `alignment.internals.deepspeed_step` and `deepspeed_reduction`, with every kind of optimizer."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,13 @@ from support.fragment_runs import LAYERS, Case, differences, engine, everything,
 
 from alignment.data.batching import collate
 from alignment.engines.scoring import PolicyEngine
+from alignment.internals.deepspeed_reduction import (
+    accumulate_locally,
+    can_reduce_once,
+    hold_back,
+    let_go,
+    reduce_held,
+)
 from alignment.internals.deepspeed_state import counters, dynamic_scaler, loss_scale_state
 from alignment.internals.deepspeed_step import (
     discard_gradients,
@@ -147,4 +155,51 @@ def test_in_fp16_an_overflow_leaves_the_scale_until_it_is_lowered(text: str, tmp
     scaler = dynamic_scaler(plain.engine)
     scaler.dynamic = scaler.dynamic_loss_scale = False
     assert dynamic_scaler(plain.engine) is None and not lower_loss_scale(plain.engine)
+    policy.close(), plain.close()
+
+
+def backward(policy: PolicyEngine, number: int, *, last: bool) -> None:
+    batch = collate([([2, 3, 4 + number], [5, 6])], 20)
+    policy.backward(policy.forward(batch).scores.sum(), last=last)
+
+
+@pytest.mark.parametrize(("kind", "can"), [("stage0", False), ("stage2", True), ("stage3", False)])
+def test_only_stages_1_and_2_hold_back(kind: str, can: bool, tmp_path: Path) -> None:
+    policy = engine(Case(kind), tmp_path, reduce_once=True)
+    assert policy.reduces_once == can_reduce_once(policy.engine) == can
+    backward(policy, 0, last=False)
+    backward(policy, 1, last=True)
+    assert policy.step() > 0
+    if can:
+        hold_back(policy.engine)
+        backward(policy, 2, last=False)
+        reduce_held(policy.engine)
+        assert policy.step() > 0
+    policy.close()
+
+
+def test_sums_are_in_the_accumulation_dtype(tmp_path: Path) -> None:
+    policy = engine(Case("stage2-fp32-accumulation", "bf16"), tmp_path, reduce_once=True)
+    accumulate_locally(policy.engine)  # as the engine's own class has done; a second call has no effect
+    backward(policy, 0, last=False)
+    backward(policy, 1, last=False)
+    for parameter in policy.scorer.parameters():
+        held: Any = parameter
+        assert held.grad is None and held.grad_accum.dtype == torch.float32
+    backward(policy, 2, last=True)
+    assert policy.step() > 0
+    policy.close()
+
+
+def test_a_released_window_is_cleared_by_the_next_step(tmp_path: Path) -> None:
+    policy, plain = (engine(Case("stage2"), tmp_path, reduce_once=True) for _ in range(2))
+    hold_back(policy.engine)
+    backward(policy, 5, last=False)
+    let_go(policy.engine)
+    policy.discard()
+    for one in (policy, plain):
+        backward(one, 0, last=False)
+        backward(one, 1, last=True)
+        one.step()
+    assert differences(everything(policy), everything(plain)) == []
     policy.close(), plain.close()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
 import pytest
@@ -94,33 +92,20 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import TrainerCallback as same
 assert TrainerCallback is same
 """
-PARTS = {"muon": MUON, "transformers": TRANSFORMERS}  # peft, which the second one imports, compiles as well
 PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
-def run(code: str) -> str:
-    """The output of a process that runs ``code``."""
+def run(code: str) -> None:
+    """Run ``code`` in a process of its own."""
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment(PYTHONPATH=PATHS), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def faults() -> dict[str, str]:
-    """Problems after the import of the libraries, by part; one process for all of them."""
-    parts = "".join(
-        f"try:\n{indent(code, '    ')}\nexcept Exception:\n    faults[{part!r}] = format_exc()\n"
-        for part, code in PARTS.items()
-    )
-    start = "import json\nfrom traceback import format_exc\nfaults = {}\n" + START
-    found: dict[str, str] = json.loads(run(f"{start}{parts}print(json.dumps(faults))").splitlines()[-1])
-    return found
 
 
 @pytest.mark.ci
-def test_transformers_is_the_same_as_by_a_plain_import(faults: dict[str, str]) -> None:
-    assert not faults.get("transformers"), faults["transformers"]
+def test_muon_is_compiled_on_first_use_and_transformers_is_the_same_as_by_a_plain_import() -> None:
+    """In this order: peft, which the second part imports, compiles as well."""
+    run(START + MUON + TRANSFORMERS)
 
 
 def test_the_files_of_the_models_are_read_once() -> None:
@@ -138,11 +123,6 @@ import transformers.models
 assert reads().misses == before + 1, "by itself it is read again"
 """
     run(code)
-
-
-@pytest.mark.ci
-def test_muon_is_compiled_on_first_use(faults: dict[str, str]) -> None:
-    assert not faults.get("muon"), faults["muon"]
 
 
 def test_a_moved_muon_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
