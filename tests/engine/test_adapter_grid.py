@@ -8,7 +8,6 @@ simplest one.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +76,8 @@ def task_of(run: dict[str, Any]) -> Task:
     method = run["trainer"]
     if method not in OPTIONS:
         return Task(method, center=run["args"].get("center_rewards_coefficient", 0.0))
-    return Task(method, OPTIONS[method](**{n: v for n, v in METHOD[method].items() if n in _fields(method)}))
-
-
-def _fields(method: str) -> Iterable[str]:
-    return OPTIONS[method].__dataclass_fields__
+    fields = OPTIONS[method].__dataclass_fields__
+    return Task(method, OPTIONS[method](**{n: v for n, v in METHOD[method].items() if n in fields}))
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,7 @@ from support.pairwise import Combination, pairwise
 from torch import Tensor
 
 from alignment.checkpoint.fragments import fragment_file
-from alignment.checkpoint.optimizer_state import (
-    read_fragments,
-    restore_group_settings,
-    trained_names,
-)
+from alignment.checkpoint.optimizer_state import read_fragments, restore_group_settings, trained_names
 from alignment.checkpoint.tensors import TensorFile, write_tensors
 from alignment.config.errors import CheckpointError
 from alignment.internals.deepspeed_state import inner_optimizer, state_units

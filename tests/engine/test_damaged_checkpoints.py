@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.data_tokenizers import PLAIN, char_tokenizer
 from support.helpers import options, unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
@@ -27,10 +26,9 @@ pytestmark = pytest.mark.usefixtures("own_process_group")
 STEPS = 6
 
 
-def make(model: Any, folder: Path, **more: Any) -> KTOTrainer:
+def make(model: str, folder: Path, **more: Any) -> KTOTrainer:
     given = options(folder, max_steps=STEPS, save_strategy="steps", save_steps=2, logging_steps=1, **more)
-    arguments = {} if isinstance(model, str) else {"processing_class": char_tokenizer(template=PLAIN)}
-    return KTOTrainer(model=model, args=KTOConfig(**given), train_dataset=unpaired_rows(12, 3), **arguments)
+    return KTOTrainer(model=model, args=KTOConfig(**given), train_dataset=unpaired_rows(12, 3))
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.fragment_runs import Case, engine
+from support.fragment_runs import Case, engine, one_row
 
-from alignment.data.batching import Batch, collate
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_reduction import complete_offloaded
 from alignment.internals.deepspeed_step import complete_partitioned, drop_older, forget_sums
@@ -22,19 +21,13 @@ IDLE = {"first": {0}, "last": {2}, "all but one": {0, 2}, "all": {0, 1, 2}}
 FP32 = "stage2-offload-fp32-accumulation"
 
 
-def micro_batch(number: int) -> Batch:
-    generator = torch.Generator().manual_seed(number)
-    row = torch.randint(2, 53, (9,), generator=generator).tolist()
-    return collate([(row[:3], row[3:])], 20)
-
-
 def window(policy: PolicyEngine, idle: Collection[int] = (), factor: float = 1.0, only: int = MICRO_BATCHES) -> None:
     """The backward passes of a window, or of its first part."""
     mlp = policy.scorer.model.model.layers[1].mlp
     forward = mlp.forward
     for number in range(only):
         mlp.forward = torch.zeros_like if number in idle else forward
-        loss = policy.forward(micro_batch(number)).scores.sum() * factor / 18
+        loss = policy.forward(one_row(number)).scores.sum() * factor / 18
         policy.backward(loss, last=number == MICRO_BATCHES - 1)
     mlp.forward = forward
 

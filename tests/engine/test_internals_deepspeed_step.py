@@ -47,12 +47,15 @@ MORE = [
 ALL = [*KINDS, *(pytest.param(text, marks=pytest.mark.ci) for text in MORE)]
 
 
+def backward(policy: PolicyEngine, number: int, *, last: bool, factor: float = 1.0) -> None:
+    batch = collate([([2, 3, 4 + number], [5, 6])], 20)
+    policy.backward(policy.forward(batch).scores.sum() * factor, last=last)
+
+
 def accumulate(policy: PolicyEngine, factor: float = 1.0) -> None:
     """Leave the gradient of two micro-batches in the engine, the first multiplied by ``factor``."""
-    for number in range(2):
-        batch = collate([([2, 3, 4 + number], [5, 6])], 20)
-        scores = policy.forward(batch).scores
-        policy.backward(scores.sum() * (factor if number == 0 else 1.0), last=number == 1)
+    backward(policy, 0, last=False, factor=factor)
+    backward(policy, 1, last=True)
 
 
 def built(text: str, out: Path) -> PolicyEngine:
@@ -156,11 +159,6 @@ def test_in_fp16_an_overflow_leaves_the_scale_until_it_is_lowered(text: str, tmp
     scaler.dynamic = scaler.dynamic_loss_scale = False
     assert dynamic_scaler(plain.engine) is None and not lower_loss_scale(plain.engine)
     policy.close(), plain.close()
-
-
-def backward(policy: PolicyEngine, number: int, *, last: bool) -> None:
-    batch = collate([([2, 3, 4 + number], [5, 6])], 20)
-    policy.backward(policy.forward(batch).scores.sum(), last=last)
 
 
 @pytest.mark.parametrize(("kind", "can"), [("stage0", False), ("stage2", True), ("stage3", False)])

@@ -513,35 +513,18 @@ def test_kernels_that_decode_from_pages_by_any_name(model: Any, version: int, pa
         assert not batching.decodes_from_pages(config, 5 - version)
         assert internals.is_flash_attention_requested(config)
     # The first token is that of the prefill; with unsupported pages there is no second one.
-    with flash_attention(model, version) as calls:
-        made = manager(model, page, 2)
-        try:
-            made.add_request(IDS[0].tolist(), request_id="0")
-            made.start()
-            result = made.get_result(timeout=20)
-        finally:
-            made.stop(block=True, hard_stop=True)
-            batching.forget_manager(model, made)
+    with flash_attention(model, version) as calls, running(model, page_size=page, blocks=2) as made:
+        result = made.get_result(timeout=20)
     assert (result.error is None) == bool(calls.decoded) == (version == 3 or page == 256)
     assert result.error is None or "divisible by 256" in result.error
 
 
-def test_a_stopped_manager_generates_again_with_the_same_cache(model: Any) -> None:
+def test_a_stopped_manager_generates_again_with_the_same_cache_until_it_is_forgotten(model: Any) -> None:
     made = manager(model)
-    try:
-        first, caches = answer(made, "0"), live_caches()
-        batching.stop_keeping_graphs(made)
-        assert not made.is_running()
-        assert answer(made, "1") == first and live_caches() == caches and len(caches) == 1
-    finally:
-        made.stop(block=True, hard_stop=True)
-        batching.forget_manager(model, made)
-
-
-def test_the_cache_of_a_manager_that_was_kept_is_released(model: Any) -> None:
-    made = manager(model)
-    answer(made, "0")
+    first, caches = answer(made, "0"), live_caches()
     batching.stop_keeping_graphs(made)
-    assert len(live_caches()) == 1
+    assert not made.is_running()
+    assert answer(made, "1") == first and live_caches() == caches and len(caches) == 1
+    batching.stop_keeping_graphs(made)
     batching.forget_manager(model, made)
     assert not live_caches() and all("batching" not in name for name in vars(model))
