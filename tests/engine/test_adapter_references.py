@@ -54,16 +54,10 @@ def case_of(kind: str, stage: str, start: str, ranks: int = 1) -> Combination:
     ],
 )
 def test_it_equals_a_frozen_copy(
-    bases: dict[str, str],
-    starts: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    kind: str,
-    stage: str,
-    start: str,
+    bases: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest, kind: str, stage: str, start: str
 ) -> None:
     """The copy is PEFT's model in float64, on the base as loaded; each token's log-prob matches to 1e-5."""
-    run = adapter_run(case_of(kind, stage, start), bases, tmp_path, starts)
+    run = adapter_run(case_of(kind, stage, start), bases, tmp_path, tmp_path / "starts")
     copy = dense_base(run["model"], False, BITS.get(kind))
     if start == "continued":
         copy = adapted(copy, run["args"]["adapter_name_or_path"])
