@@ -133,6 +133,22 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return make_bases(tmp_path_factory.mktemp("bases"), layers=1)
 
 
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a random model whose input and output embeddings are one weight."""
+    from support.helpers import make_model
+
+    return make_model(tmp_path_factory.mktemp("model") / "model", "tied", seed=1)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a random model with an output embedding of its own."""
+    from support.helpers import make_model
+
+    return make_model(tmp_path_factory.mktemp("base") / "model", "untied")
+
+
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for initial adapters."""
@@ -234,6 +250,18 @@ def own_process_group() -> Iterator[None]:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A process group of one rank, in which fp16 is allowed."""
+    from support.fragment_runs import fp16_on_cpu
+
+    from alignment.engines.launch_env import init_distributed
+
+    init_distributed(use_cpu=True)
+    with fp16_on_cpu():
+        yield
 
 
 @pytest.fixture
