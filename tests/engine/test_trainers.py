@@ -465,13 +465,6 @@ def test_data_that_is_set_twice(paths: dict[str, str], tmp_path: Path) -> None:
             CPOTrainer(paths["policy"], args=args, eval_dataset=paired_rows(4)).train()
 
 
-def test_a_trainer_needs_rows(tmp_path: Path) -> None:
-    """The error comes before the model is looked up."""
-    for nothing in (None, {}):
-        with pytest.raises(OptionError, match="^`train_dataset` is required"):
-            KTOTrainer(model=str(tmp_path / "nowhere"), args=KTOConfig(**options(tmp_path)), eval_dataset=nothing)
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("cls", [KTOTrainer, DPOTrainer])
 def test_the_progress_bar_of_an_evaluation_completes(

@@ -6,7 +6,6 @@ import importlib
 import io
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from conftest import ROOT
 from datasets import IterableDataset
 from support.bad_case import CHAT, Case
 from support.bad_commands import COMMANDS, command, in_folder, write_models
@@ -152,20 +150,6 @@ def test_weights_that_lack_a_tensor_are_not_completed_at_random(
     said = "the checkpoint has no weights for model.layers.2.input_layernorm.weight and 8 more"
     assert code == 1 and said in the_error(err)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["status.json"]
-
-
-def test_the_real_command_prints_the_same(
-    models: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    launch: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:
-    argv = command(next(case for case in CASES if case.name == "unknown option"), tmp_path, models)
-    before = tree(tmp_path)
-    done = launch(ROOT / "launch" / "train.py", *argv, launcher="python", cwd=tmp_path)
-    assert done.returncode == 1
-    assert the_error(done.stderr) == the_error(left(capfd, argv)[2])
-    assert tree(tmp_path) == before
 
 
 # The Python API raises the same errors ------------------------------------------------------------------------------

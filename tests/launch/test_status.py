@@ -12,7 +12,6 @@ from conftest import ROOT
 from support.run_folders import HOLDER, entry, locked, start, write_checkpoint, write_log, write_status
 
 from alignment.cli.status import main
-from tools.ranks.client import environment
 
 COMMAND = [sys.executable, str(ROOT / "launch" / "status.py")]
 
@@ -50,17 +49,6 @@ def test_exit_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_an_invalid_interval(tmp_path: Path) -> None:
     write_status(tmp_path, state="finished")
     assert outcome(tmp_path, "--follow", "--interval", "0") == outcome(tmp_path, "--interval", "5") == 2
-
-
-def test_no_large_library_is_imported(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, 4)
-    code = (
-        "import sys\nfrom alignment.cli.commands import main\n"
-        f"try:\n    main(['status', {str(tmp_path)!r}])\nexcept SystemExit as left:\n    assert left.code == 0\n"
-        "print([name for name in ('torch', 'numpy', 'transformers', 'datasets', 'deepspeed') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert done.stdout.endswith("\n[]\n"), done.stdout + done.stderr
 
 
 def test_following_by_lines(tmp_path: Path) -> None:
