@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import math
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.oracle import dense, wide
 from support.oracle.dense import CPOOptions, DPOOptions, KTOOptions
 from support.oracle.distributions import distribution_metrics
@@ -376,28 +374,3 @@ def test_weights_that_contradict_the_configuration_are_refused() -> None:
     model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight))
     with pytest.raises(ValueError, match="tie_word_embeddings"):
         dense.load(model)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_command(tied: bool, tmp_path: Path) -> None:
-    for name, seed in (("policy", 0), ("base", 1)):
-        tiny(seed=seed, tied=tied).save_pretrained(tmp_path / name)
-    options: dict[str, Any] = {"beta": 0.2, "max_length": 7, "max_grad_norm": 0.1, "learning_rate": 3.0}
-    task = {"method": "kto", "options": options, "rows": KTO_ROWS}
-    (tmp_path / "rows.json").write_text(json.dumps(task), encoding="utf-8")
-    paths = {key: str(tmp_path / name) for key, name in (("json", "out.json"), ("updates", "u"), ("weights", "w"))}
-    given = ["--model", str(tmp_path / "policy"), "--reference", str(tmp_path / "base")]
-    given += ["--rows", str(tmp_path / "rows.json")]
-    for key, path in paths.items():
-        given += [f"--{key}", path]
-    dense.main(given)
-    step = dense.solve(tiny(tied=tied), KTO_ROWS, KTOOptions(**options), tiny(seed=1, tied=tied))
-    report = json.loads(Path(paths["json"]).read_text(encoding="utf-8"))
-    assert report["metrics"] == step.metrics
-    assert report["grad_norm"] == step.grad_norm
-    assert report["clip"] < 1
-    for key, tensors in (("updates", step.update), ("weights", step.weights)):
-        stored = load_file(paths[key])
-        assert stored.keys() == tensors.keys()
-        for name, value in tensors.items():
-            assert_close(stored[name], value, rtol=0, atol=0)
