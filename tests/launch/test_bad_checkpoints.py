@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.bad_case import Case
 from support.bad_commands import command, in_folder, write_models
-from support.helpers import make_model, paired_rows, unpaired_rows
+from support.helpers import exit_status, make_model, paired_rows, unpaired_rows
 from support.run_folders import holding
 from support.small_disk import fill, small_disk
 from test_bad_input import left, the_error, tree
@@ -37,9 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def done(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a finished run."""
     folder = tmp_path_factory.mktemp("done")
-    with pytest.raises(SystemExit) as leaving:
-        main(command(Case("good", (), GOOD), folder, models))
-    assert leaving.value.code == 0
+    assert exit_status(main, command(Case("good", (), GOOD), folder, models)) == 0
     return folder / "out"
 
 

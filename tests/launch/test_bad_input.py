@@ -24,7 +24,7 @@ from support.bad_models import MODELS, TOKENIZERS
 from support.bad_recipes import COMMAND_LINES, YAML
 from support.bad_rows import ROWS
 from support.data_tokenizers import PLAIN, char_tokenizer
-from support.helpers import POSITIONS, make_model, tiny_config, unpaired_rows
+from support.helpers import POSITIONS, exit_status, make_model, tiny_config, unpaired_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from alignment import CPOConfig, KTOConfig, KTOTrainer
@@ -62,9 +62,7 @@ def left(
     capfd: pytest.CaptureFixture[str], argv: list[str], command: Callable[..., None] = main
 ) -> tuple[object, str, str]:
     """Run a command; return its exit status and what it printed."""
-    with pytest.raises(SystemExit) as leaving:
-        command(argv)
-    return leaving.value.code, *capfd.readouterr()
+    return exit_status(command, argv), *capfd.readouterr()
 
 
 def named(case: Case) -> str:
@@ -129,18 +127,10 @@ def test_rows_that_the_terminal_cannot_show(
     (tmp_path / "r…ws.jsonl").write_text('{"prompt": "a", "completion": "b", "label": true}\n')
     out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", out)
-    with pytest.raises(SystemExit) as leaving:
-        options = {"dry_run": "true", "dataset_name": "@r…ws.jsonl"}
-        main(command(Case("odd letters", (), options), tmp_path, models))
+    options = {"dry_run": "true", "dataset_name": "@r…ws.jsonl"}
+    status = exit_status(main, command(Case("odd letters", (), options), tmp_path, models))
     shown = out.buffer.getvalue().decode("latin-1")  # type: ignore[attr-defined]
-    assert leaving.value.code == 0 and "r\\u2026ws.jsonl: 1 of 1 rows kept" in shown
-
-
-def test_the_recorder_detects_loading(models: Path, loads: list[Any], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        main(command(Case("good", ()), tmp_path, models))
-    assert leaving.value.code == 1
-    assert loads == [(str(models / "good"),)]
+    assert status == 0 and "r\\u2026ws.jsonl: 1 of 1 rows kept" in shown
 
 
 def test_weights_that_lack_a_tensor_are_not_completed_at_random(

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.helpers import POSITIONS, make_model, unpaired_rows
+from support.helpers import POSITIONS, exit_status, make_model, unpaired_rows
 
 from alignment.cli import precompute, train
 
@@ -36,10 +36,9 @@ def test_the_command_only_fills_the_stores(
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
     def said(command: object, *more: str, code: int = 0) -> list[str]:
-        with pytest.raises(SystemExit) as leaving:
-            command.main([*arguments(folder, tmp_path), *more])  # type: ignore[attr-defined]
+        status = exit_status(command.main, [*arguments(folder, tmp_path), *more])  # type: ignore[attr-defined]
         out, err = capfd.readouterr()
-        assert leaving.value.code == code, err
+        assert status == code, err
         return [line for line in (out if code == 0 else err).splitlines() if "reference log-probs of" in line or code]
 
     placed = ("--ref_placement", "precomputed")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from support.helpers import exit_status
 from support.run_folders import HOLDER, entry, locked, start, write_checkpoint, write_log, write_status
 
 from alignment.cli.status import main
@@ -16,11 +17,8 @@ from alignment.cli.status import main
 COMMAND = [sys.executable, str(ROOT / "launch" / "status.py")]
 
 
-def outcome(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as leaving:
-        main([str(argument) for argument in arguments])
-    assert isinstance(leaving.value.code, int)
-    return leaving.value.code
+def outcome(*arguments: object) -> object:
+    return exit_status(main, [str(argument) for argument in arguments])
 
 
 def test_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,10 +42,6 @@ def test_exit_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "step        4 of 100" in told.out, "what can be read is shown"
     assert told.err.startswith(f"error: {tmp_path}: status.json: cannot be read (") and told.err.count("\n") == 1
     assert outcome() == 2 and outcome("--help") == 0
-
-
-def test_an_invalid_interval(tmp_path: Path) -> None:
-    write_status(tmp_path, state="finished")
     assert outcome(tmp_path, "--follow", "--interval", "0") == outcome(tmp_path, "--interval", "5") == 2
 
 
