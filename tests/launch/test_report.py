@@ -6,16 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+from support.helpers import exit_status
 from support.run_folders import entry, start, write_log, write_status
 
 from alignment.cli.report import main
 
 
-def outcome(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as leaving:
-        main([str(argument) for argument in arguments])
-    assert isinstance(leaving.value.code, int)
-    return leaving.value.code
+def outcome(*arguments: object) -> object:
+    return exit_status(main, [str(argument) for argument in arguments])
 
 
 def run_in(folder: Path, state: str = "finished") -> Path:

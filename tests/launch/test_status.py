@@ -9,19 +9,16 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from support.helpers import exit_status
 from support.run_folders import HOLDER, entry, locked, start, write_checkpoint, write_log, write_status
 
 from alignment.cli.status import main
-from tools.ranks.client import environment
 
 COMMAND = [sys.executable, str(ROOT / "launch" / "status.py")]
 
 
-def outcome(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as leaving:
-        main([str(argument) for argument in arguments])
-    assert isinstance(leaving.value.code, int)
-    return leaving.value.code
+def outcome(*arguments: object) -> object:
+    return exit_status(main, [str(argument) for argument in arguments])
 
 
 def test_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,22 +42,7 @@ def test_exit_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "step        4 of 100" in told.out, "what can be read is shown"
     assert told.err.startswith(f"error: {tmp_path}: status.json: cannot be read (") and told.err.count("\n") == 1
     assert outcome() == 2 and outcome("--help") == 0
-
-
-def test_an_invalid_interval(tmp_path: Path) -> None:
-    write_status(tmp_path, state="finished")
     assert outcome(tmp_path, "--follow", "--interval", "0") == outcome(tmp_path, "--interval", "5") == 2
-
-
-def test_no_large_library_is_imported(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, 4)
-    code = (
-        "import sys\nfrom alignment.cli.commands import main\n"
-        f"try:\n    main(['status', {str(tmp_path)!r}])\nexcept SystemExit as left:\n    assert left.code == 0\n"
-        "print([name for name in ('torch', 'numpy', 'transformers', 'datasets', 'deepspeed') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert done.stdout.endswith("\n[]\n"), done.stdout + done.stderr
 
 
 def test_following_by_lines(tmp_path: Path) -> None:
