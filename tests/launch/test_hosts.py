@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from subprocess import Popen
 
 import pytest
 from conftest import DRIVERS, ROOT
+from support.helpers import make_model
 
 from tools.chaos.judge import compare, look
 from tools.chaos.world import World
@@ -140,3 +142,47 @@ def test_misconfigured_hosts(pair: Pair, ranks: RankServer, variables: dict[str,
     assert all(message in line for line in errors) and bool(errors) == bool(message), done.stderr
     if not message:
         assert all(f"rank {rank} on {NAMES[rank]}, 1 here: sum 3" in done.stdout for rank in range(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "codes"),
+    [
+        ("stop", [1, None]),
+        ("lock", [1, 1]),
+        ("kill", [1, -9]),
+        ("link", [1, 1]),
+    ],
+)
+def test_a_plain_script_on_two_hosts(fault: str, codes: list[int | None], pair: Pair, tmp_path: Path) -> None:
+    """Without a launcher, the ranks of a script that calls ``train()`` still notice each other's end."""
+    model = make_model(tmp_path / "model", layers=1)
+    script = [
+        sys.executable,
+        str(DRIVERS / "plain_script.py"),
+        "sleep" if fault == "link" else fault,
+        str(tmp_path),
+        model,
+    ]
+    pair.logs, run = [tmp_path / f"{name}.log" for name in NAMES], []
+    for rank, (host, log) in enumerate(zip(pair.hosts, pair.logs)):
+        own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        own |= {"MASTER_ADDR": NAMES[0], "MASTER_PORT": "29501", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        with log.open("w") as file:
+            run.append(host.start(script, file, environment(OMP_NUM_THREADS="1", **own), tmp_path))
+    wait_until((tmp_path / "reached").exists, START_S, pair.text)
+    began = time.monotonic()
+    try:
+        if fault == "link":
+            pair.hosts[1].link("down")
+        for process, code in zip(run, codes):
+            if code is not None:
+                assert process.wait(START_S) == code, pair.text()[-4000:]
+        assert time.monotonic() - began < 5 + 30  # peer_timeout of the script
+        assert re.search(rf"rank 1 \(host {NAMES[1]}\b.* in phase \w+, step 2\b", pair.logs[0].read_text()), (
+            pair.text()
+        )
+    finally:
+        pair.hosts[1].link("up")
+        for process in run:
+            process.kill()
