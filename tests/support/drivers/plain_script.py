@@ -1,7 +1,7 @@
 """A script that calls ``train()`` on two ranks, without a command: ``plain_script.py FAULT FOLDER MODEL``.
 
 In step 3, rank 1 is stopped or killed, hangs, holds the interpreter lock, raises an error, exits, or goes ahead.
-With ``data``, rank 0 cannot read the rows; with ``model``, rank 1 has no model.
+It first creates the file ``reached``. With ``data``, rank 0 cannot read the rows; with ``model``, rank 1 has no model.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Fault(TrainerCallback):
         """Wait until a heartbeat has told of the second step, and fail."""
         if state.global_step == 2 and os.environ["RANK"] == "1" and sys.argv[1] in FAULTS:
             time.sleep(1.2)
+            (Path(sys.argv[2]) / "reached").touch()
             FAULTS[sys.argv[1]]()
 
 
