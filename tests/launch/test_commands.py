@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -83,15 +85,18 @@ def test_arguments_added_by_deepspeeds_launcher(given: list[str], capsys: pytest
     assert exits(capsys, *given, "--version") == (0, f"deepspeed-alignment {__version__}\n", "")
 
 
+@pytest.mark.parametrize(
+    ("argument", "says"), [("--help", "usage: "), ("--version", f"deepspeed-alignment {__version__}\n")]
+)
 def test_only_the_first_rank_prints_the_options(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argument: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in (0, 1):
         monkeypatch.setenv("RANK", str(rank))
         with pytest.raises(SystemExit) as leaving:
-            parse(["--help"])
-        assert leaving.value.code == 0 and capsys.readouterr().out.startswith("usage: ") == (rank == 0)
+            parse(["kto", argument])
+        assert leaving.value.code == 0 and capsys.readouterr().out.startswith(says) == (rank == 0)
 
 
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,6 +209,39 @@ def test_a_training_run_continues_after_its_pipe_is_closed(tmp_path: Path) -> No
     steps = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps if "loss" in step] == [1, 2, 3]
     assert (tmp_path / "out" / "model.safetensors").is_file() and (tmp_path / "out" / "report.md").is_file()
+
+
+# The log of a run ---------------------------------------------------------------------------------------------------
+
+NUMBER = r"-?[\d.,]+(?:e-?\d+)?"
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["file", "terminal"])
+def test_a_run_in_a_log_file(tmp_path: Path, terminal: bool) -> None:
+    """One line per logging step and evaluation, and nothing that draws itself again, also not by libraries."""
+    make_model(tmp_path / "good")
+    given = {"max_steps": 2, "logging_steps": 1, "eval_strategy": "epoch", "dataset_test_split": "train[:2]"}
+    given |= {"disable_tqdm": "true"} if terminal else {}
+    reader, writer = os.openpty() if terminal else os.pipe()
+    with os.fdopen(reader, "rb") as output:
+        arguments = command(Case("kto", (), given), tmp_path, tmp_path)
+        run = subprocess.Popen(
+            [*TRAIN, *arguments], env=environment(PYTHONPATH=str(ROOT)), stdout=writer, stderr=writer
+        )
+        os.close(writer)
+        lines = []
+        with contextlib.suppress(OSError):  # the end of a terminal
+            lines += (line.decode().removesuffix("\n").removesuffix("\r") for line in iter(output.readline, b""))
+    assert run.wait(60) == 0
+    log = "\n".join(lines)
+    assert not re.search(r"[\r\x1b]|%\||\d{10}|\{'", log), log
+    metrics = rf"loss {NUMBER}, margin {NUMBER}, kl {NUMBER}"
+    step = rf"epoch {NUMBER}, {metrics}, lr {NUMBER}, {NUMBER} tokens/s, {NUMBER} GiB"
+    wanted = [rf"step 1/2: {step}, {NUMBER} s left", rf"step 2/2: {step}", rf"step 2/2, eval: {metrics}, {NUMBER} s"]
+    said = [line for line in lines if line.startswith("step")]
+    assert len(said) == len(wanted) and all(map(re.fullmatch, wanted, said)), log
+    records = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert len(repr(next(record["grad_norm"] for record in records if "loss" in record))) > 12, "in full precision"
 
 
 # The wheel ----------------------------------------------------------------------------------------------------------
