@@ -48,20 +48,21 @@ def _show(parser: ArgumentParser, options: Namespace) -> None:
     """Show the runs once or, with ``--follow``, whenever one has changed until all have ended."""
     if options.interval is not None and not (options.follow and 0.1 <= options.interval <= 86400):
         parser.error(f"argument --interval: {options.interval:g}: expected 0.1 to 86400 seconds, with --follow")
-    folder, before = Path(options.run).expanduser(), ""
+    folder, before = Path(options.run).expanduser(), list[str]()
     by_line = options.follow and not sys.stdout.isatty()
     in_place = options.follow and not by_line and not options.json
     while True:
         views = [read_run(path) for path in runs_in(folder)]
+        several = views[0].folder != str(folder)
         if options.json:
-            text = "\n".join(json.dumps(view.to_dict()) for view in views)
-        elif views[0].folder != str(folder):
-            text = "\n".join(status_table(views))
+            lines = [json.dumps(view.to_dict()) for view in views]
+        elif by_line:
+            lines = [f"{Path(view.folder).name}: " * several + status_line(view) for view in views]
         else:
-            text = status_line(views[0]) if by_line else "\n".join(status_lines(views[0]))
-        if in_place or text != before:
-            print("\x1b[H\x1b[J" * in_place + text, flush=True)  # clears the terminal
-        before = text
+            lines = status_table(views) if several else status_lines(views[0])
+        if changed := [line for line in lines if in_place or line not in before]:
+            print("\x1b[H\x1b[J" * in_place + "\n".join(changed), flush=True)  # clears the terminal
+        before = lines
         if not options.follow or not any(view.status.state in IN_PROGRESS or view.alive for view in views):
             break
         time.sleep(options.interval or 2.0)

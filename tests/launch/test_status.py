@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -112,3 +113,27 @@ def test_following_by_lines(tmp_path: Path) -> None:
     finally:
         follow.kill()
     assert rest.count("\n") == 1 and "no heartbeat since" in rest and follow.returncode == 0
+
+
+def test_following_a_folder_of_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only what has changed, until all have ended."""
+    for name, state in (("one", "finished"), ("two", "running")):
+        write_status(tmp_path / name, state=state)
+    changes = iter(({"state": "running", "step": 41}, {"state": "finished", "step": 100}))
+    with contextlib.ExitStack() as holding:
+        holding.enter_context(locked(tmp_path / "two"))
+
+        def sleep(_: float) -> None:
+            write_status(tmp_path / "two", **(change := next(changes)))
+            if change["state"] == "finished":
+                holding.close()
+
+        monkeypatch.setattr(time, "sleep", sleep)
+        assert outcome(tmp_path, "--follow") == 0
+    lines = [line.partition("; ") for line in capsys.readouterr().out.splitlines()]
+    assert [line[0].partition(",")[0] for line in lines] == [
+        "one: finished", f"two: running: {HOLDER}", f"two: running: {HOLDER}", "two: finished"
+    ]  # fmt: skip
+    assert [line[2] for line in lines] == [f"{step} of 100 ({step}%)" for step in (40, 40, 41, 100)]
