@@ -15,6 +15,7 @@ from alignment.config.errors import LastCheckpointError
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
 from alignment.reporting.page import PAGE
+from alignment.reporting.progress import draws_bars
 from alignment.run.ranks import rank, tell
 from alignment.training.data import evaluation_data, tokenized_folder, training_data
 from alignment.training.run_page import REPORT
@@ -23,7 +24,7 @@ from alignment.training.trainer import AlignmentTrainer
 
 def build_trainer(options: AlignmentConfig) -> AlignmentTrainer:
     """Return the trainer of ``options.method`` with the datasets of the options. No weights are loaded."""
-    if options.disable_tqdm or options.process_index:  # bars of libraries, on the first rank only
+    if options.process_index or not draws_bars(options.disable_tqdm):  # bars of libraries, on the first rank only
         disable_progress_bars()
         transformers_logging.disable_progress_bar()
     check_command_line(options)

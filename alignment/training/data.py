@@ -35,6 +35,7 @@ from alignment.data.windows import RowTable, WindowSampler, row_table, set_partn
 from alignment.engines.collectives import barrier, from_first_rank, gathered, together
 from alignment.engines.optimizers import check_optimization
 from alignment.internals.datasets import cache_folder
+from alignment.reporting.progress import draws_bars
 from alignment.run.ending import OtherRankFailed
 from alignment.run.ranks import local_rank, tell, world_size
 from alignment.run.retries import Retries
@@ -259,7 +260,7 @@ class DataPreparation:
             num_proc=options.dataset_num_proc,
             strict=options.strict_data,
             method=options.TITLE,
-            progress=not options.disable_tqdm,
+            progress=draws_bars(options.disable_tqdm),
         )
 
 

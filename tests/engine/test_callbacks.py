@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from transformers import EarlyStoppingCallback, TrainerCallback, integrations
 from transformers.integrations import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
+from alignment.cli.status import status_lines
 from alignment.config.errors import OptionError
+from alignment.reporting.run_content import read_content
+from alignment.reporting.run_view import read_run
 from alignment.training.trainer import AlignmentTrainer
 from tools.ranks import RankServer
 
@@ -210,15 +214,46 @@ def test_early_stopping_without_its_requirements(
         trainer.train()
 
 
-def test_early_stopping(model: str, tmp_path: Path) -> None:
-    # No later evaluation exceeds the first one by more than 1, so the run ends after two more.
-    patience = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=1.0)
-    metric = {"num_train_epochs": 4, "metric_for_best_model": "eval_rewards/accuracies"}
-    trainer = trained(model, tmp_path, [patience], **BEST | metric)
-    assert trainer.args.greater_is_better is True and trainer.state.global_step == 3
-    assert trainer.state.stateful_callbacks["EarlyStoppingCallback"]["attributes"] == {
-        "early_stopping_patience_counter": 2
+@pytest.mark.parametrize("by_option", [False, True], ids=["callback", "option"])
+def test_early_stopping(model: str, tmp_path: Path, by_option: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """No later evaluation exceeds the first one by more than 1, so the run ends after two more, also if resumed."""
+    patience = {"early_stopping_patience": 2, "early_stopping_threshold": 1.0}
+    given = BEST | {
+        "num_train_epochs": 4,
+        "metric_for_best_model": "eval_rewards/accuracies",
+        "save_strategy": "steps",
+        "save_steps": 1,
     }
+    given |= patience if by_option else {}
+    callbacks = [] if by_option else [EarlyStoppingCallback(**patience)]
+    trainer = trained(model, tmp_path, callbacks, **given)
+    assert trainer.args.greater_is_better is True and trainer.state.global_step == 3
+    kept = trainer.state.stateful_callbacks["EarlyStopping" if by_option else "EarlyStoppingCallback"]
+    assert kept["attributes"] == {"early_stopping_patience_counter": 2}
+    why = "early stopping, eval_rewards/accuracies has not improved by more than 1 in 2 evaluations"
+    why = f"finished early after step 3 of 12: {why}"
+    shown = "\n".join(status_lines(read_run(trainer.output_dir)))
+    assert why in capfd.readouterr().out and f"state       {why}\n" in shown
+    assert f"weights     of step {trainer.state.best_global_step} (load_best_model_at_end)\n" in shown
+    assert read_content(trainer.output_dir).page.note == ("info", "", f"{why[0].upper()}{why[1:]}.")
+    again = made(model, tmp_path, callbacks, **given)
+    again.train(resume_from_checkpoint=str(trainer.output_dir / "checkpoint-2"))
+    again.close()
+    assert again.state.global_step == 3
+
+
+def test_early_stopping_follows_one_set(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    given = options(
+        tmp_path, **EVALUATES, early_stopping_patience=1, metric_for_best_model="b_loss", learning_rate=0.0
+    )
+    sets = {"a": paired_rows(2), "b": paired_rows(2)}
+    trainer = CPOTrainer(model=model, args=CPOConfig(**given), train_dataset=paired_rows(12), eval_dataset=sets)
+    trainer.train()
+    trainer.close()
+    assert trainer.state.global_step == 2 and "did not find" not in caplog.text
 
 
 def test_tensorboard_and_wandb_offline(

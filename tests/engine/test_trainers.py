@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import math
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -447,6 +448,7 @@ def test_the_progress_bar_of_an_evaluation_completes(
 
     monkeypatch.setattr(Progress, "close", closed)
     rows = unpaired_rows(8) if cls is KTOTrainer else paired_rows(8)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     given = options(tmp_path, per_device_train_batch_size=2, disable_tqdm=False)
     with contextlib.closing(cls(paths["policy"], args=cls.config_class(**given), eval_dataset=rows)) as trainer:
         trainer.evaluate()

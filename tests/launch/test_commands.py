@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -79,13 +81,17 @@ def test_arguments_added_by_deepspeeds_launcher(given: list[str], capsys: pytest
     assert exits(capsys, *given, "--version") == (0, f"deepspeed-alignment {__version__}\n", "")
 
 
+@pytest.mark.parametrize(
+    ("argument", "says"), [("--help", "usage: "), ("--version", f"deepspeed-alignment {__version__}\n")]
+)
 def test_only_the_first_rank_prints_the_options(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argument: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in (0, 1):
         monkeypatch.setenv("RANK", str(rank))
-        assert exit_status(parse, ["--help"]) == 0 and capsys.readouterr().out.startswith("usage: ") == (rank == 0)
+        status, said = exit_status(parse, ["kto", argument]), capsys.readouterr().out
+        assert status == 0 and said.startswith(says) == (rank == 0)
 
 
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,6 +183,39 @@ def test_a_run_saves_a_checkpoint_when_its_terminal_is_closed(tmp_path: Path) ->
     status = json.loads((output_dir / "status.json").read_text())
     assert (status["state"], status["signal"]) == ("preempted", "SIGHUP"), status
     assert status["checkpoint"] == f"checkpoint-{status['step']}" and status["step"] >= 4
+
+
+# The log of a run ---------------------------------------------------------------------------------------------------
+
+NUMBER = r"-?[\d.,]+(?:e-?\d+)?"
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["file", "terminal"])
+def test_a_run_in_a_log_file(tmp_path: Path, terminal: bool) -> None:
+    """One line per logging step and evaluation, and nothing that draws itself again, also not by libraries."""
+    make_model(tmp_path / "good")
+    given = {"max_steps": 2, "logging_steps": 1, "eval_strategy": "epoch", "dataset_test_split": "train[:2]"}
+    given |= {"disable_tqdm": "true"} if terminal else {}
+    reader, writer = os.openpty() if terminal else os.pipe()
+    with os.fdopen(reader, "rb") as output:
+        arguments = command(Case("kto", (), given), tmp_path, tmp_path)
+        run = subprocess.Popen(
+            [*TRAIN, *arguments], env=environment(PYTHONPATH=str(ROOT)), stdout=writer, stderr=writer
+        )
+        os.close(writer)
+        lines = []
+        with contextlib.suppress(OSError):  # the end of a terminal
+            lines += (line.decode().removesuffix("\n").removesuffix("\r") for line in iter(output.readline, b""))
+    assert run.wait(60) == 0
+    log = "\n".join(lines)
+    assert not re.search(r"[\r\x1b]|%\||\d{10}|\{'", log), log
+    metrics = rf"loss {NUMBER}, margin {NUMBER}, kl {NUMBER}"
+    step = rf"epoch {NUMBER}, {metrics}, lr {NUMBER}, {NUMBER} tokens/s, {NUMBER} GiB"
+    wanted = [rf"step 1/2: {step}, {NUMBER} s left", rf"step 2/2: {step}", rf"step 2/2, eval: {metrics}, {NUMBER} s"]
+    said = [line for line in lines if line.startswith("step")]
+    assert len(said) == len(wanted) and all(map(re.fullmatch, wanted, said)), log
+    records = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert len(repr(next(record["grad_norm"] for record in records if "loss" in record))) > 12, "in full precision"
 
 
 # The wheel ----------------------------------------------------------------------------------------------------------

@@ -32,6 +32,11 @@ OPTIONS = [
         {"ref_placement": "adapter"},
     ),
     Case("resuming", ("resume_from_checkpoint='@out'", "no such folder"), {"resume_from_checkpoint": "@out"}),
+    Case(
+        "early stopping without evaluations",
+        ("early_stopping_patience=3: requires evaluations", "set eval_strategy"),
+        {"early_stopping_patience": "3"},
+    ),
     Case("no model", ("model_name_or_path is required", "set it to a folder"), {"model_name_or_path": None}),
     Case(
         "window of one row",

@@ -56,6 +56,8 @@ OF_REWARDS: dict[str, Any] = {
     [
         (KTOConfig, {"save_steps": 1.5}, "save_steps=1.5"),
         (KTOConfig, {"save_strategy": "best"}, "save_strategy='best'"),
+        (KTOConfig, {"early_stopping_patience": 2}, "early_stopping_patience=2: requires evaluations"),
+        (KTOConfig, {"early_stopping_threshold": 0.1}, "early_stopping_threshold=0.1: .*set early_stopping_patience"),
         (KTOConfig, {"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio=0.1 and warmup_steps=5"),
         (KTOConfig, {"lr_scheduler_type": "constant", "warmup_steps": 3}, "warmup_steps=3"),
         (KTOConfig, {"bf16": True, "fp16": True}, "bf16=True and fp16=True"),
@@ -178,6 +180,7 @@ NO_CHECKPOINTING = {"gradient_checkpointing": False, "gradient_checkpointing_kwa
     [
         (KTOConfig, {}, {"metric_for_best_model": None, "greater_is_better": None}),
         (KTOConfig, {"load_best_model_at_end": True}, {"metric_for_best_model": "loss", "greater_is_better": False}),
+        (KTOConfig, {"early_stopping_patience": 2}, {"metric_for_best_model": "loss", "greater_is_better": False}),
         (KTOConfig, {"metric_for_best_model": "eval_rewards/margins"}, {"greater_is_better": True}),
         (DPOConfig, {"precompute_ref_log_probs": True}, {"ref_placement": "precomputed"}),
         (OnlineDPOConfig, {"beta": [0.2, 0.1]}, {"betas": (0.2, 0.1)}),
@@ -309,11 +312,11 @@ BELOW_ZERO, ABOVE_ONE = -TINY, math.nextafter(1, 2)
 AT_LEAST_ONE = [
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("dataset_num_proc", "max_train_samples", "max_eval_samples", "max_steps", "lora_r"),
-    *("lora_alpha", "max_bad_steps"),
+    *("lora_alpha", "max_bad_steps", "early_stopping_patience"),
 ]
 AT_LEAST_ZERO = [
     *("learning_rate", "weight_decay", "max_grad_norm", "router_aux_loss_coef", "warmup_steps", "eval_delay"),
-    *("retry_pause",),
+    *("retry_pause", "early_stopping_threshold"),
 ]
 ABOVE_ZERO = ["adam_epsilon", "hang_timeout", "hang_factor", "num_train_epochs"]
 NEEDS: dict[str, dict[str, Any]] = {  # options with which another one has an effect
@@ -322,6 +325,8 @@ NEEDS: dict[str, dict[str, Any]] = {  # options with which another one has an ef
     "lora_alpha": {"use_peft": True},
     "lora_dropout": {"use_peft": True},
     "max_bad_steps": {"on_bad_step": "skip"},
+    "early_stopping_patience": {"eval_strategy": "epoch"},
+    "early_stopping_threshold": {"eval_strategy": "epoch", "early_stopping_patience": 1},
 }
 LIMITS: list[tuple[type, str, Any, Any]] = [
     *((KTOConfig, name, 1, 0) for name in AT_LEAST_ONE),

@@ -487,8 +487,9 @@ def test_master_weights_of_another_model(made: tuple[Path, Named], giving: Givin
 def test_folders_that_cannot_be_exported(made: tuple[Path, Named], base: str, tmp_path: Path) -> None:
     source, out, run = made[0], tmp_path / "out", tmp_path / "run"
     refused(ModelError, str(tmp_path / "nowhere"), tmp_path / "nowhere", out)
-    copied(source, run / "checkpoint-4")
-    refused(ModelError, "checkpoint-4", run, out)
+    for step in (4, 10):
+        copied(source, run / f"checkpoint-{step}")
+    refused(ModelError, "checkpoint-4, checkpoint-10", run, out)
     both = make_adapter(copied(source, tmp_path / "both"), base, lora())
     refused(ModelError, "contains an adapter and a full model", both, out)
     bare = copied(Path(base), tmp_path / "bare", "model.safetensors")
