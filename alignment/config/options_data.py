@@ -13,6 +13,7 @@ from alignment.config.fields import (
     Free,
     Late,
     ListOrKeywords,
+    Meanings,
     Natural,
     Positive,
     Shared,
@@ -42,13 +43,23 @@ class DataOptions:
     dataset_mixture: Free[ListOrKeywords] = option(
         None,
         "Several datasets: a mapping from name to weight, or a list of mappings with `dataset_name`, "
-        "`dataset_config`, `split`, `test_split`, `weight` and `column_map`. As many rows as possible are sampled in "
-        "the proportions of the weights, without repetition. Without weights, all rows are used.",
+        "`dataset_config`, `split`, `test_split`, `weight`, `column_map` and `label_map`. As many rows as possible "
+        "are sampled in the proportions of the weights, without repetition. Without weights, all rows are used.",
     )
     column_map: Free[TextKeywords] = option(
         None,
-        "Mapping from the columns that a method expects to those of the data, such as `{prompt: question}`. `query` "
-        "(appended to the prompt) and `system` are read only if they are mapped.",
+        "Mapping from the columns that a method expects to those of the data, such as `{prompt: question}` or "
+        "`prompt=question`. `query` (appended to the prompt) and `system` are read only if they are mapped.",
+    )
+    label_map: Free[Meanings] = option(
+        None,
+        "Mapping from the labels of the data to true and false, such as `{up: true, down: false}` or "
+        "`up=true,down=false`. Case is ignored.",
+    )
+    apply_chat_template: Free[bool] = option(
+        False,
+        "Render rows of strings with the chat template: the prompt as one user turn, the completion as one assistant "
+        "turn. If false, strings are tokenized as they are.",
     )
     max_train_samples: Free[Count | None] = option(None, "Maximum number of training rows to use, from the start.")
     max_eval_samples: Free[Count | None] = option(None, "Maximum number of evaluation rows to use, from the start.")
@@ -120,7 +131,8 @@ class MixturePart:
     split: str | None = None
     test_split: str | None = None
     weight: Positive | None = None  # share of the rows of the mixture, relative to other weights; None: all its rows
-    column_map: dict[str, str] | None = None
+    column_map: TextKeywords = None
+    label_map: Meanings = None
 
 
 def mixture_parts(value: list[Any] | dict[str, Any] | str) -> list[MixturePart]:
