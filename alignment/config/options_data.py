@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from annotated_types import Ge
 
-from alignment.config.errors import OptionError, did_you_mean, listing, setting
+from alignment.config.errors import DataError, OptionError, did_you_mean, listing, setting
 from alignment.config.fields import (
     Count,
     Free,
@@ -29,6 +30,7 @@ COLUMNS = (
     "text",
 )  # fmt: skip
 MAPPED_COLUMNS = ("query", "system")  # read only if in `column_map`, as many datasets have unrelated such columns
+SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")  # of data files
 _EXPECTED = (*COLUMNS, *MAPPED_COLUMNS)
 
 
@@ -155,6 +157,13 @@ def mixture_parts(value: list[Any] | dict[str, Any] | str) -> list[MixturePart]:
     if len({part.weight is None for part in parts}) != 1:
         raise OptionError("dataset_mixture: set at least one dataset, and a weight for every part or for none")
     return parts
+
+
+def check_exists(name: str) -> None:
+    """Raise :class:`DataError` if a dataset's name is that of a file or folder that does not exist."""
+    path = Path(name).expanduser()
+    if not (path.is_dir() or path.is_file()) and (name.startswith((".", "/", "~")) or path.suffix.lower() in SUFFIXES):
+        raise DataError(f"{name}: file or folder does not exist; set dataset_name to an existing one")
 
 
 def tested_parts(options: Any) -> list[tuple[MixturePart, str]]:

@@ -9,7 +9,7 @@ import difflib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -89,6 +89,7 @@ class Case:
     tokenizer: str
     rows: tuple[dict[str, Any], ...]
     column_map: dict[str, str] = field(default_factory=dict)
+    apply_chat_template: bool = False
 
 
 def labeled(title: str, tokenizer: str, prompt: Any, completion: Any, **more: Any) -> Case:
@@ -116,6 +117,7 @@ CASES = [
     labeled("KTO, empty prompt", "no template, BOS", "", A),
     labeled("KTO, empty prompt and no BOS: the first token is context", "no template, no BOS", "", A),
     labeled("KTO, messages", "ChatML", [USER], [GOOD]),
+    replace(labeled("KTO, strings as turns", "ChatML", U, A), apply_chat_template=True),
     labeled("KTO, messages", "ChatML that adds BOS", [USER], [GOOD]),
     labeled("KTO, messages", "role: content lines, which end no turn", [USER], [GOOD]),
     labeled("KTO, messages", "ChatML that ends conversations with EOS", [USER, BAD, USER], [GOOD]),
@@ -330,9 +332,10 @@ def tokenized(
     tokenizer: Any,
     column_map: dict[str, str],
     folder: Path,
+    apply_chat_template: bool = False,
 ) -> list[str]:
     """Return a line for every completion of a dataset, or for every prompt if it has no completions."""
-    options: Any = {"column_map": column_map, "progress": False}
+    options: Any = {"column_map": column_map, "apply_chat_template": apply_chat_template, "progress": False}
     path = prepare(dataset, kind, tokenizer, Limits(), "data", folder, **options)
     return [line for row in load_prepared(path).dataset for line in _answers(tokenizer, row)]
 
@@ -358,9 +361,11 @@ def _learned(tokenizer: Any, ids: list[int], scored: list[bool] | None) -> str:
 def block(case: Case, folder: Path) -> str:
     """Return the case's block of the table."""
     tokenizer = readable_tokenizer(**TOKENIZERS[case.tokenizer])
-    lines = tokenized(dataset_from_python(list(case.rows)), case.kind, tokenizer, case.column_map, folder)
+    data, turns = dataset_from_python(list(case.rows)), case.apply_chat_template
+    lines = tokenized(data, case.kind, tokenizer, case.column_map, folder, turns)
     given = [f"  {json.dumps(row)}" for row in case.rows]
     renamed = [f"  column_map: {json.dumps(case.column_map)}"] if case.column_map else []
+    renamed += ["  apply_chat_template: true"] if turns else []
     return "\n".join([f"{case.title} ({case.tokenizer})", *given, *renamed, *lines]) + "\n"
 
 
