@@ -32,7 +32,7 @@ OPTIONS = [
         {"ref_placement": "adapter"},
     ),
     Case(
-        "name of another framework", ("resume=True: unknown option; set resume_from_checkpoint",), {"resume": "true"}
+        "name of another framework", ("resume='true': unknown option; set resume_from_checkpoint",), {"resume": "true"}
     ),
     Case(
         "pairs that are none",
