@@ -49,12 +49,7 @@ _MOST_LABELS = 8  # different labels that a proposal lists
 
 
 def data_key(
-    dataset: Dataset,
-    kind: Kind,
-    tokenizer: Any,
-    limits: Limits,
-    others: Sequence[str] = (),
-    reading: Mapping[str, Any] | None = None,
+    dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits, others: Sequence[str] = (), **reading: Any
 ) -> str:
     """Return the key of a tokenized dataset, such as ``preference-3f…``: a hash of everything that determines it.
 
@@ -65,7 +60,7 @@ def data_key(
     digest = hashlib.blake2b(digest_size=16)
     settings: dict[str, Any] = {"version": _TOKENS_VERSION, "kind": kind.name, "limits": asdict(limits)}
     settings |= {"tokenizer": describe_tokenizer(tokenizer)} | ({"extra": list(others)} if others else {})
-    settings |= {name: value for name, value in (reading or {}).items() if value}
+    settings |= {name: value for name, value in reading.items() if value}
     if (rules := asdict(kind)) != {field.name: field.default for field in fields(kind)}:
         settings["rules"] = rules
     classes = [cls for cls in type(kind).__mro__ if issubclass(cls, Kind)]
@@ -156,8 +151,8 @@ def prepare(
         raise DataError(f"{where}: contains no rows; pass a dataset with rows")
     if apply_chat_template:
         _check_template(dataset, kind, tokenizer, where)
-    reading = {"label_map": label_map, "apply_chat_template": apply_chat_template}
-    target = cache_dir / f"{data_key(dataset, kind, tokenizer, limits, others, reading)}.{_FORMAT_VERSION}"
+    reading: Any = {"label_map": label_map, "apply_chat_template": apply_chat_template}
+    target = cache_dir / f"{data_key(dataset, kind, tokenizer, limits, others, **reading)}.{_FORMAT_VERSION}"
     if target.is_dir():
         _check_report(_report(target), where, strict)
         return target

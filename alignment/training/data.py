@@ -269,10 +269,10 @@ class DataPreparation:
             progress=not options.disable_tqdm,
         )
         if self.first is None:
-            named = {name: column_map.get(name, name) for name in COLUMNS}
-            there = {name: column for name, column in named.items() if column in data.column_names}
-            row = data.with_format(None).select_columns([*there.values()])[0]
-            self.first = {name: row[column] for name, column in there.items()}
+            texts = {name: column_map.get(name, name) for name in COLUMNS}
+            named = {name: column for name, column in texts.items() if column in data.column_names}
+            plain = data.with_format(None)
+            self.first = {name: plain.select_columns(column)[0][column] for name, column in named.items()}
         return path
 
 
