@@ -75,4 +75,4 @@ def run(options: AlignmentConfig, *, precompute: bool = False) -> None:
     tell(f"model, tokenizer, log.jsonl, {REPORT}, {PAGE} and more: {trainer.output_dir}")
     trainer.close()
     if unsaved is not None:
-        raise unsaved
+        raise LastCheckpointError(f"{unsaved}; the model itself is saved in {trainer.output_dir}") from unsaved

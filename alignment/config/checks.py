@@ -92,8 +92,10 @@ def need_reference(options: Any, method: str, *, known_rows: bool = True) -> Non
 
 def refuse_labels(options: Any, method: str) -> None:
     """Reject options about labels for a method (named in messages) whose rows have none."""
-    if options.stratify_labels:
-        refuse(options, "stratify_labels", f"the rows of {method} have no labels; remove it")
+    parts = [] if options.dataset_mixture is None else mixture_parts(options.dataset_mixture)
+    for of, name in ((options, "stratify_labels"), *((each, "label_map") for each in (options, *parts))):
+        if getattr(of, name):
+            refuse(of, name, f"the rows of {method} have no labels; remove it")
 
 
 def refuse_reference(options: Any, method: str) -> None:

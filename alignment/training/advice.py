@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
+from typing import Any
 
 from alignment.config.options import AlignmentConfig
+from alignment.data.messages import Row, as_turns
 from alignment.data.report import NOT_DRAWN, DataReport
 from alignment.data.tokenization import CUT_ALIKE, NO_ROOM
 
@@ -17,6 +20,7 @@ LEAST_RATE, MOST_RATE = 5e-7, 5e-6
 ADAPTER_RATES = 10.0
 LEAST_WINDOW = 16
 MOST_LOST = 0.05  # share of rows that are dropped, or of truncated prompts or completions
+_EXCERPT = 120  # characters of a row that are shown
 _EDGE = 1e-9  # relative tolerance, so that 4/3 as a decimal is accepted
 
 
@@ -38,6 +42,30 @@ def about_rows(report: DataReport, completions: int = 1) -> list[str]:
             remedy = "raise max_length, or change max_prompt_length"
             found.append(f"{cut} of {total} {what} are truncated, so {effect}; {remedy}")
     return found
+
+
+def about_strings(row: Row, tokenizer: Any) -> list[str]:
+    """Advise the chat template, if the tokenizer has one and ``row``, the first one, is strings without its tokens."""
+    texts = [row[name] for name in ("prompt", "completion", "chosen") if row.get(name) is not None]
+    marks = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+    if not tokenizer.chat_template or any(
+        not isinstance(text, str) or mark in text for text in texts for mark in marks
+    ):
+        return []
+    with contextlib.suppress(Exception):  # a template is user code, and a row without a prompt cannot use it
+        turns = as_turns(row, "")
+        messages = [*turns["prompt"], *turns.get("completion", turns.get("chosen", ()))]
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=len(texts) == 1)
+        shown = _excerpt("".join(texts))
+        return [
+            f"the rows are strings, which are tokenized without the chat template, such as {shown}; if the model is a "
+            f"chat model, set apply_chat_template: true for {_excerpt(rendered)}"
+        ]
+    return []
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= _EXCERPT else f"{text[: _EXCERPT // 2]}…{text[-_EXCERPT // 2 :]}")
 
 
 def about_labels(

@@ -133,11 +133,21 @@ def test_rows_that_the_terminal_cannot_show(
     assert status == 0 and "r\\u2026ws.jsonl: 1 of 1 rows kept" in shown
 
 
-def test_weights_that_lack_a_tensor_are_not_completed_at_random(
-    models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("more-layers", "the checkpoint has no weights for model.layers.2.input_layernorm.weight and 8 more"),
+        (
+            "wider",
+            "model.layers.0.mlp.down_proj.weight and 5 more: the checkpoint has the shape [32, 48], but config.json "
+            "describes [32, 96]; use the config.json that was saved with these weights",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_not_completed_at_random(
+    models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], model: str, said: str
 ) -> None:
-    code, _, err = left(capfd, command(Case("more layers", (), model="more-layers"), tmp_path, models))
-    said = "the checkpoint has no weights for model.layers.2.input_layernorm.weight and 8 more"
+    code, _, err = left(capfd, command(Case(model, (), model=model), tmp_path, models))
     assert code == 1 and said in the_error(err)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["status.json"]
 

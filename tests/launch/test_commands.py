@@ -20,7 +20,9 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from support.helpers import exit_status
+from support.bad_case import Case
+from support.bad_commands import command
+from support.helpers import exit_status, make_model
 
 from alignment import __version__
 from alignment.cli.commands import COMMANDS, main

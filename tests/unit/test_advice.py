@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.data_tokenizers import PLAIN, char_tokenizer
 
 from alignment.config.registry import METHODS
 from alignment.data.report import NOT_DRAWN, DataReport
 from alignment.data.tokenization import NO_ROOM
 from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.kto_options import KTOConfig
-from alignment.training.advice import about_learning_rate, about_rows
+from alignment.training.advice import about_learning_rate, about_rows, about_strings
 
 
 def said(report: tuple[int, int] = (50, 50), window: int = 16, cls: Any = KTOConfig, **options: Any) -> str:
@@ -20,6 +21,19 @@ def said(report: tuple[int, int] = (50, 50), window: int = 16, cls: Any = KTOCon
     rows = DataReport(sum(report), sum(report), desirable=desirable, undesirable=undesirable)
     given = cls("out", **options)
     return "\n".join(METHODS.trainer(given).method_class(given).advice(rows, window))
+
+
+def test_strings_for_a_chat_model() -> None:
+    """The advice shows the row with and without the template; rows that contain a token of it are rendered already."""
+    tokenizer, row = char_tokenizer(template=PLAIN), {"prompt": "ab", "completion": "c", "label": True}
+    (line,) = about_strings(row, tokenizer)
+    assert "such as 'abc'; " in line and line.endswith("apply_chat_template: true for 'user: ab\\nassistant: c\\n'")
+    (line,) = about_strings({"prompt": "ab" * 200}, tokenizer)
+    assert "…" in line and len(line) < 500
+    messages = [{"role": "user", "content": "a"}]
+    for other in ({"prompt": messages}, {"prompt": "<s>ab", "completion": "c"}, {"chosen": "a", "rejected": "b"}):
+        assert about_strings(other, tokenizer) == []
+    assert about_strings(row, char_tokenizer()) == []
 
 
 @pytest.mark.parametrize(

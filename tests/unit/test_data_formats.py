@@ -18,7 +18,7 @@ from support.prepared import prepared
 from alignment.cli.parsing import parse
 from alignment.config.errors import DataError
 from alignment.config.fields import choices_of
-from alignment.config.options_data import Truncation
+from alignment.config.options_data import Truncation, mixture_parts
 from alignment.data.kinds.base import Kind
 from alignment.data.kinds.completions import COMPLETIONS
 from alignment.data.kinds.pairs import PAIRS
@@ -234,10 +234,12 @@ TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}
 ROW = {"instruction": "do", "input": "it", "output": "ok", "kto_tag": True}
 
 
-def texts(rows: Any, column_map: dict[str, str] | None, folder: Path, kind: Any = UNPAIRED) -> list[list[str]]:
+def texts(
+    rows: Any, column_map: dict[str, str] | None, folder: Path, kind: Any = UNPAIRED, **options: Any
+) -> list[list[str]]:
     """Return the decoded columns of every prepared row."""
     tokenizer = char_tokenizer(template=PLAIN)
-    dataset = prepared(rows, kind, folder, tokenizer, column_map=column_map).dataset
+    dataset = prepared(rows, kind, folder, tokenizer, column_map=column_map, **options).dataset
     columns = [name for name in dataset.column_names if name.endswith("_ids")]
     return [[tokenizer.decode(row[name]) for name in columns] for row in dataset]
 
@@ -276,6 +278,42 @@ def test_labels_of_csv_files(tmp_path: Path) -> None:
         texts(load_split(str(path), None, "train"), ALPACA, tmp_path)
 
 
+def test_labels_are_mapped(tmp_path: Path) -> None:
+    """The text of a value counts, without its case; booleans need no entry. The map is part of the data's key."""
+    given = ["Up", " down", 1, 0.0, True, "👎"]
+    data = dataset_from_python([{"prompt": "a", "completion": "b", "label": label} for label in given])
+    for down in (False, True):
+        label_map = {"up": True, "down": down, "1": True, "0": False, "👎": False}
+        made = prepared(data, UNPAIRED, tmp_path, label_map=label_map).dataset
+        assert made["label"][:] == [True, down, True, False, True, False]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_strings_as_turns(tmp_path: Path) -> None:
+    """With ``apply_chat_template``, strings are one user turn and one assistant turn; messages do not change."""
+    row = {"prompt": "a", "completion": "b", "chosen": "c", "rejected": "d", "system": "e", "query": "f"}
+    asked = "user: a\nassistant:"
+    said = {"prompt": "a", "completion": "b", "label": True}
+    pair = {name: row[name] for name in ("prompt", "chosen", "rejected")}
+    for kind, rows, expected in [
+        (UNPAIRED, [said, pair], [[asked, " b\n</s>"], [asked, " c\n</s>"], [asked, " d\n</s>"]]),
+        (UNPAIRED, [{"messages": TURNS, "label": True}], [[asked, " c\n</s>"]]),
+        (PAIRS, [row], [[asked, " c\n</s>", " d\n</s>"]]),
+        (COMPLETIONS, [row], [[asked, " b\n</s>"]]),
+        (PROMPTS, [row], [[asked]]),
+    ]:
+        assert texts(rows, None, tmp_path, kind, apply_chat_template=True) == expected
+    mapped = {name: name for name in ("system", "query")}
+    headed = [["system: e\nuser: a\nf\nassistant:", " c\n</s>", " d\n</s>"]]
+    assert texts([row], mapped, tmp_path, PAIRS, apply_chat_template=True) == headed
+    assert texts([row], None, tmp_path, PAIRS) == [["a", "c</s>", "d</s>"]]  # the option is part of the key
+    begun = {"prompt": [], "completion": TURNS[1:], "label": True}
+    opened = texts([{**begun, "prompt": "", "completion": "c"}], None, tmp_path, apply_chat_template=True)
+    assert opened == texts([begun], None, tmp_path) == [["assistant: ", "c\n</s>"]]
+    with pytest.raises(DataError, match="^data, row 1: prompt is missing, so apply_chat_template"):
+        texts([{"text": "a"}], None, tmp_path, COMPLETIONS, apply_chat_template=True)
+
+
 def test_query_requires_strings() -> None:
     row = {"prompt": [{"role": "user", "content": "a"}], "query": "b", "completion": "c", "label": True}
     for prompt in (row["prompt"], None):
@@ -305,6 +343,13 @@ def test_column_map_from_every_source_of_options(tmp_path: Path) -> None:
     assert parse([str(recipe)]).column_map == names
     assert parse([str(recipe), "--column_map", json.dumps({"prompt": "other"})]).column_map == {"prompt": "other"}
     assert KTOConfig("o", column_map=names).column_map == names
+    short = ["--column_map", "prompt=question, completion = a b", "--label_map", "Up=true,0=false"]
+    parsed = parse([str(recipe), *short])
+    assert parsed.column_map == {"prompt": "question", "completion": "a b"}
+    labels = {"up": True, "0": False}
+    assert parsed.label_map == labels == KTOConfig("o", label_map={"Up": True, 0: False}).label_map
+    part = mixture_parts([{"dataset_name": "d", "label_map": "up=true,0=false", "column_map": "prompt=question"}])[0]
+    assert (part.label_map, part.column_map) == (labels, names)
 
 
 def test_rows_of_both_kinds_in_one_dataset() -> None:

@@ -9,7 +9,7 @@ import difflib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -87,6 +87,7 @@ class Case:
     tokenizer: str
     rows: tuple[dict[str, Any], ...]
     column_map: dict[str, str]
+    apply_chat_template: bool = False
 
 
 def case(title: str, kind: Any, tokenizer: str, *rows: dict[str, Any], **column_map: str) -> Case:
@@ -144,6 +145,7 @@ CASES = [
     labeled("KTO, empty prompt", "no template, BOS", "", A),
     labeled("KTO, empty prompt and no BOS: the first token is context", "no template, no BOS", "", A),
     labeled("KTO, messages", "ChatML", [USER], [GOOD]),
+    replace(labeled("KTO, strings as turns", "ChatML", U, A), apply_chat_template=True),
     labeled("KTO, messages", "ChatML that adds BOS", [USER], [GOOD]),
     labeled("KTO, messages", "role: content lines, which end no turn", [USER], [GOOD]),
     labeled("KTO, messages", "ChatML that ends conversations with EOS", [USER, BAD, USER], [GOOD]),
@@ -260,10 +262,12 @@ def _learned(tokenizer: Any, ids: list[int], scored: list[bool] | None) -> str:
 def block(one: Case, folder: Path) -> str:
     """Return a case's block of the table."""
     tokenizer = readable_tokenizer(**TOKENIZERS[one.tokenizer])
-    dataset = prepared([*one.rows], one.kind, folder, tokenizer, column_map=one.column_map).dataset
+    options = {"column_map": one.column_map, "apply_chat_template": one.apply_chat_template}
+    dataset = prepared([*one.rows], one.kind, folder, tokenizer, **options).dataset
     lines = [line for row in dataset for line in _answers(tokenizer, row)]
     given = [f"  {json.dumps(row)}" for row in one.rows]
     renamed = [f"  column_map: {json.dumps(one.column_map)}"] if one.column_map else []
+    renamed += ["  apply_chat_template: true"] if one.apply_chat_template else []
     return "\n".join([f"{one.title} ({one.tokenizer})", *given, *renamed, *lines]) + "\n"
 
 

@@ -97,8 +97,8 @@ def test_another_task(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_loaded(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
-    for kwargs in ({}, {"no_such_argument": 1}):
-        with pytest.raises(ModelError, match="^model .* could not be loaded: ") as caught:
+    for kwargs, said in (({}, "the checkpoint has the shape"), ({"no_such_argument": 1}, "could not be loaded: ")):
+        with pytest.raises(ModelError, match=f"^model .* {said}") as caught:
             load_model(str(folder), torch.float32, ds_config=zero(0), init_kwargs=kwargs)
         assert "\n" not in str(caught.value)
 

@@ -219,8 +219,8 @@ def test_errors_of_loaders_name_the_data() -> None:
 
     with pytest.raises(DataError, match="^line 3 is bad$"):
         _guarded("d", lambda: fails(DataError("line 3 is bad")))
-    with pytest.raises(DataError, match="^d: cannot be read: inside; set another$"):
-        _guarded("d", lambda: fails(OSError("inside")), "; set another")
+    with pytest.raises(DataError, match="^d: cannot be read: inside; set dataset_name to a file, a folder or"):
+        _guarded("d", lambda: fails(OSError("inside")), hub=True)
     with pytest.raises(DataError, match="^dataset is a list that cannot be stored: .*; use values that JSON"):
         dataset_from_python([{"a": "\ud800"}])
 
