@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -267,3 +268,12 @@ def test_unknown_parts_are_named() -> None:
     assert state.unknown(loaded, {"lost": {}}) == ["gone", "lost"]
     state.load(loaded, {})
     assert totals.tokens == 7
+
+
+def test_parts_of_each_rank_get_their_own_states() -> None:
+    state, parts = RunState(), [mock.Mock(), mock.Mock()]
+    for name, part in zip("ab", parts):
+        state.register_on_each_rank(name, part)
+        part.redistributed.side_effect = lambda former, rank: (former, rank)
+    former = [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
+    assert state.redistributed(former, 5) == {"a": ([1, 3], 5), "b": ([2, 4], 5)}

@@ -233,6 +233,7 @@ NO_CHECKPOINTING = {"gradient_checkpointing": False, "gradient_checkpointing_kwa
         (OnlineDPOConfig, {"judge": "openai", "num_generations": 2}, {"num_generations": 2}),
         (KTOConfig, {"model_init_kwargs": {"torch_dtype": "bfloat16"}}, {"dtype": "bfloat16"}),
         (KTOConfig, {"model_init_kwargs": {"dtype": "float32"}}, {"dtype": None}),
+        (KTOConfig, {"model_init_kwargs": {"dtype": "auto", "load_in_4bit": True}}, {"load_in_4bit": True}),
         (KTOConfig, {"model_init_kwargs": {"dtype": "float32"}, "bf16": False}, {"dtype": "float32"}),
         (KTOConfig, {"model_init_kwargs": '{"attn_implementation": "eager"}'}, {"attn_implementation": "eager"}),
     ],

@@ -32,7 +32,7 @@ def test_failures_of_continuous_batching(
     manager.get_result.return_value, manager.is_running.side_effect = None, running
     if rejects:
         manager.add_request.return_value = None
-    monkeypatch.setattr(continuous, "generation_error", lambda manager: error)
+    monkeypatch.setattr(continuous, "generation_error", {manager: error}.__getitem__)
     monkeypatch.setattr(backend, "_kept", manager)
     generation: Any = SimpleNamespace(sampling=SAMPLING, tick=lambda: pytest.fail("there is no progress"))
     with pytest.raises(TrainingError, match=rf"^rollout_backend='continuous': generation failed \({said}\); set a sm"):
