@@ -21,7 +21,10 @@ COMMANDS = {
     "status": "show the state of a run, read from its output folder",
     "report": "write the HTML report of a run, or compare several runs",
     "precompute": "compute and store the log-probs of the reference",
+    "sample": "write a model's completions for prompts as rows to train on",
+    "compare": "count how often a model's answers are better than those of other models",
     "export": "export a checkpoint, or an adapter merged into its base, as a full model",
+    "chat": "chat with a trained model, alone or beside another one",
     "submit": "submit a training job to SLURM that resumes after its time limit",
 }
 

@@ -14,6 +14,7 @@ from alignment.config.dtypes import Machine
 from alignment.config.errors import LastCheckpointError
 from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
+from alignment.models.tasks import CAUSAL_LM
 from alignment.reporting.page import PAGE
 from alignment.reporting.progress import draws_bars
 from alignment.run.ranks import rank, tell
@@ -73,6 +74,8 @@ def run(options: AlignmentConfig, *, precompute: bool = False) -> None:
         trainer.write_report(show=False)  # again, with that evaluation
     trainer.save_state()
     tell(f"model, tokenizer, log.jsonl, {REPORT}, {PAGE} and more: {trainer.output_dir}")
+    if trainer.method.task is CAUSAL_LM:
+        tell(f"to chat with the model: deepspeed-alignment chat {trainer.output_dir}")
     trainer.close()
     if unsaved is not None:
         raise LastCheckpointError(f"{unsaved}; the model itself is saved in {trainer.output_dir}") from unsaved

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from annotated_types import Ge, Gt, Le
 
 from alignment.config import checks
 from alignment.config.errors import OptionError, refuse, setting
-from alignment.config.fields import Count, Free, Keywords, Natural, NotNegative, Positive, option
+from alignment.config.fields import Count, Free, Keywords, Natural, NotNegative, Positive, option, words
 from alignment.config.options import AlignmentConfig
 
 FrozenPlacement: TypeAlias = Literal["offload", "sharded", "replica"]
@@ -106,3 +106,81 @@ class OnlineOptions(RewardOptions, RolloutOptions, AlignmentConfig):
                 raise OptionError(f"{both}: a judge ranks completions without rewards; remove one of them")
         if self.num_generations > 2:
             refuse(self, "num_generations", "a judge compares two completions; set it to 2, or use reward_funcs")
+
+
+@dataclass(kw_only=True)
+class SamplingConfig(OnlineOptions):
+    """Sampling without training, of whose options commands accept :attr:`ACCEPTED` and their own."""
+
+    TITLE: ClassVar[str] = "Sampling"
+    method: ClassVar[str] = "sample"
+    ACCEPTED: ClassVar[tuple[str, ...]] = (
+        *words("max_length max_new_tokens temperature top_p top_k min_p repetition_penalty generation_kwargs seed"),
+        *words("rollout_backend rollout_batch_size ds3_gather_for_generation chunk_size"),
+        *RewardOptions.__annotations__,
+        *words("dataset_config dataset_train_split column_map max_eval_samples dataset_num_proc strict_data"),
+        *words("trust_remote_code attn_implementation dtype load_in_4bit load_in_8bit use_liger_kernel deepspeed"),
+        *words("use_cpu disable_tqdm retries retry_pause hang_timeout hang_timeout_first hang_factor peer_timeout"),
+    )
+
+    num_generations: Count = option(1, "Completions per prompt.")
+    chunk_size: Count = option(32, "Number of prompts that a rank samples, scores and saves at a time.")
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether completions are scored."""
+        return self.reward_model_path is not None or bool(self.reward_funcs)
+
+
+@dataclass(kw_only=True)
+class SampleConfig(SamplingConfig):
+    """Options of ``sample``."""
+
+    ACCEPTED: ClassVar[tuple[str, ...]] = (
+        *words("num_generations rows threshold min_margin out"),
+        *SamplingConfig.ACCEPTED,
+    )
+
+    num_generations: Count = option(4, "Completions per prompt.")
+    rows: Free[Literal["completions", "unpaired", "pairs"]] = option(
+        "completions",
+        "Rows to write: `completions` (all of them, for `sft`), `unpaired` (with a label, for `kto`) or `pairs` (the "
+        "best and the worst completion of a prompt, for `dpo`, `cpo` and `reward`).",
+    )
+    threshold: Free[float | None] = option(
+        None, "Lowest score of a desirable completion. Unset: desirable above, undesirable below the prompt's median."
+    )
+    min_margin: Free[NotNegative] = option(0.0, "Smallest difference between the scores of a pair.")
+    out: Free[str | None] = option(None, "File to write. Defaults to `ROWS.jsonl` in the folder of the run.")
+
+    def check(self) -> None:
+        """Check the options of the rows, and that they are scored if they depend on scores."""
+        super().check()
+        if self.rows == "completions" and self.judge is not None:
+            refuse(self, "judge rows", "a judge gives no scores to write; remove it, or set rows to pairs or unpaired")
+        if self.rows != "completions" and not self.has_rewards and self.judge is None:
+            refuse(self, "rows", "needs scores; set reward_funcs (file.py:function), reward_model_path or judge")
+        if self.num_generations < 2 and self.rows != "completions" and self.threshold is None:
+            refuse(
+                self, "num_generations rows", "compares the completions of a prompt; set num_generations to 2 or more"
+            )
+        for name, needed in (("threshold", "unpaired"), ("min_margin", "pairs")):
+            if getattr(self, name) not in (None, 0.0) and (self.rows != needed or not self.has_rewards):
+                refuse(self, name, f"has an effect only with rows: {needed} and rewards; remove it")
+
+
+@dataclass(kw_only=True)
+class CompareConfig(SamplingConfig):
+    """Options of ``compare``."""
+
+    def resolve(self) -> None:
+        """Let an endpoint judge answer once per question, since each pair is shown to judges in both orders."""
+        super().resolve()
+        if isinstance(self.judge, dict):
+            self.judge = {**self.judge, "both_orders": False}
+
+    def check(self) -> None:
+        """Check that there is something that compares answers."""
+        super().check()
+        if not self.has_rewards and self.judge is None:
+            refuse(self, "judge", "nothing compares the answers; set judge, reward_funcs or reward_model_path")

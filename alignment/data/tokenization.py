@@ -137,6 +137,11 @@ class RowTokenizer:
             return ids[:end]
         return ids if self.eos is None else [*ids, self.eos]
 
+    @property
+    def end_of_turn(self) -> int | None:
+        """The token that ends a completion of a conversation, which need not be EOS; None if it is not known."""
+        return self._closing[0] if self._closing else None
+
     @cached_property
     def _closing(self) -> list[int]:
         """The IDs from the end-of-turn token to the end of a conversation; empty if the template does not tell.

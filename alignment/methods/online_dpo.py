@@ -20,6 +20,7 @@ from alignment.online.arguments import is_classifier, listed
 from alignment.online.pairs import RankedBatch
 from alignment.online.ranking import REASONS, REMEDIES
 from alignment.online.resources import Function, OnlineResources
+from alignment.online.window import MEASURED
 from alignment.references.base import RowIds
 from alignment.reporting.metrics import REWARDS, add_rewards, add_sides, sides
 from alignment.training.context import Resources
@@ -36,8 +37,7 @@ class OnlineDPOMethod(Method[RankedBatch]):
     metrics = (
         *(f"objective/{what}" for what in ("kl", "entropy", "non_score_reward", "rlhf_reward")),
         *(*REWARDS, *sides("logps"), "entropy"),
-        *("val/contain_eos_token", "completions/mean_length", "completions/mean_terminated_length"),
-        *("pairs/dropped", *(f"pairs/{reason}" for reason in REASONS)),
+        *MEASURED,
         *("beta", "win_rate"),
     )
     reduced_windows = "windows_without_pairs"

@@ -61,6 +61,7 @@ class OnlineResources(Resources):
         beta: maps an epoch number to beta.
         retries: retry policy for reward functions and judges.
         cards: the GPUs on which reward models are placed; None detects them.
+        required: whether there has to be a reward source or a judge; without any, no completion has a score.
 
     Raises:
         OptionError: if no reward source or judge is set, both are set, or one of them cannot be used.
@@ -80,6 +81,7 @@ class OnlineResources(Resources):
         beta: Callable[[int], float] = lambda epoch: 0.0,
         retries: Retries = NEVER,
         cards: Cards | None = None,
+        required: bool = True,
     ) -> None:
         self.options, self.dtypes, self.beta, self.cards = options, dtypes, beta, cards
         check_generation_kwargs(keywords(options.generation_kwargs))
@@ -96,7 +98,8 @@ class OnlineResources(Resources):
         if judge is not None:
             self.ranker: Ranker = JudgeRanker(Judge(judge, retries=retries))
             return
-        given = reward_sources(reward_model, functions, trained)
+        needed = required or reward_model is not None or functions
+        given = reward_sources(reward_model, functions, trained) if needed else []
         own = tokenizer_of_each(tokenizers, given)
         sources = [self._source(one, tokenizer) for one, tokenizer in zip(given, own, strict=True)]
         for name in CLASSIFIER_OPTIONS:

@@ -34,6 +34,11 @@ from alignment.training.window import WindowPass
 
 # Separate random streams; all evaluations use the same one.
 _TRAINING, _EVALUATION = 2, 3
+# Metrics that :meth:`OnlineWindowPass.measure` adds.
+MEASURED = (
+    *("val/contain_eos_token", "completions/mean_length", "completions/mean_terminated_length", "pairs/dropped"),
+    *(f"pairs/{reason}" for reason in REASONS),
+)
 
 
 class Seeds(NamedTuple):
@@ -168,7 +173,7 @@ class OnlineWindowPass(WindowPass):
         beta = self.beta(self._epoch)
         sums.add_once("beta", torch.full((), beta, dtype=torch.float64, device=self.device))
         groups, rankings = self._answered(plan, batches, data, sums, count=options.num_generations, train=train)
-        self._measure(groups, rankings, sums)
+        self.measure(groups, rankings, sums)
         if train:
             self.log.keep(groups, rankings)
         else:
@@ -191,11 +196,34 @@ class OnlineWindowPass(WindowPass):
         count: int,
         train: bool,
     ) -> tuple[list[Generated], list[Ranking]]:
-        """Return this rank's prompts with ``count`` ranked completions each: the phases ``rollout`` and ``score``."""
+        """Return this rank's prompts of a window with ``count`` ranked completions each."""
         own = [batch for batch in batches if isinstance(batch, PromptBatch)]
         rows = [row for batch in own for row in batch.rows]
         prompts = [list(prompt) for batch in own for prompt in batch.prompts]
         seeds = window_seeds(self.options.seed, plan, rank(), train=train)
+        return self.answered(rows, prompts, data, seeds, sums, count)
+
+    def answered(
+        self,
+        rows: Sequence[int],
+        prompts: Sequence[list[int]],
+        data: PreparedData,
+        seeds: Seeds,
+        sums: MetricSums | None,
+        count: int,
+    ) -> tuple[list[Generated], list[Ranking]]:
+        """Return this rank's prompts with ``count`` ranked completions each: the phases ``rollout`` and ``score``.
+
+        Collective, including ranks without prompts.
+
+        Args:
+            rows: the prompts' indices in the tokenized dataset.
+            prompts: their token ids.
+            data: the dataset.
+            seeds: seeds of everything that is random.
+            sums: gets the metrics of the ranker, unless None.
+            count: number of completions per prompt.
+        """
         with self.phases("rollout") as record:
             request = RolloutRequest(prompts, count, self.sampling, seeds.rollout)
             completions = self.rollout.generate(request)
@@ -207,7 +235,8 @@ class OnlineWindowPass(WindowPass):
             record.tokens += sum(len(c.ids) for group in completions for c in group)
         return groups, rankings
 
-    def _measure(self, groups: Sequence[Generated], rankings: Sequence[Ranking], sums: MetricSums) -> None:
+    def measure(self, groups: Sequence[Generated], rankings: Sequence[Ranking], sums: MetricSums) -> None:
+        """Add the metrics :data:`MEASURED`."""
         made = [completion for group in groups for completion in group.completions]
         ended = [len(completion.ids) for completion in made if completion.ended]
         sums.add("val/contain_eos_token", len(ended), len(made))

@@ -54,6 +54,7 @@ _EVENTS = {
 # Ends of the names of metrics of which less or more is better.
 _LESS, _GREATER = "loss", ("accuracies", "accuracy", "margins", "win_rate", "scores")
 _VALUE = "value mono"
+COMPARISON = "comparison.json"  # written by the command ``compare``
 
 
 class RunContent(NamedTuple):
@@ -100,6 +101,7 @@ def read_content(
         Section("Warnings and advice", messages=[*_messages(view)]),
         Section("Curves", marked and f"Dotted lines: {marked}.", charts=charts(log.entries, marks)),
         Section("Completions", cards=[*_samples(folder / "completions.jsonl")]),
+        comparison_section(read_object(folder / COMPARISON)),
         html.metrics_section([("Training", view.metrics_step, view.metrics),
                               ("Evaluation", evaluation.get("step"), evaluated)]),
         html.phases_section(phases or view.phases, memory, "" if phases else f"Rank 0, {part}."),
@@ -181,6 +183,29 @@ def _best_values(histories: Sequence[Sequence[Record]]) -> list[dict[str, Markup
         for run in (run for run, value in values.items() if value == first and len(values) > 1):
             marked[run][name] += Markup(" ") + badge("best", "good")
     return marked
+
+
+def comparison_section(found: Record) -> Section:
+    """The answers of a run beside those of other models, as the command ``compare`` found them; empty without it."""
+    rows, cards = [], []
+    for one in found.get("comparisons", ()):
+        rate = "" if one["win_rate"] is None else "{:.1%} ({:.1%} to {:.1%})".format(one["win_rate"], *one["interval"])
+        counts = (f"{one[name]:,}" for name in ("prompts", "wins", "ties", "losses"))
+        means = (" / ".join(brief(each) for each in one[name] or ()) for name in ("mean_lengths", "mean_rewards"))
+        rows.append([one["with"], *counts, rate, *means])
+        samples = [
+            (
+                _cut(example["prompt"]),
+                {label: _cut(text) for label, text in zip(("this run", one["with"]), example["answers"])},
+                {label: brief(score) for label, score in zip(("this run", one["with"]), example["scores"] or ())},
+            )
+            for example in one["examples"]
+        ]
+        cards.append(html.Card(title="Most different answers", muted=one["with"], samples=samples))
+    heads = ("compared with", "prompts", "wins", "ties", "losses", "win rate (95%)", "mean length", "mean reward")
+    table = html.Table("Comparison", heads, rows, ("", *["number"] * 7))
+    lead = f"Answers to {found.get('prompts')}. Ties count half. The means are of this run, then of the other model."
+    return Section("Comparison", lead, [html.Card([table]), *cards] if rows else [])
 
 
 def _note(view: RunView, state: str) -> tuple[str, str, str] | None:

@@ -40,18 +40,7 @@ def run_manifest(
     ``reference`` is None if there is none, or if it is the policy as given.
     """
     args, sampler = context.args, context.data.sampler
-    assert sampler is not None and context.data.train is not None
-    found = {"data": _data(context.data.train)}
-    for name, data in context.data.eval.items():
-        found[f"evaluation data {name}".rstrip()] = _data(data)
-    found["tokenizer"] = fingerprint(describe_tokenizer(context.processing_class))
-    found["model"] = model_fingerprint(plan.source)
-    found["computing dtype"] = plan.dtypes.compute
-    if plan.adapters is not None:
-        found["adapters"] = adapter_fingerprint(plan.adapters)
-    if reference is not None:
-        found["reference"] = model_fingerprint(reference)
-    found |= {f"reward source {name}": text for name, text in resources.fingerprints().items()}
+    assert sampler is not None
     return Manifest(
         run="",
         step=0,
@@ -62,10 +51,28 @@ def run_manifest(
         total_steps=total_steps(args, sampler),
         resumable=True,
         versions=library_versions(),
-        fingerprints=found,
+        fingerprints=run_fingerprints(context, plan, reference, resources),
         options=compared_options(args),
         files={},
     )
+
+
+def run_fingerprints(
+    context: RunContext, plan: EnginePlan, reference: ModelSource | None, resources: Resources
+) -> dict[str, str]:
+    """Return the fingerprints of data, models and reward sources, by what they are; arguments as above."""
+    data = context.data
+    found = {} if data.train is None else {"data": _data(data.train)}
+    for name, each in data.eval.items():
+        found[f"evaluation data {name}".rstrip()] = _data(each)
+    found["tokenizer"] = fingerprint(describe_tokenizer(context.processing_class))
+    found["model"] = model_fingerprint(plan.source)
+    found["computing dtype"] = plan.dtypes.compute
+    if plan.adapters is not None:
+        found["adapters"] = adapter_fingerprint(plan.adapters)
+    if reference is not None:
+        found["reference"] = model_fingerprint(reference)
+    return found | {f"reward source {name}": text for name, text in resources.fingerprints().items()}
 
 
 def _data(data: PreparedData) -> str:

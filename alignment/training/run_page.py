@@ -6,6 +6,7 @@ from pathlib import Path
 
 from alignment.engines.collectives import gathered
 from alignment.engines.phases import over_ranks
+from alignment.models.tasks import CAUSAL_LM
 from alignment.reporting.page import PAGE, as_markdown, render
 from alignment.reporting.progress import memory_gib
 from alignment.reporting.run_content import read_content
@@ -31,6 +32,8 @@ def write_report(context: RunContext, engines: RunEngines, *, show: bool) -> Non
         counts = ("bad_steps", "retries", context.method.reduced_windows)
         facts = {**page.facts, **dict(engines.window_pass.facts), "Largest process": f"{largest:.2f} GiB"}
         facts |= {name.replace("_", " ").capitalize(): f"{totals[name]:.0f}" for name in counts if totals.get(name)}
+        if context.method.task is CAUSAL_LM:
+            facts["Chat with it"] = f"deepspeed-alignment chat {context.output_dir}"
         sections = [one for title in _SECTIONS for one in page.sections if one.title == title]
         text = as_markdown(page._replace(facts=facts, sections=sections))
         replace_text(context.output_dir / REPORT, text)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from alignment import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from alignment.checkpoint.export import export
+from alignment.checkpoint.trained_model import find_model
 from alignment.config.errors import ModelError
 from alignment.config.options_export import ExportOptions
 
@@ -95,7 +96,7 @@ def test_a_run_resumes_with_them(source: str, tmp_path: Path) -> None:
 
 
 def test_adapters_are_saved_with_the_new_rows(source: str, tmp_path: Path) -> None:
-    """At both stages; PEFT loads them onto the base, which it extends by these rows, as does the merge."""
+    """At both stages; PEFT loads them onto the base, which it extends by these rows, as do chat and the merge."""
     base = make_model(tmp_path / "base", "untied")
     outputs = []
     for stage in ("stage0", "stage3"):
@@ -104,6 +105,11 @@ def test_adapters_are_saved_with_the_new_rows(source: str, tmp_path: Path) -> No
         loaded = AutoPeftModelForCausalLM.from_pretrained(trainer.output_dir).eval()
         with torch.no_grad():
             outputs.append(loaded(input_ids=IDS).logits)
+    chatting = find_model(str(trainer.output_dir), "RUN")
+    with torch.no_grad():
+        assert torch.equal(chatting.load(torch.device("cpu"))(input_ids=IDS).logits, outputs[-1])
+    assert len(chatting.tokenizer()) == 128 and (start := chatting.start()) is not None
+    assert not start.is_base_of(chatting), "its embeddings have other rows"
     assert outputs[0].shape[-1] == 128
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=2e-5)
     export(trainer.output_dir, tmp_path / "merged", ExportOptions(samples=0))

@@ -77,6 +77,7 @@ def test_a_run_ends_with_its_report(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert text.rstrip() in capsys.readouterr().out
     assert "\n- Steps: 2 of 2\n" in text and "\n- Rows per step: 2\n" in text
     assert f"\n- Tokens: {trainer.phases.records['train'].tokens:,}\n" in text and "\n- Largest process: " in text
+    assert f"\n- Chat with it: deepspeed-alignment chat {tmp_path / 'out'}\n" in text
     assert "\n## Warnings and advice\n\n- " in text and "\n## Versions" not in text
     phases, metrics = text.split("## Final metrics")
     cells = table(phases)

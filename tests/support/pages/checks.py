@@ -30,7 +30,7 @@ from support.pages.commands import Command, commands_of, simple_commands
 
 _QUOTED = re.compile(r'"--[\w-]+"')
 _TRAINING = ("train", "precompute", "prepare")
-_PARSED = ("status", "export", "report")  # commands with an argparse parser, which exits
+_PARSED = ("status", "export", "sample", "compare", "report")  # commands with an argparse parser, which exits
 
 
 def check(block: Block) -> None:
