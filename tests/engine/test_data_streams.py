@@ -50,6 +50,14 @@ def test_a_stream_of_a_stored_dataset(tmp_path: Path) -> None:
     assert from_stream(stream, 5, COLUMNS, "data", tmp_path).to_list() == list(expected.take(5))
 
 
+def test_all_columns_that_json_supports(tmp_path: Path) -> None:
+    """For reward functions, which get every other column."""
+    rows = Dataset.from_list([{**row, "raw": b"0", "more": 1} for row in unpaired_rows(3)])
+    assert from_stream(rows.to_iterable_dataset(), 2, None, "data", tmp_path).to_list() == [
+        {**row, "more": 1} for row in unpaired_rows(3)[:2]
+    ]
+
+
 def broken() -> Iterator[dict[str, Any]]:
     yield from unpaired_rows(2)
     raise OSError("the line\nwas cut")

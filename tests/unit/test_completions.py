@@ -60,6 +60,7 @@ def test_tables_are_written_every_n_logs(tmp_path: Path) -> None:
             log.keep([group] * 3, [ranking, Ranking("tied", (1.0, 1.0, 1.0)), ranking])
             log.write(step)
         log.write(6)  # an omitted window has no completions
+        assert log.state_dict()["logs"] == 6
         lines = [json.loads(line) for line in path.read_text().splitlines()] if steps else []
         assert [line["step"] for line in lines] == [step for step in steps for _ in range(2)]
         for pair, dropped in zip(lines[::2], lines[1::2], strict=True):
