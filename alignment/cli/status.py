@@ -34,11 +34,8 @@ def _parser(program: str) -> ArgumentParser:
     parser = ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
     add = parser.add_argument
     add("run", metavar="RUN", help="output folder of the run, or a folder of such folders")
-    add(
-        "--json",
-        action="store_true",
-        help="print one JSON object per run; with --follow, one per line for each change",
-    )
+    objects = "print one JSON object per run; with --follow, one per line for each change"
+    add("--json", action="store_true", help=objects)
     add("--follow", action="store_true", help="show changes until all runs have ended; Ctrl-C does not affect them")
     add("--interval", type=float, metavar="SECONDS", help="refresh interval of --follow [2]")
     return parser

@@ -287,16 +287,11 @@ class RowMapper:
 
 def _check_template(dataset: Dataset, kind: Kind, tokenizer: Any, where: str) -> None:
     """Raise DataError if ``apply_chat_template`` cannot have an effect."""
-    if not tokenizer.chat_template:
-        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-        why = (
-            f"tokenizer {name} has no chat template; use an instruct model, set tokenizer.chat_template, or remove it"
-        )
-    elif kind.tokens.find(dataset.column_names) is not None:
-        why = "the rows are already tokenized; remove it"
-    else:
-        return
-    raise DataError(f"{where}: {setting('apply_chat_template', True)}: {why}")
+    why = None if kind.tokens.find(dataset.column_names) is None else "the rows are already tokenized;"
+    if why is None and not tokenizer.chat_template:
+        why = f"tokenizer {RowTokenizer(tokenizer).name} has no chat template; use an instruct model or"
+    if why is not None:
+        raise DataError(f"{where}: {setting('apply_chat_template', True)}: {why} remove it")
 
 
 def _label_remedy(dataset: Dataset, label_map: Mapping[str, bool] | None) -> str:

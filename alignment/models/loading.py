@@ -131,10 +131,7 @@ def load_whole(
 
 
 def _check_shapes(path: str, report: Mapping[str, Any]) -> None:
-    """Raise ModelError if weights of a checkpoint have other shapes than in the model that its config.json describes.
-
-    ``report`` has ``mismatched_keys``: names with both shapes.
-    """
+    """Raise ModelError if weights of a checkpoint have other shapes than those that its config.json describes."""
     if wrong := sorted(report["mismatched_keys"]):
         (name, stored, expected), more = wrong[0], f" and {len(wrong) - 1} more" if wrong[1:] else ""
         raise ModelError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import reprlib
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,8 @@ LEAST_RATE, MOST_RATE = 5e-7, 5e-6
 ADAPTER_RATES = 10.0
 LEAST_WINDOW = 16
 MOST_LOST = 0.05  # share of rows that are dropped, or of truncated prompts or completions
-_EXCERPT = 120  # characters of a row that are shown
+_SHORT = reprlib.Repr()  # of rows
+_SHORT.maxstring = 120
 _EDGE = 1e-9  # relative tolerance, so that 4/3 as a decimal is accepted
 
 
@@ -48,24 +50,19 @@ def about_strings(row: Row, tokenizer: Any) -> list[str]:
     """Advise the chat template, if the tokenizer has one and ``row``, the first one, is strings without its tokens."""
     texts = [row[name] for name in ("prompt", "completion", "chosen") if row.get(name) is not None]
     marks = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
-    if not tokenizer.chat_template or any(
-        not isinstance(text, str) or mark in text for text in texts for mark in marks
-    ):
+    plain = all(isinstance(text, str) and not any(mark in text for mark in marks) for text in texts)
+    if not (tokenizer.chat_template and plain):
         return []
     with contextlib.suppress(Exception):  # a template is user code, and a row without a prompt cannot use it
         turns = as_turns(row, "")
         messages = [*turns["prompt"], *turns.get("completion", turns.get("chosen", ()))]
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=len(texts) == 1)
-        shown = _excerpt("".join(texts))
+        shown = _SHORT.repr("".join(texts))
         return [
-            f"the rows are strings, which are tokenized without the chat template, such as {shown}; if the model is a "
-            f"chat model, set apply_chat_template: true for {_excerpt(rendered)}"
+            f"the rows are strings, which are tokenized without the chat template, such as {shown}; "
+            f"if the model is a chat model, set apply_chat_template: true for {_SHORT.repr(rendered)}"
         ]
     return []
-
-
-def _excerpt(text: str) -> str:
-    return repr(text if len(text) <= _EXCERPT else f"{text[: _EXCERPT // 2]}…{text[-_EXCERPT // 2 :]}")
 
 
 def about_labels(

@@ -17,16 +17,7 @@ from transformers import (
     integrations,
 )
 
-from alignment.config.errors import (
-    OptionError,
-    RewardError,
-    TrainingError,
-    counted,
-    did_you_mean,
-    listing,
-    one_line,
-    setting,
-)
+from alignment.config.errors import OptionError, RewardError, TrainingError, did_you_mean, listing, one_line, setting
 from alignment.config.options import AlignmentConfig
 from alignment.engines.collectives import largest_numbers, on_first_rank
 from alignment.internals.transformers import callback_handler, keeps_state
@@ -153,9 +144,9 @@ class Events:
         """Return why callbacks ended the run before its last step, for the user."""
         found = [one for one in self.handler.callbacks if isinstance(one, EarlyStoppingCallback)]
         for one in (one for one in found if one.early_stopping_patience_counter >= one.early_stopping_patience):
-            by, least = counted(one.early_stopping_patience_counter, "evaluation"), one.early_stopping_threshold
-            more = f" by more than {least:g}" if least else ""
-            return f"early stopping, {self.args.metric_for_best_model} has not improved{more} in {by}"
+            more = f" by more than {one.early_stopping_threshold:g}" if one.early_stopping_threshold else ""
+            patience = setting("early_stopping_patience", one.early_stopping_patience)
+            return f"early stopping, {self.args.metric_for_best_model} has not improved{more} ({patience})"
         return "a callback requested it"
 
     def save_state(self) -> None:

@@ -230,7 +230,7 @@ def test_early_stopping(model: str, tmp_path: Path, by_option: bool, capfd: pyte
     assert trainer.args.greater_is_better is True and trainer.state.global_step == 3
     kept = trainer.state.stateful_callbacks["EarlyStopping" if by_option else "EarlyStoppingCallback"]
     assert kept["attributes"] == {"early_stopping_patience_counter": 2}
-    why = "early stopping, eval_rewards/accuracies has not improved by more than 1 in 2 evaluations"
+    why = "early stopping, eval_rewards/accuracies has not improved by more than 1 (early_stopping_patience=2)"
     why = f"finished early after step 3 of 12: {why}"
     shown = "\n".join(status_lines(read_run(trainer.output_dir)))
     assert why in capfd.readouterr().out and f"state       {why}\n" in shown

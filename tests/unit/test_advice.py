@@ -29,7 +29,7 @@ def test_strings_for_a_chat_model() -> None:
     (line,) = about_strings(row, tokenizer)
     assert "such as 'abc'; " in line and line.endswith("apply_chat_template: true for 'user: ab\\nassistant: c\\n'")
     (line,) = about_strings({"prompt": "ab" * 200}, tokenizer)
-    assert "…" in line and len(line) < 500
+    assert "..." in line and len(line) < 500
     messages = [{"role": "user", "content": "a"}]
     for other in ({"prompt": messages}, {"prompt": "<s>ab", "completion": "c"}, {"chosen": "a", "rejected": "b"}):
         assert about_strings(other, tokenizer) == []
