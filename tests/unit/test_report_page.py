@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.report_folders import NASTY, nasty_run, whole_run, write_completions, write_options
-from support.run_folders import at, entry, start, write_log
+from support.run_folders import at, entry, start, write_log, write_status
 
 from alignment.reporting.charts import charts
 from alignment.reporting.page import as_markdown, render
@@ -56,6 +56,19 @@ def test_content_of_a_report(tmp_path: Path) -> None:
     assert [one.marks for one in sections["Curves"].charts] == [[(40, "resumed"), (100, "best checkpoint")]] * 3
     assert "complete best" in Page(html).text and html.count("<svg") == html.count("<figure") == 3
     assert "hub_token" not in html and "hf_abc" not in html
+
+
+def test_the_end_of_a_run(tmp_path: Path) -> None:
+    write_log(tmp_path, [start(), entry(40, 40, 40)])
+    for values, state, tone in (
+        ({"state": "failed", "error": "the GPU is out of memory"}, "failed", "bad"),
+        ({"state": "preempted", "signal": "SIGUSR1"}, "preempted", "warn"),
+        ({"state": "running"}, "lost", "bad"),
+    ):
+        write_status(tmp_path, **values)
+        page = read_content(tmp_path).page
+        assert page.state == state and page.note is not None and page.note[0] == tone
+    assert read_content(tmp_path, state="finished").page.state == "finished", "which status.json does not say yet"
 
 
 def test_time_is_without_pauses(tmp_path: Path) -> None:
