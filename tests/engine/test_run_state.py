@@ -165,7 +165,10 @@ EXCUSED = {
     **{f"loop.best._before{part}": "of the newest evaluation, until its checkpoint is written" for part in _BEFORE},
     "trainer.context.identity.attempt": "counts how often a state was loaded",
     "trainer.engines._pass.log.table._size": "bytes of a file, unknown before its first write",
-    "loop.progress._tokens": "of the progress bar, which shows this process's speed",
+    **dict.fromkeys(
+        (f"loop.progress.{name}" for name in ("_done", "_since", "_tokens")),
+        "of the progress bar, which shows this process's speed",
+    ),
     "trainer.data.sampler._order.0": "an epoch's order is a function of seed and epoch, computed on demand",
     "trainer.data.sampler._order.1": "the same",
 }

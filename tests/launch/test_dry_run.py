@@ -61,7 +61,7 @@ def test_kto(dry_run: Callable[..., str]) -> None:
     lines = out.splitlines()
     changed, unchanged = out.partition("Options with their default values:")[::2]
     assert re.search(r"^  learning_rate +0\.0001$", changed, re.M) and "beta" not in changed
-    assert re.search(r"\bbeta=0\.1, ", unchanged) and "learning_rate=" not in unchanged.partition("JSON of the")[0]
+    assert re.search(r"\bbeta=0\.1,\s", unchanged) and "learning_rate=" not in unchanged.partition("JSON of the")[0]
     policy, reference = (
         json.JSONDecoder().raw_decode(out.partition(f"JSON of the {name}:\n")[2])[0]
         for name in ("policy", "reference")

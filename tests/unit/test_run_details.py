@@ -86,7 +86,7 @@ def test_what_a_command_does_after_training(
     done: list[Any] = []
 
     class Trainer:
-        data, output_dir = SimpleNamespace(eval=sets), tmp_path
+        data, output_dir, method = SimpleNamespace(eval=sets), tmp_path, SimpleNamespace(task=None)
 
         def train(self) -> None:
             if fails:
