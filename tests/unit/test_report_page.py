@@ -58,7 +58,6 @@ def test_content_of_a_report(tmp_path: Path) -> None:
     assert "hub_token" not in html and "hf_abc" not in html
 
 
-<<<<<<< HEAD
 def test_a_comparison_begins_with_what_differs(tmp_path: Path) -> None:
     """Options, and the best value of each metric of which less or more is better, wherever it was in the run."""
     for name, beta, losses in (("one", 0.2, (0.5, 0.25, 0.75)), ("two", 0.3, (0.5, 0.5, 0.125)), ("three", 0.2, ())):
@@ -79,7 +78,8 @@ def test_a_comparison_begins_with_what_differs(tmp_path: Path) -> None:
         ["rewards/<wbr>accuracies", f"0.75 (step 3){mark}", "0.5 (step 1)", ""],
         ["eval_<wbr>loss", *[f"0.5 (step 3){mark}"] * 3],
     ]
-=======
+
+
 def test_the_end_of_a_run(tmp_path: Path) -> None:
     write_log(tmp_path, [start(), entry(40, 40, 40)])
     for values, state, tone in (
@@ -91,7 +91,6 @@ def test_the_end_of_a_run(tmp_path: Path) -> None:
         page = read_content(tmp_path).page
         assert page.state == state and page.note is not None and page.note[0] == tone
     assert read_content(tmp_path, state="finished").page.state == "finished", "which status.json does not say yet"
->>>>>>> main
 
 
 def test_time_is_without_pauses(tmp_path: Path) -> None:
