@@ -70,8 +70,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def group(item: pytest.Item) -> str:
         return "processes" if _PROCESSES & set(getattr(item, "fixturenames", ())) else item.path.stem
 
-    order = {"processes": 0, "engine": 1, "launch": 2}
-    items.sort(key=lambda item: min(order.get(name, 3) for name in (group(item), item.path.parent.name)))
+    order = {"processes": 0, "docs": 1, "engine": 2, "launch": 3}
+    items.sort(key=lambda item: min(order.get(name, 4) for name in (group(item), item.path.parent.name)))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group(item)))
 
