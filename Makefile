@@ -74,6 +74,8 @@ $(READY): setup.py constraints.txt
 	$(call INSTALL,$(VENV),$(PINNED),wheels)
 	@touch $@
 
+# One worker more than cores, as tests wait a third of the time.
+test: JOBS = 3
 test: $(READY)
 	@$(PYTEST) $(WORKERS) --durations=20 $(PYTEST_ARGS)
 

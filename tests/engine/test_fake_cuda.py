@@ -74,10 +74,6 @@ def check(library: Path, folder: Path, *cells: str) -> None:
     assert all(math.isfinite(norm) and norm > 0 for norm, *_ in found.values()), found
 
 
-def test_a_step_of_full_fine_tuning(library: Path, tmp_path: Path) -> None:
-    check(library, tmp_path, "KTO/full", "CPO/full")
-
-
 @pytest.mark.ci
 def test_a_step_of_every_method_stays_on_its_device(library: Path, tmp_path: Path) -> None:
     cells = (f"{method}/{kind}" for method, kind in itertools.product(METHODS, ("full", "lora", "qlora")))

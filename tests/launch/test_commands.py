@@ -192,7 +192,7 @@ def test_a_run_saves_a_checkpoint_when_its_terminal_is_closed(tmp_path: Path) ->
 NUMBER = r"-?[\d.,]+(?:e-?\d+)?"
 
 
-@pytest.mark.parametrize("terminal", [False, True], ids=["file", "terminal"])
+@pytest.mark.parametrize("terminal", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["file", "terminal"])
 def test_a_run_in_a_log_file(tmp_path: Path, terminal: bool) -> None:
     """One line per logging step and evaluation, and nothing that draws itself again, also not by libraries."""
     make_model(tmp_path / "good")
