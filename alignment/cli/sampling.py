@@ -57,8 +57,8 @@ class Sampled(NamedTuple):
     texts: Sequence[str]  #: the completions
     lengths: Sequence[int]  #: their numbers of tokens
     ended: Sequence[bool]  #: whether each ended with an end token
-    scores: Sequence[float | None] | None  #: see :class:`~alignment.online.ranking.Ranking`
-    outcome: Sequence[int] | str  #: likewise
+    scores: Sequence[float | None] | None  #: one per completion; None altogether with a judge
+    outcome: Sequence[int] | str  #: see :class:`~alignment.online.ranking.Ranking`
     points: Sequence[float | None]  #: the first completion's, against that of each other model
 
     @property
