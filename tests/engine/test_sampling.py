@@ -15,11 +15,14 @@ from conftest import ROOT
 from support.bad_online_commands import write_classifiers
 from support.helpers import make_model, options, text
 from support.tiny_adapters import lora, make_adapter
+from transformers import BitsAndBytesConfig
 
 from alignment import CPOConfig, CPOTrainer, DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from alignment.cli.sampling import Sampled, rows_of, statistics_of, wilson
 from alignment.config.errors import OptionError
 from alignment.methods.online_dpo_options import SampleConfig
+from alignment.models.adapters.folder import write_training_base
+from alignment.models.tasks import CAUSAL_LM
 from alignment.reporting.page import render
 from alignment.reporting.run_content import read_content
 from tools.ranks import RankServer
@@ -49,11 +52,15 @@ def first(prompts, pairs):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models ``policy`` and ``other``, ``adapter`` of the first, reward models, prompts, chats and functions."""
+    """Models ``policy`` and ``other``, adapters of the first, reward models, prompts, chats and functions."""
     folder, rng = tmp_path_factory.mktemp("world"), random.Random(0)
     make_model(folder / "policy")
     make_model(folder / "other", seed=1)
-    make_adapter(folder / "adapter", str(folder / "policy"), lora(), size=0.5)
+    for name in ("adapter", "adapter-4bit"):
+        make_adapter(folder / name, str(folder / "policy"), lora(), size=0.5)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype="float32").to_dict()
+    facts = {"base_model": str(folder / "policy"), "revision": None, "task": CAUSAL_LM, "dtype": "float32"}
+    write_training_base(folder / "adapter-4bit", quantization=quantization, **facts)  # type: ignore[arg-type]
     write_classifiers(folder)
     for name, count in (("prompts", 10), ("chats", 8)):
         texts = [text(rng, 2, 12) for _ in range(count)]
@@ -100,10 +107,8 @@ def test_rows_are_the_same_on_two_ranks_and_after_a_kill(ranks: RankServer, worl
     assert f"{len(found)} rows of 10 prompts" in line and "mean reward " in line and "mean length " in line
     again = ("sample", "policy", *given, "rewards.py:deadly", "--threshold", "3", "--as", "unpaired", "--out", out)
     assert "10 of 10 prompts are already sampled" in run(ranks, world, *again, LIVES="none").stdout
-    other = ("sample", "policy", *given, "rewards.py:letters", "--seed", 1, "--out", out)
-    assert "0 of 10 prompts are already sampled" in run(ranks, world, *other).stdout, (
-        "another seed, reward and journal"
-    )
+    other = ("sample", "policy", *given, "rewards.py:deadly", "--prompts", "chats.jsonl", "--out", out)
+    assert "0 of 8 prompts are already sampled" in run(ranks, world, *other, LIVES=str(lives)).stdout
 
 
 @pytest.mark.parametrize(
@@ -112,7 +117,7 @@ def test_rows_are_the_same_on_two_ranks_and_after_a_kill(ranks: RankServer, worl
         ("unpaired", "adapter", KTOConfig, KTOTrainer),
         ("pairs", "policy", DPOConfig, DPOTrainer),
         ("pairs", "policy", CPOConfig, CPOTrainer),
-        ("completions", "policy", SFTConfig, SFTTrainer),
+        ("completions", "adapter-4bit", SFTConfig, SFTTrainer),
     ],
 )
 def test_methods_train_on_the_rows(
@@ -120,8 +125,9 @@ def test_methods_train_on_the_rows(
 ) -> None:
     out = tmp_path / "rows.jsonl"
     scored = () if rows == "completions" else ("--reward_model_path", "classifier")
-    run(ranks, world, "sample", model, "--prompts", "chats.jsonl", "-n", 2, "--as", rows, "--out", out, *scored)
-    found = read(out)
+    given = ("--prompts", "chats.jsonl", "-n", 2, "--as", rows, "--out", out, *scored)
+    done, found = run(ranks, world, "sample", model, *given), read(out)
+    assert ("4-bit base weights" in done.stdout) == (model == "adapter-4bit")
     assert all(row["prompt"][0]["role"] == "user" for row in found) and len(found) >= 6
     assert ("score" in found[0]) == (rows == "unpaired")
     args = config(**options(tmp_path, max_steps=1, max_length=64, use_peft=False))
