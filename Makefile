@@ -5,7 +5,6 @@
 # make resume-matrix  of those, the runs resumed from checkpoints: 3348 cells, an hour or two; it continues as well
 # make mutations  apply every mutation of tests/mutations/ to a copy; its test has to fail (MUTATIONS="kto head")
 # make mutants    a random sample of small changes, each against the tests that run its line (MUTANTS="--seed 1")
-# make renames    rename what alignment/internals/ touches in copies of the libraries; its test has to fail (RENAMES="tqdm")
 # make test-newest  contract tests and numbers with the newest releases that setup.py allows, in .venv-newest
 # make chaos     kill training runs 1000 times and judge every restart (CHAOS_ARGS="--kills 50 --seed 3"); about an hour
 # make slurm     install SLURM (Debian, as root; no service is started) and train under it, on nodes of this machine
@@ -46,7 +45,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 SOURCES := alignment benchmarks docs/conf.py examples launch tests tools setup.py
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 
-.PHONY: install test test-ci test-slow resume-matrix chaos signals slurm hosts test-newest mutations mutants renames demo quality style tables \
+.PHONY: install test test-ci test-slow resume-matrix chaos signals slurm hosts test-newest mutations mutants demo quality style tables \
 	docs linkcheck release clean
 
 install: $(READY)
@@ -75,6 +74,8 @@ $(READY): setup.py constraints.txt
 	$(call INSTALL,$(VENV),$(PINNED),wheels)
 	@touch $@
 
+# One worker more than cores, as tests wait a third of the time.
+test: JOBS = 3
 test: $(READY)
 	@$(PYTEST) $(WORKERS) --durations=20 $(PYTEST_ARGS)
 
@@ -105,9 +106,6 @@ mutations: $(READY)
 mutants: $(READY)
 	@$(call PIP,$(VENV),$(PINNED)) -e ".[mutants]"
 	@$(CPU) $(BIN)/python -m tools.mutants --jobs $(JOBS) $(MUTANTS)
-
-renames: $(READY)
-	@$(CPU) $(BIN)/python -m tools.renames --jobs $(JOBS) $(RENAMES)
 
 chaos: $(READY)
 	@$(CPU) OMP_NUM_THREADS=1 $(BIN)/python -m tools.chaos $(CHAOS_ARGS)

@@ -70,8 +70,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def group(item: pytest.Item) -> str:
         return "processes" if _PROCESSES & set(getattr(item, "fixturenames", ())) else item.path.stem
 
-    order = {"processes": 0, "engine": 1, "launch": 2}
-    items.sort(key=lambda item: min(order.get(name, 3) for name in (group(item), item.path.parent.name)))
+    order = {"processes": 0, "docs": 1, "engine": 2, "launch": 3}
+    items.sort(key=lambda item: min(order.get(name, 4) for name in (group(item), item.path.parent.name)))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group(item)))
 
@@ -131,6 +131,22 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     from support.adapter_grid import make_bases
 
     return make_bases(tmp_path_factory.mktemp("bases"), layers=1)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a random model whose input and output embeddings are one weight."""
+    from support.helpers import make_model
+
+    return make_model(tmp_path_factory.mktemp("model") / "model", "tied", seed=1)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a random model with an output embedding of its own."""
+    from support.helpers import make_model
+
+    return make_model(tmp_path_factory.mktemp("base") / "model", "untied")
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +221,13 @@ def complete_refusals() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def nothing_synced() -> Iterator[None]:
+    """Leave out the waiting for the disk, about a tenth of the time of a short run; a power cut is not tested."""
+    with mock.patch("os.fsync"):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def curves_left_out() -> Iterator[None]:
     """Disable the drawing of curves, which takes 0.5 s per run; engine/test_run_report.py restores the function."""
     if "alignment.training.run_page" not in sys.modules:  # no test in this session trains
@@ -227,6 +250,18 @@ def own_process_group() -> Iterator[None]:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A process group of one rank, in which fp16 is allowed."""
+    from support.fragment_runs import fp16_on_cpu
+
+    from alignment.engines.launch_env import init_distributed
+
+    init_distributed(use_cpu=True)
+    with fp16_on_cpu():
+        yield
 
 
 @pytest.fixture

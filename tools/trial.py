@@ -153,4 +153,5 @@ def reported(verdicts: Iterable[tuple[object, Verdict]]) -> int:
 if __name__ == "__main__":  # run pytest in a forked process as in a new one, which is not a rank
     for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
+    sys.path.remove(str(Path(__file__).parent))  # where tests would find tools/trl when they look for TRL
     sys.exit(pytest.main(sys.argv[1:]))

@@ -82,17 +82,21 @@ class BestModel:
         self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
         return f"the best checkpoint so far cannot be used ({damage}); only later evaluations count"
 
-    def load(self, restore: Callable[[Path], None], tell: Callable[[str], None]) -> None:
-        """Load the weights of the best evaluation by ``restore``, unless the model has them; collective."""
-        folder = from_first_rank(self.folder)
+    def load(self, restore: Callable[[Path], None], tell: Callable[[str], None]) -> int:
+        """Load the weights of the best evaluation by ``restore``, unless the model has them; return their step.
+
+        The weights of the last step are kept if there are no others that can be used. Collective.
+        """
+        folder, last = from_first_rank(self.folder), self.state.global_step
         if folder is not None and self.state.best_global_step == self.state.global_step:
-            return
+            return last
         damage = "no evaluation was finite" if folder is None else on_first_rank(lambda: _damage(folder, read=True))
         if damage is not None:
             tell(f"load_best_model_at_end: {damage}; keeping the weights of the last step")
-            return
+            return last
         restore(folder)
         tell(f"loaded the weights of {folder.name}: {self.args.metric_for_best_model} {self.state.best_metric:.6g}")
+        return self.state.best_global_step or last
 
 
 def _damage(folder: Path, *, read: bool) -> str | None:

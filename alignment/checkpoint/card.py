@@ -63,7 +63,7 @@ def card_of(
         "planned steps": steps,
         "epochs": state.get("epoch"),
         "rows per step": run.get("window"),
-        "processes": run.get("world_size"),
+        "ranks": run.get("world_size"),
         "ZeRO stage": run.get("stage"),
         "initial adapter": options.get("adapter_name_or_path"),
     }

@@ -31,6 +31,7 @@ from alignment.models.adapters.merging import base_config, check_match, inject, 
 from alignment.models.loading import load_whole
 from alignment.models.source import ModelSource, read_config
 from alignment.models.tasks import CAUSAL_LM, CLASSIFIER, Task
+from alignment.reporting.formats import in_order
 from alignment.reporting.model_card import public
 from alignment.reporting.run_view import read_object
 from alignment.run.activity import ACTIVITY
@@ -121,7 +122,7 @@ def _is_adapter(folder: Path) -> bool:
         raise ModelError(f"{folder} contains an adapter and a full model; move one of them to another folder")
     if adapter or model:
         return adapter
-    inner = sorted({file.parent.name for file in folder.glob("[!.]*/*config.json")})
+    inner = sorted({file.parent.name for file in folder.glob("[!.]*/*config.json")}, key=in_order)
     advice = f"pass one of those in it: {listing(inner)}" if inner else "pickles, as of DeepSpeed, are not read"
     raise ModelError(
         f"{folder} has neither a model (config.json, model.safetensors) nor an adapter (adapter_config.json); {advice}"

@@ -175,7 +175,7 @@ def load_weights(model: PreTrainedModel, adapters: Adapters | None, folder: Path
 
 @contextlib.contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Hide transformers' progress bar for the shards, which would break the run's own."""
+    """Hide transformers' progress bars, which would break the run's own or fill a log."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

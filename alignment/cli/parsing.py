@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from alignment import __version__
 from alignment.cli.output import print_and_leave
 from alignment.cli.recipes import read_recipe
 from alignment.compat.trl.names import read_names
@@ -51,17 +52,19 @@ def parse(argv: list[str], program: str = "launch/train.py") -> AlignmentConfig:
 
     Raises:
         OptionError: an argument, recipe or option is invalid.
-        SystemExit: with status 0, after ``--help``.
+        SystemExit: with status 0, after ``--help`` or ``--version``.
     """
     asked = glimpse(argv).method
     outside = {asked: METHODS[asked]} if asked is not None and METHODS.is_outside(asked) else {}
     recipe_name, given = read_arguments(argv)
+    if given.keys() & {"help", "version"} and os.environ.get("RANK", "0") != "0":
+        raise SystemExit(0)
     if "help" in given:
         from alignment.cli.help import help_text
 
-        if os.environ.get("RANK", "0") != "0":
-            raise SystemExit(0)
         print_and_leave(help_text({**METHODS, **outside}, program))
+    if "version" in given:
+        print_and_leave(f"deepspeed-alignment {__version__}")
     if "config" in given:  # as in scripts of TRL
         raise OptionError(f"{setting('config', given['config'])}: write the recipe first, without --config")
     recipe = {} if recipe_name is None else read_recipe(recipe_name, outside.values())

@@ -9,13 +9,14 @@ from pathlib import Path
 from alignment.cli.output import run_reader
 from alignment.reporting.page import PAGE, render
 from alignment.reporting.run_content import comparison, read_content
+from alignment.reporting.run_view import runs_in
 from alignment.run.durable import replace_text
 
 _COMPARISON = "comparison.html"
 _ABOUT = f"""\
 Write the report of a run, {PAGE}, from the files in its output folder. The run may be finished, interrupted, killed or
-in progress. With several runs, compare their options, final metrics and curves. The page is a single file that opens
-without a network."""
+in progress. With several runs, compare the options that differ, the best and the final metrics, and the curves. The
+page is a single file that opens without a network."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment report") -> None:
@@ -25,14 +26,15 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
 
 def _parser(program: str) -> ArgumentParser:
     parser = ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="output folder of a run")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="output folder of a run, or a folder of such folders")
     where = f"file to write [{PAGE} in the run's folder, or {_COMPARISON} for several runs]"
     parser.add_argument("--out", metavar="FILE", help=where)
     return parser
 
 
 def _write(options: Namespace) -> None:
-    contents = [read_content(Path(run).expanduser()) for run in options.runs]
+    folders = [folder for run in options.runs for folder in runs_in(Path(run).expanduser())]
+    contents = [read_content(folder) for folder in folders]
     page, target = contents[0].page, Path(contents[0].page.folder) / PAGE
     if len(contents) > 1:
         page, target = comparison(contents), Path(_COMPARISON)

@@ -18,6 +18,7 @@ from alignment.cli.slurm import Job, SlurmError, call, check, submit
 from alignment.config.dtypes import Machine, planning_for
 from alignment.config.errors import AlignmentError, OptionError, OutputError, counted, setting
 from alignment.config.options import AlignmentConfig
+from alignment.config.options_data import check_exists, mixture_parts
 
 _ABOUT = """\
 Submit a training job to SLURM. Options that are not listed here are those of `train`; options after `--` are passed
@@ -121,6 +122,10 @@ def _run(given: Namespace, rest: list[str], program: str) -> list[str]:
     if given.print:
         after = "\n\n# The training job: sbatch --dependency=afterok:PREPARATION_JOB_ID --kill-on-invalid-dep=yes\n\n"
         return [after.join(job.script().rstrip() for job in jobs)]
+    if not given.container:  # which may have other paths
+        parts = [] if options.dataset_mixture is None else mixture_parts(options.dataset_mixture)
+        for name in filter(None, (options.dataset_name, *(part.dataset_name for part in parts))):
+            check_exists(name)
     for job in jobs:
         check(job)
     folder = output_dir.absolute().parent

@@ -16,6 +16,7 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.registry import METHODS
 from alignment.models.tasks import CAUSAL_LM
 from alignment.reporting.page import PAGE
+from alignment.reporting.progress import draws_bars
 from alignment.run.ranks import rank, tell
 from alignment.training.data import evaluation_data, tokenized_folder, training_data
 from alignment.training.run_page import REPORT
@@ -24,7 +25,7 @@ from alignment.training.trainer import AlignmentTrainer
 
 def build_trainer(options: AlignmentConfig) -> AlignmentTrainer:
     """Return the trainer of ``options.method`` with the datasets of the options. No weights are loaded."""
-    if options.disable_tqdm or options.process_index:  # bars of libraries, on the first rank only
+    if options.process_index or not draws_bars(options.disable_tqdm):  # bars of libraries, on the first rank only
         disable_progress_bars()
         transformers_logging.disable_progress_bar()
     check_command_line(options)
@@ -77,4 +78,4 @@ def run(options: AlignmentConfig, *, precompute: bool = False) -> None:
         tell(f"to chat with the model: deepspeed-alignment chat {trainer.output_dir}")
     trainer.close()
     if unsaved is not None:
-        raise unsaved
+        raise LastCheckpointError(f"{unsaved}; the model itself is saved in {trainer.output_dir}") from unsaved

@@ -22,6 +22,7 @@ _EFFECTIVE: tuple[tuple[tuple[str, ...], Callable[[Any], Any], str], ...] = (
     (("adam_beta1", "adam_beta2"), lambda of: not of.optim.startswith(_NO_ADAM), "optim: adamw_torch"),
     (("adam_epsilon",), lambda of: not of.optim.startswith(_NO_EPSILON), "optim: adamw_torch"),
     (("greater_is_better",), lambda of: of.metric_for_best_model is not None, "metric_for_best_model"),
+    (("early_stopping_threshold",), lambda of: of.early_stopping_patience is not None, "early_stopping_patience"),
     (("max_bad_steps",), lambda of: of.on_bad_step == "skip", "on_bad_step: skip"),
     (("retry_pause",), lambda of: of.retries or not of.retry_pause, "retries"),
     (("precompute_ref_batch_size",), lambda of: of.ref_placement == "precomputed", "ref_placement: precomputed"),
@@ -44,6 +45,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ("warmup_ratio warmup_steps", lambda of: of.warmup_ratio and of.warmup_steps, "both set it; remove one of them"),
     ("load_in_4bit load_in_8bit", lambda of: of.load_in_4bit and of.load_in_8bit, _CONTRADICT),
     ("load_best_model_at_end", lambda of: of.load_best_model_at_end and of.eval_strategy == "no", _NOT_EVALUATED),
+    ("early_stopping_patience", lambda of: of.early_stopping_patience and of.eval_strategy == "no", _NOT_EVALUATED),
     ("save_strategy", lambda of: of.save_strategy == "best" and of.eval_strategy == "no", _NOT_EVALUATED),
     (
         "resume_from_checkpoint overwrite_output_dir",
@@ -90,8 +92,10 @@ def need_reference(options: Any, method: str, *, known_rows: bool = True) -> Non
 
 def refuse_labels(options: Any, method: str) -> None:
     """Reject options about labels for a method (named in messages) whose rows have none."""
-    if options.stratify_labels:
-        refuse(options, "stratify_labels", f"the rows of {method} have no labels; remove it")
+    parts = [] if options.dataset_mixture is None else mixture_parts(options.dataset_mixture)
+    for of, name in ((options, "stratify_labels"), *((each, "label_map") for each in (options, *parts))):
+        if getattr(of, name):
+            refuse(of, name, f"the rows of {method} have no labels; remove it")
 
 
 def refuse_reference(options: Any, method: str) -> None:

@@ -28,6 +28,10 @@ class DataError(AlignmentError):
     """An invalid data file, row or column."""
 
 
+class LabelError(DataError):
+    """A label that is neither true nor false."""
+
+
 class ModelError(AlignmentError):
     """An invalid or unsupported model, tokenizer or model folder."""
 

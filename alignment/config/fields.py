@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 from annotated_types import Ge, Gt, Lt
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     ConfigDict,
     TypeAdapter,
     ValidationError,
@@ -42,6 +43,7 @@ LATE = "may be set on a trainer until it trains"
 EARLY = "may be set on a trainer until its engines are built"
 FREE = "may differ when a run is resumed"  # it affects only rounding, or fingerprints cover it, or it sets the length
 _JSON = "a text is JSON"
+_PAIRS = "a text may also be name=value,name=value"
 _LOSS = "a name in the table LOSSES of the class"
 Shared: TypeAlias = Annotated[_Type, SHARED]
 Late: TypeAlias = Annotated[_Type, LATE]
@@ -69,6 +71,23 @@ def _whole_or_share(value: float) -> float:
     return value if 0 < value < 1 else int(value)
 
 
+def value_text(value: Any) -> Any:
+    """Return a value of data as JSON and YAML write it: ``true``, ``1`` (also for 1.0), or the text without spaces."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return str(value).removesuffix(".0")
+    return value.strip() if isinstance(value, str) else value
+
+
+def _lower_case(value: Any) -> Any:
+    """Return the mapping with its names in lower case."""
+    lower = {name.lower(): meaning for name, meaning in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict) and any(lower[name.lower()] is not meaning for name, meaning in value.items()):
+        raise ValueError("a value that differs only in case has another meaning; case is ignored")
+    return lower
+
+
 Count: TypeAlias = Annotated[int, Ge(1)]
 Natural: TypeAlias = Annotated[int, Ge(0)]
 Positive: TypeAlias = Annotated[float, Gt(0)]
@@ -80,7 +99,10 @@ Strategy: TypeAlias = Literal["no", "steps", "epoch"]
 LossName: TypeAlias = Annotated[str, _LOSS]  # a subclass that extends the table extends the type
 # The second of several types is the one that HfArgumentParser converts to. A value is never a text: it is parsed.
 Keywords: TypeAlias = Annotated[dict[str, Any] | str | None, _JSON]
-TextKeywords: TypeAlias = Annotated[dict[str, str] | str | None, _JSON]
+TextKeywords: TypeAlias = Annotated[dict[str, str] | str | None, _JSON, _PAIRS]
+Meanings: TypeAlias = Annotated[
+    dict[Annotated[str, BeforeValidator(value_text)], bool] | str | None, _JSON, _PAIRS, AfterValidator(_lower_case)
+]
 ListOrKeywords: TypeAlias = Annotated[dict[str, Any] | str | list[Any] | None, _JSON]
 
 
@@ -240,6 +262,8 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
     if types.NoneType in kinds and str not in kinds and value.strip().lower() in ("none", "null"):
         return None
     opening = value.lstrip()[:1]
+    if _PAIRS in _parts(hint) and opening not in ("{", "["):
+        return _pairs(name, value)
     if (dict in kinds and (opening == "{" or str not in kinds)) or (list in kinds and opening == "["):
         try:
             found = parse_json(value)
@@ -247,6 +271,15 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
             raise OptionError(f"{setting(name, value)}: invalid JSON: {error}; correct it") from None
         return _MISREAD if isinstance(found, str) else found
     return value
+
+
+def _pairs(name: str, value: str) -> dict[str, str]:
+    """Return the mapping that a text ``name=value,name=value`` describes."""
+    parts = [[side.strip() for side in part.split("=", 1)] for part in value.split(",")]
+    found = {part[0]: part[-1] for part in parts}
+    if len(found) < len(parts) or not all(len(part) == 2 and all(part) for part in parts):
+        raise OptionError(f"{setting(name, value)}: expected name=value,name=value, each name once, or JSON") from None
+    return found
 
 
 def _option_error(cls: Any, error: ValidationError, given: Mapping[str, Any], where: str) -> OptionError:

@@ -143,7 +143,8 @@ class AlignmentConfig(
         self.resolve()
 
     def _name_best_metric(self) -> None:
-        if self.metric_for_best_model is None and (self.load_best_model_at_end or self.save_strategy == "best"):
+        follows = self.load_best_model_at_end or self.save_strategy == "best" or self.early_stopping_patience
+        if self.metric_for_best_model is None and follows:
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None:
             self.greater_is_better = _is_greater_better(self.metric_for_best_model)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from annotated_types import Ge
 
-from alignment.config.errors import OptionError, did_you_mean, listing, setting
+from alignment.config.errors import DataError, OptionError, did_you_mean, listing, setting
 from alignment.config.fields import (
     Count,
     Free,
     Late,
     ListOrKeywords,
+    Meanings,
     Natural,
     Positive,
     Shared,
@@ -28,6 +30,7 @@ COLUMNS = (
     "text",
 )  # fmt: skip
 MAPPED_COLUMNS = ("query", "system")  # read only if in `column_map`, as many datasets have unrelated such columns
+SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")  # of data files
 _EXPECTED = (*COLUMNS, *MAPPED_COLUMNS)
 
 
@@ -42,13 +45,23 @@ class DataOptions:
     dataset_mixture: Free[ListOrKeywords] = option(
         None,
         "Several datasets: a mapping from name to weight, or a list of mappings with `dataset_name`, "
-        "`dataset_config`, `split`, `test_split`, `weight` and `column_map`. As many rows as possible are sampled in "
-        "the proportions of the weights, without repetition. Without weights, all rows are used.",
+        "`dataset_config`, `split`, `test_split`, `weight`, `column_map` and `label_map`. As many rows as possible "
+        "are sampled in the proportions of the weights, without repetition. Without weights, all rows are used.",
     )
     column_map: Free[TextKeywords] = option(
         None,
-        "Mapping from the columns that a method expects to those of the data, such as `{prompt: question}`. `query` "
-        "(appended to the prompt) and `system` are read only if they are mapped.",
+        "Mapping from the columns that a method expects to those of the data, such as `{prompt: question}` or "
+        "`prompt=question`. `query` (appended to the prompt) and `system` are read only if they are mapped.",
+    )
+    label_map: Free[Meanings] = option(
+        None,
+        "Mapping from the labels of the data to true and false, such as `{up: true, down: false}` or "
+        "`up=true,down=false`. Case is ignored.",
+    )
+    apply_chat_template: Free[bool] = option(
+        False,
+        "Render rows of strings with the chat template: the prompt as one user turn, the completion as one assistant "
+        "turn. If false, strings are tokenized as they are.",
     )
     max_train_samples: Free[Count | None] = option(None, "Maximum number of training rows to use, from the start.")
     max_eval_samples: Free[Count | None] = option(None, "Maximum number of evaluation rows to use, from the start.")
@@ -120,7 +133,8 @@ class MixturePart:
     split: str | None = None
     test_split: str | None = None
     weight: Positive | None = None  # share of the rows of the mixture, relative to other weights; None: all its rows
-    column_map: dict[str, str] | None = None
+    column_map: TextKeywords = None
+    label_map: Meanings = None
 
 
 def mixture_parts(value: list[Any] | dict[str, Any] | str) -> list[MixturePart]:
@@ -143,6 +157,13 @@ def mixture_parts(value: list[Any] | dict[str, Any] | str) -> list[MixturePart]:
     if len({part.weight is None for part in parts}) != 1:
         raise OptionError("dataset_mixture: set at least one dataset, and a weight for every part or for none")
     return parts
+
+
+def check_exists(name: str) -> None:
+    """Raise :class:`DataError` if a dataset's name is that of a file or folder that does not exist."""
+    path = Path(name).expanduser()
+    if not (path.is_dir() or path.is_file()) and (name.startswith((".", "/", "~")) or path.suffix.lower() in SUFFIXES):
+        raise DataError(f"{name}: file or folder does not exist; set dataset_name to an existing one")
 
 
 def tested_parts(options: Any) -> list[tuple[MixturePart, str]]:

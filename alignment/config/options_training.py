@@ -105,7 +105,9 @@ class LoggingOptions:
     logging_first_step: Late[Free[bool]] = option(False, "Also log the first step.")
     report_to: Free[str | list[str]] = option("none", "Integrations such as `wandb`; `all` for those installed.")
     run_name: Late[Free[str | None]] = option(None, "Name of the run for logging.")
-    disable_tqdm: Late[Free[bool]] = option(False, "Disable progress bars.")
+    disable_tqdm: Late[Free[bool]] = option(
+        False, "Print one line per logging step instead of progress bars, as always if stderr is not a terminal."
+    )
     include_num_input_tokens_seen: Late[Free[bool]] = option(False, "Track the number of tokens seen.")
     include_tokens_per_second: Late[Free[bool]] = option(False, "Log the training tokens per second and device.")
     eval_strategy: Late[Free[Strategy]] = option(
@@ -130,6 +132,10 @@ class SavingOptions:
     load_best_model_at_end: Late[Free[bool]] = option(False, "Load the weights with the best evaluation at the end.")
     metric_for_best_model: Late[str | None] = option(None, "Metric that determines the best model. Default: `loss`.")
     greater_is_better: Late[bool | None] = option(None, "Whether greater is better, by default unless it is a loss.")
+    early_stopping_patience: Free[Count | None] = option(
+        None, "Stop training once `metric_for_best_model` has not improved in this number of evaluations in a row."
+    )
+    early_stopping_threshold: Free[NotNegative] = option(0.0, "Minimum improvement that counts for early stopping.")
     resume_from_checkpoint: Late[Free[Annotated[str | None, BeforeValidator(_latest)]]] = option(
         None, "Checkpoint folder to resume from, or `latest` (or `true`) for the latest in `output_dir`, if any."
     )

@@ -151,6 +151,30 @@ def conversation(row: Row, key: str, where: str) -> Source:
     return source_of(row, where, text[:-1], completion=text[-1:])
 
 
+def as_turns(row: Row, where: str) -> dict[str, Any]:
+    """Return a row of strings as messages: one user turn, unless the prompt is empty, and one assistant turn.
+
+    Rows of messages are returned as they are.
+
+    Raises:
+        DataError: strings without a column that tells where the completion begins.
+    """
+    answers = [key for key in ("completion", "chosen", "rejected") if row.get(key) is not None]
+    texts = [row[key] for key in ("prompt", *answers) if row.get(key) is not None]
+    conversations = any(row.get(key) is not None for key in ("messages", "conversations"))
+    if conversations or not all(isinstance(text, str) for text in texts):
+        return dict(row)
+    prompt = prompt_of(row, where)
+    if prompt is None:
+        raise DataError(
+            f"{where}: prompt is missing, so apply_chat_template cannot tell the user's turn from the assistant's; "
+            "add a prompt column, use messages, or set apply_chat_template: false"
+        )
+    asked = [{"role": "user", "content": prompt}] if prompt else []
+    said = {key: [{"role": "assistant", "content": row[key]}] for key in answers}
+    return {**row, "query": None, "prompt": asked, **said}
+
+
 def refuse_mapped(row: Row, key: str, where: str, *names: str) -> None:
     """Reject values of mapped columns that cannot be added to the text in column ``key``."""
     for name in names:

@@ -28,12 +28,14 @@ class Part:
         load: returns a Dataset, or anything else that a trainer accepts as one, or a tuple of parts: a mixture.
         column_map: its column map.
         weight: its weight relative to the other datasets'; None to use all rows.
+        label_map: its label map.
     """
 
     where: str
     load: Callable[[], Any]
     column_map: Mapping[str, str] | None = None
     weight: float | None = None
+    label_map: Mapping[str, bool] | None = None
 
 
 def shares(parts: Sequence[tuple[str, int, float | None]], most: int | None) -> list[int]:

@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ import pyarrow as pa
 from datasets import Dataset, Features, Json, Value
 from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from alignment.config.errors import DataError, OutputError, one_line
+from alignment.config.errors import DataError, LabelError, OutputError, one_line, setting
+from alignment.config.fields import value_text, words
 from alignment.config.options_data import COLUMNS, MAPPED_COLUMNS
 from alignment.data.columns import arranged
 from alignment.data.kinds.base import Kind
-from alignment.data.messages import Source, without_nulls
+from alignment.data.messages import Source, as_turns, without_nulls
 from alignment.data.readers import LABELS
 from alignment.data.report import DataReport, counts
 from alignment.data.tokenization import Encoded, Limits, RowTokenizer
@@ -39,15 +40,27 @@ _ROWS = 1000  # rows hashed at a time; part of the hash
 _BATCH = 256  # rows per call of the tokenizer
 
 
-def data_key(dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits, others: Sequence[str] = ()) -> str:
+# Labels for which a ``label_map`` is proposed.
+_MEANINGS = {
+    "true": words("1 yes y t up good positive like liked thumbs_up desirable accepted correct pass 👍 ✅"),
+    "false": words("0 -1 no n f down bad negative dislike disliked thumbs_down undesirable rejected wrong fail 👎 ❌"),
+}
+_MOST_LABELS = 8  # different labels that a proposal lists
+
+
+def data_key(
+    dataset: Dataset, kind: Kind, tokenizer: Any, limits: Limits, others: Sequence[str] = (), **reading: Any
+) -> str:
     """Return the key of a tokenized dataset, such as ``preference-3f…``: a hash of everything that determines it.
 
     The content of the rows is hashed rather than the dataset's fingerprint: two processes that load the same file get
-    the same name. ``others`` are columns that the kind does not know and keeps.
+    the same name. ``others`` are columns that the kind does not know and keeps; ``reading`` has options
+    that change how rows are read.
     """
     digest = hashlib.blake2b(digest_size=16)
     settings: dict[str, Any] = {"version": _TOKENS_VERSION, "kind": kind.name, "limits": asdict(limits)}
     settings |= {"tokenizer": describe_tokenizer(tokenizer)} | ({"extra": list(others)} if others else {})
+    settings |= {name: value for name, value in reading.items() if value}
     if (rules := asdict(kind)) != {field.name: field.default for field in fields(kind)}:
         settings["rules"] = rules
     classes = [cls for cls in type(kind).__mro__ if issubclass(cls, Kind)]
@@ -106,6 +119,8 @@ def prepare(
     cache_dir: Path,
     *,
     column_map: Mapping[str, str] | None = None,
+    label_map: Mapping[str, bool] | None = None,
+    apply_chat_template: bool = False,
     num_proc: int | None = None,
     progress: bool = True,
     strict: bool = False,
@@ -119,6 +134,8 @@ def prepare(
         where: name of the data in messages, such as the file name.
         cache_dir: the folder in which the result's folder is created.
         column_map: expected name of a column -> its name in the dataset.
+        label_map: label in the dataset, as text in lower case -> whether it means desirable.
+        apply_chat_template: render rows of strings as one turn of the user and one of the assistant.
         num_proc: number of worker processes; does not affect the result.
         progress: whether to show a progress bar.
         strict: raise an error instead of dropping rows.
@@ -132,12 +149,18 @@ def prepare(
     dataset, others = arranged(dataset, column_map, kind, where, method)
     if len(dataset) == 0:
         raise DataError(f"{where}: contains no rows; pass a dataset with rows")
-    target = cache_dir / f"{data_key(dataset, kind, tokenizer, limits, others)}.{_FORMAT_VERSION}"
+    if apply_chat_template:
+        _check_template(dataset, kind, tokenizer, where)
+    reading: Any = {"label_map": label_map, "apply_chat_template": apply_chat_template}
+    target = cache_dir / f"{data_key(dataset, kind, tokenizer, limits, others, **reading)}.{_FORMAT_VERSION}"
     if target.is_dir():
         _check_report(_report(target), where, strict)
         return target
     given = dataset.features
-    mapper = RowMapper(RowTokenizer(tokenizer, whole=kind.whole), kind, limits, where, column_map, given, others)
+    mapper = RowMapper(
+        RowTokenizer(tokenizer, whole=kind.whole), kind, limits, where, column_map, given, others, label_map or {},
+        apply_chat_template,
+    )  # fmt: skip
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=cache_dir) as scratch:
@@ -169,6 +192,8 @@ def prepare(
             except OSError:  # if another process was faster, its identical folder is used
                 if not target.is_dir():
                     raise
+    except LabelError as error:
+        raise DataError(f"{error}; {_label_remedy(dataset, label_map)}") from None
     except OSError as error:
         raise OutputError(
             f"{cache_dir}: the tokenized data cannot be written: {one_line(error)}; free disk space or choose another "
@@ -217,6 +242,8 @@ class RowMapper:
     column_map: Mapping[str, str]
     given: Features
     others: Sequence[str] = ()
+    label_map: Mapping[str, bool] = field(default_factory=dict)
+    apply_chat_template: bool = False
 
     def __post_init__(self) -> None:
         self.features = Features({**self.kind.features, "dropped": Value("string")})
@@ -233,17 +260,20 @@ class RowMapper:
             row |= {name: without_nulls(row[name]) for name in self._filled}
             if "label" in self.column_map and isinstance(row["label"], str):  # CSV files have no types
                 row["label"] = LABELS.get(row["label"].strip().lower(), row["label"])
+            if self.label_map and isinstance(row.get("label"), (str, bool, int, float)):
+                row["label"] = self.label_map.get(value_text(row["label"]).lower(), row["label"])
             others = {name: row.pop(name) for name in self.others}
             try:
                 if self._tokens is not None:
                     read.append(self.kind.read_tokens(row, self._tokens, place, self.tokenizer))
                 else:
+                    row = as_turns(row, place) if self.apply_chat_template else row
                     read.append(self.kind.parse(row, place, others))
             except DataError as error:
                 if not self.column_map:
                     raise
                 renamed = ", ".join(f"{name}: {column}" for name, column in self.column_map.items())
-                raise DataError(f"{error} (column_map: {renamed})") from None
+                raise type(error)(f"{error} (column_map: {renamed})") from None
         encoded = iter(self.tokenizer.encode([one for one in read if isinstance(one, Source)]))
         out: dict[str, list[Any]] = {name: [] for name in self.features}
         for index, one in zip(indices, read, strict=True):
@@ -253,6 +283,27 @@ class RowMapper:
                 for name, column in out.items():
                     column.append(record[name])
         return out
+
+
+def _check_template(dataset: Dataset, kind: Kind, tokenizer: Any, where: str) -> None:
+    """Raise DataError if ``apply_chat_template`` cannot have an effect."""
+    why = None if kind.tokens.find(dataset.column_names) is None else "the rows are already tokenized;"
+    if why is None and not tokenizer.chat_template:
+        why = f"tokenizer {RowTokenizer(tokenizer).name} has no chat template; use an instruct model or"
+    if why is not None:
+        raise DataError(f"{where}: {setting('apply_chat_template', True)}: {why} remove it")
+
+
+def _label_remedy(dataset: Dataset, label_map: Mapping[str, bool] | None) -> str:
+    """Return what to set for labels that are not booleans: a ``label_map`` for the values of the dataset."""
+    values = {value_text(value): None for value in dataset["label"] if isinstance(value, (str, bool, int, float))}
+    unknown = [value for value in values if value.lower() not in {"true", "false", *(label_map or {})}]
+    if not unknown or len(unknown) > _MOST_LABELS:
+        return f"the column has {len(values)} different values; map them to true and false, or set label_map"
+    meanings = {word: name for name, group in _MEANINGS.items() for word in group}
+    proposal = {**(label_map or {}), **{value: meanings.get(value.lower(), "true|false") for value in unknown}}
+    written = ",".join(f"{value}={str(meaning).lower()}" for value, meaning in proposal.items())
+    return f"set label_map, for example {written!r}"
 
 
 def _holds_json(feature: Any) -> bool:

@@ -19,9 +19,11 @@ from typing import Any, NoReturn
 
 from datasets import Features, Json, Value
 
-from alignment.config.errors import DataError, one_line, show
+from alignment.config.errors import DataError, listing, one_line, show
+from alignment.config.options_data import COLUMNS
 
 LABELS = {"true": True, "false": False}
+_DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 _PLAIN = {str: "string", bool: "bool", int: "int64", float: "float64"}
 _MARK = b"\xef\xbb\xbf"  # a byte order mark
 
@@ -31,7 +33,7 @@ Placed = Iterator[tuple[str, dict[str, Any]]]  # ("FILE, line 3", row)
 def read_rows(path: Path) -> Placed:
     """Yield ``(place, row)`` for every row of a .json, .jsonl or .csv file; ``place`` names the file and line or row.
 
-    A JSON file has one object per line, or a single list of objects; DataError for anything else.
+    A JSON file has one object per line, a single list of objects, or ``{"data": […]}``; DataError for anything else.
     """
     if path.suffix.lower() == ".csv":
         yield from _csv_rows(path)
@@ -39,15 +41,19 @@ def read_rows(path: Path) -> Placed:
     text, line = b"", 1
     try:
         with path.open("rb") as file:
-            first = next((text for each in file if (text := each.removeprefix(_MARK).strip())), b"")
+            texts = (text for each in file if (text := each.removeprefix(_MARK).strip()))
+            first, another = next(texts, b""), next(texts, None) is not None
             file.seek(0)
-            listed = first.startswith(b"[")
+            single = first.startswith(b"{") and path.suffix.lower() == ".json" and _is_single(first, another)
+            listed = single or first.startswith(b"[")
             for line, text in enumerate([file.read()] if listed else file, start=1):
                 if not (text := text if listed else text.strip()):
                     continue
                 found = json.loads(text.decode("utf-8-sig"), parse_constant=_refused)
                 if b"\\ud" in text.lower():  # a string that cannot be encoded, such as an unpaired \ud83d
                     json.dumps(found, ensure_ascii=False).encode("utf-8")
+                if single:
+                    found = _rows_of_object(found, path, another)
                 for number, row in enumerate(found if listed else [found], start=1):
                     place = f"{path}, row {number}" if listed else f"{path}, line {line}"
                     if not isinstance(row, dict):
@@ -71,6 +77,27 @@ def read_rows(path: Path) -> Placed:
         raise
     except ValueError as error:
         raise DataError(f"{path}, line {line}: invalid JSON: {one_line(error)}") from error
+
+
+def _is_single(first: bytes, another: bool) -> bool:
+    """Return whether a file whose first line is ``first`` is one object rather than one per line."""
+    try:
+        return isinstance(json.loads(first), dict) and not another
+    except ValueError:
+        return first == b"{" or b'"data"' in first
+
+
+def _rows_of_object(found: dict[str, Any], path: Path, another: bool) -> list[Any]:
+    """Return the rows of a file that is one object: those in ``data``, or the object itself."""
+    rows = found.get("data")
+    if isinstance(rows, list) and not {*COLUMNS} & {*found}:
+        return rows
+    if another:
+        raise DataError(
+            f"{path}: the file is one object with the keys {listing(found)}; expected one object per line, a single "
+            'list of objects, or {"data": [...]}'
+        )
+    return [found]
 
 
 def infer_features(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> Features:
@@ -136,11 +163,14 @@ def _refused(name: str) -> NoReturn:
 
 
 def _csv_rows(path: Path) -> Placed:
-    """Yield the rows of a CSV file. All cells are strings, except that ``label`` must be true or false."""
+    """Yield the rows of a CSV file. All cells are strings, except for a ``label`` that is true or false."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default of 128 KiB is too small for long conversations
     header: list[str] = []
+    with path.open("rb") as binary:
+        start = binary.readline().decode("utf-8", "replace")
+    mark = next((sign for sign in _DELIMITERS if sign in start), ",")
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader, line = csv.reader(file, strict=True), 1  # the line on which the next row starts
+        reader, line = csv.reader(file, delimiter=mark, strict=True), 1  # the line on which the next row starts
         try:
             for cells in reader:
                 place, line = f"{path}, line {line}", reader.line_num + 1
@@ -148,13 +178,11 @@ def _csv_rows(path: Path) -> Placed:
                     if len(cells) != len(header):
                         raise DataError(
                             f"{place}: the row has {len(cells)} cells, but the header has {len(header)}; quote cells "
-                            "with commas"
+                            f"with {_DELIMITERS[mark]}"
                         )
                     row: dict[str, Any] = dict(zip(header, cells))
                     if "label" in row:
-                        if (word := row["label"].strip().lower()) not in LABELS:
-                            raise DataError(f"{place}: label is {show(row['label'])}; expected true or false")
-                        row["label"] = LABELS[word]
+                        row["label"] = LABELS.get(row["label"].strip().lower(), row["label"])
                     yield place, row
                 elif twice := [name for name in cells if cells.count(name) > 1]:
                     raise DataError(f"{place}: the header contains column {twice[0]!r} twice; rename one")

@@ -19,12 +19,13 @@ import datasets
 from datasets import Dataset, Features, IterableDataset, Json
 
 from alignment.config.errors import DataError, listing, one_line, show
+from alignment.config.options_data import SUFFIXES, check_exists
 from alignment.data.columns import check_no_images, foreign_columns
 from alignment.data.readers import Placed, encoded, infer_features, json_object, json_text, read_rows
 from alignment.internals.datasets import cache_folder, cause_of, data_files_by_split, slices, was_saved
 from alignment.run.durable import write_json
+from alignment.run.retries import is_offline
 
-SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 _EXACT = (".json", ".jsonl", ".csv")
 _READER_VERSION = 1  # part of the cache key of files read by ``readers``
 
@@ -46,8 +47,7 @@ def load_split(name: str, config: str | None, split: str) -> Dataset:
     local = path.is_dir() or path.is_file()
     if local and config is not None:
         raise DataError(f"dataset_config={config!r}: only for Hub datasets, but {name} is local; remove it")
-    if not local and (name.startswith((".", "/", "~")) or path.suffix.lower() in SUFFIXES):
-        raise DataError(f"{name}: file or folder does not exist; set dataset_name to an existing one")
+    check_exists(name)
     if local:
         parts: dict[str, Any] = _folder_parts(path) if path.is_dir() else {"train": [path]}
         loaded: dict[str, Dataset] = {}
@@ -65,8 +65,7 @@ def load_split(name: str, config: str | None, split: str) -> Dataset:
         dataset = datasets.concatenate_datasets([loaded[part].select(rows) for part, rows in pieces])
     else:
         label = f"dataset {name}" + (f" (config {config})" if config else "") + f", split {split}"
-        remedy = "; set dataset_name to a file, a folder or a Hub name"
-        dataset = _guarded(label, lambda: datasets.load_dataset(name, config, split=split), remedy)
+        dataset = _guarded(label, lambda: datasets.load_dataset(name, config, split=split), hub=True)
     if len(dataset) == 0:
         raise DataError(f"{name} (split {split}): contains no rows; choose a file or split with rows")
     return dataset
@@ -193,7 +192,7 @@ def _folder_parts(folder: Path) -> dict[str, Any]:
     return parts
 
 
-def _guarded(name: str, load: Callable[[], Any], remedy: str = "") -> Any:
+def _guarded(name: str, load: Callable[[], Any], hub: bool = False) -> Any:
     """Run a loader, and convert any error to a DataError that names the data."""
     try:
         return load()
@@ -203,4 +202,8 @@ def _guarded(name: str, load: Callable[[], Any], remedy: str = "") -> Any:
         cause = cause_of(error)
         if isinstance(cause, DataError):
             raise cause from error
-        raise DataError(f"{name}: cannot be read: {one_line(cause or error)}{remedy}") from error
+        why = one_line(cause or error)
+        if hub and is_offline(error):
+            why = "there is no such file or folder, and the Hub cannot be reached"
+        remedy = "; set dataset_name to a file, a folder or a Hub name" if hub else ""
+        raise DataError(f"{name}: cannot be read: {why}{remedy}") from error

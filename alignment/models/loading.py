@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -60,6 +60,7 @@ def load_model(
     """
     further, kernels = hub_kernels(init_kwargs or {})
     kwargs = {
+        "ignore_mismatched_sizes": True,  # checked here, as the library's error does not name the weights
         "attn_implementation": attn_implementation,
         "trust_remote_code": trust_remote_code,
         **task.arguments,
@@ -80,6 +81,8 @@ def load_model(
         raise ModelError(f"model {path!r} could not be loaded: {first_line(error)}") from error
     except (LookupError, AttributeError, ArithmeticError) as error:  # invalid values in the configuration
         raise ModelError(f"model {path!r} could not be loaded: {type(error).__name__}: {first_line(error)}") from error
+    if "ignore_mismatched_sizes" not in further:
+        _check_shapes(path, report)
     missing = sorted(name for name in report["missing_keys"] if not task.is_new(name))
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
@@ -112,17 +115,29 @@ def load_whole(
     Raises:
         ModelError: the model cannot be loaded, or weights are missing.
     """
-    arguments = {"trust_remote_code": trust_remote_code, **task.arguments, **further}
+    checked = {"trust_remote_code": trust_remote_code, "ignore_mismatched_sizes": True}
+    arguments = {**checked, **task.arguments, **further}
     try:
         with loading(None):
             model, report = task.auto.from_pretrained(path, dtype=dtype, output_loading_info=True, **arguments)
     except (OSError, SafetensorError, ValueError, TypeError, RuntimeError, ImportError) as error:
         raise ModelError(f"model {path!r} could not be loaded: {first_line(error)}") from error
+    _check_shapes(path, report)
     missing = sorted(set(report["missing_keys"]) - set(new))
     if missing:
         raise ModelError(f"model {path!r}: the checkpoint has no weights for {missing[0]}; {task.lacks}")
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded
+
+
+def _check_shapes(path: str, report: Mapping[str, Any]) -> None:
+    """Raise ModelError if weights of a checkpoint have other shapes than those that its config.json describes."""
+    if wrong := sorted(report["mismatched_keys"]):
+        (name, stored, expected), more = wrong[0], f" and {len(wrong) - 1} more" if wrong[1:] else ""
+        raise ModelError(
+            f"model {path!r}: {name}{more}: the checkpoint has the shape {[*stored]}, but config.json describes "
+            f"{[*expected]}; use the config.json that was saved with these weights"
+        )
 
 
 def _begin_anew(model: PreTrainedModel, names: Sequence[str], seed: int) -> None:

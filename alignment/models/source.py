@@ -23,6 +23,7 @@ from alignment.models.loading import load_model
 from alignment.models.quantization import Quantization, prepare_quantized
 from alignment.models.tasks import CAUSAL_LM, Task
 from alignment.models.vocabulary import Vocabulary
+from alignment.run.retries import is_offline
 
 _LFS = b"version https://git-lfs"
 _FOR_TOKENIZERS = ("revision", "token", "cache_dir", "subfolder")
@@ -65,7 +66,8 @@ def read_config(
             else:
                 remedy = f"merge them into their base model (deepspeed-alignment export) and set {key} to the result"
             raise ModelError(f"{key}: {path!r} contains adapters but no model; {remedy}") from error
-        raise ModelError(f"{key}: the configuration of {path!r} could not be loaded: {first_line(error)}") from error
+        why = unread(path, error, "config.json")
+        raise ModelError(f"{key}: the configuration of {path!r} could not be loaded: {why}") from error
     if config.is_encoder_decoder:
         raise ModelError(f"{key}: {path!r} is an encoder-decoder model; only decoder-only models are supported")
     if not task.knows(config, trust_remote_code):
@@ -74,6 +76,26 @@ def read_config(
     if Path(path).is_dir():
         check_weights(Path(path) / (init_kwargs or {}).get("subfolder", ""), key)
     return config
+
+
+def unread(path: str, error: Exception, *files: str) -> str:
+    """Return why a folder or Hub name could not be read: ``error``, or a simpler reason that explains it.
+
+    ``files`` are patterns of files, of which a folder has at least one; the first one is named in messages.
+    """
+    folder = Path(path)
+    if folder.is_file():
+        return "it is a file; set the folder that contains it"
+    if folder.is_dir() and not any(found for name in files for found in folder.glob(name)):
+        return f"the folder contains no {files[0]}; copy or download it again"
+    if path.startswith((".", "/", "~")) and not folder.exists():
+        return "the folder does not exist; set an existing folder or a Hub name"
+    if is_offline(error):
+        return (
+            "there is no such folder, and the Hub cannot be reached; check the name, or run `hf download "
+            f"{path}` where there is a network and copy the cache"
+        )
+    return first_line(error)
 
 
 def check_weights(folder: Path, key: str) -> None:
@@ -239,9 +261,8 @@ class ModelSource:
             try:
                 given = AutoTokenizer.from_pretrained(self.name, trust_remote_code=trust_remote_code, **kwargs)
             except Exception as error:  # every library raises its own classes for a corrupt file
-                raise ModelError(
-                    f"{key}: no tokenizer could be loaded from {self.name!r}: {first_line(error)}"
-                ) from error
+                why = unread(self.name, error, "tokenizer.json", "tokenizer*", "vocab*", "*.model", "*.tiktoken")
+                raise ModelError(f"{key}: no tokenizer could be loaded from {self.name!r}: {why}") from error
         if not isinstance(given, PreTrainedTokenizerBase):
             raise ModelError(f"{key}: {type(given).__name__} is not a transformers tokenizer")
         try:

@@ -130,7 +130,7 @@ def _check_scored(config: PretrainedConfig, named: str) -> None:
             f"{named} is a {config.architectures[0]} without {HEAD}.weight, the head of a reward model; train a "
             "reward model with method reward"
         )
-    _completed(config, named)
+    config.num_labels = 1
 
 
 def _check_trained(config: PretrainedConfig, named: str) -> None:

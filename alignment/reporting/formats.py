@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,11 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min {rest:02d} s"
     return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
+
+
+def in_order(name: str) -> list[str | int]:
+    """A sort key of names with numbers in them: ``checkpoint-9`` is before ``checkpoint-10``."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def markdown_table(head: Row, rows: Iterable[Row]) -> str:

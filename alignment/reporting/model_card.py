@@ -19,8 +19,9 @@ from alignment.reporting.formats import markdown_table, number
 OURS = "deepspeed-alignment"  # the tag of every card
 Facts = Sequence[tuple[str, str]]
 _LONGEST = 200  # characters of one value
-# Markup of Markdown and HTML. Numeric character references are never interpreted, not even in tables and code.
-_SPECIAL = re.compile(r"[\\`*\[\]{}<>()#!|~&$@^]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?=//)|(?<=www)\.")
+# Markup of Markdown and HTML, without the parentheses of links, whose brackets are escaped. Numeric character
+# references are never interpreted, not even in tables and code.
+_SPECIAL = re.compile(r"[\\`*\[\]{}<>#|~&$@^]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?=//)|(?<=www)\.")
 _PATH = re.compile(r"(?<![\w.:/\\])(?:file:/*|~|[A-Za-z]:)?(?:[/\\][^\s/\\'\",;:]+)+[/\\]?")
 _WHOLE_PATH = re.compile(r"(file:/|~?[/\\]|[A-Za-z]:[/\\])[^\n]*$")
 _SECRET_NAME = re.compile(r"(^|_)(token|secret|password|passwd|api_?key|credentials?|authorization)$", re.IGNORECASE)

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +51,8 @@ _DATA_COUNTS = {
 _EVENTS = {
     "bad_step": "Non-finite or outlying steps", "omitted_window": "Omitted windows", "overflow": "fp16 overflows",
 }  # fmt: skip
+# Ends of the names of metrics of which less or more is better.
+_LESS, _GREATER = "loss", ("accuracies", "accuracy", "margins", "win_rate", "scores")
 _VALUE = "value mono"
 COMPARISON = "comparison.json"  # written by the command ``compare``
 
@@ -76,7 +79,8 @@ def read_content(
     log, start, state = view.log, view.log.newest("start"), state or view.status.state
     given = read_object(folder / "options.json", _without_secrets)
     best, method = _best_step(folder, view, given), view.status.method or given.get("method", "")
-    loaded = best if state == "finished" and given.get("load_best_model_at_end") else None
+    loads = state == "finished" and given.get("load_best_model_at_end")
+    loaded = best if loads and log.ended.get("weights_step", best) == best else None
     evaluation = log.evaluation(loaded)
     marks: list[tuple[int, str]] = [(event["step"], "resumed") for event in view.resumes]
     marks += [] if best is None else [(best, "best checkpoint")]
@@ -141,24 +145,44 @@ def comparison(contents: Sequence[RunContent]) -> html.Page:
         (Markup(color).format(place % COLORS + 1, name), one.page.kind, badge(one.page.state), one.page.folder)
         for place, (name, one) in enumerate(zip(names, contents))
     ]
-    sections = [
-        table_section("Runs", ("run", "method", "state", "folder"), runs, ("", "", "", f"{_VALUE} muted")),
-        Section("Curves", charts=compared([one.history for one in contents], names)),
-    ]
+    sections = []
     tables = (
-        ("Training metrics", "metric", "number", [shown(one.train) for one in contents]),
-        ("Evaluation metrics", "metric", "number", [shown(one.evaluation) for one in contents]),
-        ("Options that differ", "option", _VALUE, values),
-        ("Facts", "fact", "value", [one.page.facts for one in contents]),
+        ("Options that differ", "option", _VALUE, values, ""),
+        ("Best values", "metric", "number", _best_values([one.history for one in contents]), "With their steps."),
+        ("Training metrics", "metric", "number", [shown(one.train) for one in contents], "As last logged."),
+        ("Evaluation metrics", "metric", "number", [shown(one.evaluation) for one in contents], "As last logged."),
+        ("Facts", "fact", "value", [one.page.facts for one in contents], ""),
     )
-    for title, first, kind, columns in tables:
+    for title, first, kind, columns, lead in tables:
         kept = dict.fromkeys(itertools.chain(*columns))
         rows = [[breakable(name), *(column.get(name, "") for column in columns)] for name in kept]
         classes = ["" if first == "fact" else "mono", *[kind] * len(names)]
-        lead = "As last logged." if first == "metric" else ""
         sections.append(table_section(title, [first, *names], rows, classes, lead))
+    sections[2:2] = [
+        table_section("Runs", ("run", "method", "state", "folder"), runs, ("", "", "", f"{_VALUE} muted")),
+        Section("Curves", charts=compared([one.history for one in contents], names)),
+    ]
     footer = f"Drawn {_now()} from the files in the output folders."
     return html.Page(title=f"{len(contents)} runs", kind="Comparison", sections=sections, footer=footer)
+
+
+def _best_values(histories: Sequence[Sequence[Record]]) -> list[dict[str, Markup]]:
+    """The best value of each metric in each history, for metrics with a best one; the best of several is marked."""
+    found: list[dict[str, tuple[float, int]]] = [{} for _ in histories]
+    for best, entry in ((best, entry) for best, history in zip(found, histories) for entry in history):
+        for name, value in ((name, number(value)) for name, value in entry.items()):
+            if value is not None and name.endswith((_LESS, *_GREATER)):
+                place = min if name.endswith(_LESS) else max
+                best[name] = place(best.get(name, (value, entry["step"])), (value, entry["step"]), key=itemgetter(0))
+    marked = [
+        {name: escape(f"{brief(value, 5)} (step {step})") for name, (value, step) in best.items()} for best in found
+    ]
+    for name in dict.fromkeys(itertools.chain(*found)):
+        values = {run: best[name][0] for run, best in enumerate(found) if name in best}
+        first = (min if name.endswith(_LESS) else max)(values.values())
+        for run in (run for run, value in values.items() if value == first and len(values) > 1):
+            marked[run][name] += Markup(" ") + badge("best", "good")
+    return marked
 
 
 def comparison_section(found: Record) -> Section:
@@ -189,6 +213,8 @@ def _note(view: RunView, state: str) -> tuple[str, str, str] | None:
         return "bad", "Error.", without_secret_values(view.status.error)
     if state in IN_PROGRESS:
         return "info", "", "This run is in progress; the report shows it as of the time below."
+    if state == "finished" and view.ended_early:
+        return "info", "", f"{view.sentence[0].upper()}{view.sentence[1:]}."
     if state in ("finished", "unknown"):
         return None
     return "bad" if state in ("failed", "lost") else "warn", "", f"{view.sentence[0].upper()}{view.sentence[1:]}."

@@ -7,13 +7,14 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from alignment.config.errors import OutputError, counted, one_line
+from alignment.reporting.formats import in_order
 from alignment.run.lock import holder, is_locked
-from alignment.run.status_file import ENDED, STATUS, RunStatus, read_status
+from alignment.run.status_file import ENDED, STATUS, TIME, RunStatus, read_status
 
 LOG, MANIFEST = "log.jsonl", "manifest.json"
 LOST, UNKNOWN = "lost", "unknown"  # states in addition to those of status.json
@@ -88,6 +89,7 @@ class CheckpointView:
     problem: str | None = None  #: why it is incomplete
     bytes: int = 0
     resumable: bool = False  #: whether a run can resume from it
+    written: str = ""  #: when its manifest was written, in UTC
 
     @property
     def condition(self) -> str:
@@ -134,6 +136,8 @@ class RunView:
         self.checkpoints = [_read_checkpoint(path, step) for step, path in saved]  #: the newest first
         #: checkpoints that are being written, or were at a kill
         self.partial = sorted(path.name for path in folder.glob(".checkpoint-*.partial"))
+        #: why callbacks ended it before its last step, and the step of its weights with ``load_best_model_at_end``
+        self.ended_early, self.weights_step = log.ended.get("ended_early"), log.ended.get("weights_step")
         reports = [str(path) for name in ("report.html", "report.md") if (path := folder / name).exists()]
         self.report = reports[0] if reports else None  #: its path
 
@@ -156,7 +160,16 @@ class RunView:
         if status.state in IN_PROGRESS:
             return f"{status.state}: {self.holder or process}{where}"
         by = f" by {status.signal} after step {status.step}" if status.signal else ""
+        if status.state == "finished" and self.ended_early:
+            return f"finished early after step {status.step} of {status.total_steps}: {self.ended_early}"
         return f"{status.state}{by}" + (f": {status.error}" if status.error else "")
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The output folders of runs in a folder, by name; the folder itself if it is one, or has none."""
+    names = (STATUS, LOG, "checkpoint-*")
+    inner = {path.parent for name in names for path in (*folder.glob(name), *folder.glob(f"[!.]*/{name}"))}
+    return [folder] if folder in inner or not inner else sorted(inner, key=lambda path: in_order(path.name))
 
 
 def read_run(folder: Path) -> RunView:
@@ -179,7 +192,8 @@ def _read_checkpoint(path: Path, step: int) -> CheckpointView:
         sizes = {name: record["size"] for name, record in manifest["files"].items()}
         other = next((name for name, size in sizes.items() if (path / name).stat().st_size != size), None)
         if other is None:
-            return CheckpointView(path.name, step, True, None, sum(sizes.values()), manifest["resumable"])
+            written = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime, timezone.utc).strftime(TIME)
+            return CheckpointView(path.name, step, True, None, sum(sizes.values()), manifest["resumable"], written)
         problem = f"{other}: does not have {sizes[other]} bytes"
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         problem = f"cannot be read ({one_line(error)})"

@@ -35,6 +35,12 @@ def is_transient(error: BaseException) -> bool:
     return passes
 
 
+def is_offline(error: BaseException) -> bool:
+    """Whether the Hub could not be reached, and its local cache does not have what was requested."""
+    names = (_OFFLINE, "LocalEntryNotFoundError")
+    return any(name in f"{type(each).__name__} {each}" for each in causes(error) for name in names)
+
+
 class Retries:
     """Repeats calls after transient failures, up to ``limit`` times after pauses that double, and counts retries."""
 

@@ -26,13 +26,14 @@ from alignment.run.durable import replace_text
 STATUS = "status.json"
 STATES = ("starting", "running", "preempted", "stopped", "failed", "finished")
 ENDED = STATES[2:]
+TIME = "%Y-%m-%dT%H:%M:%SZ"  # such as 2026-11-22T18:20:11Z
 _EVERY_S = 5.0  # between two writes while a run is in progress
 _LAST_S = 5.0  # maximum time to wait for the last write
 
 
 def now() -> str:
     """The current time as ``2026-11-22T18:20:11Z``."""
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.now(timezone.utc).strftime(TIME)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import reprlib
 from dataclasses import replace
+from typing import Any
 
 from alignment.config.options import AlignmentConfig
+from alignment.data.messages import Row, as_turns
 from alignment.data.report import NOT_DRAWN, DataReport
 from alignment.data.tokenization import CUT_ALIKE, NO_ROOM
 
@@ -17,6 +21,8 @@ LEAST_RATE, MOST_RATE = 5e-7, 5e-6
 ADAPTER_RATES = 10.0
 LEAST_WINDOW = 16
 MOST_LOST = 0.05  # share of rows that are dropped, or of truncated prompts or completions
+_SHORT = reprlib.Repr()  # of rows
+_SHORT.maxstring = 120
 _EDGE = 1e-9  # relative tolerance, so that 4/3 as a decimal is accepted
 
 
@@ -38,6 +44,25 @@ def about_rows(report: DataReport, completions: int = 1) -> list[str]:
             remedy = "raise max_length, or change max_prompt_length"
             found.append(f"{cut} of {total} {what} are truncated, so {effect}; {remedy}")
     return found
+
+
+def about_strings(row: Row, tokenizer: Any) -> list[str]:
+    """Advise the chat template, if the tokenizer has one and ``row``, the first one, is strings without its tokens."""
+    texts = [row[name] for name in ("prompt", "completion", "chosen") if row.get(name) is not None]
+    marks = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+    plain = all(isinstance(text, str) and not any(mark in text for mark in marks) for text in texts)
+    if not (tokenizer.chat_template and plain):
+        return []
+    with contextlib.suppress(Exception):  # a template is user code, and a row without a prompt cannot use it
+        turns = as_turns(row, "")
+        messages = [*turns["prompt"], *turns.get("completion", turns.get("chosen", ()))]
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=len(texts) == 1)
+        shown = _SHORT.repr("".join(texts))
+        return [
+            f"the rows are strings, which are tokenized without the chat template, such as {shown}; "
+            f"if the model is a chat model, set apply_chat_template: true for {_SHORT.repr(rendered)}"
+        ]
+    return []
 
 
 def about_labels(

@@ -87,6 +87,15 @@ def check_before_loading(args: AlignmentConfig, callbacks: Sequence[TrainerCallb
         on_first_rank(lambda: None if wandb.run is not None else wandb.login(verify=False))
 
 
+class EarlyStopping(EarlyStoppingCallback):
+    """transformers' callback, which warns of evaluation sets without the metric; they are ignored here."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, float], **kwargs: Any) -> None:
+        """Compare the metric with the best so far."""
+        if f"eval_{args.metric_for_best_model.removeprefix('eval_')}" in metrics:
+            super().on_evaluate(args, state, control, metrics, **kwargs)
+
+
 class Events:
     """Notify callbacks of a run's events; ``control`` holds their requests. Raises OptionError for ``report_to``."""
 
@@ -105,7 +114,9 @@ class Events:
         for callback in reporting:
             if isinstance(callback, integrations.TensorBoardCallback) and args.logging_dir is not None:
                 callback.logging_dir = os.path.expanduser(args.logging_dir)
-        self.handler = callback_handler([DefaultFlowCallback(), *reporting, *callbacks], processing_class)
+        patience, threshold = args.early_stopping_patience, args.early_stopping_threshold
+        own = [] if patience is None else [EarlyStopping(patience, threshold)]
+        self.handler = callback_handler([DefaultFlowCallback(), *own, *reporting, *callbacks], processing_class)
 
     def __call__(self, event: str, **kwargs: Any) -> None:
         """Notify every callback of ``event``, such as ``on_step_end``; an evaluation that it starts is not cut."""
@@ -128,6 +139,15 @@ class Events:
             leave = int(asked)
         flags = (bool(getattr(self.control, flag)) for flag in _FLAGS)
         return Decision._make((*flags, StopReason(leave) if leave else None))
+
+    def why_stopped(self) -> str:
+        """Return why callbacks ended the run before its last step, for the user."""
+        found = [one for one in self.handler.callbacks if isinstance(one, EarlyStoppingCallback)]
+        for one in (one for one in found if one.early_stopping_patience_counter >= one.early_stopping_patience):
+            more = f" by more than {one.early_stopping_threshold:g}" if one.early_stopping_threshold else ""
+            patience = setting("early_stopping_patience", one.early_stopping_patience)
+            return f"early stopping, {self.args.metric_for_best_model} has not improved{more} ({patience})"
+        return "a callback requested it"
 
     def save_state(self) -> None:
         """Store the callbacks' own states in the trainer's state by class; a list for several of one class."""

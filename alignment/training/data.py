@@ -22,7 +22,7 @@ from alignment.checkpoint.run_folder import check_filled, fills
 from alignment.config.errors import DataError, OptionError, setting
 from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
-from alignment.config.options_data import MixturePart, mixture_parts, tested_parts
+from alignment.config.options_data import COLUMNS, MixturePart, mixture_parts, tested_parts
 from alignment.data.columns import used_columns
 from alignment.data.mixture import Part, mixed
 from alignment.data.packed_rows import PackedRows
@@ -35,10 +35,11 @@ from alignment.data.windows import RowTable, WindowSampler, row_table, set_partn
 from alignment.engines.collectives import barrier, from_first_rank, gathered, together
 from alignment.engines.optimizers import check_optimization
 from alignment.internals.datasets import cache_folder
+from alignment.reporting.progress import draws_bars
 from alignment.run.ending import OtherRankFailed
 from alignment.run.ranks import local_rank, tell, world_size
 from alignment.run.retries import Retries
-from alignment.training.advice import about_rows
+from alignment.training.advice import about_rows, about_strings
 from alignment.training.arguments import named_datasets
 from alignment.training.method import AnyMethod
 from alignment.training.preparation import PlannedModels
@@ -69,8 +70,10 @@ def _split(whole: AlignmentConfig, options: AlignmentConfig | MixturePart, split
     split = split or usual
     assert name is not None
     where = name if split == usual else f"{name} ({split})"
-    column_map = options.column_map if isinstance(options, MixturePart) else None
-    return Part(where, functools.partial(load_split, name, options.dataset_config, split), column_map)
+    maps: dict[str, Any] = {}
+    if isinstance(options, MixturePart):
+        maps = {"column_map": options.column_map, "label_map": options.label_map}
+    return Part(where, functools.partial(load_split, name, options.dataset_config, split), **maps)
 
 
 class PreparedPart(NamedTuple):
@@ -160,6 +163,7 @@ class DataPreparation:
     method: AnyMethod
     models: PlannedModels
     retries: Retries
+    first: dict[str, Any] | None = None  # the first row of the data, on ranks that tokenize
 
     def __call__(self, train_dataset: Any, eval_dataset: Any, own_optimizer: bool) -> RunData:
         """Return the data of a run, with advice about settings that are unlikely to work well."""
@@ -169,6 +173,8 @@ class DataPreparation:
             data.sampler = window_sampler(data.train, self.method, args)
             report, window = data.train.report, data.sampler.window
             data.advice = [*about_rows(report, len(self.method.completions)), *self.method.advice(report, window)]
+            if self.first is not None and not args.apply_chat_template:
+                data.advice += about_strings(self.first, self.models.processing_class)
             if not own_optimizer:
                 tell(check_optimization(args, total_steps(args, data.sampler)))
             for sentence in () if args.dry_run else data.advice:
@@ -253,14 +259,22 @@ class DataPreparation:
             data = dataset_from_python(data)
         data = data if limit is None else data.select(range(min(limit, len(data))))
         tokenizer, limits = self.models.processing_class, self._limits(packing)
-        return prepare(
+        path = prepare(
             *(data, kind, tokenizer, limits, where, folder),
             column_map=column_map,
+            label_map=keywords(options.label_map) if part.label_map is None else part.label_map,
+            apply_chat_template=options.apply_chat_template,
             num_proc=options.dataset_num_proc,
             strict=options.strict_data,
             method=options.TITLE,
-            progress=not options.disable_tqdm,
+            progress=draws_bars(options.disable_tqdm),
         )
+        if self.first is None:
+            texts = {name: column_map.get(name, name) for name in COLUMNS}
+            named = {name: column for name, column in texts.items() if column in data.column_names}
+            plain = data.with_format(None)
+            self.first = {name: plain.select_columns(column)[0][column] for name, column in named.items()}
+        return path
 
 
 def _rows_of_stream(where: str, limit: int | None, options: AlignmentConfig, packing: Packing | None) -> int | None:

@@ -26,7 +26,7 @@ from alignment.data.batching import AnyBatch
 from alignment.data.windows import WindowCounts, WindowPlan, WindowSampler
 from alignment.internals.torch import schedule_may_go_first
 from alignment.reporting.metrics import MetricHistory, means
-from alignment.reporting.progress import Progress
+from alignment.reporting.progress import Progress, draws_bars, say
 from alignment.run.activity import ACTIVITY
 from alignment.run.ranks import rank, tell, world_size
 from alignment.run.stop import REQUESTS, STOP_FILE, Cut
@@ -85,7 +85,7 @@ class TrainingLoop:
         self.random = context.run_state.register_on_each_rank("random", RandomAtStart(context.args.seed))
         register("data", sampler)
         record = context.log_file.write
-        self.bad_steps = register("bad_steps", BadSteps(self.args, data.sources, self._say, record))
+        self.bad_steps = register("bad_steps", BadSteps(self.args, data.sources, say, record))
         self.overflows = register("overflows", Overflows())
         self.decision = Decision()
         self._actions = {
@@ -116,7 +116,8 @@ class TrainingLoop:
         self._open_log()
         args, state = self.args, self.state
         stop_file = self.context.output_dir / STOP_FILE if self.context.is_first else None
-        shown = self.context.is_first and not args.disable_tqdm
+        self._draws_bars = draws_bars(args.disable_tqdm)
+        shown = self.context.is_first and self._draws_bars
         device = self.engines.window_pass.device
         self.progress = Progress(self.total_steps, args.method, shown, device, done=state.global_step)
         # Includes the final save, which a launcher's second signal must not interrupt.
@@ -214,7 +215,7 @@ class TrainingLoop:
         with self.context.phases("step"):
             grad_norm = policy.step()
         while not math.isfinite(grad_norm) and policy.scales_loss:
-            self.overflows.lower_scale(policy, self.state.global_step + 1, self._say, self.context.log_file.write)
+            self.overflows.lower_scale(policy, self.state.global_step + 1, say, self.context.log_file.write)
             self.engines.window_pass.repeat()
             with self.context.phases("step"):
                 grad_norm = policy.step()
@@ -235,7 +236,7 @@ class TrainingLoop:
         reduced = method.check_window(counts, items) if items else None
         if reduced is not None:
             totals.reduced_windows, totals.reduced_in_a_row = totals.reduced_windows + 1, totals.reduced_in_a_row + 1
-            self._say(f"step {self.state.global_step}: {reduced}")
+            say(f"step {self.state.global_step}: {reduced}")
             self._fatal = method.check_reduced(totals.reduced_in_a_row, items)
         elif items:
             totals.reduced_in_a_row = 0
@@ -406,9 +407,6 @@ class TrainingLoop:
         counts = {"bad_steps": float(self.bad_steps.count), "overflows": float(self.overflows.count)}
         return {name: count for name, count in counts.items() if count} | self.context.retries.metrics
 
-    def _say(self, text: str) -> None:
-        (tell if self.args.disable_tqdm else self.progress.note)(text)
-
     def _log(self, *, asked: bool) -> None:
         record = {
             **self.history.pop(self.context.method.logs_sums, asked=asked),
@@ -420,14 +418,14 @@ class TrainingLoop:
         if self.args.include_tokens_per_second:
             record["tokens_per_second"] = self.totals.tokens / self._seconds() / world_size()
         self.context.log(record)
+        if not self._draws_bars:
+            say(self.progress.line(record, self.state.epoch or 0.0))
         self.engines.window_pass.logged(self.state.global_step)
 
     def _evaluate(self) -> None:
         metrics = self.evaluate()
         if self.best.improved(metrics) and self.best.saves:
             self.events.control.should_save = True  # so that there is a checkpoint to return to
-        shown = {name: round(value, 4) for name, value in metrics.items() if name.endswith(("loss", "margins"))}
-        self.progress.note(f"step {self.state.global_step}: {shown}")
 
     def _save(self) -> bool:
         """Write a checkpoint; return whether it succeeded."""
@@ -445,7 +443,7 @@ class TrainingLoop:
         if ACTIVITY.status is not None:
             ACTIVITY.status.update(checkpoint=folder.name, stalled=0)
         if not self._saves and self.context.is_first:
-            self._say(f"checkpoints: {tqdm.format_sizeof(self.writer.size, 'B')} each")
+            say(f"checkpoints: {tqdm.format_sizeof(self.writer.size, 'B')} each")
             tell(notice_too_short(time.monotonic() - began, self._step_seconds))
         self._saves += 1
         return True
@@ -467,8 +465,11 @@ class TrainingLoop:
 
     def _finish(self) -> TrainOutput:
         REQUESTS.done = True  # only the result remains to be written, so stopping now saves no time
+        ended: dict[str, Any] = {"ended_early": self.events.why_stopped()} if self.boundary.ends else {}
+        if ended:
+            say(f"finished early after step {self.state.global_step} of {self.total_steps}: {ended['ended_early']}")
         if self.args.load_best_model_at_end:
-            self.best.load(self._load_best, self._say)
+            ended["weights_step"] = self.best.load(self._load_best, say)
         seconds, steps = self._seconds(), self.state.global_step
         metrics = {
             "train_runtime": seconds,
@@ -487,8 +488,8 @@ class TrainingLoop:
             for sentence in late:
                 tell(f"advice: {sentence}")
         self.context.log({**metrics, **self._unlogged()})
-        said = {"advice": late} if late else {}
-        self.context.log_file.write({"event": "end", "phases": self.context.phases.summary(), **said})
+        ended |= {"advice": late} if late else {}
+        self.context.log_file.write({"event": "end", "phases": self.context.phases.summary(), **ended})
         self.writer.finish(self.context.log_file.finish)
         self.writer.finish(self._finish_tables)
         self.events("on_train_end")

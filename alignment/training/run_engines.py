@@ -33,6 +33,7 @@ from alignment.planning.gradients import GradientPlan, bytes_in_use, plan_gradie
 from alignment.references.adapter import AdapterReferencePlan
 from alignment.references.base import Reference
 from alignment.references.engine import ReferencePlan
+from alignment.reporting.progress import draws_bars
 from alignment.run.ranks import tell, world_size
 from alignment.training.context import Resources, RunContext
 from alignment.training.data import PreparedData
@@ -168,7 +169,8 @@ class RunEngines:
         (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
         if args.tf32 is not None:
             torch.backends.cuda.matmul.allow_tf32 = args.tf32
-        self.models = self._built(training_steps)
+        with contextlib.nullcontext() if draws_bars(args.disable_tqdm) else saving.no_progress_bar():
+            self.models = self._built(training_steps)
         policy, handler = self.models.policy, context.events.handler
         handler.model = self.model
         handler.optimizer, handler.lr_scheduler = policy.engine.optimizer, policy.engine.lr_scheduler

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
 from alignment.checkpoint.run_folder import COMPLETIONS
@@ -25,6 +24,7 @@ from alignment.references.base import Reference
 from alignment.references.engine import EngineReference
 from alignment.references.precomputed import PrecomputedReference
 from alignment.reporting.log import CompletionTable
+from alignment.reporting.progress import say
 from alignment.rollout.backend import RolloutRequest, Sampling, continuations
 from alignment.rollout.engine import RolloutEngine
 from alignment.rollout.processors import ACCEPTED
@@ -80,7 +80,7 @@ class EvaluationAnswers:
             lines += [
                 f"  {column:<{max(map(len, row))}}  {_SHORT.repr(row[column])}" for row in rows for column in row
             ]
-            tell("\n".join(lines)) if self.context.args.disable_tqdm else tqdm.write("\n".join(lines))
+            say("\n".join(lines))
         self._written = [*(self._written if step == self._step else ()), data.key]
         self._step = step
 
@@ -89,14 +89,17 @@ class EvaluationAnswers:
         assert isinstance(options, SequenceOptions)
         model, reference = models.policy.scorer.model, speaker_of(models.reference)
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-        prompts = [ids for ids in first_prompts(data, options.num_completions_to_log) if len(ids) < limit]
+        first = first_prompts(data, options.num_completions_to_log)
+        prompts = [ids for ids in first if len(ids) < limit]
         if not prompts:
             self._tell_once(f"{data.where}: no row has a prompt short enough for a completion, so none is sampled")
             return []
         room = limit - max(map(len, prompts))
         sampling = sampling_of(model.generation_config, tokenizer, min(options.max_new_tokens, room))
         with context.phases.of_evaluation():
-            columns = {"prompt": [tokenizer.decode(list(ids), clean_up_tokenization_spaces=False) for ids in prompts]}
+            decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+            starts = [first[ids] and options.truncation_mode == "keep_end" for ids in prompts]
+            columns = {"prompt": ["…" * cut + decode(list(ids)) for ids, cut in zip(prompts, starts)]}
             columns["policy"] = completions(context, (models.policy, contextlib.nullcontext()), prompts, sampling)
             if reference is not None:
                 if data.key not in self._reference:
@@ -126,15 +129,18 @@ def speaker_of(reference: Reference | None) -> Speaker | None:
     return (reference.engine, contextlib.nullcontext()) if isinstance(reference, EngineReference) else None
 
 
-def first_prompts(data: PreparedData, count: int) -> list[tuple[int, ...]]:
-    """Return the first ``count`` distinct prompts of a dataset. Rows without a prompt have the BOS token at most."""
-    found: dict[tuple[int, ...], None] = {}
-    for row in data.dataset.select_columns(["prompt_ids"]):
+def first_prompts(data: PreparedData, count: int) -> dict[tuple[int, ...], bool]:
+    """Return the first ``count`` distinct prompts of a dataset, and whether each is truncated.
+
+    Rows without a prompt have the BOS token at most.
+    """
+    found: dict[tuple[int, ...], bool] = {}
+    for row in data.dataset.select_columns(["prompt_ids", "prompt_cut"]):
         if len(found) == count:
             break
         if len(row["prompt_ids"]) > 1:
-            found.setdefault(tuple(row["prompt_ids"]))
-    return list(found)
+            found.setdefault(tuple(row["prompt_ids"]), row["prompt_cut"])
+    return found
 
 
 def completions(

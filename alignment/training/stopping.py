@@ -8,9 +8,10 @@ from typing import NoReturn
 
 from alignment.checkpoint.folder import checkpoint_folder
 from alignment.checkpoint.writer import CheckpointWriter
+from alignment.reporting.progress import say
 from alignment.run.activity import ACTIVITY
 from alignment.run.protection import launchers
-from alignment.run.ranks import NOTICE, tell
+from alignment.run.ranks import NOTICE
 from alignment.run.stop import REQUESTS, RunStopped, StopReason
 from alignment.training.context import RunContext
 from alignment.training.run_page import write_page
@@ -35,7 +36,7 @@ def end_run(context: RunContext, writer: CheckpointWriter, finish: Callable[[], 
     detail = f" ({REQUESTS.detail})" if REQUESTS.detail else ""
     message = f"{reason.state} by {reason.name}{detail} after step {step}: {_kept(context, writer)}"
     if not ACTIVITY.guarded:
-        tell(f"\n{message}")  # a progress bar may occupy the line; a guard prints the message itself
+        say(message)  # a guard prints the message itself
     raise RunStopped(reason, message)
 
 

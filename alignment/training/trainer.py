@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from alignment.models.adapters.record import unwrapped
 from alignment.models.tasks import CAUSAL_LM
 from alignment.references.engine import ReferencePlan
 from alignment.reporting.log import JsonlLog, strict
+from alignment.reporting.progress import evaluation_line, say
 from alignment.run.activity import ACTIVITY
 from alignment.run.durable import write_json
 from alignment.run.ending import ending_in_status
@@ -433,11 +433,14 @@ class AlignmentTrainer(TrainerSurface):
     def _evaluate_sets(self, sets: Mapping[str, PreparedData], prefix: str) -> dict[str, float]:
         """Evaluate, log and notify the callbacks, set by set."""
         metrics: dict[str, float] = {}
+        step, total = self.state.global_step, self.state.max_steps
         if not self.engines.ready:
             self.build_engines()
         for name, data in sets.items():
-            own = evaluate(self.context, self.engines.window_pass, data, f"{prefix}_{name}" if name else prefix)
+            prefixed = f"{prefix}_{name}" if name else prefix
+            own = evaluate(self.context, self.engines.window_pass, data, prefixed)
             self.log(own)
+            say(evaluation_line(step, total, prefixed, own, own[f"{prefixed}_runtime"]))
             self.events("on_evaluate", metrics=own)
             metrics |= own
         return metrics
@@ -494,8 +497,6 @@ class AlignmentTrainer(TrainerSurface):
             entry.setdefault("epoch", self.state.epoch)
         self.state.log_history.append(entry)
         self.events("on_log", logs={name: value for name, value in entry.items() if name != "step"})
-        if self.args.disable_tqdm and rank() == 0:
-            print(json.dumps(entry), flush=True)
         if self._writes_logs:
             self.context.log_file.write(entry)
 

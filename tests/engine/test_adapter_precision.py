@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support.adapter_grid import adapter_run, make_bases
-from support.exports import masters
+from support.adapter_grid import adapter_run
+from support.fragment_runs import masters
+from support.helpers import Acts
 from torch import Tensor
-from transformers import TrainerCallback
 
 from alignment import CPOConfig, CPOTrainer
 
 RATE = 1e-6
 
 pytestmark = pytest.mark.ci
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return make_bases(tmp_path_factory.mktemp("bases"), layers=1)
-
-
-class Watch(TrainerCallback):
-    """Inspects the master weights before the first step."""
-
-    trainer: CPOTrainer
-    before: dict[str, Tensor]
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.before = masters(self.trainer.engines.policy)
 
 
 @pytest.mark.parametrize(
@@ -50,10 +34,10 @@ def test_master_weights_change_at_a_rate_below_the_resolution_of_bf16(
     case = {"method": "CPO", "kind": kind, "stage": stage, "ranks": 1, "start": start, "checkpointing": "unchecked"}
     run = adapter_run(case, bases, tmp_path, tmp_path / "starts")
     own = {"bf16": True, "optim": "adamw_torch", "learning_rate": RATE, "adam_epsilon": 1e-12}
-    watch = Watch()
-    watch.trainer = trainer = CPOTrainer(
-        model=run["model"], args=CPOConfig(**(run["args"] | own)), train_dataset=run["train"], callbacks=[watch]
-    )
+    before: dict[str, Tensor] = {}
+    begin = Acts("on_train_begin", 0, lambda: before.update(masters(trainer.engines.policy)))
+    args = CPOConfig(**(run["args"] | own))
+    trainer = CPOTrainer(model=run["model"], args=args, train_dataset=run["train"], callbacks=[begin])
     trainer.train()
     trained = {n: p for n, p in trainer.engines.policy.scorer.model.named_parameters() if p.requires_grad}
     after = masters(trainer.engines.policy)
@@ -63,7 +47,7 @@ def test_master_weights_change_at_a_rate_below_the_resolution_of_bf16(
         kinds = {name.split(".default")[0].rpartition(".")[2] for name in after}
         assert {"lora_A", "lora_B"} <= kinds and ("lora_magnitude_vector" in kinds) == (kind == "dora")
         for name, master in after.items():
-            moved = (master - watch.before[name]).abs()
+            moved = (master - before[name]).abs()
             assert float(moved.max()) <= 4 * RATE, name
             # Adam changes everything with a gradient by up to the learning rate per step, whatever the gradient's size
             assert float(moved.median()) > 0.5 * RATE, name

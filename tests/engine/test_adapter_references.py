@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,6 @@ def case_of(kind: str, stage: str, start: str, ranks: int = 1) -> Combination:
     return case | {"checkpointing": "unchecked"}
 
 
-@pytest.fixture
-def closed() -> Iterator[list[KTOTrainer]]:
-    """Trainers to close."""
-    trainers: list[KTOTrainer] = []
-    yield trainers
-    for trainer in trainers:
-        trainer.close()
-
-
-# The frozen copy ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "stage", "start"),
     [
@@ -65,15 +54,15 @@ def closed() -> Iterator[list[KTOTrainer]]:
     ],
 )
 def test_it_equals_a_frozen_copy(
-    bases: dict[str, str], starts: Path, tmp_path: Path, closed: list[KTOTrainer], kind: str, stage: str, start: str
+    bases: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest, kind: str, stage: str, start: str
 ) -> None:
     """The copy is PEFT's model in float64, on the base as loaded; each token's log-prob matches to 1e-5."""
-    run = adapter_run(case_of(kind, stage, start), bases, tmp_path, starts)
+    run = adapter_run(case_of(kind, stage, start), bases, tmp_path, tmp_path / "starts")
     copy = dense_base(run["model"], False, BITS.get(kind))
     if start == "continued":
         copy = adapted(copy, run["args"]["adapter_name_or_path"])
     trainer = KTOTrainer(model=run["model"], args=KTOConfig(**run["args"]), train_dataset=run["train"])
-    closed.append(trainer)
+    request.addfinalizer(trainer.close)
     trainer.engines.build(3)
     assert trainer.engines.models is not None and trainer.data.train is not None
     policy, reference = trainer.engines.policy, trainer.engines.models.reference
@@ -104,9 +93,6 @@ def test_it_equals_a_frozen_copy(
         assert difference > 0.5 if trained else difference < 1e-3, "the policy itself has changed"
 
 
-# Every placement ----------------------------------------------------------------------------------------------------
-
-
 def placed(
     bases: dict[str, str], starts: Path, folder: Path, case: Combination, placements: Sequence[str] = PLACEMENTS
 ) -> list[dict[str, Any]]:
@@ -120,6 +106,22 @@ def placed(
     return runs
 
 
+def assert_same_steps(found: Iterable[dict[str, Any]], expected: Iterable[dict[str, Any]], name: object) -> None:
+    """Compare the logs of all steps of two runs."""
+    one, other = ([entry for entry in log if "grad_norm" in entry] for log in (found, expected))
+    for number, logs in enumerate(zip(one, other, strict=True), 1):
+        assert_logged(*logs, 1e-6, f"{name} step {number}")
+    assert one
+
+
+def logged(run: dict[str, Any], model: Any = None, **own: Any) -> list[dict[str, Any]]:
+    """The log of a run in this process, of another model if one is given."""
+    args = KTOConfig(**(run["args"] | own))
+    with contextlib.closing(KTOTrainer(model=model or run["model"], args=args, train_dataset=run["train"])) as trainer:
+        trainer.train()
+        return trainer.state.log_history
+
+
 def check_placements(sets: list[list[dict[str, Any]]], folder: Path, ranks: RankServer, world: int) -> None:
     """Train all runs, and compare the logs and final adapters within each set."""
     (folder / "spec.json").write_text(json.dumps([run for runs in sets for run in runs]))
@@ -128,11 +130,10 @@ def check_placements(sets: list[list[dict[str, Any]]], folder: Path, ranks: Rank
         logs, ends = [], []
         for run in runs:
             outcome = json.loads((folder / f"{run['name']}.json").read_text())
-            logs.append([entry for entry in outcome["log"] if "grad_norm" in entry])
+            logs.append(outcome["log"])
             ends.append(load_file(folder / run["name"] / "step-3" / "adapter_model.safetensors"))
         for log, end, run in zip(logs[1:], ends[1:], runs[1:]):
-            for number, (found, expected) in enumerate(zip(log, logs[0], strict=True)):
-                assert_logged(found, expected, 1e-6, f"{run['name']} step {number + 1}")
+            assert_same_steps(log, logs[0], run["name"])
             assert distance(end, ends[0]) <= 1e-6, run["name"]
         assert all(log[1]["kl"] > 0.01 and abs(log[2]["rewards/chosen"]) > 0.01 for log in logs)
 
@@ -152,16 +153,10 @@ def test_a_live_model_with_a_saved_head_trains_like_its_folder(
 ) -> None:
     """PEFT copied its head before the scorer was created."""
     run = adapter_run(case_of("saved", "stage0", "continued"), bases, tmp_path, starts)
-    folder, logs = run["args"].pop("adapter_name_or_path"), []
+    folder = run["args"].pop("adapter_name_or_path")
     live = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(run["model"]), folder, is_trainable=True)
-    for name, model in (("folder", run["model"]), ("live", live)):
-        own = {"output_dir": str(tmp_path / name)} | ({"adapter_name_or_path": folder} if name == "folder" else {})
-        trainer = KTOTrainer(model=model, args=KTOConfig(**(run["args"] | own)), train_dataset=run["train"])
-        trainer.train()
-        trainer.close()
-        logs.append([entry for entry in trainer.state.log_history if "grad_norm" in entry])
-    for number, (found, expected) in enumerate(zip(*logs, strict=True)):
-        assert_logged(found, expected, 1e-6, f"step {number + 1}")
+    expected = logged(run, output_dir=str(tmp_path / "folder"), adapter_name_or_path=folder)
+    assert_same_steps(logged(run, live, output_dir=str(tmp_path / "live")), expected, "live")
 
 
 @pytest.mark.ci
@@ -174,13 +169,8 @@ def test_packed_weights_are_not_repacked_on_a_cpu(
         for run in placed(bases, starts, tmp_path / str(kernel), case, placements):
             with monkeypatch.context() as patched:
                 patched.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda has=kernel: has)
-                trainer = KTOTrainer(model=run["model"], args=KTOConfig(**run["args"]), train_dataset=run["train"])
-                trainer.train()
-                trainer.close()
-            logs.append([entry for entry in trainer.state.log_history if "grad_norm" in entry])
-    for log in logs[1:]:
-        for number, (found, expected) in enumerate(zip(log, logs[0], strict=True)):
-            assert_logged(found, expected, 1e-6, f"step {number + 1}")
+                logs.append(logged(run))
+            assert_same_steps(logs[-1], logs[0], run["name"])
 
 
 @pytest.mark.slow

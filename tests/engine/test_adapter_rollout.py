@@ -10,7 +10,6 @@ import pytest
 import torch
 from peft import LoraConfig
 from support.drivers.rollout import PROMPTS, sampling, train, whole
-from support.helpers import make_model
 from support.oracle.adapters import quantization
 from transformers import PreTrainedModel
 
@@ -26,11 +25,6 @@ from alignment.rollout.engine import RolloutEngine
 WAYS = [("generate", True), ("continuous", True), ("generate", False)]
 
 pytestmark = pytest.mark.ci
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"), "untied", layers=1)
 
 
 def adapted(kind: str, model: PreTrainedModel, ds_config: dict[str, Any]) -> None:
@@ -74,7 +68,7 @@ def below_the_likeliest(policy: PolicyEngine, prompt: Sequence[int], ids: Sequen
         for kind, stage in (("qlora", "stage3"), ("dora", "stage3"), ("saved", "stage3-offload"), ("dora", "stage0"))
     ],
 )
-def test_they_use_the_policys_adapters_and_leave_nothing_behind(model: str, kind: str, stage: str) -> None:
+def test_they_use_the_policys_adapters_and_leave_nothing_behind(base: str, kind: str, stage: str) -> None:
     """Their tokens are the likeliest of the trained policy; training after them is bitwise unchanged."""
 
     def between(policy: PolicyEngine, step: int, backend: str, gather: bool) -> None:
@@ -86,9 +80,9 @@ def test_they_use_the_policys_adapters_and_leave_nothing_behind(model: str, kind
             with computing_with(policy.scorer, None):
                 assert max(below_the_likeliest(policy, prompt, one.ids) for prompt, one in made) > 0.1
 
-    plain = train(model, stage, steps=2, **arguments(kind))
+    plain = train(base, stage, steps=2, **arguments(kind))
     for backend, gather in WAYS if stage.startswith("stage3") else WAYS[:2]:
         asked = partial(between, backend=backend, gather=gather)
-        trained = train(model, stage, asked, steps=2, **arguments(kind))
+        trained = train(base, stage, asked, steps=2, **arguments(kind))
         assert trained.keys() == plain.keys()
         assert all(torch.equal(trained[name], weight) for name, weight in plain.items()), (backend, gather)

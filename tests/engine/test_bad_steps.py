@@ -72,9 +72,6 @@ def test_the_window_is_omitted_bitwise(case: Case, trained: Path) -> None:
     assert [e["window"] for e in events(again, "bad_step")] == LEFT_OUT
 
 
-# Ends of a run, and where it resumes --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def in_process(own_process_group: None, model: str, tmp_path: Path) -> Callable[..., Path]:
     """Train one run of ``PLAIN`` in this process; return its folder."""

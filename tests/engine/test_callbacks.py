@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,17 @@ import pytest
 import torch
 from conftest import DRIVERS
 from safetensors.torch import load_file
-from support.helpers import STAGES, make_model, options, paired_rows, unpaired_rows
+from support.helpers import STAGES, options, paired_rows, unpaired_rows
 from transformers import EarlyStoppingCallback, TrainerCallback, integrations
 from transformers.integrations import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
+from alignment.cli.status import status_lines
 from alignment.config.errors import OptionError
+from alignment.reporting.run_content import read_content
+from alignment.reporting.run_view import read_run
 from alignment.training.trainer import AlignmentTrainer
 from tools.ranks import RankServer
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("models") / "policy", "tied", seed=1)
-
 
 EVALUATES = {"num_train_epochs": 1, "eval_strategy": "steps", "eval_steps": 1}
 BEST = {**EVALUATES, "load_best_model_at_end": True}
@@ -150,23 +148,6 @@ def test_a_callback_can_save_evaluate_and_stop(model: str, tmp_path: Path) -> No
     assert [entry["step"] for entry in logged(trainer, "eval_loss")] == [3]
 
 
-def test_a_callback_can_end_an_epoch(model: str, tmp_path: Path) -> None:
-    """Two windows of each epoch are trained on; after the second, the next epoch starts."""
-    trainer = trained(model, tmp_path, [Asks(epoch_stop=2)], max_steps=4)
-    assert [entry["epoch"] for entry in logged(trainer, "loss")] == pytest.approx([1 / 3, 2 / 3, 4 / 3, 5 / 3])
-
-
-def test_callbacks_are_added_and_removed(model: str, tmp_path: Path) -> None:
-    trainer = made(model, tmp_path)
-    one, two = Recorder(), Asks()
-    trainer.add_callback(one)
-    trainer.add_callback(two)
-    assert trainer.pop_callback(Asks) is two and trainer.pop_callback(Asks) is None
-    trainer.remove_callback(Asks)
-    trainer.remove_callback(one)
-    assert [type(callback).__name__ for callback in trainer.events.handler.callbacks] == ["DefaultFlowCallback"]
-
-
 class Decides(TrainerCallback):
     """Replaces a metric by given values, so that a test knows which evaluation is the best.
 
@@ -187,7 +168,8 @@ class Decides(TrainerCallback):
 )
 def test_the_best_checkpoint_is_loaded_at_the_end(model: str, tmp_path: Path, stage: str, adapters: bool) -> None:
     given: dict[str, Any] = {"deepspeed": STAGES[stage], "save_total_limit": 1, "learning_rate": 1e-2}
-    given |= {"use_peft": True, "lora_r": 2} if adapters else {}
+    if adapters:  # onto packed weights, and over a module that is trained as a whole
+        given |= {"use_peft": True, "lora_r": 2, "lora_modules_to_save": ["lm_head"], "load_in_4bit": True}
     trainer = made(model, tmp_path, [Decides(5.0, 2.0, float("nan"), 4.0, 3.0)], rows=20, **BEST | given)
     trainer.train()
     state, best = trainer.state, trainer.output_dir / "checkpoint-2"
@@ -206,11 +188,6 @@ def test_the_best_checkpoint_is_kept_longer_than_newer_ones(model: str, tmp_path
     saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
     trainer = trained(model, tmp_path, [Decides(5.0, 2.0, 4.0, 3.0, 6.0)], rows=20, **BEST | saving)
     assert saved(trainer) == ["checkpoint-2", "checkpoint-5"]
-
-
-def test_every_new_best_is_saved_even_if_a_callback_returns_its_own_control(model: str, tmp_path: Path) -> None:
-    trainer = trained(model, tmp_path, [Decides(3.0, 2.0, 1.0)], **BEST)
-    assert saved(trainer) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
 
 
 def test_the_initial_evaluation_has_no_checkpoint(model: str, tmp_path: Path) -> None:
@@ -237,15 +214,46 @@ def test_early_stopping_without_its_requirements(
         trainer.train()
 
 
-def test_early_stopping(model: str, tmp_path: Path) -> None:
-    # No later evaluation exceeds the first one by more than 1, so the run ends after two more.
-    patience = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=1.0)
-    metric = {"num_train_epochs": 4, "metric_for_best_model": "eval_rewards/accuracies"}
-    trainer = trained(model, tmp_path, [patience], **BEST | metric)
-    assert trainer.args.greater_is_better is True and trainer.state.global_step == 3
-    assert trainer.state.stateful_callbacks["EarlyStoppingCallback"]["attributes"] == {
-        "early_stopping_patience_counter": 2
+@pytest.mark.parametrize("by_option", [False, True], ids=["callback", "option"])
+def test_early_stopping(model: str, tmp_path: Path, by_option: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """No later evaluation exceeds the first one by more than 1, so the run ends after two more, also if resumed."""
+    patience = {"early_stopping_patience": 2, "early_stopping_threshold": 1.0}
+    given = BEST | {
+        "num_train_epochs": 4,
+        "metric_for_best_model": "eval_rewards/accuracies",
+        "save_strategy": "steps",
+        "save_steps": 1,
     }
+    given |= patience if by_option else {}
+    callbacks = [] if by_option else [EarlyStoppingCallback(**patience)]
+    trainer = trained(model, tmp_path, callbacks, **given)
+    assert trainer.args.greater_is_better is True and trainer.state.global_step == 3
+    kept = trainer.state.stateful_callbacks["EarlyStopping" if by_option else "EarlyStoppingCallback"]
+    assert kept["attributes"] == {"early_stopping_patience_counter": 2}
+    why = "early stopping, eval_rewards/accuracies has not improved by more than 1 (early_stopping_patience=2)"
+    why = f"finished early after step 3 of 12: {why}"
+    shown = "\n".join(status_lines(read_run(trainer.output_dir)))
+    assert why in capfd.readouterr().out and f"state       {why}\n" in shown
+    assert f"weights     of step {trainer.state.best_global_step} (load_best_model_at_end)\n" in shown
+    assert read_content(trainer.output_dir).page.note == ("info", "", f"{why[0].upper()}{why[1:]}.")
+    again = made(model, tmp_path, callbacks, **given)
+    again.train(resume_from_checkpoint=str(trainer.output_dir / "checkpoint-2"))
+    again.close()
+    assert again.state.global_step == 3
+
+
+def test_early_stopping_follows_one_set(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    given = options(
+        tmp_path, **EVALUATES, early_stopping_patience=1, metric_for_best_model="b_loss", learning_rate=0.0
+    )
+    sets = {"a": paired_rows(2), "b": paired_rows(2)}
+    trainer = CPOTrainer(model=model, args=CPOConfig(**given), train_dataset=paired_rows(12), eval_dataset=sets)
+    trainer.train()
+    trainer.close()
+    assert trainer.state.global_step == 2 and "did not find" not in caplog.text
 
 
 def test_tensorboard_and_wandb_offline(

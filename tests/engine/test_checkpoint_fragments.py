@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from support.fragment_runs import (
     differences,
     engine,
     everything,
-    fp16_on_cpu,
     restore,
     save,
     train,
@@ -24,17 +22,13 @@ from support.pairwise import Combination, pairwise
 from torch import Tensor
 
 from alignment.checkpoint.fragments import fragment_file
-from alignment.checkpoint.optimizer_state import (
-    read_fragments,
-    restore_group_settings,
-    trained_names,
-)
+from alignment.checkpoint.optimizer_state import read_fragments, restore_group_settings, trained_names
 from alignment.checkpoint.tensors import TensorFile, write_tensors
 from alignment.config.errors import CheckpointError
-from alignment.engines.launch_env import init_distributed
 from alignment.internals.deepspeed_state import inner_optimizer, state_units
 from benchmarks import checkpoint as benchmark
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 FACTORS = {
     "layout": [*LAYERS, *BF16_LAYERS],
     "dtype": ["fp32", "bf16", "fp16"],
@@ -54,15 +48,6 @@ def grid() -> list[str]:
 
     return [text(chosen) for chosen in pairwise(FACTORS, allowed)]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    init_distributed(use_cpu=True)
-    with fp16_on_cpu():
-        yield
-
-
-# The same split -----------------------------------------------------------------------------------------------------
 
 A_FEW = [
     *("stage0/fp32/adamw_torch", "stage0/bf16/adamw_torch/frozen", "stage0/fp16/sgd:momentum=0.9"),
@@ -100,9 +85,6 @@ def test_an_engine_that_has_made_steps_is_reset(steps: int, tmp_path: Path) -> N
     restore(policy, tmp_path, beside)
     assert differences(everything(policy), wanted) == []
     policy.close()
-
-
-# Another split ------------------------------------------------------------------------------------------------------
 
 
 def rewritten(path: Path, changes: dict[str, str], **replaced: Tensor) -> None:
@@ -157,9 +139,6 @@ def test_parameters_without_gradients_have_zero_states(tmp_path: Path) -> None:
 @pytest.mark.ci
 def test_the_peak_memory_of_a_load(tmp_path: Path) -> None:
     assert benchmark.measure({"megabytes": 500, "stage": 3, "dtype": "bf16", "folder": str(tmp_path)}) <= 1.10
-
-
-# Refusals -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.data_tokenizers import PLAIN, TOOLS, char_tokenizer
-from support.helpers import make_classifier, make_model, zero
+from support.helpers import make_classifier, zero
 from transformers import AutoModelForSequenceClassification
 
 from alignment import OnlineDPOConfig
@@ -45,12 +45,16 @@ def own_scores(path: str, texts: list[str], tokenizer: Any) -> list[float]:
     return [float(model(input_ids=torch.tensor([one])).logits[0, 0]) for one in ids]
 
 
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_classifier(tmp_path_factory.mktemp("models") / "reward", "untied", seed=1)
+
+
 PROMPTS, TEXTS = ["once ", "ab", "a long prompt, ", "", "x"], ["upon a time", "b", "with an answer", "yes", "y" * 40]
 
 
 @pytest.mark.parametrize(("placement", "batch_size"), [(None, None), ("sharded", 3), ("offload", 1), ("replica", 9)])
-def test_scores_match_the_saved_model_in_order(tmp_path: Path, placement: Any, batch_size: Any) -> None:
-    path = make_classifier(tmp_path / "reward", "untied", seed=1)
+def test_scores_match_the_saved_model_in_order(path: str, tmp_path: Path, placement: Any, batch_size: Any) -> None:
     reward = source(path, tmp_path, placement=placement, batch_size=batch_size)
     lives = reward.frozen.placement.name
     assert lives == (placement or "replica")
@@ -69,8 +73,7 @@ def test_scores_match_the_saved_model_in_order(tmp_path: Path, placement: Any, b
         reward.close()
 
 
-def test_a_live_model_is_unchanged_afterwards(tmp_path: Path) -> None:
-    path = make_classifier(tmp_path / "reward", seed=1)
+def test_a_live_model_is_unchanged_afterwards(path: str, tmp_path: Path) -> None:
     live = AutoModelForSequenceClassification.from_pretrained(path)
     weights = {name: value.clone() for name, value in live.state_dict().items()}
     reward = source(live, tmp_path, char_tokenizer())
@@ -82,8 +85,7 @@ def test_a_live_model_is_unchanged_afterwards(tmp_path: Path) -> None:
     assert all(torch.equal(value, weights[name]) for name, value in live.state_dict().items())
 
 
-def test_conversations_use_its_own_template(tmp_path: Path) -> None:
-    path = make_classifier(tmp_path / "reward", seed=1)
+def test_conversations_use_its_own_template(path: str, tmp_path: Path) -> None:
     prompt = [{"role": "user", "content": "what time is it"}]
     tokenizer = char_tokenizer(template=TOOLS)
     reward = source(path, tmp_path, tokenizer)
@@ -100,8 +102,7 @@ def test_conversations_use_its_own_template(tmp_path: Path) -> None:
     reward.close()
 
 
-def test_a_completion_that_continues_the_prompt_is_one_turn(tmp_path: Path) -> None:
-    path = make_classifier(tmp_path / "reward", seed=1)
+def test_a_completion_that_continues_the_prompt_is_one_turn(path: str, tmp_path: Path) -> None:
     tokenizer = char_tokenizer(template=TOOLS)
     reward = source(path, tmp_path, tokenizer)
     start: list[Any] = [{"role": "user", "content": "what time"}, {"role": "assistant", "content": "it is"}]
@@ -118,8 +119,7 @@ def test_a_completion_that_continues_the_prompt_is_one_turn(tmp_path: Path) -> N
     reward.close()
 
 
-def test_a_model_that_is_passed_twice_counts_once(tmp_path: Path) -> None:
-    path = make_classifier(tmp_path / "reward", seed=1)
+def test_a_model_that_is_passed_twice_counts_once(path: str, tmp_path: Path) -> None:
 
     def brief(completions: list[str]) -> list[float]:
         return [-len(text) for text in completions]
@@ -140,8 +140,7 @@ def test_the_first_of_two_labels_is_the_score(tmp_path: Path) -> None:
     reward.close()
 
 
-def test_long_sequences_are_truncated_on_the_right_and_counted(tmp_path: Path) -> None:
-    path = make_classifier(tmp_path / "reward", seed=1)
+def test_long_sequences_are_truncated_on_the_right_and_counted(path: str, tmp_path: Path) -> None:
     tokenizer = char_tokenizer()
     for limit, longest in ((None, 96), (20, 20), (1000, 96)):
         if limit is not None:
@@ -156,8 +155,7 @@ def test_long_sequences_are_truncated_on_the_right_and_counted(tmp_path: Path) -
         reward.close()
 
 
-def test_a_score_that_is_not_finite_names_model_and_row(tmp_path: Path) -> None:
-    path = make_classifier(tmp_path / "reward")
+def test_a_score_that_is_not_finite_names_model_and_row(path: str, tmp_path: Path) -> None:
     live = AutoModelForSequenceClassification.from_pretrained(path)
     reward = source(live, tmp_path, char_tokenizer(eos=None))
     assert reward.score(samples(["", "a"], ["", "b"]))[0] is None, "without tokens"
@@ -167,8 +165,8 @@ def test_a_score_that_is_not_finite_names_model_and_row(tmp_path: Path) -> None:
     reward.close()
 
 
-def test_errors_before_anything_is_loaded(tmp_path: Path) -> None:
-    path, chat = make_classifier(tmp_path / "reward"), [{"role": "user", "content": "hello"}]
+def test_errors_before_anything_is_loaded(path: str, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hello"}]
     reward = source(path, tmp_path, char_tokenizer())
     reward.check("hello", "rows.jsonl, row 1", {})
     with pytest.raises(ModelError, match=r"^reward_processing_class: rows\.jsonl, row 1"):
@@ -182,19 +180,15 @@ def test_errors_before_anything_is_loaded(tmp_path: Path) -> None:
         failing.score(samples([chat], ["hi"]))
     failing.close()
     merges = char_tokenizer(template=PLAIN, merges=(("a", "b"), ("c", "d"), ("e", "f")))
-    for model, tokenizer, said in (
-        (make_model(tmp_path / "language"), None, "reward_model_path: .* is a LlamaForCausalLM without score"),
-        (make_classifier(tmp_path / "many", labels=3), None, "reward_model_path: .*many' has num_labels=3"),
-        ("/nowhere", None, "reward_model_path: folder '/nowhere'"),
-        (path, 3, "reward_processing_class: int "),
-        (path, merges, "the tokenizer has .* tokens, but .*reward's vocab_size is 77"),
+    for tokenizer, said in (
+        (3, "reward_processing_class: int "),
+        (merges, "the tokenizer .*reward's vocab_size is 77"),
     ):
         with pytest.raises(ModelError, match=f"^{said}"):
-            source(model, tmp_path, tokenizer)
+            source(path, tmp_path, tokenizer)
 
 
-def test_its_engine_is_configured_separately_from_the_policys(tmp_path: Path) -> None:
-    path = make_classifier(tmp_path / "reward")
+def test_its_engine_is_configured_separately_from_the_policys(path: str, tmp_path: Path) -> None:
     mapping = zero(3, parameters=True)
     reward = source(path, tmp_path, deepspeed=mapping, batch_size=5)
     assert reward.frozen.placement.name == "offload"

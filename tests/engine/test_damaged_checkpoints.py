@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.data_tokenizers import PLAIN, char_tokenizer
-from support.helpers import make_model, options, unpaired_rows
+from support.helpers import options, unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.checkpoint import manifest as manifest_module
@@ -27,15 +26,9 @@ pytestmark = pytest.mark.usefixtures("own_process_group")
 STEPS = 6
 
 
-def make(model: Any, folder: Path, **more: Any) -> KTOTrainer:
+def make(model: str, folder: Path, **more: Any) -> KTOTrainer:
     given = options(folder, max_steps=STEPS, save_strategy="steps", save_steps=2, logging_steps=1, **more)
-    arguments = {} if isinstance(model, str) else {"processing_class": char_tokenizer(template=PLAIN)}
-    return KTOTrainer(model=model, args=KTOConfig(**given), train_dataset=unpaired_rows(12, 3), **arguments)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model") / "policy", seed=1)
+    return KTOTrainer(model=model, args=KTOConfig(**given), train_dataset=unpaired_rows(12, 3))
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +114,6 @@ def test_a_model_only_checkpoint_is_skipped(model: str, whole: Path, tmp_path: P
     shutil.rmtree(trainer.output_dir / "checkpoint-2")
     shutil.copytree(whole / "checkpoint-2", trainer.output_dir / "checkpoint-2")
     assert taken(trainer.output_dir)[0] == 2
-
-
-# Full disks ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("part", "step"), [("model", 2), ("optimizer-", 2), ("run_state", 2), ("manifest", STEPS)])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, IterableDataset
-from support.helpers import make_model, unpaired_rows
+from support.helpers import unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.config.errors import DataError
@@ -50,6 +50,14 @@ def test_a_stream_of_a_stored_dataset(tmp_path: Path) -> None:
     assert from_stream(stream, 5, COLUMNS, "data", tmp_path).to_list() == list(expected.take(5))
 
 
+def test_all_columns_that_json_supports(tmp_path: Path) -> None:
+    """For reward functions, which get every other column."""
+    rows = Dataset.from_list([{**row, "raw": b"0", "more": 1} for row in unpaired_rows(3)])
+    assert from_stream(rows.to_iterable_dataset(), 2, None, "data", tmp_path).to_list() == [
+        {**row, "more": 1} for row in unpaired_rows(3)[:2]
+    ]
+
+
 def broken() -> Iterator[dict[str, Any]]:
     yield from unpaired_rows(2)
     raise OSError("the line\nwas cut")
@@ -71,12 +79,6 @@ def test_unusable_streams(stream: IterableDataset, said: str, tmp_path: Path) ->
     with pytest.raises(DataError, match=f"^data[:,]? {said}"):
         from_stream(stream, 9, COLUMNS, "data", tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a small model."""
-    return make_model(tmp_path_factory.mktemp("streams") / "model")
 
 
 def trainer_of(model: str, out: Path, evaluation: Any = None, **options: Any) -> KTOTrainer:
@@ -108,17 +110,3 @@ def test_a_stream_of_unknown_length_is_refused(model: str, tmp_path: Path) -> No
     assert whole[""].report.rows_in == 30  # read to its end
     data = trainer_of(model, tmp_path / "out", stream_of(unpaired_rows(30)), max_steps=2, max_eval_samples=6).data.eval
     assert data[""].report.rows_in == 6
-
-
-def test_training_on_a_stream_equals_training_on_its_rows(model: str, tmp_path: Path) -> None:
-    losses = []
-    for number, rows in enumerate((IterableDataset.from_generator(endless), unpaired_rows(50)[:8])):
-        args = KTOConfig(
-            str(tmp_path / str(number)), max_length=96, per_device_train_batch_size=4, max_steps=2, logging_steps=1,
-            save_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
-        trainer = KTOTrainer(model=model, args=args, train_dataset=rows)
-        trainer.train()
-        losses.append([record["loss"] for record in trainer.state.log_history if "loss" in record])
-        trainer.close()
-    assert losses[0] == losses[1] and len(losses[0]) == 2

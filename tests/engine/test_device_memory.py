@@ -16,7 +16,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from support.drivers import rollout as rollout_driver
 from support.drivers.rollout import PROMPTS, SEQUENCES, sampling
-from support.helpers import STAGES, make_model, zero
+from support.helpers import STAGES, zero
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -47,11 +47,6 @@ OPTIMIZERS: dict[str, Made] = {
     "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
     "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"), "untied")
 
 
 def policy_engine(model: str, stage: str, made: str, bf16: bool | None) -> PolicyEngine:
@@ -97,10 +92,10 @@ CASES = [
 @pytest.mark.parametrize(("stage", "made", "bf16"), CASES)
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 def test_permanent_memory_of_the_first_step_is_known_in_advance(
-    model: str, stage: str, made: str, bf16: bool | None
+    base: str, stage: str, made: str, bf16: bool | None
 ) -> None:
     held = live_tensors()  # leftovers of earlier tests would otherwise be freed during the measurement
-    policy = policy_engine(model, stage, made, bf16)
+    policy = policy_engine(base, stage, made, bf16)
     for _ in range(2):  # its first pass leaves small objects of DeepSpeed
         with policy.inference():
             policy.forward(collate(SEQUENCES[0], 20))
@@ -119,9 +114,9 @@ def test_permanent_memory_of_the_first_step_is_known_in_advance(
 
 
 def test_the_memory_for_the_first_rollout_is_that_of_the_second_one(
-    model: str, monkeypatch: pytest.MonkeyPatch
+    base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = policy_engine(model, "stage2", "adamw", False)
+    policy = policy_engine(base, "stage2", "adamw", False)
     with policy.inference():
         policy.forward(collate(SEQUENCES[0], 20))
     each = memory.completion_bytes(policy.scorer.model, 64)
@@ -253,7 +248,7 @@ class Pinned:
         return sum(nbytes for storage, nbytes in self.storages if not storage.expired())
 
 
-def test_pinned_memory_that_deepspeed_drops_is_released(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_that_deepspeed_drops_is_released(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every offloaded shard is pinned, then copied into one pinned buffer: what is dropped would stay locked."""
     init_distributed(use_cpu=True)
     pinned = Pinned(monkeypatch)
@@ -261,13 +256,13 @@ def test_pinned_memory_that_deepspeed_drops_is_released(model: str, monkeypatch:
     for part in ("offload_optimizer", "offload_param"):
         config["zero_optimization"][part]["pin_memory"] = True
     monkeypatch.setitem(STAGES, "pinned", config)
-    policy = policy_engine(model, "pinned", "adamw", True)
+    policy = policy_engine(base, "pinned", "adamw", True)
     weights = sum(parameter.ds_numel for parameter in policy.scorer.parameters())
     assert pinned.requested == pytest.approx((2 + 2 + 2 + 4) * weights, rel=0.01), "shards are pinned twice"
     assert pinned.at_release == [pytest.approx((2 + 2 + 4) * weights, rel=0.01)]
     policy.close()
     del config["zero_optimization"]["offload_optimizer"], policy
-    FrozenEngine(CompletionScorer(load_model(model, torch.float32, ds_config=config)), config).close()
+    FrozenEngine(CompletionScorer(load_model(base, torch.float32, ds_config=config)), config).close()
     assert len(pinned.at_release) == 2
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad
-from support.helpers import make_model, paired_rows, unpaired_rows, zero
+from support.helpers import make_model, options, paired_rows, unpaired_rows, zero
 from support.oracle.dense import load, token_logps
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -22,9 +22,7 @@ SEQUENCES = [([0, 5, 9, 11], [3, 40, 8, 8, 21, 1]), ([0, 7], [30, 2, 17]), ([0, 
 
 
 def policy_engine(model: str, folder: Path, stage: int) -> tuple[CPOTrainer, PolicyEngine]:
-    args = CPOConfig(
-        output_dir=str(folder), deepspeed=zero(stage), max_length=64, max_prompt_length=None, disable_tqdm=True
-    )
+    args = CPOConfig(**options(folder, deepspeed=zero(stage)))
     trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(8))
     trainer.engines.build(10)
     policy = trainer.engines.window_pass.models.policy
@@ -102,11 +100,10 @@ def test_inference_has_no_dropout(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(path)
     config.attention_dropout = 0.5
     config.save_pretrained(path)
-    args = {"max_length": 64, "max_prompt_length": None, "disable_tqdm": True, "deepspeed": zero(2)}
     batch = collate(SEQUENCES, 20)
     for disabled in (False, True):
-        options = KTOConfig(str(tmp_path / f"{disabled}"), disable_dropout=disabled, **args)
-        trainer = KTOTrainer(model=path, args=options, train_dataset=unpaired_rows(8), eval_dataset=unpaired_rows(4))
+        args = KTOConfig(**options(tmp_path / f"{disabled}", disable_dropout=disabled, deepspeed=zero(2)))
+        trainer = KTOTrainer(model=path, args=args, train_dataset=unpaired_rows(8), eval_dataset=unpaired_rows(4))
         trainer.engines.build(10)
         models = trainer.engines.window_pass.models
         policy, reference = models.policy, models.reference.engine
@@ -125,18 +122,12 @@ def test_inference_has_no_dropout(tmp_path: Path) -> None:
         trainer.close()
 
 
-def test_a_live_16_bit_model_and_its_reference_are_upcast(tmp_path: Path) -> None:
+def test_a_live_16_bit_model_and_its_reference_are_upcast(model: str, tmp_path: Path) -> None:
     """transformers loads a checkpoint in its dtype: bf16 weights in an fp32 run are not an error."""
-    path = make_model(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    args = KTOConfig(
-        output_dir=str(tmp_path / "out"), max_length=64, max_prompt_length=None, bf16=False, disable_tqdm=True
-    )
-    args.per_device_train_batch_size, args.max_steps = 4, 1
-    rows = [{"prompt": "a", "completion": text, "label": text < "c"} for text in ("ab", "bc", "cd", "de")]
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    trainer = KTOTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
+    live = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    args, tokenizer = KTOConfig(**options(tmp_path, bf16=False, max_steps=1)), AutoTokenizer.from_pretrained(model)
+    trainer = KTOTrainer(model=live, args=args, train_dataset=unpaired_rows(4), processing_class=tokenizer)
     trainer.train()
-    assert trainer.model is model and model.dtype == torch.float32
+    assert trainer.model is live and live.dtype == torch.float32
     assert trainer.state.log_history[0]["loss"] == pytest.approx(0.5, abs=1e-6)
     trainer.close()

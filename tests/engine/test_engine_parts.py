@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,20 +59,11 @@ def test_optim_args() -> None:
         build_optimizer(nn.Linear(2, 2).requires_grad_(False), options())
 
 
-def rates_of(steps: int, **more: Any) -> list[float]:
-    """The learning rates of a run, and the one after it."""
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=8.0)
-    scheduler, rates = build_scheduler(optimizer, options(**more), steps=steps), []
-    for _ in range(steps + 1):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    return rates
-
-
 def test_a_schedule_with_wrong_arguments() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=8.0)
+    given = options(lr_scheduler_type="cosine", lr_scheduler_kwargs={"no_such": 1})
     with pytest.raises(OptionError, match="^lr_scheduler_type 'cosine' with lr_scheduler_kwargs .*no_such"):
-        rates_of(10, lr_scheduler_type="cosine", lr_scheduler_kwargs={"no_such": 1})
+        build_scheduler(optimizer, given, steps=10)
 
 
 def test_phases_add_up_even_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +185,3 @@ def test_what_is_missing_to_compile_an_optimizer(lacks: str, said: str, monkeypa
             assert found is not None and re.search(said, found)
     monkeypatch.setattr(optimizers, "is_prebuilt", lambda builder: builder == "CPUAdamBuilder")
     assert optimizers.missing_to_compile("CPUAdamBuilder", cuda=False) is None
-
-
-def test_an_inference_engine_has_no_states_to_come() -> None:
-    for optimizer in (None, object()):
-        assert optimizers.bytes_to_come(SimpleNamespace(optimizer=optimizer)) == 0

@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fragment_runs import Case, differences, engine, fp16_on_cpu, train
-from support.helpers import STAGES, make_model, options, paired_rows
+from support.bad_step_runs import events
+from support.fragment_runs import Case, differences, engine, train
+from support.helpers import STAGES, options, paired_rows
 from torch import Tensor
 from torch.optim import AdamW
 from transformers import TrainerCallback
 
 from alignment import CPOConfig, CPOTrainer, OnlineDPOConfig, OnlineDPOTrainer
 from alignment.config.errors import TrainingError
-from alignment.engines.launch_env import init_distributed
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import inner_optimizer, state_units, wrapper
 from alignment.rollout.engine import RolloutEngine
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 STEPS = 5  # the loss scale grows at the fourth
 Received = list[dict[str, Tensor]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fp16() -> Iterator[None]:
-    init_distributed(use_cpu=True)
-    with fp16_on_cpu():
-        yield
 
 
 def received(case: Case, out: Path) -> tuple[Received, list[float], PolicyEngine]:
@@ -86,31 +80,13 @@ def test_the_optimizer_receives_the_gradient_of_fp32(
         assert off < (2e-2) ** 2 * size
 
 
-# Overflows
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("models") / "model")
-
-
 class Heard(TrainerCallback):
-    """The number of calls of each event."""
+    """The number of calls of each event of an update."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-
-    def _count(self, name: str) -> None:
-        self.counts[name] = self.counts.get(name, 0) + 1
-
-    def on_substep_end(self, *_: Any, **__: Any) -> None:
-        self._count("substep")
-
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._count("pre")
-
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._count("optimizer")
+        self.counts = Counter[str]()
+        for event in ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"):
+            setattr(self, event, lambda *_, event=event, **__: self.counts.update([event]))
 
 
 def trainer_of(
@@ -143,11 +119,6 @@ def outcome(trainer: CPOTrainer) -> Outcome:
         return [line for line in trainer.state.log_history if "grad_norm" in line], weights, policy.loss_scale
 
 
-def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "out" / "log.jsonl").read_text().splitlines())
-    return [line for line in lines if line.get("event") == kind]
-
-
 TIMELESS = {"overflows", "train_runtime", "step_time"}
 
 
@@ -166,7 +137,7 @@ def test_a_window_that_overflows_is_recomputed(stage: str, model: str, tmp_path:
         {k: v for k, v in line.items() if k not in TIMELESS} for line in wanted
     ]
     assert all(line["grad_norm"] for line in found) and "overflows" not in wanted[-1]
-    assert high.counts == low.counts == {"substep": 3, "pre": 3, "optimizer": 3}
+    assert high.counts == low.counts == {"on_substep_end": 3, "on_pre_optimizer_step": 3, "on_optimizer_step": 3}
     lowered = events(tmp_path / "high", "overflow")
     assert [(e["loss_scale"], e["lowered_to"]) for e in lowered] == [
         (2.0 ** (32 - n), 2.0 ** (31 - n)) for n in range(32 - power)

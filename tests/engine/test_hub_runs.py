@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ import pytest
 import yaml
 from conftest import DRIVERS
 from support.fake_hub import TOKEN, FakeHub
-from support.helpers import STAGES, Acts, make_model, options, paired_rows, unpaired_rows
+from support.helpers import STAGES, options, unpaired_rows
 
-from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, RunStopped
+from alignment import KTOConfig, KTOTrainer
 from alignment.checkpoint.manifest import Manifest
 from alignment.config.errors import HubError
-from alignment.run.stop import REQUESTS, StopReason
 from tools.ranks import RankServer
 
 
@@ -53,9 +51,8 @@ def fetched(hub: FakeHub, path: str, folder: Path) -> Path:
 
 
 def test_a_run_uploads_its_checkpoints_and_its_model(
-    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hub: FakeHub, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = make_model(tmp_path / "model")
     hub.faults["/commit/"] = [500]
     args = KTOConfig(**uploading(tmp_path, hub_strategy="all_checkpoints", save_total_limit=1))
     trainer = KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(12))
@@ -108,29 +105,12 @@ def test_a_run_uploads_its_checkpoints_and_its_model(
     resumed.close()
 
 
-def test_a_stop_does_not_wait_for_uploads(
-    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make_model(tmp_path / "model")
-    hub.pause, hub.pause_on = 100.0, "/preupload/"
-    monkeypatch.setattr("alignment.training.hub.uploads._GRACE_S", 0.5)
-    args = CPOConfig(**uploading(tmp_path))
-    stop = Acts("on_step_end", 2, lambda: REQUESTS.request(StopReason.STOP))
-    trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(12), callbacks=[stop])
-    began = time.monotonic()
-    with pytest.raises(RunStopped):
-        trainer.train()
-    assert time.monotonic() - began < 60 and "could not upload checkpoint-1 (given up after" in capsys.readouterr().out
-    assert hub.repos["me/out"].commits == [] and (tmp_path / "out" / "checkpoint-2").is_dir()
-    trainer.close()
-
-
 @pytest.mark.ci
-def test_two_ranks_upload_adapters_once(hub: FakeHub, tmp_path: Path, ranks: RankServer) -> None:
+def test_two_ranks_upload_adapters_once(hub: FakeHub, model: str, tmp_path: Path, ranks: RankServer) -> None:
     more = {"use_peft": True, "lora_r": 2, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     more |= {"hub_strategy": "checkpoint", "hub_private_repo": True, "deepspeed": STAGES["stage3"]}
     args = uploading(tmp_path, gradient_accumulation_steps=1, **more)
-    run = {"name": "run", "trainer": "KTO", "model": make_model(tmp_path / "model"), "args": args}
+    run = {"name": "run", "trainer": "KTO", "model": model, "args": args}
     run |= {"train": unpaired_rows(12), "eval": unpaired_rows(4), "save": args["output_dir"]}
     (tmp_path / "spec.json").write_text(json.dumps([run]))
     names = ("HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET")

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 import torch
-from support.fragment_runs import Case, engine, fp16_on_cpu
+from support.fragment_runs import Case, engine, one_row
 
-from alignment.data.batching import Batch, collate
-from alignment.engines.launch_env import init_distributed
 from alignment.engines.scoring import PolicyEngine
+from alignment.internals.deepspeed_reduction import complete_offloaded
 from alignment.internals.deepspeed_step import complete_partitioned, drop_older, forget_sums
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 MICRO_BATCHES = 3
 # The micro-batches of the second window in which the expert is idle; in the first window it is never idle.
 IDLE = {"first": {0}, "last": {2}, "all but one": {0, 2}, "all": {0, 1, 2}}
 FP32 = "stage2-offload-fp32-accumulation"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    init_distributed(use_cpu=True)
-    with fp16_on_cpu():
-        yield
-
-
-def micro_batch(number: int) -> Batch:
-    generator = torch.Generator().manual_seed(number)
-    row = torch.randint(2, 53, (9,), generator=generator).tolist()
-    return collate([(row[:3], row[3:])], 20)
 
 
 def window(policy: PolicyEngine, idle: Collection[int] = (), factor: float = 1.0, only: int = MICRO_BATCHES) -> None:
@@ -40,7 +27,7 @@ def window(policy: PolicyEngine, idle: Collection[int] = (), factor: float = 1.0
     forward = mlp.forward
     for number in range(only):
         mlp.forward = torch.zeros_like if number in idle else forward
-        loss = policy.forward(micro_batch(number)).scores.sum() * factor / 18
+        loss = policy.forward(one_row(number)).scores.sum() * factor / 18
         policy.backward(loss, last=number == MICRO_BATCHES - 1)
     mlp.forward = forward
 
@@ -121,7 +108,7 @@ def test_the_functions_do_not_change_other_optimizers(tmp_path: Path) -> None:
     policy = engine(Case("stage0"), tmp_path)
     window(policy)
     drop_older(policy.engine, several=True)
-    complete_partitioned(policy.engine)
-    forget_sums(policy.engine)
+    for function in (complete_offloaded, complete_partitioned, forget_sums):
+        function(policy.engine)
     assert math.isfinite(policy.step())
     policy.close()

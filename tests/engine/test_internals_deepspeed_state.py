@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
 from deepspeed.ops.op_builder import CPUAdamBuilder
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from support.fragment_runs import Case, engine, fp16_on_cpu, masters, train
+from support.fragment_runs import Case, engine, masters, train
 
 from alignment.checkpoint.saving import gathered_state_dict
 from alignment.data.batching import collate
-from alignment.engines.launch_env import init_distributed
 from alignment.internals import deepspeed_state as internals
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 # Each kind of engine, and the wrapper of its optimizer.
 KINDS = {
     "stage0/fp32": None,
@@ -28,13 +25,6 @@ KINDS = {
     **dict.fromkeys(("stage2-offload/bf16", "stage2-round-robin/fp32"), "zero12"),
     **dict.fromkeys(("stage3/fp32", "stage3-sub-groups/bf16", "stage3-offload/bf16"), "zero3"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    init_distributed(use_cpu=True)
-    with fp16_on_cpu():
-        yield
 
 
 def flat_weights(policy: Any) -> dict[str, torch.Tensor]:
@@ -78,12 +68,16 @@ def test_units_are_the_tensors_that_the_optimizer_updates_and_weights_follow_the
 @pytest.mark.parametrize("layout", ["stage0", "stage2"])
 def test_a_loss_scale_continues(layout: str, again: bool, tmp_path: Path) -> None:
     """It falls at an overflow, with ZeRO at the second one, and rises after three good steps; a fresh engine does so
-    at the same steps."""
+    at the same steps, and counts steps and samples on."""
     first, second = engine(Case(layout, "fp16"), tmp_path), engine(Case(layout, "fp16"), tmp_path)
     train(first, 0, 3)
     overflow(first)
     train(first, 3, 1)
     internals.set_loss_scale_state(second.engine, internals.loss_scale_state(first.engine))
+    counted = internals.counters(first.engine)
+    assert counted == {"global_steps": 5, "global_samples": 5 * 8, "micro_steps": 5, "skipped_steps": 1}
+    internals.set_counters(second.engine, counted)
+    counts: list[dict[str, int]] = []
     scales: list[list[float]] = [[], []]
     for policy, course in zip((first, second), scales):
         course.append(policy.engine.optimizer.loss_scale)
@@ -93,8 +87,9 @@ def test_a_loss_scale_continues(layout: str, again: bool, tmp_path: Path) -> Non
             course.append(policy.engine.optimizer.loss_scale)
             train(policy, number, 1)
         course.append(policy.engine.optimizer.loss_scale)
+        counts.append(internals.counters(policy.engine))
         policy.close()
-    assert scales[0] == scales[1]
+    assert scales[0] == scales[1] and counts[0] == counts[1] != counted
     assert scales[0][0] > scales[0][1] if again else scales[0][0] == scales[0][1] < scales[0][-1]
 
 
@@ -103,20 +98,6 @@ def overflow(policy: Any) -> None:
     policy.backward(policy.forward(collate([([2, 3, 4], [5, 6])], 20)).scores.sum() * float("inf"), last=True)
     policy.step()
     policy.engine.optimizer._update_scale(True)
-
-
-def test_the_engine_continues_counting(tmp_path: Path) -> None:
-    policy, other = engine(Case("stage2", "fp16"), tmp_path), engine(Case("stage2", "fp16"), tmp_path)
-    train(policy, 0, 3)
-    overflow(policy)
-    found = internals.counters(policy.engine)
-    assert found == {"global_steps": 4, "global_samples": 4 * 8, "micro_steps": 4, "skipped_steps": 1}
-    internals.set_counters(other.engine, found)
-    train(policy, 4, 1)
-    train(other, 4, 1)
-    assert internals.counters(policy.engine) == internals.counters(other.engine) != found
-    policy.close()
-    other.close()
 
 
 class Recorder:
@@ -147,15 +128,3 @@ def test_a_replayed_step_is_called_like_a_real_one(monkeypatch: pytest.MonkeyPat
     recorder.calls.clear()
     internals.replay_cpu_adam(optimizer, 3)
     assert recorder.calls == real and len(real) == 6
-
-
-def test_the_units_of_the_fused_optimizer() -> None:
-    """Of fp16 at stage 0: each group is flattened into one tensor."""
-    groups = [[torch.zeros(2, 3), torch.zeros(4)], [torch.zeros(5)]]
-    optimizer: Any = FP16_Optimizer.__new__(FP16_Optimizer)
-    optimizer.fp16_groups, optimizer.fp32_groups_flat = groups, [torch.zeros(12), torch.zeros(5)]
-    first, second = internals.state_units(SimpleNamespace(optimizer=optimizer))
-    assert (first.master, second.master) == tuple(optimizer.fp32_groups_flat) and (first.group, second.group) == (0, 1)
-    assert [(id(piece[0]), *piece[1:]) for piece in (*first.pieces, *second.pieces)] == [
-        (id(groups[0][0]), 0, 0, 6), (id(groups[0][1]), 0, 6, 4), (id(groups[1][0]), 0, 0, 5),
-    ]  # fmt: skip

@@ -1,18 +1,24 @@
-"""Assumptions of `alignment.internals.deepspeed_step`, with real engines of every kind of wrapped optimizer."""
+"""Assumptions of `alignment.internals.deepspeed_step` and `deepspeed_reduction`, with every kind of optimizer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.fragment_runs import LAYERS, Case, differences, engine, everything, fp16_on_cpu, train
+from support.fragment_runs import LAYERS, Case, differences, engine, everything, train
 
 from alignment.data.batching import collate
-from alignment.engines.launch_env import init_distributed
 from alignment.engines.scoring import PolicyEngine
+from alignment.internals.deepspeed_reduction import (
+    accumulate_locally,
+    can_reduce_once,
+    hold_back,
+    let_go,
+    reduce_held,
+)
 from alignment.internals.deepspeed_state import counters, dynamic_scaler, loss_scale_state
 from alignment.internals.deepspeed_step import (
     discard_gradients,
@@ -23,6 +29,7 @@ from alignment.internals.deepspeed_step import (
     step_in_fp16,
 )
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 # Each kind of wrapper in the precisions that it handles differently, the most common ones first.
 KINDS = ["stage0/fp32", "stage0/bf16", "stage1-fp32-accumulation/bf16", "stage2/bf16", "stage3/fp32"]
 MORE = [
@@ -40,19 +47,15 @@ MORE = [
 ALL = [*KINDS, *(pytest.param(text, marks=pytest.mark.ci) for text in MORE)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    init_distributed(use_cpu=True)
-    with fp16_on_cpu():
-        yield
+def backward(policy: PolicyEngine, number: int, *, last: bool, factor: float = 1.0) -> None:
+    batch = collate([([2, 3, 4 + number], [5, 6])], 20)
+    policy.backward(policy.forward(batch).scores.sum() * factor, last=last)
 
 
 def accumulate(policy: PolicyEngine, factor: float = 1.0) -> None:
     """Leave the gradient of two micro-batches in the engine, the first multiplied by ``factor``."""
-    for number in range(2):
-        batch = collate([([2, 3, 4 + number], [5, 6])], 20)
-        scores = policy.forward(batch).scores
-        policy.backward(scores.sum() * (factor if number == 0 else 1.0), last=number == 1)
+    backward(policy, 0, last=False, factor=factor)
+    backward(policy, 1, last=True)
 
 
 def built(text: str, out: Path) -> PolicyEngine:
@@ -91,24 +94,16 @@ def test_a_non_finite_gradient_makes_no_update(text: str, factor: float, tmp_pat
 )
 def test_a_discarded_gradient_leaves_nothing_behind(text: str, tmp_path: Path) -> None:
     policy, plain = built(text, tmp_path), built(text, tmp_path)
+    accumulate(policy)
+    discard_gradients(policy.engine)  # before the optimizer has any state
     train(policy, 0, 1), train(plain, 0, 1)
     before = loss_scale_state(policy.engine)
     accumulate(policy)
     discard_gradients(policy.engine)
     discard_gradients(policy.engine)  # without a single gradient
     assert loss_scale_state(policy.engine) == before
-    assert counters(policy.engine)["skipped_steps"] == 2
+    assert counters(policy.engine)["skipped_steps"] == 3
     check_left_alone(policy, plain)
-    policy.close(), plain.close()
-
-
-def test_a_first_step_may_be_discarded(tmp_path: Path) -> None:
-    """Before the optimizer has any state."""
-    policy, plain = built("stage2/fp32", tmp_path), built("stage2/fp32", tmp_path)
-    accumulate(policy)
-    discard_gradients(policy.engine)
-    train(policy, 0, 2), train(plain, 0, 2)
-    assert differences(everything(policy), everything(plain)) == []
     policy.close(), plain.close()
 
 
@@ -163,4 +158,46 @@ def test_in_fp16_an_overflow_leaves_the_scale_until_it_is_lowered(text: str, tmp
     scaler = dynamic_scaler(plain.engine)
     scaler.dynamic = scaler.dynamic_loss_scale = False
     assert dynamic_scaler(plain.engine) is None and not lower_loss_scale(plain.engine)
+    policy.close(), plain.close()
+
+
+@pytest.mark.parametrize(("kind", "can"), [("stage0", False), ("stage2", True), ("stage3", False)])
+def test_only_stages_1_and_2_hold_back(kind: str, can: bool, tmp_path: Path) -> None:
+    policy = engine(Case(kind), tmp_path, reduce_once=True)
+    assert policy.reduces_once == can_reduce_once(policy.engine) == can
+    backward(policy, 0, last=False)
+    backward(policy, 1, last=True)
+    assert policy.step() > 0
+    if can:
+        hold_back(policy.engine)
+        backward(policy, 2, last=False)
+        reduce_held(policy.engine)
+        assert policy.step() > 0
+    policy.close()
+
+
+def test_sums_are_in_the_accumulation_dtype(tmp_path: Path) -> None:
+    policy = engine(Case("stage2-fp32-accumulation", "bf16"), tmp_path, reduce_once=True)
+    accumulate_locally(policy.engine)  # as the engine's own class has done; a second call has no effect
+    backward(policy, 0, last=False)
+    backward(policy, 1, last=False)
+    for parameter in policy.scorer.parameters():
+        held: Any = parameter
+        assert held.grad is None and held.grad_accum.dtype == torch.float32
+    backward(policy, 2, last=True)
+    assert policy.step() > 0
+    policy.close()
+
+
+def test_a_released_window_is_cleared_by_the_next_step(tmp_path: Path) -> None:
+    policy, plain = (engine(Case("stage2"), tmp_path, reduce_once=True) for _ in range(2))
+    hold_back(policy.engine)
+    backward(policy, 5, last=False)
+    let_go(policy.engine)
+    policy.discard()
+    for one in (policy, plain):
+        backward(one, 0, last=False)
+        backward(one, 1, last=True)
+        one.step()
+    assert differences(everything(policy), everything(plain)) == []
     policy.close(), plain.close()

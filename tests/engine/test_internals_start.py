@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from textwrap import indent
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +72,9 @@ try:
     trainer_utils.NoSuchName
 except AttributeError as error:
     assert str(error) == "module 'transformers.trainer_utils' has no attribute 'NoSuchName'"
+from types import SimpleNamespace
+with mock.patch.dict(sys.modules, peft=SimpleNamespace(PeftModel=1)):  # a thread that has not finished importing it
+    assert trainer_utils._is_peft_model(nn.Linear(1, 1)) is False and "PeftModel" not in vars(trainer_utils)
 from transformers.trainer_utils import PeftModel
 import peft
 assert PeftModel is peft.PeftModel
@@ -92,33 +92,20 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import TrainerCallback as same
 assert TrainerCallback is same
 """
-PARTS = {"muon": MUON, "transformers": TRANSFORMERS}  # peft, which the second one imports, compiles as well
 PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
-def run(code: str) -> str:
-    """The output of a process that runs ``code``."""
+def run(code: str) -> None:
+    """Run ``code`` in a process of its own."""
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment(PYTHONPATH=PATHS), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def faults() -> dict[str, str]:
-    """Problems after the import of the libraries, by part; one process for all of them."""
-    parts = "".join(
-        f"try:\n{indent(code, '    ')}\nexcept Exception:\n    faults[{part!r}] = format_exc()\n"
-        for part, code in PARTS.items()
-    )
-    start = "import json\nfrom traceback import format_exc\nfaults = {}\n" + START
-    found: dict[str, str] = json.loads(run(f"{start}{parts}print(json.dumps(faults))").splitlines()[-1])
-    return found
 
 
 @pytest.mark.ci
-def test_transformers_is_the_same_as_by_a_plain_import(faults: dict[str, str]) -> None:
-    assert not faults.get("transformers"), faults["transformers"]
+def test_muon_is_compiled_on_first_use_and_transformers_is_the_same_as_by_a_plain_import() -> None:
+    """In this order: peft, which the second part imports, compiles as well."""
+    run(START + MUON + TRANSFORMERS)
 
 
 def test_the_files_of_the_models_are_read_once() -> None:
@@ -136,11 +123,6 @@ import transformers.models
 assert reads().misses == before + 1, "by itself it is read again"
 """
     run(code)
-
-
-@pytest.mark.ci
-def test_muon_is_compiled_on_first_use(faults: dict[str, str]) -> None:
-    assert not faults.get("muon"), faults["muon"]
 
 
 def test_a_moved_muon_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,52 +158,3 @@ def test_imported_modules_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> No
     transformers_start.import_model_index()
     transformers_start.import_trainer_utils()
     assert before == [dict(vars(module)) for module in (original_muon, models, trainer_utils)]
-
-
-def test_peft_is_looked_for_when_a_model_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, with a second copy of ``transformers.trainer_utils``."""
-    import peft
-    import transformers
-    from transformers import utils
-
-    installed, name = utils.is_peft_available, "transformers.trainer_utils"
-    monkeypatch.setattr(transformers, "trainer_utils", None)
-    monkeypatch.delitem(sys.modules, name)
-    for partly in (None, SimpleNamespace(PeftModel=1)):  # not imported, or by another thread that has not finished
-        monkeypatch.delitem(sys.modules, "peft", raising=False)
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        transformers_start.import_trainer_utils()
-        module: Any = sys.modules[name]
-        if partly is not None:
-            monkeypatch.setitem(sys.modules, "peft", partly)  # type: ignore[arg-type]
-        assert module.is_peft_available() is False and "PeftModel" not in vars(module)
-    with pytest.raises(AttributeError, match=f"^module '{name}' has no attribute 'Other'$"):
-        module.Other  # noqa: B018
-    monkeypatch.setitem(sys.modules, "peft", peft)
-    assert utils.is_peft_available is installed and module.PeftMixedModel is peft.PeftMixedModel
-    assert module.is_peft_available() is True and module.is_peft_available is installed
-    assert (vars(module)["PeftModel"], vars(module)["PeftMixedModel"]) == (peft.PeftModel, peft.PeftMixedModel)
-
-
-def test_other_folders_than_that_of_the_models_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    import transformers
-    from transformers.utils import import_utils
-
-    folder, calls = Path(transformers.__file__).parent / "models", list[Any]()
-
-    def read(path: Any, prefix: str | None = None) -> Any:
-        calls.append((Path(path), prefix))
-        return {frozenset(): {"models.bert": {"Bert"}, "other": {"Other"}}} if prefix == "models" else "read"
-
-    def imported(name: str) -> None:
-        define: Any = import_utils.define_import_structure
-        assert define(str(folder / "file")) == {frozenset(): {"bert": {"Bert"}}}
-        assert [define(str(folder)), define(str(folder / "file"), prefix="a")] == ["read", "read"]
-
-    read.cache_info = None  # type: ignore[attr-defined]
-    monkeypatch.setattr(import_utils, "define_import_structure", read)
-    monkeypatch.delitem(sys.modules, "transformers.models")
-    monkeypatch.setattr(transformers_start, "import_module", imported)
-    transformers_start.import_model_index()
-    assert calls == [(folder, "models"), (folder, None), (folder / "file", "a")]
-    assert import_utils.define_import_structure is read

@@ -1,8 +1,9 @@
-"""Assumptions of `alignment.internals.transformers`, with tiny models."""
+"""Assumptions of `alignment.internals.transformers` and `transformers_batching`, with tiny models."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.flash_attention import flash_attention
 from support.helpers import make_model, tiny_config, zero
 from torch import nn
 from transformers import (
@@ -33,11 +35,13 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.integrations import TensorBoardCallback, sdpa_attention
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from alignment.engines.launch_env import init_distributed
 from alignment.internals import transformers as internals
+from alignment.internals import transformers_batching as batching
 from alignment.internals.transformers import loading
 from alignment.models.attention import PackingCheck
 
@@ -57,9 +61,6 @@ def generate(model: Any, **more: Any) -> list[int]:
     return list(
         model.generate(IDS, attention_mask=torch.ones_like(IDS), generation_config=config)[0, IDS.shape[1] :].tolist()
     )
-
-
-# The DeepSpeed flag -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +83,6 @@ def test_the_flag_lives_for_one_load() -> None:
         with loading({"train_micro_batch_size_per_gpu": 1, **zero(2)}):
             assert not flag()
     assert not flag()
-
-
-def test_the_flag_is_restored_after_an_error() -> None:
     users: Any = hf_deepspeed.HfDeepSpeedConfig(STAGE3)
     with pytest.raises(RuntimeError), loading(None):
         assert not flag()
@@ -109,9 +107,6 @@ def test_a_model_is_partitioned_only_within_the_flag(tmp_path: Path) -> None:
         with loading(None):
             assert not partitioned()
     assert not partitioned()
-
-
-# Models -------------------------------------------------------------------------------------------------------------
 
 
 def test_weight_decay_applies_to_the_same_parameters_as_in_trainer(model: Any, tmp_path: Path) -> None:
@@ -171,9 +166,6 @@ def test_the_options_of_a_tokenizer_are_those_that_it_saves(tmp_path: Path) -> N
     assert saved["model_max_length"] == 77
 
 
-# Callbacks ----------------------------------------------------------------------------------------------------------
-
-
 class Noting(TrainerCallback):
     """Records its arguments and requests a checkpoint."""
 
@@ -227,9 +219,6 @@ def test_the_writer_of_tensorboard_is_the_one_that_logs(tmp_path: Path, monkeypa
     writer.flush()
     (file,) = (tmp_path / "runs").rglob("events.*")
     assert b"a text that was added" in file.read_bytes()
-
-
-# Logits processors --------------------------------------------------------------------------------------------------
 
 
 def test_the_processors_are_those_of_generate(model: Any) -> None:
@@ -286,9 +275,6 @@ def test_a_processor_receives_the_padding_of_each_row(model: Any) -> None:
     assert answers[0, 4:].tolist() == alone[0, 2:].tolist()
 
 
-# Continuous batching ------------------------------------------------------------------------------------------------
-
-
 def test_the_attention_is_the_requested_one() -> None:
     for asked in ("eager", "sdpa"):
         model = AutoModelForCausalLM.from_config(tiny_config("tied"), attn_implementation=asked)
@@ -299,23 +285,10 @@ def test_the_attention_is_the_requested_one() -> None:
     assert internals.attention_implementation(model) == "sdpa"
 
 
-@pytest.mark.parametrize(
-    ("name", "flash"),
-    [
-        *(("sdpa", False), ("eager", False), ("flex_attention", False)),
-        *(("flash_attention_2", True), ("flash_attention_3", True), ("kernels-community/flash-attn2", True)),
-    ],
-)
-def test_flash_kernels_by_any_name(name: str, flash: bool) -> None:
-    config = tiny_config("tied")
-    config._attn_implementation = name
-    assert internals.is_flash_attention_requested(config) is flash
-
-
-def manager(model: Any, **more: Any) -> Any:
+def manager(model: Any, page_size: int = 32, blocks: int = 0, **more: Any) -> Any:
     generation = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=2, **more)
-    sizes = {"page_size": 32, "num_blocks": 16, "max_batch_tokens": 64, "max_memory_percent": 1.0}
-    return model.init_continuous_batching(generation, ContinuousBatchingConfig(**sizes))
+    sizes = {"num_blocks": 16, "max_batch_tokens": 64, "max_memory_percent": 1.0, "max_blocks_per_request": blocks}
+    return model.init_continuous_batching(generation, ContinuousBatchingConfig(page_size=page_size, **sizes))
 
 
 @contextlib.contextmanager
@@ -334,9 +307,9 @@ def running(model: Any, **more: Any) -> Iterator[Any]:
 def test_models_with_paged_attention_generate_the_same_in_batches(model: Any) -> None:
     assert internals.supports_paged_attention(model)
     assert internals.paged_cache_obstacle(model.config) is None
-    with running(model) as batching:
-        result = batching.get_result(timeout=60)
-        assert internals.generation_error(batching) is None
+    with running(model) as made:
+        result = made.get_result(timeout=60)
+        assert internals.generation_error(made) is None
     assert result.generated_tokens == generate(model)
 
 
@@ -345,8 +318,8 @@ def test_processors_that_need_tokens_are_dropped_by_a_manager(model: Any) -> Non
     penalty = RepetitionPenaltyLogitsProcessor(1.5)
     assert not internals.works_in_continuous_batching(penalty)
     assert internals.works_in_continuous_batching(TemperatureLogitsWarper(0.5))
-    with running(model, repetition_penalty=0.1) as batching:
-        result = batching.get_result(timeout=60)
+    with running(model, repetition_penalty=0.1) as made:
+        result = made.get_result(timeout=60)
     assert result.generated_tokens == generate(model) != generate(model, repetition_penalty=0.1)
 
 
@@ -366,18 +339,18 @@ def test_layers_without_a_paged_cache_are_rejected_as_by_a_manager() -> None:
 
 
 def test_copies_of_a_request_are_returned_under_their_names(model: Any) -> None:
-    batching = manager(model)
+    made = manager(model)
     try:
-        internals.set_copies(batching, 3)
-        batching.add_request(IDS[0].tolist(), request_id="7")
-        internals.set_copies(batching, 1)
-        batching.add_request(IDS[0].tolist(), request_id="8")
-        batching.start()
-        results = [batching.get_result(timeout=20) for _ in range(4)]
+        internals.set_copies(made, 3)
+        made.add_request(IDS[0].tolist(), request_id="7")
+        internals.set_copies(made, 1)
+        made.add_request(IDS[0].tolist(), request_id="8")
+        made.start()
+        results = [made.get_result(timeout=20) for _ in range(4)]
         found = {result.request_id for result in results if result is not None} - {"8"}
     finally:
-        batching.stop(block=True, hard_stop=True)
-        batching.destroy()
+        made.stop(block=True, hard_stop=True)
+        made.destroy()
     assert found == set(internals.request_names("7", 3)) and len(found) == 3
     assert internals.request_names("7", 1) == ["7"]
 
@@ -390,22 +363,18 @@ def failing(model: Any) -> Exception | None:
 
     hook, others = model.model.layers[0].register_forward_hook(fails), threading.enumerate()
     try:
-        with running(model) as batching:
-            while batching.is_running() and internals.generation_error(batching) is None:
-                batching.get_result(timeout=0.1)
-            return internals.generation_error(batching)
+        with running(model) as made:
+            while made.is_running() and internals.generation_error(made) is None:
+                made.get_result(timeout=0.1)
+            return internals.generation_error(made)
     finally:
         hook.remove()
         for thread in set(threading.enumerate()) - set(others):  # it may still be logging
             thread.join(10)
 
 
-def test_the_error_that_ended_the_generating_thread_is_returned(model: Any) -> None:
-    assert "a layer failed" in str(failing(model))
-
-
 @pytest.mark.parametrize("hushed", [True, False])
-def test_log_messages_of_continuous_batching(model: Any, hushed: bool) -> None:
+def test_the_error_that_ended_the_thread_and_log_messages_of_continuous_batching(model: Any, hushed: bool) -> None:
     messages: list[str] = []
     make = logging.getLogRecordFactory()
 
@@ -417,7 +386,7 @@ def test_log_messages_of_continuous_batching(model: Any, hushed: bool) -> None:
     logging.setLogRecordFactory(note)
     try:
         with internals.continuous_batching_hushed() if hushed else contextlib.nullcontext():
-            failing(model)
+            assert "a layer failed" in str(failing(model))
     finally:
         logging.setLogRecordFactory(make)
     assert any("a layer failed" in message for message in messages) != hushed
@@ -513,3 +482,49 @@ def test_the_decision_on_a_row_is_used_in_its_layers() -> None:
         with internals.deciding_on_packing(lambda positions, look: None, lambda: known):  # noqa: B023
             assert bool(flash._is_packed_sequence(packed, 1)) != known
     assert flash._is_packed_sequence(packed, 1), "and it is as before"
+
+
+def answer(made: Any, name: str) -> list[int]:
+    """The tokens that a manager generates for a prompt added before its start."""
+    assert made.add_request(IDS[0].tolist(), request_id=name) == name
+    made.start()
+    result = made.get_result(timeout=20)
+    assert result is not None and result.request_id == name, result
+    assert result.error is None, result.error
+    return list(result.generated_tokens)
+
+
+def live_caches() -> list[int]:
+    """All existing caches; checked by type, because some objects import modules when their class is accessed."""
+    gc.collect()
+    return [id(one) for one in gc.get_objects() if type(one) is PagedAttentionCache]
+
+
+@pytest.mark.parametrize(("version", "page"), [(2, 256), (2, 32), (3, 32)])
+def test_kernels_that_decode_from_pages_by_any_name(model: Any, version: int, page: int) -> None:
+    config = tiny_config("tied")
+    for name in ("sdpa", "eager", "flex_attention", "flash_attention_4"):
+        config._attn_implementation = name
+        assert not batching.decodes_from_pages(config)
+        assert internals.is_flash_attention_requested(config) == name.startswith("flash")
+    for name in (f"flash_attention_{version}", f"kernels-community/flash-attn{version}"):
+        config._attn_implementation = name
+        assert batching.decodes_from_pages(config) and batching.decodes_from_pages(config, version)
+        assert not batching.decodes_from_pages(config, 5 - version)
+        assert internals.is_flash_attention_requested(config)
+    # The first token is that of the prefill; with unsupported pages there is no second one.
+    with flash_attention(model, version) as calls, running(model, page_size=page, blocks=2) as made:
+        result = made.get_result(timeout=20)
+    assert (result.error is None) == bool(calls.decoded) == (version == 3 or page == 256)
+    assert result.error is None or "divisible by 256" in result.error
+
+
+def test_a_stopped_manager_generates_again_with_the_same_cache_until_it_is_forgotten(model: Any) -> None:
+    made = manager(model)
+    first, caches = answer(made, "0"), live_caches()
+    batching.stop_keeping_graphs(made)
+    assert not made.is_running()
+    assert answer(made, "1") == first and live_caches() == caches and len(caches) == 1
+    batching.stop_keeping_graphs(made)
+    batching.forget_manager(model, made)
+    assert not live_caches() and all("batching" not in name for name in vars(model))

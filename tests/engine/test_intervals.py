@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.helpers import make_model, options, paired_rows
+from support.helpers import options, paired_rows
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -78,8 +78,7 @@ def theirs(folder: Path, more: dict[str, Any]) -> Recorder:
 
 
 @pytest.mark.ci
-def test_intervals_match_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model(tmp_path / "policy", "tied", seed=1)
+def test_intervals_match_transformers(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = {}
     with monkeypatch.context() as alone:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
@@ -101,33 +100,3 @@ def test_intervals_match_transformers(tmp_path: Path, monkeypatch: pytest.Monkey
         assert (("log", end) in recorder.events) == (more.get("logging_strategy") != "no"), name
         assert recorder.lengths == expected[name].lengths, name
         assert recorder.rates == expected[name].rates, name
-
-
-@pytest.mark.ci
-def test_sections_of_deepspeed(tmp_path: Path) -> None:
-    """They are not passed to DeepSpeed, and agree with the options: the run ends with the same weights."""
-    model, ends = make_model(tmp_path / "policy", "tied", seed=1), []
-    stage = options(tmp_path)["deepspeed"]
-    sections = {
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}},
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {"warmup_num_steps": 3, "warmup_max_lr": 0.1, "warmup_type": "linear"},
-        },
-    }
-    said = {
-        "optim": "sgd", "learning_rate": 0.1, "optim_args": "momentum=0.5", "warmup_steps": 3,
-        "lr_scheduler_type": "constant_with_warmup", "deepspeed": stage,
-    }  # fmt: skip
-    runs = {"sections": {**said, "deepspeed": stage | sections}, "options": said, "late": said}
-    for name, more in runs.items():
-        given = {k: v for k, v in options(tmp_path / name).items() if k not in ("learning_rate", "lr_scheduler_type")}
-        args = CPOConfig(**{**given, **more})
-        if name == "late":
-            args.deepspeed = stage | sections
-        trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(20))
-        trainer.train()
-        ends.append({key: value.clone() for key, value in trainer.model.state_dict().items()})
-        trainer.close()
-    for end in ends[1:]:
-        assert end.keys() == ends[0].keys() and all(torch.equal(ends[0][key], end[key]) for key in end)

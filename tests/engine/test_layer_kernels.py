@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import DRIVERS, ROOT
+from conftest import DRIVERS, run_launched
 from safetensors.torch import load_file
 from support.helpers import STAGES, make_model, options
-
-from tools.ranks.client import environment
 
 ROWS = [{"prompt": "abc", "chosen": "defg", "rejected": "hi"}, {"prompt": "jk", "chosen": "l", "rejected": "mnop"}]
 # A full model at stages 0 and 3, with recomputed layers at stage 3; adapters, whose reference is the policy without
@@ -46,14 +41,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             save = str(folder / label / "saved")
             runs.append({"name": label, "trainer": "DPO", "model": model, "args": args, "train": ROWS, "save": save})
     (folder / "spec.json").write_text(json.dumps(runs))
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    done = subprocess.run(
-        [sys.executable, str(DRIVERS / "liger_runs.py"), str(folder / "spec.json")],
-        env=environment(PYTHONPATH=paths, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu"),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    env = {"DS_ACCELERATOR": "cpu"}
+    done = run_launched(DRIVERS / "liger_runs.py", folder / "spec.json", launcher="python", timeout=400, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 

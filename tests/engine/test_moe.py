@@ -17,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer
 from alignment.config.errors import OptionError
 from alignment.data.batching import MicroBatches
-from alignment.models.scorer import CompletionScorer, balancing_loss
+from alignment.models.scorer import balancing_loss
 from alignment.training.arguments import balancing_coefficient
 from alignment.training.trainer import AlignmentTrainer
 
@@ -166,27 +166,6 @@ def test_a_dense_model_has_nothing_to_balance(tmp_path: Path) -> None:
     assert trainer.planned.aux_coefficient is None and not trainer.aux_loss_enabled
     with pytest.raises(OptionError, match="LlamaForCausalLM has no load-balancing loss"):
         balancing_loss(AutoModelForCausalLM.from_pretrained(dense))
-
-
-def inputs(ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """The inputs of a model."""
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def test_padding_does_not_count(path: str) -> None:
-    scorer = CompletionScorer(AutoModelForCausalLM.from_pretrained(path), router_aux_loss=True).requires_grad_(False)
-    ids, none = torch.arange(3, 15)[None], torch.zeros(0, dtype=torch.long)
-    alone = scorer(inputs(ids, torch.ones_like(ids)), none, none, 0).aux_loss
-    wide = torch.nn.functional.pad(ids, (0, 9))
-    mask = torch.nn.functional.pad(torch.ones_like(ids), (0, 9))
-    padded = scorer(inputs(wide, mask), none, none, 0)
-    assert float(padded.aux_loss) == pytest.approx(float(alone), rel=1e-6)
-    assert float(scorer(inputs(wide, torch.ones_like(wide)), none, none, 0).aux_loss) != pytest.approx(
-        float(alone), rel=1e-3
-    )
-    assert padded.scores.shape == (0,)
-    dense = CompletionScorer(AutoModelForCausalLM.from_pretrained(path))
-    assert float(dense(inputs(ids, ids), none, none, 0).aux_loss) == 0.0
 
 
 def test_evaluation_logs_it_too(path: str, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from support.bad_online_commands import write_classifiers
 from support.data_tokenizers import PLAIN, char_tokenizer
 from support.helpers import STAGES, make_model, options, text
@@ -22,7 +21,6 @@ from alignment.config.errors import OptionError, RewardError, TrainingError
 from alignment.engines.scoring import FrozenEngine
 from alignment.training import run_page
 from alignment.training.run_page import draw_page
-from tools.ranks import RankServer
 
 
 @pytest.fixture(scope="module")
@@ -258,21 +256,6 @@ def test_a_run_without_pairs_ends_with_an_error(
     report, page = ((tmp_path / "out" / name).read_text() for name in ("report.md", "report.html"))
     assert f"advice: {said}" in "".join(capfd.readouterr()) and said in page
     assert f"- {said}" in report and "were tied: " in report and "- Windows without pairs: 8\n" in report
-
-
-@pytest.mark.faults
-def test_every_rank_of_a_run_without_pairs_ends(paths: dict[str, str], ranks: RankServer, tmp_path: Path) -> None:
-    """At stage 3, and although one rank's share of the last window has no prompt."""
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts(5)))
-    (tmp_path / "same.py").write_text("def same(completions, **columns):\n    return [None] * len(completions)\n")
-    command = f"--method online_dpo --model_name_or_path {paths['policy']} --dataset_name {tmp_path}/rows.jsonl"
-    command += f" --output_dir {tmp_path}/out --reward_funcs {tmp_path}/same.py:same --max_new_tokens 4 --max_steps 9"
-    command += " --max_length 64 --per_device_train_batch_size 2 --max_windows_without_pairs 2 --save_steps 100"
-    deepspeed = ["--use_cpu", "--deepspeed", json.dumps(STAGES["stage3"])]
-    done = ranks.run(ROOT / "launch" / "train.py", *command.split(), *deepspeed, timeout=90, check=False)
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert [rank.code for rank in done.ranks] == [1, 1]
-    assert "step 2: " in line and "max_windows_without_pairs" in line and (tmp_path / "out" / "checkpoint-2").is_dir()
 
 
 def _alive() -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""References through their interface, which is sufficient to replace a model with a store of log-probs."""
+"""References with an engine of their own: layers that are gathered as a whole."""
 
 from __future__ import annotations
 
@@ -9,116 +9,18 @@ import pytest
 import torch
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import z3_leaf_module
-from support.helpers import make_model, options, paired_rows, unpaired_rows
-from torch import Tensor
+from support.helpers import make_model, options, unpaired_rows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import alignment
 from alignment.config.errors import ModelError
-from alignment.data.batching import Batch
 from alignment.engines.scoring import FrozenEngine
 from alignment.models.partitioning import decoder_layers
 from alignment.references import engine as references
 from alignment.references.base import RowIds
-from alignment.references.engine import EngineReference, ReferencePlan
-from alignment.training.trainer import AlignmentTrainer
+from alignment.references.engine import ReferencePlan
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
-Key = tuple[str, int, int]
-
-
-def keys(count: int, ids: RowIds) -> list[Key]:
-    """Return a key for each of ``count`` sequences: dataset, row, and which completion follows its prompt."""
-    partnered = [(row, partner) for row, partner in zip(ids.rows, ids.partners) if partner >= 0]
-    own = count - len(partnered)
-    completions = own // len(ids.rows) if ids.rows else 0
-    found = [(ids.dataset, row, -1 - number) for number in range(completions) for row in ids.rows]
-    return found + [(ids.dataset, row, partner) for row, partner in partnered]
-
-
-class Recorder:
-    """An engine whose results are recorded."""
-
-    def __init__(self, engine: EngineReference, store: dict[Key, Tensor]) -> None:
-        self.engine, self.store = engine, store
-
-    def sequence_logps(self, batch: Batch, ids: RowIds) -> Tensor:
-        found = self.engine.sequence_logps(batch, ids)
-        self.store |= zip(keys(len(found), ids), found.unbind(), strict=True)
-        return found
-
-    def close(self) -> None:
-        self.engine.close()
-
-
-class Store:
-    """Returns recorded results without a model."""
-
-    def __init__(self, store: dict[Key, Tensor]) -> None:
-        self.store = store
-
-    def sequence_logps(self, batch: Batch, ids: RowIds) -> Tensor:
-        found = [self.store[key] for key in keys(len(batch.lengths), ids)]
-        return torch.stack(found) if found else torch.zeros(0)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-@pytest.mark.parametrize("method", ["KTO", "DPO"])
-def test_a_store_replaces_the_model(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looked up by row, by partner and by completion, also if the window is split differently."""
-    model, reference = make_model(tmp_path / "model"), make_model(tmp_path / "reference", seed=1)
-    rows = unpaired_rows(10) if method == "KTO" else paired_rows(10)
-    held = unpaired_rows(3, seed=5) if method == "KTO" else paired_rows(3, seed=5)
-    build, store, logs = ReferencePlan.build, {}, []
-
-    def trained(name: str, **more: Any) -> AlignmentTrainer:
-        args = getattr(alignment, f"{method}Config")(
-            **{**options(tmp_path / name, num_train_epochs=1, eval_strategy="epoch", optim="sgd"), **more}
-        )
-        trainer: AlignmentTrainer = getattr(alignment, f"{method}Trainer")(
-            model, reference, args=args, train_dataset=rows, eval_dataset=held
-        )
-        trainer.train()
-        trainer.close()
-        return trainer
-
-    monkeypatch.setattr(ReferencePlan, "build", lambda plan, args: Recorder(build(plan, args), store))
-    logs.append(trained("recorded").state.log_history)
-    assert len({key[0] for key in store}) == 2, "rows of the two datasets have names of their own"
-    partners = {row: partner for _, row, partner in store if partner >= 0}
-    assert bool(partners) == (method == "KTO") and all(row != partner for row, partner in partners.items())
-    monkeypatch.setattr(ReferencePlan, "build", lambda plan, args: Store(store))
-    split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "per_device_eval_batch_size": 2}
-    logs.append(trained("looked-up", **split).state.log_history)
-    for engine, looked_up in zip(*logs, strict=True):
-        for name in ("loss", "kl", "grad_norm", "rewards/chosen", "eval_loss", "eval_rewards/margins"):
-            assert (name in engine) == (name in looked_up)
-            assert looked_up.get(name, 0.0) == pytest.approx(engine.get(name, 0.0), rel=1e-4, abs=1e-6), name
-
-
-def test_a_reference_needs_no_policy(tmp_path: Path) -> None:
-    """Build, use and release it alone: the policy then has the device to itself."""
-    model, reference = make_model(tmp_path / "model"), make_model(tmp_path / "reference", seed=1)
-    args = alignment.KTOConfig(**options(tmp_path))
-    trainer = alignment.KTOTrainer(model, reference, args=args, train_dataset=unpaired_rows(4))
-    plan, data = trainer.planned.engines.reference, trainer.data.train
-    assert (
-        plan is not None and data is not None and trainer.data.sampler is not None and trainer.engines.models is None
-    )
-    window = trainer.data.sampler.plan(0, 0)
-    batch: Any = trainer.method.kind.collate(data.dataset, window, 0, 0)
-    alone = plan.build(args)
-    ids = RowIds(data.key, batch.rows, batch.partners)
-    sums, tokens = alone.sequence_logps(batch.joint, ids), alone.token_logps(batch.joint, ids)
-    alone.close()
-    assert trainer.engines.models is None
-    torch.testing.assert_close(torch.zeros_like(sums).index_add(0, batch.joint.segments, tokens), sums)
-    trainer.engines.build(1)
-    assert trainer.engines.models is not None
-    torch.testing.assert_close(trainer.engines.models.reference.sequence_logps(batch.joint, ids), sums)
-    trainer.close()
 
 
 def built(folder: Path, placement: str, **more: Any) -> tuple[Any, Any, RowIds]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DRIVERS, ROOT
+from conftest import DRIVERS, run_launched
 from support.helpers import make_model, options, paired_rows
 from support.resume_comparison import timeless
 
@@ -18,7 +16,6 @@ from alignment import CPOConfig, CPOTrainer
 from alignment.config.errors import DataError
 from alignment.data.mixture import Part
 from tools.ranks import RankServer
-from tools.ranks.client import environment
 
 pytestmark = pytest.mark.usefixtures("own_process_group")
 
@@ -82,10 +79,7 @@ def test_two_ranks_count_the_same(tmp_path: Path, ranks: RankServer) -> None:
 @pytest.mark.parametrize(("how", "says"), [("error", "[Errno 5] Input/output error"), ("killed", "DataLoader worker")])
 def test_a_script_with_a_failing_worker_ends(how: str, says: str, tmp_path: Path) -> None:
     """Workers ignore SIGTERM, so without the shutdown Python's exit would wait forever; the limit is generous."""
-    command = [sys.executable, DRIVERS / "failing_loader.py", make_model(tmp_path / "model"), tmp_path / "out", how]
-    path = f"{ROOT}:{ROOT / 'tests'}"
-    done = subprocess.run(
-        command, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=120, check=False
-    )
+    arguments = (make_model(tmp_path / "model"), tmp_path / "out", how)
+    done = run_launched(DRIVERS / "failing_loader.py", *arguments, launcher="python")
     assert done.returncode == 1
     assert says in done.stderr.strip().splitlines()[-1]

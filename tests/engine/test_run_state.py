@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -164,7 +165,10 @@ EXCUSED = {
     **{f"loop.best._before{part}": "of the newest evaluation, until its checkpoint is written" for part in _BEFORE},
     "trainer.context.identity.attempt": "counts how often a state was loaded",
     "trainer.engines._pass.log.table._size": "bytes of a file, unknown before its first write",
-    "loop.progress._tokens": "of the progress bar, which shows this process's speed",
+    **dict.fromkeys(
+        (f"loop.progress.{name}" for name in ("_done", "_since", "_tokens")),
+        "of the progress bar, which shows this process's speed",
+    ),
     "trainer.data.sampler._order.0": "an epoch's order is a function of seed and epoch, computed on demand",
     "trainer.data.sampler._order.1": "the same",
 }
@@ -267,3 +271,12 @@ def test_unknown_parts_are_named() -> None:
     assert state.unknown(loaded, {"lost": {}}) == ["gone", "lost"]
     state.load(loaded, {})
     assert totals.tokens == 7
+
+
+def test_parts_of_each_rank_get_their_own_states() -> None:
+    state, parts = RunState(), [mock.Mock(), mock.Mock()]
+    for name, part in zip("ab", parts):
+        state.register_on_each_rank(name, part)
+        part.redistributed.side_effect = lambda former, rank: (former, rank)
+    former = [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
+    assert state.redistributed(former, 5) == {"a": ([1, 3], 5), "b": ([2, 4], 5)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.helpers import STAGES, make_model, unpaired_rows
+from support.helpers import STAGES, make_model, options, unpaired_rows
 from support.oracle.dense import load, token_logps, wide_maths
 from support.oracle.distributions import distribution_metrics
 
@@ -20,19 +20,8 @@ ROWS = [{"prompt": row["prompt"], "completion": row["completion"]} for row in un
 def one_step(
     model: str, folder: Path, micro: int, steps: int, rows: Any = ROWS, **more: Any
 ) -> tuple[SFTTrainer, dict[str, float]]:
-    args = SFTConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=micro,
-        gradient_accumulation_steps=steps,
-        max_steps=1,
-        max_length=64,
-        max_prompt_length=None,
-        max_grad_norm=0.0,
-        logging_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
-        **more,
-    )
+    size = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": steps}
+    args = SFTConfig(**options(folder, **size, max_steps=1, max_grad_norm=0.0, **more))
     trainer = SFTTrainer(model=model, args=args, train_dataset=rows)
     trainer.train()
     trainer.close()

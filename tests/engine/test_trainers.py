@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import math
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.zero import parameter_offload
-from support.helpers import STAGES, make_model, options, paired_rows, unpaired_rows, zero
+from support.helpers import STAGES, make_model, options, paired_rows, unpaired_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 import alignment.methods.cpo
@@ -22,12 +23,9 @@ from alignment import CPOConfig, CPOTrainer, DPOTrainer, KTOConfig, KTOTrainer
 from alignment.config.errors import OptionError, TrainingError
 from alignment.data.batching import Batch, MicroBatches, collate
 from alignment.data.kinds.unpaired import UnpairedBatch
-from alignment.engines.scoring import ScoringEngine
-from alignment.models.tasks import CAUSAL_LM
 from alignment.references.engine import EngineReference
 from alignment.reporting.progress import Progress
 from alignment.training import run_engines
-from alignment.training.run_engines import build_engine
 from alignment.training.trainer import AlignmentTrainer
 
 
@@ -181,35 +179,6 @@ def test_live_model_is_its_own_reference(paths: dict[str, str], tmp_path: Path, 
     with torch.no_grad():
         assert float((models.policy.forward(batch).scores - start).abs().min()) > 0.01
     trainer.close()
-
-
-@pytest.mark.parametrize("order", ["policy first", "reference first"])
-def test_stage_2_policy_with_a_stage_3_reference(paths: dict[str, str], tmp_path: Path, order: str) -> None:
-    """Only the reference is partitioned, in either order of loading; both compute correct log-probs."""
-    trainer = kto(paths, tmp_path, deepspeed=zero(2), ref_deepspeed=zero(3))
-    args, plan = trainer.args, trainer.planned.engines
-    assert plan.reference is not None
-
-    def policy() -> ScoringEngine:
-        model = trainer.planned.policy.load(args, plan.compute, plan.policy, torch.device("cpu"))
-        assert not any(hasattr(p, "ds_id") for p in model.parameters())
-        return build_engine(CAUSAL_LM.scorer(model, False), args, plan.policy, training_steps=5)
-
-    def reference() -> ScoringEngine:
-        assert plan.reference is not None
-        engine = plan.reference.build(args).engine
-        parameters = list(engine.scorer.parameters())
-        assert all(hasattr(p, "ds_id") for p in parameters), "loaded in partitions, never completely"
-        assert sum(p.numel() for p in parameters if not p.ds_persist) == 0
-        return engine
-
-    makers = {"policy": policy, "reference": reference}
-    engines = {name: makers[name]() for name in (makers if order == "policy first" else reversed(makers))}
-    batch = a_batch(paths["policy"])
-    for name, engine in engines.items():
-        expected = sums_of(load(paths[name]).eval(), batch)
-        torch.testing.assert_close(engine.forward(batch).scores, expected, rtol=1e-5, atol=1e-5)
-        engine.close()
 
 
 def test_a_reference_of_another_size_has_its_own_buffers(paths: dict[str, str], tmp_path: Path) -> None:
@@ -465,13 +434,6 @@ def test_data_that_is_set_twice(paths: dict[str, str], tmp_path: Path) -> None:
             CPOTrainer(paths["policy"], args=args, eval_dataset=paired_rows(4)).train()
 
 
-def test_a_trainer_needs_rows(tmp_path: Path) -> None:
-    """The error comes before the model is looked up."""
-    for nothing in (None, {}):
-        with pytest.raises(OptionError, match="^`train_dataset` is required"):
-            KTOTrainer(model=str(tmp_path / "nowhere"), args=KTOConfig(**options(tmp_path)), eval_dataset=nothing)
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("cls", [KTOTrainer, DPOTrainer])
 def test_the_progress_bar_of_an_evaluation_completes(
@@ -486,6 +448,7 @@ def test_the_progress_bar_of_an_evaluation_completes(
 
     monkeypatch.setattr(Progress, "close", closed)
     rows = unpaired_rows(8) if cls is KTOTrainer else paired_rows(8)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     given = options(tmp_path, per_device_train_batch_size=2, disable_tqdm=False)
     with contextlib.closing(cls(paths["policy"], args=cls.config_class(**given), eval_dataset=rows)) as trainer:
         trainer.evaluate()

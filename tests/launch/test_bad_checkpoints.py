@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 from support.bad_case import Case
 from support.bad_commands import command, in_folder, write_models
-from support.helpers import make_model, paired_rows, unpaired_rows
+from support.helpers import exit_status, make_model, paired_rows, unpaired_rows
 from support.run_folders import holding
 from support.small_disk import fill, small_disk
 from test_bad_input import left, the_error, tree
 
 from alignment.checkpoint.manifest import MANIFEST
 from alignment.cli.train import main
-from alignment.reporting.run_view import read_run
 
 pytestmark = pytest.mark.usefixtures("own_process_group", "library_bars")
 GOOD = {"per_device_train_batch_size": 4, "max_steps": 4, "save_steps": 2, "disable_tqdm": "true"}
@@ -38,9 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def done(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a finished run."""
     folder = tmp_path_factory.mktemp("done")
-    with pytest.raises(SystemExit) as leaving:
-        main(command(Case("good", (), GOOD), folder, models))
-    assert leaving.value.code == 0
+    assert exit_status(main, command(Case("good", (), GOOD), folder, models)) == 0
     return folder / "out"
 
 
@@ -129,15 +126,6 @@ def test_the_same_command_starts_and_resumes(models: Path, tmp_path: Path, capfd
     events = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events if "event" in event] == ["start", "resume", "end"]
     assert not (tmp_path / "out" / ".lock").exists()
-
-
-def test_the_status_of_a_finished_run(done: Path) -> None:
-    """Its log, manifests and phases are read."""
-    found = read_run(done)
-    assert (found.status.state, found.status.method, found.status.step) == ("finished", "kto", 4)
-    assert [(one.step, one.problem, one.resumable) for one in found.checkpoints] == [(4, None, True), (2, None, True)]
-    assert found.metrics_step == 4 and found.phases["train"]["entries"] == 4
-    assert all('"time": "2' in line for line in (done / "log.jsonl").read_text().splitlines())
 
 
 def test_two_runs_in_one_folder(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -20,7 +22,7 @@ import pytest
 from conftest import ROOT
 from support.bad_case import Case
 from support.bad_commands import command
-from support.helpers import make_model
+from support.helpers import exit_status, make_model
 
 from alignment import __version__
 from alignment.cli.commands import COMMANDS, main
@@ -65,9 +67,7 @@ def test_a_usage_line_names_the_command_that_was_called(command: list[str], call
 
 
 def exits(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str, str]:
-    with pytest.raises(SystemExit) as leaving:
-        main(argv, program="da")
-    return leaving.value.code, *capsys.readouterr()
+    return exit_status(main, argv, "da"), *capsys.readouterr()
 
 
 @pytest.mark.parametrize("argv", [(), ("--help",)])
@@ -83,15 +83,17 @@ def test_arguments_added_by_deepspeeds_launcher(given: list[str], capsys: pytest
     assert exits(capsys, *given, "--version") == (0, f"deepspeed-alignment {__version__}\n", "")
 
 
+@pytest.mark.parametrize(
+    ("argument", "says"), [("--help", "usage: "), ("--version", f"deepspeed-alignment {__version__}\n")]
+)
 def test_only_the_first_rank_prints_the_options(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argument: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in (0, 1):
         monkeypatch.setenv("RANK", str(rank))
-        with pytest.raises(SystemExit) as leaving:
-            parse(["--help"])
-        assert leaving.value.code == 0 and capsys.readouterr().out.startswith("usage: ") == (rank == 0)
+        status, said = exit_status(parse, ["kto", argument]), capsys.readouterr().out
+        assert status == 0 and said.startswith(says) == (rank == 0)
 
 
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,9 +135,7 @@ def test_help_on_a_closed_terminal_is_not_an_error(monkeypatch: pytest.MonkeyPat
     with os.fdopen(terminal, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         os.close(leader)
-        with pytest.raises(SystemExit) as left:
-            print_and_leave("usage: …")
-    assert left.value.code == 0
+        assert exit_status(print_and_leave, "usage: …") == 0
 
 
 def test_a_failing_disk_is_not_treated_as_a_closed_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,23 +187,37 @@ def test_a_run_saves_a_checkpoint_when_its_terminal_is_closed(tmp_path: Path) ->
     assert status["checkpoint"] == f"checkpoint-{status['step']}" and status["step"] >= 4
 
 
-@pytest.mark.faults
-def test_a_training_run_continues_after_its_pipe_is_closed(tmp_path: Path) -> None:
+# The log of a run ---------------------------------------------------------------------------------------------------
+
+NUMBER = r"-?[\d.,]+(?:e-?\d+)?"
+
+
+@pytest.mark.parametrize("terminal", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["file", "terminal"])
+def test_a_run_in_a_log_file(tmp_path: Path, terminal: bool) -> None:
+    """One line per logging step and evaluation, and nothing that draws itself again, also not by libraries."""
     make_model(tmp_path / "good")
-    arguments = command(Case("kto", (), {"max_steps": 3, "logging_steps": 1}), tmp_path, tmp_path)
-    process = subprocess.Popen(
-        [*TRAIN, *arguments],
-        env=environment(PYTHONPATH=str(ROOT)),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert process.stdout is not None and process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(timeout=120) == 0
-    steps = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps if "loss" in step] == [1, 2, 3]
-    assert (tmp_path / "out" / "model.safetensors").is_file() and (tmp_path / "out" / "report.md").is_file()
+    given = {"max_steps": 2, "logging_steps": 1, "eval_strategy": "epoch", "dataset_test_split": "train[:2]"}
+    given |= {"disable_tqdm": "true"} if terminal else {}
+    reader, writer = os.openpty() if terminal else os.pipe()
+    with os.fdopen(reader, "rb") as output:
+        arguments = command(Case("kto", (), given), tmp_path, tmp_path)
+        run = subprocess.Popen(
+            [*TRAIN, *arguments], env=environment(PYTHONPATH=str(ROOT)), stdout=writer, stderr=writer
+        )
+        os.close(writer)
+        lines = []
+        with contextlib.suppress(OSError):  # the end of a terminal
+            lines += (line.decode().removesuffix("\n").removesuffix("\r") for line in iter(output.readline, b""))
+    assert run.wait(60) == 0
+    log = "\n".join(lines)
+    assert not re.search(r"[\r\x1b]|%\||\d{10}|\{'", log), log
+    metrics = rf"loss {NUMBER}, margin {NUMBER}, kl {NUMBER}"
+    step = rf"epoch {NUMBER}, {metrics}, lr {NUMBER}, {NUMBER} tokens/s, {NUMBER} GiB"
+    wanted = [rf"step 1/2: {step}, {NUMBER} s left", rf"step 2/2: {step}", rf"step 2/2, eval: {metrics}, {NUMBER} s"]
+    said = [line for line in lines if line.startswith("step")]
+    assert len(said) == len(wanted) and all(map(re.fullmatch, wanted, said)), log
+    records = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert len(repr(next(record["grad_norm"] for record in records if "loss" in record))) > 12, "in full precision"
 
 
 # The wheel ----------------------------------------------------------------------------------------------------------

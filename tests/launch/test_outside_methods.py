@@ -105,15 +105,6 @@ def float64_loss(folder: Path, beta: float) -> float:
     return nll / tokens + beta * sum(penalty) / len(rows)
 
 
-def test_from_python(folder: Path, tmp_path: Path) -> None:
-    rows = paired_rows(8, seed=2)
-    args = named("ORPOConfig")(**options(tmp_path / "out", beta=0.3, max_steps=1, per_device_train_batch_size=8))
-    trainer = named("ORPOTrainer")(str(folder / "model"), args=args, train_dataset=rows)
-    result = trainer.train()
-    trainer.close()
-    assert result.training_loss == pytest.approx(float64_loss(folder, beta=0.3), rel=1e-5)
-
-
 def test_a_loss_of_single_tokens(folder: Path, tmp_path: Path) -> None:
     """Per-token log-probs sum to the log-probs that other methods use, with gradients."""
 

@@ -145,3 +145,8 @@ def test_wrong_ranks(prepare: Callable[..., Any]) -> None:
     for options, place in (("--ranks 0", "--ranks=0"), ("--per_device_train_batch_size 1", "gradient_accumulation")):
         status, _, err = prepare(*options.split())
         assert status == 1 and err.startswith(f"error: {place}") and err.count("\n") == 1
+
+
+def test_the_help_has_the_option_of_its_own(prepare: Callable[..., Any]) -> None:
+    status, out, _ = prepare("--help")
+    assert status == 0 and "--ranks N" in out.partition("usage:")[0] and "--learning_rate" in out

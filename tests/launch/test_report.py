@@ -6,16 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+from support.helpers import exit_status
 from support.run_folders import entry, start, write_log, write_status
 
 from alignment.cli.report import main
 
 
-def outcome(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as leaving:
-        main([str(argument) for argument in arguments])
-    assert isinstance(leaving.value.code, int)
-    return leaving.value.code
+def outcome(*arguments: object) -> object:
+    return exit_status(main, [str(argument) for argument in arguments])
 
 
 def run_in(folder: Path, state: str = "finished") -> Path:
@@ -41,6 +39,12 @@ def test_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert capsys.readouterr().out == "comparison.html\n"
     assert "<title>Comparison of 2 runs</title>" in Path("comparison.html").read_text()
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["log.jsonl", "status.json"]
+    compared = Path("comparison.html").read_text()
+    run_in(tmp_path / "three" / "runs" / "inner")
+    assert outcome(tmp_path) == outcome(tmp_path / "one", tmp_path / "three" / "runs") == 0
+    both = Path("comparison.html").read_text()
+    assert "<title>Comparison of 2 runs</title>" in both and str(tmp_path / "three" / "runs" / "inner") in both
+    assert outcome(tmp_path) == 0 and both != Path("comparison.html").read_text() == compared
 
 
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +52,7 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "taken").mkdir()
     for arguments, place in (
         ((folder, tmp_path / "none"), tmp_path / "none"),
-        ((tmp_path,), tmp_path),
+        ((tmp_path / "taken",), tmp_path / "taken"),
         ((folder, "--out", tmp_path / "taken"), tmp_path / "taken"),
     ):
         assert outcome(*arguments) == 1

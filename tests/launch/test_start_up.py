@@ -12,6 +12,7 @@ from conftest import DRIVERS, ROOT, Launch
 from support.bad_case import Case
 from support.bad_commands import command
 from support.helpers import make_model
+from support.run_folders import write_checkpoint
 
 from tools.ranks.client import environment
 
@@ -51,13 +52,15 @@ def online(modules: list[str]) -> list[str]:
         ("train --help", 0),
         ("train --method kto --learning_rat 1", 1),
         ("submit kto --dataset_name rows.jsonl --output_dir out --print", 0),
+        ("status {folder}", 0),
     ],
-    ids=["help", "misspelled", "submit"],
+    ids=["help", "misspelled", "submit", "status"],
 )
-def test_errors_about_options_import_no_library(arguments: str, code: int) -> None:
+def test_errors_about_options_import_no_library(arguments: str, code: int, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 4)
     seconds = []
     for _ in range(3):  # other processes can slow it down, but never speed it up
-        answer = json.loads(python(ANSWERS, *arguments.split()).splitlines()[-1])
+        answer = json.loads(python(ANSWERS, *arguments.format(folder=tmp_path).split()).splitlines()[-1])
         assert answer[0] == code and LIBRARIES.isdisjoint(answer[2])
         seconds.append(answer[1])
         if seconds[-1] < ANSWER_S:
@@ -73,22 +76,16 @@ def kto_run(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.ci
-def test_few_frames_lie_between_the_command_and_the_gradient(kto_run: list[str], launch: Launch) -> None:
-    """So that a reader can follow a run."""
-    done = launch(DRIVERS / "main_path.py", *kto_run, launcher="python")
-    assert done.returncode == 0, done.stderr[-2000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FRAMES ")]
-    frames = json.loads(line.removeprefix("FRAMES "))
-    assert frames[0].startswith("launch/train.py") and frames[-1].endswith("scoring.py:backward")
-    assert len(frames) <= 11, frames
-
-
-@pytest.mark.ci
-def test_a_kto_run_only_imports_what_it_needs(kto_run: list[str], tmp_path: Path, launch: Launch) -> None:
-    found = tmp_path / "modules.json"
+def test_a_kto_run_only_imports_what_it_needs_and_has_few_frames_above_the_gradient(
+    kto_run: list[str], tmp_path: Path, launch: Launch
+) -> None:
+    """So that a run starts quickly, and a reader can follow it."""
+    found = tmp_path / "found.json"
     done = launch(DRIVERS / "first_step.py", found, *kto_run, launcher="python")
     assert found.is_file(), done.stderr
-    modules = json.loads(found.read_text())
+    frames, modules = json.loads(found.read_text())
+    assert frames[0].startswith("launch/train.py") and frames[-1].endswith("scoring.py:backward")
+    assert len(frames) <= 11, frames
     assert {"torch", "deepspeed", "transformers.trainer_callback", "alignment.methods.kto"} <= set(modules)
     assert UNUSED.intersection(modules) == set()
     assert online(modules) == []

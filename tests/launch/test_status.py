@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from support.run_folders import HOLDER, entry, locked, start, write_checkpoint, write_log, write_status
+from support.helpers import exit_status
+from support.run_folders import HOLDER, at, end, entry, locked, start, write_checkpoint, write_log, write_status
 
 from alignment.cli.status import main
-from tools.ranks.client import environment
 
 COMMAND = [sys.executable, str(ROOT / "launch" / "status.py")]
 
 
-def outcome(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as leaving:
-        main([str(argument) for argument in arguments])
-    assert isinstance(leaving.value.code, int)
-    return leaving.value.code
+def outcome(*arguments: object) -> object:
+    return exit_status(main, [str(argument) for argument in arguments])
 
 
 def test_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,6 +36,35 @@ def test_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert (found["state"], found["checkpoints"][0]["complete"]) == ("preempted", True)
 
 
+def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, steps, more in (("lr-10", 100, {}), ("lr-9", 40, {"state": "finished"}), ("lr-9b", 7, {})):
+        evaluation = (
+            {"eval_loss": 0.25, "step": steps, "time": at(90)} if name == "lr-9" else entry(steps, 1, 1, kl=2.0)
+        )
+        last = [{**end({})[-1], "ended_early": "why"}] if more else []
+        write_log(tmp_path / name, [start(), entry(4, 4, 4), evaluation, *last])
+        write_status(tmp_path / name, **{"state": "running", "step": 4, **more})
+    for step in (9, 10):
+        os.utime(write_checkpoint(tmp_path / "lr-9", step) / "manifest.json", (time.time() - 3630,) * 2)
+    (tmp_path / "lr-9" / "checkpoint-10" / "model.safetensors").unlink()
+    (tmp_path / "other").mkdir()
+    with locked(tmp_path / "lr-9b"):
+        assert outcome(tmp_path) == outcome(tmp_path, "--json") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.split("  +", re.sub("3. s old", "", line)) for line in lines[:4]] == [
+        ["run", "state", "step", "newest metrics", "newest checkpoint"],
+        ["lr-9", "finished early", "10/100", "step 40: eval_loss 0.25", "checkpoint-9, 1 h 00 min "],
+        ["lr-9b", "running", "7/100", "step 7: loss 0.14286, kl 2"],
+        ["lr-10", "lost", "100/100", "step 100: loss 0.01, kl 2"],
+    ]
+    assert [json.loads(line)["folder"] for line in lines[4:]] == [
+        str(tmp_path / f"lr-{name}") for name in (9, "9b", 10)
+    ]
+    assert outcome(tmp_path / "lr-9") == 0 and "state       finished early" in capsys.readouterr().out
+    (tmp_path / "lr-9b" / "status.json").write_text("{")
+    assert outcome(tmp_path) == 1 and capsys.readouterr().err.startswith(f"error: {tmp_path / 'lr-9b'}: status.json")
+
+
 def test_exit_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert outcome(tmp_path / "none") == 1
     assert capsys.readouterr().err == f"error: {tmp_path / 'none'}: no such folder\n"
@@ -45,22 +75,7 @@ def test_exit_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "step        4 of 100" in told.out, "what can be read is shown"
     assert told.err.startswith(f"error: {tmp_path}: status.json: cannot be read (") and told.err.count("\n") == 1
     assert outcome() == 2 and outcome("--help") == 0
-
-
-def test_an_invalid_interval(tmp_path: Path) -> None:
-    write_status(tmp_path, state="finished")
     assert outcome(tmp_path, "--follow", "--interval", "0") == outcome(tmp_path, "--interval", "5") == 2
-
-
-def test_no_large_library_is_imported(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, 4)
-    code = (
-        "import sys\nfrom alignment.cli.commands import main\n"
-        f"try:\n    main(['status', {str(tmp_path)!r}])\nexcept SystemExit as left:\n    assert left.code == 0\n"
-        "print([name for name in ('torch', 'numpy', 'transformers', 'datasets', 'deepspeed') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert done.stdout.endswith("\n[]\n"), done.stdout + done.stderr
 
 
 def test_following_by_lines(tmp_path: Path) -> None:
@@ -80,3 +95,27 @@ def test_following_by_lines(tmp_path: Path) -> None:
     finally:
         follow.kill()
     assert rest.count("\n") == 1 and "no heartbeat since" in rest and follow.returncode == 0
+
+
+def test_following_a_folder_of_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only what has changed, until all have ended."""
+    for name, state in (("one", "finished"), ("two", "running")):
+        write_status(tmp_path / name, state=state)
+    changes = iter(({"state": "running", "step": 41}, {"state": "finished", "step": 100}))
+    with contextlib.ExitStack() as holding:
+        holding.enter_context(locked(tmp_path / "two"))
+
+        def sleep(_: float) -> None:
+            write_status(tmp_path / "two", **(change := next(changes)))
+            if change["state"] == "finished":
+                holding.close()
+
+        monkeypatch.setattr(time, "sleep", sleep)
+        assert outcome(tmp_path, "--follow") == 0
+    lines = [line.partition("; ") for line in capsys.readouterr().out.splitlines()]
+    assert [line[0].partition(",")[0] for line in lines] == [
+        "one: finished", f"two: running: {HOLDER}", f"two: running: {HOLDER}", "two: finished"
+    ]  # fmt: skip
+    assert [line[2] for line in lines] == [f"{step} of 100 ({step}%)" for step in (40, 40, 41, 100)]

@@ -31,7 +31,28 @@ OPTIONS = [
         ("ref_placement='adapter': requires adapters", "set use_peft"),
         {"ref_placement": "adapter"},
     ),
+    Case(
+        "name of another framework", ("resume='true': unknown option; set resume_from_checkpoint",), {"resume": "true"}
+    ),
+    Case(
+        "pairs that are none",
+        ("column_map='prompt': expected name=value,name=value, each name once, or JSON",),
+        {"column_map": "prompt"},
+    ),
+    Case(
+        "label_map without labels", ("label_map={'up': True}: the rows of CPO",), {"label_map": "up=1"}, method="cpo"
+    ),
+    Case(
+        "label with two meanings",
+        ("label_map='Up=true,up=false': a value that differs only in case has another meaning",),
+        {"label_map": "Up=true,up=false"},
+    ),
     Case("resuming", ("resume_from_checkpoint='@out'", "no such folder"), {"resume_from_checkpoint": "@out"}),
+    Case(
+        "early stopping without evaluations",
+        ("early_stopping_patience=3: requires evaluations", "set eval_strategy"),
+        {"early_stopping_patience": "3"},
+    ),
     Case("no model", ("model_name_or_path is required", "set it to a folder"), {"model_name_or_path": None}),
     Case(
         "window of one row",
@@ -90,7 +111,28 @@ MODEL = [
     Case("no weights", ("model_name_or_path: ", "contains no weights"), model="no-weights"),
     Case("torn tokenizer", ("processing_class: ", "no tokenizer could be loaded"), model="torn-tokenizer"),
     Case("encoder-decoder", ("model_name_or_path: ", "encoder-decoder", "decoder-only"), model="encoder-decoder"),
-    Case("no tokenizer", ("processing_class: ", "no tokenizer could be loaded"), model="no-tokenizer"),
+    Case(
+        "no tokenizer",
+        ("processing_class: no tokenizer could be loaded", "the folder contains no tokenizer.json"),
+        model="no-tokenizer",
+    ),
+    Case("no configuration", ("model_name_or_path: ", "the folder contains no config.json"), model="no-config"),
+    Case("model is a file", ("model_name_or_path: ", "it is a file; set the folder"), model="good/model.safetensors"),
+    Case(
+        "model that is not cached",
+        ("model_name_or_path: ", "the Hub cannot be reached; check the name, or run `hf download nobody/nothing`"),
+        {"model_name_or_path": "nobody/nothing"},
+    ),
+    Case(
+        "full model as adapter",
+        ("adapter_name_or_path: ", "is a full model, not an adapter; set model_name_or_path to it"),
+        {"adapter_name_or_path": "%good"},
+    ),
+    Case(
+        "no such adapter",
+        ("adapter_name_or_path: ", "the folder does not exist"),
+        {"adapter_name_or_path": "@nowhere"},
+    ),
     Case("small embedding", (f"{TOKENS} tokens", f"vocab_size is {TOKENS - 5}", "resize"), model="small-embedding"),
     Case(
         "longer than the model",
@@ -142,12 +184,14 @@ def write_models(folder: Path) -> Path:
     index = "model.safetensors.index.json"
     (copy("missing-shard") / index).write_text(json.dumps({"weight_map": {"a": "2.safetensors"}}))
     copy("no-weights", "*.safetensors")
+    copy("no-config", "config.json")
     (copy("torn-tokenizer") / "tokenizer.json").write_text('{"version": ')
     T5Config().save_pretrained(copy("encoder-decoder", "config.json"))
     copy("no-tokenizer", "token*", "chat_template*", "special*")
     changed: dict[str, dict[str, Any]] = {
         "small-embedding": {"vocab_size": TOKENS - 5},
         "more-layers": {"num_hidden_layers": 3},
+        "wider": {"intermediate_size": 96},
     }
     for name, values in changed.items():
         config = copy(name) / "config.json"

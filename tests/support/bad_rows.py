@@ -44,11 +44,64 @@ TEXTS = [
         make=lambda folder, models: os.mkfifo(folder / "x.jsonl"),
     ),
     Case("rows: no path and no name", ("cannot be read",), {"dataset_name": "a/b/c/d"}),
-    Case("rows: offline", ("Couldn't reach 'nobody/nothing' on the Hub",), {"dataset_name": "nobody/nothing"}),
+    Case(
+        "rows: offline",
+        ("nobody/nothing, split train: cannot be read: there is no such file or folder, and the Hub cannot be",),
+        {"dataset_name": "nobody/nothing"},
+    ),
+    rows(
+        "an object of splits",
+        '{\n"train": [{"prompt": "a"}]\n}',
+        "@x.json: the file is one object with the keys train; expected one object per line, a single list",
+        file="x.json",
+    ),
+    rows(
+        "semicolons",
+        "prompt;completion\na;b;c\n",
+        "x.csv, line 2: the row has 3 cells",
+        "with semicolons",
+        file="x.csv",
+    ),
     Case("rows: empty slice", ("(split train[:0]): contains no rows",), {"dataset_train_split": "train[:0]"}),
 ]
 
 CONTENTS = [
+    rows(
+        "labels of two words",
+        "".join(json.dumps({**LABELED, "label": label}) + "\n" for label in ("up", "down", "👍")),
+        "row 1: label is 'up' (a string); expected true or false",
+        "; set label_map, for example 'up=true,down=false,👍=true'",
+    ),
+    rows(
+        "many labels",
+        "".join(json.dumps({**LABELED, "label": label}) + "\n" for label in range(20)),
+        "label is 0 (an integer); expected true or false; the column has 20 different values; map them",
+    ),
+    Case(
+        "rows: label that the map lacks",
+        ("row 1: label is 'so' (a string)", "set label_map, for example '1=true,so=true|false'"),
+        {"label_map": "1=true"},
+        data=[{**LABELED, "label": "so"}],
+    ),
+    Case(
+        "rows: turns without a prompt",
+        ("row 1: prompt is missing, so apply_chat_template cannot tell the user's turn",),
+        {"apply_chat_template": "true"},
+        method="cpo",
+        data=[{"chosen": "a b", "rejected": "a c"}],
+    ),
+    Case(
+        "rows: turns without a template",
+        ("@data.jsonl: apply_chat_template=True: tokenizer ", "has no chat template; use an instruct model"),
+        {"apply_chat_template": "true"},
+        model="no-template",
+    ),
+    Case(
+        "rows: turns of tokens",
+        ("@data.jsonl: apply_chat_template=True: the rows are already tokenized; remove it",),
+        {"apply_chat_template": "true"},
+        data=[{"prompt_ids": [5], "completion_ids": [6], "label": True}],
+    ),
     row("both empty", "@x.jsonl: the only row was dropped (1 × the completion is empty)", prompt="", completion=""),
     chat("prompt an object", {"role": "user"}, "prompt[0] has no content"),
     chat("role a number", [{"role": 3, "content": "a"}], "prompt[0].role is 3 (an integer)"),

@@ -65,7 +65,6 @@ LOSSES: dict[str, tuple[dict[str, Any], ...]] = {
     "sft": ({}, {"loss_type": "dft"}),
     "online_dpo": ({}, {"loss_type": "ipo", "beta": 0.3}, {"beta": [0.2, 0.4]}),
 }
-LOSSES = {method: tuple(losses) for method, losses in LOSSES.items()}
 
 
 def factors(method: str) -> dict[str, tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""Helpers for export tests: the command, refusals, manually computed log-probs, master weights of an engine."""
+"""Helpers for export tests: the command, refusals, and manually computed log-probs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
-from torch import Tensor
 
 from alignment.checkpoint.export import export
 from alignment.cli.commands import main
 from alignment.config.errors import AlignmentError
 from alignment.config.options_export import ExportOptions
-from alignment.engines.scoring import PolicyEngine
 
 
 def command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str, str]:
@@ -40,17 +37,3 @@ def mean_logp(model: Any, row: list[int]) -> float:
 
 def gap(one: list[float], other: list[float]) -> float:
     return sum(abs(a - b) for a, b in zip(one, other)) / len(one)
-
-
-def masters(policy: PolicyEngine) -> dict[str, Tensor]:
-    """Return the optimizer's copies of the trained weights by name, unpartitioned."""
-    optimizer: Any = policy.engine.optimizer
-    trained = {name: p for name, p in policy.scorer.model.named_parameters() if p.requires_grad}
-    if not hasattr(optimizer, "fp32_groups"):
-        return {name: safe_get_full_fp32_param(p).detach().clone() for name, p in trained.items()}
-    kept = {  # stage 0
-        id(weight): master
-        for weights, copies in zip(optimizer.fp16_groups, optimizer.fp32_groups)
-        for weight, master in zip(weights, copies)
-    }
-    return {name: kept[id(p)].detach().clone() for name, p in trained.items()}

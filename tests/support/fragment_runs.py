@@ -27,7 +27,7 @@ from alignment.checkpoint.optimizer_state import (
 from alignment.checkpoint.saving import gathered_state_dict
 from alignment.config.deepspeed import policy_config
 from alignment.config.dtypes import plan_dtypes
-from alignment.data.batching import collate
+from alignment.data.batching import Batch, collate
 from alignment.engines.optimizers import build_optimizer, parameter_groups
 from alignment.engines.scoring import PolicyEngine
 from alignment.internals.deepspeed_state import (
@@ -149,6 +149,12 @@ def engine(case: Case, out: Path, seed: int = 0, reduce_once: bool = False) -> P
     assert len(optimizer.param_groups) == 2
     schedule = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
     return PolicyEngine(scorer, ds_config, optimizer, schedule, reduce_once)
+
+
+def one_row(seed: int) -> Batch:
+    """Return a batch of one random row."""
+    row = torch.randint(2, 53, (9,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return collate([(row[:3], row[3:])], 20)
 
 
 def train(policy: PolicyEngine, first: int, steps: int) -> list[float]:

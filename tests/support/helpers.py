@@ -142,6 +142,15 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
     }
 
 
+def exit_status(command: Callable[..., object], *arguments: Any) -> object:
+    """Call a command that exits; return its status."""
+    try:
+        command(*arguments)
+    except SystemExit as leaving:
+        return leaving.code
+    raise AssertionError("the command did not exit")
+
+
 class Acts(TrainerCallback):
     """Calls a function at an event of a step."""
 

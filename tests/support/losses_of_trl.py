@@ -1,6 +1,6 @@
 """Rows in every format, models of several families, and the loss of a trainer on them: TRL's or this project's.
 
-As a script (``python tests/support/losses_of_trl.py JOBS.json LOSSES.json trl``) it uses the installed TRL in a
+As a script (``python tests/support/losses_of_trl.py JOBS.json LOSSES.json``) it uses the installed TRL in a
 separate process, because each side prepares process and libraries in its own way.
 """
 
@@ -226,13 +226,12 @@ def loss_of_ours(job: dict[str, Any], folder: str) -> float:
             made.close()
 
 
-def main(jobs: str, results: str, side: str = "trl") -> None:
-    """Write the losses of the jobs in a file by name, or the text of an error."""
-    loss = loss_of_trl if side == "trl" else loss_of_ours
+def main(jobs: str, results: str) -> None:
+    """Write TRL's losses of the jobs in a file by name, or the text of an error."""
     found: dict[str, Any] = {}
     for job in json.loads(Path(jobs).read_text()):
         try:
-            found[job["name"]] = loss(job, str(Path(results).parent / side))
+            found[job["name"]] = loss_of_trl(job, str(Path(results).parent / "trl"))
         except Exception as error:
             found[job["name"]] = f"{type(error).__name__}: {error}"[:600]
         Path(results).write_text(json.dumps(found))

@@ -54,19 +54,20 @@ def pairwise(
 def covering(
     factors: Mapping[str, Sequence[Any]],
     allowed: Callable[[Combination], bool] = lambda combination: True,
-    seed: int = 0,
-    least: int = 0,
+    *,
+    count: int,
 ) -> list[Combination]:
-    """Return at least ``least`` combinations in which every possible pair of values occurs, for any number of factors.
+    """Return ``count`` combinations; from some number on, every possible pair of values occurs in them.
 
-    Unlike :func:`pairwise`, it does not enumerate all combinations: each one is the best of a few random ones that
-    contain a missing pair. A pair that none of them contains is taken to be disallowed.
+    The first ones are the same for every ``count``. Unlike :func:`pairwise`, it does not enumerate all combinations:
+    each one is the best of a few random ones that contain a missing pair. A pair that none of them contains is taken
+    to be disallowed.
     """
-    rng = random.Random(seed)
+    rng = random.Random(0)
     missing = {pair for one, other in itertools.combinations(factors, 2) for pair in _values(factors, one, other)}
     order = sorted(missing, key=repr)
     taken: list[Combination] = []
-    while missing or len(taken) < least:
+    while len(taken) < count:
         wanted = next((pair for pair in order if pair in missing), ())
         drawn = [{name: rng.choice(values) for name, values in factors.items()} | dict(wanted) for _ in range(400)]
         candidates = [combination for combination in drawn if allowed(combination)][:60]

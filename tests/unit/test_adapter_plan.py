@@ -332,6 +332,7 @@ def test_the_initial_policy_is_kept_while_its_adapters_are_trained(base: str, dt
         assert [float(value.flatten()[0]) for value in kept] == [1.0 + run, *range(2, len(own) + 1)]
         assert all(map(torch.equal, own, kept)) and {value.dtype for value in kept} == {dtype}
         assert all(value.requires_grad for value in own) and not any(value.requires_grad for value in kept)
+        assert model.get_parameter("model.norm.weight").dtype == torch.bfloat16, "as it was loaded"
         with torch.no_grad():
             own[0].add_(1.0)
         assert not torch.equal(own[0], kept[0])

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.data_tokenizers import PLAIN, char_tokenizer
 
 from alignment.config.registry import METHODS
 from alignment.data.report import NOT_DRAWN, DataReport
 from alignment.data.tokenization import NO_ROOM
 from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.kto_options import KTOConfig
-from alignment.training.advice import about_learning_rate, about_rows
+from alignment.training.advice import about_learning_rate, about_rows, about_strings
 
 
 def said(report: tuple[int, int] = (50, 50), window: int = 16, cls: Any = KTOConfig, **options: Any) -> str:
@@ -22,28 +23,32 @@ def said(report: tuple[int, int] = (50, 50), window: int = 16, cls: Any = KTOCon
     return "\n".join(METHODS.trainer(given).method_class(given).advice(rows, window))
 
 
-@pytest.mark.parametrize(
-    ("rows", "weights"),
-    [
-        ((50, 50), (1, 1)),
-        ((400, 300), (1, 1)),
-        ((100, 100), (1.33, 1)),
-        ((100, 100), (4 / 3, 1)),
-        ((10, 100), (10, 1)),
-        ((10, 100), (13.3, 1)),
-        ((100, 10), (0.1, 1)),
-        ((100, 10), (1, 10)),
-        ((100, 10), (1, 7.5)),
-        ((7, 3), (3, 7)),
-    ],
-)
-def test_weights_within_the_range(rows: tuple[int, int], weights: tuple[float, float]) -> None:
-    assert said(rows, desirable_weight=weights[0], undesirable_weight=weights[1]) == ""
+def test_strings_for_a_chat_model() -> None:
+    """The advice shows the row with and without the template; rows that contain a token of it are rendered already."""
+    tokenizer, row = char_tokenizer(template=PLAIN), {"prompt": "ab", "completion": "c", "label": True}
+    (line,) = about_strings(row, tokenizer)
+    assert "such as 'abc'; " in line and line.endswith("apply_chat_template: true for 'user: ab\\nassistant: c\\n'")
+    (line,) = about_strings({"prompt": "ab" * 200}, tokenizer)
+    assert "..." in line and len(line) < 500
+    messages = [{"role": "user", "content": "a"}]
+    for other in ({"prompt": messages}, {"prompt": "<s>ab", "completion": "c"}, {"chosen": "a", "rejected": "b"}):
+        assert about_strings(other, tokenizer) == []
+    assert about_strings(row, char_tokenizer()) == []
 
 
 @pytest.mark.parametrize(
     ("rows", "weights", "expected"),
     [
+        ((50, 50), (1, 1), None),
+        ((400, 300), (1, 1), None),
+        ((100, 100), (1.33, 1), None),
+        ((100, 100), (4 / 3, 1), None),
+        ((10, 100), (10, 1), None),
+        ((10, 100), (13.3, 1), None),
+        ((100, 10), (0.1, 1), None),
+        ((100, 10), (1, 10), None),
+        ((100, 10), (1, 7.5), None),
+        ((7, 3), (3, 7), None),
         ((99, 100), (1, 1), "(99:100) is 0.99:1"),
         ((401, 300), (1, 1), "(401:300) is 1.34:1"),
         ((100, 100), (1.34, 1), "is 1.34:1"),
@@ -55,8 +60,9 @@ def test_weights_within_the_range(rows: tuple[int, int], weights: tuple[float, f
         ((50, 50), (0, 1), "is 0:1, outside 1:1 to 4:3; set desirable_weight to 1 to 1.33"),
     ],
 )
-def test_weights_outside_the_range(rows: tuple[int, int], weights: tuple[float, float], expected: str) -> None:
-    assert expected in said(rows, desirable_weight=weights[0], undesirable_weight=weights[1])
+def test_the_range_of_weights(rows: tuple[int, int], weights: tuple[float, float], expected: str | None) -> None:
+    found = said(rows, desirable_weight=weights[0], undesirable_weight=weights[1])
+    assert found == "" if expected is None else expected in found
 
 
 def test_only_one_label() -> None:
@@ -80,7 +86,7 @@ def test_learning_rate(cls: Any) -> None:
         assert (of_adapters == []) == inside and (inside or "5e-06 to 5e-05" in of_adapters[0])
 
 
-def test_window() -> None:
+def test_window(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(window=16) == said(window=17) == ""
     assert "a step uses 15 rows, fewer than 16: KTO estimates the KL from these rows only" in said(window=15)
     assert said(window=8).endswith("set gradient_accumulation_steps=2")
@@ -88,10 +94,7 @@ def test_window() -> None:
     assert said(window=3, per_device_train_batch_size=3).endswith("set gradient_accumulation_steps=6")
     for other in (said(window=8, loss_type="apo_zero_unpaired"), said(window=8, cls=CPOConfig)):
         assert "KL" not in other and "gradients are noisy" in other
-
-
-def test_ranks_count_in_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("WORLD_SIZE", "4")  # ranks count
     assert said(window=4, per_device_train_batch_size=1).endswith("set gradient_accumulation_steps=4")
 
 

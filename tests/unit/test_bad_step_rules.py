@@ -83,13 +83,6 @@ def test_the_median_covers_the_latest_losses(tmp_path: Path) -> None:
     assert not Steps(tmp_path).after([1.0] * 50).is_spike(1e9), "not enabled"
 
 
-def test_stop_is_the_default(tmp_path: Path) -> None:
-    steps = Steps(tmp_path)
-    with pytest.raises(BadStep) as caught:
-        steps.skip(FAULT, plan(0, 1), 2)
-    assert caught.value is FAULT and steps.count == 0 and steps.lines == []
-
-
 def test_skipped_windows_are_counted(tmp_path: Path) -> None:
     steps = Steps(tmp_path, on_bad_step="skip", max_bad_steps=2)
     steps.skip(FAULT, plan(0, 1), 2)
@@ -101,16 +94,6 @@ def test_skipped_windows_are_counted(tmp_path: Path) -> None:
     }  # fmt: skip
     with pytest.raises(BadStep, match="max_bad_steps=2"):
         steps.skip(FAULT, plan(1, 1), 7)
-
-
-def test_omitted_windows_of_a_state(tmp_path: Path) -> None:
-    """Releases that returned to a checkpoint chose them."""
-    state = {"losses": [1.0], "count": 2, "omitted": [[0, 3], [1, 1]]}
-    steps = Steps(tmp_path).after([2.0])
-    steps.load_state_dict(state)
-    assert steps.state_dict() == state
-    assert steps.omits(plan(1, 1), 7) and not steps.omits(plan(1, 2), 8) and not steps.omits(plan(2, 1), 9)
-    assert steps.lines == [{"event": "omitted_window", "step": 7, "window": [1, 1]}]
 
 
 def test_runs_no_longer_return_to_a_checkpoint(tmp_path: Path) -> None:

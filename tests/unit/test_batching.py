@@ -10,27 +10,13 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from alignment.data.batching import (
-    Batch,
-    EpochWindows,
-    MicroBatches,
-    collate,
-    ends,
-)
+from alignment.data.batching import Batch, EpochWindows, MicroBatches, collate, ends
 from alignment.data.kinds.base import Kind
 from alignment.data.kinds.pairs import PAIRS, PreferenceBatch, collate_pairs
 from alignment.data.kinds.prompts import PROMPTS, PromptBatch
 from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED, UnpairedBatch
-from alignment.data.windows import (
-    MicroBatch,
-    RowTable,
-    WindowCounts,
-    WindowPlan,
-    WindowSampler,
-    evaluation_plan,
-    row_table,
-)
+from alignment.data.windows import MicroBatch, WindowCounts, WindowPlan, WindowSampler, evaluation_plan, row_table
 
 LABELED_ROWS = Dataset.from_dict(
     {
@@ -100,14 +86,15 @@ def test_every_target_follows_its_position() -> None:
         ]
 
 
-def test_an_empty_batch_is_an_unscored_dummy_token() -> None:
+@pytest.mark.parametrize("last", [False, True])
+def test_an_empty_batch_is_an_unscored_dummy_token_without_ends(last: bool) -> None:
     batch = collate([], longest=8)
-    assert (
-        batch.inputs["input_ids"].tolist() == batch.inputs["attention_mask"].flatten()[None].sub(1).tolist() == [[0]]
-    )
-    for part in (batch.positions, batch.targets, batch.segments, batch.lengths):
+    ids, mask = batch.inputs["input_ids"].tolist(), batch.inputs["attention_mask"].tolist()
+    assert (ids, mask, batch.longest) == ([[0]], [[1]], 8)
+    found = ends(batch, longest=2) if last else batch
+    for part in (found.positions, found.targets, found.segments, found.lengths):
         assert part.tolist() == [] and part.dtype == torch.int64
-    assert batch.longest == 8
+    assert found.longest == (2 if last else 8)
 
 
 def test_an_empty_completion_keeps_its_sequence() -> None:
@@ -129,13 +116,6 @@ def test_ends_are_the_last_tokens_for_any_row_order() -> None:
     assert (found.segments.tolist(), found.lengths.tolist(), found.longest) == ([0, 1, 2], [1, 1, 1], 3)
     assert found.inputs["input_ids"] is batch.inputs["input_ids"] and found.blocks == batch.blocks
     assert batch.longest == 9 and ends(batch, longest=5).longest == 5
-
-
-def test_a_batch_without_sequences_has_no_ends() -> None:
-    found = ends(collate([], longest=4), longest=2)
-    for part in (found.positions, found.targets, found.segments, found.lengths):
-        assert part.tolist() == [] and part.dtype == torch.int64
-    assert found.longest == 2
 
 
 def test_unpaired_rows_with_partners() -> None:
@@ -259,14 +239,10 @@ def test_row_table() -> None:
     assert chosen.prompt.tolist() == [2, 1] and chosen.completions.tolist() == [[4], [2]]
 
 
-def micro_batches(table: RowTable, plan: WindowPlan) -> MicroBatches:
-    return MicroBatches(UNPAIRED.collate, LABELED_ROWS, plan, 0)
-
-
 def test_micro_batches_are_collated_on_access() -> None:
     table = row_table(LABELED_ROWS, ("completion_ids",), None)
     sampler = WindowSampler(table, world_size=1, batch_size=1, accumulation=3, seed=0, draw_partners=True)
-    batches = micro_batches(table, sampler.plan(0, 0))
+    batches = MicroBatches(UNPAIRED.collate, LABELED_ROWS, sampler.plan(0, 0), 0)
     assert len(batches) == 3
     assert [batch.rows for batch in batches] == [share.rows for (share,) in sampler.plan(0, 0).micro_batches]
     for wrong in (3, -1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from dataclasses import replace
@@ -14,8 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import TrainerCallback, TrainerState
-from transformers.trainer_callback import ExportableState
+from transformers import TrainerState
 
 from alignment import CPOConfig
 from alignment.checkpoint.best import BestModel, check_best_metric
@@ -136,20 +134,14 @@ def test_sums_and_counts_of_both_classes() -> None:
         (0.25, [0.25, 0.5, 1, 2, 4, 8]),
     ],
 )
-def test_pauses_double_up_to_five_minutes(
-    pause: float, pauses: list[float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pauses_double_up_to_five_minutes(pause: float, pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further tests of pauses are in ``test_retries.py``."""
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
     retries = Retries(6, pause)
     for number, wanted in enumerate(pauses, start=1):
         slept.clear()
-        assert retries.again("read", OSError("busy"), number)
-        assert sum(slept) == wanted and max(slept) <= 1
-        assert f"retry {number} of 6 in {wanted:g} s" in capsys.readouterr().out
-    slept.clear()
-    assert not retries.again("read", OSError("busy"), 7) and not slept
-    assert retries.taken() == 6 and retries.taken() == 0
+        assert retries.again("read", OSError("busy"), number) and sum(slept) == wanted and max(slept) <= 1
 
 
 # Resuming ------------------------------------------------------------------------------------------------------------
@@ -261,32 +253,3 @@ def test_metrics_that_can_choose_the_best_model(metric: str | None, sets: list[s
         return
     with pytest.raises(OptionError, match="^metric_for_best_model="):
         check_best_metric(args, REWARDS, sets)
-
-
-# Callbacks -----------------------------------------------------------------------------------------------------------
-
-
-class Counting(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """A callback with a state."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"count": self.count}}
-
-
-class Naming(Counting):
-    """One of another class."""
-
-
-def test_states_of_several_callbacks_of_one_class() -> None:
-    args = CPOConfig("out")
-    saved = Events(args, TrainerState(), [Counting(3), Naming(7), Counting(5)], None)
-    saved.state.global_step, saved.control.should_save = 4, True
-    state = json.loads(json.dumps(saved.state_dict()))
-    assert "is_world_process_zero" not in state
-    again = Events(args, TrainerState(), [Counting(0), Counting(0), Naming(0), Counting(1)], None)
-    again.load_state_dict(state)
-    assert [one.count for one in again.handler.callbacks if isinstance(one, Counting)] == [3, 5, 7, 1]
-    assert again.state.global_step == 4 and again.control.should_save

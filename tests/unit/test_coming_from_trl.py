@@ -78,17 +78,6 @@ def test_options_without_effect_have_the_defaults_of_their_library() -> None:
     assert {name: value for name, value in found.items() if value is not None and value is not False} == DEFAULTS
 
 
-def test_every_alias() -> None:
-    found = {alias: name for cls in METHODS.values() for alias, name in older_names(cls).items()}
-    assert found == {
-        "activation_checkpointing": "gradient_checkpointing", "gamma": "simpo_gamma", "max_seq_length": "max_length",
-        "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs", "evaluation_strategy": "eval_strategy",
-        "no_cuda": "use_cpu", "per_gpu_eval_batch_size": "per_device_eval_batch_size", "torch_dtype": "dtype",
-        "per_gpu_train_batch_size": "per_device_train_batch_size", "push_to_hub_model_id": "hub_model_id",
-        "push_to_hub_token": "hub_token", "use_liger": "use_liger_kernel",
-    }  # fmt: skip
-
-
 @with_trl
 @pytest.mark.parametrize("method", METHODS)
 def test_every_option_of_trl_is_accounted_for(method: str) -> None:

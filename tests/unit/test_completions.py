@@ -60,6 +60,7 @@ def test_tables_are_written_every_n_logs(tmp_path: Path) -> None:
             log.keep([group] * 3, [ranking, Ranking("tied", (1.0, 1.0, 1.0)), ranking])
             log.write(step)
         log.write(6)  # an omitted window has no completions
+        assert log.state_dict()["logs"] == 6
         lines = [json.loads(line) for line in path.read_text().splitlines()] if steps else []
         assert [line["step"] for line in lines] == [step for step in steps for _ in range(2)]
         for pair, dropped in zip(lines[::2], lines[1::2], strict=True):
@@ -121,13 +122,14 @@ def decode(ids: Any, clean_up_tokenization_spaces: bool = True, **more: Any) -> 
 TOKENIZER = SimpleNamespace(eos_token_id=1, pad_token_id=None, decode=decode)
 
 
-def data(prompts: list[list[int]], key: str = "k") -> Any:
-    return SimpleNamespace(dataset=Dataset.from_dict({"prompt_ids": prompts}), key=key, where="eval_dataset")
+def data(prompts: list[list[int]], key: str = "k", cut: bool = False) -> Any:
+    dataset = Dataset.from_dict({"prompt_ids": prompts, "prompt_cut": [cut] * len(prompts)})
+    return SimpleNamespace(dataset=dataset, key=key, where="eval_dataset")
 
 
 def test_first_distinct_prompts() -> None:
-    assert first_prompts(data([[1, 2], [], [1, 2], [1, 3], [1, 4]]), 2) == [(1, 2), (1, 3)]
-    assert first_prompts(data([[0], [], [0]]), 2) == [], "a BOS token alone is not a prompt"
+    assert first_prompts(data([[1, 2], [], [1, 2], [1, 3], [1, 4]]), 2) == {(1, 2): False, (1, 3): False}
+    assert first_prompts(data([[0], [], [0]]), 2) == {}, "a BOS token alone is not a prompt"
 
 
 def test_sampling_settings_of_a_generation_config() -> None:
@@ -179,6 +181,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_prompts_leave_space_for_a_completion(run: Any) -> None:
     run.made()(run.models("policy"), data([[1, 2, 3], [1, 2, 3, 4], [1, 2]]), "eval")
     assert [line["policy"] for line in run.lines()] == ["policy 6"] and run.longest == [1]
+
+
+@pytest.mark.parametrize(("mode", "shown"), [("keep_end", "…1 2"), ("keep_start", "1 2")])
+def test_a_prompt_without_its_beginning(run: Any, mode: str, shown: str) -> None:
+    run.context.args.truncation_mode = mode
+    run.made()(run.models("policy"), data([[1, 2]], cut=True), "eval")
+    assert [line["prompt"] for line in run.lines()] == [shown]
 
 
 def test_table_and_terminal_output(run: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,30 +46,29 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("cards", "compute"),
+    ("cards", "ranks", "compute"),
     [
-        (("A10",), "bfloat16"),
-        (("H100", "A10"), "bfloat16"),
-        (("T4",), "float16"),
-        (("V100",), "float16"),
-        (("P100",), "float32"),
-        # Every rank of a host decides as the oldest card has to.
-        (("A10", "T4"), "float16"),
-        (("T4", "A10"), "float16"),
-        (("A10", "P100"), "float32"),
+        (("A10",), None, "bfloat16"),
+        (("H100", "A10"), None, "bfloat16"),
+        (("T4",), None, "float16"),
+        (("V100",), None, "float16"),
+        (("P100",), None, "float32"),
+        # Every rank of a host decides as the oldest card has to; a GPU that no rank uses is ignored.
+        (("A10", "T4"), None, "float16"),
+        (("T4", "A10"), None, "float16"),
+        (("A10", "P100"), None, "float32"),
+        (("A10", "P100"), 1, "bfloat16"),
+        (("T4", "P100"), 1, "float16"),
+        (("A10", "A10", "P100"), 3, "float32"),
     ],
 )
-def test_bf16_is_used_if_all_gpus_support_it(cards: tuple[str, ...], compute: str, plan: Plan) -> None:
-    made = plan(*cards)
+def test_bf16_is_used_if_all_gpus_support_it(
+    cards: tuple[str, ...], ranks: int | None, compute: str, plan: Plan
+) -> None:
+    made = plan(*cards, ranks=ranks)
     assert (made.compute, made.master) == (compute, "float32")
     assert (made.note is None) == (compute == "bfloat16")
     assert compute_dtype(KTOConfig("out")) == compute, "what options say without a JSON is the same"
-
-
-def test_a_gpu_that_no_rank_uses_is_ignored(plan: Plan) -> None:
-    assert plan("A10", "P100", ranks=1).compute == "bfloat16"
-    assert plan("T4", "P100", ranks=1).compute == "float16"
-    assert plan("A10", "A10", "P100", ranks=3).compute == "float32"
 
 
 def test_hosts_with_different_gpus_are_rejected(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

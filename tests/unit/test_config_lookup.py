@@ -10,6 +10,7 @@ import pytest
 
 from alignment.config.errors import OptionError
 from alignment.config.lookup import load_callable, raised
+from alignment.objectives.likelihood import nll
 from alignment.run.stop import RunStopped
 
 FILE = '''
@@ -58,7 +59,7 @@ def file(tmp_path: Path) -> Iterator[Path]:
     sys.modules.pop("_beside", None)
 
 
-def test_from_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_a_file_or_a_module(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = list(sys.path)
     length = load_callable(f"{file}:length", "reward_funcs")
     assert length(completions=["ab", "c"]) == [4, 2]
@@ -72,6 +73,7 @@ def test_from_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # And the new one once it is edited, as in a notebook.
     file.write_text(FILE.replace("_beside.FACTOR", "10"))
     assert load_callable(f"{file}:length", "reward_funcs")(["ab"]) == [20]
+    assert load_callable("alignment.objectives.likelihood:nll", "reward_funcs") is nll
 
 
 def test_two_files_of_one_name(file: Path) -> None:
@@ -80,12 +82,6 @@ def test_two_files_of_one_name(file: Path) -> None:
     other.write_text(FILE)  # the same text elsewhere is another module: it may read what lies beside it
     functions = [load_callable(f"{path}:length", "reward_funcs") for path in (file, other)]
     assert [function.__globals__["__file__"] for function in functions] == [str(file), str(other)]
-
-
-def test_from_a_module() -> None:
-    from alignment.objectives.likelihood import nll
-
-    assert load_callable("alignment.objectives.likelihood:nll", "reward_funcs") is nll
 
 
 def test_a_judge_is_an_object_with_that_method(file: Path) -> None:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 from transformers.trainer_utils import IntervalStrategy
 
 from alignment.compat.trl.verdicts import judged_names
 from alignment.config.errors import OptionError
 from alignment.config.fields import parse_optim_args
-from alignment.config.registry import option_names
+from alignment.config.registry import METHODS, option_names
 from alignment.methods.cpo_options import CPOConfig
 from alignment.methods.dpo_options import DPOConfig
 from alignment.methods.kto_options import KTOConfig
@@ -55,6 +56,8 @@ OF_REWARDS: dict[str, Any] = {
     [
         (KTOConfig, {"save_steps": 1.5}, "save_steps=1.5"),
         (KTOConfig, {"save_strategy": "best"}, "save_strategy='best'"),
+        (KTOConfig, {"early_stopping_patience": 2}, "early_stopping_patience=2: requires evaluations"),
+        (KTOConfig, {"early_stopping_threshold": 0.1}, "early_stopping_threshold=0.1: .*set early_stopping_patience"),
         (KTOConfig, {"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio=0.1 and warmup_steps=5"),
         (KTOConfig, {"lr_scheduler_type": "constant", "warmup_steps": 3}, "warmup_steps=3"),
         (KTOConfig, {"bf16": True, "fp16": True}, "bf16=True and fp16=True"),
@@ -177,6 +180,7 @@ NO_CHECKPOINTING = {"gradient_checkpointing": False, "gradient_checkpointing_kwa
     [
         (KTOConfig, {}, {"metric_for_best_model": None, "greater_is_better": None}),
         (KTOConfig, {"load_best_model_at_end": True}, {"metric_for_best_model": "loss", "greater_is_better": False}),
+        (KTOConfig, {"early_stopping_patience": 2}, {"metric_for_best_model": "loss", "greater_is_better": False}),
         (KTOConfig, {"metric_for_best_model": "eval_rewards/margins"}, {"greater_is_better": True}),
         (DPOConfig, {"precompute_ref_log_probs": True}, {"ref_placement": "precomputed"}),
         (OnlineDPOConfig, {"beta": [0.2, 0.1]}, {"betas": (0.2, 0.1)}),
@@ -229,6 +233,7 @@ NO_CHECKPOINTING = {"gradient_checkpointing": False, "gradient_checkpointing_kwa
         (OnlineDPOConfig, {"judge": "openai", "num_generations": 2}, {"num_generations": 2}),
         (KTOConfig, {"model_init_kwargs": {"torch_dtype": "bfloat16"}}, {"dtype": "bfloat16"}),
         (KTOConfig, {"model_init_kwargs": {"dtype": "float32"}}, {"dtype": None}),
+        (KTOConfig, {"model_init_kwargs": {"dtype": "auto", "load_in_4bit": True}}, {"load_in_4bit": True}),
         (KTOConfig, {"model_init_kwargs": {"dtype": "float32"}, "bf16": False}, {"dtype": "float32"}),
         (KTOConfig, {"model_init_kwargs": '{"attn_implementation": "eager"}'}, {"attn_implementation": "eager"}),
     ],
@@ -290,15 +295,17 @@ def test_optim_args(text: Any, expected: dict[str, Any]) -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
+    """Neither by a bad command line nor by the options of any method with its losses."""
+    names = sorted(options.partition(":")[0] for options, _ in METHODS.entries.values())
     code = (
-        "import sys; from alignment.cli.parsing import parse\n"
+        "import importlib, sys; from alignment.cli.parsing import parse\n"
         "from alignment.config.errors import OptionError\n"
         "try: parse(['kto', '--betta', '1'])\n"
         "except OptionError: pass\n"
+        f"for name in {names}: importlib.import_module(name)\n"
         "assert not {'torch', 'deepspeed', 'transformers', 'numpy'} & set(sys.modules)"
     )
-    root = Path(__file__).resolve().parents[2]
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
 
 
 TINY, ALMOST_ONE = math.ulp(0.0), math.nextafter(1, 0)
@@ -306,11 +313,11 @@ BELOW_ZERO, ABOVE_ONE = -TINY, math.nextafter(1, 2)
 AT_LEAST_ONE = [
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("dataset_num_proc", "max_train_samples", "max_eval_samples", "max_steps", "lora_r"),
-    *("lora_alpha", "max_bad_steps"),
+    *("lora_alpha", "max_bad_steps", "early_stopping_patience"),
 ]
 AT_LEAST_ZERO = [
     *("learning_rate", "weight_decay", "max_grad_norm", "router_aux_loss_coef", "warmup_steps", "eval_delay"),
-    *("retry_pause",),
+    *("retry_pause", "early_stopping_threshold"),
 ]
 ABOVE_ZERO = ["adam_epsilon", "hang_timeout", "hang_factor", "num_train_epochs"]
 NEEDS: dict[str, dict[str, Any]] = {  # options with which another one has an effect
@@ -319,6 +326,8 @@ NEEDS: dict[str, dict[str, Any]] = {  # options with which another one has an ef
     "lora_alpha": {"use_peft": True},
     "lora_dropout": {"use_peft": True},
     "max_bad_steps": {"on_bad_step": "skip"},
+    "early_stopping_patience": {"eval_strategy": "epoch"},
+    "early_stopping_threshold": {"eval_strategy": "epoch", "early_stopping_patience": 1},
 }
 LIMITS: list[tuple[type, str, Any, Any]] = [
     *((KTOConfig, name, 1, 0) for name in AT_LEAST_ONE),

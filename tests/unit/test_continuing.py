@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 from support import continuing
 
+pytest_plugins = ["pytester"]
 TESTS = """
 import os
 import pytest
@@ -40,36 +39,32 @@ def pytest_configure(config):
 """
 
 
-def run(folder: Path, *more: str, broken: str = "") -> str:
-    """The closing line of pytest over :data:`TESTS`."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
-    environ |= {"BROKEN": broken} if broken else {}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)]
-    done = subprocess.run([*command, *more], env=environ, capture_output=True, text=True, check=False)
-    return done.stdout.splitlines()[-1].partition(" in ")[0]
-
-
 @pytest.mark.ci
-def test_only_what_has_not_passed_runs_again(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(TESTS)
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    record = tmp_path / "deep" / "record.jsonl"
-    option = ("--record", str(record))
+def test_only_what_has_not_passed_runs_again(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytester.makepyfile(test_it=TESTS)
+    pytester.makeconftest(CONFTEST)
+    pytester.makeini("[pytest]\n")
+    record = pytester.path / "deep" / "record.jsonl"
+    option = ("--record", record)
+
+    def run(*more: str | Path, broken: str | None = None, **outcomes: int) -> None:
+        with monkeypatch.context() as patched:
+            patched.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests"), str(ROOT)]))
+            if broken:
+                patched.setenv("BROKEN", broken)
+            pytester.runpytest_subprocess(*more).assert_outcomes(**outcomes)
+
     # A failing call and a failing teardown are both no pass; each is run again.
-    assert run(tmp_path, *option, broken="c") == "1 failed, 3 passed, 1 error"
-    assert {json.loads(line)["test"] for line in record.read_text().splitlines()} == {
-        "test_it.py::test_one",
-        "test_it.py::test_two[a@b]",
-    }
+    run(*option, broken="c", failed=1, passed=3, errors=1)
+    passed = {json.loads(line)["test"] for line in record.read_text().splitlines()}
+    assert passed == {"test_it.py::test_one", "test_it.py::test_two[a@b]"}
     with record.open("a") as file:
         file.write('{"test": "test_it.py::test_three", "co')  # as an interrupted run leaves it
-    assert run(tmp_path, *option) == "2 passed, 2 deselected"
-    assert run(tmp_path, *option) == "4 deselected"
+    run(*option, passed=2, deselected=2)
+    run(*option, deselected=4)
     record.write_text(record.read_text().replace('"code": "', '"code": "of yesterday '))
-    assert run(tmp_path, *option) == "4 passed"
-    assert run(tmp_path) == "4 passed"
+    run(*option, passed=4)
+    run(passed=4)
 
 
 def test_the_fingerprint_follows_code(tmp_path: Path) -> None:

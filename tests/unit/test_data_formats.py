@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset, Json, Value
+from datasets import Json, Value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_tokenizers import PLAIN, char_tokenizer
+from support.prepared import prepared
 
 from alignment.cli.parsing import parse
 from alignment.config.errors import DataError
 from alignment.config.fields import choices_of
-from alignment.config.options_data import Truncation
+from alignment.config.options_data import Truncation, mixture_parts
 from alignment.data.kinds.base import Kind
 from alignment.data.kinds.completions import COMPLETIONS
 from alignment.data.kinds.pairs import PAIRS
@@ -25,9 +26,8 @@ from alignment.data.kinds.prompts import PROMPTS
 from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.messages import Source
-from alignment.data.prepare import load_prepared, prepare
 from alignment.data.readers import infer_features
-from alignment.data.sources import dataset_from_python, load_split
+from alignment.data.sources import load_split
 from alignment.data.tokenization import EMPTY, NO_CONTEXT, NO_ROOM, Limits, fit
 from alignment.methods.kto_options import KTOConfig
 
@@ -38,14 +38,11 @@ def pair_of(row: dict[str, Any]) -> tuple[Any, ...]:
     return (source.prompt, *source.completions)
 
 
-def labeled(row: dict[str, Any]) -> Source:
-    """A row for KTO as text."""
-    return UNPAIRED.parse(row, "row 1", {})
-
-
 U, V = {"role": "user", "content": "hello"}, {"role": "user", "content": "bye"}
 A, B = {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}
 S = {"role": "system", "content": "be brief"}
+MARK = "\n\nAssistant:"
+HH = f"\n\nHuman: hi{MARK}"
 
 
 @pytest.mark.parametrize(
@@ -64,21 +61,10 @@ S = {"role": "system", "content": "be brief"}
         ("abc", "xyz", ("", "abc", "xyz")),
         (" abc", " abd", ("", " abc", " abd")),
         ("", "abc", ("", "", "abc")),
-        (
-            "\n\nHuman: hi\n\nAssistant: I am well",
-            "\n\nHuman: hi\n\nAssistant: I am not",
-            ("\n\nHuman: hi\n\nAssistant:", " I am well", " I am not"),
-        ),
-        (
-            "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d",
-            "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: e",
-            ("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", " d", " e"),
-        ),
-        (  # the later marker would leave the first completion empty
-            "\n\nHuman: a\n\nAssistant: b\n\nAssistant:",
-            "\n\nHuman: a\n\nAssistant: b\n\nAssistant: c",
-            ("\n\nHuman: a\n\nAssistant:", " b\n\nAssistant:", " b\n\nAssistant: c"),
-        ),
+        (f"{HH} I am well", f"{HH} I am not", (HH, " I am well", " I am not")),
+        (f"{HH} b{HH} d", f"{HH} b{HH} e", (f"{HH} b{HH}", " d", " e")),
+        # The later marker would leave the first completion empty.
+        (f"{HH} b{MARK}", f"{HH} b{MARK} c", (HH, f" b{MARK}", f" b{MARK} c")),
     ],
 )
 def test_implicit_prompt_of_strings(chosen: str, rejected: str, expected: tuple[str, str, str]) -> None:
@@ -106,8 +92,6 @@ def test_a_string_prompt_with_conversations() -> None:
     found = pair_of({"prompt": " hello", "chosen": [system, U, A], "rejected": [system, U, B]})
     assert found == ([system, U], [A], [B])
     assert pair_of({"prompt": "hello", "chosen": [A], "rejected": [B]}) == ([U], [A], [B])
-    with pytest.raises(DataError, match="prompt is a string but chosen is a list"):
-        pair_of({"prompt": "bye", "chosen": [U, A], "rejected": [U, B]})
 
 
 def test_explicit_prompts() -> None:
@@ -115,15 +99,8 @@ def test_explicit_prompts() -> None:
     assert kept == ("a b", "a b c", "a b d")  # strings are unchanged
     assert pair_of({"prompt": [S, U], "chosen": [S, U, A], "rejected": [B]}) == ([S, U], [A], [B])
     assert pair_of({"prompt": [A], "chosen": [A], "rejected": [B]}) == ([A], [A], [B])
-    row = labeled({"prompt": [U], "completion": [U, A], "label": True})
+    row = UNPAIRED.parse({"prompt": [U], "completion": [U, A], "label": True}, "row 1", {})
     assert row == Source([U], ([A],), "row 1", further={"label": [True]})
-
-
-def test_unpaired_rows() -> None:
-    one = labeled({"prompt": "", "completion": "b", "label": False})
-    assert one == Source("", ("b",), "row 1", further={"label": [False]})
-    both = labeled({"prompt": "q", "chosen": "a", "rejected": "b"})
-    assert both == Source("q", ("a", "b"), "row 1", further={"label": [True, False]})
 
 
 def test_nulls_are_removed_from_messages_and_template_options_are_kept() -> None:
@@ -257,12 +234,12 @@ TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}
 ROW = {"instruction": "do", "input": "it", "output": "ok", "kto_tag": True}
 
 
-def texts(rows: Any, column_map: dict[str, str] | None, folder: Path, kind: Any = UNPAIRED) -> list[list[str]]:
+def texts(
+    rows: Any, column_map: dict[str, str] | None, folder: Path, kind: Any = UNPAIRED, **options: Any
+) -> list[list[str]]:
     """Return the decoded columns of every prepared row."""
     tokenizer = char_tokenizer(template=PLAIN)
-    data = rows if isinstance(rows, Dataset) else dataset_from_python(rows)
-    path = prepare(data, kind, tokenizer, Limits(), "data", folder, column_map=column_map, progress=False)
-    dataset = load_prepared(path).dataset
+    dataset = prepared(rows, kind, folder, tokenizer, column_map=column_map, **options).dataset
     columns = [name for name in dataset.column_names if name.endswith("_ids")]
     return [[tokenizer.decode(row[name]) for name in columns] for row in dataset]
 
@@ -293,13 +270,48 @@ def test_system_column(tmp_path: Path) -> None:
 def test_labels_of_csv_files(tmp_path: Path) -> None:
     path = tmp_path / "data.csv"
     path.write_text("instruction,input,output,kto_tag\ndo,it,ok,True\ndo,,no,false\n")
-    dataset = load_split(str(path), None, "train")
-    made = prepare(dataset, UNPAIRED, char_tokenizer(), Limits(), "data", tmp_path, column_map=ALPACA, progress=False)
-    assert load_prepared(made).dataset["label"][:] == [True, False]
+    data = load_split(str(path), None, "train")
+    assert prepared(data, UNPAIRED, tmp_path, column_map=ALPACA).dataset["label"][:] == [True, False]
     path.write_text("instruction,input,output,kto_tag\ndo,it,ok,yes\n")
     said = r"^data, row 1: label is 'yes' \(a string\); .* \(column_map: .*label: kto_tag"
     with pytest.raises(DataError, match=said):
         texts(load_split(str(path), None, "train"), ALPACA, tmp_path)
+
+
+def test_labels_are_mapped(tmp_path: Path) -> None:
+    """The text of a value counts, without its case; booleans need no entry. The map is part of the data's key."""
+    given = ["Up", " down", 1, 0.0, True, "👎"]
+    data = [{"prompt": "a", "completion": "b", "label": label} for label in given]
+    for down in (False, True):
+        label_map = {"up": True, "down": down, "1": True, "0": False, "👎": False}
+        made = prepared(data, UNPAIRED, tmp_path, label_map=label_map).dataset
+        assert made["label"][:] == [True, down, True, False, True, False]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_strings_as_turns(tmp_path: Path) -> None:
+    """With ``apply_chat_template``, strings are one user turn and one assistant turn; messages do not change."""
+    row = {"prompt": "a", "completion": "b", "chosen": "c", "rejected": "d", "system": "e", "query": "f"}
+    asked = "user: a\nassistant:"
+    said = {"prompt": "a", "completion": "b", "label": True}
+    pair = {name: row[name] for name in ("prompt", "chosen", "rejected")}
+    for kind, rows, expected in [
+        (UNPAIRED, [said, pair], [[asked, " b\n</s>"], [asked, " c\n</s>"], [asked, " d\n</s>"]]),
+        (UNPAIRED, [{"messages": TURNS, "label": True}], [[asked, " c\n</s>"]]),
+        (PAIRS, [row], [[asked, " c\n</s>", " d\n</s>"]]),
+        (COMPLETIONS, [row], [[asked, " b\n</s>"]]),
+        (PROMPTS, [row], [[asked]]),
+    ]:
+        assert texts(rows, None, tmp_path, kind, apply_chat_template=True) == expected
+    mapped = {name: name for name in ("system", "query")}
+    headed = [["system: e\nuser: a\nf\nassistant:", " c\n</s>", " d\n</s>"]]
+    assert texts([row], mapped, tmp_path, PAIRS, apply_chat_template=True) == headed
+    assert texts([row], None, tmp_path, PAIRS) == [["a", "c</s>", "d</s>"]]  # the option is part of the key
+    begun = {"prompt": [], "completion": TURNS[1:], "label": True}
+    opened = texts([{**begun, "prompt": "", "completion": "c"}], None, tmp_path, apply_chat_template=True)
+    assert opened == texts([begun], None, tmp_path) == [["assistant: ", "c\n</s>"]]
+    with pytest.raises(DataError, match="^data, row 1: prompt is missing, so apply_chat_template"):
+        texts([{"text": "a"}], None, tmp_path, COMPLETIONS, apply_chat_template=True)
 
 
 def test_query_requires_strings() -> None:
@@ -331,6 +343,13 @@ def test_column_map_from_every_source_of_options(tmp_path: Path) -> None:
     assert parse([str(recipe)]).column_map == names
     assert parse([str(recipe), "--column_map", json.dumps({"prompt": "other"})]).column_map == {"prompt": "other"}
     assert KTOConfig("o", column_map=names).column_map == names
+    short = ["--column_map", "prompt=question, completion = a b", "--label_map", "Up=true,0=false"]
+    parsed = parse([str(recipe), *short])
+    assert parsed.column_map == {"prompt": "question", "completion": "a b"}
+    labels = {"up": True, "0": False}
+    assert parsed.label_map == labels == KTOConfig("o", label_map={"Up": True, 0: False}).label_map
+    part = mixture_parts([{"dataset_name": "d", "label_map": "up=true,0=false", "column_map": "prompt=question"}])[0]
+    assert (part.label_map, part.column_map) == (labels, names)
 
 
 def test_rows_of_both_kinds_in_one_dataset() -> None:

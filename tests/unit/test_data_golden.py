@@ -9,7 +9,7 @@ import difflib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
-from datasets import Dataset  # noqa: E402
 from support.data_tokenizers import (  # noqa: E402
     CHATML,
     DEFAULT_SYSTEM,
@@ -29,15 +28,13 @@ from support.data_tokenizers import (  # noqa: E402
     TOOLS,
     readable_tokenizer,
 )
+from support.prepared import prepared  # noqa: E402
 
 from alignment.data.kinds.completions import COMPLETIONS, Completions  # noqa: E402
 from alignment.data.kinds.pairs import PAIRS  # noqa: E402
 from alignment.data.kinds.prompts import PROMPTS  # noqa: E402
 from alignment.data.kinds.scored_pairs import SCORED_PAIRS  # noqa: E402
 from alignment.data.kinds.unpaired import UNPAIRED  # noqa: E402
-from alignment.data.prepare import load_prepared, prepare  # noqa: E402
-from alignment.data.sources import dataset_from_python  # noqa: E402
-from alignment.data.tokenization import Limits  # noqa: E402
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "tokenization.txt"
 HEAD = """\
@@ -63,6 +60,7 @@ TOKENIZERS: dict[str, Any] = {
 }
 NAMED = Completions(text_field="said")
 U, A, B = "what is the cat", "the cat is red", "no"
+NO = f"{U} {B}"
 
 
 def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
@@ -88,27 +86,58 @@ class Case:
     kind: Any
     tokenizer: str
     rows: tuple[dict[str, Any], ...]
-    column_map: dict[str, str] = field(default_factory=dict)
+    column_map: dict[str, str]
+    apply_chat_template: bool = False
+
+
+def case(title: str, kind: Any, tokenizer: str, *rows: dict[str, Any], **column_map: str) -> Case:
+    """A case with these rows."""
+    return Case(title, kind, tokenizer, rows, column_map)
 
 
 def labeled(title: str, tokenizer: str, prompt: Any, completion: Any, **more: Any) -> Case:
     """A case with one desirable row."""
-    return Case(title, UNPAIRED, tokenizer, ({"prompt": prompt, "completion": completion, "label": True, **more},))
+    return case(title, UNPAIRED, tokenizer, {"prompt": prompt, "completion": completion, "label": True, **more})
 
 
-def pair(title: str, tokenizer: str, **row: Any) -> Case:
+def pair(title: str, tokenizer: str, kind: Any = PAIRS, **row: Any) -> Case:
     """A case with one pair."""
-    return Case(title, PAIRS, tokenizer, (row,))
+    return case(title, kind, tokenizer, row)
+
+
+def taught(title: str, tokenizer: str, kind: Any = COMPLETIONS, **row: Any) -> Case:
+    """A case with one row of SFT."""
+    return case(title, kind, tokenizer, row)
 
 
 def asked(title: str, tokenizer: str, prompt: Any, **more: Any) -> Case:
     """A case with one prompt."""
-    return Case(title, PROMPTS, tokenizer, ({"prompt": prompt, **more},))
+    return case(title, PROMPTS, tokenizer, {"prompt": prompt, **more})
 
 
 ALPACA = {"prompt": "instruction", "query": "input", "completion": "output", "label": "kto_tag"}
-SHAREGPT_ROW = {"conversations": [turn("human", U)], "chosen": turn("gpt", A), "rejected": turn("gpt", B)}
+ALPACA_ROWS = (
+    {"instruction": "what is", "input": "the cat", "output": A, "kto_tag": True},
+    {"instruction": "what is the cat", "input": "", "output": " " + B, "kto_tag": False},
+)
+SHAREGPT = {"messages": "conversations", "label": "kto_tag"}
+SHAREGPT_PAIR = {"conversations": [turn("human", U)], "chosen": turn("gpt", A), "rejected": turn("gpt", B)}
+SHAREGPT_TURNS = [turn("human", U), turn("gpt", A)]
+SHAREGPT_CALLS = [
+    turn("human", U),
+    turn("function_call", '{"name": "cat", "arguments": {"on": "mat"}}'),
+    turn("observation", "red"),
+    turn("gpt", A),
+]
 HH = "\n\nHuman: what is the cat\n\nAssistant:"
+CALLS = said("assistant", None, tool_calls=[CALL])
+NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+SEVERAL = [USER, BAD, USER, GOOD]
+PLAIN_PAIR = {"prompt": U, "chosen": " " + A, "rejected": " " + B}
+CHAT = {"prompt": [USER], "completion": [GOOD]}
+CHAT_PAIR = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
+WHOLE_PAIR = {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
+ASSISTANT = Completions(assistant_only=True)
 CASES = [
     labeled("KTO, strings", "no template, no BOS", U, " " + A),
     labeled("KTO, strings", "no template, BOS", U, " " + A),
@@ -116,6 +145,7 @@ CASES = [
     labeled("KTO, empty prompt", "no template, BOS", "", A),
     labeled("KTO, empty prompt and no BOS: the first token is context", "no template, no BOS", "", A),
     labeled("KTO, messages", "ChatML", [USER], [GOOD]),
+    replace(labeled("KTO, strings as turns", "ChatML", U, A), apply_chat_template=True),
     labeled("KTO, messages", "ChatML that adds BOS", [USER], [GOOD]),
     labeled("KTO, messages", "role: content lines, which end no turn", [USER], [GOOD]),
     labeled("KTO, messages", "ChatML that ends conversations with EOS", [USER, BAD, USER], [GOOD]),
@@ -128,167 +158,61 @@ CASES = [
     labeled("KTO, content in parts", "ChatML", [said("user", [{"type": "text", "text": U}])], [GOOD]),
     labeled("KTO, tools", "ChatML with tools", [USER], [GOOD], tools=[TOOL]),
     labeled("KTO, tools as a JSON text", "ChatML with tools", [USER], [GOOD], tools=json.dumps([TOOL])),
-    labeled(
-        "KTO, a call of a tool",
-        "ChatML with tools",
-        [USER],
-        [said("assistant", None, tool_calls=[CALL])],
-        tools=[TOOL],
-    ),
-    labeled(
-        "KTO, an answer after the tool's",
-        "ChatML with tools",
-        [USER, said("assistant", None, tool_calls=[CALL]), said("tool", "red")],
-        [GOOD],
-    ),
+    labeled("KTO, a call of a tool", "ChatML with tools", [USER], [CALLS], tools=[TOOL]),
+    labeled("KTO, an answer after the tool's", "ChatML with tools", [USER, CALLS, said("tool", "red")], [GOOD]),
     labeled("KTO, think block", "think block in every last answer", [USER], [GOOD]),
-    labeled(
-        "KTO, chat_template_kwargs",
-        "think block in every last answer",
-        [USER],
-        [GOOD],
-        chat_template_kwargs={"enable_thinking": False},
-    ),
+    labeled("KTO, chat_template_kwargs", "think block in every last answer", [USER], [GOOD], **NO_THINKING),
     labeled("KTO, generation prompt that is no prefix", "think block opened by the generation prompt", [USER], [GOOD]),
-    Case("KTO, messages and label", UNPAIRED, "ChatML", ({"messages": [USER, BAD], "label": False},)),
-    Case("KTO, a pair", UNPAIRED, "ChatML", ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},)),
-    Case(
-        "KTO, labeled rows and pairs in one file",
-        UNPAIRED,
-        "no template, no BOS",
-        (
-            {"prompt": U, "completion": " " + B, "label": False},
-            {"prompt": U, "chosen": " " + A, "rejected": " " + B},
-        ),
+    case("KTO, messages and label", UNPAIRED, "ChatML", {"messages": [USER, BAD], "label": False}),
+    pair("KTO, a pair", "ChatML", UNPAIRED, **CHAT_PAIR),
+    case(
+        "KTO, labeled rows and pairs in one file", UNPAIRED, "no template, no BOS",
+        {"prompt": U, "completion": " " + B, "label": False}, PLAIN_PAIR,
     ),
-    Case(
-        "KTO, columns as LLaMA-Factory's Alpaca files have them",
-        UNPAIRED,
-        "no template, no BOS",
-        (
-            {"instruction": "what is", "input": "the cat", "output": A, "kto_tag": True},
-            {"instruction": "what is the cat", "input": "", "output": " " + B, "kto_tag": False},
-        ),
-        ALPACA,
+    case(
+        "KTO, columns as LLaMA-Factory's Alpaca files have them", UNPAIRED, "no template, no BOS",
+        *ALPACA_ROWS, **ALPACA,
     ),
-    Case(
-        "KTO, columns as LLaMA-Factory's ShareGPT files have them",
-        UNPAIRED,
-        "ChatML",
-        ({"conversations": [turn("human", U), turn("gpt", A)], "system": "say yes", "kto_tag": True},),
-        {"messages": "conversations", "label": "kto_tag", "system": "system"},
+    case(
+        "KTO, columns as LLaMA-Factory's ShareGPT files have them", UNPAIRED, "ChatML",
+        {"conversations": SHAREGPT_TURNS, "system": "say yes", "kto_tag": True}, **SHAREGPT, system="system",
     ),
-    Case(
-        "KTO, ShareGPT's calls of functions",
-        UNPAIRED,
-        "ChatML with tools",
-        (
-            {
-                "conversations": [
-                    turn("human", U),
-                    turn("function_call", '{"name": "cat", "arguments": {"on": "mat"}}'),
-                    turn("observation", "red"),
-                    turn("gpt", A),
-                ],
-                "kto_tag": True,
-            },
-        ),
-        {"messages": "conversations", "label": "kto_tag"},
+    case(
+        "KTO, ShareGPT's calls of functions", UNPAIRED, "ChatML with tools",
+        {"conversations": SHAREGPT_CALLS, "kto_tag": True}, **SHAREGPT,
     ),
-    pair("CPO, strings", "no template, no BOS", prompt=U, chosen=" " + A, rejected=" " + B),
-    pair("CPO, no prompt: it is what both begin with", "no template, BOS", chosen=f"{U} {A}", rejected=f"{U} {B}"),
-    pair(
-        "CPO, no prompt, one answer begins the other", "no template, BOS", chosen=f"{U} {B} red", rejected=f"{U} {B}"
-    ),
+    pair("CPO, strings", "no template, no BOS", **PLAIN_PAIR),
+    pair("CPO, no prompt: it is what both begin with", "no template, BOS", chosen=f"{U} {A}", rejected=NO),
+    pair("CPO, no prompt, one answer begins the other", "no template, BOS", chosen=f"{NO} red", rejected=NO),
     pair("CPO, Anthropic's HH texts", "no template, BOS", chosen=f"{HH} {A}", rejected=f"{HH} {B}"),
-    pair("CPO, messages", "ChatML", prompt=[USER], chosen=[GOOD], rejected=[BAD]),
-    pair("CPO, messages", "ChatML that ends conversations with EOS", prompt=[USER], chosen=[GOOD], rejected=[BAD]),
-    pair("CPO, messages without a prompt", "ChatML", chosen=[USER, GOOD], rejected=[USER, BAD]),
+    pair("CPO, messages", "ChatML", **CHAT_PAIR),
+    pair("CPO, messages", "ChatML that ends conversations with EOS", **CHAT_PAIR),
+    pair("CPO, messages without a prompt", "ChatML", **WHOLE_PAIR),
     pair("CPO, single messages without a prompt", "ChatML", chosen=[GOOD], rejected=[BAD]),
-    pair("CPO, answers that repeat the prompt", "ChatML", prompt=[USER], chosen=[USER, GOOD], rejected=[USER, BAD]),
-    Case(
-        "CPO, columns as LLaMA-Factory's ShareGPT files have them",
-        PAIRS,
-        "ChatML",
-        (SHAREGPT_ROW,),
-        {"prompt": "conversations"},
+    pair("CPO, answers that repeat the prompt", "ChatML", prompt=[USER], **WHOLE_PAIR),
+    case(
+        "CPO, columns as LLaMA-Factory's ShareGPT files have them", PAIRS, "ChatML",
+        SHAREGPT_PAIR, prompt="conversations",
     ),
-    Case("SFT, prompt and completion", COMPLETIONS, "ChatML", ({"prompt": [USER], "completion": [GOOD]},)),
-    Case("SFT, a conversation", COMPLETIONS, "ChatML", ({"messages": [USER, GOOD]},)),
-    Case("SFT, text", COMPLETIONS, "no template, BOS", ({"text": A},)),
-    Case("SFT, text in another column", NAMED, "no template, BOS", ({"said": A},)),
-    Case(
-        "SFT, the prompt too",
-        Completions(completion_only=False),
-        "ChatML",
-        ({"prompt": [USER], "completion": [GOOD]},),
+    taught("SFT, prompt and completion", "ChatML", **CHAT),
+    taught("SFT, a conversation", "ChatML", messages=[USER, GOOD]),
+    taught("SFT, text", "no template, BOS", text=A),
+    taught("SFT, text in another column", "no template, BOS", NAMED, said=A),
+    taught("SFT, the prompt too", "ChatML", Completions(completion_only=False), **CHAT),
+    taught("SFT, the last answer of a conversation", "ChatML", Completions(completion_only=True), messages=SEVERAL),
+    taught("SFT, ShareGPT's turns", "ChatML", conversations=SHAREGPT_TURNS),
+    taught("SFT, what the assistant says", "ChatML", ASSISTANT, messages=SEVERAL),
+    taught("SFT, what the assistant says", "ChatML that marks the assistant's turns", ASSISTANT, messages=SEVERAL),
+    taught("SFT, what the assistant says", "think block in every last answer", ASSISTANT, messages=SEVERAL),
+    taught("SFT, a conversation", "ChatML that ends conversations with EOS", messages=[USER, GOOD]),
+    taught("SFT, what the assistant says", "ChatML that ends conversations with EOS", ASSISTANT, messages=SEVERAL),
+    taught(
+        "SFT, what the assistant says in a completion of several turns", "ChatML", ASSISTANT,
+        prompt=[USER, BAD, USER], completion=[GOOD, USER, BAD],
     ),
-    Case(
-        "SFT, the last answer of a conversation",
-        Completions(completion_only=True),
-        "ChatML",
-        ({"messages": [USER, BAD, USER, GOOD]},),
-    ),
-    Case(
-        "SFT, ShareGPT's turns",
-        COMPLETIONS,
-        "ChatML",
-        ({"conversations": [turn("human", U), turn("gpt", A)]},),
-    ),
-    Case(
-        "SFT, what the assistant says",
-        Completions(assistant_only=True),
-        "ChatML",
-        ({"messages": [USER, BAD, USER, GOOD]},),
-    ),
-    Case(
-        "SFT, what the assistant says",
-        Completions(assistant_only=True),
-        "ChatML that marks the assistant's turns",
-        ({"messages": [USER, BAD, USER, GOOD]},),
-    ),
-    Case(
-        "SFT, what the assistant says",
-        Completions(assistant_only=True),
-        "think block in every last answer",
-        ({"messages": [USER, BAD, USER, GOOD]},),
-    ),
-    Case(
-        "SFT, a conversation",
-        COMPLETIONS,
-        "ChatML that ends conversations with EOS",
-        ({"messages": [USER, GOOD]},),
-    ),
-    Case(
-        "SFT, what the assistant says",
-        Completions(assistant_only=True),
-        "ChatML that ends conversations with EOS",
-        ({"messages": [USER, BAD, USER, GOOD]},),
-    ),
-    Case(
-        "SFT, what the assistant says in a completion of several turns",
-        Completions(assistant_only=True),
-        "ChatML",
-        ({"prompt": [USER, BAD, USER], "completion": [GOOD, USER, BAD]},),
-    ),
-    Case(
-        "Reward model, strings",
-        SCORED_PAIRS,
-        "no template, no BOS",
-        ({"prompt": U, "chosen": " " + A, "rejected": " " + B},),
-    ),
-    Case(
-        "Reward model, messages with a margin",
-        SCORED_PAIRS,
-        "ChatML",
-        ({"chosen": [USER, GOOD], "rejected": [USER, BAD], "margin": 0.5},),
-    ),
-    Case(
-        "Reward model, messages",
-        SCORED_PAIRS,
-        "ChatML that ends conversations with EOS",
-        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]},),
-    ),
+    pair("Reward model, strings", "no template, no BOS", SCORED_PAIRS, **PLAIN_PAIR),
+    pair("Reward model, messages with a margin", "ChatML", SCORED_PAIRS, **WHOLE_PAIR, margin=0.5),
+    pair("Reward model, messages", "ChatML that ends conversations with EOS", SCORED_PAIRS, **WHOLE_PAIR),
     asked("Online DPO, a string", "no template, no BOS", U),
     asked("Online DPO, a string", "no template, BOS", U),
     asked("Online DPO, empty prompt", "no template, BOS", ""),
@@ -300,41 +224,21 @@ CASES = [
     asked("Online DPO, the template's own system turn", "ChatML with a default system turn", [USER]),
     asked("Online DPO, a completion to continue", "ChatML", [USER, said("assistant", "the cat")]),
     asked("Online DPO, tools", "ChatML with tools", [USER], tools=[TOOL]),
-    asked(
-        "Online DPO, chat_template_kwargs",
-        "think block in every last answer",
-        [USER],
-        chat_template_kwargs={"enable_thinking": False},
-    ),
+    asked("Online DPO, chat_template_kwargs", "think block in every last answer", [USER], **NO_THINKING),
     asked("Online DPO, think block opened", "think block opened by the generation prompt", [USER]),
     asked("Online DPO, other columns", "no template, no BOS", U, completion="red", label=True, system="a column"),
-    Case(
-        "Online DPO, columns with other names",
-        PROMPTS,
-        "ChatML",
-        ({"conversations": [turn("human", U)], "system": "say yes", "prompt": "not this", "answer": ["red"]},),
-        {"prompt": "conversations", "system": "system"},
+    case(
+        "Online DPO, columns with other names", PROMPTS, "ChatML",
+        {"conversations": [turn("human", U)], "system": "say yes", "prompt": "not this", "answer": ["red"]},
+        prompt="conversations", system="system",
     ),
-]
+]  # fmt: skip
 
 
 def pieces(tokenizer: Any, ids: list[int]) -> str:
     """Render token IDs as text in which every token is visible."""
     shown = (tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in ids)
     return "|".join(text.replace(" ", "·").replace("\n", "⏎") for text in shown)
-
-
-def tokenized(
-    dataset: Dataset,
-    kind: Any,
-    tokenizer: Any,
-    column_map: dict[str, str],
-    folder: Path,
-) -> list[str]:
-    """Return a line for every completion of a dataset, or for every prompt if it has no completions."""
-    options: Any = {"column_map": column_map, "progress": False}
-    path = prepare(dataset, kind, tokenizer, Limits(), "data", folder, **options)
-    return [line for row in load_prepared(path).dataset for line in _answers(tokenizer, row)]
 
 
 def _answers(tokenizer: Any, row: dict[str, Any]) -> Iterator[str]:
@@ -355,18 +259,21 @@ def _learned(tokenizer: Any, ids: list[int], scored: list[bool] | None) -> str:
     return "|".join(text if kept else f"[{text}]" for text, kept in zip(shown, scored or [True] * len(ids)))
 
 
-def block(case: Case, folder: Path) -> str:
-    """Return the case's block of the table."""
-    tokenizer = readable_tokenizer(**TOKENIZERS[case.tokenizer])
-    lines = tokenized(dataset_from_python(list(case.rows)), case.kind, tokenizer, case.column_map, folder)
-    given = [f"  {json.dumps(row)}" for row in case.rows]
-    renamed = [f"  column_map: {json.dumps(case.column_map)}"] if case.column_map else []
-    return "\n".join([f"{case.title} ({case.tokenizer})", *given, *renamed, *lines]) + "\n"
+def block(one: Case, folder: Path) -> str:
+    """Return a case's block of the table."""
+    tokenizer = readable_tokenizer(**TOKENIZERS[one.tokenizer])
+    options = {"column_map": one.column_map, "apply_chat_template": one.apply_chat_template}
+    dataset = prepared([*one.rows], one.kind, folder, tokenizer, **options).dataset
+    lines = [line for row in dataset for line in _answers(tokenizer, row)]
+    given = [f"  {json.dumps(row)}" for row in one.rows]
+    renamed = [f"  column_map: {json.dumps(one.column_map)}"] if one.column_map else []
+    renamed += ["  apply_chat_template: true"] if one.apply_chat_template else []
+    return "\n".join([f"{one.title} ({one.tokenizer})", *given, *renamed, *lines]) + "\n"
 
 
 def table(folder: Path) -> str:
     """Return the complete table."""
-    return "\n".join([HEAD, *(block(case, folder) for case in CASES)])
+    return "\n".join([HEAD, *(block(one, folder) for one in CASES)])
 
 
 def test_the_table_matches_the_code(tmp_path: Path) -> None:

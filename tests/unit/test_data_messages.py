@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from support.data_tokenizers import CHATML, TOOLS, byte_tokenizer, char_tokenizer
+from support.prepared import prepared
 
 from alignment.config.errors import DataError
 from alignment.data.kinds.completions import COMPLETIONS
@@ -17,9 +18,7 @@ from alignment.data.kinds.prompts import PROMPTS
 from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
 from alignment.data.messages import Source, conversation, source_of, text_of
-from alignment.data.prepare import load_prepared, prepare
-from alignment.data.sources import dataset_from_python
-from alignment.data.tokenization import Limits, RowTokenizer
+from alignment.data.tokenization import RowTokenizer
 
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
 OTHER = {"name": "g", "arguments": {}}
@@ -112,16 +111,14 @@ def test_completions_end_with_the_assistant(
     row = {name: answers[value] if value in (0, 1) and name != "label" else value for name, value in rows.items()}
     good = {**row, key: answers[1][:1] + [{"role": "assistant", "content": "d"}]}
     with pytest.raises(DataError, match=f"^data, row 2: the last message in {key} has role {ending!r}"):
-        prepare(dataset_from_python([good, row]), kind, byte_tokenizer(), Limits(), "data", tmp_path, progress=False)
+        prepared([good, row], kind, tmp_path, byte_tokenizer())
 
 
 def test_unknown_roles_are_refused(tmp_path: Path) -> None:
     def made(role: str, template: str = CHATML, **more: Any) -> int:
         rows = [{"prompt": [USER], "completion": ANSWER, "label": True}]
         rows += [{**rows[0], "prompt": [USER, {"role": role, "content": "a"}], **more}]
-        tokenizer = byte_tokenizer(template=template)
-        path = prepare(dataset_from_python(rows), UNPAIRED, tokenizer, Limits(), "data", tmp_path, progress=False)
-        return len(load_prepared(path).dataset)
+        return len(prepared(rows, UNPAIRED, tmp_path, byte_tokenizer(template)).dataset)
 
     for role in ("system", "developer", "user", "assistant", "tool", "function"):
         assert made(role) == 2
@@ -145,8 +142,7 @@ def test_a_template_that_renders_every_row_alike_is_refused(tmp_path: Path, kind
     if kind in (PAIRS, SCORED_PAIRS):
         row = {"prompt": [USER], "chosen": ANSWER, "rejected": other}
     with pytest.raises(DataError, match="^data, row 1: the chat template .* renders every row alike"):
-        tokenizer = byte_tokenizer(template=template)
-        prepare(dataset_from_python([row]), kind, tokenizer, Limits(), "data", tmp_path, progress=False)
+        prepared([row], kind, tmp_path, byte_tokenizer(template))
 
 
 def test_template_variables_may_be_json_strings() -> None:
@@ -192,10 +188,10 @@ def test_templates_do_not_see_nulls_added_by_arrow(tmp_path: Path) -> None:
         {"prompt": [USER], "completion": [{"role": "assistant", "content": "so"}], "label": True, "tools": None},
     ]
     tokenizer = byte_tokenizer(TOOLS)
-    read = []
-    for number, data in enumerate((dataset_from_python(rows), Dataset.from_list(rows))):
-        path = prepare(data, UNPAIRED, tokenizer, Limits(), "data", tmp_path / str(number), progress=False)
-        read.append(load_prepared(path).dataset.to_list())
+    read = [
+        prepared(data, UNPAIRED, tmp_path / str(number), tokenizer).dataset.to_list()
+        for number, data in enumerate((rows, Dataset.from_list(rows)))
+    ]
     assert Dataset.from_list(rows)[0]["tools"][0]["function"]["arguments"] == {"x": 1, "y": None}
     assert read[0] == read[1]
     texts = [tokenizer.decode(row["completion_ids"]) for row in read[0]]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from support.data_tokenizers import CHATML, PLAIN, byte_tokenizer, char_tokenizer
+from support.prepared import prepared
 
 from alignment import CPOConfig, DPOConfig, KTOConfig, RewardConfig, SFTConfig
 from alignment.config.errors import DataError, OutputError
@@ -37,25 +38,21 @@ PAIRED = [
 
 def run(rows: list[Any], kind: Any, folder: Path, limits: Limits | None = None, **options: Any) -> Prepared:
     tokenizer = options.pop("tokenizer", None) or char_tokenizer(before=("<s>",), template=PLAIN)
-    data = dataset_from_python(rows)
-    path = prepare(data, kind, tokenizer, limits or Limits(), "data", folder, progress=False, **options)
-    return load_prepared(path)
+    return prepared(rows, kind, folder, tokenizer, limits, **options)
 
 
 def test_unpaired_columns_and_report(tmp_path: Path) -> None:
     tokenizer = char_tokenizer(before=("<s>",))
-    limits = Limits(max_length=8, max_prompt_length=5)
-    prepared = run(KTO, UNPAIRED, tmp_path, limits, tokenizer=tokenizer)
-    assert prepared.dataset.features == UNPAIRED.features
-    decoded = [(tokenizer.decode(r["prompt_ids"]), tokenizer.decode(r["completion_ids"])) for r in prepared.dataset]
+    made = run(KTO, UNPAIRED, tmp_path, Limits(max_length=8, max_prompt_length=5), tokenizer=tokenizer)
+    assert made.dataset.features == UNPAIRED.features
+    decoded = [(tokenizer.decode(r["prompt_ids"]), tokenizer.decode(r["completion_ids"])) for r in made.dataset]
     assert decoded == [("<s>xy", "cd</s>"), ("<s>xxxx", "cde"), ("<s>xy", "e</s>")]
-    assert prepared.dataset["label"][:] == [True, False, False]
-    assert prepared.dataset["row"][:] == [0, 1, 2]
-    keys = prepared.dataset["prompt_key"][:]
+    assert made.dataset["label"][:] == [True, False, False] and made.dataset["row"][:] == [0, 1, 2]
+    keys = made.dataset["prompt_key"][:]
     assert keys[0] == keys[2] != keys[1]
-    assert prepared.report == DataReport(3, 3, {}, 1, 1, 1, 2)
+    assert made.report == DataReport(3, 3, {}, 1, 1, 1, 2)
     said = "3 of 3 rows kept (1 desirable, 2 undesirable), 1 prompts and 1 completions truncated"
-    assert prepared.report.summary() == said
+    assert made.report.summary() == said
 
 
 def test_the_key_of_a_prompt_is_the_same_everywhere() -> None:
@@ -65,26 +62,20 @@ def test_the_key_of_a_prompt_is_the_same_everywhere() -> None:
 
 
 def test_pairs_and_drops(tmp_path: Path) -> None:
-    prepared = run(PAIRED, PAIRS, tmp_path, Limits(max_length=10))
-    assert prepared.dataset.features == PAIRS.features
-    assert prepared.dataset["row"][:] == [0]
-    reasons = {
-        "chosen and rejected are identical": 1,
-        "no space left for the completion (the prompt fills max_length)": 1,
-    }
-    assert prepared.report == DataReport(3, 1, reasons)
-    assert "2 dropped: 1 × chosen and rejected are identical; 1 × no space" in prepared.report.summary()
+    made = run(PAIRED, PAIRS, tmp_path, Limits(max_length=10))
+    assert made.dataset.features == PAIRS.features and made.dataset["row"][:] == [0]
+    reasons = "chosen and rejected are identical", "no space left for the completion (the prompt fills max_length)"
+    assert made.report == DataReport(3, 1, dict.fromkeys(reasons, 1))
+    assert "2 dropped: 1 × chosen and rejected are identical; 1 × no space" in made.report.summary()
     cut = run(PAIRED, PAIRS, tmp_path, Limits(max_length=12)).report
     assert (cut.rows_out, cut.completions_cut) == (2, 1)
 
 
 def test_pairs_for_kto_become_two_rows_with_one_prompt(tmp_path: Path) -> None:
-    prepared = run(PAIRED, UNPAIRED, tmp_path)
-    assert prepared.dataset["row"][:] == [0, 0, 2, 2]
-    assert prepared.dataset["label"][:] == [True, False, True, False]
-    keys = prepared.dataset["prompt_key"][:]
+    made = run(PAIRED, UNPAIRED, tmp_path)
+    assert made.dataset["row"][:] == [0, 0, 2, 2] and made.dataset["label"][:] == [True, False, True, False]
+    keys, report = made.dataset["prompt_key"][:], made.report
     assert keys[0] == keys[1] != keys[2] == keys[3]
-    report = prepared.report
     assert (report.rows_in, report.rows_out, report.dropped) == (6, 4, {"chosen and rejected are identical": 2})
     assert (report.desirable, report.undesirable) == (2, 2)
 
@@ -194,7 +185,6 @@ def test_the_key_of_the_data_depends_on_all_inputs(tmp_path: Path) -> None:
     def name(rows: list[Any] = KTO, kind: Any = UNPAIRED, tokenizer: Any = None, **limits: Any) -> str:
         return data_key(dataset_from_python(rows), kind, tokenizer or char_tokenizer(), Limits(**limits))
 
-    template = char_tokenizer(template=CHATML)
     names = [
         name(),
         name(KTO[::-1]),
@@ -206,7 +196,7 @@ def test_the_key_of_the_data_depends_on_all_inputs(tmp_path: Path) -> None:
         name(tokenizer=char_tokenizer(before=("<s>",))),
         name(tokenizer=char_tokenizer(eos=None)),
         name(tokenizer=char_tokenizer(merges=(("b", "c"),))),
-        name(tokenizer=template),
+        name(tokenizer=char_tokenizer(template=CHATML)),
         *(name(kind=kind) for kind in (COMPLETIONS, Completions(True), Completions(False))),
         name(kind=Completions(assistant_only=True)),
     ]
@@ -216,6 +206,9 @@ def test_the_key_of_the_data_depends_on_all_inputs(tmp_path: Path) -> None:
         for rows in (KTO, [{**row, "unused": 3} for row in KTO])
     }
     assert len(paths) == 1
+    many = [{"prompt": str(number), "completion": "c", "label": True} for number in range(1500)]
+    others = many[:1400], [*many[:-1], {**many[-1], "label": False}]  # rows are hashed a thousand at a time
+    assert len({name(many), *map(name, others)}) == 3
 
 
 def test_the_key_of_the_data_depends_on_the_code_of_a_users_kind() -> None:
@@ -232,16 +225,6 @@ def test_the_key_of_the_data_depends_on_the_code_of_a_users_kind() -> None:
 
     keys = {data_key(dataset_from_python(PAIRED), kind(), char_tokenizer(), Limits()) for kind in (first, Own, Own)}
     assert len(keys) == 2 and usual not in keys
-
-
-def test_the_key_of_the_data_depends_on_every_row() -> None:
-    """Rows are hashed a thousand at a time."""
-    rows = [{"prompt": str(number), "completion": "c", "label": True} for number in range(1500)]
-    names = {
-        data_key(Dataset.from_list(given), UNPAIRED, char_tokenizer(), Limits())
-        for given in (rows, rows[:1400], [*rows[:-1], {**rows[-1], "label": False}])
-    }
-    assert len(names) == 3
 
 
 def test_strict_data_and_no_rows_left(tmp_path: Path) -> None:

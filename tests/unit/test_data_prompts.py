@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from datasets import Array2D, Dataset, Features, Image, IterableDataset, List, Value
 from support.data_tokenizers import CHATML, char_tokenizer
+from support.prepared import prepared
 
 from alignment.config.errors import DataError
 from alignment.config.options_data import COLUMNS
@@ -20,8 +21,8 @@ from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.prompts import PROMPTS, PromptRow, prompt_row
 from alignment.data.kinds.scored_pairs import SCORED_PAIRS, margin_of
 from alignment.data.kinds.unpaired import UNPAIRED
-from alignment.data.prepare import Prepared, load_prepared, prepare
-from alignment.data.sources import dataset_from_python, from_stream
+from alignment.data.prepare import Prepared
+from alignment.data.sources import from_stream
 from alignment.data.tokenization import Limits
 
 USER = {"role": "user", "content": "hi"}
@@ -31,13 +32,12 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 def made(data: Any, folder: Path, kind: Any = PROMPTS, limits: Limits | None = None, **options: Any) -> Prepared:
     """Prepare a dataset or a list of rows."""
     tokenizer = options.pop("tokenizer", None) or char_tokenizer(before=("<s>",), template=CHATML)
-    data = data if isinstance(data, Dataset) else dataset_from_python(data)
-    return load_prepared(prepare(data, kind, tokenizer, limits or Limits(), "data", folder, progress=False, **options))
+    return prepared(data, kind, folder, tokenizer, limits, **options)
 
 
-def columns_of(prepared: Prepared) -> list[Any]:
+def columns_of(found: Prepared) -> list[Any]:
     """Return the additional columns of every row."""
-    return [prompt_row(prepared.dataset, index).columns for index in range(len(prepared.dataset))]
+    return [prompt_row(found.dataset, index).columns for index in range(len(found.dataset))]
 
 
 def test_other_columns_are_stored_with_prompts(tmp_path: Path) -> None:
@@ -45,20 +45,20 @@ def test_other_columns_are_stored_with_prompts(tmp_path: Path) -> None:
     first = {"answer": {"x": 1, "y": None}, "when": "2024-05-01T12:30:00+00:00", "label": 3, "system": "é"}
     second = {"answer": {"x": None, "y": [2.5]}, "when": None, "label": 4, "system": ""}
     rows = [{"prompt": "ab c", **first, "when": when}, {"prompt": "", **second}]
-    prepared = made(Dataset.from_list(rows), tmp_path)
-    assert prepared.dataset.features == PROMPTS.features
+    found = made(Dataset.from_list(rows), tmp_path)
+    assert found.dataset.features == PROMPTS.features
     tokenizer = char_tokenizer(before=("<s>",))
-    assert [tokenizer.decode(ids) for ids in prepared.dataset["prompt_ids"]] == ["<s>ab c", "<s>"]
+    assert [tokenizer.decode(ids) for ids in found.dataset["prompt_ids"]] == ["<s>ab c", "<s>"]
     expected = [PromptRow(0, "ab c", {}, first), PromptRow(1, "", {}, second)]
-    assert [prompt_row(prepared.dataset, index) for index in range(2)] == expected
-    report = prepared.report
+    assert [prompt_row(found.dataset, index) for index in range(2)] == expected
+    report = found.report
     assert (report.rows_in, report.rows_out, report.prompts_cut, report.desirable + report.undesirable) == (2, 2, 0, 0)
 
 
 def test_messages_template_variables_and_mapped_columns(tmp_path: Path) -> None:
     row = {"question": [USER], "system": "be brief", "prompt": "taken over", "tools": TOOLS, "query": "q", "goal": "g"}
-    prepared = made([row], tmp_path, column_map={"prompt": "question", "system": "system"})
-    assert prompt_row(prepared.dataset, 0) == PromptRow(
+    found = made([row], tmp_path, column_map={"prompt": "question", "system": "system"})
+    assert prompt_row(found.dataset, 0) == PromptRow(
         0, [{"role": "system", "content": "be brief"}, USER], {"tools": TOOLS}, {"query": "q", "goal": "g"}
     )
     renamed = made([{"prompt": "a", "output": "b"}], tmp_path, column_map={"completion": "output"})
@@ -67,11 +67,11 @@ def test_messages_template_variables_and_mapped_columns(tmp_path: Path) -> None:
 
 def test_a_prompt_that_is_too_long_is_dropped_and_never_truncated(tmp_path: Path) -> None:
     rows = [{"prompt": "abcde"}, {"prompt": "a b c"}, {"prompt": "a b cd"}]  # 5, 6 and 7 tokens with BOS
-    prepared = made(rows, tmp_path, limits=Limits(max_prompt_length=6))
-    assert prepared.dataset["row"][:] == [0, 1]
-    assert [len(ids) for ids in prepared.dataset["prompt_ids"]] == [5, 6]
-    assert prepared.report.dropped == {"prompt longer than 6 tokens": 1}
-    assert prepared.report.summary().startswith("2 of 3 rows kept, 1 dropped: 1 × prompt longer than 6 tokens")
+    found = made(rows, tmp_path, limits=Limits(max_prompt_length=6))
+    assert found.dataset["row"][:] == [0, 1]
+    assert [len(ids) for ids in found.dataset["prompt_ids"]] == [5, 6]
+    assert found.report.dropped == {"prompt longer than 6 tokens": 1}
+    assert found.report.summary().startswith("2 of 3 rows kept, 1 dropped: 1 × prompt longer than 6 tokens")
     with pytest.raises(DataError, match=r"^data: 1 of 3 rows would be dropped \(1 × prompt longer than 6 tokens\)"):
         made(rows, tmp_path, limits=Limits(max_prompt_length=6), strict=True)
     with pytest.raises(DataError, match=r"^data: all 3 rows were dropped .*; increase max_length \(and decrease max"):
@@ -82,9 +82,9 @@ def test_an_empty_prompt_needs_a_first_token(tmp_path: Path) -> None:
     rows = [{"prompt": ""}, {"prompt": "a"}]
     for options, ids in (({}, [0]), ({"bos": None}, [1])):
         assert made(rows, tmp_path, tokenizer=char_tokenizer(**options)).dataset[0]["prompt_ids"] == ids
-    prepared = made(rows, tmp_path, tokenizer=char_tokenizer(bos=None, eos=None))
-    assert prepared.dataset["row"][:] == [1]
-    [reason] = prepared.report.dropped
+    found = made(rows, tmp_path, tokenizer=char_tokenizer(bos=None, eos=None))
+    assert found.dataset["row"][:] == [1]
+    [reason] = found.report.dropped
     assert reason.startswith("no tokens to start from (empty prompt")
 
 
@@ -145,10 +145,10 @@ PAIR = {"prompt": "ab", "chosen": "c", "rejected": "d"}
 
 def test_pairs_with_margins(tmp_path: Path) -> None:
     rows = [{**PAIR, "margin": 1.5}, {**PAIR, "margin": None}, {**PAIR, "chosen": "d", "prompt": None}, PAIR]
-    prepared = made(rows, tmp_path, SCORED_PAIRS)
-    assert prepared.dataset.features == SCORED_PAIRS.features
-    assert prepared.dataset["margin"][:] == [1.5, 0.0, 0.0] and prepared.dataset["row"][:] == [0, 1, 3]
-    assert prepared.report.dropped == {"chosen and rejected are identical": 1}
+    found = made(rows, tmp_path, SCORED_PAIRS)
+    assert found.dataset.features == SCORED_PAIRS.features
+    assert found.dataset["margin"][:] == [1.5, 0.0, 0.0] and found.dataset["row"][:] == [0, 1, 3]
+    assert found.report.dropped == {"chosen and rejected are identical": 1}
     assert made([PAIR], tmp_path, SCORED_PAIRS).dataset["margin"][:] == [0.0]
     assert "margin" not in arranged(Dataset.from_list(rows), {}, PAIRS, "data")[0].column_names
 
@@ -159,9 +159,9 @@ def test_pairs_with_equal_completions_are_dropped(tmp_path: Path, kind: Any) -> 
     rows = [{"prompt": "p", "chosen": chosen, "rejected": rejected} for chosen, rejected in pairs]
     tokenizer = char_tokenizer(eos=None)  # without it an empty answer is empty
     limits = Limits(max_completion_length=2)
-    prepared, each = made(rows, tmp_path, kind, limits, tokenizer=tokenizer), 1 + (kind == UNPAIRED)
-    assert prepared.dataset["row"][:] == [2] * each
-    assert prepared.report.dropped == {
+    found, each = made(rows, tmp_path, kind, limits, tokenizer=tokenizer), 1 + (kind == UNPAIRED)
+    assert found.dataset["row"][:] == [2] * each
+    assert found.report.dropped == {
         "chosen and rejected are identical": 2 * each,
         "chosen and rejected are identical after truncation": each,
     }
@@ -173,10 +173,10 @@ def test_equal_completions_of_conversations_are_dropped(tmp_path: Path, kind: An
     answer, other = ({"role": "assistant", "content": text} for text in ("a", "b"))
     same = [(None, [USER, answer]), (None, [answer]), ([USER], [answer]), ([USER], [USER, answer]), ("hi", [answer])]
     rows: list[dict[str, Any]] = [{"prompt": prompt, "chosen": said, "rejected": said} for prompt, said in same]
-    prepared = made([*rows, {"prompt": [USER], "chosen": [answer], "rejected": [other]}], tmp_path, kind)
+    found = made([*rows, {"prompt": [USER], "chosen": [answer], "rejected": [other]}], tmp_path, kind)
     each = 1 + (kind is UNPAIRED)
-    assert prepared.dataset["row"][:] == [len(same)] * each
-    assert prepared.report.dropped == {"chosen and rejected are identical": len(same) * each}
+    assert found.dataset["row"][:] == [len(same)] * each
+    assert found.report.dropped == {"chosen and rejected are identical": len(same) * each}
 
 
 @pytest.mark.parametrize("margin", [float("nan"), float("inf"), 1e39, 10**400, True, "wide", [1.0, 2.0], {"a": 1}])

@@ -75,6 +75,8 @@ def test_folders(tmp_path: Path) -> None:
     assert "remove it" in refused(str(tmp_path / "two"), config="en")
     (tmp_path / "four").mkdir()
     assert "contains neither a saved dataset nor data files" in refused(str(tmp_path / "four"))
+    (tmp_path / "three" / "train-2.csv").write_text("prompt\n1\n")
+    assert "the split mixes .csv, .jsonl files; use a single file type" in refused(str(tmp_path / "three"))
 
 
 @pytest.mark.parametrize(
@@ -125,14 +127,26 @@ def test_csv_has_no_guessed_types(tmp_path: Path) -> None:
         {"prompt": 'a, "b"\nc', "completion": "", "label": False},
     ]
     assert load_split(str(path), None, "train").to_list() == expected
+    for delimiter in ";\t":
+        path.write_text(f"prompt{delimiter}label\na,b{delimiter}True\nc{delimiter}up\n")
+        found = [{"prompt": "a,b", "label": True}, {"prompt": "c", "label": "up"}]
+        assert load_split(str(path), None, "train").to_list() == found
     for content, message in [
-        ("prompt,completion,label\na,b,True\na,b,1\n", "line 3: label is '1' (a string); expected true or false"),
         ("prompt,completion,label\na,b\n", "line 2: the row has 2 cells, but the header has 3"),
         ("prompt,prompt\na,b\n", "line 1: the header contains column 'prompt' twice"),
         ('prompt,completion\na,"b\n', "line 2: invalid CSV"),
     ]:
         path.write_text(content)
         assert refused(str(path)).startswith(f"{path}, {message}")
+
+
+@pytest.mark.parametrize("text", ['{"data": [{"a": "b"}, {"a": "c"}]}', '{\n "data": [\n {"a": "b"},\n {"a": "c"}]}'])
+def test_rows_in_an_object_with_data(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    assert load_split(str(path), None, "train").to_list() == [{"a": "b"}, {"a": "c"}]
+    path.write_text('{"prompt": "p", "data": [{"a": "b"}]}')  # a row that has such a column
+    assert load_split(str(path), None, "train").to_list() == [{"prompt": "p", "data": [{"a": "b"}]}]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
@@ -179,13 +193,6 @@ def test_python_objects() -> None:
     ]:
         with pytest.raises(DataError, match=message):
             dataset_from_python(value)
-
-
-def test_two_file_types_in_one_split(tmp_path: Path) -> None:
-    (tmp_path / "train-1.jsonl").write_text('{"a": 1}\n')
-    (tmp_path / "train-2.csv").write_text("a\n1\n")
-    with pytest.raises(DataError, match=r"the split mixes \.csv, \.jsonl files; use a single file type"):
-        load_split(str(tmp_path), None, "train")
 
 
 def test_a_hub_dataset_is_loaded_by_name_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:

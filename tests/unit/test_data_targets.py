@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, IterableDataset
 from support.data_tokenizers import CHATML, PLAIN, char_tokenizer, readable_tokenizer
+from support.prepared import prepared
 
 from alignment.config.errors import DataError
 from alignment.data.batching import collate
@@ -16,7 +17,7 @@ from alignment.data.kinds.pairs import PAIRS
 from alignment.data.kinds.prompts import PROMPTS
 from alignment.data.kinds.scored_pairs import SCORED_PAIRS
 from alignment.data.kinds.unpaired import UNPAIRED
-from alignment.data.prepare import Prepared, load_prepared, prepare
+from alignment.data.prepare import Prepared
 from alignment.data.sources import dataset_from_python
 from alignment.data.targets import divided, formatted
 from alignment.data.tokenization import Limits
@@ -30,15 +31,13 @@ SAID = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"
 def made(
     rows: Any, folder: Path, kind: Any = COMPLETIONS, tokenizer: Any = None, limits: Limits | None = None
 ) -> Prepared:
-    """Prepare rows."""
-    data = rows if isinstance(rows, Dataset) else dataset_from_python(rows)
-    path = prepare(data, kind, tokenizer or char_tokenizer(), limits or Limits(), "data", folder, progress=False)
-    return load_prepared(path)
+    """Prepare rows, of SFT by default."""
+    return prepared(rows, kind, folder, tokenizer, limits)
 
 
-def learned(prepared: Prepared) -> list[tuple[Any, ...]]:
+def learned(found: Prepared) -> list[tuple[Any, ...]]:
     """Return prompt, completion and mask of each row."""
-    return [tuple(row[name] for name in ("prompt_ids", "completion_ids", "scored")) for row in prepared.dataset]
+    return [tuple(row[name] for name in ("prompt_ids", "completion_ids", "scored")) for row in found.dataset]
 
 
 def test_a_sequence_is_split_before_the_first_token_in_the_loss() -> None:
@@ -72,9 +71,9 @@ def test_rows_without_loss_tokens_are_dropped(tmp_path: Path) -> None:
         {"input_ids": [4, 5, 6, 7, 8], "assistant_masks": [0, 0, 0, 1, 1]},
         {"input_ids": [9, 10, 11, 12], "assistant_masks": [0, 1, 0, 1]},
     ]
-    prepared = made(rows, tmp_path, limits=Limits(3))
-    assert learned(prepared) == [([9], [10, 11], [True, False])] and prepared.report.completions_cut == 1
-    assert prepared.report.dropped == {"no space left for the completion (the prompt fills max_length)": 1}
+    found = made(rows, tmp_path, limits=Limits(3))
+    assert learned(found) == [([9], [10, 11], [True, False])] and found.report.completions_cut == 1
+    assert found.report.dropped == {"no space left for the completion (the prompt fills max_length)": 1}
     nothing = {"input_ids": [4, 5], "labels": [-100, -100]}
     assert made([nothing, rows[1]], tmp_path).report.dropped == {"the completion is empty": 1}
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,14 +11,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
 from support.oracle import dense
 from torch import Tensor
 from torch.testing import assert_close
 
 from alignment.config.errors import OptionError
 from alignment.config.fields import option
-from alignment.config.registry import METHODS
 from alignment.methods.dpo_options import DPOConfig
 from alignment.objectives.dpo import LOSSES, ONLINE_LOSSES, dpo_loss
 from alignment.objectives.pairs import PairResult
@@ -153,7 +149,8 @@ def test_a_policy_equal_to_its_reference() -> None:
 
 @pytest.mark.parametrize("options", CASES)
 def test_default_options_do_not_change_the_loss(options: dict[str, Any]) -> None:
-    """Bitwise in fp32: Online DPO's losses are not affected by smoothing or lengths."""
+    """Bitwise in fp32: Online DPO's losses, two of DPO's, are not affected by smoothing or lengths."""
+    assert set(ONLINE_LOSSES) == {"sigmoid", "ipo"} <= set(LOSSES)
     chosen, rejected, *reference = [value.detach().float() for value in inputs()]
     chosen, rejected = chosen.requires_grad_(), rejected.requires_grad_()
     beta, margins = options["beta"], (chosen - reference[0]) - (rejected - reference[1])
@@ -175,14 +172,6 @@ def test_a_loss_of_means_sees_a_pair_of_twice_the_tokens_as_the_same(name: str) 
     same = torch.allclose(once.losses, doubled.losses, rtol=1e-12, atol=0)
     assert same is ("lengths" in LOSSES[name].needs) is (name in ("ipo", "sigmoid_norm"))
     assert_close(doubled.chosen_rewards, 2 * once.chosen_rewards, rtol=0, atol=0)
-
-
-def test_smoothing_mixes_both_orders() -> None:
-    chosen, rejected, *reference = inputs()
-    smooth = loss_of(chosen, rejected, *reference, beta=0.3, label_smoothing=0.2).losses
-    stated = loss_of(chosen, rejected, *reference, beta=0.3).losses
-    swapped = loss_of(rejected, chosen, *reversed(reference), beta=0.3).losses
-    assert_close(smooth, 0.8 * stated + 0.2 * swapped, rtol=1e-14, atol=0)
 
 
 def test_robust_is_unbiased_under_swapped_labels() -> None:
@@ -239,14 +228,6 @@ def test_a_loss_reads_the_options_of_its_entry(name: str) -> None:
         loss_of(*inputs(), loss_type=name, desirable_weight=1.0, lengths=LENGTHS, **OPTIONS.get(name, {}))
 
 
-def test_options_of_losses_are_checked_without_torch() -> None:
-    names = sorted(options.partition(":")[0] for options, _ in METHODS.entries.values())
-    code = (
-        f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nassert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
-
-
 def test_a_subclass_extends_the_table() -> None:
     """With an option that only the new loss reads."""
     assert Further("out", loss_type=["steep", "sft"], slope=2).losses == [("steep", 1.0), ("sft", 1.0)]
@@ -269,7 +250,3 @@ class Further(DPOConfig):
         "steep": Loss(lambda c, r, beta, slope: (beta * slope * (r - c)).exp(), None, {"slope": NOT_NEGATIVE}),
     }
     slope: float = option(1.0, "Slope of the loss.")
-
-
-def test_online_losses_are_those_of_dpo() -> None:
-    assert set(ONLINE_LOSSES) == {"sigmoid", "ipo"} <= set(LOSSES)

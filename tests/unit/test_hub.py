@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -19,7 +20,7 @@ from support.fake_hub import BREAK, TOKEN, FakeHub
 from transformers import TrainerControl
 
 from alignment.checkpoint.manifest import Manifest, files_in, record_of
-from alignment.config.errors import OptionError
+from alignment.config.errors import HubError, OptionError
 from alignment.methods.kto_options import KTOConfig
 from alignment.run.retries import Retries
 from alignment.run.stop import REQUESTS, StopReason
@@ -251,7 +252,9 @@ def test_the_last_upload_is_retried_and_its_failure_prints_the_command(
     run = Run(tmp_path, hub, steps=1, retries=3, hub_strategy="checkpoint", hub_revision="dev")
     hub.faults["/preupload/"] = faults
     run.save()
-    run.uploads.wait()
+    future = run.uploads._open[-1].future
+    with pytest.raises(HubError, match="^push_to_hub: ") if fails else contextlib.nullcontext():
+        assert run.uploads.wait(future) is future.result()
     (said,) = SAID
     if not fails:
         assert said.startswith("push_to_hub: uploaded checkpoint-1 to ") and len(run.messages) == 2

@@ -107,6 +107,20 @@ def test_internals_import_no_library() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
 
 
+def test_every_function_of_internals_is_used_in_a_contract_test() -> None:
+    """Or in a driver of one. Two are called by other parts: in `test_references.py` and `test_retried_runs.py`."""
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path.name != Path(__file__).name]
+    texts = [text for text in (path.read_text(encoding="utf-8") for path in files) if "alignment.internals" in text]
+    used = set(re.findall(r"\w+", "".join(texts)))
+    functions = {
+        node.name
+        for path in INTERNALS.glob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    }
+    assert len(functions) > 50 and functions - used == {"forget_leaf", "stop_workers"}
+
+
 # Collectives ---------------------------------------------------------------------------------------------------------
 
 # `barrier` has no tensor. ProcessFacts offers TRL's `main_process_first`, two layers below the collectives.

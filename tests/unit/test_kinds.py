@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,71 +10,29 @@ from typing import Any
 from conftest import ROOT
 from datasets import Dataset
 from support.data_tokenizers import char_tokenizer
+from support.prepared import prepared
 
 from alignment.data.batching import Batch, MicroBatches, OnDevice, collate
 from alignment.data.kinds.base import Kind
-from alignment.data.kinds.completions import Completions
-from alignment.data.kinds.pairs import Pairs
-from alignment.data.kinds.prompts import Prompts
-from alignment.data.kinds.scored_pairs import ScoredPairs
-from alignment.data.kinds.unpaired import Unpaired
 from alignment.data.messages import Row, Source
-from alignment.data.prepare import load_prepared, prepare
-from alignment.data.sources import dataset_from_python
 from alignment.data.tokenization import Limits
 from alignment.data.windows import WindowPlan, evaluation_plan, row_table
 
-KINDS = (Unpaired, Pairs, ScoredPairs, Completions, Prompts)
-NAMES = {kind.name for kind in KINDS}
-OBJECTS = {"UNPAIRED", "PAIRS", "SCORED_PAIRS", "COMPLETIONS", "PROMPTS"} | {kind.__name__ for kind in KINDS}
-KIND = re.compile(rf"(type\()?([\w.]+\.)?(kind|{'|'.join(OBJECTS)})(\.name)?\)?")
-OTHERWISE = ("overrides.py",)  # in which a kind is a class of trainers
 PACKAGES = ("data", "training", "online", "methods", "cli", "references", "planning")
+KIND = r"(\w+\.)*kind(\.name)?\)?"
+OBJECT = "(UNPAIRED|PAIRS|SCORED_PAIRS|COMPLETIONS|PROMPTS)"
+ASKS = re.compile(
+    rf"\b{KIND} (is|==|!=) [^{{]|\[{KIND}\]|match {KIND}:|isinstance\({KIND}, (?!Kind\))|(is|==|!=) {OBJECT}\b"
+)
 
 
-def is_kind(node: ast.AST | None) -> bool:
-    """Whether an expression is a kind of rows, its name or its type: what is called so, or one of the objects."""
-    return node is not None and KIND.fullmatch(ast.unparse(node)) is not None
-
-
-def switches(source: str) -> Iterator[int]:
-    """Yield the lines that depend on which kind of rows there is."""
-    for node in ast.walk(ast.parse(source)):
-        tested: list[Any] = []
-        if isinstance(node, ast.Compare):
-            tested = [node.left, *node.comparators]
-        elif isinstance(node, ast.Match | ast.Subscript):
-            tested = [node.subject if isinstance(node, ast.Match) else node.slice]
-        elif isinstance(node, ast.Dict):
-            tested = node.keys
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
-            tested = [each for each in ast.walk(node.args[1]) if ast.unparse(each) != "kind"]
-        if any(map(is_kind, tested)) or (isinstance(node, ast.Constant) and node.value in NAMES):
-            yield node.lineno
-
-
-def test_nothing_depends_on_which_kind_of_rows_there_is() -> None:
-    found = [
-        f"{path.relative_to(ROOT)}, line {line}"
-        for package in PACKAGES
-        for path in sorted((ROOT / "alignment" / package).rglob("*.py"))
-        for line in switches(path.read_text(encoding="utf-8"))
-        if (path.parent.name != "kinds" or path.name == "base.py") and path.name not in OTHERWISE
-    ]
-    assert not found
-
-
-def test_a_kind_does_not_ask_for_another_one() -> None:
-    for path in (ROOT / "alignment" / "data" / "kinds").glob("*.py"):
-        named = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip().startswith("name = ")]
-        found = list(switches(path.read_text(encoding="utf-8")))
-        assert len(found) == len(named) <= 1, f"{path.name}: lines {found}"  # only where it says its name
-
-
-def test_a_switch_is_found() -> None:
-    for code in ("type(kind) is Pairs", "data.kind.name == x", "isinstance(x, (str, Pairs))", "{PAIRS: 1}", "x[kind]"):
-        assert list(switches(code)), code
-    assert list(switches(f"x = {Pairs.name!r}")) and not list(switches("x = kind.collate(y)\nk = PAIRS"))
+def test_no_module_asks_which_kind_of_rows_it_has() -> None:
+    """``overrides.py`` and other packages have kinds of other things."""
+    files = [path for package in PACKAGES for path in (ROOT / "alignment" / package).glob("*.py")]
+    texts = {str(path): path.read_text(encoding="utf-8") for path in files if path.name != "overrides.py"}
+    assert [path for path, text in texts.items() if ASKS.search(text)] == []
+    for code in ("type(kind) is Pairs", "data.kind.name == x", "isinstance(kind, Pairs)", "x[kind]", "a is PAIRS"):
+        assert ASKS.search(code), code
 
 
 @dataclass(frozen=True)
@@ -107,12 +63,12 @@ class Answers(Kind):
 def test_a_new_kind_is_prepared_planned_and_collated(tmp_path: Path) -> None:
     kind, tokenizer = Answers(), char_tokenizer()
     rows = [{"question": "ab", "answer": "c"}, {"question": "a", "answer": "cd"}, {"question": "a", "answer": "c" * 9}]
-    folder = prepare(dataset_from_python(rows), kind, tokenizer, Limits(5), "data", tmp_path, progress=False)
-    prepared = load_prepared(folder)
-    assert folder.name.startswith("answers-") and prepared.dataset.features == kind.features
-    assert (prepared.report.rows_out, prepared.report.completions_cut) == (3, 1)
-    table = row_table(prepared.dataset, kind.completions, 5)
+    made = prepared(rows, kind, tmp_path, tokenizer, Limits(5))
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.startswith("answers-") and made.dataset.features == kind.features
+    assert (made.report.rows_out, made.report.completions_cut) == (3, 1)
+    table = row_table(made.dataset, kind.completions, 5)
     plan = evaluation_plan(table, world_size=1, batch_size=3, seed=0, draw_partners=False)
-    (batch,) = MicroBatches(kind.collate, prepared.dataset, plan, 0)
+    (batch,) = MicroBatches(kind.collate, made.dataset, plan, 0)
     texts: Any = [tokenizer.decode(ids[mask == 1]) for ids, mask in zip(*batch.answers.inputs.values())]  # type: ignore[attr-defined]
     assert sorted(texts) == ["a?ccc", "a?cd</s>", "ab?c</s>"]

@@ -23,7 +23,6 @@ from alignment.checkpoint.best import BestModel
 from alignment.checkpoint.run_folder import holds_model
 from alignment.config.errors import CheckpointError, ModelError, OptionError
 from alignment.models.loading import _begin_anew
-from alignment.models.quantization import plan_quantization
 from alignment.models.source import check_weights, model_source
 from alignment.models.vocabulary import Vocabulary, rounded_up
 from alignment.planning import engines
@@ -125,19 +124,6 @@ def test_adapters_are_checked_for_the_stage_of_the_engine(deepspeed: str, refuse
     model = model_source(make_model(tmp_path / "model"), "model_name_or_path", args)
     with pytest.raises(OptionError, match="^use_dora=True") if refused else contextlib.nullcontext():
         engines.plan_engines(args, model, None)
-
-
-@pytest.mark.parametrize(
-    ("given_dtype", "computed"), [(None, torch.bfloat16), ("float32", torch.float32), ("float16", torch.float16)]
-)
-def test_a_compute_dtype_that_is_set_is_kept(given_dtype: str | None, computed: torch.dtype) -> None:
-    """Also float32, which is bitsandbytes' default."""
-    config = {"load_in_4bit": True} | ({} if given_dtype is None else {"bnb_4bit_compute_dtype": given_dtype})
-    plan = plan_quantization(
-        alignment.KTOConfig("out"), SimpleNamespace(), {"quantization_config": config}, key="m", in_4bit=False,
-        in_8bit=False, live=False, compute=torch.bfloat16, stage=2,
-    )  # fmt: skip
-    assert plan is not None and plan.config.bnb_4bit_compute_dtype == computed
 
 
 @pytest.mark.parametrize(("needed", "damage", "kept"), [(True, True, False), (True, False, True), (False, True, True)])

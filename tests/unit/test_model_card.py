@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ def test_a_value_has_no_meaning_in_markdown(text: str) -> None:
     left = found
     for character in set(text):
         left = left.replace(f"&#{ord(character)};", "")
-    assert not set("<>[]()*`|~$@\\{}") & set(left) and not left.startswith("_") and "&" not in left.replace("&#", "")
+    assert html.unescape(found) == text, "escaped once"
+    assert not set("<>[]*`|~$@\\{}") & set(left) and not left.startswith("_") and "&" not in left.replace("&#", "")
 
 
 def test_lines_addresses_and_length() -> None:
@@ -114,7 +116,15 @@ def test_a_run(tmp_path: Path) -> None:
     Manifest("x", 4, "dpo", 2, 0, 16, 50, True, {"torch": "1.2"}, {}, {}, {}).write(source)
     text = card_of(source)
     assert "2305.18290" in text and "2310.12036" in text and "trained from base" in text and "- dpo\n" in text
-    facts = ("dataset: a.csv", "rows: 30", "steps: 4", "planned steps: 50", "rows per step: 16", "torch: 1.2")
+    facts = (
+        "dataset: a.csv",
+        "rows: 30",
+        "steps: 4",
+        "planned steps: 50",
+        "rows per step: 16",
+        "ranks: 2",
+        "torch: 1.2",
+    )
     assert all(f"- {fact}\n" in text for fact in facts) and "9" not in text.partition("## Results")[2]
     rows = {"a_loss", "val/contain_eos_token", "beta"}  # neither metric is a secret
     assert all(f"| {row} " in text for row in rows) and "save_steps" not in text

@@ -1,4 +1,4 @@
-"""The pure losses of ``alignment.objectives`` compared with published values, closed forms, and the float64 oracle."""
+"""The pure losses of ``alignment.objectives`` compared with published values and the float64 oracle."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_kto_kl_has_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("options", KTO_CASES)
-def test_kto_against_the_oracle_and_the_closed_form(options: dict[str, Any]) -> None:
+def test_kto_against_the_oracle(options: dict[str, Any]) -> None:
     policy, reference, labels, kl = kto_inputs()
     found = kto_loss(policy, reference, labels, kl, **options)
     (gradient,) = torch.autograd.grad(found.losses.mean(), policy)
@@ -133,18 +133,6 @@ def test_kto_against_the_oracle_and_the_closed_form(options: dict[str, Any]) -> 
     assert_close(found.rewards[labels].mean().item(), metrics["rewards/chosen"], rtol=1e-12, atol=1e-14)
     assert_close(found.rewards[~labels].mean().item(), metrics["rewards/rejected"], rtol=1e-12, atol=1e-14)
     assert not found.rewards.requires_grad
-    # d/dx of weight (1 - s(sign beta (x - kl))) is -weight sign beta s (1 - s).
-    sign, beta = torch.where(labels, 1.0, -1.0).double(), options["beta"]
-    weight = torch.where(labels, options["desirable_weight"], options["undesirable_weight"]).double()
-    anchor = kl if options["loss_type"] == "kto" else torch.zeros_like(kl)
-    rate = torch.sigmoid(sign * beta * (policy.detach() - reference - anchor))
-    assert_close(gradient, -weight * sign * beta * rate * (1 - rate) / len(labels), rtol=1e-10, atol=1e-14)
-
-
-@pytest.mark.parametrize("options", KTO_CASES)
-def test_kto_gradcheck(options: dict[str, Any]) -> None:
-    policy, reference, labels, kl = kto_inputs()
-    assert torch.autograd.gradcheck(lambda own: kto_loss(own, reference, labels, kl, **options).losses, (policy,))
 
 
 def test_kto_properties() -> None:
@@ -225,65 +213,6 @@ def test_cpo_against_the_oracle(options: dict[str, Any]) -> None:
     assert not found.chosen_rewards.requires_grad and not found.rejected_rewards.requires_grad
 
 
-def closed_form(options: dict[str, Any], chosen: Tensor, rejected: Tensor, lengths: tuple[Tensor, Tensor]) -> Tensor:
-    """Return (2, P) derivatives of each pair's loss with respect to its two log-prob sums."""
-    beta, alpha, swapped = options["beta"], options["alpha"], options["label_smoothing"]
-    scores, slopes = [chosen, rejected], [torch.ones_like(chosen), -torch.ones_like(chosen)]
-    if options["loss_type"] in ("ipo", "simpo", "alphapo"):
-        for side, tokens in enumerate(lengths):
-            scores[side], slopes[side] = scores[side] / tokens, slopes[side] / tokens
-            if alpha:  # score (1 - exp(-alpha m)) / alpha, slope exp(-alpha m)
-                slopes[side] = slopes[side] * torch.exp(-alpha * scores[side])
-                scores[side] = (1 - torch.exp(-alpha * scores[side])) / alpha
-    gap = scores[0] - scores[1]
-    if options["loss_type"] == "hinge":
-        outer = -beta * (beta * gap < 1).double()
-    elif options["loss_type"] == "ipo":
-        outer = 2 * (gap - 1 / (2 * beta))
-    else:
-        target = 0.0 if options["loss_type"] == "sigmoid" else options["simpo_gamma"]
-        outer = beta * (torch.sigmoid(beta * gap - target) - (1 - swapped))
-    return torch.stack([outer * slope for slope in slopes])
-
-
-@pytest.mark.parametrize("options", CPO_CASES)
-def test_cpo_gradients(options: dict[str, Any]) -> None:
-    options = cpo_defaults(**options)
-    chosen, rejected, *lengths = cpo_inputs()
-
-    def losses(good: Tensor, bad: Tensor) -> Tensor:
-        return cpo_loss(good, bad, *lengths, **options).losses
-
-    found = torch.stack(torch.autograd.grad(losses(chosen, rejected).sum(), (chosen, rejected)))
-    wanted = closed_form(options, chosen.detach(), rejected.detach(), (lengths[0], lengths[1]))
-    assert_close(found, wanted, rtol=1e-9, atol=1e-13)
-    assert float(wanted.abs().max()) > 1e-3
-    assert torch.autograd.gradcheck(losses, (chosen, rejected))
-
-
-@pytest.mark.parametrize("options", CPO_CASES)
-def test_cpo_properties(options: dict[str, Any]) -> None:
-    options = cpo_defaults(**options)
-    chosen, rejected, *lengths = cpo_inputs()
-    found = cpo_loss(chosen, rejected, *lengths, **options)
-    order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(5))
-    moved = cpo_loss(chosen[order], rejected[order], lengths[0][order], lengths[1][order], **options)
-    for one, other in zip(moved, found, strict=True):
-        assert_close(one, other[order], rtol=0, atol=0)
-    if options["loss_type"] == "sigmoid":
-        # Smoothing mixes both orders.
-        smoothing = 1 - options["label_smoothing"]
-        swapped = cpo_loss(rejected, chosen, lengths[1], lengths[0], **{**options, "label_smoothing": smoothing})
-        assert_close(swapped.losses, found.losses, rtol=1e-12, atol=1e-14)
-    if options["loss_type"] in ("ipo", "simpo", "alphapo"):
-        # Twice the tokens with the same mean is the same pair.
-        doubled = cpo_loss(2 * chosen, 2 * rejected, 2 * lengths[0], 2 * lengths[1], **options)
-        assert_close(doubled.losses, found.losses, rtol=1e-12, atol=1e-14)
-    else:
-        other_lengths = cpo_loss(chosen, rejected, lengths[0] + 3, lengths[1] + 5, **options)
-        assert_close(other_lengths.losses, found.losses, rtol=0, atol=0)
-
-
 def test_alpha_near_zero_is_simpo() -> None:
     chosen, rejected, *lengths = cpo_inputs()
     plain = cpo_loss(chosen, rejected, *lengths, **cpo_defaults(loss_type="simpo", beta=2.0)).losses
@@ -308,16 +237,6 @@ def test_cpo_extremes_are_finite(options: dict[str, Any], dtype: torch.dtype) ->
     wide, tokens = (chosen.detach().double(), rejected.detach().double()), (lengths[0].tolist(), lengths[1].tolist())
     wanted, _ = dense.cpo_objective(*wide, tokens, dense.CPOOptions(cpo_alpha=0.0, **options))
     assert_close(found.losses.mean().double(), wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_nll_sums_over_micro_batches() -> None:
-    chosen, _, lengths, _ = cpo_inputs()
-    whole = nll(chosen, lengths)
-    parts = [nll(chosen[part], lengths[part]) for part in (slice(0, 2), slice(2, 2), slice(2, None))]
-    assert_close(sum(total for total, _ in parts), whole[0], rtol=1e-12, atol=0)
-    assert float(sum(count for _, count in parts)) == float(whole[1]) == float(lengths.sum())
-    (gradient,) = torch.autograd.grad(whole[0], chosen)
-    assert_close(gradient, -torch.ones_like(chosen), rtol=0, atol=0)
 
 
 def test_no_rows_give_empty_differentiable_losses() -> None:

@@ -126,17 +126,6 @@ def test_options_are_resolved_once() -> None:
     assert made.ref_placement is None and made.eval_steps is None
 
 
-def test_a_trainers_options_do_not_change_the_callers() -> None:
-    given = KTOConfig("out", model_init_kwargs={"a": {"b": 1}})
-    first, second = given.sealed(), given.sealed()
-    first.model_init_kwargs["a"]["b"] = 2
-    first.num_train_epochs = 9
-    assert given.model_init_kwargs == second.model_init_kwargs == {"a": {"b": 1}}
-    assert given.num_train_epochs == second.num_train_epochs == 3
-    given.beta = 0.7
-    assert (given.sealed().beta, second.beta) == (0.7, 0.1)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_every_option_of_a_trainer_is_guarded(method: str) -> None:
     options = METHODS[method]("out").sealed()

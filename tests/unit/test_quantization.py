@@ -63,13 +63,15 @@ def test_options_are_followed() -> None:
 
 @pytest.mark.parametrize("as_object", [False, True])
 def test_a_configuration_in_model_init_kwargs(as_object: bool) -> None:
-    """Unset values are filled in with those that the run needs; others are kept."""
+    """Unset values are filled in with those that the run needs; others are kept, also the default in a dictionary."""
     form: Any = BitsAndBytesConfig if as_object else dict
     given: Any = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     made = plan(stage=3, kwargs={"quantization_config": form(**given, bnb_4bit_use_double_quant=True)})
     assert (made.config.bnb_4bit_compute_dtype, made.config.bnb_4bit_quant_storage) == (BF16, BF16)
-    other = given | {"bnb_4bit_compute_dtype": "float16", "bnb_4bit_quant_storage": "bfloat16"}
-    assert plan(kwargs={"quantization_config": form(**other)}).config.bnb_4bit_compute_dtype == torch.float16
+    for dtype in ("float16", *["float32"] * (not as_object)):
+        other = given | {"bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": "bfloat16"}
+        made = plan(kwargs={"quantization_config": form(**other)})
+        assert made.config.bnb_4bit_compute_dtype == getattr(torch, dtype)
 
 
 def test_a_packed_checkpoint_is_used_unchanged() -> None:

@@ -31,9 +31,7 @@ from alignment.data.kinds.completions import Completions
 from alignment.data.kinds.prompts import PROMPTS
 from alignment.data.messages import source_of
 from alignment.data.mixture import Part
-from alignment.data.prepare import prepare as tokenize
 from alignment.data.sources import _guarded, dataset_from_python, load_split
-from alignment.data.tokenization import Limits
 from alignment.methods.sft import _formatted
 from alignment.planning.engines import _by_adapters
 from alignment.training import preparation
@@ -105,9 +103,6 @@ def test_keys_of_the_deepspeed_json(tmp_path: Path) -> None:
     manual: dict[str, Any] = {"zero_optimization": {"stage": 2}, "memory_breakdown": "auto"}
     with pytest.raises(OptionError, match='^DeepSpeed mapping: memory_breakdown="auto": this key has no automatic'):
         policy_config(options, manual, plan_dtypes(options, manual), 1, 8)
-    half = {"fp16": {"enabled": True}}
-    with pytest.raises(OptionError, match="^fp16.enabled=true: the accelerator 'cpu' does not support fp16"):
-        plan_dtypes(options, half)
     assert plan_dtypes(KTOConfig("out", fp16=False, use_cpu=True), {}).compute == "float32"
     short = {"data_types": {"grad_accum_dtype": "fp16"}, "zero_optimization": {"stage": 2}}
     with pytest.raises(
@@ -120,10 +115,6 @@ def test_arguments_of_trainers() -> None:
     refuse_arguments({"model_init": None, "compute_metrics": None})
     with pytest.raises(TypeError, match="^unexpected keyword argument 'modle'$"):
         refuse_arguments({"modle": None})
-    for name, instead in (("model_init", "pass the model"), ("compute_metrics", "own metrics"),
-                          ("preprocess_logits_for_metrics", "without materializing")):  # fmt: skip
-        with pytest.raises(OptionError, match=f"^{name}: not supported; .*{instead}"):
-            refuse_arguments({name: len})
     options = KTOConfig("out", ref_adapter_name="r", use_peft=True)
     assert with_arguments(options, "m", ref_adapter_name=None) is options
     assert with_arguments(options, "m", ref_adapter_name="r").ref_adapter_name == "r"
@@ -192,7 +183,6 @@ def rows_of(column: Any) -> Dataset:
     return Dataset(pa.table({"prompt": ["a"], "image": column}))
 
 
-NO_ROWS = Dataset.from_dict({"prompt": []})
 TEXTS = Completions(None, False, "text", tokenized=False)
 
 
@@ -205,11 +195,6 @@ TEXTS = Completions(None, False, "text", tokenized=False)
         (
             lambda: TEXTS.parse({"prompt": "a"}, "row 3", {}),
             "row 3: completion is missing; every row must have prompt and completion, or messages, or text, or conv",
-        ),
-        (lambda: arranged(rows_of([["x"]]), {}, PROMPTS, "d"), "d: column 'image' contains images, but only text"),
-        (
-            lambda: tokenize(NO_ROWS, PROMPTS, None, Limits(), "d", Path("no")),
-            "d: contains no rows; pass a dataset",
         ),
     ],
 )
@@ -234,8 +219,8 @@ def test_errors_of_loaders_name_the_data() -> None:
 
     with pytest.raises(DataError, match="^line 3 is bad$"):
         _guarded("d", lambda: fails(DataError("line 3 is bad")))
-    with pytest.raises(DataError, match="^d: cannot be read: inside; set another$"):
-        _guarded("d", lambda: fails(OSError("inside")), "; set another")
+    with pytest.raises(DataError, match="^d: cannot be read: inside; set dataset_name to a file, a folder or"):
+        _guarded("d", lambda: fails(OSError("inside")), hub=True)
     with pytest.raises(DataError, match="^dataset is a list that cannot be stored: .*; use values that JSON"):
         dataset_from_python([{"a": "\ud800"}])
 

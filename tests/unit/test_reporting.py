@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
 
+from alignment.reporting import progress
 from alignment.reporting.metrics import MetricHistory, MetricSums, means
-from alignment.reporting.progress import Progress
+from alignment.reporting.progress import Progress, draws_bars, evaluation_line, say
 
 CPU = torch.device("cpu")
 NAMES = ("loss", "kl", "rewards/chosen", "rewards/rejected")
@@ -107,7 +109,7 @@ def test_progress_shows_the_newest_metrics(capsys: pytest.CaptureFixture[str]) -
     bar = Progress(3, "kto", True, CPU)
     bar.advance({"loss": 0.12345, "kl": 2.0, "rewards/margins": -1.5, "logps/chosen": -3.0}, tokens=100)
     bar.advance({"loss": 0.5, "rewards/accuracies": 0.75}, tokens=50)
-    bar.note("step 2: a note")
+    say("step 2: a note")
     bar.advance()
     bar.close()
     out, err = capsys.readouterr()
@@ -121,8 +123,46 @@ def test_progress_shows_the_newest_metrics(capsys: pytest.CaptureFixture[str]) -
 def test_a_disabled_bar_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     bar = Progress(3, "kto", False, CPU)
     bar.advance({"loss": 0.5}, tokens=5)
-    bar.note("a note")
     assert capsys.readouterr() == ("", "")
+    say("a note")
+    assert capsys.readouterr() == ("a note\n", "")
+
+
+def test_bars_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not draws_bars(False), "of pytest, which is none"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert draws_bars(False) and not draws_bars(True)
+    monkeypatch.setattr(sys, "stderr", None)  # of a process without one
+    assert not draws_bars(False)
+    monkeypatch.setitem(sys.modules, "ipykernel", object())  # in a notebook, bars are widgets
+    assert draws_bars(False) and not draws_bars(True)
+
+
+def test_a_line_of_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short numbers; the speed since the previous line, and the time left at the mean speed since the start."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "memory_gib", lambda device: 61.234)
+    record = {"loss": 0.123456789, "rewards/margins": -1.5, "logps/chosen": -3.0, "learning_rate": 5e-7 / 3}
+    steps = Progress(120, "kto", False, CPU, done=20)
+    assert "left" not in steps.line(record, 0.0), "no step was taken since the restart"
+    for seconds, tokens in ((10.0, 5000), (40.0, 1_000_000)):
+        now[0] += seconds
+        steps.advance(record, tokens=tokens)
+        line = steps.line(record, 1 / 3)
+    assert line == (
+        "step  22/120: epoch 0.333, loss 0.1235, margin -1.5, lr 1.67e-07, 25,000 tokens/s, 61.2 GiB, 40 min 50 s left"
+    )
+    done = Progress(1, "sft", False, CPU)
+    done.advance()
+    assert "left" not in done.line({}, 1.0) and "lr" not in done.line({}, 1.0)
+
+
+def test_a_line_of_an_evaluation() -> None:
+    metrics = {"eval_a_loss": 0.123456789, "eval_a_rewards/margins": 1.0, "eval_b_kl": 3.0, "eval_a_runtime": 2.0}
+    line = evaluation_line(5, 120, "eval_a", metrics, 63.0)
+    assert line == "step   5/120, eval_a: loss 0.1235, margin 1, 1 min 03 s"
+    assert evaluation_line(0, 0, "eval_b", metrics, 2.0) == "eval_b: kl 3, 2.0 s"
 
 
 def test_consumed_items_update_a_bar(capsys: pytest.CaptureFixture[str]) -> None:

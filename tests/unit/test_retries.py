@@ -192,12 +192,16 @@ def test_only_failed_awaitables_are_awaited_again() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("wrong"), httpx.ReadTimeout("slow")])
 def test_a_function_that_keeps_failing_is_reported(error: Exception) -> None:
-    async def bad(completions: list[Any]) -> list[float]:
-        raise error
+    call = Failing(*[error] * 9)
 
-    for function in (FunctionReward(bad), named("bad", Failing(*[error] * 9))):
+    async def bad(completions: list[Any]) -> Any:
+        return call()
+
+    for function in (FunctionReward(bad), named("bad", call)):
+        call.calls = 0
         with pytest.raises(RewardError, match=f"'bad' raised {type(error).__name__}"):
             score_all([function], samples(), Retries(2, 4.0))
+        assert call.calls == (3 if is_transient(error) else 1)
 
 
 @pytest.mark.parametrize("awaited", [False, True])

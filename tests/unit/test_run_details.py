@@ -16,7 +16,7 @@ from datasets import Dataset
 from alignment import KTOConfig, OnlineDPOConfig
 from alignment.cli import slurm, submit, train_job
 from alignment.cli.slurm import SlurmError
-from alignment.config.errors import LastCheckpointError, RewardError
+from alignment.config.errors import LastCheckpointError
 from alignment.data.packing import Packing, pack_rows
 from alignment.methods.online_dpo import MOST_WITHOUT_PAIRS, REMEDIES, OnlineDPOMethod
 from alignment.online.window import OnlineWindowPass
@@ -24,12 +24,7 @@ from alignment.references.adapter import AdapterReference
 from alignment.references.engine import EngineReference
 from alignment.references.precomputed import PrecomputedReference
 from alignment.reporting.run_content import _samples
-from alignment.rewards import callables
-from alignment.rewards.functions import FunctionReward, score_all
-from alignment.rewards.samples import Samples
 from alignment.run.activity import ACTIVITY
-from alignment.run.retries import Retries
-from alignment.run.stop import StopReason, StopRequests
 from alignment.training import sampling, stopping
 from alignment.training.bad_steps import BadSteps
 from alignment.training.data import PreparedData
@@ -57,21 +52,6 @@ def test_what_a_stopped_run_leaves(
     context: Any = SimpleNamespace(args=KTOConfig("out", **options), state=state, output_dir=Path("out"))
     writer: Any = SimpleNamespace(newest=newest, failure="full")
     assert stopping._kept(context, writer).startswith(said)
-
-
-def test_the_first_request_counts_unless_a_user_makes_a_stronger_one() -> None:
-    requests = StopRequests()
-    for reason, detail, expected in (
-        (StopReason.SIGUSR1, "a", "SIGUSR1 (a)"), (StopReason.SIGTERM, "b", "SIGUSR1 (a)"),
-        (StopReason.STOP, "c", "STOP (c)"), (StopReason.STOP, "d", "STOP (c)"), (StopReason.SIGINT, "e", "SIGINT (e)"),
-        (StopReason.STOP, "f", "SIGINT (e)"),
-    ):  # fmt: skip
-        requests.request(reason, detail)
-        assert str(requests) == expected
-    requests.forget()
-    requests.request(StopReason.SIGHUP)
-    requests.request(StopReason.SIGUSR1)
-    assert str(requests) == "SIGHUP"
 
 
 def test_random_streams_after_a_change_of_the_number_of_ranks() -> None:
@@ -106,7 +86,7 @@ def test_what_a_command_does_after_training(
     done: list[Any] = []
 
     class Trainer:
-        data, output_dir = SimpleNamespace(eval=sets), tmp_path
+        data, output_dir, method = SimpleNamespace(eval=sets), tmp_path, SimpleNamespace(task=None)
 
         def train(self) -> None:
             if fails:
@@ -117,7 +97,11 @@ def test_what_a_command_does_after_training(
 
     monkeypatch.setattr(train_job, "build_trainer", lambda options: Trainer())
     options = KTOConfig("out", eval_strategy=strategy)  # type: ignore[arg-type]
-    with pytest.raises(LastCheckpointError, match="^full$") if fails else contextlib.nullcontext():
+    with (
+        pytest.raises(LastCheckpointError, match=f"^full; the model itself is saved in {tmp_path}$")
+        if fails
+        else contextlib.nullcontext()
+    ):
         train_job.run(options)
     evaluated = ["evaluate", ("write_report", {"show": False})] if sets and strategy == "no" else []
     assert done == ["save_model", *evaluated, "save_state", "close"]
@@ -146,39 +130,6 @@ def test_answers_of_sbatch_and_interrupts(
             submit.main(arguments, "P")
         found = capsys.readouterr()
         assert (left.value.code or 0, found.err) == (code, err) and found.out.startswith(out)
-
-
-@pytest.mark.parametrize(("failed", "also"), [((1,), ""), ((0, 3), "; also failed: 3")])
-def test_failures_of_several_ranks(failed: tuple[int, ...], also: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    everyone = [(f"bad {rank}" if rank in failed else None, 1, False) for rank in range(4)]
-    monkeypatch.setattr(callables, "world_size", lambda: 4)
-    monkeypatch.setattr(callables, "gathered", lambda own: everyone)
-    retries, own = Retries(3, 0.0), RewardError("bad 1")
-    own.__cause__ = KeyError("k")
-    for given in (own, None):
-        with pytest.raises(RewardError) as caught:
-            callables.raise_together(given, retries)
-        assert str(caught.value) == f"bad {failed[0]} (on rank {failed[0]}{also})"
-        assert caught.value.__cause__ is (own.__cause__ if given else None)
-    assert retries.count == 8
-
-
-def test_awaitables_are_awaited_again_as_often_as_allowed(capsys: pytest.CaptureFixture[str]) -> None:
-    calls: list[int] = []
-
-    async def slow(completions: list[str]) -> list[float]:
-        calls.append(len(calls))
-        if len(calls) < 4:
-            raise TimeoutError(f"busy {len(calls)}")
-        return [2.0]
-
-    samples = Samples(["p"], ["c"], [[1]], [True], {}, ["row 1"], [{}])
-    with pytest.raises(RewardError, match="raised TimeoutError.*busy 3"):
-        score_all([FunctionReward(slow)], samples, Retries(2, 0.0))
-    assert calls == [0, 1, 2]
-    said = capsys.readouterr().out
-    assert [f"TimeoutError: busy {n}; retry {n} of 2 in 0 s" in said for n in (1, 2, 3)] == [True, True, False]
-    assert score_all([FunctionReward(slow)], samples, Retries(1, 0.0)) == [[2.0]]
 
 
 def test_advice_about_windows_without_pairs() -> None:

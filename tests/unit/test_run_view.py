@@ -106,11 +106,13 @@ def test_a_process_that_has_released_the_folder_and_is_about_to_end(tmp_path: Pa
         ({"state": "stopped", "signal": "STOP"}, "stopped by STOP after step 40"),
         ({"state": "failed", "error": "the GPU is out of memory"}, "failed: the GPU is out of memory"),
         ({"state": "finished", "step": 100}, "finished"),
+        ({"state": "finished", "ended_early": "why"}, "finished early after step 40 of 100: why"),
     ],
 )
 def test_ends(tmp_path: Path, values: dict[str, Any], said: str) -> None:
+    why = {name: values.pop(name) for name in ("ended_early",) if name in values}
     write_status(tmp_path, **values)
-    write_log(tmp_path, [start(), entry(1, 1, 1), entry(40, 40, 40)])
+    write_log(tmp_path, [start(), entry(1, 1, 1), entry(40, 40, 40), {**end({})[-1], **why}])
     found = read_run(tmp_path)
     assert (found.status.state, found.eta_seconds) == (values["state"], None)
     assert status_line(found).split("; ")[0] == said

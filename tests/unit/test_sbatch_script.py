@@ -8,13 +8,14 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import ROOT
+
+from tools.ranks.process import wait_until
 
 SCRIPT = ROOT / "launch" / "slurm" / "train.sbatch"
 # They write down how they were called. srun does what FAKE says in place of the run; squeue prints the job's state,
@@ -94,20 +95,13 @@ class Script:
     def signaled(self, fake: str, *signals: signal.Signals) -> Ran:
         """Run it and send it these signals as soon as the run is ready, which then continues."""
         process = self.start(fake=fake)
-        until((self.calls / "ready").exists)
+        wait_until((self.calls / "ready").exists, 20)
         for number in signals:
             process.send_signal(number)
             time.sleep(0.05)
         assert process.poll() is None
         (self.calls / "go").touch()
         return self.ran(process)
-
-
-def until(reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture

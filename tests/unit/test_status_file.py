@@ -5,20 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from alignment.run import status_file
 from alignment.run.status_file import RunStatus, StatusFile, fail_in_place_of, read_status
-
-
-def until(reached: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+from tools.ranks.process import wait_until
 
 
 def found(folder: Path) -> RunStatus:
@@ -52,7 +45,7 @@ def test_no_step_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert spent < 0.2, step
         time.sleep(0.005)
     assert len(synced) >= 2
-    until(lambda: found(tmp_path).step == 199)
+    wait_until(lambda: found(tmp_path).step == 199, 10)
     assert (found(tmp_path).state, found(tmp_path).phase) == ("running", "train")
     file.close()
 
@@ -68,7 +61,7 @@ def test_an_unresponsive_disk_loses_only_the_update(tmp_path: Path, monkeypatch:
     file.close()
     assert time.monotonic() - begin < 2 and read_status(tmp_path) is None
     answers.set()
-    until(lambda: (read_status(tmp_path) or RunStatus()).state == "preempted")
+    wait_until(lambda: (read_status(tmp_path) or RunStatus()).state == "preempted", 10)
     assert (found(tmp_path).step, found(tmp_path).signal) == (3, "SIGTERM")
 
 
@@ -78,7 +71,7 @@ def test_a_disk_that_cannot_be_written_loses_only_the_update(tmp_path: Path, mon
     file.update(state="running", step=4)
     assert file.flush(2.0)
     (tmp_path / "absent").mkdir()
-    until(lambda: read_status(tmp_path / "absent") is not None)
+    wait_until(lambda: read_status(tmp_path / "absent") is not None, 10)
     file.close()
 
 

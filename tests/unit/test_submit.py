@@ -32,6 +32,7 @@ def no_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("SETUP", "CONTAINER", "MOUNTS", "PYTHON"):
         monkeypatch.delenv(f"ALIGNMENT_{name}", raising=False)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").touch()
 
 
 @pytest.fixture
@@ -157,6 +158,7 @@ def test_options_of_jobs_and_methods_do_not_overlap() -> None:
         ("--save_strategy no", "save_strategy='no'"),
         ("--push_to_hub --hub_token hf_mine", "--hub_token=<hidden>"),
         ("--bata 1", "bata='1'"),
+        ("--dataset_name no.csv", "no.csv: file or folder does not exist"),
     ],
 )
 def test_errors_are_found_before_sbatch_is_called(
@@ -185,7 +187,7 @@ def test_print_needs_no_slurm_and_leaves_nothing_behind(
     assert printed(capsys).startswith("#!/bin/bash\n#SBATCH --job-name=alignment\n")
     code, out, err = run(capsys, *TRAIN)
     assert (code, out) == (1, "") and err.startswith("error: sbatch: No such file or directory; submit from a login")
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 def test_a_job_is_submitted_and_described(slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,15 +57,17 @@ def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "expected"), [(torch.float32, (9, 6)), (torch.bfloat16, (8.5, 5.5)), (torch.float16, (8.5, 5.5))]
+    ("dtype", "more", "expected"),
+    [
+        (torch.float32, {}, (9, 6)),
+        (torch.bfloat16, {}, (8.5, 5.5)),
+        (torch.float16, {}, (8.5, 5.5)),
+        (torch.bfloat16, {"transform": LogitTransform(scale=0.5)}, (12.5, 9.5)),
+        (torch.bfloat16, {"stats": False}, (7.5, 5.5)),
+    ],
 )
-def test_passes_of_torch_operations(dtype: torch.dtype, expected: tuple[float, float]) -> None:
-    assert passes("torch", dtype) == expected
-
-
-def test_passes_with_a_scale_and_a_cap() -> None:
-    assert passes("torch", torch.bfloat16, transform=LogitTransform(scale=0.5)) == (12.5, 9.5)
-    assert passes("torch", torch.bfloat16, stats=False) == (7.5, 5.5)
+def test_passes_of_torch_operations(dtype: torch.dtype, more: dict[str, Any], expected: tuple[float, float]) -> None:
+    assert passes("torch", dtype, **more) == expected
 
 
 @needs_interpreter
@@ -107,6 +109,28 @@ def inputs(
     return given, wide, targets.to(HERE), upstream.to(HERE)
 
 
+def compare(
+    given: list[Tensor | None],
+    wide: list[Tensor | None],
+    targets: Tensor,
+    upstream: Tensor,
+    transform: LogitTransform,
+    bound: float,
+    **more: Any,
+) -> logprobs.TokenStats:
+    """Compare values and gradients of log-probs with those in float64; return the statistics."""
+    expected = dense(*wide, targets, transform)
+    expected.backward(upstream.double())
+    found, stats = token_logprobs(*given, targets, transform, stats=True, **more)
+    found.backward(upstream)
+    assert found.dtype == torch.float32 and stats is not None
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(given, wide):
+        if ours is not None:
+            assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < bound
+    return stats
+
+
 @pytest.mark.ci
 @pytest.mark.usefixtures("kernels", "gpu_products")
 @pytest.mark.parametrize(("kind", "name", "bias"), CASES)
@@ -114,32 +138,16 @@ def test_the_kernels_against_dense_float64(kind: str, name: str, bias: bool) -> 
     """Two tiles in the forward pass, with rows of two blocks, and three vocabulary slices in the backward pass."""
     given, wide, targets, upstream = inputs(DTYPES[kind], bias, 18, 4500)
     targets[:9] = (wide[0] @ wide[1].T).argmax(1)[:9]
-    expected = dense(*wide, targets, TRANSFORMS[name])
-    expected.backward(upstream.double())
-    found, stats = token_logprobs(*given, targets, TRANSFORMS[name], tile_bytes=2**10, stats=True)
-    assert stats is not None and not any(part.requires_grad for part in stats)
+    stats = compare(given, wide, targets, upstream, TRANSFORMS[name], BOUNDS[kind], tile_bytes=2**10)
+    assert not any(part.requires_grad for part in stats)
     measured = dense_stats(*(None if t is None else t.detach() for t in given), targets, TRANSFORMS[name])
     torch.testing.assert_close(torch.stack(tuple(stats)).double(), measured, rtol=1e-5, atol=2e-5)
-    found.backward(upstream)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(given, wide):
-        if ours is not None:
-            assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < BOUNDS[kind]
 
 
 @pytest.mark.usefixtures("gpu_products")
 @pytest.mark.parametrize(("kind", "name", "bias"), CASES)
 def test_torch_operations_with_products_as_on_a_gpu(kind: str, name: str, bias: bool) -> None:
-    given, wide, targets, upstream = inputs(DTYPES[kind], bias, 60, 333)
-    expected = dense(*wide, targets, TRANSFORMS[name])
-    expected.backward(upstream.double())
-    found, _ = token_logprobs(*given, targets, TRANSFORMS[name], tile_bytes=2**10, stats=True)
-    found.backward(upstream)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(given, wide):
-        if ours is not None:
-            assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < BOUNDS[kind]
+    compare(*inputs(DTYPES[kind], bias, 60, 333), TRANSFORMS[name], BOUNDS[kind], tile_bytes=2**10)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -179,13 +187,8 @@ def test_a_small_tile_detects_errors(broken: int) -> None:
 def test_a_vocabulary_of_262144(kernels: None) -> None:
     given, wide, targets, upstream = inputs(torch.float32, False, 3, 262144)
     targets[0] = 262143
-    expected = dense(*wide, targets, LogitTransform())
-    expected.backward(upstream.double())
-    found, _ = token_logprobs(*given, targets, stats=True)
-    found.backward(upstream)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(given[:2], wide[:2]):  # the fp32 product sums 262144 entries with errors up to 5e-5
-        assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < 1e-4
+    # The fp32 product sums 262144 entries with errors up to 5e-5.
+    compare(given, wide, targets, upstream, LogitTransform(), 1e-4)
 
 
 ROWS_OF_EXTREMES = {
@@ -250,20 +253,6 @@ def test_a_target_outside_the_vocabulary(target: int) -> None:
     torch.testing.assert_close(coefficients, expected)
 
 
-def test_strided_targets_and_biases() -> None:
-    """Like a column of a matrix, but the kernels assume contiguous entries."""
-    from alignment.models.tiles import fused
-
-    torch.manual_seed(0)
-    logits, pairs = torch.randn(4, 20, device=HERE), torch.randint(0, 20, (4, 2), device=HERE)
-    targets, bias = pairs[:, 1], torch.randn(20, 2, device=HERE)[:, 1]
-    expected = (logits + bias).log_softmax(1)
-    found = fused.measure(logits, bias, targets, LogitTransform(), False)
-    torch.testing.assert_close(found.logps, expected.gather(1, targets[:, None])[:, 0])
-    ours = fused.differentiate(logits, bias, targets, found.lse, LogitTransform(), torch.float32)
-    torch.testing.assert_close(ours, torch.nn.functional.one_hot(targets, 20) - expected.exp())
-
-
 UPSTREAM = {
     "contiguous": lambda count: torch.linspace(-1, 1, count, device=HERE),
     "expanded": lambda count: torch.full((), 0.25, device=HERE).expand(count),
@@ -323,33 +312,17 @@ def test_coefficients_overwrite_the_logits(dtype: torch.dtype) -> None:
 @pytest.mark.ci
 def test_rows_beyond_2_to_the_31_entries(tmp_path: Path) -> None:
     """In sparse memory, a file with holes. With 32-bit offsets, row 2 would precede row 0."""
-    from alignment.models.tiles import fused, kernels
+    from alignment.models.tiles import fused
 
     stride, columns = 2**30, 300
-    holes = np.memmap(tmp_path / "logits", dtype=np.float32, mode="w+", shape=(2 * stride + 3 * stride,))
+    holes = np.memmap(tmp_path / "logits", dtype=np.float32, mode="w+", shape=(5 * stride,))
     torch.manual_seed(0)
-    rows = torch.randn(3, columns)
-    places = [slice((2 + row) * stride, (2 + row) * stride + columns) for row in range(3)]
-    for place, row in zip(places, rows):
-        holes[place] = row.numpy()
-    first, targets, out = torch.from_numpy(holes[places[0]]), torch.tensor([1, 2, 3]), torch.empty(7, 3)
-    flags = {"SCALED": False, "CAPPED": False, "HAS_BIAS": False}
-    more = (1.0, 1.0)
-    kernels.measure[(3,)](
-        first, stride, first, targets, out, 3, columns, *more, **flags, STATS=True, BLOCK=fused.block_of(columns)
-    )
-    torch.testing.assert_close(out[0], rows.log_softmax(1)[range(3), targets])
-    lse = rows.logsumexp(1)
-    kernels.differentiate[(3,)](
-        *(first, stride, first, targets, lse, lse, lse, first, stride, columns, *more),
-        **flags,
-        HAS_TOTAL=False,
-        HAS_GRAD=False,
-        BLOCK=fused.block_of(columns),
-    )
-    expected = torch.nn.functional.one_hot(targets, columns) - rows.softmax(1)
-    for place, row in zip(places, expected):
-        torch.testing.assert_close(torch.from_numpy(holes[place].copy()), row)
+    rows, targets = torch.randn(3, columns), torch.tensor([1, 2, 3])
+    logits = torch.from_numpy(holes).as_strided((3, columns), (stride, 1), 2 * stride).copy_(rows)
+    found = fused.measure(logits, None, targets, LogitTransform(), True)
+    torch.testing.assert_close(found.logps, rows.log_softmax(1)[range(3), targets])
+    fused.differentiate(logits, None, targets, rows.logsumexp(1), LogitTransform(), torch.float32)
+    torch.testing.assert_close(logits, torch.nn.functional.one_hot(targets, columns) - rows.softmax(1))
 
 
 # Compilation without a GPU -------------------------------------------------------------------------------------------

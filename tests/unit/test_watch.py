@@ -76,22 +76,24 @@ def test_suspended_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 # Requests ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_request_sets_the_reason_and_the_users_overrides_it() -> None:
+def test_the_first_request_counts_unless_a_user_makes_a_stronger_one() -> None:
     requests = StopRequests()
     assert requests.asked() is None
-    for reason in (StopReason.SIGUSR1, StopReason.SIGTERM):
-        requests.request(reason)
-    assert requests.reason is StopReason.SIGUSR1
-    requests.request(StopReason.STOP)
-    requests.request(StopReason.SIGTERM)
-    assert requests.reason is StopReason.STOP
-    requests.request(StopReason.SIGINT, "typed")
-    requests.request(StopReason.SIGTERM)
-    assert str(requests) == "SIGINT (typed)"
+    for reason, detail, expected in (
+        (StopReason.SIGUSR1, "a", "SIGUSR1 (a)"), (StopReason.SIGTERM, "b", "SIGUSR1 (a)"),
+        (StopReason.STOP, "c", "STOP (c)"), (StopReason.STOP, "d", "STOP (c)"), (StopReason.SIGTERM, "e", "STOP (c)"),
+        (StopReason.SIGINT, "f", "SIGINT (f)"), (StopReason.STOP, "g", "SIGINT (f)"),
+        (StopReason.SIGTERM, "h", "SIGINT (f)"),
+    ):  # fmt: skip
+        requests.request(reason, detail)
+        assert str(requests) == expected
     assert (StopReason.SIGINT.state, StopReason.SIGINT.code) == ("stopped", 130)
     assert (StopReason.SIGUSR1.state, RunStopped(StopReason.SIGUSR1, "text").code) == ("preempted", 85)
     requests.forget()
     assert requests.reason is None
+    for reason in (StopReason.SIGHUP, StopReason.SIGUSR1):
+        requests.request(reason)
+    assert str(requests) == "SIGHUP"
 
 
 def test_the_stop_file_is_polled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

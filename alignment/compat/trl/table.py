@@ -39,8 +39,15 @@ REMOVED: dict[str, str] = {
     "model": "set model_name_or_path",
     "ref_model": "set ref_model_name_or_path",
     "lr": "set learning_rate",
-    "epochs": "set num_train_epochs",
-    "batch_size": "set per_device_train_batch_size",
+    **dict.fromkeys(("epochs", "num_epochs", "n_epochs"), "set num_train_epochs"),
+    **dict.fromkeys(("batch_size", "micro_batch_size", "bs"), "set per_device_train_batch_size"),
+    **dict.fromkeys(("grad_accum", "accumulation_steps"), "set gradient_accumulation_steps"),
+    **dict.fromkeys(("max_seq_len", "seq_len", "seq_length", "cutoff_len"), "set max_length"),
+    **dict.fromkeys(("resume", "checkpoint"), "set resume_from_checkpoint, to latest or a checkpoint"),
+    "lora": "set use_peft",
+    "qlora": "set use_peft and load_in_4bit",
+    **dict.fromkeys(("data", "dataset", "data_path", "train_file"), "set dataset_name"),
+    "output": "set output_dir",
     "rewind_windows": "runs no longer return to a checkpoint; remove it, and set on_bad_step: skip",
 }
 

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset, Value
 from torch import Tensor
 
-from alignment.config.errors import DataError, show
+from alignment.config.errors import DataError, LabelError, show
 from alignment.data.batching import Batch, OnDevice, collate
 from alignment.data.kinds.base import Kind
 from alignment.data.kinds.pairs import PAIRS
@@ -59,18 +59,14 @@ class Unpaired(Kind):
             )
         if not labeled and (any(there) or "label" not in row):
             return replace(PAIRS.parse(row, where, others), further={"label": [True, False]})
-        if type(row["label"]) is not bool:
-            raise DataError(f"{where}: label is {show(row['label'])}; expected true or false")
-        label = {"label": [row["label"]]}
+        label = _label(row, where)
         if row.get("completion") is None and row.get("messages") is not None:
             return replace(conversation(row, "messages", where), further=label)
         completion = text_of({"completion": None, **row}, "completion", where, answer=True)
         return replace(source_of(row, where, prompt_of(row, where), completion=completion), further=label)
 
     def read_tokens(self, row: Row, columns: TokenColumns, where: str, tokenizer: RowTokenizer) -> Encoded:
-        if type(row["label"]) is not bool:
-            raise DataError(f"{where}: label is {show(row['label'])}; expected true or false")
-        return replace(super().read_tokens(row, columns, where, tokenizer), further={"label": [row["label"]]})
+        return replace(super().read_tokens(row, columns, where, tokenizer), further=_label(row, where))
 
     def collate(self, dataset: Dataset, plan: WindowPlan, micro: int, rank: int) -> UnpairedBatch:
         own = plan.micro_batches[micro][rank]
@@ -91,3 +87,10 @@ class Unpaired(Kind):
 
 
 UNPAIRED = Unpaired()
+
+
+def _label(row: Row, where: str) -> dict[str, list[bool]]:
+    if type(row["label"]) is not bool:
+        kind = DataError if row["label"] is None else LabelError
+        raise kind(f"{where}: label is {show(row['label'])}; expected true or false")
+    return {"label": [row["label"]]}

@@ -6,13 +6,13 @@ import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alignment.config.errors import ModelError, OptionError, first_line, setting
+from alignment.config.errors import ModelError, OptionError, setting
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_model import changed_lora
 from alignment.models.adapters.record import Adapters, kind_of, unsupported
 from alignment.models.adapters.skeleton import classifies, has_grown, plan_head, tried
 from alignment.models.quantization import Quantization
-from alignment.models.source import ModelSource
+from alignment.models.source import ModelSource, unread
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -76,9 +76,12 @@ def plan_adapters(
         try:
             config = PeftConfig.from_pretrained(path)
         except Exception as error:  # every library raises its own classes for a corrupt file
-            raise ModelError(
-                f"{key}: adapter_config.json of {path!r} could not be loaded: {first_line(error)}"
-            ) from error
+            if (Path(path) / "config.json").is_file() and not (Path(path) / "adapter_config.json").exists():
+                raise ModelError(
+                    f"{key}: {path!r} is a full model, not an adapter; set model_name_or_path to it and remove {key}"
+                ) from error
+            why = unread(path, error, "adapter_config.json")
+            raise ModelError(f"{key}: adapter_config.json of {path!r} could not be loaded: {why}") from error
     elif peft_config is not None:
         config, key = _copied(peft_config, options), "peft_config"
     else:

@@ -61,6 +61,7 @@ class Recorder(TrainerCallback):
     def __init__(self, trainer: AlignmentTrainer, folder: Path) -> None:
         self.trainer, self.folder = trainer, folder
         self.found: dict[str, Any] = {}
+        trainer.add_callback(self)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -84,20 +85,13 @@ class Recorder(TrainerCallback):
         write_adapters(self.model, plan.adapters, plan.source, None, folder, first_rank=first)
 
 
-def recorded(trainer: AlignmentTrainer, folder: Path) -> dict[str, Any]:
-    """Attach a recorder; return its future results."""
-    recorder = Recorder(trainer, folder)
-    trainer.add_callback(recorder)
-    return recorder.found
-
-
 def main() -> None:
     """Run everything that the file lists."""
     RolloutEngine.generate = canned  # type: ignore[method-assign]
     mock.patch("alignment.training.run_page.draw_page").start()
     spec = Path(sys.argv[1])
     for run in json.loads(spec.read_text()):
-        one_run(run, spec.parent, lambda trainer, place=spec.parent / run["name"]: recorded(trainer, place))
+        one_run(run, spec.parent, lambda trainer, place=spec.parent / run["name"]: Recorder(trainer, place).found)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Runs with failures in selected windows, and runs whose window plan omits those windows.
 
 Usage: bad_steps.py SPEC, a JSON list of runs: ``name``, ``method``, ``model``, ``args``, ``train``; ``faults``, each a
-``kind``, a ``window`` as epoch and index, and optionally a ``rank`` and a number of ``times``; ``left_out``, windows
+``kind``, a ``window`` as epoch and index, and optionally a ``rank``; ``left_out``, windows
 without rows; ``from``, the name of a run and the step of its checkpoint to resume from. Next to SPEC, ``NAME/out`` is
 the run's output folder, ``NAME/final`` has the final weights, and ``NAME/outcome.json`` its history, or the error.
 """
@@ -47,16 +47,14 @@ class Spoiler:
     """
 
     def __init__(self, spoilt: list[dict[str, Any]]) -> None:
-        self.left = [{"times": 10**9, "rank": None, **fault} for fault in spoilt]
+        self.left = [{"rank": None, **fault} for fault in spoilt]
 
     def __call__(self, passed: WindowPass, plan: WindowPlan, *args: Any, train: bool, **kwargs: Any) -> Any:
         """Replace ``WindowPass.__call__``."""
         with contextlib.ExitStack() as spoilt:
             for fault in self.left:
-                if train and fault["window"] == [plan.epoch, plan.step] and fault["times"] > 0:
-                    fault["times"] -= 1
-                    if fault["rank"] in (None, rank()):
-                        spoilt.enter_context(getattr(self, fault["kind"])(passed))
+                if train and fault["window"] == [plan.epoch, plan.step] and fault["rank"] in (None, rank()):
+                    spoilt.enter_context(getattr(self, fault["kind"])(passed))
             return COMPUTED(passed, plan, *args, train=train, **kwargs)
 
     @contextlib.contextmanager

@@ -34,18 +34,11 @@ class Asks(TrainerCallback):
     """Sets one flag in one event at step 2, on one rank."""
 
     def __init__(self, event: str, flag: str, on_rank: int) -> None:
-        self.event, self.flag, self.rank = event, flag, on_rank
-
-    def __getattribute__(self, name: str) -> Any:
-        own = super().__getattribute__
-        if not name.startswith("on_") or name != own("event"):
-            return own(name)
-
         def ask(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step >= 2 and rank() == own("rank"):
-                setattr(control, own("flag"), True)
+            if state.global_step >= 2 and rank() == on_rank:
+                setattr(control, flag, True)
 
-        return ask
+        setattr(self, event, ask)
 
 
 class GetsWorse(TrainerCallback):

@@ -1,37 +1,45 @@
-"""Run the command until the end of its first optimizer step, then write the imported modules into a file and exit.
+"""Run ``launch/train.py`` until the end of its first optimizer step, and write two JSON lists into a file.
 
-``python first_step.py FILE.json ARGUMENT ...``
+``python first_step.py FILE.json ARGUMENT ...``. The lists are the package's frames at the first ``engine.backward``,
+and the imported modules at the end of the step.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
+import runpy
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from alignment.cli.train import main
-from alignment.config.registry import METHODS
+import deepspeed
 
-find = METHODS.trainer
+ROOT = Path(__file__).resolve().parents[3]
+FILE = Path(sys.argv.pop(1))
+ENGINE = deepspeed.DeepSpeedEngine
+_backward, _step = ENGINE.backward, ENGINE.step
+_frames: list[str] = []
 
 
-def watched(options: Any) -> Any:
-    """The trainer class, with one more callback."""
-    trainer = find(options)
-    from transformers import TrainerCallback
+def backward(engine: Any, *given: Any, **named: Any) -> Any:
+    """Replace ``DeepSpeedEngine.backward``."""
+    own = f"{ROOT}/alignment", f"{ROOT}/launch"
+    if not _frames:
+        frames = [each for each in traceback.extract_stack() if each.filename.startswith(own)]
+        _frames.extend(f"{Path(each.filename).relative_to(ROOT)}:{each.name}" for each in frames)
+    return _backward(engine, *given, **named)
 
-    class AtFirstStep(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            Path(sys.argv[1]).write_text(json.dumps(sorted(sys.modules)))
-            os._exit(0)
 
-    return functools.partial(trainer, callbacks=[AtFirstStep])
+def step(engine: Any, *given: Any, **named: Any) -> None:
+    """Replace ``DeepSpeedEngine.step``."""
+    _step(engine, *given, **named)
+    if engine.global_steps:
+        FILE.write_text(json.dumps([_frames, sorted(sys.modules)]))
+        os._exit(0)
 
 
 if __name__ == "__main__":
-    with mock.patch.object(METHODS, "trainer", watched):
-        main(sys.argv[2:])
+    ENGINE.backward, ENGINE.step = backward, step
+    runpy.run_path(str(ROOT / "launch" / "train.py"), run_name="__main__")

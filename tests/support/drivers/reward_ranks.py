@@ -1,6 +1,6 @@
-"""Reward models on several ranks: train what a JSON file lists, then score unequal numbers of samples on each rank.
+"""A reward model on several ranks, which score unequal numbers of samples.
 
-The file holds ``{"runs": [as for runs.py], "reward_model": path, "samples": [[[prompt, completion], …] per rank]}``.
+The file holds ``{"reward_model": path, "samples": [[[prompt, completion], …] per rank]}``.
 Each rank writes its scores, and the error of a batch that fails on the last rank only, to ``scores-RANK.json``.
 """
 
@@ -10,9 +10,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from runs import one_run
 from support.data_tokenizers import char_tokenizer
 from support.helpers import zero
 
@@ -62,12 +60,9 @@ def scored(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run everything that the file lists."""
-    mock.patch("alignment.training.run_page.draw_page").start()
+    """Score, and write the results."""
     path = Path(sys.argv[1])
     spec = json.loads(path.read_text())
-    for run in spec["runs"]:
-        one_run(run, path.parent)
     (path.parent / f"scores-{rank()}.json").write_text(json.dumps(scored(spec, path.parent)))
 
 

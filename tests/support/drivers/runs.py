@@ -81,6 +81,7 @@ def main() -> None:
     """Train all runs of the file."""
     RolloutEngine.generate = canned  # type: ignore[method-assign]
     mock.patch("alignment.training.run_page.draw_page").start()
+    mock.patch("os.fsync").start()
     if "HF_ENDPOINT" in os.environ:  # read when the library was imported, before this process was forked
         values = {"ENDPOINT": os.environ["HF_ENDPOINT"], "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
         mock.patch.multiple("huggingface_hub.constants", **values).start()

@@ -14,12 +14,11 @@ from unittest import mock
 
 import torch
 from deepspeed import comm
-from support.fragment_runs import LAYERS, Case, engine, masters
+from support.fragment_runs import LAYERS, Case, engine, masters, one_row
 from support.helpers import zero
 from torch import Tensor
 
 from alignment.cli.guarded import guarded
-from alignment.data.batching import Batch, collate
 from alignment.engines.launch_env import init_distributed
 from alignment.engines.scoring import PolicyEngine
 from alignment.run.ranks import rank, world_size
@@ -44,20 +43,13 @@ WEIGHTS = (256.0, 1.0, -256.0, 1.0, 1.0, 1.0)
 PLAIN = (1.0,) * MICRO_BATCHES
 
 
-def micro_batch(number: int) -> Batch:
-    """The third is a repetition of the first one."""
-    generator = torch.Generator().manual_seed(0 if number == 2 else number)
-    row = torch.randint(2, 53, (9,), generator=generator).tolist()
-    return collate([(row[:3], row[3:])], 20)
-
-
 def passed(policy: PolicyEngine, numbers: list[int], idle: set[int], weights: tuple[float, ...]) -> Iterator[int]:
     """Run backward passes of these micro-batches; return the number of reductions of each."""
     mlp = policy.scorer.model.model.layers[1].mlp
     forward = mlp.forward
     for place, number in enumerate(numbers):
         mlp.forward = torch.zeros_like if number in idle else forward
-        loss = policy.forward(micro_batch(number)).scores.sum() * weights[number] / 18
+        loss = policy.forward(one_row(0 if number == 2 else number)).scores.sum() * weights[number] / 18
         with (
             mock.patch.object(comm, "all_reduce", wraps=comm.all_reduce) as reduced,
             mock.patch.object(comm, "reduce", wraps=comm.reduce) as to_one,

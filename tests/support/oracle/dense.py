@@ -3,20 +3,13 @@
 It imports torch, transformers and the standard library, but nothing of the package: every formula is written a second
 time in its simplest form. One sequence at a time, no padding, the full log-softmax of the model's logits (including
 soft caps and scales), gradients by autograd, one step of plain SGD; no dropout, no load-balancing loss.
-
-Run it in ``tests/``: ``python -m support.oracle.dense --model DIR [--reference DIR] --rows IN.json --json OUT.json
---updates OUT.safetensors``, with IN.json ``{"method": "kto" | "cpo" | "online_dpo", "options": {...}, "rows":
-[...]}``: see the option classes and ``*_window``.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -336,37 +329,3 @@ def solve(
     weights = {name: weight.detach() + update[name] for name, weight in trained.items()}
     logps = {kind: [one.tolist() for one in sequences] for kind, sequences in scored.items()}
     return Step(metrics["loss"], metrics, norm, clip, logps, gradients, update, weights)
-
-
-METHODS = {"kto": KTOOptions, "cpo": CPOOptions, "online_dpo": DPOOptions}
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the rows, make the step, write JSON and safetensors, and print the metrics."""
-    from safetensors.torch import save_file
-
-    parser = argparse.ArgumentParser(description="A dense float64 optimizer step, independent of the package.")
-    parser.add_argument("--model", required=True, help="Hugging Face folder of the policy")
-    parser.add_argument("--reference", help="folder of the reference (not CPO); default: the policy before the step")
-    parser.add_argument("--rows", required=True, type=Path, help="JSON with method, options and rows")
-    parser.add_argument("--json", required=True, type=Path, help="where to write loss, metrics and gradient norm")
-    parser.add_argument("--updates", required=True, type=Path, help="where to write the updates (safetensors)")
-    parser.add_argument("--weights", type=Path, help="where to write the updated weights, if wanted")
-    given = parser.parse_args(arguments)
-    task = json.loads(given.rows.read_text(encoding="utf-8"))
-    if task["method"] not in METHODS:
-        parser.error(f"{given.rows}: method {task['method']!r} is not one of {', '.join(METHODS)}")
-    options = METHODS[task["method"]](**task.get("options", {}))
-    if given.reference and task["method"] == "cpo":
-        parser.error("--reference: CPO has no reference; leave it out")
-    step = solve(given.model, task["rows"], options, given.reference)
-    report = {key: getattr(step, key) for key in ("loss", "metrics", "grad_norm", "clip", "logps")}
-    given.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    save_file({name: value.contiguous() for name, value in step.update.items()}, given.updates)
-    if given.weights:
-        save_file({name: value.contiguous() for name, value in step.weights.items()}, given.weights)
-    print(json.dumps({**step.metrics, "grad_norm": step.grad_norm}, indent=1))
-
-
-if __name__ == "__main__":
-    main()
