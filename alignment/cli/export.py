@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from alignment.cli.guarded import guarded
-from alignment.cli.output import add_option, parse_arguments
-from alignment.config.fields import checked_text
+from alignment.cli.output import parse_arguments
+from alignment.config.fields import checked_text, choices_of, hints
 from alignment.config.options_export import ExportOptions
 from alignment.config.options_training import FaultOptions
 from alignment.run.activity import ACTIVITY
@@ -59,5 +59,13 @@ def _parser(program: str) -> ArgumentParser:
     parser.add_argument("out", metavar="OUT", help="output folder; must be empty or not exist")
     bits = parser.add_mutually_exclusive_group()
     for field in fields(ExportOptions):
-        add_option(bits if field.name.startswith("load_in_") else parser, ExportOptions, field)
+        name, default, text = f"--{field.name}", field.default, field.metadata["help"]
+        if default is False:
+            group = bits if field.name.startswith("load_in_") else parser
+            group.add_argument(name, action="store_true", help=text)
+            continue
+        choices = ("true", "false") if default is True else choices_of(hints(ExportOptions)[field.name]) or None
+        shown = "" if default is None else f" [{str(default).lower() if default is True else default}]"
+        kind = int if type(default) is int else str
+        parser.add_argument(name, type=kind, default=default, choices=choices, help=text + shown)
     return parser

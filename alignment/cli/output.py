@@ -1,4 +1,4 @@
-"""Arguments of commands, and output to a closed pipe or terminal: ``--help | head``, a run whose ``tee`` is gone."""
+"""Output to a closed pipe or terminal: ``… --help | head``, a run whose ``tee`` has exited, a closed terminal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import Field
 from typing import Any, NoReturn, TextIO
 
 from alignment.config.errors import AlignmentError, one_line
-from alignment.config.fields import choices_of, hints
 
 _CLOSED = (errno.EPIPE, errno.EIO, errno.ENXIO)  # EPIPE for a pipe, the others for a terminal
 
@@ -31,18 +29,6 @@ def parse_arguments(parser: ArgumentParser, argv: Sequence[str] | None) -> Names
             return parser.parse_args(argv)
         finally:
             print(end="", flush=True)
-
-
-def add_option(group: Any, cls: type, field: Field[Any]) -> None:
-    """Add an option of a dataclass to a parser or a group of one. The class converts and checks the value."""
-    name, default, text = f"--{field.name}", field.default, field.metadata["help"]
-    if default is False:
-        group.add_argument(name, action="store_true", help=text)
-        return
-    choices = ("true", "false") if default is True else choices_of(hints(cls)[field.name]) or None
-    shown = "" if default is None else f" [{str(default).lower() if default is True else default}]"
-    kind = int if type(default) is int else str
-    group.add_argument(name, type=kind, default=default, choices=choices, help=text + shown)
 
 
 def run_reader(run: Callable[[Namespace], None], parser: ArgumentParser, argv: Sequence[str] | None) -> NoReturn:

@@ -109,7 +109,7 @@ def test_adapters_are_saved_with_the_new_rows(source: str, tmp_path: Path) -> No
     with torch.no_grad():
         assert torch.equal(chatting.load(torch.device("cpu"))(input_ids=IDS).logits, outputs[-1])
     assert len(chatting.tokenizer()) == 128 and (start := chatting.start()) is not None
-    assert not start.is_base_of(chatting), "its embeddings have other rows"
+    assert start.config != chatting.config, "its embeddings have other rows, so chat loads it as well"
     assert outputs[0].shape[-1] == 128
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=2e-5)
     export(trainer.output_dir, tmp_path / "merged", ExportOptions(samples=0))

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from alignment.checkpoint import trained_model
 from alignment.checkpoint.folder import checkpoint_folder
 from alignment.checkpoint.manifest import Manifest, files_in, record_of
+from alignment.cli import chat as chat_command
 from alignment.cli import chat_session
 from alignment.cli.commands import main
 from alignment.models.adapters.folder import write_training_base
@@ -78,6 +79,13 @@ def chat(
     return leaving.value.code, *capsys.readouterr()
 
 
+def speaker_of(folder: Path, **sampling: Any) -> chat_session.Speaker:
+    """The model of a folder, to call its methods."""
+    given = chat_command._parser("da").parse_args([str(folder)])
+    given.sampling = sampling
+    return chat_session.load_speakers(given)[0]
+
+
 def answer(model: Any, tokenizer: Any, prompt: str) -> str:
     """A greedy answer of at most 12 tokens, by transformers alone."""
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
@@ -118,6 +126,16 @@ def test_an_adapter_on_the_hub_is_downloaded(models: Path, monkeypatch: pytest.M
     found = trained_model.find_model("me/adapter", "RUN")
     assert (found.found, found.path) == (str(models / "adapter"), str(models / "full"))
     assert trained_model._folder("me/full", "RUN") is None, "transformers downloads a full model"
+
+
+def test_an_adapter_is_loaded_in_the_dtype_of_its_training(models: Path, tmp_path: Path) -> None:
+    """Also modules that were trained fully, which PEFT and the merge widen."""
+    make_adapter(tmp_path, str(models / "full"), lora(modules_to_save=["lm_head"]))
+    facts: dict[str, Any] = {"revision": None, "task": CAUSAL_LM, "dtype": "bfloat16"}
+    write_training_base(tmp_path, base_model=str(models / "full"), quantization=None, **facts)
+    model = trained_model.find_model(str(tmp_path), "RUN").load(torch.device("cpu"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.generate(torch.ones((1, 1), dtype=torch.long), max_new_tokens=2).shape[1] > 1
 
 
 def test_a_comparison_answers_with_the_start_and_the_same_seed(
@@ -175,15 +193,14 @@ def test_commands(models: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
         f"{start}{end}", f"{start}{end}", f"{start}assistant: \nuser: b\n{end}", f"system: x\nuser: c\n{end}"
     ]  # fmt: skip
     assert seeds[-4:] == [7, 8, 9, 10]
-    assert "(a new conversation)\n(there is no answer to replace)\n/help " in said[0]
+    assert "(a new conversation)\n/reset " in said[0], "there is nothing to replace"
+    assert said[0].count("/regenerate  answer the last") == 2, "and after an unknown command"
 
 
 def test_ctrl_c_ends_an_answer_which_stays_in_the_conversation(
     models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speaker = chat_session.load_speakers(
-        str(models / "full"), None, chat_session.ChatOptions(max_new_tokens=12, temperature=0.0)
-    )[0]
+    speaker = speaker_of(models / "full", max_new_tokens=12, top_k=1)
     put, count = chat_session._Streamer.put, 0
 
     def interrupted(self: Any, value: Any) -> None:
@@ -227,18 +244,14 @@ def test_plain_text(
     given = () if template is None else ("--apply_chat_template", "false")
     code, out, err = chat(capsys, monkeypatch, "hello\nworld\n", folder, *GREEDY, *given)
     assert (code, out) == (0, "".join(f"{text}\n" for text in texts))
-    said = f"{folder}: its tokenizer has no chat template, so each message is a prompt of its own"
-    assert (said in err.splitlines()) == (template is None)
+    assert f"{folder}: without a chat template, each message is a prompt of its own" in err.splitlines()
 
 
 def test_the_turn_of_a_template_ends_an_answer(models: Path, tmp_path: Path) -> None:
     char_tokenizer(template=CHATML).save_pretrained(shutil.copytree(models / "full", tmp_path / "turns"))
-    options = chat_session.ChatOptions(top_p=0.5, temperature=0.0)
     ends = AutoTokenizer.from_pretrained(tmp_path / "turns").convert_tokens_to_ids(["</s>", "<|im_end|>"])
-    speaker = chat_session.load_speakers(str(tmp_path / "turns"), None, options)[0]
-    assert speaker.sampling == replace(
-        speaker.sampling, eos_token_ids=tuple(ends), top_k=1, temperature=1.0, max_new_tokens=512
-    )
+    sampling = speaker_of(tmp_path / "turns", max_new_tokens=512, top_k=1, top_p=0.5).sampling
+    assert sampling == replace(sampling, eos_token_ids=tuple(ends), top_k=1, top_p=0.5, temperature=1.0)
 
 
 @pytest.mark.parametrize(

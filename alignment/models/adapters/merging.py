@@ -113,8 +113,8 @@ def trained_dtype(adapter: AdapterFolder) -> torch.dtype | None:
     return _NAMES.get(str(adapter.dtype or computed).removeprefix("torch."))
 
 
-def inject(model: PreTrainedModel, adapter: AdapterFolder) -> PeftModel:
-    """Inject the adapter into ``model``, in place, with its own tensors in fp32, and activate it.
+def inject(model: PreTrainedModel, adapter: AdapterFolder, dtype: torch.dtype = torch.float32) -> PeftModel:
+    """Inject the adapter into ``model``, in place, with its own tensors in ``dtype``, and activate it.
 
     The embedding and the head of a tied model are separated, because an adapter may change only one of them.
 
@@ -124,7 +124,7 @@ def inject(model: PreTrainedModel, adapter: AdapterFolder) -> PeftModel:
     ends = _ends(model)
     if len(ends) == 2 and ends[0].weight is ends[1].weight:
         ends[1].weight = nn.Parameter(ends[0].weight.detach().clone(), requires_grad=False)
-    return _load(adapter, model, initialize=True).eval().requires_grad_(False)
+    return _load(adapter, model, initialize=True, dtype=dtype).eval().requires_grad_(False)
 
 
 def merge(injected: PeftModel, dtype: torch.dtype, kept: set[str]) -> PreTrainedModel:
@@ -203,8 +203,10 @@ def _without_weights(adapter: AdapterFolder, config: PretrainedConfig, trust_rem
     return model
 
 
-def _load(adapter: AdapterFolder, model: PreTrainedModel, initialize: bool) -> PeftModel:
-    """Inject the adapter and load its tensors with PEFT, without rounding them.
+def _load(
+    adapter: AdapterFolder, model: PreTrainedModel, initialize: bool, dtype: torch.dtype = torch.float32
+) -> PeftModel:
+    """Inject the adapter and load its tensors with PEFT, in fp32 without rounding them.
 
     Initial weights, which PiSSA computes from the base's, are not computed (``initialize``) on the meta device.
     """
@@ -218,10 +220,11 @@ def _load(adapter: AdapterFolder, model: PreTrainedModel, initialize: bool) -> P
             for name, parameter in injected.named_parameters():
                 replaced = name.removeprefix(PREFIX) in adapter.shapes or id(parameter) not in base
                 if replaced and parameter.is_floating_point():
-                    parameter.data = parameter.data.float()
+                    parameter.data = parameter.data.to(dtype)
             found = injected.load_adapter(
-                str(adapter.path), "default", torch_device="cpu", low_cpu_mem_usage=not initialize
-            )
+                str(adapter.path), "default", torch_device="cpu", low_cpu_mem_usage=not initialize,
+                autocast_adapter_dtype=False,
+            )  # fmt: skip
             for what, keys in (("no", found.missing_keys), ("the unexpected", found.unexpected_keys)):
                 if keys:
                     name = keys[0].removeprefix(PREFIX).replace(".default", "")
