@@ -59,16 +59,16 @@ class TrainedModel:
         name, arguments = (self.found, {}) if own else (self.path, {"revision": self.revision})
         return ModelSource(name, None, self.config, arguments).tokenizer(None, self.found, self.trust_remote_code)
 
-    def load(self, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    def load(self, device: torch.device) -> PreTrainedModel:
         """Load the model for generation, with its adapter activated, not merged.
 
-        Weights that are not quantized get the dtype, by default that of training, or else that of the checkpoint.
+        Weights that are not quantized have the dtype of training, or else that of the checkpoint.
 
         Raises:
             ModelError: the model cannot be loaded, or the adapter does not fit it.
         """
         adapter, arguments = self.adapter, dict[str, Any](device_map={"": device})
-        dtype = dtype or (adapter and trained_dtype(adapter)) or self.config.dtype or torch.float32
+        dtype = (adapter and trained_dtype(adapter)) or self.config.dtype or torch.float32
         if self.revision:
             arguments["revision"] = self.revision
         if self.quantization is not None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from alignment.cli.guarded import guarded
-from alignment.cli.output import parse_arguments
+from alignment.cli.output import parse_in_one_process
 from alignment.config.fields import checked_text, option_fields, validated, words
 from alignment.config.options_online import OnlineOptions
 from alignment.config.options_training import FaultOptions
@@ -27,11 +26,7 @@ _DEFAULTS = {"max_new_tokens": 512, "seed": 42}
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment chat") -> None:
     """Chat, then exit with status 0, 1 after an error, 2 after a usage error, or 130 after Ctrl-C while loading."""
-    parser = _parser(program)
-    given = parse_arguments(parser, argv)
-    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
-        reason = f"must run in a single process, but WORLD_SIZE is {ranks[:40]}; start it without a launcher"
-        parser.exit(1, f"error: {program} {reason}\n")
+    given = parse_in_one_process(_parser(program), argv)
     sys.exit(guarded(lambda: _run(given)))
 
 

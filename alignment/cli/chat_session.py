@@ -166,7 +166,8 @@ def _lines(with_terminal: bool) -> Iterator[str]:
         except KeyboardInterrupt:
             print()
         except EOFError:
-            return print()
+            print()
+            return
 
 
 def _note(text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.cli.guarded import guarded
-from alignment.cli.output import parse_arguments
+from alignment.cli.output import parse_in_one_process
 from alignment.config.fields import checked_text, choices_of, hints
 from alignment.config.options_export import ExportOptions
 from alignment.config.options_training import FaultOptions
@@ -30,11 +29,7 @@ to export_report.json in OUT."""
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment export") -> None:
     """Export, then exit with status 0, 1 after an error, 2 after a usage error, or 130 after Ctrl-C."""
-    parser = _parser(program)
-    options = parse_arguments(parser, argv)
-    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
-        reason = f"must run in a single process, but WORLD_SIZE is {ranks[:40]}; start it without a launcher"
-        parser.exit(1, f"error: {program} {reason}\n")
+    options = parse_in_one_process(_parser(program), argv)
     sys.exit(guarded(lambda: _run(**vars(options))))
 
 

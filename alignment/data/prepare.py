@@ -163,35 +163,7 @@ def prepare(
     )  # fmt: skip
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".", dir=cache_dir) as scratch:
-            with _progress_bars(progress):
-                mapped = dataset.map(
-                    mapper,
-                    batched=True,
-                    batch_size=_BATCH,
-                    with_indices=True,
-                    remove_columns=dataset.column_names,
-                    features=mapper.features,
-                    num_proc=num_proc,
-                    cache_file_name=f"{scratch}/rows.arrow",
-                    load_from_cache_file=False,
-                    new_fingerprint=target.stem.rpartition("-")[2],  # avoids pickling the tokenizer
-                    desc="Tokenizing",
-                )
-            reasons = mapped.data.column("dropped").to_pylist()
-            kept = mapped.select([index for index, reason in enumerate(reasons) if reason is None])
-            dropped = dict(sorted(Counter(filter(None, reasons)).items()))
-            report = DataReport(rows_in=len(reasons), dropped=dropped, **counts(kept))
-            _check_report(report, where, strict)
-            made = Path(scratch) / "made"
-            with _progress_bars(False):
-                kept.remove_columns("dropped").save_to_disk(str(made / "data"))
-            (made / "report.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
-            try:
-                made.rename(target)
-            except OSError:  # if another process was faster, its identical folder is used
-                if not target.is_dir():
-                    raise
+        _write(dataset, mapper, target, num_proc=num_proc, progress=progress, strict=strict)
     except LabelError as error:
         raise DataError(f"{error}; {_label_remedy(dataset, label_map)}") from None
     except OSError as error:
@@ -200,6 +172,41 @@ def prepare(
             "folder"
         ) from error
     return target
+
+
+def _write(
+    dataset: Dataset, mapper: RowMapper, target: Path, *, num_proc: int | None, progress: bool, strict: bool
+) -> None:
+    """Tokenize the rows, and write those that are kept, with a report, to ``target`` in one rename."""
+    with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as scratch:
+        with _progress_bars(progress):
+            mapped = dataset.map(
+                mapper,
+                batched=True,
+                batch_size=_BATCH,
+                with_indices=True,
+                remove_columns=dataset.column_names,
+                features=mapper.features,
+                num_proc=num_proc,
+                cache_file_name=f"{scratch}/rows.arrow",
+                load_from_cache_file=False,
+                new_fingerprint=target.stem.rpartition("-")[2],  # avoids pickling the tokenizer
+                desc="Tokenizing",
+            )
+        reasons = mapped.data.column("dropped").to_pylist()
+        kept = mapped.select([index for index, reason in enumerate(reasons) if reason is None])
+        dropped = dict(sorted(Counter(filter(None, reasons)).items()))
+        report = DataReport(rows_in=len(reasons), dropped=dropped, **counts(kept))
+        _check_report(report, mapper.where, strict)
+        made = Path(scratch) / "made"
+        with _progress_bars(False):
+            kept.remove_columns("dropped").save_to_disk(str(made / "data"))
+        (made / "report.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+        try:
+            made.rename(target)
+        except OSError:  # if another process was faster, its identical folder is used
+            if not target.is_dir():
+                raise
 
 
 def check_cache(folder: Path) -> None:

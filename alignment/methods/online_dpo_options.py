@@ -75,7 +75,8 @@ class SampleConfig(OnlineDPOConfig):
         *words("max_length max_new_tokens temperature top_p top_k min_p repetition_penalty generation_kwargs seed"),
         *words("rollout_backend rollout_batch_size ds3_gather_for_generation chunk_size"),
         *RewardOptions.__annotations__,
-        *words("dataset_config dataset_train_split column_map max_eval_samples dataset_num_proc strict_data"),
+        *words("dataset_config dataset_train_split column_map apply_chat_template max_eval_samples"),
+        *words("dataset_num_proc strict_data"),
         *words("trust_remote_code attn_implementation dtype load_in_4bit load_in_8bit use_liger_kernel deepspeed"),
         *words("use_cpu disable_tqdm retries retry_pause hang_timeout hang_timeout_first hang_factor peer_timeout"),
     )

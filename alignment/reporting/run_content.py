@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from operator import itemgetter
 from pathlib import Path
@@ -145,43 +146,50 @@ def comparison(contents: Sequence[RunContent]) -> html.Page:
         (Markup(color).format(place % COLORS + 1, name), one.page.kind, badge(one.page.state), one.page.folder)
         for place, (name, one) in enumerate(zip(names, contents))
     ]
-    sections = []
+    histories = [one.history for one in contents]
     tables = (
         ("Options that differ", "option", _VALUE, values, ""),
-        ("Best values", "metric", "number", _best_values([one.history for one in contents]), "With their steps."),
+        ("Best values", "metric", "number", _best_values(histories), "With their steps."),
         ("Training metrics", "metric", "number", [shown(one.train) for one in contents], "As last logged."),
         ("Evaluation metrics", "metric", "number", [shown(one.evaluation) for one in contents], "As last logged."),
         ("Facts", "fact", "value", [one.page.facts for one in contents], ""),
     )
-    for title, first, kind, columns, lead in tables:
+
+    def table(title: str, first: str, kind: str, columns: Sequence[Mapping[str, Any]], lead: str) -> Section:
         kept = dict.fromkeys(itertools.chain(*columns))
         rows = [[breakable(name), *(column.get(name, "") for column in columns)] for name in kept]
         classes = ["" if first == "fact" else "mono", *[kind] * len(names)]
-        sections.append(table_section(title, [first, *names], rows, classes, lead))
-    sections[2:2] = [
-        table_section("Runs", ("run", "method", "state", "folder"), runs, ("", "", "", f"{_VALUE} muted")),
-        Section("Curves", charts=compared([one.history for one in contents], names)),
-    ]
+        return table_section(title, [first, *names], rows, classes, lead)
+
+    options, best, *others = (table(*each) for each in tables)
+    shown_runs = table_section("Runs", ("run", "method", "state", "folder"), runs, ("", "", "", f"{_VALUE} muted"))
+    sections = [options, best, shown_runs, Section("Curves", charts=compared(histories, names)), *others]
     footer = f"Drawn {_now()} from the files in the output folders."
     return html.Page(title=f"{len(contents)} runs", kind="Comparison", sections=sections, footer=footer)
 
 
+def _best(name: str) -> Callable[..., Any]:
+    return min if name.endswith(_LESS) else max
+
+
 def _best_values(histories: Sequence[Sequence[Record]]) -> list[dict[str, Markup]]:
     """The best value of each metric in each history, for metrics with a best one; the best of several is marked."""
-    found: list[dict[str, tuple[float, int]]] = [{} for _ in histories]
-    for best, entry in ((best, entry) for best, history in zip(found, histories) for entry in history):
-        for name, value in ((name, number(value)) for name, value in entry.items()):
-            if value is not None and name.endswith((_LESS, *_GREATER)):
-                place = min if name.endswith(_LESS) else max
-                best[name] = place(best.get(name, (value, entry["step"])), (value, entry["step"]), key=itemgetter(0))
-    marked = [
-        {name: escape(f"{brief(value, 5)} (step {step})") for name, (value, step) in best.items()} for best in found
-    ]
-    for name in dict.fromkeys(itertools.chain(*found)):
-        values = {run: best[name][0] for run, best in enumerate(found) if name in best}
-        first = (min if name.endswith(_LESS) else max)(values.values())
-        for run in (run for run, value in values.items() if value == first and len(values) > 1):
-            marked[run][name] += Markup(" ") + badge("best", "good")
+    found: list[dict[str, tuple[float, int]]] = []
+    for history in histories:
+        points: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        for entry in history:
+            for name in (name for name in entry if name.endswith((_LESS, *_GREATER))):
+                if (value := number(entry[name])) is not None:
+                    points[name].append((value, entry["step"]))
+        found.append({name: _best(name)(each, key=itemgetter(0)) for name, each in points.items()})
+    marked = []
+    for best in found:
+        texts = {name: escape(f"{brief(value, 5)} (step {step})") for name, (value, step) in best.items()}
+        for name, (value, _) in best.items():
+            values = [other[name][0] for other in found if name in other]
+            if len(values) > 1 and value == _best(name)(values):
+                texts[name] += Markup(" ") + badge("best", "good")
+        marked.append(texts)
     return marked
 
 

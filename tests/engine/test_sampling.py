@@ -125,7 +125,9 @@ def test_methods_train_on_the_rows(
 ) -> None:
     out = tmp_path / "rows.jsonl"
     scored = () if rows == "completions" else ("--reward_model_path", "classifier")
-    given = ("--prompts", "chats.jsonl", "-n", 2, "--as", rows, "--out", out, *scored)
+    # Text becomes the user's turn in the rows, too.
+    prompts = ("prompts.jsonl", "--apply_chat_template") if trainer is CPOTrainer else ("chats.jsonl",)
+    given = ("-n", 2, "--as", rows, "--out", out, *scored, "--prompts", *prompts)
     done, found = run(ranks, world, "sample", model, *given), read(out)
     assert ("4-bit base weights" in done.stdout) == (model == "adapter-4bit")
     assert all(row["prompt"][0]["role"] == "user" for row in found) and len(found) >= 6
