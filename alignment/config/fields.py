@@ -270,7 +270,7 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
         except ValueError as error:
             raise OptionError(f"{setting(name, value)}: invalid JSON: {error}; correct it") from None
         return _MISREAD if isinstance(found, str) else found
-    return value
+    return [value] if list in kinds and not {str, dict} & {*kinds} else value  # a list of one
 
 
 def _pairs(name: str, value: str) -> dict[str, str]:

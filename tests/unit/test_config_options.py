@@ -166,6 +166,7 @@ def test_every_default_of_the_feature_list() -> None:
     assert DPOConfig("out").losses == [("sigmoid", 1.0)]
     several = DPOConfig("out", loss_type=["sigmoid", "bco_pair", "sft"], label_smoothing=0.1)  # type: ignore[arg-type]
     assert several.losses == [("sigmoid", 1.0), ("bco_pair", 1.0), ("sft", 1.0)]
+    assert DPOConfig("out", loss_weights="0.5").loss_weights == [0.5]  # type: ignore[arg-type]
     weighted = DPOConfig("out", loss_type=["ipo", "sft"], loss_weights=[0.8, 0.2])  # type: ignore[arg-type]
     assert weighted.losses == [("ipo", 0.8), ("sft", 0.2)]
 
