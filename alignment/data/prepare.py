@@ -40,10 +40,10 @@ _ROWS = 1000  # rows hashed at a time; part of the hash
 _BATCH = 256  # rows per call of the tokenizer
 
 
-# Labels for which a ``label_map`` is proposed.
+# Meanings of common labels, for which a ``label_map`` is proposed.
 _MEANINGS = {
-    "true": words("1 yes y t up good positive like liked thumbs_up desirable accepted correct pass 👍 ✅"),
-    "false": words("0 -1 no n f down bad negative dislike disliked thumbs_down undesirable rejected wrong fail 👎 ❌"),
+    **dict.fromkeys(words("1 yes y t up good positive like thumbs_up desirable accepted correct pass 👍 ✅"), "true"),
+    **dict.fromkeys(words("0 -1 no n f down bad negative dislike thumbs_down undesirable rejected 👎 ❌"), "false"),
 }
 _MOST_LABELS = 8  # different labels that a proposal lists
 
@@ -149,23 +149,22 @@ def prepare(
     dataset, others = arranged(dataset, column_map, kind, where, method)
     if len(dataset) == 0:
         raise DataError(f"{where}: contains no rows; pass a dataset with rows")
-    if apply_chat_template:
-        _check_template(dataset, kind, tokenizer, where)
+    if apply_chat_template and kind.tokens.find(dataset.column_names) is not None:
+        raise DataError(f"{where}: {setting('apply_chat_template', True)}: the rows are already tokenized; remove it")
     reading: Any = {"label_map": label_map, "apply_chat_template": apply_chat_template}
     target = cache_dir / f"{data_key(dataset, kind, tokenizer, limits, others, **reading)}.{_FORMAT_VERSION}"
     if target.is_dir():
         _check_report(_report(target), where, strict)
         return target
-    given = dataset.features
     mapper = RowMapper(
-        RowTokenizer(tokenizer, whole=kind.whole), kind, limits, where, column_map, given, others, label_map or {},
-        apply_chat_template,
+        RowTokenizer(tokenizer, whole=kind.whole), kind, limits, where, column_map, dataset.features, others,
+        LABELS | dict(label_map or {}), apply_chat_template,
     )  # fmt: skip
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         _write(dataset, mapper, target, num_proc=num_proc, progress=progress, strict=strict)
     except LabelError as error:
-        raise DataError(f"{error}; {_label_remedy(dataset, label_map)}") from None
+        raise DataError(f"{error}{_label_remedy(dataset, mapper.label_map)}") from None
     except OSError as error:
         raise OutputError(
             f"{cache_dir}: the tokenized data cannot be written: {one_line(error)}; free disk space or choose another "
@@ -249,7 +248,7 @@ class RowMapper:
     column_map: Mapping[str, str]
     given: Features
     others: Sequence[str] = ()
-    label_map: Mapping[str, bool] = field(default_factory=dict)
+    label_map: Mapping[str, bool] = field(default_factory=LABELS.copy)
     apply_chat_template: bool = False
 
     def __post_init__(self) -> None:
@@ -265,11 +264,9 @@ class RowMapper:
         for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
             row, place = dict(zip(batch, values, strict=True)), f"{self.where}, row {index + 1}"
             row |= {name: without_nulls(row[name]) for name in self._filled}
-            if "label" in self.column_map and isinstance(row["label"], str):  # CSV files have no types
-                row["label"] = LABELS.get(row["label"].strip().lower(), row["label"])
-            if self.label_map and isinstance(row.get("label"), (str, bool, int, float)):
-                row["label"] = self.label_map.get(value_text(row["label"]).lower(), row["label"])
             others = {name: row.pop(name) for name in self.others}
+            if isinstance(row.get("label"), (str, bool, int, float)):
+                row["label"] = self.label_map.get(value_text(row["label"]).lower(), row["label"])
             try:
                 if self._tokens is not None:
                     read.append(self.kind.read_tokens(row, self._tokens, place, self.tokenizer))
@@ -292,25 +289,15 @@ class RowMapper:
         return out
 
 
-def _check_template(dataset: Dataset, kind: Kind, tokenizer: Any, where: str) -> None:
-    """Raise DataError if ``apply_chat_template`` cannot have an effect."""
-    why = None if kind.tokens.find(dataset.column_names) is None else "the rows are already tokenized;"
-    if why is None and not tokenizer.chat_template:
-        why = f"tokenizer {RowTokenizer(tokenizer).name} has no chat template; use an instruct model or"
-    if why is not None:
-        raise DataError(f"{where}: {setting('apply_chat_template', True)}: {why} remove it")
-
-
-def _label_remedy(dataset: Dataset, label_map: Mapping[str, bool] | None) -> str:
-    """Return what to set for labels that are not booleans: a ``label_map`` for the values of the dataset."""
+def _label_remedy(dataset: Dataset, known: Mapping[str, bool]) -> str:
+    """Return what to set for labels that are not ``known``, if any: a ``label_map`` for the values of the dataset."""
     values = {value_text(value): None for value in dataset["label"] if isinstance(value, (str, bool, int, float))}
-    unknown = [value for value in values if value.lower() not in {"true", "false", *(label_map or {})}]
-    if not unknown or len(unknown) > _MOST_LABELS:
-        return f"the column has {len(values)} different values; map them to true and false, or set label_map"
-    meanings = {word: name for name, group in _MEANINGS.items() for word in group}
-    proposal = {**(label_map or {}), **{value: meanings.get(value.lower(), "true|false") for value in unknown}}
-    written = ",".join(f"{value}={str(meaning).lower()}" for value, meaning in proposal.items())
-    return f"set label_map, for example {written!r}"
+    unknown = [value for value in values if value.lower() not in known]
+    if len(unknown) > _MOST_LABELS:
+        return f"; the column has {len(values)} different values; map them to true and false, or set label_map"
+    proposal = {label: value_text(meaning) for label, meaning in known.items() if label not in LABELS}
+    proposal |= {value: _MEANINGS.get(value.lower(), "true|false") for value in unknown}
+    return f"; set label_map, for example {','.join(map('='.join, proposal.items()))!r}" if unknown else ""
 
 
 def _holds_json(feature: Any) -> bool:

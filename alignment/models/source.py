@@ -88,8 +88,6 @@ def unread(path: str, error: Exception, *files: str) -> str:
         return "it is a file; set the folder that contains it"
     if folder.is_dir() and not any(found for name in files for found in folder.glob(name)):
         return f"the folder contains no {files[0]}; copy or download it again"
-    if path.startswith((".", "/", "~")) and not folder.exists():
-        return "the folder does not exist; set an existing folder or a Hub name"
     if is_offline(error):
         return (
             "there is no such folder, and the Hub cannot be reached; check the name, or run `hf download "

@@ -12,7 +12,7 @@ import torch
 from tqdm.auto import tqdm
 
 from alignment.reporting.formats import duration
-from alignment.run.ranks import tell
+from alignment.run.ranks import rank, tell
 
 Item = TypeVar("Item")
 _SHOWN = {
@@ -58,10 +58,12 @@ def peak_resident_bytes() -> int:
 
 
 class Progress:
-    """A progress bar over optimizer steps or evaluation batches, starting at ``done``; silent unless ``enabled``."""
+    """Progress of optimizer steps or evaluation batches, from ``done`` on; ``draws``: as a bar, on the first rank."""
 
-    def __init__(self, total: int, description: str, enabled: bool, device: torch.device, done: int = 0) -> None:
-        self._bar = tqdm(total=total, initial=done, desc=description, disable=not enabled, dynamic_ncols=True)
+    def __init__(self, total: int, description: str, disable_tqdm: bool, device: torch.device, done: int = 0) -> None:
+        self.draws = draws_bars(disable_tqdm)
+        hidden = not self.draws or rank() != 0
+        self._bar = tqdm(total=total, initial=done, desc=description, disable=hidden, dynamic_ncols=True)
         self._device, self._total, self._first, self._done = device, total, done, done
         self._start = self._since = time.monotonic()
         self._tokens = 0  # since then

@@ -52,7 +52,7 @@ TEXTS = [
     rows(
         "an object of splits",
         '{\n"train": [{"prompt": "a"}]\n}',
-        "@x.json: the file is one object with the keys train; expected one object per line, a single list",
+        "@x.json: no column prompt",
         file="x.json",
     ),
     rows(
@@ -92,7 +92,7 @@ CONTENTS = [
     ),
     Case(
         "rows: turns without a template",
-        ("@data.jsonl: apply_chat_template=True: tokenizer ", "has no chat template; use an instruct model"),
+        ("@data.jsonl, row 1: the row is conversational, but", "has no chat template", "without apply_chat_template"),
         {"apply_chat_template": "true"},
         model="no-template",
     ),

@@ -99,7 +99,7 @@ def test_truncated_lines_are_named(tmp_path: Path, lines: list[Any], message: st
 def test_truncated_json_list_and_wrong_encoding(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_text('[\n{"prompt": "a"},\n{"prompt": "b"\n')
-    assert refused(str(path)).startswith(f"{path}, line 4: invalid JSON")
+    assert refused(str(path)).startswith(f"{path}, line 3: invalid JSON")
     latin = tmp_path / "latin.jsonl"
     latin.write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n')
     assert refused(str(latin)).startswith(f"{latin}, line 2: not UTF-8 text")

@@ -47,7 +47,6 @@ REMOVED: dict[str, str] = {
     "lora": "set use_peft",
     "qlora": "set use_peft and load_in_4bit",
     **dict.fromkeys(("data", "dataset", "data_path", "train_file"), "set dataset_name"),
-    "output": "set output_dir",
     "rewind_windows": "runs no longer return to a checkpoint; remove it, and set on_bad_step: skip",
 }
 
