@@ -38,8 +38,6 @@ _TOKENS_VERSION = 7  # increase it if the same input is tokenized differently; p
 _FORMAT_VERSION = 2  # increase it if tokenized rows are stored differently
 _ROWS = 1000  # rows hashed at a time; part of the hash
 _BATCH = 256  # rows per call of the tokenizer
-
-
 # Meanings of common labels, for which a ``label_map`` is proposed.
 _MEANINGS = {
     **dict.fromkeys(words("1 yes y t up good positive like thumbs_up desirable accepted correct pass 👍 ✅"), "true"),
@@ -54,8 +52,7 @@ def data_key(
     """Return the key of a tokenized dataset, such as ``preference-3f…``: a hash of everything that determines it.
 
     The content of the rows is hashed rather than the dataset's fingerprint: two processes that load the same file get
-    the same name. ``others`` are columns that the kind does not know and keeps; ``reading`` has options
-    that change how rows are read.
+    the same name. ``others`` are kept columns that the kind does not know; ``reading`` affects how rows are read.
     """
     digest = hashlib.blake2b(digest_size=16)
     settings: dict[str, Any] = {"version": _TOKENS_VERSION, "kind": kind.name, "limits": asdict(limits)}
@@ -156,13 +153,11 @@ def prepare(
     if target.is_dir():
         _check_report(_report(target), where, strict)
         return target
-    mapper = RowMapper(
-        RowTokenizer(tokenizer, whole=kind.whole), kind, limits, where, column_map, dataset.features, others,
-        LABELS | dict(label_map or {}), apply_chat_template,
-    )  # fmt: skip
+    rows, labels = RowTokenizer(tokenizer, whole=kind.whole), LABELS | dict(label_map or {})
+    mapper = RowMapper(rows, kind, limits, where, column_map, dataset.features, others, labels, apply_chat_template)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        _write(dataset, mapper, target, num_proc=num_proc, progress=progress, strict=strict)
+        _write(dataset, mapper, target, num_proc, progress, strict)
     except LabelError as error:
         raise DataError(f"{error}{_label_remedy(dataset, mapper.label_map)}") from None
     except OSError as error:
@@ -173,12 +168,10 @@ def prepare(
     return target
 
 
-def _write(
-    dataset: Dataset, mapper: RowMapper, target: Path, *, num_proc: int | None, progress: bool, strict: bool
-) -> None:
+def _write(dataset: Dataset, mapper: RowMapper, target: Path, num_proc: int | None, bars: bool, strict: bool) -> None:
     """Tokenize the rows, and write those that are kept, with a report, to ``target`` in one rename."""
     with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as scratch:
-        with _progress_bars(progress):
+        with _progress_bars(bars):
             mapped = dataset.map(
                 mapper,
                 batched=True,
@@ -296,7 +289,8 @@ def _label_remedy(dataset: Dataset, known: Mapping[str, bool]) -> str:
     if len(unknown) > _MOST_LABELS:
         return f"; the column has {len(values)} different values; map them to true and false, or set label_map"
     proposal = {label: value_text(meaning) for label, meaning in known.items() if label not in LABELS}
-    proposal |= {value: _MEANINGS.get(value.lower(), "true|false") for value in unknown}
+    meanings = _MEANINGS if all(value.lower() in _MEANINGS for value in unknown) else {}  # not of 1 in a rating
+    proposal |= {value: meanings.get(value.lower(), "true|false") for value in unknown}
     return f"; set label_map, for example {','.join(map('='.join, proposal.items()))!r}" if unknown else ""
 
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from datasets import Features, Json, Value
 
-from alignment.config.errors import DataError, one_line, show
+from alignment.config.errors import DataError, listing, one_line, show
 from alignment.config.options_data import COLUMNS
 
 LABELS = {"true": True, "false": False}
@@ -44,11 +44,12 @@ def read_rows(path: Path) -> Placed:
             texts = (text for each in file if (text := each.removeprefix(_MARK).strip()))
             first, another = next(texts, b""), next(texts, None) is not None
             file.seek(0)
-            whole = first.startswith(b"[") or (path.suffix.lower() == ".json" and not (another and _is_json(first)))
+            by_line = path.suffix.lower() != ".json" or (another and first.endswith(b"}"))
+            whole = first.startswith(b"[") or not by_line
             for line, text in enumerate([file.read()] if whole else file, start=1):
-                if not (text := text.rstrip()):
+                if not (text := text.removeprefix(_MARK).rstrip()):
                     continue
-                found = json.loads(text.decode("utf-8-sig"), parse_constant=_refused)
+                found = json.loads(text.decode(), parse_constant=_refused, object_pairs_hook=_distinct)
                 if b"\\ud" in text.lower():  # a string that cannot be encoded, such as an unpaired \ud83d
                     json.dumps(found, ensure_ascii=False).encode("utf-8")
                 if whole and isinstance(found, dict) and "data" in found and not {*COLUMNS} & {*found}:
@@ -76,15 +77,6 @@ def read_rows(path: Path) -> Placed:
         raise
     except ValueError as error:
         raise DataError(f"{path}, line {line}: invalid JSON: {one_line(error)}") from error
-
-
-def _is_json(text: bytes) -> bool:
-    """Return whether the first line of a file is a complete JSON value, so that each line is a row."""
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def infer_features(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> Features:
@@ -143,6 +135,12 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(entry) for key, entry in value.items()}
     return [_finite(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError(f"an object with the keys {listing(name for name, _ in pairs)} has one of them twice")
+    return found
 
 
 def _refused(name: str) -> NoReturn:

@@ -106,10 +106,8 @@ def load_whole(
 def _from_pretrained(
     path: str, task: Task, ds_config: dict[str, Any] | None, **arguments: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load a model, and return it with the names of the parameters that the checkpoint lacks; see :func:`load_model`.
-
-    Shapes are checked here, because the library's error does not name the weights.
-    """
+    """Load a model; return it and the names of the parameters that the checkpoint lacks. See :func:`load_model`."""
+    # Shapes are checked below, because the library's error does not name the weights.
     checked = {"ignore_mismatched_sizes": True, **task.arguments, **arguments}
     try:
         with loading(ds_config):

@@ -31,7 +31,7 @@ class Log:
     """The complete lines of ``log.jsonl``, which may be missing. Raises OSError if it exists and cannot be read.
 
     Attributes:
-        records: the JSON objects in it, in order.
+        records: the JSON objects in it with valid steps and times, in order.
         unreadable: the number of other lines.
         events: the lines about the run itself: ``start``, ``resume``, ``end`` and others with ``event``.
         entries: the metrics of training steps and of evaluations.
@@ -41,7 +41,7 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         found = read_lines(path)
-        self.records = [record for record in found if record]
+        self.records = [record for record in found if _is_record(record)]
         self.unreadable = len(found) - len(self.records)
         self.events = [record for record in self.records if "event" in record]
         self.entries = [one for one in self.records if not {"event", "train_runtime"} & one.keys()]
@@ -174,10 +174,12 @@ def runs_in(folder: Path) -> list[Path]:
 
 def read_run(folder: Path) -> RunView:
     """Read the files of a run in its output folder; raise OutputError if it is not the output folder of a run."""
+    if not folder.is_dir():
+        raise OutputError(f"{folder}: no such folder")
     view = RunView(folder)
-    if view.status.state == UNKNOWN and not (view.alive or view.problems or view.log.events or view.checkpoints):
-        what = "not the output folder of a run: it has no status.json, no log.jsonl and no checkpoint"
-        raise OutputError(f"{folder}: {what if folder.exists() else 'no such folder'}")
+    has_files = view.problems or view.checkpoints or (folder / LOG).exists()
+    if view.status.state == UNKNOWN and not (view.alive or has_files):
+        raise OutputError(f"{folder}: not the output folder of a run: no status.json, no log.jsonl and no checkpoint")
     return view
 
 
@@ -198,6 +200,16 @@ def _read_checkpoint(path: Path, step: int) -> CheckpointView:
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         problem = f"cannot be read ({one_line(error)})"
     return CheckpointView(path.name, step, problem=problem)
+
+
+def _is_record(record: Record) -> bool:
+    """Whether an event or an entry has a valid step, without which it may be an event or totals, and a valid time."""
+    step = record.get("step", 0 if {"event", "train_runtime"} & record.keys() else None)
+    try:
+        seconds_of(record.get("time", "1970-01-01"))
+    except (ValueError, AttributeError, TypeError):
+        return False
+    return isinstance(step, int)
 
 
 def metrics_of(record: Record) -> Record:

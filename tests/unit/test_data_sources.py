@@ -89,6 +89,7 @@ def test_folders(tmp_path: Path) -> None:
         ([ROWS[0], '{"score": NaN}'], "line 2: invalid JSON: NaN is not a JSON value"),
         ([ROWS[0], r'{"prompt": "\ud83d"}'], "line 2: a string contains an unpaired surrogate"),
         (["{", '"prompt": "p"', "}"], "line 1: invalid JSON: .*one object per line"),
+        ([ROWS[0], '{"a": {"b": 1, "b": 2}}'], "line 2: invalid JSON: an object with the keys b, b has one of them"),
     ],
 )
 def test_truncated_lines_are_named(tmp_path: Path, lines: list[Any], message: str) -> None:
