@@ -317,11 +317,11 @@ def _check_report(report: DataReport, where: str, strict: bool) -> None:
 @contextmanager
 def _progress_bars(shown: bool) -> Iterator[None]:
     """Hide the progress bars of the ``datasets`` library, without overriding the user's own setting."""
-    hidden = not shown and not are_progress_bars_disabled()
+    if shown or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
     try:
-        if hidden:
-            disable_progress_bars()
         yield
     finally:
-        if hidden:
-            enable_progress_bars()
+        enable_progress_bars()

@@ -44,8 +44,7 @@ def read_rows(path: Path) -> Placed:
             texts = (text for each in file if (text := each.removeprefix(_MARK).strip()))
             first, another = next(texts, b""), next(texts, None) is not None
             file.seek(0)
-            by_line = path.suffix.lower() != ".json" or (another and first.endswith(b"}"))
-            whole = first.startswith(b"[") or not by_line
+            whole = first[:1] == b"[" or (path.suffix.lower() == ".json" and not (another and first.endswith(b"}")))
             for line, text in enumerate([file.read()] if whole else file, start=1):
                 if not (text := text.removeprefix(_MARK).rstrip()):
                     continue

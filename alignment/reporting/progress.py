@@ -32,9 +32,9 @@ def say(text: str) -> None:
         tell(text)
 
 
-def evaluation_line(step: int, total: int, name: str, metrics: Mapping[str, float], seconds: float) -> str:
+def evaluation_line(step: int, total: int, name: str, metrics: Mapping[str, float]) -> str:
     """The result of an evaluation, whose metrics begin with ``name``, in one line; ``total`` is 0 without training."""
-    parts = [*map(" ".join, _shown(metrics, f"{name}_").items()), duration(seconds)]
+    parts = [*map(" ".join, _shown(metrics, f"{name}_").items()), duration(metrics[f"{name}_runtime"])]
     return (f"step {_of(step, total)}, " if total else "") + f"{name}: {', '.join(parts)}"
 
 

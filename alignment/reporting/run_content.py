@@ -80,7 +80,7 @@ def read_content(
     best, method = _best_step(folder, view, given), view.status.method or given.get("method", "")
     loaded = best if best is not None and log.ended.get("weights_step") == best else None
     evaluation = log.evaluation(loaded)
-    marks: list[tuple[int, str]] = [(event["step"], "resumed") for event in view.resumes]
+    marks: list[tuple[int, str]] = [(event["step"], "resumed") for event in view.resumes if event["step"] is not None]
     marks += [] if best is None else [(best, "best checkpoint")]
     marked = ", ".join(f"{label} (step {step})" for step, label in marks)
     named = METHODS[method] if method in METHODS.entries else None  # external methods are not imported

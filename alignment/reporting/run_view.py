@@ -23,6 +23,9 @@ _RESUME = ("time", "attempt", "step", "checkpoint", "world_size")
 _BOOKKEEPING = ("step", "epoch", "num_tokens", "num_input_tokens_seen", "tokens_per_second", "time")
 _RECENT = 50  # entries used for rates
 _ENDING_S = 60.0  # a run releases its folder before it records its end; later, its process ID may be another's
+# Types of values of the log that are used in computations.
+_TYPES: dict[str, Any] = {"step": int, "time": str, "models": str, "data": list, "phases": dict, "versions": dict}
+_TYPES |= dict.fromkeys(("num_tokens", "train_runtime"), (int, float))
 
 Record = dict[str, Any]
 
@@ -31,7 +34,7 @@ class Log:
     """The complete lines of ``log.jsonl``, which may be missing. Raises OSError if it exists and cannot be read.
 
     Attributes:
-        records: the JSON objects in it with valid steps and times, in order.
+        records: the JSON objects in it with valid values, in order.
         unreadable: the number of other lines.
         events: the lines about the run itself: ``start``, ``resume``, ``end`` and others with ``event``.
         entries: the metrics of training steps and of evaluations.
@@ -203,13 +206,13 @@ def _read_checkpoint(path: Path, step: int) -> CheckpointView:
 
 
 def _is_record(record: Record) -> bool:
-    """Whether an event or an entry has a valid step, without which it may be an event or totals, and a valid time."""
-    step = record.get("step", 0 if {"event", "train_runtime"} & record.keys() else None)
+    """Whether it is an event, totals, or an entry of a step, with values of the right types."""
     try:
         seconds_of(record.get("time", "1970-01-01"))
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError):
         return False
-    return isinstance(step, int)
+    typed = all(isinstance(record[name], kind) for name, kind in _TYPES.items() if name in record)
+    return typed and bool({"event", "train_runtime", "step"} & record.keys())
 
 
 def metrics_of(record: Record) -> Record:

@@ -42,8 +42,7 @@ def evaluate(context: RunContext, window_pass: WindowPass, data: PreparedData, p
     """
     method, start = context.method, time.monotonic()
     plan, batches = evaluation_window(context, data)
-    total = len(plan.micro_batches) * method.passes
-    progress = Progress(total, prefix, context.args.disable_tqdm, window_pass.device)
+    progress = Progress(len(plan.micro_batches) * method.passes, prefix, context.args.disable_tqdm, window_pass.device)
     try:
         items, _ = window_pass(plan, batches, data, train=False, progress=progress)
     finally:

@@ -165,10 +165,11 @@ def test_a_line_of_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_line_of_an_evaluation() -> None:
-    metrics = {"eval_a_loss": 0.123456789, "eval_a_rewards/margins": 1.0, "eval_b_kl": 3.0, "eval_a_runtime": 2.0}
-    line = evaluation_line(5, 120, "eval_a", metrics, 63.0)
+    metrics = {"eval_a_loss": 0.123456789, "eval_a_rewards/margins": 1.0, "eval_b_kl": 3.0}
+    metrics |= {"eval_a_runtime": 63.0, "eval_b_runtime": 2.0}
+    line = evaluation_line(5, 120, "eval_a", metrics)
     assert line == "step   5/120, eval_a: loss 0.1235, margin 1, 1 min 03 s"
-    assert evaluation_line(0, 0, "eval_b", metrics, 2.0) == "eval_b: kl 3, 2.0 s"
+    assert evaluation_line(0, 0, "eval_b", metrics) == "eval_b: kl 3, 2.0 s"
 
 
 @pytest.mark.usefixtures("terminal")
