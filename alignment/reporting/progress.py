@@ -58,7 +58,7 @@ def peak_resident_bytes() -> int:
 
 
 class Progress:
-    """Progress of optimizer steps or evaluation batches, from ``done`` on; ``draws``: as a bar, on the first rank."""
+    """Progress of optimizer steps or evaluation batches from ``done`` on: a bar on the first rank if it ``draws``."""
 
     def __init__(self, total: int, description: str, disable_tqdm: bool, device: torch.device, done: int = 0) -> None:
         self.draws = draws_bars(disable_tqdm)
