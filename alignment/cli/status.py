@@ -34,8 +34,7 @@ def _parser(program: str) -> ArgumentParser:
     parser = ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
     add = parser.add_argument
     add("run", metavar="RUN", help="output folder of the run, or a folder of such folders")
-    objects = "print one JSON object per run; with --follow, one per line for each change"
-    add("--json", action="store_true", help=objects)
+    add("--json", action="store_true", help="print one JSON object per run; with --follow, one line per change")
     add("--follow", action="store_true", help="show changes until all runs have ended; Ctrl-C does not affect them")
     add("--interval", type=float, metavar="SECONDS", help="refresh interval of --follow [2]")
     return parser
@@ -63,10 +62,9 @@ def _show(parser: ArgumentParser, options: Namespace) -> None:
         if not options.follow or not any(view.status.state in IN_PROGRESS or view.alive for view in views):
             break
         time.sleep(options.interval or 2.0)
-    for view in views:
-        for problem in view.problems:
-            if problem.startswith(STATUS):
-                raise OutputError(f"{view.folder}: {problem}")
+    problems = [f"{view.folder}: {problem}" for view in views for problem in view.problems]
+    if unknown := [problem for problem in problems if f": {STATUS}: " in problem]:
+        raise OutputError(unknown[0])
 
 
 def status_line(view: RunView) -> str:
@@ -75,7 +73,7 @@ def status_line(view: RunView) -> str:
 
 
 def status_table(views: Sequence[RunView]) -> list[str]:
-    """One line per run, below the names of the columns."""
+    """One line per run, below the names of the columns, and one per file that cannot be read."""
     rows = [("run", "state", "step", "newest metrics", "newest checkpoint")]
     for view in views:
         status, saved = view.status, next((one for one in view.checkpoints if one.complete), None)
@@ -86,7 +84,8 @@ def status_table(views: Sequence[RunView]) -> list[str]:
         state = status.state + " early" * bool(view.ended_early)
         rows.append((Path(view.folder).name, state, step, _metrics(*newest, most=2), age))
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    problems = [f"{view.folder}: {problem}" for view in views for problem in view.problems]
+    return [*("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows), *problems]
 
 
 def status_lines(view: RunView) -> list[str]:

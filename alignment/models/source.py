@@ -86,15 +86,11 @@ def unread(path: str, error: Exception, *files: str) -> str:
     folder = Path(path)
     if folder.is_file():
         return "it is a file; set the folder that contains it"
-    if folder.is_dir() and not any(found for name in files for found in folder.glob(name)):
-        return f"the folder contains no {files[0]}; copy or download it again"
-    if path.startswith((".", "/", "~")) and not folder.exists():
-        return "the folder does not exist; set an existing folder or a Hub name"
+    local = folder.is_dir() or path.startswith((".", "/", "~"))
+    if local and not any(found for name in files for found in folder.glob(name)):
+        return f"the folder contains no {files[0]}; check the path, or copy or download it again"
     if is_offline(error):
-        return (
-            "there is no such folder, and the Hub cannot be reached; check the name, or run `hf download "
-            f"{path}` where there is a network and copy the cache"
-        )
+        return f"no such folder, and the Hub cannot be reached; check the name, or run `hf download {path}` elsewhere"
     return first_line(error)
 
 

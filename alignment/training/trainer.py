@@ -433,14 +433,13 @@ class AlignmentTrainer(TrainerSurface):
     def _evaluate_sets(self, sets: Mapping[str, PreparedData], prefix: str) -> dict[str, float]:
         """Evaluate, log and notify the callbacks, set by set."""
         metrics: dict[str, float] = {}
-        step, total = self.state.global_step, self.state.max_steps
         if not self.engines.ready:
             self.build_engines()
         for name, data in sets.items():
             prefixed = f"{prefix}_{name}" if name else prefix
             own = evaluate(self.context, self.engines.window_pass, data, prefixed)
             self.log(own)
-            say(evaluation_line(step, total, prefixed, own, own[f"{prefixed}_runtime"]))
+            say(evaluation_line(self.state.global_step, self.state.max_steps, prefixed, own))
             self.events("on_evaluate", metrics=own)
             metrics |= own
         return metrics

@@ -279,13 +279,13 @@ def test_labels_of_csv_files(tmp_path: Path) -> None:
 
 
 def test_labels_are_mapped(tmp_path: Path) -> None:
-    """The text of a value counts, without its case; booleans need no entry. The map is part of the data's key."""
-    given = ["Up", " down", 1, 0.0, True, "👎"]
+    """The text of a value counts, not its case; true and false need no entry. The map is part of the data's key."""
+    given = ["Up", " down", 1, 0.0, True, "👎", " True", "FALSE"]
     data = [{"prompt": "a", "completion": "b", "label": label} for label in given]
     for down in (False, True):
         label_map = {"up": True, "down": down, "1": True, "0": False, "👎": False}
         made = prepared(data, UNPAIRED, tmp_path, label_map=label_map).dataset
-        assert made["label"][:] == [True, down, True, False, True, False]
+        assert made["label"][:] == [True, down, True, False, True, False, True, False]
     assert len(list(tmp_path.iterdir())) == 2
 
 
