@@ -12,6 +12,7 @@ from pathlib import Path
 
 from alignment.cli.output import run_reader
 from alignment.config.errors import OutputError, counted
+from alignment.config.fields import words
 from alignment.reporting.formats import duration, shown, size
 from alignment.reporting.run_view import IN_PROGRESS, Record, RunView, read_run, runs_in, seconds_of, utc
 from alignment.run.status_file import STATUS
@@ -20,7 +21,7 @@ _ABOUT = """\
 Show the status of a run, read from its output folder: state, step, time left, speed, last metrics, checkpoints and
 whether they are complete, attempts, and phase times after its end. A run whose process has died is reported with "no
 heartbeat since". For a folder of runs, show one line for each."""
-_FIRST = ("loss", "eval_loss", "rewards/margins", "eval_rewards/margins", "rewards/accuracies", "kl", "grad_norm")
+_FIRST = words("loss objective/scores win_rate rewards/margins rewards/accuracies kl grad_norm")
 _MOST_METRICS = 10
 
 
@@ -134,6 +135,7 @@ def _rows(view: RunView) -> list[tuple[str, str]]:
 
 def _metrics(metrics: Record, step: int | None, most: int = _MOST_METRICS) -> str:
     texts = shown(metrics)
-    names = [*(name for name in _FIRST if name in texts), *(name for name in texts if name not in _FIRST)]
+    first = [name for one in _FIRST for name in (one, f"eval_{one}") if name in texts]
+    names = list(dict.fromkeys([*first, *texts]))
     said = ", ".join(f"{name} {texts[name]}" for name in names[:most]).replace("−", "-")
     return f"step {step}: {said}" if said else ""

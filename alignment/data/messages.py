@@ -151,6 +151,9 @@ def conversation(row: Row, key: str, where: str) -> Source:
     return source_of(row, where, text[:-1], completion=text[-1:])
 
 
+NOTHING_SAID: Text = [{"role": "assistant", "content": ""}]
+
+
 def as_turns(row: Row, where: str) -> dict[str, Any]:
     """Return a row, with strings as messages: one user turn, unless the prompt is empty, and one assistant turn.
 

@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from alignment.config.fields import value_text, words
 from alignment.config.options_data import COLUMNS, MAPPED_COLUMNS
 from alignment.data.columns import arranged
 from alignment.data.kinds.base import Kind
-from alignment.data.messages import Source, as_turns, without_nulls
+from alignment.data.messages import NOTHING_SAID, Source, as_turns, without_nulls
 from alignment.data.readers import LABELS
 from alignment.data.report import DataReport, counts
 from alignment.data.tokenization import Encoded, Limits, RowTokenizer
@@ -275,6 +275,9 @@ class RowMapper:
         out: dict[str, list[Any]] = {name: [] for name in self.features}
         for index, one in zip(indices, read, strict=True):
             ids = next(encoded) if isinstance(one, Source) else one
+            if self.apply_chat_template and isinstance(one, Source):  # an empty string has an end of turn here
+                said = zip(ids.completions, one.completions, strict=True)
+                ids = replace(ids, completions=[[] if text == NOTHING_SAID else tokens for tokens, text in said])
             for record in self.kind.records(ids, self.limits, self.tokenizer):
                 record["row"] = index
                 for name, column in out.items():
@@ -285,6 +288,8 @@ class RowMapper:
 def _label_remedy(dataset: Dataset, known: Mapping[str, bool]) -> str:
     """Return what to set for labels that are not ``known``, if any: a ``label_map`` for the values of the dataset."""
     values = {value_text(value): None for value in dataset["label"] if isinstance(value, (str, bool, int, float))}
+    if not all(values) or None in dataset["label"]:
+        return "; remove rows without a label, or fill it in"
     unknown = [value for value in values if value.lower() not in known]
     if len(unknown) > _MOST_LABELS:
         return f"; the column has {len(values)} different values; map them to true and false, or set label_map"

@@ -86,7 +86,7 @@ def unread(path: str, error: Exception, *files: str) -> str:
     folder = Path(path)
     if folder.is_file():
         return "it is a file; set the folder that contains it"
-    local = folder.is_dir() or path.startswith((".", "/", "~"))
+    local = folder.is_dir() or path.startswith((".", "/", "~")) or path.count("/") > 1
     if local and not any(found for name in files for found in folder.glob(name)):
         return f"the folder contains no {files[0]}; check the path, or copy or download it again"
     if is_offline(error):
@@ -256,6 +256,8 @@ class ModelSource:
             kwargs = {name: self.init_kwargs[name] for name in _FOR_TOKENIZERS if name in self.init_kwargs}
             try:
                 given = AutoTokenizer.from_pretrained(self.name, trust_remote_code=trust_remote_code, **kwargs)
+                if len(given) <= len(given.all_special_ids):  # transformers makes one without a vocabulary
+                    raise ValueError("its vocabulary is empty; copy or download the files of the tokenizer again")
             except Exception as error:  # every library raises its own classes for a corrupt file
                 why = unread(self.name, error, "tokenizer.json", "tokenizer*", "vocab*", "*.model", "*.tiktoken")
                 raise ModelError(f"{key}: no tokenizer could be loaded from {self.name!r}: {why}") from error

@@ -52,6 +52,7 @@ _EVENTS = {
 }  # fmt: skip
 # Ends of the names of metrics of which less or more is better.
 _LESS, _GREATER = "loss", ("accuracies", "accuracy", "margins", "win_rate", "scores")
+_SCALES = ("loss_type", "loss_weights", "beta", "simpo_gamma")  # options that change the scale of a loss
 _VALUE = "value mono"
 COMPARISON = "comparison.json"  # written by the command ``compare``
 
@@ -143,9 +144,10 @@ def comparison(contents: Sequence[RunContent]) -> html.Page:
         for place, (name, one) in enumerate(zip(names, contents))
     ]
     histories = [one.history for one in contents]
+    same = len({(one.page.kind, *(one.options.get(name, ("",))[0] for name in _SCALES)) for one in contents}) == 1
     tables: tuple[tuple[str, str, str, Sequence[Mapping[str, Any]], str], ...] = (
         ("Options that differ", "option", _VALUE, values, ""),
-        ("Best values", "metric", "number", _best_values(histories), "With their steps."),
+        ("Best values", "metric", "number", _best_values(histories, same), "With their steps."),
         ("Training metrics", "metric", "number", [shown(one.train) for one in contents], "As last logged."),
         ("Evaluation metrics", "metric", "number", [shown(one.evaluation) for one in contents], "As last logged."),
         ("Facts", "fact", "value", [one.page.facts for one in contents], ""),
@@ -164,8 +166,11 @@ def comparison(contents: Sequence[RunContent]) -> html.Page:
     return html.Page(title=f"{len(contents)} runs", kind="Comparison", sections=sections, footer=footer)
 
 
-def _best_values(histories: Sequence[Sequence[Record]]) -> list[dict[str, Markup]]:
-    """The best value of each metric in each history, for metrics with a best one; the best of several is marked."""
+def _best_values(histories: Sequence[Sequence[Record]], same: bool) -> list[dict[str, Markup]]:
+    """The best value of each metric in each history, for metrics with a best one; the best of several is marked.
+
+    Unless the runs optimize the ``same`` loss, neither losses nor implicit rewards are on the same scale.
+    """
     columns: list[dict[str, Markup]] = [{} for _ in histories]
     logged = dict.fromkeys(itertools.chain.from_iterable(itertools.chain(*histories)))
     for name in (name for name in logged if name.endswith((_LESS, *_GREATER))):
@@ -175,8 +180,9 @@ def _best_values(histories: Sequence[Sequence[Record]]) -> list[dict[str, Markup
             values = ((number(entry.get(name)), entry["step"]) for entry in history)
             points = [(sign * value, step) for value, step in values if value is not None]
             best |= {place: min(points)} if points else {}
+        is_best = len(best) > 1 and (same or not name.endswith((_LESS, "margins")))
         for place, (value, step) in best.items():
-            mark = " " + badge("best", "good") if len(best) > 1 and value == min(best.values())[0] else ""
+            mark = " " + badge("best", "good") if is_best and value == min(best.values())[0] else ""
             columns[place][name] = escape(f"{brief(sign * value, 5)} (step {step})") + mark
     return columns
 

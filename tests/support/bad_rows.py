@@ -74,6 +74,7 @@ CONTENTS = [
         "row 1: label is 'up' (a string); expected true or false",
         "; set label_map, for example 'up=true,down=false,👍=true'",
     ),
+    rows("row without a label", json.dumps({**LABELED, "label": ""}), "row 1: label is ''", "; remove rows without"),
     rows(
         "ratings",
         "".join(json.dumps({**LABELED, "label": label}) + "\n" for label in range(3)),

@@ -93,6 +93,7 @@ OF_REWARDS: dict[str, Any] = {
         (KTOConfig, {"output_dir": ""}, "output_dir='': .*set a folder"),
         (KTOConfig, {"hang_timeout": 60, "hang_timeout_first": 59}, "hang_timeout_first="),
         (KTOConfig, {"max_bad_steps": 9}, "max_bad_steps="),
+        (KTOConfig, {"save_steps": 9, "save_strategy": "epoch"}, "save_steps=9.*set save_strategy: steps"),
         (KTOConfig, {"retries": 0, "retry_pause": 9}, "retry_pause="),
         (KTOConfig, {"log_level": "inof"}, "log_level='inof': .*did you mean 'info'"),
         (KTOConfig, {"column_map": {"promt": "x"}}, "column_map=.*did you mean 'prompt'"),

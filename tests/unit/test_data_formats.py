@@ -310,6 +310,7 @@ def test_strings_as_turns(tmp_path: Path) -> None:
     begun = {"prompt": [], "completion": TURNS[1:], "label": True}
     opened = texts([{**begun, "prompt": "", "completion": "c"}], None, tmp_path, apply_chat_template=True)
     assert opened == texts([begun], None, tmp_path) == [["assistant: ", "c\n</s>"]]
+    assert texts([said, {**said, "completion": ""}], None, tmp_path, apply_chat_template=True) == [[asked, " b\n</s>"]]
     with pytest.raises(DataError, match="^data, row 1: prompt is missing, so apply_chat_template"):
         texts([{"text": "a"}], None, tmp_path, COMPLETIONS, apply_chat_template=True)
 

@@ -432,8 +432,8 @@ def test_conversations_are_passed_unchanged_or_as_text_with_trls_signature(trls:
 
 @pytest.mark.parametrize(
     ("returned", "place"),
-    [([0], "row 0; rows.jsonl, row 1"), (0, "row 0; rows.jsonl, row 1"), ([0, 2], "row 1;"), ([0, True], "row 1;"), ([0.0, 1], "row 0;"),
-     ([None, 1], "row 0;"), (["A", "B"], "row 0;")],
+    [([0], "row 0; rows.jsonl, row 1"), (0, "row 0; rows.jsonl, row 1"), ([0, 2], "row 1;"), ([0, True], "row 1;"),
+     ([0.0, 1], "row 0;"), ([None, 1], "row 0;"), (["A", "B"], "row 0;")],
 )  # fmt: skip
 def test_invalid_verdicts(returned: Any, place: str) -> None:
     with pytest.raises(RewardError, match=f"returned .* rows.jsonl, {place}"):
