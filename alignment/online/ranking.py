@@ -112,6 +112,7 @@ class JudgeRanker:
     """Ranks two completions of a prompt by a judge, with the methods of :class:`RewardRanker`."""
 
     metrics: tuple[str, ...] = ()
+    both_orders = False  #: whether :meth:`wins` asks twice, in both orders; different verdicts are a tie
 
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
@@ -128,7 +129,11 @@ class JudgeRanker:
     ) -> list[float | None]:
         pairs = [(ours.texts[0], theirs.text) for ours, theirs in zip(groups, others, strict=True)]
         points: dict[int | str, float] = {0: 1.0, 1: 0.0, IDENTICAL: 0.5}
-        return [points.get(verdict) for verdict in self._verdicts(groups, pairs, seed)]
+        wins = [points.get(verdict) for verdict in self._verdicts(groups, pairs, seed)]
+        if not self.both_orders:
+            return wins
+        losses = [points.get(verdict) for verdict in self._verdicts(groups, [pair[::-1] for pair in pairs], seed)]
+        return [None if win is None or loss is None else (win + 1 - loss) / 2 for win, loss in zip(wins, losses)]
 
     def _verdicts(
         self, groups: Sequence[Generated], pairs: Sequence[tuple[str, ...] | None], seed: int
