@@ -100,8 +100,8 @@ class _Sampler(OnlineDPOTrainer):
         """Return the attributes of :class:`Sampled`, but for the prompt, for some prompts, maybe none. Collective."""
         window_pass, data = self.engines.window_pass, self.data.eval[""]
         assert isinstance(window_pass, OnlineWindowPass)
-        if isinstance(window_pass.ranker, JudgeRanker):
-            window_pass.ranker.both_orders = True
+        if others and isinstance(window_pass.ranker, JudgeRanker):
+            window_pass.ranker.ask_twice()
         seeds = seeds_of(self.args.seed, SAMPLING, number)
         prompts = data.dataset[rows]["prompt_ids"] if rows else []
         batch = PromptBatch(tuple(rows), tuple(map(tuple, prompts)))
@@ -172,8 +172,6 @@ def compare(options: SampleConfig, runs: Sequence[str]) -> None:
     """Compare the first model with the others and with its start, write the result and print a table. Collective."""
     if not options.scored:
         refuse(options, "judge", "nothing compares the answers; set judge, reward_funcs or reward_model_path")
-    if isinstance(options.judge, dict):  # each pair is shown in both orders here
-        options = replace(options, judge={**options.judge, "both_orders": False})
     given = [find_model(run, "RUN", trust=options.trust_remote_code) for run in runs]
     models = {model.found: model for model in (*given, given[0].start()) if model is not None}
     own, *others = models
