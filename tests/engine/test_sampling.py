@@ -88,7 +88,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 def test_rows_are_the_same_on_two_ranks_and_after_a_kill(ranks: RankServer, world: Path, tmp_path: Path) -> None:
     given = ("--prompts", "prompts.jsonl", "-n", 3, "--as", "pairs", "--chunk_size", 2, "--reward_funcs")
     whole = run(ranks, world, "sample", "policy", *given, "rewards.py:letters", "--out", tmp_path / "whole.jsonl")
-    run(ranks, world, "sample", "policy", *given, "rewards.py:letters", "--out", tmp_path / "two.jsonl", nproc=2)
+    stage3 = ("--deepspeed", ROOT / "ds_configs" / "zero3.json", "--ds3_gather_for_generation", "false")
+    two = ("rewards.py:letters", "--out", tmp_path / "two.jsonl", *stage3)
+    run(ranks, world, "sample", "policy", *given, *two, nproc=2)
     out, lives = tmp_path / "killed.jsonl", tmp_path / "lives"
     lives.write_text("3")
     killed = ("sample", "policy", *given, "rewards.py:deadly", "--out", out)
