@@ -19,7 +19,8 @@ from tqdm.auto import tqdm
 
 from alignment.checkpoint.fingerprints import adapter_fingerprint, fingerprint, model_fingerprint
 from alignment.checkpoint.trained_model import TrainedModel, find_model
-from alignment.config.errors import OptionError, counted, refuse, setting
+from alignment.cli.train_job import hide_bars
+from alignment.config.errors import DataError, OptionError, counted, refuse, setting
 from alignment.data.kinds.prompts import PromptBatch, PromptRow, prompt_row
 from alignment.engines.collectives import gathered, on_first_rank
 from alignment.engines.rng import seeded
@@ -65,6 +66,7 @@ class _Sampler(OnlineDPOTrainer):
         if model.adapter is not None:
             args = replace(args, use_peft=True, adapter_name_or_path=str(model.adapter.path))
         rewards = None if args.scored else lambda completions: [None] * len(completions)
+        self.hidden = hide_bars(args)
         data, tokenizer = training_data(args), model.tokenizer()
         super().__init__(reward_funcs=rewards, args=args, eval_dataset=data, processing_class=tokenizer)
 
@@ -80,17 +82,19 @@ class _Sampler(OnlineDPOTrainer):
         journal, size, total = folder / f"{name}.jsonl", self.args.chunk_size, len(data.dataset)
         log, chunks = JsonlLog(journal if rank() == 0 else None), math.ceil(total / size)
         done = on_first_rank(lambda: len(read_lines(journal)))
-        tell(f"{journal}: {min(done * size, total)} of {counted(total, 'prompt')} are already sampled")
+        tell(f"{journal}: {min(done * size, total)} of {counted(total, 'prompt')} sampled")
         if done < chunks:
             self.build_engines()
             with protected(self.output_dir, self.args):
                 rounds = range(done, chunks, world_size())
-                for first in tqdm(rounds, "sampling", disable=rank() > 0 or self.args.disable_tqdm):
+                for first in tqdm(rounds, "sampling", disable=self.hidden):
                     number = first + rank()
                     rows = range(number * size, min((number + 1) * size, total))  # none beyond the last chunk
                     for found in filter(None, gathered(self._chunk([*rows], number, others))):
                         log.write({"prompts": found})
                     ACTIVITY.progress()
+                    if self.hidden:
+                        tell(f"{min((first + world_size()) * size, total)} of {total} prompts sampled")
                 on_first_rank(log.finish)
         self.close()
         found = [each for line in on_first_rank(lambda: read_lines(journal)) for each in line["prompts"]]
@@ -132,13 +136,16 @@ def write_rows(options: SampleConfig, runs: Sequence[str]) -> None:
     found = _Sampler(find_model(run, "RUN", trust=options.trust_remote_code), options).sample(journals)
     rows = [row for each in found for row in rows_of(each, options)]
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows if not isinstance(row, str)]
+    reasons = Counter(row for row in rows if isinstance(row, str)).most_common()
+    dropped = "; ".join(f"{count} × {why}" for why, count in reasons)
+    if not lines:
+        raise DataError(f"{out}: not written, as no rows are left ({dropped}); sample more, or use other rewards")
     on_first_rank(lambda: replace_text(out, "".join(lines)))
-    dropped = Counter(row for row in rows if isinstance(row, str)).most_common()
     scores = [score for each in found for score in each.scores if score is not None]
     length = statistics.fmean(length for each in found for length in each.lengths)
     ended = statistics.fmean(end for each in found for end in each.ended)
     parts = [f"{out}: {counted(len(lines), 'row')} of {counted(len(found), 'prompt')}"]
-    parts += [f"dropped: {'; '.join(f'{count} × {why}' for why, count in dropped)}"] if dropped else []
+    parts += [f"dropped: {dropped}"] if dropped else []
     parts += [f"mean reward {statistics.fmean(scores):.4g}"] if scores and options.judge is None else []
     tell(", ".join([*parts, f"mean length {length:.1f} tokens", f"{ended:.0%} of the completions ended"]))
 
