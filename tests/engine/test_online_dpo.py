@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.bad_online_commands import write_classifiers
 from support.data_tokenizers import PLAIN, char_tokenizer
-from support.helpers import STAGES, make_model, options, text
+from support.helpers import STAGES, make_model, options, text, train_and_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Cache
 
 from alignment import OnlineDPOConfig, OnlineDPOTrainer
@@ -125,9 +125,7 @@ def test_a_completion_ends_with_any_eos_of_tokenizer_and_model(paths: dict[str, 
     own = AutoTokenizer.from_pretrained(paths["policy"])
     model.generation_config.eos_token_id = [token for token in range(len(own)) if token != own.eos_token_id]
     first = {"reward_funcs": lambda completion_ids: [float(ids[0]) for ids in completion_ids]}
-    trainer = online(paths, tmp_path, model=model, processing_class=own, max_steps=1, **first)
-    trainer.train()
-    trainer.close()
+    trainer = train_and_close(online(paths, tmp_path, model=model, processing_class=own, max_steps=1, **first))
     (log,) = logs(trainer)
     assert log["completions/mean_length"] == 1.0 == log["val/contain_eos_token"]
 
@@ -234,16 +232,14 @@ def test_a_run_without_pairs_ends_with_an_error(
 
     first = run(3, constant)
     with pytest.raises(TrainingError, match=r"^step 3: .*max_windows_without_pairs.* checkpoint-3$") as caught:
-        first.train()
-    first.close()
+        train_and_close(first)
     assert "last 3 windows" in str(caught.value) and "4 prompts: 4 tied" in str(caught.value)
     out = "".join(capfd.readouterr())
     assert all(f"step {step}: " in out for step in (1, 2, 3)) and "(4 prompts: 4 tied); its update was skipped" in out
     folder = tmp_path / "out" / "checkpoint-3"
     again = run(4, constant)
     with pytest.raises(TrainingError, match="^step 4: .*last 4 windows"):
-        again.train(resume_from_checkpoint=str(folder))
-    again.close()
+        train_and_close(again, resume_from_checkpoint=str(folder))
     calls = iter(range(99))
 
     def better_at_second(completions: list[str], **columns: Any) -> list[float]:

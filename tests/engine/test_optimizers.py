@@ -9,7 +9,7 @@ import bitsandbytes
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.helpers import STAGES, make_model, options, paired_rows
+from support.helpers import STAGES, options, paired_rows
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
@@ -26,11 +26,6 @@ ARGUMENTS = {
     "ademamix": "beta3=0.99,alpha=2.0,t_alpha=5", "rmsprop": "momentum=0.5,centered=true",
     "rmsprop_bnb": "alpha=0.9,eps=0.001", "sgd": "momentum=0.5,nesterov=true",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("models") / "policy", "tied", seed=1)
 
 
 def run(model: str, folder: Path, stage: str, optim: str, **more: Any) -> tuple[dict[str, Tensor], list[float]]:
@@ -80,7 +75,6 @@ def test_adam_starts_at_step_0(model: str, tmp_path: Path, bf16: bool) -> None:
         args = CPOConfig(**options(tmp_path / stage, deepspeed=STAGES[stage], bf16=bf16, **given))
         trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(12), eval_dataset=paired_rows(12))
         trainer.engines.build(2)
-        assert trainer.engines.models is not None
         optimizer = trainer.engines.models.policy.engine.optimizer
         assert hasattr(optimizer, "fp32_groups") == (bf16 and stage == "stage0")
         for masters, weights in zip(getattr(optimizer, "fp32_groups", ()), getattr(optimizer, "fp16_groups", ())):

@@ -108,7 +108,6 @@ def test_one_step_against_float64(tmp_path: Path, classifier: str, stage: str, m
         eval_dataset=ROWS[:3],
         **split,
     )
-    assert made.data.train is not None
     rows = [made.data.train.dataset[number] for number in range(8)]
     assert {row["margin"] for row in rows} == {0.0, 0.25, 0.5, 0.75}
     expected, gradients = dense(classifier, rows, CENTER)

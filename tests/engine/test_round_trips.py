@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from support.data_tokenizers import MARKED, char_tokenizer
-from support.helpers import make_classifier, make_model, options, paired_rows, unpaired_rows
+from support.helpers import make_classifier, make_model, options, paired_rows, train_and_close, unpaired_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerState
 
 import alignment
@@ -91,7 +91,6 @@ def sequences(trainer: AlignmentTrainer) -> list[dict[str, Any]]:
 
     Reward models score complete sequences; which of their tokens are the prompt has no effect.
     """
-    assert trainer.data.train is not None
     rows = []
     for row in trainer.data.train.dataset:
         without = ("row", "prompt_key", "prompt_cut", "completions_cut")
@@ -234,8 +233,7 @@ def test_a_trained_reward_model_scores_completions_that_are_rows(models: dict[st
         trainer_of("OnlineDPO", models, tmp_path / "no", rows, reward_model_path=str(trained.output_dir))
     export(trained.output_dir, tmp_path / "merged")
     online = trainer_of("OnlineDPO", models, tmp_path, rows, reward_model_path=str(tmp_path / "merged"), max_steps=1)
-    online.train()
-    online.close()
+    train_and_close(online)
     base = AutoModelForSequenceClassification.from_pretrained(models["classifier"])
     scoring = PeftModel.from_pretrained(base, trained.output_dir).eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")

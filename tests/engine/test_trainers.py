@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.zero import parameter_offload
-from support.helpers import STAGES, make_model, options, paired_rows, unpaired_rows
+from support.helpers import STAGES, make_model, options, paired_rows, train_and_close, unpaired_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 import alignment.methods.cpo
@@ -50,8 +50,7 @@ def cpo(paths: dict[str, str], folder: Path, rows: int = 8, evaluated: int = 0, 
 
 def trained(trainer: AlignmentTrainer) -> list[dict[str, Any]]:
     """Train, close the trainer, and return what it logged with a loss."""
-    trainer.train()
-    trainer.close()
+    train_and_close(trainer)
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -115,7 +114,6 @@ def test_no_sequence_is_longer_than_max_length(paths: dict[str, str], tmp_path: 
     args = KTOConfig(**options(tmp_path, max_length=24, per_device_train_batch_size=16))
     trainer = KTOTrainer(model=paths["policy"], args=args, train_dataset=rows)
     data, sampler = trainer.data.train, trainer.data.sampler
-    assert data is not None and sampler is not None
     (batch,) = MicroBatches(trainer.method.kind.collate, data.dataset, sampler.plan(0, 0), 0)
     assert isinstance(batch, UnpairedBatch)
     whole = data.table.prompt + data.table.completions[:, 0]
@@ -189,7 +187,6 @@ def test_a_reference_of_another_size_has_its_own_buffers(paths: dict[str, str], 
 
     def sizes(reference: Any) -> tuple[int, int]:
         plan = kto({**paths, "reference": reference}, tmp_path, ref_placement="sharded", deepspeed="zero3").planned
-        assert plan.engines.reference is not None
         both = (plan.engines.policy, plan.engines.reference.frozen.ds_config)
         policy, other = (config["zero_optimization"]["stage3_prefetch_bucket_size"] for config in both)
         return policy, other
@@ -204,7 +201,6 @@ def test_saved_folders_load_with_the_trained_weights(paths: dict[str, str], tmp_
     trainer = cpo(paths, tmp_path, 20, max_steps=5, deepspeed=STAGES[stage], **saving)
     output, folder = trainer.train(), trainer.output_dir
     batch = a_batch(paths["policy"])
-    assert trainer.engines.models is not None
     with torch.no_grad():
         expected = trainer.engines.models.policy.forward(batch).scores
     trainer.save_model()
@@ -328,7 +324,6 @@ def test_a_non_finite_loss_stops_before_the_update(
     monkeypatch.setattr(alignment.methods.kto, "kto_loss", poisoned)
     saving = {"save_strategy": "steps", "save_steps": 1}
     trainer = kto(paths, tmp_path, 12, num_train_epochs=1, deepspeed=STAGES[stage], **saving)
-    assert trainer.data.sampler is not None and trainer.data.train is not None
     plan = trainer.data.sampler.plan(0, 1)
     row = trainer.data.train.source_row(plan.micro_batches[1][0].rows[1])
     with pytest.raises(TrainingError, match=rf"nan.* non-finite loss: {row}\."):
@@ -349,7 +344,6 @@ def test_bf16_follows_fp32_and_keeps_fp32_masters(paths: dict[str, str], tmp_pat
         trainer = cpo(paths, tmp_path / f"{bf16}", max_steps=2, bf16=bf16, deepspeed=STAGES[stage])
         trainer.train()
         found[bf16] = losses(trainer.state.log_history[:2])
-        assert trainer.model is not None
         rotary = trainer.model.model.rotary_emb.inv_freq
         assert rotary.dtype == torch.float32
         torch.testing.assert_close(rotary, load(paths["policy"]).model.rotary_emb.inv_freq, rtol=0, atol=0)

@@ -76,8 +76,7 @@ def write() -> None:
     with tempfile.TemporaryDirectory() as folder:
         models = Path(folder) / "models"
         for make, name in ((make_model, "model"), (make_classifier, "classifier")):
-            config = Path(make(models / name, "narrow", seed=1, layers=1)) / "config.json"
-            config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.1}, indent=1))
+            make(models / name, "narrow", seed=1, layers=1, dropout=0.1)
         _keep(models, FOLDER / "models.zip")
         runs = runs_of(cases(), {name: str(models / name) for name in ("model", "classifier")})
         spec = Path(folder) / "spec.json"

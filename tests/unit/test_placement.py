@@ -205,7 +205,6 @@ def test_memory_is_planned_for_the_longest_row(tmp_path: Path, monkeypatch: pyte
 
     unknown = engines.plan_engines(args, model, model)
     size = census(model)
-    assert unknown.cards is not None and size is not None
     use = use_of_policy(args, size, unknown.policy, unknown.dtypes, ranks=1, longest=31)
     assert planned() == (use.weights + use.work, "replica")
     assert use.weights + use.work < unknown.cards._trained

@@ -42,7 +42,6 @@ def trained(folder: Path, cache: Path, model: str, rows: Callable[[], Any], **mo
         except DataError as error:
             return {"error": str(error), "tokenized": len(tokenized)}
         trainer.train()
-        assert trainer.data.train is not None
         files = {Path(file["filename"]).parts[-5] for file in trainer.data.train.dataset.cache_files}
         logged = [{key: entry[key] for key in ("loss", "grad_norm")} for entry in trainer.state.log_history[:2]]
         trainer.close()

@@ -152,7 +152,6 @@ def dpo_objective(
     parts = []
     for name, weight in zip(names, options.loss_weights or [1.0] * len(names), strict=True):
         if name == "sft":
-            assert lengths is not None
             parts.append(weight * -policy[0].sum() / sum(lengths[0]))
             continue
         c, r = good, bad
