@@ -69,8 +69,8 @@ def load(folder: Path = FOLDER) -> list[Mutation]:
 
 def equivalents() -> dict[tuple[str, str, str], str]:
     """Load mutants that no test can detect, by file and change, and the reasons why."""
-    listed: list[dict[str, str]] = yaml.safe_load((FOLDER / "equivalent.yaml").read_text(encoding="utf-8"))
-    return {(entry["file"], entry["old"], entry["new"]): entry["why"] for entry in listed}
+    listed: dict[str, list[dict[str, str]]] = yaml.safe_load((FOLDER / "equivalent.yaml").read_text(encoding="utf-8"))
+    return {(file, entry["old"], entry["new"]): entry["why"] for file in listed for entry in listed[file]}
 
 
 def _attempt(mutation: Mutation, tree: Tree, unchanged: dict[str, Verdict]) -> Verdict:

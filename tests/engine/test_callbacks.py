@@ -37,8 +37,7 @@ def made(model: str, folder: Path, callbacks: Any = (), rows: int = 12, **more: 
 
 def trained(*given: Any, **more: Any) -> CPOTrainer:
     """The trainer after its run, closed."""
-    trainer = train_and_close(made(*given, **more))
-    return trainer
+    return train_and_close(made(*given, **more))
 
 
 def logged(trainer: AlignmentTrainer, name: str) -> list[dict[str, Any]]:

@@ -34,8 +34,7 @@ def make(model: str, folder: Path, **more: Any) -> KTOTrainer:
 @pytest.fixture(scope="module")
 def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a finished run."""
-    trainer = train_and_close(make(model, tmp_path_factory.mktemp("whole")))
-    return trainer.output_dir
+    return train_and_close(make(model, tmp_path_factory.mktemp("whole"))).output_dir
 
 
 def flip(path: Path, at: int) -> None:

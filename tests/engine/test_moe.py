@@ -38,8 +38,7 @@ def make_trainer(path: str, folder: Path, method: str = "cpo", **options: Any) -
     trainer, config, rows = TRAINERS[method]
     settings = short(folder, optim="sgd", learning_rate=RATE, max_grad_norm=0.0, max_steps=1)
     settings |= {"per_device_train_batch_size": ROWS, "gradient_accumulation_steps": 1}
-    made: AlignmentTrainer = trainer(model=path, args=config(**settings | options), train_dataset=rows(ROWS))
-    return made
+    return trainer(model=path, args=config(**settings | options), train_dataset=rows(ROWS))
 
 
 def train(trainer: AlignmentTrainer) -> Outcome:

@@ -76,11 +76,7 @@ Outcome = tuple[list[dict[str, Any]], list[tuple[Any, ...]]]
 
 
 def outcome(
-    model: str,
-    folder: Path,
-    stage: str,
-    reward: Callable[..., list[float]] | None = vowels,
-    **more: Any,
+    model: str, folder: Path, stage: str, reward: Callable[..., list[float]] | None = vowels, **more: Any
 ) -> Outcome:
     """Return the log of a run of three windows without times, and the states of the generators after each."""
     given = options(folder, max_new_tokens=8, max_steps=3, disable_dropout=False, ref_placement="replica", **more)

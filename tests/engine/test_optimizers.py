@@ -9,7 +9,7 @@ import bitsandbytes
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.helpers import STAGES, options, paired_rows
+from support.helpers import STAGES, options, paired_rows, train_and_close
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
@@ -32,10 +32,7 @@ def run(model: str, folder: Path, stage: str, optim: str, **more: Any) -> tuple[
     """The weights after a run of three steps, and its losses."""
     given = {"max_steps": 3, "optim": optim, "deepspeed": STAGES[stage], "save_strategy": "steps", "save_steps": 2}
     args = CPOConfig(**options(folder, **{**given, "weight_decay": 0.1, "optim_args": ARGUMENTS.get(optim), **more}))
-    trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(12))
-    trainer.train()
-    trainer.save_model(folder / "saved")
-    trainer.close()
+    trainer = train_and_close(CPOTrainer(model=model, args=args, train_dataset=paired_rows(12)), save=folder / "saved")
     course = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return load_file(folder / "saved" / "model.safetensors"), course
 

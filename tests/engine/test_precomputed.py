@@ -93,14 +93,13 @@ def make(method: str, model: Any, reference: Any, folder: Path, **more: Any) -> 
         "disable_dropout": False,
         **more,
     }
-    made: AlignmentTrainer = getattr(alignment, f"{method}Trainer")(
+    return getattr(alignment, f"{method}Trainer")(
         model,
         reference,
         args=getattr(alignment, f"{method}Config")(**options(folder, **given)),
         train_dataset=rows_of(method, 10),
         eval_dataset={"a": rows_of(method, 5, seed=3), "b": rows_of(method, 4, seed=4)},
     )
-    return made
 
 
 def finished(trainer: AlignmentTrainer, method: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
@@ -370,8 +369,7 @@ def values_of(trainer: AlignmentTrainer, folder: Path) -> list[float]:
     partners = set_partners(data.table, order_seed(trainer.args), draw=True)
     read = LogpStore(folder / "deepspeed-alignment", stores.key(data), partners, 2)
     assert read.read() == [] and read.missing == []
-    values: list[float] = read.values.ravel().tolist()
-    return values
+    return read.values.ravel().tolist()
 
 
 # Refusals and messages ----------------------------------------------------------------------------------------------

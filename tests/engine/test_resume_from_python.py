@@ -84,19 +84,14 @@ def test_state_of_callbacks(model: str, tmp_path: Path) -> None:
 
 def test_resuming_in_another_folder(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The best model is found in the old folder; if it is gone, the best of later evaluations is used."""
-    first = make(model, tmp_path / "a", **BEST)
-    first.train()
-    first.save_model()
-    first.close()
+    first = train_and_close(make(model, tmp_path / "a", **BEST), save=True)
     assert first.state.best_global_step == 2
     weights = (first.output_dir / "model.safetensors").read_bytes()
     for name, found in (("b", True), ("c", False)):
         if not found:
             shutil.rmtree(first.output_dir / "checkpoint-2")
         second = make(model, tmp_path / name, **BEST)
-        second.train(resume_from_checkpoint=str(first.output_dir / "checkpoint-4"))
-        second.save_model()
-        second.close()
+        train_and_close(second, save=True, resume_from_checkpoint=str(first.output_dir / "checkpoint-4"))
         assert [path.name for path in checkpoints(second.output_dir)] == ["checkpoint-6"]
         assert ((second.output_dir / "model.safetensors").read_bytes() == weights) is found
         assert ("the best checkpoint so far cannot be used" in capsys.readouterr().out) is not found
@@ -119,9 +114,7 @@ class Damaging(TrainerCallback):
 def test_a_damaged_best_model_is_not_loaded(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = make(model, tmp_path, **BEST)
     trainer.add_callback(Damaging(trainer.output_dir / "checkpoint-2" / "model.safetensors"))
-    trainer.train()
-    trainer.save_model()
-    trainer.close()
+    train_and_close(trainer, save=True)
     assert "model.safetensors: the content has changed since it was written" in capsys.readouterr().out
     last = trainer.output_dir / f"checkpoint-{STEPS}" / "model.safetensors"
     assert (trainer.output_dir / "model.safetensors").read_bytes() == last.read_bytes()
@@ -137,10 +130,7 @@ def test_a_failed_restore_leaves_the_folder_unchanged(model: str, tmp_path: Path
 
 
 def test_a_trainer_in_the_folder_of_a_finished_run_replaces_nothing(model: str, tmp_path: Path) -> None:
-    first = make(model, tmp_path)
-    first.train()
-    first.save_model()
-    first.close()
+    first = train_and_close(make(model, tmp_path), save=True)
     before = {path.name: path.read_bytes() for path in first.output_dir.iterdir() if path.is_file()}
     second = make(model, tmp_path)
     second.evaluate()

@@ -80,10 +80,7 @@ def trainer_of(method: str, models: dict[str, str], folder: Path, rows: Any, **m
             arguments["reward_funcs"] = lambda completions, **columns: [float(len(text)) for text in completions]
     args = getattr(alignment, f"{method}Config")(**given)
     model = models["classifier" if method == "Reward" else "policy"]
-    made: AlignmentTrainer = getattr(alignment, f"{method}Trainer")(
-        model, args=args, train_dataset=rows, eval_dataset=rows, **arguments
-    )
-    return made
+    return getattr(alignment, f"{method}Trainer")(model, args=args, train_dataset=rows, eval_dataset=rows, **arguments)
 
 
 def sequences(trainer: AlignmentTrainer) -> list[dict[str, Any]]:
@@ -193,8 +190,7 @@ def test_the_records_of_a_run(run: AlignmentTrainer) -> None:
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    found: torch.Tensor = model.eval()(input_ids=torch.tensor([[0, 5, 6, 7, 8, 9]])).logits.float()
-    return found
+    return model.eval()(input_ids=torch.tensor([[0, 5, 6, 7, 8, 9]])).logits.float()
 
 
 def test_the_adapters_of_a_run(run: AlignmentTrainer, models: dict[str, str], tmp_path: Path) -> None:
@@ -223,10 +219,7 @@ def test_the_adapters_of_a_run(run: AlignmentTrainer, models: dict[str, str], tm
 def test_a_trained_reward_model_scores_completions_that_are_rows(models: dict[str, str], tmp_path: Path) -> None:
     """Adapters and head by way of an export, the scores in completions.jsonl, and its pairs as training data."""
     more = {"max_steps": 2, "learning_rate": 0.1, "use_peft": True}
-    trained = trainer_of("Reward", models, tmp_path / "a b", paired_rows(8), **more)
-    trained.train()
-    trained.save_model()
-    trained.close()
+    trained = train_and_close(trainer_of("Reward", models, tmp_path / "a b", paired_rows(8), **more), save=True)
     asked = {"user: ab": TURNS[:1], "user: ab\nassistant: ba": TURNS}  # the policy continues the second one
     rows = [{"prompt": prompt} for prompt in asked.values()] * 2
     with pytest.raises(ModelError, match="^reward_model_path: .*deepspeed-alignment export"):

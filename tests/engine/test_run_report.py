@@ -55,9 +55,7 @@ def test_reports_that_cannot_be_written_cost_nothing(tmp_path: Path, capsys: pyt
     trainer = kto(tmp_path, max_steps=1)
     for name in ("report.md", "report.html"):
         trainer.add_callback(Acts("on_train_begin", 0, (tmp_path / "out" / name).mkdir))
-    trainer.train()
-    trainer.save_model()
-    trainer.close()
+    train_and_close(trainer, save=True)
     said = capsys.readouterr().out
     assert all(f"could not write {name}: IsADirectoryError: " in said for name in ("report.md", "report.html"))
     assert (tmp_path / "out" / "model.safetensors").is_file()

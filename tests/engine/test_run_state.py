@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,8 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def state_of(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's state of the parts that all ranks share."""
-    state: dict[str, Any] = json.loads((folder / "run_state.json").read_text())
-    return state
+    return json.loads((folder / "run_state.json").read_text())
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in BRIEF else pytest.mark.ci) for m in METHODS])
@@ -61,13 +60,7 @@ def test_a_fresh_trainer_resumes_from_any_step(method: str, models: dict[str, st
 
 
 def resumed(
-    method: str,
-    models: dict[str, str],
-    done: Path,
-    folder: Path,
-    step: int,
-    stop: Sequence[Any] = (),
-    **more: Any,
+    method: str, models: dict[str, str], done: Path, folder: Path, step: int, *callbacks: Any, **more: Any
 ) -> AlignmentTrainer:
     """Return a fresh trainer that was resumed from a step and finished, in a folder with later log lines."""
     random.seed(step)
@@ -76,11 +69,7 @@ def resumed(
     for path in checkpoints(folder / "out"):
         if path.name != f"checkpoint-{step}":
             shutil.rmtree(path)
-    trainer = make(method, models, folder, **more)
-    for callback in stop:
-        trainer.add_callback(callback)
-    train_and_close(trainer, resume_from_checkpoint="latest")
-    return trainer
+    return train_and_close(make(method, models, folder, *callbacks, **more), resume_from_checkpoint="latest")
 
 
 class Stop(TrainerCallback):
@@ -94,12 +83,10 @@ class Stop(TrainerCallback):
 
 
 def test_an_epoch_that_a_callback_ended_stays_ended(models: dict[str, str], tmp_path: Path) -> None:
-    whole = make("KTO", models, tmp_path / "whole", **EVERY_STEP)
-    whole.add_callback(Stop("should_epoch_stop"))
-    train_and_close(whole)
+    whole = train_and_close(make("KTO", models, tmp_path / "whole", Stop("should_epoch_stop"), **EVERY_STEP))
     data = state_of(whole.output_dir / "checkpoint-2")["data"]
     assert (data["epoch"], data["step"]) == (1, 0)
-    again = resumed("KTO", models, whole.output_dir, tmp_path / "again", 2, [Stop("should_epoch_stop")], **EVERY_STEP)
+    again = resumed("KTO", models, whole.output_dir, tmp_path / "again", 2, Stop("should_epoch_stop"), **EVERY_STEP)
     assert logged(again) == logged(whole)
 
 
@@ -108,9 +95,7 @@ def test_a_run_that_a_callback_ended_stays_ended(
 ) -> None:
     """Whether it was killed before or after its message; it continues if requested."""
     rare = EVERY_STEP | {"logging_steps": 3}  # the summary has the metrics that were not due yet
-    stopped = make("KTO", models, tmp_path / "stopped", **rare)
-    stopped.add_callback(Stop("should_training_stop"))
-    train_and_close(stopped)
+    stopped = train_and_close(make("KTO", models, tmp_path / "stopped", Stop("should_training_stop"), **rare))
     again = resumed("KTO", models, stopped.output_dir, tmp_path / "again", 2, **rare)
     assert again.state.global_step == 2 and logged(again) == logged(stopped)
     assert "rewards/chosen" in logged(again)[-1] and "train_loss" in logged(again)[-1]
@@ -139,8 +124,7 @@ def test_a_run_resumes_from_a_rescued_checkpoint(
     with monkeypatch.context() as patched:
         patched.setattr(TrainingLoop, "_update", failing)
         with pytest.raises(TrainingError, match="weights of step 4 are saved in checkpoint-4"):
-            broken.train()
-    broken.close()
+            train_and_close(broken)
     again = resumed("KTO", models, broken.output_dir, tmp_path / "again", 4, **rare)
     assert logged(again) == logged(whole)
 

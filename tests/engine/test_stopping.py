@@ -367,28 +367,6 @@ def test_the_stop_file(kto: Callable[..., AlignmentTrainer], capsys: pytest.Capt
 
 
 @pytest.mark.ci
-def test_a_requeued_job_obeys_the_stop_file(
-    kto: Callable[..., AlignmentTrainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The user created the file while the job was queued; a file for another job is removed."""
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    trainer = kto(Acts("on_step_end", 2, terminate))
-    stopped(trainer)
-    stop = trainer.output_dir / "STOP"
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    for job, reason, left in (("17", StopReason.STOP, True), ("18", None, False)):
-        monkeypatch.setenv("SLURM_JOB_ID", job)
-        stop.touch()
-        trainer = kto()
-        if reason is None:
-            train_and_close(trainer, resume_from_checkpoint="latest")
-        else:
-            error = stopped(trainer, resume_from_checkpoint="latest")
-            assert (error.reason, trainer.state.global_step) == (reason, 2)
-        assert stop.exists() is left
-
-
-@pytest.mark.ci
 def test_a_run_that_saves_nothing(kto: Callable[..., AlignmentTrainer]) -> None:
     trainer = kto(Acts("on_step_end", 2, terminate), save_strategy="no")
     assert "nothing was saved, because save_strategy is no" in str(stopped(trainer))

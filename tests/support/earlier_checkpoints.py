@@ -52,8 +52,7 @@ def machine() -> dict[str, str]:
 
 def earlier_machine() -> dict[str, str]:
     """Return :func:`machine` as it was where the checkpoints were written."""
-    found: dict[str, str] = json.loads((FOLDER / "machine.json").read_text())
-    return found
+    return json.loads((FOLDER / "machine.json").read_text())
 
 
 def _keep(folder: Path, target: Path) -> None:

@@ -158,10 +158,15 @@ def exit_status(command: Callable[..., object], *arguments: Any) -> object:
     raise AssertionError("the command did not exit")
 
 
-def train_and_close(trainer: Any, **how: Any) -> Any:
-    """Train with the arguments ``how``; close the trainer, also after an error, and return it."""
+def train_and_close(trainer: Any, save: Path | bool = False, **how: Any) -> Any:
+    """Train with the arguments ``how``; close the trainer, also after an error, and return it.
+
+    Its model is saved to the folder ``save``, or if it is True, to the output folder.
+    """
     with contextlib.closing(trainer):
         trainer.train(**how)
+        if save:
+            trainer.save_model(None if save is True else save)
     return trainer
 
 

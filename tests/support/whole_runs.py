@@ -58,14 +58,13 @@ def make(name: str, models: dict[str, str], folder: Path, *callbacks: Any, **mor
         rows = lambda count, seed: [{"prompt": row["prompt"]} for row in paired_rows(count, seed)]  # noqa: E731
     if method == "SFT":
         rows = lambda count, seed: [{**r, "label": None} for r in unpaired_rows(count, seed)]  # noqa: E731
-    made: AlignmentTrainer = getattr(alignment, f"{method}Trainer")(
+    return getattr(alignment, f"{method}Trainer")(
         model=models["classifier" if method == "Reward" else "policy"],
         args=getattr(alignment, f"{method}Config")(**given),
         train_dataset=rows(12, 3),
         eval_dataset=rows(4, 4),
         **arguments,
     )
-    return made
 
 
 def logged(trainer: AlignmentTrainer) -> list[dict[str, Any]]:

@@ -135,9 +135,7 @@ def trainer_of(folder: Path, **options: Any) -> KTOTrainer:
         {"dataset_name": str(folder / "alpaca"), "weight": 1, "column_map": ALPACA, "test_split": "test"},
     ]
     given = {"dataset_mixture": mixture, "max_length": 96, "model_name_or_path": str(folder / "model"), **options}
-    trainer = build_trainer(KTOConfig(str(folder / "out"), **given))
-    assert isinstance(trainer, KTOTrainer)
-    return trainer
+    return build_trainer(KTOConfig(str(folder / "out"), **given))
 
 
 @pytest.mark.parametrize(("words", "expected"), [(200, 96), (40, None)])
