@@ -166,11 +166,12 @@ def test_live_model_is_its_own_reference(paths: dict[str, str], tmp_path: Path, 
     start = models.reference.engine.forward(batch).scores.clone()
     with torch.no_grad():
         torch.testing.assert_close(models.policy.forward(batch).scores, start, rtol=1e-5, atol=1e-5)
-    train_and_close(trainer)
+    trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(0.5, abs=1e-6)
     torch.testing.assert_close(models.reference.engine.forward(batch).scores, start, rtol=0, atol=0)
     with torch.no_grad():
         assert float((models.policy.forward(batch).scores - start).abs().min()) > 0.01
+    trainer.close()
 
 
 def test_a_reference_of_another_size_has_its_own_buffers(paths: dict[str, str], tmp_path: Path) -> None:
