@@ -93,7 +93,6 @@ def test_following_by_lines(tmp_path: Path) -> None:
         follow = subprocess.Popen(
             [*COMMAND, str(tmp_path), "--follow", "--interval", "0.1"], stdout=subprocess.PIPE, text=True
         )
-        assert follow.stdout is not None
         assert f"running: {HOLDER}, phase start; 40 of 100 (40%), about 1 min 00 s left" in follow.stdout.readline()
         write_status(tmp_path, state="running", step=41)
         assert "41 of 100" in follow.stdout.readline()

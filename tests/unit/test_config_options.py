@@ -130,6 +130,7 @@ OF_REWARDS: dict[str, Any] = {
         (KTOConfig, {"rollout_batch_size": 4}, "rollout_batch_size=4: .*an option of method online_dpo, not of kto"),
         (OnlineDPOConfig, {"max_prompt_length": 4}, "max_prompt_length=4: .*an option of method kto"),
         (KTOConfig, {"zzz": 1}, "zzz=1: .*--help"),
+        (KTOConfig, {"method": "cpo"}, "method='cpo'"),
         (KTOConfig, {"sync_ref_model": True}, "sync_ref_model=True: "),
         (KTOConfig, {"activation_offloading": True}, "activation_offloading=True: "),
         (KTOConfig, {"auto_find_batch_size": True}, "auto_find_batch_size=True: "),

@@ -386,15 +386,6 @@ def test_an_export_without_conversion(made: tuple[Path, Named], base: str, tmp_p
     assert str(source.parent) not in texts and str(Path(base).parent) not in texts and Path(base).name in texts
 
 
-def test_an_fp32_export_uses_the_master_weights(made: tuple[Path, Named], giving: Giving, tmp_path: Path) -> None:
-    source, masters = made
-    giving(masters)
-    report, state = written(source, tmp_path / "out", dtype="float32", samples=2)
-    assert all(torch.equal(state[name], masters[name]) for name in masters) and report.masters == len(masters)
-    assert report.error_max is not None and report.error_max < 1e-6
-    assert "fp32 master weights" in "\n".join(report.lines())
-
-
 def test_an_fp32_model_is_rounded_once(base: str, tmp_path: Path) -> None:
     masters = trained(tmp_path / "source", base, 2e-4, torch.float32)
     report, state = written(tmp_path / "source", tmp_path / "out", dtype="bfloat16", samples=4)
