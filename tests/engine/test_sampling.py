@@ -100,7 +100,7 @@ def test_rows_are_the_same_on_two_ranks_and_after_a_kill(ranks: RankServer, worl
     with journal.open("a") as file:
         file.write('{"metrics": {"objective')  # as a kill within a write leaves it
     lives.write_text("9")
-    assert "6 of 10 prompts sampled" in run(ranks, world, *killed, LIVES=str(lives)).stdout
+    assert ".jsonl: 6 of 10 prompts sampled" in run(ranks, world, *killed, LIVES=str(lives)).stdout
     assert lives.read_text() == "7"
     rows = out.read_text()
     assert rows == (tmp_path / "whole.jsonl").read_text() == (tmp_path / "two.jsonl").read_text()
@@ -109,9 +109,9 @@ def test_rows_are_the_same_on_two_ranks_and_after_a_kill(ranks: RankServer, worl
     (line,) = [line for line in whole.stdout.splitlines() if "whole.jsonl: " in line]
     assert f"{len(found)} rows of 10 prompts" in line and "mean reward " in line and "mean length " in line
     again = ("sample", "policy", *given, "rewards.py:deadly", "--threshold", "3", "--as", "unpaired", "--out", out)
-    assert "10 of 10 prompts sampled" in run(ranks, world, *again, LIVES="none").stdout
+    assert ".jsonl: 10 of 10 prompts sampled" in run(ranks, world, *again, LIVES="none").stdout
     other = ("sample", "policy", *given, "rewards.py:deadly", "--prompts", "chats.jsonl", "--out", out)
-    assert "0 of 8 prompts sampled" in run(ranks, world, *other, LIVES=str(lives)).stdout
+    assert ".jsonl: 0 of 8 prompts sampled" in run(ranks, world, *other, LIVES=str(lives)).stdout
 
 
 @pytest.mark.parametrize(
@@ -253,6 +253,11 @@ def test_options_without_effect_are_refused(given: dict[str, Any], says: str) ->
         ("sample", "policy --prompts prompts.jsonl --out rewards.py", "was not written by sample"),
         ("sample", "policy --prompts prompts.jsonl -n 1 --judge rewards.py:first", "completions of a prompt are"),
         ("sample", "policy --prompts prompts.jsonl -n 1 --as pairs --reward_funcs a:b", "completions of a prompt are"),
+        (
+            "sample",
+            "policy --prompts prompts.jsonl --as pairs --min_margin 99 --reward_funcs rewards.py:letters",
+            "no rows are left",
+        ),
         ("compare", "policy --prompts prompts.jsonl", "nothing compares the answers"),
         ("compare", "policy --prompts prompts.jsonl --judge rewards.py:first", "pass other models to compare it"),
     ],
