@@ -287,7 +287,7 @@ class AlignmentTrainer(TrainerSurface):
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         if self.engines.trained:
             begin_again(self.context, self.engines, total_steps(self.args, sampler), resumes=bool(asked))
-        manifest, self._manifest_before_building = self._manifest_before_building or self._manifest(), None
+        manifest, self._manifest_before_building = self._manifest_before_building or self.manifest(), None
         with protected(self.output_dir, self.args), contextlib.ExitStack() as ends:
             checkpoint = self._enter_folder(asked, manifest)
             ends.enter_context(ending_in_status())
@@ -346,7 +346,7 @@ class AlignmentTrainer(TrainerSurface):
         self.engines.trained = True
         return loop, writer, resumed
 
-    def _manifest(self) -> Manifest:
+    def manifest(self) -> Manifest:
         """Return what checkpoints record of the current run."""
         reference = self.planned.reference if self.method.needs_reference else None
         given = None if reference is self.planned.policy else reference
@@ -355,7 +355,7 @@ class AlignmentTrainer(TrainerSurface):
     def build_engines(self) -> None:
         """Build the engines; properties of live models are recorded before an engine changes them."""
         if self.data.sampler is not None and not self.engines.trained:
-            self._manifest_before_building = self._manifest_before_building or self._manifest()
+            self._manifest_before_building = self._manifest_before_building or self.manifest()
         super().build_engines()
 
     def _writer(self, checkpoint: Checkpoint | None, manifest: Manifest) -> CheckpointWriter:
