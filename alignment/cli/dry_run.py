@@ -26,7 +26,7 @@ _LONGEST = 600  # characters shown of a text, half of them from each end
 
 
 def print_dry_run(trainer: AlignmentTrainer) -> None:
-    """Print the dry run on rank 0. Collective. A checkpoint that could not be resumed from is an error, as in a run."""
+    """Print the dry run on rank 0. Collective. Raises what a run would raise about the checkpoint to resume from."""
     args = trainer.args
     if asked := args.resume_from_checkpoint:
         found = choose(trainer.output_dir, asked, trainer.manifest(), anyway=args.resume_anyway)
