@@ -31,7 +31,7 @@ from alignment.checkpoint.manifest import Manifest, files_in, record_of
 from alignment.checkpoint.masters import checked_masters
 from alignment.checkpoint.run_folder import REPORT
 from alignment.cli import export as command_line
-from alignment.config.errors import AlignmentError, CheckpointError, ModelError, OptionError, OutputError
+from alignment.config.errors import CheckpointError, ModelError, OptionError, OutputError
 from alignment.config.options_export import ExportOptions
 from alignment.models.adapters.folder import read_adapter, write_training_base
 from alignment.models.adapters.plan import plan_adapters
