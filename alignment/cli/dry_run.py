@@ -30,7 +30,7 @@ def print_dry_run(trainer: AlignmentTrainer) -> None:
     args = trainer.args
     if asked := args.resume_from_checkpoint:
         found = choose(trainer.output_dir, asked, trainer.manifest(), anyway=args.resume_anyway)
-        tell(f"resume_from_checkpoint: {found.folder if found else 'no checkpoint; a run would begin anew'}\n")
+        tell(f"resume_from_checkpoint: {found.folder if found else 'no checkpoint; the run would be a new one'}\n")
     stored = [] if trainer.engines.stores is None else trainer.engines.stores.lines()
     if trainer.is_world_process_zero():
         print("\n".join(dry_run_lines(trainer, [*stored, *trainer.resources.looked_at()])), flush=True)

@@ -110,7 +110,7 @@ def test_the_checkpoint_of_a_resume_is_checked(
 ) -> None:
     given = arguments("kto", folder, tmp_path, "--resume_from_checkpoint", "latest")
     assert exit_status(main, given) == 0
-    assert "resume_from_checkpoint: no checkpoint; a run would begin anew" in capfd.readouterr().out
+    assert "resume_from_checkpoint: no checkpoint; the run would be a new one" in capfd.readouterr().out
     damaged = tmp_path / "out" / "checkpoint-2" / "manifest.json"
     damaged.parent.mkdir(parents=True)
     damaged.write_text("{")
