@@ -86,6 +86,9 @@ def export(
     """
     options = options or ExportOptions()
     check_output_folder(out, option="out")
+    if not source.is_dir():
+        beside = sorted((folder.name for folder in source.parent.glob("checkpoint-*")), key=in_order)
+        raise ModelError(f"source: {source}: no such folder" + (f"; available: {listing(beside)}" if beside else ""))
     masters = checked_masters(source, wanted=options.dtype == "float32")
     load = _merged if _is_adapter(source) else _model
     with no_progress_bar():

@@ -486,6 +486,7 @@ def test_folders_that_cannot_be_exported(made: tuple[Path, Named], base: str, tm
     bare = copied(Path(base), tmp_path / "bare", "model.safetensors")
     (bare / "pytorch_model.bin").touch()
     refused(ModelError, "pickles", bare, out)
+    refused(ModelError, "checkpoint-9: no such folder", tmp_path / "checkpoint-9", out)
 
 
 def test_models_that_cannot_be_exported(base: str, tmp_path: Path) -> None:
