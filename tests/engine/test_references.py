@@ -77,7 +77,7 @@ def test_a_live_model_is_unchanged_if_its_engine_fails(tmp_path: Path, monkeypat
     plan = trainer.planned.engines.reference
     assert isinstance(plan, ReferencePlan)
 
-    def failing(engine: FrozenEngine, task: Any) -> Any:
+    def failing(engine: FrozenEngine, task: Any, pack: str) -> Any:
         assert leaves_of(engine.scorer.model)
         engine.close()
         raise ModelError("its scores are not its own")
