@@ -55,7 +55,7 @@ class Scorer(nn.Module):
         # Reentrant checkpointing would complete each weight's gradient once per block of rows, but ZeRO-1 and 2 reduce
         # it only once.
         self.one_pass = False
-        self._whole_rows = PackingCheck()
+        self.whole_rows = PackingCheck()
         self._packed = False  # whether the latest forward pass with gradients was one of a packed row
 
     def attending(self, packed: bool | None = None) -> contextlib.AbstractContextManager[None]:
@@ -68,7 +68,7 @@ class Scorer(nn.Module):
             packed = self._packed
         elif torch.is_grad_enabled():
             self._packed = packed
-        return attending_with(self.model, PACKED) if packed else self._whole_rows()
+        return attending_with(self.model, PACKED) if packed else self.whole_rows()
 
     @property
     def reads_mask(self) -> bool:

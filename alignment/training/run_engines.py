@@ -172,6 +172,9 @@ class RunEngines:
         with contextlib.nullcontext() if draws_bars(args.disable_tqdm) else saving.no_progress_bar():
             self.models = self._built(training_steps)
         policy, handler = self.models.policy, context.events.handler
+        context.data.packs = policy.packs
+        if context.data.sampler is not None:
+            context.data.sampler.packs = policy.packs
         handler.model = self.model
         handler.optimizer, handler.lr_scheduler = policy.engine.optimizer, policy.engine.lr_scheduler
         if isinstance(policy, PolicyEngine):
