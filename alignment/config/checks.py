@@ -45,6 +45,12 @@ _REFUSED: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     ("dataset_config dataset_mixture", lambda of: of.dataset_config and of.dataset_mixture is not None, _CONTRADICT),
     ("warmup_ratio warmup_steps", lambda of: of.warmup_ratio and of.warmup_steps, "both set it; remove one of them"),
     ("load_in_4bit load_in_8bit", lambda of: of.load_in_4bit and of.load_in_8bit, _CONTRADICT),
+    ("padding_free pack", lambda of: of.padding_free and of.pack == "false", _CONTRADICT),
+    (
+        "pack attn_implementation",
+        lambda of: of.pack == "true" and of.attn_implementation in ("eager", "flex_attention"),
+        "packing has an attention function of its own; remove one of them",
+    ),
     ("load_best_model_at_end", lambda of: of.load_best_model_at_end and of.eval_strategy == "no", _NOT_EVALUATED),
     ("early_stopping_patience", lambda of: of.early_stopping_patience and of.eval_strategy == "no", _NOT_EVALUATED),
     ("save_strategy", lambda of: of.save_strategy == "best" and of.eval_strategy == "no", _NOT_EVALUATED),

@@ -94,6 +94,7 @@ Share: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 Steps: TypeAlias = Annotated[float, Gt(0), AfterValidator(_whole_or_share)]
 WarmupSteps: TypeAlias = Annotated[float, Ge(0), AfterValidator(_whole_or_share)]
 Strategy: TypeAlias = Literal["no", "steps", "epoch"]
+Choice: TypeAlias = Annotated[Literal["auto", "true", "false"], BeforeValidator(value_text)]
 LossName: TypeAlias = Annotated[str, _LOSS]  # a subclass that extends the table extends the type
 # The second of several types is the one that HfArgumentParser converts to. A value is never a text: it is parsed.
 Keywords: TypeAlias = Annotated[dict[str, Any] | str | None, _JSON]

@@ -137,6 +137,8 @@ class AlignmentConfig(
         read_keywords(self)
         if self.per_device_eval_batch_size is None:
             self.per_device_eval_batch_size = self.per_device_train_batch_size
+        if self.padding_free and self.pack == "auto":
+            self.pack = "true"
         if self.eval_steps is None:
             self.eval_steps = self.logging_steps
         self._name_best_metric()

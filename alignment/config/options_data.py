@@ -10,7 +10,9 @@ from annotated_types import Ge
 
 from alignment.config.errors import DataError, OptionError, did_you_mean, listing, setting
 from alignment.config.fields import (
+    Choice,
     Count,
+    Early,
     Free,
     Late,
     ListOrKeywords,
@@ -74,6 +76,12 @@ class DataOptions:
     max_tokens_per_batch: Free[Count | None] = option(
         None, "Maximum number of tokens in a micro-batch, instead of rows; twice as many without gradients."
     )
+    pack: Early[Free[Choice]] = option(
+        "auto",
+        "Compute the sequences of a micro-batch as one row without padding, and the prompt of a pair once: `true`, "
+        "`false`, or `auto`, if the model computes the same scores.",
+    )
+    padding_free: Free[bool] = option(False, "Alias of `pack: true`.")
     stratify_labels: bool = option(False, "Give every window the dataset's share of desirable rows, to within a row.")
     strict_data: Free[bool] = option(False, "Raise an error if a row has to be dropped.")
     dry_run: Free[bool] = option(False, "Print options, DeepSpeed JSON, counts of rows and the first ones, then exit.")

@@ -6,7 +6,7 @@ A batch is a set of *sequences*, each a prompt and a completion; only completion
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -14,13 +14,14 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from alignment.data.layout import Group, Layout
 from alignment.data.packed_rows import PackedRows
-from alignment.data.transfer import transferred
+from alignment.data.transfer import OnDevice
 from alignment.data.windows import WindowPlan, WindowSampler
 
 _BLOCK_COST = 256  # cost of an additional pass through the model, in padded tokens
 TokenIds = Sequence[int]
-Self = TypeVar("Self", bound="OnDevice")
+Packed = TypeVar("Packed", bound=OnDevice)
 
 
 class AnyBatch(Protocol):
@@ -34,66 +35,80 @@ BatchT = TypeVar("BatchT", bound=AnyBatch)
 
 
 @dataclass(frozen=True)
-class OnDevice:
-    """Base class of batches whose tensors move to a device together, in one asynchronous copy."""
-
-    def to(self: Self, device: torch.device, leave: Collection[str] = ()) -> Self:
-        """Return the batch with all tensors on ``device``, except those in fields and inputs named in ``leave``."""
-        tensors: list[Tensor] = []
-        _replaced(self, tensors.append, leave)
-        moved = iter(transferred(tensors, device))
-        return _replaced(self, lambda _: next(moved), leave)
-
-
-def _replaced(value: Any, change: Callable[[Tensor], Any], leave: Collection[str]) -> Any:
-    """Return a batch with every tensor replaced, in nested batches and mappings too, in the order of the fields."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, OnDevice):
-        entries = {field.name: getattr(value, field.name) for field in fields(value)}
-        return replace(value, **{n: _replaced(v, change, leave) for n, v in entries.items() if n not in leave})
-    if isinstance(value, dict):
-        return {name: each if name in leave else _replaced(each, change, leave) for name, each in value.items()}
-    return value
-
-
-@dataclass(frozen=True)
 class Batch(OnDevice):
     """Sequences for one forward pass.
 
     Attributes:
         inputs: what the model gets as keyword arguments: ``input_ids`` (B, T) int64, padded on the right, and
-            ``attention_mask`` (B, T) int64, 1 for tokens and 0 for padding. Others have B rows as well.
+            ``attention_mask`` (B, T) int64, 1 for tokens and 0 for padding. Others have B rows as well. See
+            :meth:`packed` for those of a single row.
         positions: (N,) int64 indices into the flattened (B*T) positions: the position before each scored token.
         targets: (N,) int64, the scored completion tokens.
         segments: (N,) int64, the sequence to which each scored token belongs.
         lengths: (S,) int64, the number of scored tokens of each sequence.
         longest: largest N on any rank in this forward pass.
         blocks: ``(rows, width)`` of groups of consecutive rows of the inputs; everything beyond the width is padding.
+        ends: (S,) int64, the position of each sequence's last token, if that is scored.
+        sizes: the number of tokens of each row of the inputs; empty if they cannot be packed.
+        groups: the rows with a common prefix.
     """
 
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Any]
     positions: Tensor
     targets: Tensor
     segments: Tensor
     lengths: Tensor
     longest: int
     blocks: tuple[tuple[int, int], ...]
+    ends: Tensor
+    sizes: tuple[int, ...] = ()
+    groups: tuple[Group, ...] = ()
 
     @property
     def tokens(self) -> int:
-        """The number of tokens without padding, including prompts."""
-        return int(self.inputs["attention_mask"].sum()) if len(self.lengths) else 0
+        """The number of tokens of all sequences, including prompts, without padding."""
+        return sum(self.sizes) if len(self.lengths) else 0
+
+    def packed(self, share: bool = True) -> Batch:
+        """Return the same sequences in one row without padding; with ``share``, those of a group share their prefix.
+
+        The inputs are then ``input_ids`` and ``position_ids`` (1, T), and the ``layout`` that attention follows, see
+        :class:`~alignment.data.layout.Layout`. A batch that has other inputs is returned unchanged.
+        """
+        ids = self.inputs["input_ids"]
+        if not self.sizes or self.inputs.keys() - {"input_ids", "attention_mask"} or ids.device.type != "cpu":
+            return self
+        layout = Layout.of(self.sizes, self.groups if share else ())
+        row = ids.new_empty((1, layout.pieces[-1].stop))
+        for own, size, piece in zip(ids, self.sizes, layout.sequences):
+            row[0, piece.attended] = own[:size]
+        positions, ends = (
+            layout.places(old.div(ids.shape[1], rounding_mode="floor"), old % ids.shape[1])
+            for old in (self.positions, self.ends)
+        )
+        inputs = {"input_ids": row, "position_ids": layout.position_ids, "layout": layout}
+        return replace(self, inputs=inputs, positions=positions, ends=ends, blocks=())
+
+
+def packed(batch: Packed, share: bool, leave: Collection[str] = ()) -> Packed:
+    """Return the batch with every :class:`Batch` in it packed, except those in fields named in ``leave``."""
+    if isinstance(batch, Batch):
+        return batch.packed(share)  # type: ignore[return-value]
+    parts = {name: value for name, value in vars(batch).items() if isinstance(value, OnDevice) and name not in leave}
+    return replace(batch, **{name: packed(value, share, leave) for name, value in parts.items()})
 
 
 def collate(
-    sequences: Sequence[tuple[TokenIds, TokenIds]], longest: int, scored: Sequence[Sequence[bool] | None] | None = None
+    sequences: Sequence[tuple[TokenIds, TokenIds]],
+    longest: int,
+    scored: Sequence[Sequence[bool] | None] | None = None,
+    groups: Sequence[tuple[int, ...]] = (),
 ) -> Batch:
     """Pad (prompt, completion) pairs on the right. An empty batch gets one dummy token, which is not scored.
 
     The fill value 0 is neither scored nor attended to by scored tokens. Rows are in the order of the sequences, or
     sorted by descending length and cut into blocks if that saves padding. ``scored`` has a mask of the scored
-    completion tokens of each sequence; None for all.
+    completion tokens of each sequence; None for all. ``groups`` are sequences that may begin with the same tokens.
     """
     count = max(1, len(sequences))
     totals = [len(p) + len(c) for p, c in sequences] or [1]
@@ -116,6 +131,8 @@ def collate(
             kept = torch.tensor(mask, dtype=torch.bool)
             positions[-1], targets[-1] = positions[-1][kept], targets[-1][kept]
     empty = torch.zeros(0, dtype=torch.long)
+    sizes = torch.zeros(count, dtype=torch.long)
+    sizes[rows] = torch.tensor(totals)
     lengths = torch.tensor([len(each) for each in targets], dtype=torch.long)
     return Batch(
         inputs={"input_ids": input_ids, "attention_mask": attention_mask},
@@ -125,7 +142,19 @@ def collate(
         lengths=lengths,
         longest=longest,
         blocks=blocks,
+        ends=torch.tensor(
+            [row * width + total - 1 for row, total, _ in zip(rows, totals, sequences)], dtype=torch.long
+        ),
+        sizes=tuple(sizes.tolist()),
+        groups=tuple(_group([rows[number] for number in group], input_ids, sizes) for group in groups),
     )
+
+
+def _group(rows: list[int], input_ids: Tensor, sizes: Tensor) -> Group:
+    """Return these rows as a group: its prefix leaves at least one token of the shortest row."""
+    most = int(sizes[rows].min()) - 1
+    equal = (input_ids[rows, :most] == input_ids[rows[0], :most]).all(0)
+    return Group(tuple(rows), int(equal.long().cumprod(0).sum()))
 
 
 def ends(batch: Batch, longest: int | None = None) -> Batch:
@@ -139,7 +168,7 @@ def ends(batch: Batch, longest: int | None = None) -> Batch:
     count, last = len(batch.lengths), batch.lengths.cumsum(0) - 1
     return replace(
         batch,
-        positions=batch.positions[last] + 1,
+        positions=batch.ends,
         targets=batch.targets[last],
         segments=torch.arange(count, device=batch.segments.device),
         lengths=torch.ones_like(batch.lengths),

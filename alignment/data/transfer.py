@@ -6,12 +6,39 @@ asynchronous and ordered with the device's other work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+Self = TypeVar("Self", bound="OnDevice")
 _ALIGNMENT = 64  # bytes; larger than the address alignment that any kernel requires
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """Base class of batches whose tensors move to a device together, in one asynchronous copy."""
+
+    def to(self: Self, device: torch.device, leave: Collection[str] = ()) -> Self:
+        """Return the batch with all tensors on ``device``, except those in fields and inputs named in ``leave``."""
+        tensors: list[Tensor] = []
+        _replaced(self, tensors.append, leave)
+        moved = iter(transferred(tensors, device))
+        return _replaced(self, lambda _: next(moved), leave)
+
+
+def _replaced(value: Any, change: Callable[[Tensor], Any], leave: Collection[str]) -> Any:
+    """Return a batch with every tensor replaced, in nested batches and mappings too, in the order of the fields."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, OnDevice):
+        entries = {field.name: getattr(value, field.name) for field in fields(value)}
+        return replace(value, **{n: _replaced(v, change, leave) for n, v in entries.items() if n not in leave})
+    if isinstance(value, dict):
+        return {name: each if name in leave else _replaced(each, change, leave) for name, each in value.items()}
+    return value
 
 
 def transferred(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

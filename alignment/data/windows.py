@@ -138,6 +138,7 @@ def plan_window(
     world_size: int,
     batch_size: int,
     max_tokens: int | None = None,
+    packs: bool = False,
     epoch: int = 0,
     step: int = 0,
 ) -> WindowPlan:
@@ -148,7 +149,8 @@ def plan_window(
         rows, partners: (W,) row IDs; a partner is -1 for none.
         world_size: number of ranks.
         batch_size: rows per rank and forward pass.
-        max_tokens: maximum number of padded tokens per rank and forward pass, which then determines the batch size.
+        max_tokens: maximum number of tokens per rank and forward pass, which then determines the batch size.
+        packs: whether these are computed without padding, and the prompt of a pair once.
         epoch, step: recorded in the plan.
     """
     targets, mismatched = table.completions if table.scored is None else table.scored, np.zeros_like(rows)
@@ -158,12 +160,16 @@ def plan_window(
             mismatched = np.minimum(mismatched, np.maximum(table.max_length - table.prompt[rows], 0))
     longest_completion = np.maximum(table.completions[rows].max(axis=1, initial=0), mismatched)
     width = table.prompt[rows] + longest_completion
-    order = np.lexsort((rows, -width))
+    unpadded = table.prompt[rows] + np.maximum(table.completions[rows].sum(axis=1), mismatched)
+    order = np.lexsort((rows, -(width if max_tokens is None or not packs else unpadded)))
     micro_batches, longest, longest_mismatched = [], [], []
     start = 0
     while start < len(rows):
         per_rank = batch_size
-        if max_tokens is not None:
+        if max_tokens is not None and packs:
+            sums = unpadded[order[start::world_size]].cumsum()  # the first rank has the longest rows
+            per_rank = max(1, int(np.searchsorted(sums, max_tokens, side="right")))
+        elif max_tokens is not None:
             per_rank = max(1, max_tokens // int(width[order[start]] * max(1, table.completions.shape[1])))
         group = order[start : start + per_rank * world_size]
         start += len(group)
@@ -194,7 +200,7 @@ class WindowSampler:
         stratify: give every window the dataset's share of True labels, to within one row.
         sequential: keep the order of the data in every epoch.
         drop_last: skip the last window of an epoch if it is incomplete.
-        max_tokens: see :func:`plan_window`.
+        max_tokens, packs: see :func:`plan_window`.
         partners: (R,) row IDs of fixed partners, such as those of :func:`set_partners`; None to draw new ones for
             every window.
         epoch, step: the position: the next window.
@@ -210,6 +216,7 @@ class WindowSampler:
     sequential: bool = False
     drop_last: bool = False
     max_tokens: int | None = None
+    packs: bool = False
     partners: Rows | None = None
     epoch: int = 0
     step: int = 0
@@ -251,9 +258,16 @@ class WindowSampler:
             assert self.table.prompt_key is not None
             local = derangement(self.table.prompt_key[rows], self._rng(_PARTNERS, epoch, step))
             partners = np.where(local >= 0, rows[local], -1)
-        ranks, size, tokens = self.world_size, self.batch_size, self.max_tokens
         return plan_window(
-            self.table, rows, partners, world_size=ranks, batch_size=size, max_tokens=tokens, epoch=epoch, step=step
+            self.table,
+            rows,
+            partners,
+            world_size=self.world_size,
+            batch_size=self.batch_size,
+            max_tokens=self.max_tokens,
+            packs=self.packs,
+            epoch=epoch,
+            step=step,
         )
 
     def advance(self) -> None:
@@ -280,12 +294,13 @@ class WindowSampler:
         self.epoch, self.step = int(state["epoch"]), int(state["step"])
 
 
-def evaluation_plan(
-    table: RowTable, *, world_size: int, batch_size: int, seed: int, draw_partners: bool, max_tokens: int | None = None
-) -> WindowPlan:
-    """Plan an evaluation set as a single window, with partners drawn once from the whole set."""
+def evaluation_plan(table: RowTable, *, seed: int, draw_partners: bool, **batches: Any) -> WindowPlan:
+    """Plan an evaluation set as a single window, with partners drawn once from the whole set.
+
+    ``batches`` are the arguments of :func:`plan_window` that determine micro-batches.
+    """
     rows, partners = np.arange(len(table), dtype=np.int64), set_partners(table, seed, draw_partners)
-    return plan_window(table, rows, partners, world_size=world_size, batch_size=batch_size, max_tokens=max_tokens)
+    return plan_window(table, rows, partners, **batches)
 
 
 def set_partners(table: RowTable, seed: int, draw: bool) -> Rows:

@@ -15,8 +15,9 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from alignment.config.errors import ModelError, first_line
-from alignment.data.batching import Batch, OnDevice
+from alignment.config.errors import ModelError, OptionError, first_line
+from alignment.data.batching import Batch, packed
+from alignment.data.transfer import OnDevice
 from alignment.engines.collectives import device, true_on_every_rank
 from alignment.engines.host import compiling
 from alignment.internals.deepspeed import destroy, partitions_weights, reports_grad_norm, scales_loss, undo_dummy_step
@@ -43,11 +44,13 @@ from alignment.internals.deepspeed_zero3 import balanced_module_stack, divide_ag
 from alignment.internals.deepspeed_zero3 import settle as settle_weights
 from alignment.internals.torch import release_pinned_memory
 from alignment.models.attention import without_math_kernel
+from alignment.models.checking import why_not_packed
 from alignment.models.kernels import choose_hub_kernels_again
 from alignment.models.partitioning import partition_whole
 from alignment.models.scorer import Scorer
 from alignment.models.tasks import Task
 from alignment.models.tiles.choice import settle
+from alignment.run.ranks import tell
 
 Placed = TypeVar("Placed", bound=OnDevice)
 
@@ -80,7 +83,10 @@ class ScoringEngine:
         engine: the DeepSpeed engine.
         scorer: the module that it wraps.
         device: where batches have to be.
+        packs: whether the sequences of a batch are in one row, without padding.
     """
+
+    packs = False
 
     def __init__(self, scorer: Scorer, ds_config: dict[str, Any], **kwargs: Any) -> None:
         self.scorer, self.device = scorer, device()
@@ -94,7 +100,13 @@ class ScoringEngine:
         self.partitioned = partitions_weights(self.engine)
 
     def placed(self, batch: Placed, leave: Collection[str] = ()) -> Placed:
-        """Move all tensors of a batch that :meth:`forward` reads, except ``leave``, to the device in one copy."""
+        """Pack a batch if the engine does, and move all tensors that :meth:`forward` reads to the device in one copy.
+
+        Fields in ``leave`` stay as they are.
+        """
+        if self.packs:
+            # A balancing loss counts every token of every sequence.
+            batch = packed(batch, self.scorer.balancing_loss is None, leave)
         return batch.to(self.device, (*leave, *(() if self.scorer.reads_mask else ("attention_mask",))))
 
     def forward(self, batch: Batch, stats: bool = False, tokens: bool = False) -> SequenceOutput:
@@ -192,7 +204,7 @@ class PolicyEngine(ScoringEngine):
             self._holding = True
         loss = scaled_where_missing(self.engine, loss)
         self._inside = True
-        with balanced_module_stack(), self.scorer.packing():
+        with balanced_module_stack(), self.scorer.attending():
             self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
         self._inside = False
         if not self._begun and not self._holding:
@@ -263,10 +275,16 @@ class PolicyEngine(ScoringEngine):
 Engine = TypeVar("Engine", bound=ScoringEngine)
 
 
-def checked(engine: Engine, task: Task) -> Engine:
+def checked(engine: Engine, task: Task, pack: str = "false") -> Engine:
     """Return the engine after checking its scorer's results against the model's own; close it if they differ.
 
+    Args:
+        engine: the engine.
+        task: the task of its model.
+        pack: whether it packs sequences: ``true``, ``false``, or ``auto`` if its model supports it.
+
     Raises:
+        OptionError: ``pack`` is ``true``, but the model does not support it.
         ModelError: the scores differ by more than rounding, or a module reads weights that ZeRO-3 has not gathered.
     """
     try:
@@ -274,6 +292,8 @@ def checked(engine: Engine, task: Task) -> Engine:
         choose_hub_kernels_again(engine.scorer)
         with without_math_kernel(engine.scorer.model, engine.device):
             task.check_scorer(engine.scorer, engine.device)
+        if pack != "false":
+            _pack(engine, pack)
         if engine.partitioned:  # several passes leave weights gathered that the last one prefetched
             settle_weights(engine.engine, engine.scorer)
             divide_again(engine.scorer)
@@ -288,3 +308,15 @@ def checked(engine: Engine, task: Task) -> Engine:
             f"weights of a module when it is called: {first_line(error)}; set a ZeRO stage below 3"
         ) from error
     return engine
+
+
+def _pack(engine: ScoringEngine, pack: str) -> None:
+    """Let an engine pack sequences if its model supports it on every rank; else say why not, or raise."""
+    reason, model = why_not_packed(engine.scorer, engine.device), engine.scorer.model
+    engine.packs = true_on_every_rank(reason is None)
+    if engine.packs:
+        return
+    reason = f"{type(model).__name__} cannot score several sequences in one row: {reason or 'see the other ranks'}"
+    if pack == "true":
+        raise OptionError(f"pack: true: {reason}; set pack to auto or false")
+    tell(f"pack: {reason}; sequences are padded")

@@ -79,6 +79,38 @@ def deciding_on_packing(
         yield
 
 
+@contextlib.contextmanager
+def attending_with(model: nn.Module, name: str) -> Iterator[None]:
+    """Let all layers of the model attend with a function that is registered under ``name``, within this context.
+
+    ``set_attn_implementation`` is public, but looks for kernels and sets the configurations of other parts too. A
+    layer reads the name in every forward, including during recomputation in a backward pass. For a function without a
+    registered function for masks, transformers creates no masks. Seen with transformers 5.23.
+    """
+    found: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    before = [
+        (each, each._attn_implementation) for each in found.values() if hasattr(each, "_attn_implementation_internal")
+    ]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+
+def requested_attention(model: PreTrainedModel) -> str | None:
+    """The attention that a model was loaded with by request, if it is none of the fast ones; else None.
+
+    A model for which transformers has no SDPA is loaded with eager attention without a request. There is no public
+    attribute for either. Seen with transformers 5.23.
+    """
+    used = model.config.get_text_config()._attn_implementation
+    fast = used is None or used == "sdpa" or used.startswith("flash_attention")
+    return None if fast or (used == "eager" and not model._supports_sdpa) else used
+
+
 def limit_grouped_queries(fits: Callable[[Tensor], bool]) -> None:
     """Let SDPA share the keys and values of grouped queries, in this process, only if ``fits`` holds for the keys.
 

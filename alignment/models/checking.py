@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alignment.config.errors import AlignmentError, ModelError
-from alignment.models.scorer import CompletionScorer, Scorer
+from alignment.config.errors import AlignmentError, ModelError, first_line
+from alignment.data.batching import collate
+from alignment.internals.transformers import requested_attention
+from alignment.models.packed_attention import CannotPack, configured_refusal, recorded_windows
+from alignment.models.scorer import CompletionScorer, DecoderScorer, Scorer
 
 _TOKENS, _SHARED = 8, 5  # tokens in each of the two rows; length of their common prefix
 _FP32_ROUNDING = 1e-6  # relative rounding error of a log-softmax
+_LONGEST_WINDOW = 256  # a longer sliding window has no test sequence that exceeds it
 _WIDE = {torch.float32, torch.float64}
 
 
@@ -87,6 +91,55 @@ def probe_ids(model: PreTrainedModel, length: int, device: torch.device) -> Tens
     """Return (1, length) int64 token IDs spread over the whole vocabulary."""
     vocabulary = model.config.get_text_config().vocab_size
     return (torch.arange(1, length + 1, device=device) * 7919 % vocabulary)[None]
+
+
+def why_not_packed(scorer: Scorer, device: torch.device) -> str | None:
+    """Return why a model does not score the sequences of a packed row as it scores each of them; None if it does.
+
+    Two sequences share a prefix, and a third one is longer than the sliding window, unless that is long.
+    """
+    model = scorer.model
+    config = model.config.get_text_config()
+    if not isinstance(scorer, DecoderScorer):
+        return "it is not a decoder"
+    if (given := requested_attention(model)) is not None:
+        return f"attn_implementation is {given}"
+    if (reason := configured_refusal(config)) is not None:
+        return reason
+    window = getattr(config, "sliding_window", None) or 0
+    length = _TOKENS + max(_TOKENS, window if window <= _LONGEST_WINDOW else 0)
+    length = min(length, getattr(config, "max_position_embeddings", None) or length)
+    probe = probe_ids(model, length + 2 * _TOKENS, device)[0].tolist()
+    sequences = [probe[:length], probe[-_TOKENS:], probe[-_TOKENS:-_SHARED] + probe[: _TOKENS - _SHARED]]
+    try:
+        with torch.no_grad(), without_dropout(scorer), recorded_windows() as windows:
+            alone = [_scores(scorer, [each], [], device) for each in sequences]
+            ours = _scores(scorer, sequences, [(1, 2)], device)
+    except CannotPack as error:
+        return str(error)
+    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and type(error) is not RuntimeError:
+            raise  # out of memory, a lost rank, a device error
+        return f"its forward pass fails: {type(error).__name__}: {first_line(error)}"
+    theirs, layers = torch.cat(alone), getattr(config, "layer_types", None)
+    sliding = layers.count("sliding_attention") if layers else config.num_hidden_layers if window else 0
+    if len(windows) < config.num_hidden_layers:
+        return f"{config.num_hidden_layers - len(windows)} of its layers have an attention of their own"
+    if window > _LONGEST_WINDOW and len(windows) - windows.count(None) < sliding:
+        return "its sliding window is part of the mask only"
+    difference, size = (ours - theirs).abs(), float(theirs.abs().max())
+    in_16_bits = model.dtype not in _WIDE  # rounding may change the expert to which a router sends individual tokens
+    found = float(difference.median() if in_16_bits else difference.max())
+    if not found <= _head_rounding(in_16_bits, device) * size:
+        return f"scores differ by {found:.3g} from those of the sequences on their own"
+    return None
+
+
+def _scores(scorer: Scorer, sequences: list[list[int]], groups: list[tuple[int, ...]], device: torch.device) -> Tensor:
+    """Score all tokens of sequences but the first of each; a single one is not packed."""
+    batch = collate([(each[:1], each[1:]) for each in sequences], sum(map(len, sequences)), groups=groups)
+    batch = (batch.packed() if groups else batch).to(device)
+    return scorer(batch.inputs, batch.positions, batch.targets, batch.longest).scores
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +99,7 @@ class WholeScorer(Scorer):
 
     def forward(
         self,
-        inputs: Mapping[str, Tensor],
+        inputs: Mapping[str, Any],
         positions: Tensor,
         targets: Tensor,
         longest: int,

@@ -6,16 +6,17 @@ differentiable output silently halves ZeRO-1/2 gradients.
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alignment.config.errors import ModelError, OptionError
-from alignment.internals.transformers import load_balancing_function
+from alignment.internals.transformers import attending_with, load_balancing_function
 from alignment.models.architectures import decoder_of
 from alignment.models.attention import PackingCheck
 from alignment.models.head import (
@@ -26,6 +27,7 @@ from alignment.models.head import (
     logit_transform,
 )
 from alignment.models.logprobs import DEFAULT_TILE_BYTES, TokenStats
+from alignment.models.packed_attention import PACKED
 
 
 class ScorerOutput(NamedTuple):
@@ -45,13 +47,28 @@ class ScorerOutput(NamedTuple):
 class Scorer(nn.Module):
     """A model that computes one score for each selected position of token sequences."""
 
+    balancing_loss: Callable[[tuple[Tensor, ...], Tensor | None], Tensor] | None = None
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
         # Reentrant checkpointing would complete each weight's gradient once per block of rows, but ZeRO-1 and 2 reduce
         # it only once.
         self.one_pass = False
-        self.packing = PackingCheck()
+        self.whole_rows = PackingCheck()
+        self._packed = False  # whether the latest forward pass with gradients was one of a packed row
+
+    def attending(self, packed: bool | None = None) -> contextlib.AbstractContextManager[None]:
+        """Wrap a forward pass without a mask, or with None the backward pass of the latest one, which may repeat it.
+
+        Args:
+            packed: whether the inputs are a packed row, see :meth:`~alignment.data.batching.Batch.packed`.
+        """
+        if packed is None:
+            packed = self._packed
+        elif torch.is_grad_enabled():
+            self._packed = packed
+        return attending_with(self.model, PACKED) if packed else self.whole_rows()
 
     @property
     def reads_mask(self) -> bool:
@@ -85,7 +102,7 @@ class DecoderScorer(Scorer):
 
     def forward(
         self,
-        inputs: Mapping[str, Tensor],
+        inputs: Mapping[str, Any],
         positions: Tensor,
         targets: Tensor,
         longest: int,
@@ -97,7 +114,7 @@ class DecoderScorer(Scorer):
         Args:
             inputs: keyword arguments of the model with B rows each: ``input_ids`` (B, T), padded on the right, and
                 ``attention_mask`` (B, T), 1 for tokens and 0 for padding, which only a load-balancing loss uses, see
-                :attr:`reads_mask`. Any others are passed on.
+                :attr:`reads_mask`. Any others are passed on. With a ``layout``, they are those of a packed row.
             positions: (N,) int64 indices into the flattened (B*T) hidden states: for log-probs the position *before*
                 each target, for rewards the position of the sequence's last token.
             targets: (N,) int64 token IDs.
@@ -106,7 +123,9 @@ class DecoderScorer(Scorer):
             blocks: ``(rows, width)`` of groups of consecutive rows that are passed through the model separately,
                 without the padding beyond their width. Empty: all rows together, as a load-balancing loss requires.
         """
-        given = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        layout = inputs.get("layout")
+        whole = {} if layout is None else {"layout": layout}
+        given = {name: value for name, value in inputs.items() if name not in ("attention_mask", "layout")}
         count, length = given["input_ids"].shape
         if self.balancing_loss is not None or self.one_pass or not blocks:
             blocks = ((count, length),)
@@ -120,15 +139,15 @@ class DecoderScorer(Scorer):
             block = {name: value[start : start + rows] for name, value in given.items()}
             block = {name: value[:, :width] if value.shape[1] == length else value for name, value in block.items()}
             start += rows
-            with self.packing():
-                outputs = decoder(**block, use_cache=False, return_dict=True, **moe)
+            with self.attending(layout is not None):
+                outputs = decoder(**block, **whole, use_cache=False, return_dict=True, **moe)
             parts.append(nn.functional.pad(outputs.last_hidden_state, (0, 0, 0, length - width)))
         states = torch.cat(parts)
         states = states.reshape(-1, states.shape[-1]).index_select(0, positions)
         scores, measured = self._scores(states, targets, longest, stats)
         aux_loss = scores.new_zeros(())
         if self.balancing_loss is not None:
-            aux_loss = self.balancing_loss(outputs.router_logits, inputs["attention_mask"])
+            aux_loss = self.balancing_loss(outputs.router_logits, inputs.get("attention_mask"))
         return ScorerOutput(scores, aux_loss, measured)
 
     @abstractmethod
@@ -160,7 +179,7 @@ class CompletionScorer(DecoderScorer):
         return checkpointed_logprobs(head, states, targets, self.transform, self.tile_bytes, longest, stats)
 
 
-def balancing_loss(model: PreTrainedModel) -> Callable[[tuple[Tensor, ...], Tensor], Tensor]:
+def balancing_loss(model: PreTrainedModel) -> Callable[[tuple[Tensor, ...], Tensor | None], Tensor]:
     """Return the load-balancing loss of the model's modeling file, as a function of router logits and mask.
 
     Raises:

@@ -49,7 +49,7 @@ def pair_of(group: Generated, ranking: Ranking) -> Pair | None:
 
 
 def plan_pairs(
-    pairs: Sequence[Pair], window: WindowPlan, *, world_size: int, batch_size: int, max_tokens: int | None
+    pairs: Sequence[Pair], window: WindowPlan, *, world_size: int, batch_size: int, max_tokens: int | None, packs: bool
 ) -> WindowPlan:
     """Plan micro-batches for the pairs of all ranks, in the same order on every rank; row ids are pair indices."""
     lengths = np.array([(len(p.prompt), len(p.chosen), len(p.rejected)) for p in pairs], dtype=np.int64).reshape(-1, 3)
@@ -61,6 +61,7 @@ def plan_pairs(
         world_size=world_size,
         batch_size=batch_size,
         max_tokens=max_tokens,
+        packs=packs,
         epoch=window.epoch,
         step=window.step,
     )

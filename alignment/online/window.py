@@ -185,7 +185,12 @@ class OnlineWindowPass(WindowPass):
         pairs = sorted((pair for part in gathered(own) for pair in part), key=lambda pair: pair.row)
         batch_size = options.per_device_train_batch_size if train else options.eval_batch_size
         trained = plan_pairs(
-            pairs, plan, world_size=world_size(), batch_size=batch_size, max_tokens=options.max_tokens_per_batch
+            pairs,
+            plan,
+            world_size=world_size(),
+            batch_size=batch_size,
+            max_tokens=options.max_tokens_per_batch,
+            packs=self.models.policy.packs,
         )
         return trained, ranked_batches(pairs, trained, rank(), beta)
 

@@ -95,7 +95,7 @@ class ReferencePlan:
             disable_dropout(model)
         leaves = mark_leaves(model, config)
         try:
-            return EngineReference(checked(FrozenEngine(scorer, config), CAUSAL_LM), leaves)
+            return EngineReference(checked(FrozenEngine(scorer, config), CAUSAL_LM, options.pack), leaves)
         except BaseException:
             unmark_leaves(leaves)  # a live model still belongs to the user
             raise

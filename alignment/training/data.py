@@ -124,12 +124,16 @@ class PreparedData:
 
 @dataclass
 class RunData:
-    """The data of a run: training rows and their windows, or None, evaluation sets by name, and advice about them."""
+    """The data of a run: training rows and their windows, or None, evaluation sets by name, and advice about them.
+
+    ``packs`` tells whether the policy packs the sequences of a micro-batch; known after its engine is built.
+    """
 
     train: PreparedData | None = None
     sampler: WindowSampler | None = None
     eval: dict[str, PreparedData] = field(default_factory=dict)
     advice: list[str] = field(default_factory=list)
+    packs: bool = False
 
     @property
     def sets(self) -> list[PreparedData]:

@@ -25,6 +25,7 @@ def evaluation_window(context: RunContext, data: PreparedData) -> tuple[WindowPl
         seed=order_seed(args),
         draw_partners=method.draws_partners,
         max_tokens=args.max_tokens_per_batch,
+        packs=context.data.packs,
     )
     return plan, MicroBatches(method.kind.collate, data.batched, plan, rank())
 

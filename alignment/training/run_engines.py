@@ -58,7 +58,7 @@ def build_engine(
     schedule in ``optimizers`` are used instead of those of the options.
     """
     if training_steps is None:
-        return checked(FrozenEngine(scorer, ds_config), task)
+        return checked(FrozenEngine(scorer, ds_config), task, options.pack)
     if options.gradient_checkpointing:
         enable_checkpointing(scorer.model, keywords(options.gradient_checkpointing_kwargs))
         scorer.one_pass = bool(keywords(options.gradient_checkpointing_kwargs).get("use_reentrant"))
@@ -67,7 +67,7 @@ def build_engine(
             scorer.model.enable_input_require_grads()
     optimizer = optimizers[0] or build_optimizer(scorer, options)
     scheduler = optimizers[1] or build_scheduler(optimizer, options, training_steps)
-    policy = checked(PolicyEngine(scorer, ds_config, optimizer, scheduler, reduce_once), task)
+    policy = checked(PolicyEngine(scorer, ds_config, optimizer, scheduler, reduce_once), task, options.pack)
     check_counts(inner_optimizer(policy.engine), state_units(policy.engine))
     return policy
 
@@ -172,6 +172,9 @@ class RunEngines:
         with contextlib.nullcontext() if draws_bars(args.disable_tqdm) else saving.no_progress_bar():
             self.models = self._built(training_steps)
         policy, handler = self.models.policy, context.events.handler
+        context.data.packs = policy.packs
+        if context.data.sampler is not None:
+            context.data.sampler.packs = policy.packs
         handler.model = self.model
         handler.optimizer, handler.lr_scheduler = policy.engine.optimizer, policy.engine.lr_scheduler
         if isinstance(policy, PolicyEngine):

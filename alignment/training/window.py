@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from alignment.data.batching import AnyBatch, OnDevice
+from alignment.data.batching import AnyBatch
+from alignment.data.transfer import OnDevice
 from alignment.data.windows import WindowCounts, WindowPlan
 from alignment.engines.collectives import gathered, sum_over_ranks
 from alignment.engines.phases import Phases
@@ -190,8 +191,7 @@ class WindowPass:
         local = result.local
         if self.aux_coefficient is not None:
             # A product of batch means has no exact sum over micro-batches, so each is weighted by its share of tokens.
-            tokens = scored.inputs["attention_mask"].sum() if batch.rows else 0
-            share = output.aux_loss * (tokens / window.counts.sequence_tokens)
+            share = output.aux_loss * (scored.tokens / window.counts.sequence_tokens)
             local = local + self.aux_coefficient * share
             window.sums.add_part("aux_loss", share)
         window.sums.add_part("loss", local)

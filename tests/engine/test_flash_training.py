@@ -31,7 +31,7 @@ def test_no_layer_reads_the_positions_of_a_row(
     batch = policy.placed(collate([(range(2, 10), range(10, 18))], 8))
     found, numbers = {}, []
     for attention in ("sdpa", "known", "not known"):
-        policy.scorer.packing.shared = attention != "not known"
+        policy.scorer.whole_rows.shared = attention != "not known"
         with flash_attention(policy.scorer.model, 2) as calls:
             if attention == "sdpa":
                 policy.scorer.model.config._attn_implementation = attention

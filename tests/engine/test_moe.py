@@ -82,7 +82,8 @@ def test_one_micro_batch_has_the_models_own_balancing_loss(path: str, tmp_path: 
     assert "aux_loss" not in plain
     assert log["loss"] == pytest.approx(plain["loss"] + 0.5 * log["aux_loss"], rel=1e-6)
     shared = set(plain) - {"loss", "grad_norm", "aux_loss"}
-    assert {name: log[name] for name in shared} == {name: plain[name] for name in shared}
+    # Without the loss, pairs share their prompts.
+    assert {name: log[name] for name in shared} == pytest.approx({name: plain[name] for name in shared}, rel=1e-5)
 
 
 def test_several_micro_batches_are_weighted_by_their_tokens(path: str, tmp_path: Path, plain: Outcome) -> None:

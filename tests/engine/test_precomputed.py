@@ -141,7 +141,12 @@ def test_a_precomputed_reference_trains_like_a_live_one(
     if method == "DPO":
         return  # other batches on two ranks: test_split_grid.py
     built.clear()
-    given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "disable_dropout": True}
+    given = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "disable_dropout": True,
+        "pack": False,
+    }
     again = make(method, models["policy"], models["reference"], tmp_path / "again", **given)
     found, _ = finished(again, method)
     assert built == ["policy"] and stored(stores) == files, "the store was complete, and is unchanged"

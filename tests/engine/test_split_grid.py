@@ -1,6 +1,6 @@
-"""Updates are equal for any method, ZeRO stage, offload, ranks, dtype, checkpointing, optimizer and split.
+"""Updates are equal for any method, ZeRO stage, offload, ranks, dtype, checkpointing, optimizer, split and packing.
 
-Each run is compared with the baseline of its method and optimizer: one rank, no ZeRO, fp32, one micro-batch, no
+Each run is compared with the baseline of its method and optimizer: one rank, no ZeRO, fp32, one padded micro-batch, no
 checkpointing. The baseline is compared with float64 in ``test_split_invariance.py``, ``test_sft.py`` and
 ``test_reward_training.py``. By default, a subset covers every pair of values; ``-m slow`` runs all.
 """

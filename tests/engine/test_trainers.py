@@ -372,8 +372,8 @@ def test_a_users_optimizer_and_schedule(paths: dict[str, str], tmp_path: Path) -
         )
         assert [entry["learning_rate"] for entry in trained(trainer)] == [0.5, 0.5]
         found.append(model.state_dict())
-    for name, value in found[0].items():
-        assert torch.equal(value, found[1][name]), name
+    # Parameter groups differ, and with them the addresses of the weights, which affect rounding.
+    torch.testing.assert_close(*found)
 
 
 def test_a_schedule_needs_its_optimizer(paths: dict[str, str], tmp_path: Path) -> None:

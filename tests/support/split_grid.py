@@ -16,9 +16,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "checkpointing": ("unchecked", "checkpointed", "reentrant"),
     "optimizer": ("sgd", "adamw", "adamw_8bit"),
     "micro": ("whole", "half", "single"),
+    "rows": ("packed", "padded"),
 }
 _ROWS = {"whole": 8, "half": 4, "single": 1}  # rows of the micro-batches of all ranks
-_PLAIN = {"engine": ("stage0", 1), "dtype": "fp32", "checkpointing": "unchecked", "micro": "whole"}
+_PLAIN = {"engine": ("stage0", 1), "dtype": "fp32", "checkpointing": "unchecked", "micro": "whole", "rows": "padded"}
 CHECKPOINTING: dict[str, dict[str, Any]] = {
     "unchecked": {"gradient_checkpointing": False},
     "checkpointed": {"gradient_checkpointing": True},
@@ -68,6 +69,7 @@ def grid_run(case: Combination, models: dict[str, str], folder: str) -> dict[str
         **CHECKPOINTING[case["checkpointing"]],
         **_OPTIMIZERS[case["optimizer"]],
         "bf16": case["dtype"] == "bf16",
+        "pack": case["rows"] == "packed",
     }
     rate = options.pop("learning_rate", RATE[case["method"]])
     steps = 8 // micro // ranks

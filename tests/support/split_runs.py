@@ -170,7 +170,7 @@ def planned(world: int, models: dict[str, str], folder: str) -> list[dict[str, A
         name = f"{method}-stage2-{world}-tokens"
         runs.append(run(name, method, models, "stage2", 4, 2 // world, folder=folder, max_tokens_per_batch=tokens))
         name = f"{method}-stage2-{world}-blocks"
-        runs.append(run(name, method, models, "stage2", 4, 2 // world, folder=folder) | {"block_cost": 1})
+        runs.append(run(name, method, models, "stage2", 4, 2 // world, folder=folder, pack=False) | {"block_cost": 1})
     if world == 2:
         for head in HEADS:
             for stage in ("stage0", "stage2", "stage3"):

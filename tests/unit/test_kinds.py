@@ -12,10 +12,11 @@ from datasets import Dataset
 from support.data_tokenizers import char_tokenizer
 from support.prepared import prepared
 
-from alignment.data.batching import Batch, MicroBatches, OnDevice, collate
+from alignment.data.batching import Batch, MicroBatches, collate
 from alignment.data.kinds.base import Kind
 from alignment.data.messages import Row, Source
 from alignment.data.tokenization import Limits
+from alignment.data.transfer import OnDevice
 from alignment.data.windows import WindowPlan, evaluation_plan, row_table
 
 PACKAGES = ("data", "training", "online", "methods", "cli", "references", "planning")

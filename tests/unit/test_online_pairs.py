@@ -93,7 +93,7 @@ def pairs(count: int, scored: bool = True) -> list[Pair]:
 @pytest.mark.parametrize(("world", "size"), [(1, 2), (2, 3), (3, 1)])
 def test_each_pair_is_assigned_once(world: int, size: int, max_tokens: int | None) -> None:
     given = pairs(5)
-    plan = plan_pairs(given, WINDOW, world_size=world, batch_size=size, max_tokens=max_tokens)
+    plan = plan_pairs(given, WINDOW, world_size=world, batch_size=size, max_tokens=max_tokens, packs=False)
     assert (plan.epoch, plan.step, plan.counts.rows) == (3, 7, 5)
     assert plan.counts.sequence_tokens == sum(2 * len(p.prompt) + len(p.chosen) + len(p.rejected) for p in given)
     shares = [ranked_batches(given, plan, rank, 0.25) for rank in range(world)]
@@ -116,14 +116,14 @@ def test_each_pair_is_assigned_once(world: int, size: int, max_tokens: int | Non
 
 def test_judged_batches_have_no_scores_and_empty_shares_are_empty() -> None:
     given = pairs(1, scored=False)
-    plan = plan_pairs(given, WINDOW, world_size=2, batch_size=2, max_tokens=None)
+    plan = plan_pairs(given, WINDOW, world_size=2, batch_size=2, max_tokens=None, packs=True)
     (own,), (empty,) = (ranked_batches(given, plan, rank, 0.1) for rank in (0, 1))
     assert own.rows == (10,) and own.scores is None
     assert empty.scores is None, "a judge's run must not count missing scores"
     assert empty.rows == () and empty.pairs.tokens == 0 and empty.pairs.longest == plan.longest[0] == 2
     result = dpo_loss(*[torch.zeros(0)] * 4, beta=empty.beta)
     assert result.losses.shape == (0,)
-    none = plan_pairs([], WINDOW, world_size=2, batch_size=2, max_tokens=None)
+    none = plan_pairs([], WINDOW, world_size=2, batch_size=2, max_tokens=None, packs=True)
     assert (none.counts.rows, none.micro_batches, ranked_batches([], none, 0, 0.1)) == (0, (), [])
 
 

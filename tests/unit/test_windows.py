@@ -130,16 +130,23 @@ def test_windows_do_not_depend_on_partitioning(
     ]
 
 
-@given(table=TABLES, world=WORLD, max_tokens=TOKENS)
-def test_every_rank_has_the_same_number_of_micro_batches(table: RowTable, world: int, max_tokens: int | None) -> None:
-    """Also with fewer rows than ranks."""
-    drawn = table.completions.shape[1] == 1
-    for plan in epoch_of(make_sampler(table, world, 2, 3, draw_partners=drawn, max_tokens=max_tokens)):
+@given(table=TABLES, world=WORLD, max_tokens=TOKENS, packs=st.booleans())
+def test_every_rank_has_the_same_number_of_micro_batches(
+    table: RowTable, world: int, max_tokens: int | None, packs: bool
+) -> None:
+    """Also with fewer rows than ranks; a budget of tokens, padded or packed, divides windows only."""
+    drawn, size = table.completions.shape[1] == 1, packed if packs else padded
+    for plan in epoch_of(make_sampler(table, world, 2, 3, draw_partners=drawn, max_tokens=max_tokens, packs=packs)):
         for micro in plan.micro_batches:
             sizes = [len(own.rows) for own in micro]
             assert len(micro) == world and max(sizes) - min(sizes) <= 1 <= max(sizes)
             assert max_tokens is not None or max(sizes) <= 2
-            assert all(max_tokens is None or len(own.rows) <= 1 or padded(table, own) <= max_tokens for own in micro)
+            assert all(max_tokens is None or len(own.rows) <= 1 or size(table, own) <= max_tokens for own in micro)
+
+
+def packed(table: RowTable, own: MicroBatch) -> int:
+    """Return the tokens of one forward pass without padding, in which completions share their prompt."""
+    return sum(int(table.prompt[row] + table.completions[row].sum()) for row in own.rows)
 
 
 def padded(table: RowTable, own: MicroBatch) -> int:
@@ -159,6 +166,8 @@ def test_a_token_budget_packs_more_short_rows() -> None:
     plan = make_sampler(table, batch=12, max_tokens=40).plan(0, 0)
     assert [len(micro[0].rows) for micro in plan.micro_batches] == [1, 1, 8, 2]
     assert plan.longest == (38, 38, 24, 6)
+    plan = make_sampler(RowTable(np.full(4, 8), np.full((4, 2), 4)), batch=4, max_tokens=48, packs=True).plan(0, 0)
+    assert [len(micro[0].rows) for micro in plan.micro_batches] == [3, 1], "16 tokens, of which 8 are shared"
 
 
 def test_the_longest_rows_come_first_and_are_distributed_over_ranks() -> None:

@@ -26,9 +26,13 @@ def page(results: Sequence[Result]) -> str:
     where = (
         f"transformers {transformers.__version__}, with torch {torch.__version__.partition('+')[0]} on a CPU in fp32"
     )
-    lines = [f"{len(results)} types in {where}: {exact} are exact, {refused} are refused.", ""]
+    packed = sum(one.exact and one.unpacked is None for one in results)
+    lines = [
+        f"{len(results)} types in {where}: {exact} are exact, {packed} of them packed, {refused} are refused.",
+        "",
+    ]
     return with_generated(
-        NAME, [*lines, *table("type | class | | log-probs | gradient | ", (one.row for one in results))]
+        NAME, [*lines, *table("type | class | | log-probs | gradient | rows | ", (one.row for one in results))]
     )
 
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from alignment.config.errors import ModelError, first_line
+from alignment.data.batching import collate
 from alignment.models.architectures import REFUSED
-from alignment.models.checking import check_scorer
+from alignment.models.checking import check_scorer, why_not_packed
 from alignment.models.loading import disable_dropout
 from alignment.models.scorer import CompletionScorer
 from alignment.models.source import read_config
@@ -23,13 +23,14 @@ from alignment.rollout.memory import completion_bytes
 from tools.architectures.tiny import tiny_config, tiny_model
 
 LENGTHS = (12, 9, 5)  # lengths of the rows of a batch, padded on the right
+SHARED = (0, 2)  # rows with a common prefix
 TOLERANCE = 1e-4  # for fp32, relative to the largest log-prob and to the norm of the gradient
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result for one model type: why it is refused, None if it is not, and the relative differences of log-probs
-    and gradients (:func:`relative`).
+    """The result for one model type: why it is refused, None if it is not, the relative differences of log-probs and
+    gradients (:func:`relative`), and why its sequences are padded, None if they are also compared in one row.
     """
 
     model_type: str
@@ -37,6 +38,7 @@ class Result:
     logps: float = 0.0
     gradient: float = 0.0
     note: str = ""
+    unpacked: str | None = None
 
     @property
     def exact(self) -> bool:
@@ -53,9 +55,10 @@ class Result:
         """The row of the table."""
         named = (self.model_type, types()[self.model_type])
         if self.refused is not None:
-            return *named, "refused", "", "", self.refused
+            return *named, "refused", "", "", "", self.refused
         word = "exact" if self.exact else "**differs**"
-        return *named, word, f"{self.logps:.0e}", f"{self.gradient:.0e}", self.note
+        rows = "packed" if self.unpacked is None else f"padded: {self.unpacked}"
+        return *named, word, f"{self.logps:.0e}", f"{self.gradient:.0e}", rows, self.note
 
 
 def types() -> dict[str, str]:
@@ -104,15 +107,15 @@ def _compared(model_type: str, model: PreTrainedModel) -> Result:
     scorer = CompletionScorer(model)
     check_scorer(scorer, torch.device("cpu"))
     scorer.train(not note)
-    # One batch padded on the right.
-    longest = max(map(len, rows))
-    ids = torch.stack([F.pad(row, (0, longest - len(row))) for row in rows])
-    mask = torch.stack([(torch.arange(longest) < len(row)).long() for row in rows])
-    positions = torch.cat([torch.arange(len(row) - 1) + number * longest for number, row in enumerate(rows)])
-    targets = torch.cat([row[1:] for row in rows])
-    scored = scorer({"input_ids": ids, "attention_mask": mask}, positions, targets, len(targets))
-    found, ours = _with_gradient(model, scored.scores)
-    return Result(model_type, None, *relative((found, ours), (expected, gradient)), note)
+    padded = collate([(row[:1].tolist(), row[1:].tolist()) for row in rows], sum(LENGTHS), groups=[SHARED])
+    unpacked = why_not_packed(scorer, torch.device("cpu"))
+    differences = []
+    for batch in (padded, *([] if unpacked else [padded.packed()])):
+        scored = scorer(batch.inputs, batch.positions, batch.targets, batch.longest)
+        with scorer.attending():
+            differences.append(relative(_with_gradient(model, scored.scores), (expected, gradient)))
+    logps, gradients = (max(each) for each in zip(*differences, strict=True))
+    return Result(model_type, None, logps, gradients, note, unpacked)
 
 
 def relative(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> tuple[float, float]:
@@ -131,9 +134,14 @@ def from_logits(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 
 
 def _rows(model: PreTrainedModel) -> list[Tensor]:
-    """Return rows of :data:`LENGTHS` tokens from the whole vocabulary, except special tokens at its start."""
+    """Return rows of :data:`LENGTHS` tokens from the whole vocabulary, except special tokens at its start.
+
+    The first and the last begin with the same 3 tokens.
+    """
     vocabulary, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(1)
-    return [torch.randint(2, vocabulary, (length,), generator=generator).to(model.device) for length in LENGTHS]
+    rows = [torch.randint(2, vocabulary, (length,), generator=generator).to(model.device) for length in LENGTHS]
+    rows[2][:3] = rows[0][:3]
+    return rows
 
 
 def _with_gradient(model: PreTrainedModel, logps: Tensor) -> tuple[Tensor, Tensor]:

@@ -154,7 +154,6 @@ class DPOCompatibility(KTOCompatibility):
     """Further options of TRL's ``DPOConfig``."""
 
     pad_token: str | None = accepted(None, _PADDING)
-    padding_free: bool = accepted(False, "Affects speed only; set `max_tokens_per_batch` to reduce padding.")
     use_logits_to_keep: bool = accepted(False, "Has no effect: only completions have log-probs.")
     force_use_ref_model: bool = accepted(False, "Has no effect: a reference that you pass is always used.")
     ld_alpha: float | None = only(None, _LD_DPO, 1.0)
@@ -171,7 +170,6 @@ class SFTCompatibility(GivenCompletions):
     """Further options of TRL's ``SFTConfig``."""
 
     dataset_batch_size: int | None = accepted(1000, "Affects speed only.")
-    padding_free: bool = accepted(False, "Affects speed only, and sequences never attend to each other.")
 
 
 @dataclass(kw_only=True)

@@ -8,12 +8,13 @@ from datasets import Dataset, List, Value
 
 from alignment.config.errors import DataError
 from alignment.data import messages
-from alignment.data.batching import Batch, OnDevice, collate
+from alignment.data.batching import Batch, collate
 from alignment.data.kinds.base import Kind, Record
 from alignment.data.messages import Row, Source
 from alignment.data.packed_rows import PackedRows
 from alignment.data.targets import TokenColumns, TokenFormat, assistant_mask, divided, learned_row
 from alignment.data.tokenization import Encoded, Limits, RowTokenizer
+from alignment.data.transfer import OnDevice
 from alignment.data.windows import WindowPlan
 
 

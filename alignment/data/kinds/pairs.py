@@ -14,10 +14,11 @@ from torch import Tensor
 
 from alignment.config.errors import DataError
 from alignment.data import messages
-from alignment.data.batching import Batch, OnDevice, TokenIds, collate
+from alignment.data.batching import Batch, TokenIds, collate
 from alignment.data.kinds.base import Kind
 from alignment.data.messages import Message, Row, Source, Text
 from alignment.data.targets import TokenFormat
+from alignment.data.transfer import OnDevice
 from alignment.data.windows import WindowPlan
 
 HH_TURN = "\n\nAssistant:"  # the turn marker of Anthropic's HH dataset
@@ -73,7 +74,9 @@ def collate_pairs(
     """Collate P pairs of prompt, first and second completion; P may be 0. For ``longest`` see :class:`Batch`."""
     firsts = [(prompt, first) for prompt, first, _ in pairs]
     seconds = [(prompt, second) for prompt, _, second in pairs]
-    return PreferenceBatch(rows, collate(firsts + seconds, longest))
+    count = len(pairs)
+    groups = [(number, count + number) for number in range(count)]
+    return PreferenceBatch(rows, collate(firsts + seconds, longest, groups=groups))
 
 
 def _spoken_prompt(prompt: str, chosen: Any, rejected: Any) -> tuple[Text, Text, Text]:

@@ -10,11 +10,11 @@ from typing import Any
 from datasets import Dataset, Value
 
 from alignment.config.errors import counted
-from alignment.data.batching import OnDevice
 from alignment.data.kinds.base import Kind, Record
 from alignment.data.messages import Row, Source, Text, prompt_of, source_of
 from alignment.data.readers import json_object, json_text
 from alignment.data.tokenization import Encoded, Limits, RowTokenizer
+from alignment.data.transfer import OnDevice
 from alignment.data.windows import WindowPlan
 
 _NO_START = "no tokens to start from (empty prompt, and the tokenizer has no BOS or EOS token)"

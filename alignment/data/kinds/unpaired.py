@@ -9,12 +9,13 @@ from datasets import Dataset, Value
 from torch import Tensor
 
 from alignment.config.errors import DataError, LabelError, show
-from alignment.data.batching import Batch, OnDevice, collate
+from alignment.data.batching import Batch, collate
 from alignment.data.kinds.base import Kind
 from alignment.data.kinds.pairs import PAIRS
 from alignment.data.messages import Row, Source, conversation, prompt_of, source_of, text_of
 from alignment.data.targets import TokenColumns, TokenFormat
 from alignment.data.tokenization import Encoded, RowTokenizer
+from alignment.data.transfer import OnDevice
 from alignment.data.windows import WindowPlan
 
 
@@ -82,7 +83,11 @@ class Unpaired(Kind):
             labels=torch.tensor(data["label"], dtype=torch.bool),
             matched=collate(matched, longest),
             mismatched=collate(mismatched, longest_mismatched),
-            joint=collate(matched + mismatched, longest + longest_mismatched),
+            joint=collate(
+                matched + mismatched,
+                longest + longest_mismatched,
+                groups=[(i, len(matched) + number) for number, i in enumerate(paired)],
+            ),
         )
 
 
