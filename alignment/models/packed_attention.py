@@ -27,7 +27,7 @@ except ImportError:  # torch before 2.10
     varlen_attn = None
 
 PACKED = "packed"
-_QUERIES = 1024  # maximum number of queries for which a mask is created at once
+_QUERIES = 1024  # maximum number of queries for which a mask is created at a time
 _ROPE = ("dynamic", "longrope")  # types that depend on the longest position of a row
 _LAYERS = ("full_attention", "sliding_attention")
 
