@@ -32,7 +32,7 @@ from alignment.run.ranks import rank, tell, world_size  # noqa: E402
 from alignment.training.trainer import AlignmentTrainer  # noqa: E402
 from benchmarks import ours  # noqa: E402
 from benchmarks.jobs import Job  # noqa: E402
-from benchmarks.shapes import TWO_THIRDS, preference_rows, write_model  # noqa: E402
+from benchmarks.shapes import LAYERS, preference_rows, write_model  # noqa: E402
 
 
 def windows(trainer: AlignmentTrainer, count: int) -> tuple[list[float], list[float], list[float]]:
@@ -77,11 +77,9 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory(prefix="packing-") as folder:
         os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
-        write_model(Path(folder) / "model", TWO_THIRDS)
+        write_model(Path(folder) / "model", LAYERS)
         job = Job("ours", given.method, f"{folder}/model", "", f"{folder}/output", given.windows + 1, 1, given.stage)
-        rows = preference_rows(
-            TWO_THIRDS, (given.windows + 1) * job.rows_of_a_step * int(os.environ.get("WORLD_SIZE", 1))
-        )
+        rows = preference_rows(LAYERS, (given.windows + 1) * job.rows_of_a_step * int(os.environ.get("WORLD_SIZE", 1)))
         trainer = ours.build(replace(job, max_length=1024), Dataset.from_list(rows))
         trainer.engines.build(given.windows + 1)
         tokens, wall, own = map(statistics.median, windows(trainer, given.windows))

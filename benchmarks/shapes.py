@@ -78,10 +78,11 @@ class Shape:
 
 # The shape of the comparison with TRL; fixed, so that results of different days can be compared.
 SIDE_BY_SIDE = Shape("llama", 32000, 256, 1024, 4, 4, 4, 64, 512)
-# A shape that the head does not dominate.
-TWO_THIRDS = Shape("qwen2", 32000, 512, 2048, 6, 8, 2, 64, 512)
 # Qwen2-0.5B with its own vocabulary.
 HALF_BILLION = Shape("qwen2", 151936, 896, 4864, 24, 14, 2, 256, 1024)
+# A shape that the head does not dominate.
+LAYERS = Shape("qwen2", 32000, 512, 2048, 6, 8, 2, 64, 512)
+SHAPES = {"head": SIDE_BY_SIDE, "layers": LAYERS}
 TINY = Shape("qwen2", 512, 32, 64, 2, 4, 2, 16, 64)
 
 
