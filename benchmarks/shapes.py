@@ -80,6 +80,9 @@ class Shape:
 SIDE_BY_SIDE = Shape("llama", 32000, 256, 1024, 4, 4, 4, 64, 512)
 # Qwen2-0.5B with its own vocabulary.
 HALF_BILLION = Shape("qwen2", 151936, 896, 4864, 24, 14, 2, 256, 1024)
+# A shape that the head does not dominate.
+LAYERS = Shape("qwen2", 32000, 512, 2048, 6, 8, 2, 64, 512)
+SHAPES = {"head": SIDE_BY_SIDE, "layers": LAYERS}
 TINY = Shape("qwen2", 512, 32, 64, 2, 4, 2, 16, 64)
 
 
@@ -123,6 +126,21 @@ def paired_rows(shape: Shape, count: int, seed: int = 0) -> list[dict[str, Any]]
         lengths = [rng.randint(shape.least, shape.most) for _ in range(2)]
         prompt = _prompt_length(rng, min(lengths))
         chosen, rejected = (_words(rng, shape.vocab, length - prompt - 1) for length in lengths)
+        rows.append({"prompt": _words(rng, shape.vocab, prompt), "chosen": chosen, "rejected": rejected})
+    return rows
+
+
+def preference_rows(shape: Shape, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Return pairs as in preference data: prompts of two thirds of a sequence, completions of similar length.
+
+    KTO makes two rows of each.
+    """
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        length = rng.randint(shape.least, shape.most)
+        prompt = 2 * length // 3
+        chosen, rejected = (_words(rng, shape.vocab, int((length - prompt) * rng.uniform(0.6, 1.4))) for _ in range(2))
         rows.append({"prompt": _words(rng, shape.vocab, prompt), "chosen": chosen, "rejected": rejected})
     return rows
 

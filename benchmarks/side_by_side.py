@@ -41,14 +41,15 @@ from benchmarks.comparison import Comparison, compare, differences, table, title
 from benchmarks.gpu_sides import LIMIT_GB, SECONDS, SETTINGS, compare_on_gpu, this_machine  # noqa: E402
 from benchmarks.jobs import LORA_SETTINGS, METHODS, Job  # noqa: E402
 from benchmarks.processes import Failed  # noqa: E402
-from benchmarks.shapes import SIDE_BY_SIDE, Shape, write_model, write_reward_model  # noqa: E402
+from benchmarks.shapes import SHAPES, Shape, write_model, write_reward_model  # noqa: E402
 from benchmarks.sides import prepare, run_side  # noqa: E402
 from benchmarks.worker import Result  # noqa: E402
 
 
-def main(arguments: list[str] | None = None, shape: Shape = SIDE_BY_SIDE) -> int:
+def main(arguments: list[str] | None = None, shape: Shape | None = None) -> int:
     """Compare, print the table, return the exit status."""
     options = _parse(arguments)
+    shape = shape or SHAPES[options.shape]
     if options.gpu and not torch.cuda.is_available():
         print("torch finds no CUDA GPU; omit --gpu to run the comparison on the CPU", file=sys.stderr)
         return 2
@@ -126,6 +127,7 @@ def _processor() -> str:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--shape", choices=list(SHAPES), default="head", help="what takes most of the time")
     parser.add_argument("--repeats", type=int, default=3, help="runs per side, alternating (default: 3)")
     parser.add_argument("--steps", type=int, default=10, help="measured steps per run (default: 10)")
     parser.add_argument("--warm_up", type=int, default=3, help="warm-up steps per run (default: 3)")

@@ -34,7 +34,7 @@ from alignment.models import logprobs  # noqa: E402
 from alignment.training.loop import TrainingLoop  # noqa: E402
 from benchmarks import ours  # noqa: E402
 from benchmarks.jobs import METHODS, Job  # noqa: E402
-from benchmarks.shapes import SIDE_BY_SIDE, write_model, write_reward_model  # noqa: E402
+from benchmarks.shapes import SHAPES, Shape, write_model, write_reward_model  # noqa: E402
 
 WARM_UP = 3
 # Class or module, function, and the label of its line.
@@ -64,15 +64,15 @@ def shown_as(label: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return named
 
 
-def profiled(method: str, steps: int) -> Any:
+def profiled(method: str, steps: int, shape: Shape) -> Any:
     """Return the profiler's averages over ``steps`` steps."""
     with tempfile.TemporaryDirectory(prefix="where-time-goes-") as folder:
         os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
-        write_model(Path(folder) / "model", SIDE_BY_SIDE)
-        rows = METHODS[method].rows(SIDE_BY_SIDE, (WARM_UP + steps) * METHODS[method].batch, 0)
+        write_model(Path(folder) / "model", shape)
+        rows = METHODS[method].rows(shape, (WARM_UP + steps) * METHODS[method].batch, 0)
         job = Job("ours", method, f"{folder}/model", "", f"{folder}/output", WARM_UP + steps, WARM_UP)
         if method == "online_dpo":
-            write_reward_model(Path(folder) / "reward", SIDE_BY_SIDE)
+            write_reward_model(Path(folder) / "reward", shape)
             job = replace(job, reward_model=f"{folder}/reward")
         trainer = ours.build(job, Dataset.from_list(rows))
         for owner, name, label in PARTS:
@@ -100,12 +100,13 @@ def main() -> None:
     parser.add_argument("--method", choices=list(METHODS), default="cpo")
     parser.add_argument("--steps", type=int, default=10, help="profiled steps, after 3 warm-up steps (default: 10)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
+    parser.add_argument("--shape", choices=list(SHAPES), default="head", help="what takes most of the time")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    found = profiled(given.method, given.steps)
+    found = profiled(given.method, given.steps, SHAPES[given.shape])
     total = {event.key: event.cpu_time_total / 1e3 / given.steps for event in found}
     whole = total["step"]
-    print(f"\n{given.method}, threads: {given.threads}, {SIDE_BY_SIDE.describe()}\n")
+    print(f"\n{given.method}, threads: {given.threads}, {SHAPES[given.shape].describe()}\n")
     print("| part | ms | share |\n|---|---|---|")
     for _, _, label in PARTS:
         if label in total:

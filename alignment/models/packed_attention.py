@@ -27,7 +27,7 @@ except ImportError:  # torch before 2.10
     varlen_attn = None
 
 PACKED = "packed"
-_QUERIES = 1024  # maximum number of queries for which a mask is created at a time
+_QUERIES = 1024  # maximum number of queries of one mask
 _ROPE = ("dynamic", "longrope")  # types that depend on the longest position of a row
 _LAYERS = ("full_attention", "sliding_attention")
 
@@ -78,10 +78,9 @@ def packed_attention(
         raise CannotPack("its attention is not causal, or has biases of its own")
     if softcap is None and s_aux is None and not dropout and _flash_supports(query, value):
         return _flash(query, key, value, layout, scaling, sliding_window), None
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    plain = softcap is not None or s_aux is not None
+    plain, groups = softcap is not None or s_aux is not None, query.shape[1] // key.shape[1]
+    if groups > 1 and (plain or query.is_cuda):  # there, no fast kernel has both a mask and shared keys
+        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
     found = []
     for piece in layout.pieces:
         keys, values = _attended(key, piece), _attended(value, piece)
@@ -97,7 +96,9 @@ def packed_attention(
             if plain:
                 attended = _plain(*part, mask, scaling, dropout, softcap, s_aux)
             else:
-                attended = F.scaled_dot_product_attention(*part, mask, dropout, is_causal=causal, scale=scaling)
+                attended = F.scaled_dot_product_attention(
+                    *part, mask, dropout, is_causal=causal, scale=scaling, enable_gqa=groups > 1
+                )
             found.append(attended.transpose(1, 2))
     return torch.cat(found, 1), None
 

@@ -14,6 +14,7 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import TokenizerOptions
 from alignment.config.options_online import OnlineOptions
 from alignment.engines.collectives import together
+from alignment.models.packed_attention import configured_refusal
 from alignment.models.source import ModelSource
 from alignment.models.tasks import CAUSAL_LM
 from alignment.models.vocabulary import Vocabulary, check_vocabulary, fill_up, rounded_up, take_template
@@ -104,6 +105,11 @@ def _models(args: AlignmentConfig, method: AnyMethod, given: GivenModels) -> tup
         tell(f"the model has {policy.config.num_labels} labels; only the first is trained and used as the reward")
     for source in (policy, reference):
         check_vocabulary(tokenizer, source.config.get_text_config().vocab_size, source.name)
+        if args.pack == "true" and (reason := configured_refusal(source.config)) is not None:
+            raise OptionError(
+                f"pack: true: {source.name} cannot score several sequences in one row: {reason}; set pack to auto or "
+                "false"
+            )
     return policy, reference, tokenizer, adapted
 
 

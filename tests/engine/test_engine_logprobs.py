@@ -99,7 +99,8 @@ def test_inference_has_no_dropout(tmp_path: Path) -> None:
     path = make_model(tmp_path / "model", "untied", seed=3, dropout=0.5)
     batch = collate(SEQUENCES, 20)
     for disabled in (False, True):
-        args = KTOConfig(**options(tmp_path / f"{disabled}", disable_dropout=disabled, deepspeed=zero(2)))
+        given = {"disable_dropout": disabled, "pack": not disabled, "deepspeed": zero(2)}
+        args = KTOConfig(**options(tmp_path / f"{disabled}", **given))
         trainer = KTOTrainer(model=path, args=args, train_dataset=unpaired_rows(8), eval_dataset=unpaired_rows(4))
         trainer.engines.build(10)
         models = trainer.engines.window_pass.models
@@ -111,10 +112,10 @@ def test_inference_has_no_dropout(tmp_path: Path) -> None:
             asked = policy.forward(batch).scores
         for _ in range(2):
             assert torch.equal(reference.forward(batch).scores, asked)
-        # The policy still equals its reference, which shares prompts: all rewards are 0 but for rounding.
+        # The policy still equals its reference, so that all rewards are 0; a packed reference shares prompts.
         found = trainer.evaluate()
         for name in ("rewards/chosen", "rewards/rejected", "kl"):
-            assert found[f"eval_{name}"] == pytest.approx(0.0, abs=1e-5)
+            assert found[f"eval_{name}"] == pytest.approx(0.0, abs=0.0 if disabled else 1e-5)
         assert policy.engine.module.training
         trainer.close()
 

@@ -53,6 +53,7 @@ OPTIONS = [
         ("early_stopping_patience=3: requires evaluations", "set eval_strategy"),
         {"early_stopping_patience": "3"},
     ),
+    Case("packing of another kind", ("pack='all': must be 'auto', 'true' or 'false'",), {"pack": "all"}),
     Case("no model", ("model_name_or_path is required", "set it to a folder"), {"model_name_or_path": None}),
     Case(
         "window of one row",

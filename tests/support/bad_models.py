@@ -76,6 +76,7 @@ def without_tokenizer(folder: Path) -> None:
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 UNUSABLE, TORN, NO_TOKENIZER = "the configuration of", "is truncated or corrupt", "no tokenizer could be loaded from"
 
 MODELS = [
@@ -83,6 +84,7 @@ MODELS = [
     model("configuration nested", written("config.json", NESTED), UNUSABLE),
     model("of an unknown type", config(model_type="zebra"), UNUSABLE, "zebra"),
     model("heads that do not divide it", config(num_attention_heads=5), UNUSABLE, "attention heads (5)"),
+    model("positions by length", config(rope_parameters=DYNAMIC), "pack: true", "RoPE type dynamic", pack="true"),
     model("with code of its own", config(auto_map={"AutoConfig": "a.B"}, model_type="z"), "trust_remote_code"),
     model("weights a pointer", written(WEIGHTS, POINTER), "is a Git LFS pointer", "git lfs pull"),
     model("weights with a huge header", written(WEIGHTS, (2**62).to_bytes(8, "little") + b"{}"), TORN),
