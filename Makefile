@@ -112,11 +112,11 @@ chaos: $(READY)
 
 slurm: $(READY)
 	@tools/install_debian.sh "slurmctld sbatch munged" "munge slurmctld slurmd" slurm-wlm munge shellcheck
-	@$(PYTEST) -m "faults or not faults" tests/launch/test_slurm.py tests/unit/test_sbatch_script.py --durations=20 $(PYTEST_ARGS)
+	@$(PYTEST) -m "slow or not slow" tests/launch/test_slurm.py tests/unit/test_sbatch_script.py --durations=20 $(PYTEST_ARGS)
 
 hosts: $(READY)
 	@tools/install_debian.sh "sshd pdsh ip ps" ssh pdsh openssh-server openssh-client iproute2 util-linux procps
-	@$(PYTEST) -m "faults or not faults" tests/launch/test_hosts.py tests/unit/test_joining.py --durations=20 $(PYTEST_ARGS)
+	@$(PYTEST) -m "slow or not slow" tests/launch/test_hosts.py tests/unit/test_joining.py --durations=20 $(PYTEST_ARGS)
 
 signals: $(READY)
 	@$(CPU) OMP_NUM_THREADS=1 $(BIN)/python -m tools.signals $(SIGNALS_ARGS)

@@ -172,6 +172,20 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A fake Hub for the processes of this test."""
+    from support.fake_hub import FakeHub
+
+    fake = FakeHub()
+    for name, value in {"HF_ENDPOINT": fake.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"ENDPOINT": fake.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)  # read when the library is imported
+    with fake.serving():
+        yield fake
+
+
+@pytest.fixture
 def library_bars() -> Iterator[None]:
     """Restore the libraries' progress bars and warnings after commands that disable them."""
     from datasets import enable_progress_bars

@@ -1,14 +1,14 @@
 """``make mutations``: apply each mutation of ``tests/mutations/`` to a copy of the package; its test must fail.
 
-A mutation is a mistake that was made or could be made. Each one has an entry:
+A mutation is a mistake that was made or could be made. Each one has an entry below the file that it changes:
 
 .. code-block:: yaml
 
-    - name: gradients are summed over ranks, not averaged
-      file: alignment/engines/scoring.py
-      original: loss * self.world_size          # occurs exactly once in the file
-      replacement: loss
-      tests: [tests/engine/test_split_grid.py -k CPO-stage2-2]  # tests of `make test`, one of which fails
+    alignment/engines/scoring.py:
+      - name: gradients are summed over ranks, not averaged
+        original: loss * self.world_size          # occurs exactly once in the file
+        replacement: loss
+        tests: [tests/engine/test_split_grid.py -k CPO-stage2-2]  # tests of `make test`, one of which fails
 
 The exit status is 1 if a mutation survives, if its text does not occur exactly once in the file, if none of its tests
 is selected, or if the test that detected it also fails without the mutation.
@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -33,7 +34,7 @@ _TIMEOUT_S = 240.0
 
 @dataclass(frozen=True)
 class Mutation:
-    """An entry as described in the module's docstring; ``area`` is the name of its file."""
+    """An entry as described in the module's docstring; ``area`` is the name of the YAML file."""
 
     area: str
     name: str
@@ -57,18 +58,19 @@ class Mutation:
 def load(folder: Path = FOLDER) -> list[Mutation]:
     """Load all mutations, in the order of the files; a ValueError if a name is repeated."""
     found: dict[str, Mutation] = {}
-    for file in sorted(folder.glob("*.yaml")):
-        for entry in yaml.safe_load(file.read_text(encoding="utf-8")) if file.name != "equivalent.yaml" else ():
+    for area in sorted(path for path in folder.glob("*.yaml") if path.name != "equivalent.yaml"):
+        files: dict[str, list[dict[str, Any]]] = yaml.safe_load(area.read_text(encoding="utf-8"))
+        for file, entry in ((file, entry) for file, entries in files.items() for entry in entries):
             if entry["name"] in found:
-                raise ValueError(f"{file.name}: {entry['name']}: duplicate name")
-            found[entry["name"]] = Mutation(file.stem, **{**entry, "tests": tuple(entry["tests"])})
+                raise ValueError(f"{area.name}: {entry['name']}: duplicate name")
+            found[entry["name"]] = Mutation(area.stem, file=file, **{**entry, "tests": tuple(entry["tests"])})
     return list(found.values())
 
 
 def equivalents() -> dict[tuple[str, str, str], str]:
     """Load mutants that no test can detect, by file and change, and the reasons why."""
-    listed: list[dict[str, str]] = yaml.safe_load((FOLDER / "equivalent.yaml").read_text(encoding="utf-8"))
-    return {(entry["file"], entry["old"], entry["new"]): entry["why"] for entry in listed}
+    listed: dict[str, list[dict[str, str]]] = yaml.safe_load((FOLDER / "equivalent.yaml").read_text(encoding="utf-8"))
+    return {(file, entry["old"], entry["new"]): entry["why"] for file in listed for entry in listed[file]}
 
 
 def _attempt(mutation: Mutation, tree: Tree, unchanged: dict[str, Verdict]) -> Verdict:

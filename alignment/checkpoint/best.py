@@ -83,10 +83,7 @@ class BestModel:
         return f"the best checkpoint so far cannot be used ({damage}); only later evaluations count"
 
     def load(self, restore: Callable[[Path], None], tell: Callable[[str], None]) -> int:
-        """Load the weights of the best evaluation by ``restore``, unless the model has them; return their step.
-
-        The weights of the last step are kept if there are no others that can be used. Collective.
-        """
+        """Load the best weights by ``restore`` if they are usable and not the last; return their step. Collective."""
         folder, last = from_first_rank(self.folder), self.state.global_step
         if folder is not None and self.state.best_global_step == self.state.global_step:
             return last

@@ -1,7 +1,4 @@
-"""Find and load the model that a command is given: an output folder, a checkpoint, an adapter, a model or a Hub name.
-
-It is loaded by one process, without engines, as in training: the base of an adapter is quantized as it was then.
-"""
+"""Find the model that a command is given, and load it as in training, by one process and without engines."""
 
 from __future__ import annotations
 
@@ -13,16 +10,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from alignment.checkpoint.folder import checkpoints
 from alignment.checkpoint.manifest import MANIFEST, Manifest
 from alignment.config.errors import CheckpointError, ModelError
 from alignment.config.fields import keywords
 from alignment.models.adapters.folder import AdapterFolder, read_adapter
-from alignment.models.adapters.merging import base_config, check_match, inject, trained_dtype
-from alignment.models.loading import load_whole
-from alignment.models.quantization import Quantization, prepare_quantized
+from alignment.models.adapters.merging import base_config, check_match, inject, load_extended, trained_dtype
 from alignment.models.source import ModelSource, read_config
 from alignment.models.tasks import CAUSAL_LM, is_classifier
 from alignment.reporting.run_view import read_object
@@ -50,7 +45,8 @@ class TrainedModel:
         if (named := self.options.get("adapter_name_or_path") or base) is None:
             return None
         revision = self.revision or keywords(self.options.get("model_init_kwargs")).get("revision")
-        found = find_model(named, f"the start of {self.found}", revision=revision, trust=self.trust_remote_code)
+        key = f"start of {self.found} (name it if the run was started in another folder)"
+        found = find_model(named, key, revision=revision, trust=self.trust_remote_code)
         return replace(found, quantization=found.quantization or self.quantization)
 
     def tokenizer(self) -> Any:
@@ -67,19 +63,9 @@ class TrainedModel:
         Raises:
             ModelError: the model cannot be loaded, or the adapter does not fit it.
         """
-        adapter, arguments = self.adapter, dict[str, Any](device_map={"": device})
+        adapter, source = self.adapter, (self.path, self.revision, self.config, self.quantization)
         dtype = (adapter and trained_dtype(adapter)) or self.config.dtype or torch.float32
-        if self.revision:
-            arguments["revision"] = self.revision
-        if self.quantization is not None:
-            arguments["quantization_config"] = BitsAndBytesConfig.from_dict(dict(self.quantization))
-        new = [key.replace(".base_layer.", ".") for key in adapter.shapes] if adapter else []
-        model = load_whole(self.path, CAUSAL_LM, dtype, self.trust_remote_code, new, **arguments)
-        if isinstance(quantized := getattr(model.config, "quantization_config", None), BitsAndBytesConfig):
-            prepare_quantized(model, Quantization(quantized))
-        rows = self.config.get_text_config().vocab_size
-        if model.config.get_text_config().vocab_size != rows:
-            model.resize_token_embeddings(rows, mean_resizing=False)
+        model = load_extended(*source, dtype, self.trust_remote_code, device, adapter)
         return model if adapter is None else inject(model, adapter, dtype).get_base_model()
 
 
@@ -95,23 +81,19 @@ def find_model(
         ModelError: there is no such model, its files are incomplete, or it is a reward model.
     """
     folder = _folder(named, key)
-    found, adapter = named if folder is None else str(folder), None
-    if folder is None or not (folder / _ADAPTER).is_file():
-        arguments = {"revision": revision} if revision else {}
-        path, config = found, read_config(found, key=key, trust_remote_code=trust, init_kwargs=arguments)
-    elif any(folder.glob("model*.safetensors")):
-        raise ModelError(f"{key}: {folder} contains an adapter and a full model; move one of them elsewhere")
+    found = path = str(folder or named)
+    adapter = read_adapter(folder, base, revision) if folder and (folder / _ADAPTER).is_file() else None
+    if adapter is None:
+        config = read_config(found, key=key, trust_remote_code=trust, init_kwargs={"revision": revision or "main"})
     else:
-        adapter = read_adapter(folder, base, revision)
         path, revision, config = adapter.base, adapter.revision, base_config(adapter, trust)
         check_match(adapter, config, trust)
     if is_classifier(config) if adapter is None else adapter.task.auto is not CAUSAL_LM.auto:
         raise ModelError(f"{key}: {found} is a reward model, which generates no text; pass a causal language model")
-    stored = getattr(config, "quantization_config", None)  # of a checkpoint with quantized weights
-    quantization = None if adapter is None or stored else adapter.quantization
+    quantized = None if adapter is None or getattr(config, "quantization_config", None) else adapter.quantization
     folders = [] if folder is None else [folder, folder.absolute().parent]  # a checkpoint is in an output folder
     options = next(filter(None, (read_object(each / "options.json") for each in folders)), {})
-    return TrainedModel(found, path, revision, config, adapter, quantization, options, trust)
+    return TrainedModel(found, path, revision, config, adapter, quantized, options, trust)
 
 
 def _folder(named: str, key: str) -> Path | None:

@@ -22,6 +22,5 @@ def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment 
 def _parser(program: str) -> ArgumentParser:
     about_runs = "the model to compare, then others, as for sample"
     parser = sampling_parser(program, _ABOUT, SampleConfig.ACCEPTED, nargs="+", help=about_runs)
-    parser.add_argument("--json", dest="as_json", action="store_true", help="print the result as a JSON object")
-    parser.set_defaults(num_generations=["1"], as_json=False)
+    parser.set_defaults(num_generations=["1"])
     return parser

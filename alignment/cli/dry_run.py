@@ -7,8 +7,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from alignment.checkpoint.resume import choose
 from alignment.config.errors import counted
 from alignment.config.fields import option_fields
+from alignment.run.ranks import tell
 from alignment.training.run_manifest import PERCENTILES, shown_name, token_lengths
 
 if TYPE_CHECKING:
@@ -24,7 +26,11 @@ _LONGEST = 600  # characters shown of a text, half of them from each end
 
 
 def print_dry_run(trainer: AlignmentTrainer) -> None:
-    """Print the dry run on rank 0. Collective."""
+    """Print the dry run on rank 0. Collective. Raises what a run would raise about the checkpoint to resume from."""
+    args = trainer.args
+    if asked := args.resume_from_checkpoint:
+        found = choose(trainer.output_dir, asked, trainer.manifest(), anyway=args.resume_anyway)
+        tell(f"resume_from_checkpoint: {found.folder if found else 'no checkpoint; the run would be a new one'}\n")
     stored = [] if trainer.engines.stores is None else trainer.engines.stores.lines()
     if trainer.is_world_process_zero():
         print("\n".join(dry_run_lines(trainer, [*stored, *trainer.resources.looked_at()])), flush=True)

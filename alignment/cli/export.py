@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import functools
-import math
-import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from alignment.cli.guarded import guarded
-from alignment.cli.output import parse_in_one_process
+from alignment.cli.guarded import run_alone
 from alignment.config.fields import checked_text, choices_of, hints
 from alignment.config.options_export import ExportOptions
-from alignment.config.options_training import FaultOptions
-from alignment.run.activity import ACTIVITY
 
 _ABOUT = """\
 Export a checkpoint, a trained model, or a PEFT adapter merged into its base model as a Hugging Face model folder:
@@ -29,14 +24,11 @@ to export_report.json in OUT."""
 
 def main(argv: Sequence[str] | None = None, program: str = "deepspeed-alignment export") -> None:
     """Export, then exit with status 0, 1 after an error, 2 after a usage error, or 130 after Ctrl-C."""
-    options = parse_in_one_process(_parser(program), argv)
-    sys.exit(guarded(lambda: _run(**vars(options))))
+    run_alone(lambda given: _run(**vars(given)), _parser(program), argv)
 
 
 def _run(source: str, out: str, **given: Any) -> None:
     source, out = (checked_text(name, value) for name, value in (("source", source), ("out", out)))
-    # Exporting a large model takes hours on a slow disk, and no other rank waits for this process: never time out.
-    ACTIVITY.limits = FaultOptions(hang_timeout=math.inf, hang_timeout_first=math.inf)
     from alignment.checkpoint.export import export
 
     tell = functools.partial(print, flush=True)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Callable
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-from alignment.cli.output import surviving_closed_output
+from alignment.cli.output import parse_arguments, surviving_closed_output
+from alignment.config.options_training import FaultOptions
 from alignment.engines.launch_env import hush_libraries, init_distributed
 from alignment.run.activity import ACTIVITY
 from alignment.run.ending import Ending, bounded, ending_of, record, write
@@ -63,3 +67,20 @@ def guarded(main: Callable[[], None], use_cpu: bool | Callable[[], bool] = False
     ACTIVITY.reset()
     REQUESTS.forget()
     return ending.code
+
+
+def run_alone(run: Callable[[Namespace], None], parser: ArgumentParser, argv: Sequence[str] | None) -> NoReturn:
+    """Parse the arguments of a command for a single process, run it without a time limit, and exit.
+
+    The status is that of :func:`guarded`, 1 also under a launcher, or 2 after a usage error.
+    """
+    given = parse_arguments(parser, argv)
+    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        reason = f"must run in a single process, but WORLD_SIZE is {ranks[:40]}; start it without a launcher"
+        parser.exit(1, f"error: {parser.prog} {reason}\n")
+
+    def job() -> None:
+        ACTIVITY.limits = FaultOptions(hang_timeout=math.inf, hang_timeout_first=math.inf)  # no other rank waits
+        run(given)
+
+    sys.exit(guarded(job))

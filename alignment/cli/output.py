@@ -31,15 +31,6 @@ def parse_arguments(parser: ArgumentParser, argv: Sequence[str] | None) -> Names
             print(end="", flush=True)
 
 
-def parse_in_one_process(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
-    """Parse the arguments of a command that runs in a single process; exit with status 1 under a launcher."""
-    given = parse_arguments(parser, argv)
-    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
-        reason = f"must run in a single process, but WORLD_SIZE is {ranks[:40]}; start it without a launcher"
-        parser.exit(1, f"error: {parser.prog} {reason}\n")
-    return given
-
-
 def run_reader(run: Callable[[Namespace], None], parser: ArgumentParser, argv: Sequence[str] | None) -> NoReturn:
     """Parse the arguments of a command that only reads and prints, run it, and exit.
 

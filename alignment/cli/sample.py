@@ -54,13 +54,13 @@ def run_sampling(parser: ArgumentParser, argv: Sequence[str] | None, work: str) 
     The large libraries are imported last, so that an invalid option fails immediately.
     """
     found = vars(parse_arguments(parser, without_local_rank(sys.argv[1:] if argv is None else argv)))
-    own = {name: found.pop(name) for name in ("runs", "as_json") if name in found}
+    runs = found.pop("runs")
     given = {name: values if len(values) > 1 else (values or [True])[0] for name, values in found.items()}
 
     def job() -> None:
         options = SampleConfig(save_strategy="no", **given)
         init_distributed(options.use_cpu)
         import_libraries()
-        getattr(import_module("alignment.cli.sampling"), work)(options, **own)
+        getattr(import_module("alignment.cli.sampling"), work)(options, runs)
 
     sys.exit(guarded(job, str(given.get("use_cpu")).lower() in ("true", "1", "yes", "on")))

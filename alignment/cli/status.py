@@ -12,6 +12,7 @@ from pathlib import Path
 
 from alignment.cli.output import run_reader
 from alignment.config.errors import OutputError, counted
+from alignment.config.fields import words
 from alignment.reporting.formats import duration, shown, size
 from alignment.reporting.run_view import IN_PROGRESS, Record, RunView, read_run, runs_in, seconds_of, utc
 from alignment.run.status_file import STATUS
@@ -20,7 +21,7 @@ _ABOUT = """\
 Show the status of a run, read from its output folder: state, step, time left, speed, last metrics, checkpoints and
 whether they are complete, attempts, and phase times after its end. A run whose process has died is reported with "no
 heartbeat since". For a folder of runs, show one line for each."""
-_FIRST = ("loss", "eval_loss", "rewards/margins", "eval_rewards/margins", "rewards/accuracies", "kl", "grad_norm")
+_FIRST = words("loss objective/scores win_rate rewards/margins rewards/accuracies kl grad_norm")
 _MOST_METRICS = 10
 
 
@@ -34,8 +35,7 @@ def _parser(program: str) -> ArgumentParser:
     parser = ArgumentParser(prog=program, description=_ABOUT, allow_abbrev=False)
     add = parser.add_argument
     add("run", metavar="RUN", help="output folder of the run, or a folder of such folders")
-    objects = "print one JSON object per run; with --follow, one per line for each change"
-    add("--json", action="store_true", help=objects)
+    add("--json", action="store_true", help="print one JSON object per run; with --follow, one line per change")
     add("--follow", action="store_true", help="show changes until all runs have ended; Ctrl-C does not affect them")
     add("--interval", type=float, metavar="SECONDS", help="refresh interval of --follow [2]")
     return parser
@@ -63,10 +63,9 @@ def _show(parser: ArgumentParser, options: Namespace) -> None:
         if not options.follow or not any(view.status.state in IN_PROGRESS or view.alive for view in views):
             break
         time.sleep(options.interval or 2.0)
-    for view in views:
-        for problem in view.problems:
-            if problem.startswith(STATUS):
-                raise OutputError(f"{view.folder}: {problem}")
+    problems = [f"{view.folder}: {problem}" for view in views for problem in view.problems]
+    if unknown := [problem for problem in problems if f": {STATUS}: " in problem]:
+        raise OutputError(unknown[0])
 
 
 def status_line(view: RunView) -> str:
@@ -75,7 +74,7 @@ def status_line(view: RunView) -> str:
 
 
 def status_table(views: Sequence[RunView]) -> list[str]:
-    """One line per run, below the names of the columns."""
+    """One line per run, below the names of the columns, and one per file that cannot be read."""
     rows = [("run", "state", "step", "newest metrics", "newest checkpoint")]
     for view in views:
         status, saved = view.status, next((one for one in view.checkpoints if one.complete), None)
@@ -86,7 +85,8 @@ def status_table(views: Sequence[RunView]) -> list[str]:
         state = status.state + " early" * bool(view.ended_early)
         rows.append((Path(view.folder).name, state, step, _metrics(*newest, most=2), age))
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    problems = [f"{view.folder}: {problem}" for view in views for problem in view.problems]
+    return [*("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows), *problems]
 
 
 def status_lines(view: RunView) -> list[str]:
@@ -135,6 +135,7 @@ def _rows(view: RunView) -> list[tuple[str, str]]:
 
 def _metrics(metrics: Record, step: int | None, most: int = _MOST_METRICS) -> str:
     texts = shown(metrics)
-    names = [*(name for name in _FIRST if name in texts), *(name for name in texts if name not in _FIRST)]
+    first = [name for one in _FIRST for name in (one, f"eval_{one}") if name in texts]
+    names = list(dict.fromkeys([*first, *texts]))
     said = ", ".join(f"{name} {texts[name]}" for name in names[:most]).replace("−", "-")
     return f"step {step}: {said}" if said else ""

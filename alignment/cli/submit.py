@@ -57,6 +57,7 @@ _NO_RESUME = "a requeued job resumes from its newest checkpoint, and there would
 _UNUSABLE = {
     "overwrite_output_dir": (True, "a requeued job resumes its own run, which this option would move away; remove it"),
     "save_strategy": ("no", f"{_NO_RESUME} save_strategy: steps"),
+    "dry_run": (True, "the job would not train; use --print to see its script, and train --dry_run to check the run"),
     "save_only_model": (True, f"{_NO_RESUME} save_only_model: false"),
 }
 

@@ -23,11 +23,18 @@ from alignment.training.run_page import REPORT
 from alignment.training.trainer import AlignmentTrainer
 
 
-def build_trainer(options: AlignmentConfig) -> AlignmentTrainer:
-    """Return the trainer of ``options.method`` with the datasets of the options. No weights are loaded."""
-    if options.process_index or not draws_bars(options.disable_tqdm):  # bars of libraries, on the first rank only
+def hide_bars(options: AlignmentConfig) -> bool:
+    """Hide progress bars of libraries, unless this is the first rank and bars are drawn; return whether it did."""
+    hidden = options.process_index > 0 or not draws_bars(options.disable_tqdm)
+    if hidden:
         disable_progress_bars()
         transformers_logging.disable_progress_bar()
+    return hidden
+
+
+def build_trainer(options: AlignmentConfig) -> AlignmentTrainer:
+    """Return the trainer of ``options.method`` with the datasets of the options. No weights are loaded."""
+    hide_bars(options)
     check_command_line(options)
     if not options.resume_from_checkpoint and rank() == 0:  # checked here, as a script may still resume in train()
         check_output_folder(Path(options.output_dir or ""), options.overwrite_output_dir)

@@ -23,6 +23,7 @@ _EFFECTIVE: tuple[tuple[tuple[str, ...], Callable[[Any], Any], str], ...] = (
     (("adam_epsilon",), lambda of: not of.optim.startswith(_NO_EPSILON), "optim: adamw_torch"),
     (("greater_is_better",), lambda of: of.metric_for_best_model is not None, "metric_for_best_model"),
     (("early_stopping_threshold",), lambda of: of.early_stopping_patience is not None, "early_stopping_patience"),
+    (("save_steps",), lambda of: of.save_strategy != "epoch", "save_strategy: steps"),
     (("max_bad_steps",), lambda of: of.on_bad_step == "skip", "on_bad_step: skip"),
     (("retry_pause",), lambda of: of.retries or not of.retry_pause, "retries"),
     (("precompute_ref_batch_size",), lambda of: of.ref_placement == "precomputed", "ref_placement: precomputed"),

@@ -73,10 +73,8 @@ def _whole_or_share(value: float) -> float:
 
 def value_text(value: Any) -> Any:
     """Return a value of data as JSON and YAML write it: ``true``, ``1`` (also for 1.0), or the text without spaces."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (int, float)):
-        return str(value).removesuffix(".0")
+    if isinstance(value, (bool, int, float)):
+        return json.dumps(value).removesuffix(".0")
     return value.strip() if isinstance(value, str) else value
 
 
@@ -271,7 +269,7 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
         except ValueError as error:
             raise OptionError(f"{setting(name, value)}: invalid JSON: {error}; correct it") from None
         return _MISREAD if isinstance(found, str) else found
-    return value
+    return [value] if list in kinds and not {str, dict} & {*kinds} else value  # a list of one
 
 
 def _pairs(name: str, value: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from alignment.compat.trl.names import older_names
 from alignment.compat.trl.table import REMOVED
 from alignment.config.errors import OptionError, did_you_mean, listing, setting
 from alignment.config.fields import once_per_class, option_fields
-from alignment.config.lookup import load_named, running
+from alignment.config.lookup import load_named, packaged_names, running
 
 GROUP = "alignment.methods"
 _NAME = "_method_name"  # attribute of options: the name by which their method was requested
@@ -74,6 +74,8 @@ class Registry(UserDict[str, Any]):
         if name not in self.data and not self.is_outside(name):
             known = [*self.data, *_installed()]
             instead = f"set one of {listing(known)}, or file.py:Trainer{did_you_mean(name, known)}"
+            if name in packaged_names("recipes"):
+                instead = f"it is a recipe, which is passed before the options: train {name}"
             raise OptionError(f"{setting('method', name)}: unknown method; {instead}")
 
     def _loaded(self, name: str) -> Any:

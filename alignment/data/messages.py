@@ -151,18 +151,18 @@ def conversation(row: Row, key: str, where: str) -> Source:
     return source_of(row, where, text[:-1], completion=text[-1:])
 
 
-def as_turns(row: Row, where: str) -> dict[str, Any]:
-    """Return a row of strings as messages: one user turn, unless the prompt is empty, and one assistant turn.
+NOTHING_SAID: Text = [{"role": "assistant", "content": ""}]
 
-    Rows of messages are returned as they are.
+
+def as_turns(row: Row, where: str) -> dict[str, Any]:
+    """Return a row, with strings as messages: one user turn, unless the prompt is empty, and one assistant turn.
 
     Raises:
         DataError: strings without a column that tells where the completion begins.
     """
     answers = [key for key in ("completion", "chosen", "rejected") if row.get(key) is not None]
-    texts = [row[key] for key in ("prompt", *answers) if row.get(key) is not None]
-    conversations = any(row.get(key) is not None for key in ("messages", "conversations"))
-    if conversations or not all(isinstance(text, str) for text in texts):
+    texts = [row[key] for key in ("prompt", "messages", "conversations", *answers) if row.get(key) is not None]
+    if not all(isinstance(text, str) for text in texts):
         return dict(row)
     prompt = prompt_of(row, where)
     if prompt is None:

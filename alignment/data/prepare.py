@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from alignment.config.fields import value_text, words
 from alignment.config.options_data import COLUMNS, MAPPED_COLUMNS
 from alignment.data.columns import arranged
 from alignment.data.kinds.base import Kind
-from alignment.data.messages import Source, as_turns, without_nulls
+from alignment.data.messages import NOTHING_SAID, Source, as_turns, without_nulls
 from alignment.data.readers import LABELS
 from alignment.data.report import DataReport, counts
 from alignment.data.tokenization import Encoded, Limits, RowTokenizer
@@ -38,12 +38,10 @@ _TOKENS_VERSION = 7  # increase it if the same input is tokenized differently; p
 _FORMAT_VERSION = 2  # increase it if tokenized rows are stored differently
 _ROWS = 1000  # rows hashed at a time; part of the hash
 _BATCH = 256  # rows per call of the tokenizer
-
-
-# Labels for which a ``label_map`` is proposed.
+# Meanings of common labels, for which a ``label_map`` is proposed.
 _MEANINGS = {
-    "true": words("1 yes y t up good positive like liked thumbs_up desirable accepted correct pass 👍 ✅"),
-    "false": words("0 -1 no n f down bad negative dislike disliked thumbs_down undesirable rejected wrong fail 👎 ❌"),
+    **dict.fromkeys(words("1 yes y t up good positive like thumbs_up desirable accepted correct pass 👍 ✅"), "true"),
+    **dict.fromkeys(words("0 -1 no n f down bad negative dislike thumbs_down undesirable rejected 👎 ❌"), "false"),
 }
 _MOST_LABELS = 8  # different labels that a proposal lists
 
@@ -54,8 +52,7 @@ def data_key(
     """Return the key of a tokenized dataset, such as ``preference-3f…``: a hash of everything that determines it.
 
     The content of the rows is hashed rather than the dataset's fingerprint: two processes that load the same file get
-    the same name. ``others`` are columns that the kind does not know and keeps; ``reading`` has options
-    that change how rows are read.
+    the same name. ``others`` are kept columns that the kind does not know; ``reading`` affects how rows are read.
     """
     digest = hashlib.blake2b(digest_size=16)
     settings: dict[str, Any] = {"version": _TOKENS_VERSION, "kind": kind.name, "limits": asdict(limits)}
@@ -149,23 +146,20 @@ def prepare(
     dataset, others = arranged(dataset, column_map, kind, where, method)
     if len(dataset) == 0:
         raise DataError(f"{where}: contains no rows; pass a dataset with rows")
-    if apply_chat_template:
-        _check_template(dataset, kind, tokenizer, where)
+    if apply_chat_template and kind.tokens.find(dataset.column_names) is not None:
+        raise DataError(f"{where}: {setting('apply_chat_template', True)}: the rows are already tokenized; remove it")
     reading: Any = {"label_map": label_map, "apply_chat_template": apply_chat_template}
     target = cache_dir / f"{data_key(dataset, kind, tokenizer, limits, others, **reading)}.{_FORMAT_VERSION}"
     if target.is_dir():
         _check_report(_report(target), where, strict)
         return target
-    given = dataset.features
-    mapper = RowMapper(
-        RowTokenizer(tokenizer, whole=kind.whole), kind, limits, where, column_map, given, others, label_map or {},
-        apply_chat_template,
-    )  # fmt: skip
+    rows, labels = RowTokenizer(tokenizer, whole=kind.whole), LABELS | dict(label_map or {})
+    mapper = RowMapper(rows, kind, limits, where, column_map, dataset.features, others, labels, apply_chat_template)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        _write(dataset, mapper, target, num_proc=num_proc, progress=progress, strict=strict)
+        _write(dataset, mapper, target, num_proc, progress, strict)
     except LabelError as error:
-        raise DataError(f"{error}; {_label_remedy(dataset, label_map)}") from None
+        raise DataError(f"{error}{_label_remedy(dataset, mapper.label_map)}") from None
     except OSError as error:
         raise OutputError(
             f"{cache_dir}: the tokenized data cannot be written: {one_line(error)}; free disk space or choose another "
@@ -174,12 +168,10 @@ def prepare(
     return target
 
 
-def _write(
-    dataset: Dataset, mapper: RowMapper, target: Path, *, num_proc: int | None, progress: bool, strict: bool
-) -> None:
+def _write(dataset: Dataset, mapper: RowMapper, target: Path, num_proc: int | None, bars: bool, strict: bool) -> None:
     """Tokenize the rows, and write those that are kept, with a report, to ``target`` in one rename."""
     with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as scratch:
-        with _progress_bars(progress):
+        with _progress_bars(bars):
             mapped = dataset.map(
                 mapper,
                 batched=True,
@@ -249,7 +241,7 @@ class RowMapper:
     column_map: Mapping[str, str]
     given: Features
     others: Sequence[str] = ()
-    label_map: Mapping[str, bool] = field(default_factory=dict)
+    label_map: Mapping[str, bool] = field(default_factory=LABELS.copy)
     apply_chat_template: bool = False
 
     def __post_init__(self) -> None:
@@ -265,11 +257,9 @@ class RowMapper:
         for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
             row, place = dict(zip(batch, values, strict=True)), f"{self.where}, row {index + 1}"
             row |= {name: without_nulls(row[name]) for name in self._filled}
-            if "label" in self.column_map and isinstance(row["label"], str):  # CSV files have no types
-                row["label"] = LABELS.get(row["label"].strip().lower(), row["label"])
-            if self.label_map and isinstance(row.get("label"), (str, bool, int, float)):
-                row["label"] = self.label_map.get(value_text(row["label"]).lower(), row["label"])
             others = {name: row.pop(name) for name in self.others}
+            if isinstance(row.get("label"), (str, bool, int, float)):
+                row["label"] = self.label_map.get(value_text(row["label"]).lower(), row["label"])
             try:
                 if self._tokens is not None:
                     read.append(self.kind.read_tokens(row, self._tokens, place, self.tokenizer))
@@ -285,6 +275,9 @@ class RowMapper:
         out: dict[str, list[Any]] = {name: [] for name in self.features}
         for index, one in zip(indices, read, strict=True):
             ids = next(encoded) if isinstance(one, Source) else one
+            if self.apply_chat_template and isinstance(one, Source):  # an empty string has an end of turn here
+                said = zip(ids.completions, one.completions, strict=True)
+                ids = replace(ids, completions=[[] if text == NOTHING_SAID else tokens for tokens, text in said])
             for record in self.kind.records(ids, self.limits, self.tokenizer):
                 record["row"] = index
                 for name, column in out.items():
@@ -292,25 +285,18 @@ class RowMapper:
         return out
 
 
-def _check_template(dataset: Dataset, kind: Kind, tokenizer: Any, where: str) -> None:
-    """Raise DataError if ``apply_chat_template`` cannot have an effect."""
-    why = None if kind.tokens.find(dataset.column_names) is None else "the rows are already tokenized;"
-    if why is None and not tokenizer.chat_template:
-        why = f"tokenizer {RowTokenizer(tokenizer).name} has no chat template; use an instruct model or"
-    if why is not None:
-        raise DataError(f"{where}: {setting('apply_chat_template', True)}: {why} remove it")
-
-
-def _label_remedy(dataset: Dataset, label_map: Mapping[str, bool] | None) -> str:
-    """Return what to set for labels that are not booleans: a ``label_map`` for the values of the dataset."""
+def _label_remedy(dataset: Dataset, known: Mapping[str, bool]) -> str:
+    """Return what to set for labels that are not ``known``, if any: a ``label_map`` for the values of the dataset."""
     values = {value_text(value): None for value in dataset["label"] if isinstance(value, (str, bool, int, float))}
-    unknown = [value for value in values if value.lower() not in {"true", "false", *(label_map or {})}]
-    if not unknown or len(unknown) > _MOST_LABELS:
-        return f"the column has {len(values)} different values; map them to true and false, or set label_map"
-    meanings = {word: name for name, group in _MEANINGS.items() for word in group}
-    proposal = {**(label_map or {}), **{value: meanings.get(value.lower(), "true|false") for value in unknown}}
-    written = ",".join(f"{value}={str(meaning).lower()}" for value, meaning in proposal.items())
-    return f"set label_map, for example {written!r}"
+    if not all(values) or None in dataset["label"]:
+        return "; remove rows without a label, or fill it in"
+    unknown = [value for value in values if value.lower() not in known]
+    if len(unknown) > _MOST_LABELS:
+        return f"; the column has {len(values)} different values; map them to true and false, or set label_map"
+    proposal = {label: value_text(meaning) for label, meaning in known.items() if label not in LABELS}
+    meanings = _MEANINGS if all(value.lower() in _MEANINGS for value in unknown) else {}  # not of 1 in a rating
+    proposal |= {value: meanings.get(value.lower(), "true|false") for value in unknown}
+    return f"; set label_map, for example {','.join(map('='.join, proposal.items()))!r}" if unknown else ""
 
 
 def _holds_json(feature: Any) -> bool:
@@ -336,11 +322,11 @@ def _check_report(report: DataReport, where: str, strict: bool) -> None:
 @contextmanager
 def _progress_bars(shown: bool) -> Iterator[None]:
     """Hide the progress bars of the ``datasets`` library, without overriding the user's own setting."""
-    hidden = not shown and not are_progress_bars_disabled()
+    if shown or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
     try:
-        if hidden:
-            disable_progress_bars()
         yield
     finally:
-        if hidden:
-            enable_progress_bars()
+        enable_progress_bars()

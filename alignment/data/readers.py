@@ -44,18 +44,17 @@ def read_rows(path: Path) -> Placed:
             texts = (text for each in file if (text := each.removeprefix(_MARK).strip()))
             first, another = next(texts, b""), next(texts, None) is not None
             file.seek(0)
-            single = first.startswith(b"{") and path.suffix.lower() == ".json" and _is_single(first, another)
-            listed = single or first.startswith(b"[")
-            for line, text in enumerate([file.read()] if listed else file, start=1):
-                if not (text := text if listed else text.strip()):
+            whole = first[:1] == b"[" or (path.suffix.lower() == ".json" and not (another and first.endswith(b"}")))
+            for line, text in enumerate([file.read()] if whole else file, start=1):
+                if not (text := text.removeprefix(_MARK).rstrip()):
                     continue
-                found = json.loads(text.decode("utf-8-sig"), parse_constant=_refused)
+                found = json.loads(text.decode(), parse_constant=_refused, object_pairs_hook=_distinct)
                 if b"\\ud" in text.lower():  # a string that cannot be encoded, such as an unpaired \ud83d
                     json.dumps(found, ensure_ascii=False).encode("utf-8")
-                if single:
-                    found = _rows_of_object(found, path, another)
-                for number, row in enumerate(found if listed else [found], start=1):
-                    place = f"{path}, row {number}" if listed else f"{path}, line {line}"
+                if whole and isinstance(found, dict) and "data" in found and not {*COLUMNS} & {*found}:
+                    found = found["data"]
+                for number, row in enumerate(found if isinstance(found, list) and whole else [found], start=1):
+                    place = f"{path}, row {number}" if whole else f"{path}, line {line}"
                     if not isinstance(row, dict):
                         raise DataError(
                             f"{place}: the row is {show(row)}; expected an object with one entry per column"
@@ -77,27 +76,6 @@ def read_rows(path: Path) -> Placed:
         raise
     except ValueError as error:
         raise DataError(f"{path}, line {line}: invalid JSON: {one_line(error)}") from error
-
-
-def _is_single(first: bytes, another: bool) -> bool:
-    """Return whether a file whose first line is ``first`` is one object rather than one per line."""
-    try:
-        return isinstance(json.loads(first), dict) and not another
-    except ValueError:
-        return first == b"{" or b'"data"' in first
-
-
-def _rows_of_object(found: dict[str, Any], path: Path, another: bool) -> list[Any]:
-    """Return the rows of a file that is one object: those in ``data``, or the object itself."""
-    rows = found.get("data")
-    if isinstance(rows, list) and not {*COLUMNS} & {*found}:
-        return rows
-    if another:
-        raise DataError(
-            f"{path}: the file is one object with the keys {listing(found)}; expected one object per line, a single "
-            'list of objects, or {"data": [...]}'
-        )
-    return [found]
 
 
 def infer_features(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> Features:
@@ -156,6 +134,12 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(entry) for key, entry in value.items()}
     return [_finite(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError(f"an object with the keys {listing(name for name, _ in pairs)} has one of them twice")
+    return found
 
 
 def _refused(name: str) -> NoReturn:

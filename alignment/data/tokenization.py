@@ -188,7 +188,7 @@ class RowTokenizer:
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"{source.place}: the row is conversational, but tokenizer {self.name} has no chat template; "
-                "set tokenizer.chat_template, use an instruct model, or use rows with strings"
+                "set tokenizer.chat_template, use an instruct model, or use strings without apply_chat_template"
             )
         for messages in (prompt, *source.completions):
             self._check_roles(messages, source.place)

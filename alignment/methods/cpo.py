@@ -9,6 +9,7 @@ from alignment.data.kinds.pairs import PAIRS, PreferenceBatch
 from alignment.data.report import DataReport
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.cpo_options import CPOConfig
+from alignment.methods.losses import check_values
 from alignment.objectives.cpo import cpo_loss
 from alignment.objectives.likelihood import nll
 from alignment.reporting.metrics import REWARDS, add_rewards, add_sides, sides
@@ -47,6 +48,7 @@ class CPOMethod(Method[PreferenceBatch]):
             beta=options.beta,
             **loss.options(options),
         )
+        check_values(options.loss_type, result.losses, pairs)
         nll_sum, nll_count = nll(logps[:pairs], lengths[:pairs])
         shown = logps.detach() / lengths if "lengths" in loss.needs else logps
         add_rewards(sums, result.chosen_rewards, result.rejected_rewards)

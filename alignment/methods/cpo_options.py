@@ -13,7 +13,7 @@ from alignment.config.fields import LossName, NotNegative, Positive, option
 from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions
 from alignment.config.registry import Paper
-from alignment.methods.losses import check_losses, listed, papers, refuse_unread
+from alignment.methods.losses import check_formulas, check_losses, listed, papers, refuse_unread
 from alignment.objectives import cpo
 from alignment.objectives.table import Loss
 
@@ -71,3 +71,4 @@ class CPOConfig(SequenceOptions, CPOCompatibility, AlignmentConfig):
         if self.gamma_beta_ratio is not None and "simpo_gamma" not in self.LOSSES[self.loss_type].reads:
             refuse_unread(self, "gamma_beta_ratio", "simpo_gamma")
         check_losses(self, (self.loss_type,), **_UNREAD)
+        check_formulas(self, (self.loss_type,))

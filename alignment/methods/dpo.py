@@ -11,6 +11,7 @@ from alignment.data.kinds.pairs import PAIRS, PreferenceBatch
 from alignment.data.report import DataReport
 from alignment.engines.scoring import SequenceOutput
 from alignment.methods.dpo_options import DPOConfig
+from alignment.methods.losses import check_values
 from alignment.objectives.dpo import dpo_loss
 from alignment.references.base import RowIds
 from alignment.reporting.metrics import REWARDS, add_rewards, add_sides, sides
@@ -68,6 +69,7 @@ class DPOMethod(Method[PreferenceBatch]):
                 lengths=(lengths[:pairs], lengths[pairs:]),
                 **loss.options(self.options),
             )
+            check_values(name, result.losses, pairs)
             count = window.counts.first_completion_tokens if loss.per_token else window.counts.rows
             local = local + weight * (result.losses.sum() / count)
             rows = rows + weight * result.losses.detach()

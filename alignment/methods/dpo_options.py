@@ -14,7 +14,7 @@ from alignment.config.options import AlignmentConfig
 from alignment.config.options_data import SequenceOptions, Truncation
 from alignment.config.options_model import ReferenceOptions
 from alignment.config.registry import Paper
-from alignment.methods.losses import check_losses, listed, papers
+from alignment.methods.losses import check_formulas, check_losses, listed, papers
 from alignment.objectives import dpo
 from alignment.objectives.table import Loss
 
@@ -89,6 +89,7 @@ class DPOConfig(ReferenceOptions, SequenceOptions, DPOCompatibility, AlignmentCo
         if self.loss_weights is not None and min(self.loss_weights) <= 0:
             refuse(self, "loss_weights", "must be greater than 0; remove a loss instead of setting its weight to 0")
         check_losses(self, names)
+        check_formulas(self, names)
 
     def _names(self) -> list[str]:
         return self.loss_type if isinstance(self.loss_type, list) else [self.loss_type or "sigmoid"]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from inspect import signature
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from alignment.config.errors import refuse, setting
+from alignment.config.errors import OptionError, refuse, setting
 from alignment.config.fields import option_fields
 from alignment.config.registry import Paper
 from alignment.objectives.table import Loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def listed(names: Iterable[str]) -> str:
@@ -45,6 +49,23 @@ def check_losses(options: Any, chosen: Sequence[str], **unread: float) -> None:
         for one in readers:
             if not losses[one].reads[name].allows(value):
                 refuse(options, name, f"must be {losses[one].reads[name].phrase} with loss_type={one!r}")
+
+
+def check_formulas(options: Any, chosen: Sequence[str]) -> None:
+    """Raise :class:`OptionError` if the function of a loss of pairs does not take what it is called with."""
+    for name in chosen:
+        loss = options.LOSSES[name]
+        try:
+            signature(loss.function).bind("chosen", "rejected", "beta", **loss.reads)
+        except TypeError as error:
+            refuse(options, "loss_type", f"{error}; it is called with chosen, rejected, beta and what its Loss reads")
+
+
+def check_values(name: str, losses: Tensor, pairs: int) -> None:
+    """Raise :class:`OptionError` if the function of loss ``name`` has not returned one value per pair."""
+    if losses.shape != (pairs,):
+        found = f"a tensor of shape {tuple(losses.shape)}, expected ({pairs},)"
+        raise OptionError(f"{setting('loss_type', name)}: its function returned {found}: one value per pair, no mean")
 
 
 def refuse_unread(options: Any, name: str, sets: str = "") -> NoReturn:

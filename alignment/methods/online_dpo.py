@@ -45,7 +45,7 @@ class OnlineDPOMethod(Method[RankedBatch]):
 
     @property
     def needs_reference(self) -> bool:
-        return True
+        return self.options.needs_reference
 
     def beta(self, epoch: int) -> float:
         """Return the beta of an epoch; the last value applies to all further epochs."""

@@ -36,6 +36,7 @@ class OnlineDPOConfig(OnlineOptions, OnlineDPOCompatibility):
         "https://arxiv.org/abs/2402.04792",
     )
     TRL_DEFAULTS: ClassVar[Mapping[str, str]] = {**OnlineOptions.TRL_DEFAULTS, "ds3_gather_for_generation": "true"}
+    needs_reference: ClassVar[bool] = True
 
     learning_rate: Early[NotNegative] = option(5e-7, "Peak learning rate.")
     loss_type: LossName = option("sigmoid", f"Loss: {listed(LOSSES)}.")
@@ -71,6 +72,7 @@ class SampleConfig(OnlineDPOConfig):
     """Options of ``sample`` and ``compare``: both accept :attr:`ACCEPTED`, and ``sample`` also :attr:`OF_ROWS`."""
 
     TITLE: ClassVar[str] = "Sampling"
+    needs_reference: ClassVar[bool] = False
     ACCEPTED: ClassVar[tuple[str, ...]] = (
         *words("max_length max_new_tokens temperature top_p top_k min_p repetition_penalty generation_kwargs seed"),
         *words("rollout_backend rollout_batch_size ds3_gather_for_generation chunk_size"),
@@ -98,17 +100,13 @@ class SampleConfig(OnlineDPOConfig):
     def check(self) -> None:
         """Check that completions are scored if the rows depend on it."""
         super().check()
-        if self.rows != "completions" and not self.has_rewards and self.judge is None:
+        if self.rows != "completions" and not self.scored:
             refuse(self, "rows", "needs scores; set reward_funcs (file.py:function), reward_model_path or judge")
-        if self.rows != "completions" and self.num_generations == 1 and self.threshold is None:
-            refuse(
-                self, "num_generations rows", "compares the completions of a prompt; set num_generations: 2 or more"
-            )
         for name, unset, needed in (("threshold", None, "unpaired"), ("min_margin", 0.0, "pairs")):
-            if getattr(self, name) != unset and (self.rows != needed or not self.has_rewards):
-                refuse(self, name, f"has an effect only with rows: {needed} and rewards; remove it")
+            if getattr(self, name) != unset and self.rows != needed:
+                refuse(self, name, f"has an effect only with rows: {needed}; remove it")
 
     @property
-    def has_rewards(self) -> bool:
-        """Whether completions are scored."""
-        return self.reward_model_path is not None or bool(self.reward_funcs)
+    def scored(self) -> bool:
+        """Whether completions are scored or judged."""
+        return self.reward_model_path is not None or bool(self.reward_funcs) or self.judge is not None

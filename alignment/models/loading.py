@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import deepspeed
@@ -59,44 +59,26 @@ def load_model(
         ModelError: the folder or its weights cannot be read, or weights are missing.
     """
     further, kernels = hub_kernels(init_kwargs or {})
-    kwargs = {
-        "ignore_mismatched_sizes": True,  # checked here, as the library's error does not name the weights
-        "attn_implementation": attn_implementation,
-        "trust_remote_code": trust_remote_code,
-        **task.arguments,
-        **further,
-    }
+    kwargs = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code, **further}
     if quantization is not None:
         kwargs["device_map"] = {"": device}
         if not quantization.stored:
             kwargs["quantization_config"] = quantization.config
     elif device is not None and device.type == "cuda" and not partitions(ds_config):
         kwargs["device_map"] = {"": device}
-    try:
-        with loading(ds_config if quantization is None else None):
-            model, report = task.auto.from_pretrained(path, dtype=dtype, output_loading_info=True, **kwargs)
-    except torch.OutOfMemoryError:
-        raise
-    except (OSError, SafetensorError, ValueError, TypeError, RuntimeError, ImportError) as error:
-        raise ModelError(f"model {path!r} could not be loaded: {first_line(error)}") from error
-    except (LookupError, AttributeError, ArithmeticError) as error:  # invalid values in the configuration
-        raise ModelError(f"model {path!r} could not be loaded: {type(error).__name__}: {first_line(error)}") from error
-    if "ignore_mismatched_sizes" not in further:
-        _check_shapes(path, report)
-    missing = sorted(name for name in report["missing_keys"] if not task.is_new(name))
+    model, absent = _from_pretrained(path, task, ds_config if quantization is None else None, dtype=dtype, **kwargs)
+    missing = [name for name in absent if not task.is_new(name)]
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         raise ModelError(f"model {path!r}: the checkpoint has no weights for {missing[0]}{more}; {task.lacks}")
-    if report["missing_keys"]:
-        names = sorted(report["missing_keys"])
-        _begin_anew(model, names, seed)
-        tell(f"{path}: the checkpoint has no {' and '.join(names)}; newly initialized with seed {seed}")
+    if absent:
+        _begin_anew(model, absent, seed)
+        tell(f"{path}: the checkpoint has no {' and '.join(absent)}; newly initialized with seed {seed}")
     if quantization is not None:
         prepare_quantized(model, quantization)
-    loaded: PreTrainedModel = model
     if kernels:
-        put_hub_kernels(loaded)
-    return loaded
+        put_hub_kernels(model)
+    return model
 
 
 def load_whole(
@@ -115,29 +97,34 @@ def load_whole(
     Raises:
         ModelError: the model cannot be loaded, or weights are missing.
     """
-    checked = {"trust_remote_code": trust_remote_code, "ignore_mismatched_sizes": True}
-    arguments = {**checked, **task.arguments, **further}
+    model, absent = _from_pretrained(path, task, None, dtype=dtype, trust_remote_code=trust_remote_code, **further)
+    if missing := [name for name in absent if name not in new]:
+        raise ModelError(f"model {path!r}: the checkpoint has no weights for {missing[0]}; {task.lacks}")
+    return model.eval().requires_grad_(False)
+
+
+def _from_pretrained(
+    path: str, task: Task, ds_config: dict[str, Any] | None, **arguments: Any
+) -> tuple[PreTrainedModel, list[str]]:
+    """Load a model; return it and the names of the parameters that the checkpoint lacks. See :func:`load_model`."""
+    # Shapes are checked below, because the library's error does not name the weights.
+    checked = {"ignore_mismatched_sizes": True, **task.arguments, **arguments}
     try:
-        with loading(None):
-            model, report = task.auto.from_pretrained(path, dtype=dtype, output_loading_info=True, **arguments)
+        with loading(ds_config):
+            model, report = task.auto.from_pretrained(path, output_loading_info=True, **checked)
+    except torch.OutOfMemoryError:
+        raise
     except (OSError, SafetensorError, ValueError, TypeError, RuntimeError, ImportError) as error:
         raise ModelError(f"model {path!r} could not be loaded: {first_line(error)}") from error
-    _check_shapes(path, report)
-    missing = sorted(set(report["missing_keys"]) - set(new))
-    if missing:
-        raise ModelError(f"model {path!r}: the checkpoint has no weights for {missing[0]}; {task.lacks}")
-    loaded: PreTrainedModel = model.eval().requires_grad_(False)
-    return loaded
-
-
-def _check_shapes(path: str, report: Mapping[str, Any]) -> None:
-    """Raise ModelError if weights of a checkpoint have other shapes than those that its config.json describes."""
-    if wrong := sorted(report["mismatched_keys"]):
+    except (LookupError, AttributeError, ArithmeticError) as error:  # invalid values in the configuration
+        raise ModelError(f"model {path!r} could not be loaded: {type(error).__name__}: {first_line(error)}") from error
+    if (wrong := sorted(report["mismatched_keys"])) and "ignore_mismatched_sizes" not in arguments:
         (name, stored, expected), more = wrong[0], f" and {len(wrong) - 1} more" if wrong[1:] else ""
         raise ModelError(
             f"model {path!r}: {name}{more}: the checkpoint has the shape {[*stored]}, but config.json describes "
             f"{[*expected]}; use the config.json that was saved with these weights"
         )
+    return model, sorted(report["missing_keys"])
 
 
 def _begin_anew(model: PreTrainedModel, names: Sequence[str], seed: int) -> None:

@@ -86,15 +86,11 @@ def unread(path: str, error: Exception, *files: str) -> str:
     folder = Path(path)
     if folder.is_file():
         return "it is a file; set the folder that contains it"
-    if folder.is_dir() and not any(found for name in files for found in folder.glob(name)):
-        return f"the folder contains no {files[0]}; copy or download it again"
-    if path.startswith((".", "/", "~")) and not folder.exists():
-        return "the folder does not exist; set an existing folder or a Hub name"
+    local = folder.is_dir() or path.startswith((".", "/", "~")) or path.count("/") > 1
+    if local and not any(found for name in files for found in folder.glob(name)):
+        return f"the folder contains no {files[0]}; check the path, or copy or download it again"
     if is_offline(error):
-        return (
-            "there is no such folder, and the Hub cannot be reached; check the name, or run `hf download "
-            f"{path}` where there is a network and copy the cache"
-        )
+        return f"no such folder, and the Hub cannot be reached; check the name, or run `hf download {path}` elsewhere"
     return first_line(error)
 
 
@@ -260,6 +256,8 @@ class ModelSource:
             kwargs = {name: self.init_kwargs[name] for name in _FOR_TOKENIZERS if name in self.init_kwargs}
             try:
                 given = AutoTokenizer.from_pretrained(self.name, trust_remote_code=trust_remote_code, **kwargs)
+                if len(given) <= len(given.all_special_ids):  # transformers makes one without a vocabulary
+                    raise ValueError("its vocabulary is empty; copy or download the files of the tokenizer again")
             except Exception as error:  # every library raises its own classes for a corrupt file
                 why = unread(self.name, error, "tokenizer.json", "tokenizer*", "vocab*", "*.model", "*.tiktoken")
                 raise ModelError(f"{key}: no tokenizer could be loaded from {self.name!r}: {why}") from error

@@ -39,7 +39,8 @@ def is_of(given: Any, path: Any) -> bool:
 
 def is_classifier(given: Any) -> bool:
     """Whether a source is a model or a model path; ``file.py:function`` names a function."""
-    return isinstance(given, PreTrainedModel) or (isinstance(given, str) and ":" not in given)
+    is_path = isinstance(given, str) and ":" not in given and not given.endswith(".py")
+    return is_path or isinstance(given, PreTrainedModel)
 
 
 def given_judge(

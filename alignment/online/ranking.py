@@ -11,6 +11,7 @@ from alignment.reporting.metrics import MetricSums
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
+from alignment.rewards.llm_judge import LLMJudge
 from alignment.rewards.samples import in_groups, one_turn, spoken
 
 # Why a prompt gives no pair. A tie is dropped: training on it would favor whichever completion came first.
@@ -114,7 +115,13 @@ class JudgeRanker:
     metrics: tuple[str, ...] = ()
 
     def __init__(self, judge: Judge) -> None:
-        self.judge = judge
+        self.judge, self._asks_twice = judge, False
+
+    def ask_twice(self) -> None:
+        """Let :meth:`wins` show every pair in both orders: two different verdicts are a tie."""
+        self._asks_twice = True
+        if isinstance(self.judge.code, LLMJudge):  # which would not tell them from a missing verdict
+            self.judge.code.settings.both_orders = False
 
     def rank(
         self, groups: Sequence[Generated], columns: Sequence[str], seed: int, sums: MetricSums | None
@@ -128,7 +135,11 @@ class JudgeRanker:
     ) -> list[float | None]:
         pairs = [(ours.texts[0], theirs.text) for ours, theirs in zip(groups, others, strict=True)]
         points: dict[int | str, float] = {0: 1.0, 1: 0.0, IDENTICAL: 0.5}
-        return [points.get(verdict) for verdict in self._verdicts(groups, pairs, seed)]
+        wins = [points.get(verdict) for verdict in self._verdicts(groups, pairs, seed)]
+        if not self._asks_twice:
+            return wins
+        losses = [points.get(verdict) for verdict in self._verdicts(groups, [pair[::-1] for pair in pairs], seed)]
+        return [None if win is None or loss is None else (win + 1 - loss) / 2 for win, loss in zip(wins, losses)]
 
     def _verdicts(
         self, groups: Sequence[Generated], pairs: Sequence[tuple[str, ...] | None], seed: int

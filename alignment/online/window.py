@@ -34,6 +34,7 @@ from alignment.training.window import WindowPass
 
 # Separate random streams; all evaluations use the same one.
 _TRAINING, _EVALUATION = 2, 3
+SAMPLING = 5  # of the commands ``sample`` and ``compare``
 
 
 class Seeds(NamedTuple):
@@ -67,7 +68,12 @@ def sampling_of(options: OnlineOptions, model: PreTrainedModel, tokenizer: Any) 
 def window_seeds(seed: int, plan: WindowPlan, rank: int, *, train: bool) -> Seeds:
     """Return the seeds of a window as a function of the run's seed, the window and the rank."""
     stream = (_TRAINING, plan.epoch, plan.step) if train else (_EVALUATION,)
-    return Seeds(*map(int, np.random.SeedSequence([seed, *stream, rank]).generate_state(3)))
+    return seeds_of(seed, *stream, rank)
+
+
+def seeds_of(*numbers: int) -> Seeds:
+    """Return seeds as a function of some numbers."""
+    return Seeds(*map(int, np.random.SeedSequence(numbers).generate_state(3)))
 
 
 class OnlineWindowPass(WindowPass):

@@ -76,11 +76,11 @@ def render(page: Page) -> str:
 
 
 def as_markdown(page: Page) -> str:
-    """Render the facts, tables and messages of a page as Markdown that is also readable in a terminal."""
+    """Render the facts, tables and messages of a page, without samples, as Markdown for a terminal as well."""
     parts = [f"# {page.kind}: {page.title}", "\n".join(f"- {name}: {value}" for name, value in page.facts.items())]
     for section in filter(None, page.sections):
         parts += [f"## {section.title}", section.lead, "\n".join(f"- {text}" for _, text in section.messages)]
-        for card in section.cards:
+        for card in (each for each in section.cards if not each.samples):
             parts += [card.title and f"### {card.title} {card.muted}".rstrip(), card.lead]
             for table in card.tables:
                 rows = [[escape(cell).striptags() for cell in row] for row in table.rows]

@@ -12,7 +12,7 @@ import torch
 from tqdm.auto import tqdm
 
 from alignment.reporting.formats import duration
-from alignment.run.ranks import tell
+from alignment.run.ranks import rank, tell
 
 Item = TypeVar("Item")
 _SHOWN = {
@@ -32,9 +32,9 @@ def say(text: str) -> None:
         tell(text)
 
 
-def evaluation_line(step: int, total: int, name: str, metrics: Mapping[str, float], seconds: float) -> str:
+def evaluation_line(step: int, total: int, name: str, metrics: Mapping[str, float]) -> str:
     """The result of an evaluation, whose metrics begin with ``name``, in one line; ``total`` is 0 without training."""
-    parts = [*map(" ".join, _shown(metrics, f"{name}_").items()), duration(seconds)]
+    parts = [*map(" ".join, _shown(metrics, f"{name}_").items()), duration(metrics[f"{name}_runtime"])]
     return (f"step {_of(step, total)}, " if total else "") + f"{name}: {', '.join(parts)}"
 
 
@@ -58,10 +58,12 @@ def peak_resident_bytes() -> int:
 
 
 class Progress:
-    """A progress bar over optimizer steps or evaluation batches, starting at ``done``; silent unless ``enabled``."""
+    """Progress of optimizer steps or evaluation batches from ``done`` on: a bar on the first rank if it ``draws``."""
 
-    def __init__(self, total: int, description: str, enabled: bool, device: torch.device, done: int = 0) -> None:
-        self._bar = tqdm(total=total, initial=done, desc=description, disable=not enabled, dynamic_ncols=True)
+    def __init__(self, total: int, description: str, disable_tqdm: bool, device: torch.device, done: int = 0) -> None:
+        self.draws = draws_bars(disable_tqdm)
+        hidden = not self.draws or rank() != 0
+        self._bar = tqdm(total=total, initial=done, desc=description, disable=hidden, dynamic_ncols=True)
         self._device, self._total, self._first, self._done = device, total, done, done
         self._start = self._since = time.monotonic()
         self._tokens = 0  # since then

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +52,7 @@ _EVENTS = {
 }  # fmt: skip
 # Ends of the names of metrics of which less or more is better.
 _LESS, _GREATER = "loss", ("accuracies", "accuracy", "margins", "win_rate", "scores")
+_SCALES = ("loss_type", "loss_weights", "beta", "simpo_gamma")  # options that change the scale of a loss
 _VALUE = "value mono"
 COMPARISON = "comparison.json"  # written by the command ``compare``
 
@@ -80,10 +79,9 @@ def read_content(
     log, start, state = view.log, view.log.newest("start"), state or view.status.state
     given = read_object(folder / "options.json", _without_secrets)
     best, method = _best_step(folder, view, given), view.status.method or given.get("method", "")
-    loads = state == "finished" and given.get("load_best_model_at_end")
-    loaded = best if loads and log.ended.get("weights_step", best) == best else None
+    loaded = best if best is not None and log.ended.get("weights_step") == best else None
     evaluation = log.evaluation(loaded)
-    marks: list[tuple[int, str]] = [(event["step"], "resumed") for event in view.resumes]
+    marks: list[tuple[int, str]] = [(event["step"], "resumed") for event in view.resumes if event["step"] is not None]
     marks += [] if best is None else [(best, "best checkpoint")]
     marked = ", ".join(f"{label} (step {step})" for step, label in marks)
     named = METHODS[method] if method in METHODS.entries else None  # external methods are not imported
@@ -138,8 +136,7 @@ def comparison(contents: Sequence[RunContent]) -> html.Page:
     titles = [one.page.title for one in contents]
     names = [title if titles.count(title) == 1 else one.page.folder for title, one in zip(titles, contents)]
     defaults = {name: default for one in contents for name, (_, default) in one.options.items()}
-    values = [{name: one.options.get(name, ("", defaults[name]))[0] or defaults[name] for name in sorted(defaults)}
-              for one in contents]  # fmt: skip
+    values = [{name: one.options.get(name, (defaults[name],))[0] for name in sorted(defaults)} for one in contents]
     values = [{name: text for name, text in each.items() if len({one[name] for one in values}) > 1} for each in values]
     color = '<span class="run color-{}"><span class="swatch"></span><span>{}</span></span>'
     runs = [
@@ -147,50 +144,47 @@ def comparison(contents: Sequence[RunContent]) -> html.Page:
         for place, (name, one) in enumerate(zip(names, contents))
     ]
     histories = [one.history for one in contents]
-    tables = (
+    same = len({(one.page.kind, *(one.options.get(name, ("",))[0] for name in _SCALES)) for one in contents}) == 1
+    tables: tuple[tuple[str, str, str, Sequence[Mapping[str, Any]], str], ...] = (
         ("Options that differ", "option", _VALUE, values, ""),
-        ("Best values", "metric", "number", _best_values(histories), "With their steps."),
+        ("Best values", "metric", "number", _best_values(histories, same), "With their steps."),
         ("Training metrics", "metric", "number", [shown(one.train) for one in contents], "As last logged."),
         ("Evaluation metrics", "metric", "number", [shown(one.evaluation) for one in contents], "As last logged."),
         ("Facts", "fact", "value", [one.page.facts for one in contents], ""),
     )
-
-    def table(title: str, first: str, kind: str, columns: Sequence[Mapping[str, Any]], lead: str) -> Section:
+    sections = [
+        table_section("Runs", ("run", "method", "state", "folder"), runs, ("", "", "", f"{_VALUE} muted")),
+        Section("Curves", charts=compared(histories, names)),
+    ]
+    for place, (title, first, kind, columns, lead) in enumerate(tables):
         kept = dict.fromkeys(itertools.chain(*columns))
         rows = [[breakable(name), *(column.get(name, "") for column in columns)] for name in kept]
         classes = ["" if first == "fact" else "mono", *[kind] * len(names)]
-        return table_section(title, [first, *names], rows, classes, lead)
-
-    options, best, *others = (table(*each) for each in tables)
-    shown_runs = table_section("Runs", ("run", "method", "state", "folder"), runs, ("", "", "", f"{_VALUE} muted"))
-    sections = [options, best, shown_runs, Section("Curves", charts=compared(histories, names)), *others]
+        section = table_section(title, [first, *names], rows, classes, lead)
+        sections.insert(place if place < 2 else len(sections), section)  # the first two precede the runs
     footer = f"Drawn {_now()} from the files in the output folders."
     return html.Page(title=f"{len(contents)} runs", kind="Comparison", sections=sections, footer=footer)
 
 
-def _best(name: str) -> Callable[..., Any]:
-    return min if name.endswith(_LESS) else max
+def _best_values(histories: Sequence[Sequence[Record]], same: bool) -> list[dict[str, Markup]]:
+    """The best value of each metric in each history, for metrics with a best one; the best of several is marked.
 
-
-def _best_values(histories: Sequence[Sequence[Record]]) -> list[dict[str, Markup]]:
-    """The best value of each metric in each history, for metrics with a best one; the best of several is marked."""
-    found: list[dict[str, tuple[float, int]]] = []
-    for history in histories:
-        points: dict[str, list[tuple[float, int]]] = defaultdict(list)
-        for entry in history:
-            for name in (name for name in entry if name.endswith((_LESS, *_GREATER))):
-                if (value := number(entry[name])) is not None:
-                    points[name].append((value, entry["step"]))
-        found.append({name: _best(name)(each, key=itemgetter(0)) for name, each in points.items()})
-    marked = []
-    for best in found:
-        texts = {name: escape(f"{brief(value, 5)} (step {step})") for name, (value, step) in best.items()}
-        for name, (value, _) in best.items():
-            values = [other[name][0] for other in found if name in other]
-            if len(values) > 1 and value == _best(name)(values):
-                texts[name] += Markup(" ") + badge("best", "good")
-        marked.append(texts)
-    return marked
+    Unless the runs optimize the ``same`` loss, neither losses nor implicit rewards are on the same scale.
+    """
+    columns: list[dict[str, Markup]] = [{} for _ in histories]
+    logged = dict.fromkeys(itertools.chain.from_iterable(itertools.chain(*histories)))
+    for name in (name for name in logged if name.endswith((_LESS, *_GREATER))):
+        sign = 1 if name.endswith(_LESS) else -1
+        best = dict[int, tuple[float, int]]()
+        for place, history in enumerate(histories):
+            values = ((number(entry.get(name)), entry["step"]) for entry in history)
+            points = [(sign * value, step) for value, step in values if value is not None]
+            best |= {place: min(points)} if points else {}
+        is_best = len(best) > 1 and (same or not name.endswith((_LESS, "margins")))
+        for place, (value, step) in best.items():
+            mark = " " + badge("best", "good") if is_best and value == min(best.values())[0] else ""
+            columns[place][name] = escape(f"{brief(sign * value, 5)} (step {step})") + mark
+    return columns
 
 
 def comparison_section(found: Record) -> Section:
@@ -217,11 +211,10 @@ def _note(view: RunView, state: str) -> tuple[str, str, str] | None:
         return "bad", "Error.", without_secret_values(view.status.error)
     if state in IN_PROGRESS:
         return "info", "", "This run is in progress; the report shows it as of the time below."
-    if state == "finished" and view.ended_early:
-        return "info", "", f"{view.sentence[0].upper()}{view.sentence[1:]}."
-    if state in ("finished", "unknown"):
+    if state == "unknown" or (state == "finished" and not view.ended_early):
         return None
-    return "bad" if state in ("failed", "lost") else "warn", "", f"{view.sentence[0].upper()}{view.sentence[1:]}."
+    tone = {"failed": "bad", "lost": "bad", "finished": "info"}.get(state, "warn")
+    return tone, "", f"{view.sentence[0].upper()}{view.sentence[1:]}."
 
 
 def _tiles(history: Sequence[Record]) -> list[tuple[str, str, str]]:

@@ -23,6 +23,9 @@ _RESUME = ("time", "attempt", "step", "checkpoint", "world_size")
 _BOOKKEEPING = ("step", "epoch", "num_tokens", "num_input_tokens_seen", "tokens_per_second", "time")
 _RECENT = 50  # entries used for rates
 _ENDING_S = 60.0  # a run releases its folder before it records its end; later, its process ID may be another's
+# Types of values of the log that are used in computations.
+_TYPES: dict[str, Any] = {"step": int, "time": str, "models": str, "data": list, "phases": dict, "versions": dict}
+_TYPES |= dict.fromkeys(("num_tokens", "train_runtime"), (int, float))
 
 Record = dict[str, Any]
 
@@ -31,7 +34,7 @@ class Log:
     """The complete lines of ``log.jsonl``, which may be missing. Raises OSError if it exists and cannot be read.
 
     Attributes:
-        records: the JSON objects in it, in order.
+        records: the JSON objects in it with valid values, in order.
         unreadable: the number of other lines.
         events: the lines about the run itself: ``start``, ``resume``, ``end`` and others with ``event``.
         entries: the metrics of training steps and of evaluations.
@@ -41,7 +44,7 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         found = read_lines(path)
-        self.records = [record for record in found if record]
+        self.records = [record for record in found if _is_record(record)]
         self.unreadable = len(found) - len(self.records)
         self.events = [record for record in self.records if "event" in record]
         self.entries = [one for one in self.records if not {"event", "train_runtime"} & one.keys()]
@@ -174,10 +177,12 @@ def runs_in(folder: Path) -> list[Path]:
 
 def read_run(folder: Path) -> RunView:
     """Read the files of a run in its output folder; raise OutputError if it is not the output folder of a run."""
+    if not folder.is_dir():
+        raise OutputError(f"{folder}: no such folder")
     view = RunView(folder)
-    if view.status.state == UNKNOWN and not (view.alive or view.problems or view.log.events or view.checkpoints):
-        what = "not the output folder of a run: it has no status.json, no log.jsonl and no checkpoint"
-        raise OutputError(f"{folder}: {what if folder.exists() else 'no such folder'}")
+    has_files = view.problems or view.checkpoints or (folder / LOG).exists()
+    if view.status.state == UNKNOWN and not (view.alive or has_files):
+        raise OutputError(f"{folder}: not the output folder of a run: no status.json, no log.jsonl and no checkpoint")
     return view
 
 
@@ -198,6 +203,16 @@ def _read_checkpoint(path: Path, step: int) -> CheckpointView:
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         problem = f"cannot be read ({one_line(error)})"
     return CheckpointView(path.name, step, problem=problem)
+
+
+def _is_record(record: Record) -> bool:
+    """Whether it is an event, totals, or an entry of a step, with values of the right types."""
+    try:
+        seconds_of(record.get("time", "1970-01-01"))
+    except (ValueError, AttributeError):
+        return False
+    typed = all(isinstance(record[name], kind) for name, kind in _TYPES.items() if name in record)
+    return typed and bool({"event", "train_runtime", "step"} & record.keys())
 
 
 def metrics_of(record: Record) -> Record:

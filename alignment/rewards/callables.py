@@ -75,8 +75,9 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def span(places: Sequence[str]) -> str:
-    """Describe the rows of a batch by the first and the last one."""
-    return places[0] if places[0] == places[-1] else f"{places[0]} to {places[-1]}"
+    """Describe the rows of a batch, which are in any order: the first three, and how many more there are."""
+    rows = list(dict.fromkeys(places))
+    return "; ".join([*rows[:3], *([f"{len(rows) - 3} more rows"] if len(rows) > 3 else [])])
 
 
 def as_list(returned: Any, who: str, places: Sequence[str], wanted: str, of: str) -> list[Any]:

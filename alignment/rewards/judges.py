@@ -25,7 +25,7 @@ class Judge:
 
     It is called with two lists, the prompts and a list of two completions for each, and returns for each pair 0 (the
     first is better), 1 (the second is better) or -1 (no verdict). A judge with TRL's signature, which has a
-    ``shuffle_order``, gets conversations as text, as in TRL.
+    ``shuffle_order``, gets conversations as text, as in TRL, and false for it: :meth:`verdicts` chooses the orders.
 
     Args:
         judge: the callable or object.
@@ -117,7 +117,7 @@ class Judge:
     def _answer(self, prompts: list[Any], pairs: list[list[Any]]) -> Any:
         if self._takes_texts:
             prompts, pairs = [as_text(prompt) for prompt in prompts], [[as_text(each) for each in p] for p in pairs]
-        returned = self._call(prompts, pairs)
+        returned = self._call(prompts, pairs, **({"shuffle_order": False} if self._takes_texts else {}))
         if inspect.isawaitable(returned):
             (returned,) = together([returned])
             if isinstance(returned, BaseException):

@@ -51,17 +51,16 @@ def about_strings(row: Row, tokenizer: Any) -> list[str]:
     texts = [row[name] for name in ("prompt", "completion", "chosen") if row.get(name) is not None]
     marks = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
     plain = all(isinstance(text, str) and not any(mark in text for mark in marks) for text in texts)
-    if not (tokenizer.chat_template and plain):
-        return []
     with contextlib.suppress(Exception):  # a template is user code, and a row without a prompt cannot use it
         turns = as_turns(row, "")
         messages = [*turns["prompt"], *turns.get("completion", turns.get("chosen", ()))]
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=len(texts) == 1)
-        shown = _SHORT.repr("".join(texts))
-        return [
-            f"the rows are strings, which are tokenized without the chat template, such as {shown}; "
-            f"if the model is a chat model, set apply_chat_template: true for {_SHORT.repr(rendered)}"
-        ]
+        said = (
+            f"the rows are strings, which are tokenized without the chat template, such as "
+            f"{_SHORT.repr(''.join(texts))}; if the model is a chat model, set apply_chat_template: true for "
+            f"{_SHORT.repr(rendered)}"
+        )
+        return [said] if tokenizer.chat_template and plain else []
     return []
 
 

@@ -22,8 +22,8 @@ from alignment.checkpoint.run_folder import check_filled, fills
 from alignment.config.errors import DataError, OptionError, setting
 from alignment.config.fields import keywords
 from alignment.config.options import AlignmentConfig
-from alignment.config.options_data import COLUMNS, MixturePart, mixture_parts, tested_parts
-from alignment.data.columns import used_columns
+from alignment.config.options_data import MixturePart, mixture_parts, tested_parts
+from alignment.data.columns import arranged, used_columns
 from alignment.data.mixture import Part, mixed
 from alignment.data.packed_rows import PackedRows
 from alignment.data.packing import Packing, Packs, pack_rows
@@ -70,9 +70,7 @@ def _split(whole: AlignmentConfig, options: AlignmentConfig | MixturePart, split
     split = split or usual
     assert name is not None
     where = name if split == usual else f"{name} ({split})"
-    maps: dict[str, Any] = {}
-    if isinstance(options, MixturePart):
-        maps = {"column_map": options.column_map, "label_map": options.label_map}
+    maps: dict[str, Any] = {"column_map": options.column_map, "label_map": options.label_map}
     return Part(where, functools.partial(load_split, name, options.dataset_config, split), **maps)
 
 
@@ -274,10 +272,7 @@ class DataPreparation:
             progress=draws_bars(options.disable_tqdm),
         )
         if self.first is None:
-            texts = {name: column_map.get(name, name) for name in COLUMNS}
-            named = {name: column for name, column in texts.items() if column in data.column_names}
-            plain = data.with_format(None)
-            self.first = {name: plain.select_columns(column)[0][column] for name, column in named.items()}
+            self.first = arranged(data.select([0]), column_map, kind, where)[0][0]
         return path
 
 

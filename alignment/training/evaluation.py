@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from alignment.data.batching import MicroBatches
 from alignment.data.windows import WindowPlan, evaluation_plan
 from alignment.reporting.metrics import means
-from alignment.reporting.progress import Progress, draws_bars
+from alignment.reporting.progress import Progress
 from alignment.run.ranks import rank, world_size
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, order_seed
@@ -42,9 +42,8 @@ def evaluate(context: RunContext, window_pass: WindowPass, data: PreparedData, p
     Means are over all rows and the KL is clamped once, so results do not depend on the batch size or number of ranks.
     """
     method, start = context.method, time.monotonic()
-    shown = context.is_first and draws_bars(context.args.disable_tqdm)
     plan, batches = evaluation_window(context, data)
-    progress = Progress(len(plan.micro_batches) * method.passes, prefix, shown, window_pass.device)
+    progress = Progress(len(plan.micro_batches) * method.passes, prefix, context.args.disable_tqdm, window_pass.device)
     try:
         items, _ = window_pass(plan, batches, data, train=False, progress=progress)
     finally:

@@ -26,7 +26,7 @@ from alignment.data.batching import AnyBatch
 from alignment.data.windows import WindowCounts, WindowPlan, WindowSampler
 from alignment.internals.torch import schedule_may_go_first
 from alignment.reporting.metrics import MetricHistory, means
-from alignment.reporting.progress import Progress, draws_bars, say
+from alignment.reporting.progress import Progress, say
 from alignment.run.activity import ACTIVITY
 from alignment.run.ranks import rank, tell, world_size
 from alignment.run.stop import REQUESTS, STOP_FILE, Cut
@@ -116,10 +116,8 @@ class TrainingLoop:
         self._open_log()
         args, state = self.args, self.state
         stop_file = self.context.output_dir / STOP_FILE if self.context.is_first else None
-        self._draws_bars = draws_bars(args.disable_tqdm)
-        shown = self.context.is_first and self._draws_bars
         device = self.engines.window_pass.device
-        self.progress = Progress(self.total_steps, args.method, shown, device, done=state.global_step)
+        self.progress = Progress(self.total_steps, args.method, args.disable_tqdm, device, done=state.global_step)
         # Includes the final save, which a launcher's second signal must not interrupt.
         with contextlib.closing(self.progress), REQUESTS.deferred(stop_file), ACTIVITY("training"):
             try:
@@ -418,7 +416,7 @@ class TrainingLoop:
         if self.args.include_tokens_per_second:
             record["tokens_per_second"] = self.totals.tokens / self._seconds() / world_size()
         self.context.log(record)
-        if not self._draws_bars:
+        if not self.progress.draws:
             say(self.progress.line(record, self.state.epoch or 0.0))
         self.engines.window_pass.logged(self.state.global_step)
 

@@ -27,7 +27,7 @@ from alignment.references.engine import EngineReference, ReferencePlan
 from alignment.references.precomputed import LogpTable, PrecomputedReference, places
 from alignment.references.store import LogpStore
 from alignment.reporting.formats import duration
-from alignment.reporting.progress import Progress, draws_bars
+from alignment.reporting.progress import Progress
 from alignment.run.ranks import rank, tell, world_size
 from alignment.training.context import RunContext
 from alignment.training.data import PreparedData, limits_of, order_seed, tokenized_folder
@@ -118,8 +118,7 @@ class ReferenceStores:
         windows = [[(p, self._plan(data, store.partners, p)) for p in store.missing] for data, store in opened]
         total = sum(len(plan.micro_batches) for parts in windows for _, plan in parts)
         engine = self.plan.build(context.args)
-        shown = context.is_first and draws_bars(context.args.disable_tqdm)
-        progress = Progress(total, "precompute", shown, device())
+        progress = Progress(total, "precompute", context.args.disable_tqdm, device())
         try:
             for (data, store), parts in zip(opened, windows):
                 start = time.monotonic()

@@ -130,10 +130,7 @@ def speaker_of(reference: Reference | None) -> Speaker | None:
 
 
 def first_prompts(data: PreparedData, count: int) -> dict[tuple[int, ...], bool]:
-    """Return the first ``count`` distinct prompts of a dataset, and whether each is truncated.
-
-    Rows without a prompt have the BOS token at most.
-    """
+    """Return whether each of the first ``count`` distinct prompts is truncated. Rows without one have BOS at most."""
     found: dict[tuple[int, ...], bool] = {}
     for row in data.dataset.select_columns(["prompt_ids", "prompt_cut"]):
         if len(found) == count:

@@ -287,7 +287,7 @@ class AlignmentTrainer(TrainerSurface):
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         if self.engines.trained:
             begin_again(self.context, self.engines, total_steps(self.args, sampler), resumes=bool(asked))
-        manifest, self._manifest_before_building = self._manifest_before_building or self._manifest(), None
+        manifest, self._manifest_before_building = self._manifest_before_building or self.manifest(), None
         with protected(self.output_dir, self.args), contextlib.ExitStack() as ends:
             checkpoint = self._enter_folder(asked, manifest)
             ends.enter_context(ending_in_status())
@@ -346,7 +346,7 @@ class AlignmentTrainer(TrainerSurface):
         self.engines.trained = True
         return loop, writer, resumed
 
-    def _manifest(self) -> Manifest:
+    def manifest(self) -> Manifest:
         """Return what checkpoints record of the current run."""
         reference = self.planned.reference if self.method.needs_reference else None
         given = None if reference is self.planned.policy else reference
@@ -355,7 +355,7 @@ class AlignmentTrainer(TrainerSurface):
     def build_engines(self) -> None:
         """Build the engines; properties of live models are recorded before an engine changes them."""
         if self.data.sampler is not None and not self.engines.trained:
-            self._manifest_before_building = self._manifest_before_building or self._manifest()
+            self._manifest_before_building = self._manifest_before_building or self.manifest()
         super().build_engines()
 
     def _writer(self, checkpoint: Checkpoint | None, manifest: Manifest) -> CheckpointWriter:
@@ -433,14 +433,13 @@ class AlignmentTrainer(TrainerSurface):
     def _evaluate_sets(self, sets: Mapping[str, PreparedData], prefix: str) -> dict[str, float]:
         """Evaluate, log and notify the callbacks, set by set."""
         metrics: dict[str, float] = {}
-        step, total = self.state.global_step, self.state.max_steps
         if not self.engines.ready:
             self.build_engines()
         for name, data in sets.items():
             prefixed = f"{prefix}_{name}" if name else prefix
             own = evaluate(self.context, self.engines.window_pass, data, prefixed)
             self.log(own)
-            say(evaluation_line(step, total, prefixed, own, own[f"{prefixed}_runtime"]))
+            say(evaluation_line(self.state.global_step, self.state.max_steps, prefixed, own))
             self.events("on_evaluate", metrics=own)
             metrics |= own
         return metrics

@@ -103,7 +103,8 @@ def test_a_page(page: str, slow: bool, tiny: str, tmp_path: Path, forked: Callab
     as_it_is = slow or page in AS_THEY_ARE or any(re.search(r"\bkill\b", block.text) for block in runs)
     as_it_is |= all(map(_is_quick, runs))
     how = {} if as_it_is else forked()
-    with PageRun(make_folder(tmp_path / "work", tiny), timeout=1800 if slow else 300, **how) as run:
+    timeout = 1800 if slow else 300
+    with contextlib.closing(PageRun(make_folder(tmp_path / "work", tiny), timeout, **how)) as run:
         for block in blocks:
             run.run(block)
     for log in (tmp_path / "work").rglob("log.jsonl"):
@@ -147,7 +148,7 @@ def test_faults_of_a_page_are_found_and_its_blocks_share_a_shell_and_an_interpre
         faults = list(faults_of(blocks))
     assert [fault.split(": ")[0] for fault in faults] == ["page.md:2", "page.md:10", "page.md:18", "page.md:22"]
     assert all("bta" in fault for fault in (faults[0], *faults[2:]))
-    with PageRun(tmp_path / "work", 30) as terminal:
+    with contextlib.closing(PageRun(tmp_path / "work", 30)) as terminal:
         for block in blocks[:3]:
             terminal.run(block)
         with pytest.raises(BlockFailed, match="line 20, in <module>"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from conftest import DRIVERS
 from peft import PeftModel
 from safetensors.torch import load_file
 from support.adapter_grid import BITS, Combination, adapter_run
+from support.helpers import train_and_close
 from support.oracle.adapters import adapted, completion_logps, dense_base
 from support.split_results import assert_logged, distance
 from torch import Tensor
@@ -64,7 +64,6 @@ def test_it_equals_a_frozen_copy(
     trainer = KTOTrainer(model=run["model"], args=KTOConfig(**run["args"]), train_dataset=run["train"])
     request.addfinalizer(trainer.close)
     trainer.engines.build(3)
-    assert trainer.engines.models is not None and trainer.data.train is not None
     policy, reference = trainer.engines.policy, trainer.engines.models.reference
     assert isinstance(reference, AdapterReference)
     rows = trainer.data.train.dataset
@@ -117,9 +116,8 @@ def assert_same_steps(found: Iterable[dict[str, Any]], expected: Iterable[dict[s
 def logged(run: dict[str, Any], model: Any = None, **own: Any) -> list[dict[str, Any]]:
     """The log of a run in this process, of another model if one is given."""
     args = KTOConfig(**(run["args"] | own))
-    with contextlib.closing(KTOTrainer(model=model or run["model"], args=args, train_dataset=run["train"])) as trainer:
-        trainer.train()
-        return trainer.state.log_history
+    trainer = KTOTrainer(model=model or run["model"], args=args, train_dataset=run["train"])
+    return train_and_close(trainer).state.log_history
 
 
 def check_placements(sets: list[list[dict[str, Any]]], folder: Path, ranks: RankServer, world: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from support.data_tokenizers import PLAIN, char_tokenizer
-from support.helpers import STAGES, make_model, options, paired_rows, unpaired_rows
+from support.helpers import STAGES, make_model, options, paired_rows, train_and_close, unpaired_rows
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Qwen2Config
 
@@ -51,7 +51,6 @@ def logits(model: nn.Module) -> Tensor:
 
 def inside(trainer: Any) -> Tensor:
     """Logits of the model in the engine."""
-    assert trainer.engines.models is not None
     return logits(trainer.engines.models.policy.scorer.model)
 
 
@@ -155,8 +154,7 @@ def test_two_live_adapters(base: str, tmp_path: Path) -> None:
         KTOTrainer(live(), other.merge_and_unload(), args=there, train_dataset=ROWS, model_adapter_name="one"),
     ]
     for run in runs:
-        run.train()
-        run.close()
+        train_and_close(run)
     assert losses(runs[0]) == pytest.approx(losses(runs[1]), abs=1e-6) and abs(losses(runs[0])[0] - 0.5) > 1e-5
 
 
@@ -210,8 +208,7 @@ def test_evaluation_before_training(base: str, tmp_path: Path) -> None:
     other = KTOTrainer(live, args=args, train_dataset=ROWS, eval_dataset=ROWS, peft_config=config)
     assert other.evaluate()["eval_loss"] == pytest.approx(0.5, abs=1e-6)
     for each in (trainer, other):
-        each.train()
-        each.close()
+        train_and_close(each)
     assert losses(trainer) == pytest.approx(losses(other), abs=1e-6)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.helpers import STAGES, make_model, options, paired_rows
+from support.helpers import STAGES, make_model, options, paired_rows, train_and_close
 from transformers import AutoModelForCausalLM
 
 from alignment import CPOConfig, CPOTrainer
@@ -86,8 +86,5 @@ def trained(model: str, folder: Path, reentrant: bool) -> dict[str, torch.Tensor
     size = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "deepspeed": STAGES["stage2"]}
     checkpointing = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
     args = CPOConfig(**options(folder, **sgd, **size, **checkpointing))
-    trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(8))
-    trainer.train()
-    trainer.save_model()
-    trainer.close()
+    trainer = train_and_close(CPOTrainer(model=model, args=args, train_dataset=paired_rows(8)), save=True)
     return AutoModelForCausalLM.from_pretrained(trainer.output_dir).state_dict()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import DRIVERS
 from safetensors.torch import load_file
-from support.helpers import STAGES, options, paired_rows, unpaired_rows
+from support.helpers import STAGES, options, paired_rows, train_and_close, unpaired_rows
 from transformers import EarlyStoppingCallback, TrainerCallback, integrations
 from transformers.integrations import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 
@@ -37,10 +37,7 @@ def made(model: str, folder: Path, callbacks: Any = (), rows: int = 12, **more: 
 
 def trained(*given: Any, **more: Any) -> CPOTrainer:
     """The trainer after its run, closed."""
-    trainer = made(*given, **more)
-    trainer.train()
-    trainer.close()
-    return trainer
+    return train_and_close(made(*given, **more))
 
 
 def logged(trainer: AlignmentTrainer, name: str) -> list[dict[str, Any]]:
@@ -111,9 +108,7 @@ def test_events_come_in_transformers_order(model: str, tmp_path: Path) -> None:
 def test_logged_steps(model: str, tmp_path: Path, first: bool, steps: list[int]) -> None:
     """Every second step, the last, and optionally the first; a mean covers the steps since the previous line."""
     args = KTOConfig(**options(tmp_path, max_steps=5, logging_steps=2, logging_first_step=first))
-    trainer = KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(20))
-    trainer.train()
-    trainer.close()
+    trainer = train_and_close(KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(20)))
     lines = logged(trainer, "loss")
     assert [entry["step"] for entry in lines] == steps
     counts = [entry["count/chosen"] + entry["count/rejected"] for entry in lines]
@@ -237,8 +232,7 @@ def test_early_stopping(model: str, tmp_path: Path, by_option: bool, capfd: pyte
     assert f"weights     of step {trainer.state.best_global_step} (load_best_model_at_end)\n" in shown
     assert read_content(trainer.output_dir).page.note == ("info", "", f"{why[0].upper()}{why[1:]}.")
     again = made(model, tmp_path, callbacks, **given)
-    again.train(resume_from_checkpoint=str(trainer.output_dir / "checkpoint-2"))
-    again.close()
+    train_and_close(again, resume_from_checkpoint=str(trainer.output_dir / "checkpoint-2"))
     assert again.state.global_step == 3
 
 
@@ -251,8 +245,7 @@ def test_early_stopping_follows_one_set(
     )
     sets = {"a": paired_rows(2), "b": paired_rows(2)}
     trainer = CPOTrainer(model=model, args=CPOConfig(**given), train_dataset=paired_rows(12), eval_dataset=sets)
-    trainer.train()
-    trainer.close()
+    train_and_close(trainer)
     assert trainer.state.global_step == 2 and "did not find" not in caplog.text
 
 
@@ -267,8 +260,7 @@ def test_tensorboard_and_wandb_offline(
     trainer = made(model, tmp_path, max_steps=2, report_to=["tensorboard", "wandb"], run_name="a run")
     assert trainer.pop_callback(TensorBoardCallback) is not None
     trainer.add_callback(TensorBoardCallback)
-    trainer.train()
-    trainer.close()
+    train_and_close(trainer)
     wandb.finish()
     (file,) = (tmp_path / "out" / "runs").rglob("events.*")
     events = EventAccumulator(str(file)).Reload()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.helpers import options, unpaired_rows
+from support.helpers import options, train_and_close, unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.checkpoint import manifest as manifest_module
@@ -34,10 +34,7 @@ def make(model: str, folder: Path, **more: Any) -> KTOTrainer:
 @pytest.fixture(scope="module")
 def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a finished run."""
-    trainer = make(model, tmp_path_factory.mktemp("whole"))
-    trainer.train()
-    trainer.close()
-    return trainer.output_dir
+    return train_and_close(make(model, tmp_path_factory.mktemp("whole"))).output_dir
 
 
 def flip(path: Path, at: int) -> None:
@@ -51,7 +48,6 @@ def taken(folder: Path) -> tuple[int, list[str]]:
     current = Manifest.read(next(path for path in checkpoints(folder) if (path / MANIFEST).exists()))
     with contextlib.redirect_stdout(io.StringIO()) as told:
         chosen = choose(folder, "latest", current, anyway=False)
-    assert chosen is not None
     return chosen.step, told.getvalue().splitlines()
 
 
@@ -92,9 +88,7 @@ def test_a_run_resumes_from_the_checkpoint_before_the_damaged_one(
     shutil.copytree(whole, folder)
     weights = (whole / f"checkpoint-{STEPS}" / "model.safetensors").read_bytes()
     flip(folder / f"checkpoint-{STEPS}" / "model.safetensors", 8 * len(weights) - 20)
-    trainer = make(model, tmp_path)
-    trainer.train(resume_from_checkpoint="latest")
-    trainer.close()
+    train_and_close(make(model, tmp_path), resume_from_checkpoint="latest")
     said = capsys.readouterr().out
     assert "model.safetensors: the content has changed since it was written" in said
     assert f"moved checkpoint-{STEPS} of later steps to {folder / 'previous-1'}" in said
@@ -104,9 +98,7 @@ def test_a_run_resumes_from_the_checkpoint_before_the_damaged_one(
 
 
 def test_a_model_only_checkpoint_is_skipped(model: str, whole: Path, tmp_path: Path) -> None:
-    trainer = make(model, tmp_path, save_only_model=True)
-    trainer.train()
-    trainer.close()
+    trainer = train_and_close(make(model, tmp_path, save_only_model=True))
     newest = trainer.output_dir / f"checkpoint-{STEPS}"
     assert not any(newest.glob("optimizer*")) and (newest / "model.safetensors").is_file()
     with pytest.raises(CheckpointError, match="save_only_model"):

@@ -99,7 +99,6 @@ def trainer_of(model: str, out: Path, evaluation: Any = None, **options: Any) ->
 )
 def test_rows_that_are_used(model: str, tmp_path: Path, options: dict[str, Any], rows: int) -> None:
     data = trainer_of(model, tmp_path / "out", **options).data.train
-    assert data is not None
     assert data.report.rows_in == rows
 
 

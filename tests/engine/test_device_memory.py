@@ -270,8 +270,7 @@ def test_the_groups_of_an_engine_wait_as_long_as_the_default_one() -> None:
     init_distributed(use_cpu=True)
 
     def limit(group: Any) -> timedelta:
-        made: timedelta = group._get_backend(CPU).options._timeout
-        return made
+        return group._get_backend(CPU).options._timeout
 
     assert limit(torch.distributed.group.WORLD) == limit(deepspeed.comm.new_group([0])) == timedelta(hours=6)
     set_timeout_of_new_groups(timedelta(minutes=7))

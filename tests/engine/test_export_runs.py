@@ -51,7 +51,7 @@ def test_a_16_bit_run_is_exported_from_its_master_weights(kind: str, stage: str,
     assert wide.keys() == exact.keys() and report.masters == len(exact)
     assert all(torch.equal(wide[name].view(-1), exact[name]) for name in exact)
     assert any(not torch.equal(wide[name], narrow[name].float()) for name in exact)
-    assert report.rows == 2 and report.error_max is not None and report.error_max < 1e-6
+    assert report.rows == 2 and report.error_max < 1e-6 and "fp32 master weights" in "\n".join(report.lines())
     card = (tmp_path / "wide" / "README.md").read_text()
     assert "- steps: 2\n" in card and f"- ZeRO stage: {stage[5]}\n" in card and "| loss " in card
     assert str(tmp_path) not in card and ("2402.01306" in card) is (kind == "kto")

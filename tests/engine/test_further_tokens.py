@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from support.data_tokenizers import PLAIN, char_tokenizer
-from support.helpers import STAGES, make_classifier, make_model, options, unpaired_rows
+from support.helpers import STAGES, make_classifier, make_model, options, train_and_close, unpaired_rows
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -125,9 +125,7 @@ def test_reward_models_with_additional_tokens(source: str, tmp_path: Path) -> No
     trainer = RewardTrainer(
         base, args=RewardConfig(**given), train_dataset=rows, processing_class=char_tokenizer(template=PLAIN)
     )
-    trainer.train()
-    trainer.save_model()
-    trainer.close()
+    train_and_close(trainer, save=True)
     saved = AutoModelForSequenceClassification.from_pretrained(trainer.output_dir)
     assert len(AutoTokenizer.from_pretrained(trainer.output_dir)) == saved.config.vocab_size == 128
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,12 @@ import pytest
 import yaml
 from conftest import DRIVERS
 from support.fake_hub import TOKEN, FakeHub
-from support.helpers import STAGES, options, unpaired_rows
+from support.helpers import STAGES, options, train_and_close, unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.checkpoint.manifest import Manifest
 from alignment.config.errors import HubError
 from tools.ranks import RankServer
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A fake Hub for the processes of this test."""
-    fake = FakeHub()
-    for name, value in {"HF_ENDPOINT": fake.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}.items():
-        monkeypatch.setenv(name, value)
-    for name, value in {"ENDPOINT": fake.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
-        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)  # read when the library is imported
-    with fake.serving():
-        yield fake
 
 
 def uploading(folder: Path, **more: Any) -> dict[str, Any]:
@@ -100,9 +87,8 @@ def test_a_run_uploads_its_checkpoints_and_its_model(
     made = hub.count("repos/create")
     more = uploading(tmp_path / "again", hub_strategy="end", hub_model_id="out", max_steps=3)
     resumed = KTOTrainer(model=model, args=KTOConfig(**more), train_dataset=unpaired_rows(12))
-    resumed.train(resume_from_checkpoint=str(checkpoint))
+    train_and_close(resumed, resume_from_checkpoint=str(checkpoint))
     assert resumed.state.global_step == 3 and hub.count("repos/create") == made
-    resumed.close()
 
 
 @pytest.mark.ci

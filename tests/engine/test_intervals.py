@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.helpers import options, paired_rows
+from support.helpers import options, paired_rows, train_and_close
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -90,9 +90,7 @@ def test_intervals_match_transformers(model: str, tmp_path: Path, monkeypatch: p
         sizes = {"gradient_accumulation_steps": 1, "lr_scheduler_type": "linear"}
         args = CPOConfig(**options(tmp_path / name, **{**sizes, **SHARED, **more}))
         rows = {"train_dataset": paired_rows(11), "eval_dataset": paired_rows(2)}
-        trainer = CPOTrainer(model=model, args=args, callbacks=[recorder], **rows)
-        trainer.train()
-        trainer.close()
+        train_and_close(CPOTrainer(model=model, args=args, callbacks=[recorder], **rows))
         end = recorder.lengths[0]
         # The last step is logged even if the number of steps is not a multiple of the interval.
         own = [event for event in recorder.events if event != ("log", end)]

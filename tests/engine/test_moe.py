@@ -38,14 +38,12 @@ def make_trainer(path: str, folder: Path, method: str = "cpo", **options: Any) -
     trainer, config, rows = TRAINERS[method]
     settings = short(folder, optim="sgd", learning_rate=RATE, max_grad_norm=0.0, max_steps=1)
     settings |= {"per_device_train_batch_size": ROWS, "gradient_accumulation_steps": 1}
-    made: AlignmentTrainer = trainer(model=path, args=config(**settings | options), train_dataset=rows(ROWS))
-    return made
+    return trainer(model=path, args=config(**settings | options), train_dataset=rows(ROWS))
 
 
 def train(trainer: AlignmentTrainer) -> Outcome:
     """Return the first log line and the weights after the step."""
     trainer.train()
-    assert trainer.model is not None
     weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     log: dict[str, float] = trainer.state.log_history[0]
     trainer.close()
@@ -61,7 +59,6 @@ def plain(path: str, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 def own_balancing_loss(path: str, trainer: AlignmentTrainer) -> tuple[list[Tensor], list[int], Any]:
     """Return, per micro-batch of the first window, the unmodified model's loss and token count; and the model."""
     model = AutoModelForCausalLM.from_pretrained(path)
-    assert trainer.data.sampler is not None and trainer.data.train is not None
     data, plan = trainer.data.train, trainer.data.sampler.plan(0, 0)
     losses, tokens = [], []
     for batch in MicroBatches(trainer.method.kind.collate, data.dataset, plan, 0):

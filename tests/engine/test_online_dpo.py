@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.bad_online_commands import write_classifiers
 from support.data_tokenizers import PLAIN, char_tokenizer
-from support.helpers import STAGES, make_model, options, text
+from support.helpers import STAGES, make_model, options, text, train_and_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Cache
 
 from alignment import OnlineDPOConfig, OnlineDPOTrainer
@@ -102,7 +102,7 @@ def test_functions_weights_and_more_generations(paths: dict[str, str], tmp_path:
     sources = {"ref_model": paths["reference"], "reward_funcs": [letters, brevity]}
     trainer = online(paths, tmp_path, **sources, **given)
     assert trainer.reward_weights.tolist() == [1.0, 0.5]
-    trainer.train()
+    train_and_close(trainer)
     first, second = logs(trainer)
     assert (first["beta"], second["beta"]) == (0.1, 0.3), "four prompts fill one window, so each step is an epoch"
     said = table(tmp_path)
@@ -116,7 +116,6 @@ def test_functions_weights_and_more_generations(paths: dict[str, str], tmp_path:
     short = (1 - 2 * first["rewards/ignored"]) * first["rewards/brevity/mean"] if ended else 0.0
     expected = first["rewards/letters/mean"] + 0.5 * short - 2.0 * (1 - ended)
     assert first["objective/scores"] == pytest.approx(expected)
-    trainer.close()
 
 
 def test_a_completion_ends_with_any_eos_of_tokenizer_and_model(paths: dict[str, str], tmp_path: Path) -> None:
@@ -125,9 +124,7 @@ def test_a_completion_ends_with_any_eos_of_tokenizer_and_model(paths: dict[str, 
     own = AutoTokenizer.from_pretrained(paths["policy"])
     model.generation_config.eos_token_id = [token for token in range(len(own)) if token != own.eos_token_id]
     first = {"reward_funcs": lambda completion_ids: [float(ids[0]) for ids in completion_ids]}
-    trainer = online(paths, tmp_path, model=model, processing_class=own, max_steps=1, **first)
-    trainer.train()
-    trainer.close()
+    trainer = train_and_close(online(paths, tmp_path, model=model, processing_class=own, max_steps=1, **first))
     (log,) = logs(trainer)
     assert log["completions/mean_length"] == 1.0 == log["val/contain_eos_token"]
 
@@ -140,14 +137,12 @@ def test_a_judge_that_fails_and_prefers_a_position(paths: dict[str, str], tmp_pa
             shown.extend(pairs)
             return [-1 if number == 0 else 0 for number in range(len(pairs))]
 
-    trainer = online(paths, tmp_path, judge=First(), max_steps=1)
-    trainer.train()
+    trainer = train_and_close(online(paths, tmp_path, judge=First(), max_steps=1))
     (log,) = logs(trainer)
     assert log["pairs/failed"] == 0.25 == log["pairs/dropped"] and len(shown) == 4
     assert "objective/scores" not in log and "objective/rlhf_reward" not in log
     chosen = {line["chosen"] for line in table(tmp_path) if line["dropped"] is None}
     assert chosen == {pair[0] for pair in shown[1:]}, "those that the judge saw first and preferred"
-    trainer.close()
 
 
 @pytest.mark.parametrize("judged", [False, True])
@@ -234,16 +229,14 @@ def test_a_run_without_pairs_ends_with_an_error(
 
     first = run(3, constant)
     with pytest.raises(TrainingError, match=r"^step 3: .*max_windows_without_pairs.* checkpoint-3$") as caught:
-        first.train()
-    first.close()
+        train_and_close(first)
     assert "last 3 windows" in str(caught.value) and "4 prompts: 4 tied" in str(caught.value)
     out = "".join(capfd.readouterr())
     assert all(f"step {step}: " in out for step in (1, 2, 3)) and "(4 prompts: 4 tied); its update was skipped" in out
     folder = tmp_path / "out" / "checkpoint-3"
     again = run(4, constant)
     with pytest.raises(TrainingError, match="^step 4: .*last 4 windows"):
-        again.train(resume_from_checkpoint=str(folder))
-    again.close()
+        train_and_close(again, resume_from_checkpoint=str(folder))
     calls = iter(range(99))
 
     def better_at_second(completions: list[str], **columns: Any) -> list[float]:
@@ -292,13 +285,12 @@ def test_score_and_reference_phases_hold_no_other_memory(
 
     trainer = online(paths, tmp_path, 8, reward_funcs=watching, deepspeed=STAGES[stage])
     _alive()
-    trainer.train()
+    train_and_close(trainer)
     assert len(scored) == 2 and len(referenced) == 4
     assert all(found == {"graphs": 0, "caches": 0} for found in scored + referenced)
     assert gathered == [0, 0]
     entries = {name: record.entries for name, record in trainer.phases.records.items()}
     assert entries == dict.fromkeys(("rollout", "score", "reference", "train", "step"), 2)
-    trainer.close()
 
 
 def test_contradicting_arguments_are_refused(paths: dict[str, str], tmp_path: Path) -> None:
@@ -366,7 +358,7 @@ def test_conversations_and_columns_reach_functions(paths: dict[str, str], tmp_pa
     rows = [{"prompt": [{"role": "user", "content": f"say {n}"}], "answer": [n], "tag": None} for n in range(4)]
     given = {"processing_class": char_tokenizer(template=PLAIN), "train_dataset": rows, "max_steps": 1}
     trainer = online(paths, tmp_path, reward_funcs=watching, **given)
-    trainer.train()
+    train_and_close(trainer)
     assert sorted(answer[0] for answer in seen["answer"]) == [0, 0, 1, 1, 2, 2, 3, 3] and seen["tag"] == [None] * 8
     for prompt, completion, answer in zip(seen["prompts"], seen["completions"], seen["answer"], strict=True):
         assert prompt == [{"role": "user", "content": f"say {answer[0]}"}]
@@ -374,4 +366,3 @@ def test_conversations_and_columns_reach_functions(paths: dict[str, str], tmp_pa
     assert seen["completion_ids"] and seen["trainer_state"].max_steps == 1
     (log,) = logs(trainer)
     assert log["objective/scores_margin"] == 1.0, "the second of two completions scores one more"
-    trainer.close()

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.helpers import STAGES, make_model, options, text
-from transformers import AutoConfig, TrainerCallback
+from support.helpers import STAGES, make_model, options, text, train_and_close
+from transformers import TrainerCallback
 
 from alignment import OnlineDPOConfig, OnlineDPOTrainer
 from alignment.online import window as online_window
@@ -27,11 +27,7 @@ TIMES = ("runtime", "per_second")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A policy with dropout: the train phase draws from torch's global generator."""
-    folder = make_model(tmp_path_factory.mktemp("models") / "policy", "untied")
-    config = AutoConfig.from_pretrained(folder)
-    config.attention_dropout = 0.2
-    config.save_pretrained(folder)
-    return folder
+    return make_model(tmp_path_factory.mktemp("models") / "policy", "untied", dropout=0.2)
 
 
 def draw() -> None:
@@ -80,11 +76,7 @@ Outcome = tuple[list[dict[str, Any]], list[tuple[Any, ...]]]
 
 
 def outcome(
-    model: str,
-    folder: Path,
-    stage: str,
-    reward: Callable[..., list[float]] | None = vowels,
-    **more: Any,
+    model: str, folder: Path, stage: str, reward: Callable[..., list[float]] | None = vowels, **more: Any
 ) -> Outcome:
     """Return the log of a run of three windows without times, and the states of the generators after each."""
     given = options(folder, max_new_tokens=8, max_steps=3, disable_dropout=False, ref_placement="replica", **more)
@@ -99,8 +91,7 @@ def outcome(
         judge=judge if reward is None else None,
         callbacks=[after],
     )
-    trainer.train()
-    trainer.close()
+    train_and_close(trainer)
     log = [{n: v for n, v in entry.items() if not n.endswith(TIMES)} for entry in trainer.state.log_history]
     written = [json.loads(line) for line in (folder / "out" / "completions.jsonl").read_text().splitlines()]
     return [*log, *written], after.states

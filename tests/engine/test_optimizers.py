@@ -9,7 +9,7 @@ import bitsandbytes
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.helpers import STAGES, make_model, options, paired_rows
+from support.helpers import STAGES, options, paired_rows, train_and_close
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
@@ -28,19 +28,11 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("models") / "policy", "tied", seed=1)
-
-
 def run(model: str, folder: Path, stage: str, optim: str, **more: Any) -> tuple[dict[str, Tensor], list[float]]:
     """The weights after a run of three steps, and its losses."""
     given = {"max_steps": 3, "optim": optim, "deepspeed": STAGES[stage], "save_strategy": "steps", "save_steps": 2}
     args = CPOConfig(**options(folder, **{**given, "weight_decay": 0.1, "optim_args": ARGUMENTS.get(optim), **more}))
-    trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(12))
-    trainer.train()
-    trainer.save_model(folder / "saved")
-    trainer.close()
+    trainer = train_and_close(CPOTrainer(model=model, args=args, train_dataset=paired_rows(12)), save=folder / "saved")
     course = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return load_file(folder / "saved" / "model.safetensors"), course
 
@@ -80,7 +72,6 @@ def test_adam_starts_at_step_0(model: str, tmp_path: Path, bf16: bool) -> None:
         args = CPOConfig(**options(tmp_path / stage, deepspeed=STAGES[stage], bf16=bf16, **given))
         trainer = CPOTrainer(model=model, args=args, train_dataset=paired_rows(12), eval_dataset=paired_rows(12))
         trainer.engines.build(2)
-        assert trainer.engines.models is not None
         optimizer = trainer.engines.models.policy.engine.optimizer
         assert hasattr(optimizer, "fp32_groups") == (bf16 and stage == "stage0")
         for masters, weights in zip(getattr(optimizer, "fp32_groups", ()), getattr(optimizer, "fp16_groups", ())):

@@ -7,18 +7,13 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, load_from_disk
-from support.helpers import make_classifier, make_model, options, paired_rows
+from support.helpers import make_classifier, make_model, options, paired_rows, train_and_close
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, OnlineDPOConfig, OnlineDPOTrainer
 from alignment.config.errors import OutputError
 from alignment.training.arguments import inputs_of
 from alignment.training.data import training_data
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("models") / "policy")
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -102,10 +97,7 @@ def test_options_that_name_inputs(tmp_path: Path) -> None:
 def test_the_model_of_an_earlier_run_is_moved(model: str, tmp_path: Path) -> None:
     for number in (1, 2):
         args = CPOConfig(**options(tmp_path, max_steps=1, overwrite_output_dir=number == 2))
-        trainer = CPOTrainer(model, args=args, train_dataset=paired_rows(8, seed=number))
-        trainer.train()
-        trainer.save_model()
-        trainer.close()
+        train_and_close(CPOTrainer(model, args=args, train_dataset=paired_rows(8, seed=number)), save=True)
         if number == 1:
             weights = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert (tmp_path / "out" / "previous-1" / "model.safetensors").read_bytes() == weights

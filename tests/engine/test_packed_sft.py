@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.helpers import STAGES, make_model, options
+from support.helpers import STAGES, options, train_and_close
 from support.oracle.dense import load, token_logps, wide_maths
 
 from alignment import SFTConfig, SFTTrainer
@@ -28,11 +28,6 @@ def tokenized(count: int, seed: int, longest: int) -> list[dict[str, list[int]]]
         ids = [draw.randrange(4, 60) for _ in range(draw.randrange(3, longest))]
         rows.append({"input_ids": ids, "labels": [i if draw.random() < 0.7 else -100 for i in ids[:-1]] + ids[-1:]})
     return rows
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("packing") / "policy", "untied", seed=1)
 
 
 def cut(rows: list[dict[str, list[int]]], strategy: str) -> list[list[tuple[int, int]]]:
@@ -65,35 +60,33 @@ def trainer_of(model: str, folder: Path, rows: Any, **more: Any) -> SFTTrainer:
     return SFTTrainer(model, args=SFTConfig(**options(folder, **given)), train_dataset=rows, eval_dataset=rows[:4])
 
 
-def test_against_float64(model: str, tmp_path: Path) -> None:
+def test_against_float64(base: str, tmp_path: Path) -> None:
     """One window of all packs, for any split into forward passes; its evaluation, packed or not."""
     rows = tokenized(12, 5, 2 * LENGTH)
     for strategy in ("bfd", "bfd_split", "wrapped"):
-        loss, norm = expected(model, cut(rows, strategy))
+        loss, norm = expected(base, cut(rows, strategy))
         for micro, steps in ((16, 1), (3, 6)):
             trainer = trainer_of(
-                model, tmp_path / f"{strategy}{micro}", rows, packing=True, packing_strategy=strategy,
+                base, tmp_path / f"{strategy}{micro}", rows, packing=True, packing_strategy=strategy,
                 per_device_train_batch_size=micro, gradient_accumulation_steps=steps, deepspeed=STAGES["stage0"],
             )  # fmt: skip
-            assert trainer.data.train is not None and trainer.data.train.packs is not None
             assert len(trainer.data.train.packs) <= micro * steps
             known = trainer.evaluate()["eval_loss"]
-            trainer.train()
-            trainer.close()
+            train_and_close(trainer)
             found = trainer.state.log_history
             found = next(entry for entry in found if "loss" in entry)
             assert found["loss"] == pytest.approx(loss, rel=1e-6)
             assert found["grad_norm"] == pytest.approx(norm, rel=1e-4)
-            assert known == pytest.approx(expected(model, cut(rows[:4], strategy))[0], rel=1e-6)
+            assert known == pytest.approx(expected(base, cut(rows[:4], strategy))[0], rel=1e-6)
 
 
-def test_packed_training_equals_unpacked_training(model: str, tmp_path: Path) -> None:
+def test_packed_training_equals_unpacked_training(base: str, tmp_path: Path) -> None:
     """The same tokens in a window give the same step; evaluation rows can be packed, too."""
     rows = tokenized(9, 7, LENGTH + 1)
     losses = []
     for name, more in {"packed": {"packing": True, "eval_packing": False}, "rows": {"eval_packing": True}}.items():
         trainer = trainer_of(
-            model, tmp_path / name, rows, **more, per_device_train_batch_size=9, max_steps=2, learning_rate=0.5,
+            base, tmp_path / name, rows, **more, per_device_train_batch_size=9, max_steps=2, learning_rate=0.5,
             optim="sgd", deepspeed=STAGES["stage0"],
         )  # fmt: skip
         assert (trainer.data.train.packs is not None) == (name == "packed")
@@ -106,7 +99,7 @@ def test_packed_training_equals_unpacked_training(model: str, tmp_path: Path) ->
     assert abs(losses[0][0] - losses[0][1]) > 1e-2
 
 
-def test_two_ranks_and_resuming(model: str, tmp_path: Path, ranks: Any) -> None:
+def test_two_ranks_and_resuming(base: str, tmp_path: Path, ranks: Any) -> None:
     """Two ranks compute the same packs as one; a resumed run equals an uninterrupted one."""
     rows = tokenized(24, 11, LENGTH + 1)
     given = {
@@ -116,16 +109,15 @@ def test_two_ranks_and_resuming(model: str, tmp_path: Path, ranks: Any) -> None:
     folders = {name: tmp_path / name for name in ("one", "two")}
     for folder in folders.values():
         folder.mkdir()
-    run = {"name": "run", "trainer": "SFT", "model": model, "train": rows}
+    run = {"name": "run", "trainer": "SFT", "model": base, "train": rows}
     both = [{**run, "args": options(folders["two"], **given, per_device_train_batch_size=2)}]
     (folders["two"] / "runs.json").write_text(json.dumps(both))
     ranks.run(DRIVERS / "runs.py", folders["two"] / "runs.json", nproc=2)
     other = json.loads((folders["two"] / "run.json").read_text())["log"]
     trainer = SFTTrainer(
-        model, args=SFTConfig(**options(folders["one"], **given, per_device_train_batch_size=4)), train_dataset=rows
+        base, args=SFTConfig(**options(folders["one"], **given, per_device_train_batch_size=4)), train_dataset=rows
     )
-    trainer.train()
-    trainer.close()
+    train_and_close(trainer)
     own = trainer.state.log_history
     assert [e["loss"] for e in own if "loss" in e] == pytest.approx(
         [e["loss"] for e in other if "loss" in e], rel=1e-5
@@ -133,10 +125,8 @@ def test_two_ranks_and_resuming(model: str, tmp_path: Path, ranks: Any) -> None:
     assert own[0]["num_tokens"] == other[0]["num_tokens"]
     args = SFTConfig(**options(folders["one"], **given, per_device_train_batch_size=4))
     args.resume_from_checkpoint = str(folders["one"] / "out" / "checkpoint-2")
-    again = SFTTrainer(model, args=args, train_dataset=rows)
-    again.train()
-    again.close()
+    again = train_and_close(SFTTrainer(base, args=args, train_dataset=rows))
     assert [e["loss"] for e in again.state.log_history if "loss" in e] == [e["loss"] for e in own if "loss" in e]
     changed = SFTConfig(**options(folders["one"], **{**given, "packing": False}, per_device_train_batch_size=4))
     with pytest.raises((CheckpointError, OptionError), match="data was .*packs by bfd"):
-        SFTTrainer(model, args=changed, train_dataset=rows).train(resume_from_checkpoint=True)
+        SFTTrainer(base, args=changed, train_dataset=rows).train(resume_from_checkpoint=True)

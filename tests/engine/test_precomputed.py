@@ -17,7 +17,7 @@ import torch
 from datasets import IterableDataset
 from peft import LoraConfig, get_peft_model
 from support.helpers import make_model, options, paired_rows, unpaired_rows
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import alignment
 from alignment import KTOConfig
@@ -41,12 +41,8 @@ LIVE = "replica"
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Models with dropout, so that a shifted random stream changes the loss."""
     folder = tmp_path_factory.mktemp("models")
-    paths = {name: make_model(folder / name, seed=seed) for seed, name in enumerate(("policy", "reference"))}
-    for path in paths.values():
-        config = AutoConfig.from_pretrained(path)
-        config.attention_dropout = 0.3
-        config.save_pretrained(path)
-    return paths
+    names = ("policy", "reference")
+    return {name: make_model(folder / name, seed=seed, dropout=0.3) for seed, name in enumerate(names)}
 
 
 @pytest.fixture(autouse=True)
@@ -97,14 +93,13 @@ def make(method: str, model: Any, reference: Any, folder: Path, **more: Any) -> 
         "disable_dropout": False,
         **more,
     }
-    made: AlignmentTrainer = getattr(alignment, f"{method}Trainer")(
+    return getattr(alignment, f"{method}Trainer")(
         model,
         reference,
         args=getattr(alignment, f"{method}Config")(**options(folder, **given)),
         train_dataset=rows_of(method, 10),
         eval_dataset={"a": rows_of(method, 5, seed=3), "b": rows_of(method, 4, seed=4)},
     )
-    return made
 
 
 def finished(trainer: AlignmentTrainer, method: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
@@ -112,7 +107,6 @@ def finished(trainer: AlignmentTrainer, method: str) -> tuple[list[dict[str, Any
     trainer.train()
     trainer.evaluate(rows_of(method, 5, seed=3))  # those of the constructor
     log = [{n: v for n, v in entry.items() if not n.endswith(TIMES)} for entry in trainer.state.log_history]
-    assert trainer.model is not None
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.close()
     return log, weights
@@ -138,7 +132,6 @@ def test_a_precomputed_reference_trains_like_a_live_one(
     live = make(method, models["policy"], models["reference"], tmp_path / "live", ref_placement=LIVE)
     if method == "KTO":
         assert live.data.sampler is not None and live.data.sampler.partners is None
-        assert live.data.train is not None
         live.data.sampler.partners = set_partners(live.data.train.table, order_seed(live.args), draw=True)
     expected, expected_weights = finished(live, method)
     assert "precompute" not in live.phases.records
@@ -158,7 +151,6 @@ def test_a_precomputed_reference_trains_like_a_live_one(
     found, _ = finished(again, method)
     assert built == ["policy"] and stored(stores) == files, "the store was complete, and is unchanged"
     live = make(method, models["policy"], models["reference"], tmp_path / "other", ref_placement=LIVE, **given)
-    assert live.data.sampler is not None and again.data.sampler is not None
     live.data.sampler.partners = again.data.sampler.partners
     expected, _ = finished(live, method)
     assert found != expected, "its batches differ from the store's"
@@ -205,7 +197,6 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
 def key_of(trainer: AlignmentTrainer) -> dict[str, Any]:
     """Return the key of the training data's store."""
     stores = trainer.engines.stores
-    assert stores is not None and trainer.data.train is not None
     stores.lines()
     return stores.key(trainer.data.train)
 
@@ -252,7 +243,6 @@ def test_different_rows_have_different_stores(models: dict[str, str], tmp_path: 
     def content(rows: list[dict[str, Any]]) -> str:
         args = alignment.DPOConfig(**options(tmp_path, ref_placement="precomputed"))
         trainer = alignment.DPOTrainer(models["policy"], args=args, train_dataset=rows)
-        assert trainer.data.train is not None
         return precompute.rows_content(trainer.data.train, trainer.method.completions)
 
     first, second = {"prompt": "ab", "chosen": "cd", "rejected": "e"}, {"prompt": "x", "chosen": "y", "rejected": "z"}
@@ -333,7 +323,6 @@ def interrupted(trainer: AlignmentTrainer, part: int, where: str, monkeypatch: p
 def test_the_batch_size_of_a_pass(models: dict[str, str], tmp_path: Path) -> None:
     trainer = make("KTO", models["policy"], None, tmp_path)
     data = trainer.data.train
-    assert data is not None
     rows, sizes = len(data.table), []
     three: dict[str, Any] = {"per_device_eval_batch_size": 3}
     for given in ({}, three, three | {"precompute_ref_batch_size": 2}):
@@ -382,12 +371,10 @@ def test_an_interrupted_pass_resumes(
 def values_of(trainer: AlignmentTrainer, folder: Path) -> list[float]:
     """Return the log-probs of the training rows."""
     stores, data = trainer.engines.stores, trainer.data.train
-    assert stores is not None and data is not None
     partners = set_partners(data.table, order_seed(trainer.args), draw=True)
     read = LogpStore(folder / "deepspeed-alignment", stores.key(data), partners, 2)
     assert read.read() == [] and read.missing == []
-    values: list[float] = read.values.ravel().tolist()
-    return values
+    return read.values.ravel().tolist()
 
 
 # Refusals and messages ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.helpers import STAGES, make_model, options, unpaired_rows
+from support.helpers import STAGES, make_model, options, train_and_close, unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 
@@ -27,9 +27,7 @@ def flags() -> Iterator[None]:
 
 def history(model: str, folder: Path, **more: Any) -> list[dict[str, float]]:
     args = KTOConfig(**options(folder, max_steps=2, deepspeed=STAGES["stage2"], **more))
-    trainer = KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(8))
-    trainer.train()
-    trainer.close()
+    trainer = train_and_close(KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(8)))
     return [{n: v for n, v in entry.items() if n not in TIMES} for entry in trainer.state.log_history]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.helpers import make_model, options, unpaired_rows
+from support.helpers import options, train_and_close, unpaired_rows
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -23,11 +23,6 @@ from alignment.config.errors import CheckpointError, OutputError
 pytestmark = pytest.mark.usefixtures("own_process_group")
 STEPS = 6
 BEST = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model") / "policy", seed=1)
 
 
 def make(model: str, folder: Path, callbacks: Sequence[Any] = (), **more: Any) -> KTOTrainer:
@@ -77,13 +72,9 @@ class Keeping(TrainerCallback, ExportableState):
 
 def test_state_of_callbacks(model: str, tmp_path: Path) -> None:
     """NumPy scalars, and two callbacks of one class; a state that cannot be saved is refused before the first step."""
-    trainer = make(model, tmp_path, [Keeping(np.float32(0.5)), Keeping(7)])
-    trainer.train()
-    trainer.close()
+    trainer = train_and_close(make(model, tmp_path, [Keeping(np.float32(0.5)), Keeping(7)]))
     again = [Keeping(0), Keeping(0)]
-    trainer = make(model, tmp_path, again)
-    trainer.train(resume_from_checkpoint=True)
-    trainer.close()
+    trainer = train_and_close(make(model, tmp_path, again), resume_from_checkpoint=True)
     assert [callback.kept for callback in again] == [0.5, 7]
     trainer = make(model, tmp_path / "other", [Keeping({1, 2})])
     with pytest.raises(CheckpointError, match="cannot be saved: .*set"):
@@ -93,19 +84,14 @@ def test_state_of_callbacks(model: str, tmp_path: Path) -> None:
 
 def test_resuming_in_another_folder(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The best model is found in the old folder; if it is gone, the best of later evaluations is used."""
-    first = make(model, tmp_path / "a", **BEST)
-    first.train()
-    first.save_model()
-    first.close()
+    first = train_and_close(make(model, tmp_path / "a", **BEST), save=True)
     assert first.state.best_global_step == 2
     weights = (first.output_dir / "model.safetensors").read_bytes()
     for name, found in (("b", True), ("c", False)):
         if not found:
             shutil.rmtree(first.output_dir / "checkpoint-2")
         second = make(model, tmp_path / name, **BEST)
-        second.train(resume_from_checkpoint=str(first.output_dir / "checkpoint-4"))
-        second.save_model()
-        second.close()
+        train_and_close(second, save=True, resume_from_checkpoint=str(first.output_dir / "checkpoint-4"))
         assert [path.name for path in checkpoints(second.output_dir)] == ["checkpoint-6"]
         assert ((second.output_dir / "model.safetensors").read_bytes() == weights) is found
         assert ("the best checkpoint so far cannot be used" in capsys.readouterr().out) is not found
@@ -128,18 +114,14 @@ class Damaging(TrainerCallback):
 def test_a_damaged_best_model_is_not_loaded(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = make(model, tmp_path, **BEST)
     trainer.add_callback(Damaging(trainer.output_dir / "checkpoint-2" / "model.safetensors"))
-    trainer.train()
-    trainer.save_model()
-    trainer.close()
+    train_and_close(trainer, save=True)
     assert "model.safetensors: the content has changed since it was written" in capsys.readouterr().out
     last = trainer.output_dir / f"checkpoint-{STEPS}" / "model.safetensors"
     assert (trainer.output_dir / "model.safetensors").read_bytes() == last.read_bytes()
 
 
 def test_a_failed_restore_leaves_the_folder_unchanged(model: str, tmp_path: Path) -> None:
-    first = make(model, tmp_path)
-    first.train()
-    first.close()
+    first = train_and_close(make(model, tmp_path))
     second = make(model, tmp_path, optim="sgd", resume_anyway=True)
     with pytest.raises(CheckpointError, match="torch.AdamW"):
         second.train(resume_from_checkpoint="checkpoint-2")
@@ -148,25 +130,19 @@ def test_a_failed_restore_leaves_the_folder_unchanged(model: str, tmp_path: Path
 
 
 def test_a_trainer_in_the_folder_of_a_finished_run_replaces_nothing(model: str, tmp_path: Path) -> None:
-    first = make(model, tmp_path)
-    first.train()
-    first.save_model()
-    first.close()
+    first = train_and_close(make(model, tmp_path), save=True)
     before = {path.name: path.read_bytes() for path in first.output_dir.iterdir() if path.is_file()}
     second = make(model, tmp_path)
     second.evaluate()
     with pytest.raises(OutputError, match="contains an earlier run"):
         second.save_model()
     with pytest.raises(OutputError, match="is not empty; .*resume_from_checkpoint"):
-        second.train()
-    second.close()
+        train_and_close(second)
     assert {path.name: path.read_bytes() for path in first.output_dir.iterdir() if path.is_file()} == before
 
 
 def test_checkpoints_contain_no_secrets(model: str, tmp_path: Path) -> None:
-    trainer = make(model, tmp_path, model_init_kwargs={"token": "hf_0123456789"})
-    trainer.train()
-    trainer.close()
+    trainer = train_and_close(make(model, tmp_path, model_init_kwargs={"token": "hf_0123456789"}))
     manifest = (trainer.output_dir / "checkpoint-2" / "manifest.json").read_text()
     assert json.loads(manifest)["options"]["model_init_kwargs"] == {"token": "<TOKEN>"}
     for path in trainer.output_dir.rglob("*"):

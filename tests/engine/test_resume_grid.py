@@ -61,10 +61,7 @@ def check(case: Combination, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(
-    models: dict[str, str],
-    tmp_path_factory: pytest.TempPathFactory,
-    ranks: RankServer,
-    request: pytest.FixtureRequest,
+    models: dict[str, str], tmp_path_factory: pytest.TempPathFactory, ranks: RankServer, request: pytest.FixtureRequest
 ) -> Path:
     """Train the runs of the selected tests only; return their folder."""
     folder = tmp_path_factory.mktemp("sampled")

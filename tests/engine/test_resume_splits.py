@@ -120,8 +120,7 @@ def update(folder: Path, name: str, start: str) -> Update:
 def logged(folder: Path, name: str) -> list[dict[str, float]]:
     """Return everything that a run logged except times, including the last evaluation."""
     outcome = json.loads((folder / f"{name}.json").read_text())
-    found: list[dict[str, float]] = timeless([*outcome["log"], outcome["evaluation"]])
-    return found
+    return timeless([*outcome["log"], outcome["evaluation"]])
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=pair_name)

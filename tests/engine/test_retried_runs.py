@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import DRIVERS, run_launched
-from support.helpers import make_model, options, paired_rows
+from support.helpers import make_model, options, paired_rows, train_and_close
 from support.resume_comparison import timeless
 
 from alignment import CPOConfig, CPOTrainer
@@ -46,8 +46,7 @@ def trainer(folder: Path, rows: Unread, **more: Any) -> CPOTrainer:
 def test_reads_are_retried_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = trainer(tmp_path, Unread(2, OSError(errno.EIO, "Input/output error")))
     assert "train_dataset: DataError: rows.jsonl: cannot be read; retry 2 of 3 in 0 s" in capsys.readouterr().out
-    made.train()
-    made.close()
+    train_and_close(made)
     lines = log_of(tmp_path / "out")
     assert [line["retries"] for line in lines if "retries" in line] == [2, 2]  # for the only step, and for the run
     assert "- Retries: 2\n" in (tmp_path / "out" / "report.md").read_text()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.data_tokenizers import char_tokenizer
-from support.helpers import STAGES, make_classifier, make_model, options, paired_rows
-from support.oracle.dense import load, wide_maths
+from support.helpers import STAGES, make_classifier, make_model, options, paired_rows, train_and_close
+from support.oracle.dense import load, reward_objective, wide_maths
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig
 
@@ -67,19 +67,11 @@ def dense(path: str, rows: list[dict[str, Any]], center: float) -> tuple[dict[st
     with wide_maths():
         chosen, rejected = rewards(model, rows, "chosen"), rewards(model, rows, "rejected")
         margins = torch.tensor([row["margin"] for row in rows])
-        losses = (1 + (rejected - chosen + margins).exp()).log() + center * (chosen + rejected).square()
+        loss, metrics = reward_objective(chosen, rejected, margins, center)
         names = [name for name, _ in model.named_parameters()]
-        gradients = torch.autograd.grad(losses.mean(), list(model.parameters()), materialize_grads=True)
-    metrics = {
-        "loss": losses.mean(),
-        "rewards/chosen": chosen.mean(),
-        "rewards/rejected": rejected.mean(),
-        "rewards/margins": (chosen - rejected).mean(),
-        "rewards/accuracies": (chosen > rejected).double().mean(),
-        "mean_reward": torch.cat([chosen, rejected]).mean(),
-        "grad_norm": torch.stack([(g**2).sum() for g in gradients]).sum().sqrt(),
-    }
-    return {name: float(value.detach()) for name, value in metrics.items()}, dict(zip(names, gradients))
+        gradients = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+    metrics["grad_norm"] = math.sqrt(sum(float((g**2).sum()) for g in gradients))
+    return metrics, dict(zip(names, gradients))
 
 
 @pytest.fixture(scope="module")
@@ -108,16 +100,13 @@ def test_one_step_against_float64(tmp_path: Path, classifier: str, stage: str, m
         eval_dataset=ROWS[:3],
         **split,
     )
-    assert made.data.train is not None
     rows = [made.data.train.dataset[number] for number in range(8)]
     assert {row["margin"] for row in rows} == {0.0, 0.25, 0.5, 0.75}
     expected, gradients = dense(classifier, rows, CENTER)
     before = {f"eval_{name}": value for name, value in dense(classifier, rows[:3], CENTER)[0].items()}
     before.pop("eval_grad_norm")
     found_before = made.evaluate()
-    made.train()
-    made.save_model(tmp_path / "saved")
-    made.close()
+    train_and_close(made, save=tmp_path / "saved")
     assert {name: found_before[name] for name in before} == pytest.approx(before, rel=1e-4, abs=1e-5)
     found = made.state.log_history[-2]
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)

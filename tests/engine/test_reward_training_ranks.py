@@ -67,7 +67,7 @@ def test_every_rank_gets_the_same_error(ranks: RankServer, tmp_path: Path) -> No
     said = json.loads((tmp_path / "out.json").read_text())
     raised = "reward function 'length' raised KeyError: 'answer' (failing_rewards.py, line "
     for other, own in (said["one"], said["empty"]):
-        assert own.startswith(raised) and "rank 1's row 0 to rank 1's row 1; " in own
+        assert own.startswith(raised) and "rank 1's row 0; rank 1's row 1; " in own
         assert own.endswith(" (on rank 1) [KeyError]") and other == own.replace("[KeyError]", "[NoneType]")
     ((short, same), (odd, too)) = said["two"], said["judge"]
     assert short == same and "rank 0's row 0" in short and "(on rank 0; also failed: 1)" in short

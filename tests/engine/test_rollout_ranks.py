@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import DRIVERS
 from support.drivers.rollout import PROMPTS, SEQUENCES, STAGES_AND_WAYS
-from support.helpers import make_model
 from support.oracle.dense import load, token_logps
 
 from tools.ranks import RankServer
@@ -20,16 +19,11 @@ NAMES = [f"{stage} {way}" for stage, ways in STAGES_AND_WAYS.items() for way in 
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("rollout") / "model", "untied")
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, model: str, ranks: RankServer) -> list[dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory, base: str, ranks: RankServer) -> list[dict[str, Any]]:
     """The results of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     spec = folder / "spec.json"
-    spec.write_text(json.dumps({"model": model}))
+    spec.write_text(json.dumps({"model": base}))
     ranks.run(DRIVERS / "rollout.py", spec)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -52,8 +46,8 @@ def test_the_device_with_less_memory_decides_for_both(found: list[dict[str, Any]
     assert [one["fits"] for one in found] == [4, 4]
 
 
-def test_a_token_loss_with_a_rank_without_tokens(found: list[dict[str, Any]], model: str) -> None:
-    dense = load(model)
+def test_a_token_loss_with_a_rank_without_tokens(found: list[dict[str, Any]], base: str) -> None:
+    dense = load(base)
     logps = torch.cat([token_logps(dense, prompt, completion) for prompt, completion in SEQUENCES[0]])
     gradients = torch.autograd.grad(logps.exp().mean(), list(dense.parameters()))
     norm = float(torch.cat([gradient.flatten() for gradient in gradients]).norm())

@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from support.data_tokenizers import MARKED, char_tokenizer
-from support.helpers import make_classifier, make_model, options, paired_rows, unpaired_rows
+from support.helpers import make_classifier, make_model, options, paired_rows, train_and_close, unpaired_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerState
 
 import alignment
@@ -80,10 +80,7 @@ def trainer_of(method: str, models: dict[str, str], folder: Path, rows: Any, **m
             arguments["reward_funcs"] = lambda completions, **columns: [float(len(text)) for text in completions]
     args = getattr(alignment, f"{method}Config")(**given)
     model = models["classifier" if method == "Reward" else "policy"]
-    made: AlignmentTrainer = getattr(alignment, f"{method}Trainer")(
-        model, args=args, train_dataset=rows, eval_dataset=rows, **arguments
-    )
-    return made
+    return getattr(alignment, f"{method}Trainer")(model, args=args, train_dataset=rows, eval_dataset=rows, **arguments)
 
 
 def sequences(trainer: AlignmentTrainer) -> list[dict[str, Any]]:
@@ -91,7 +88,6 @@ def sequences(trainer: AlignmentTrainer) -> list[dict[str, Any]]:
 
     Reward models score complete sequences; which of their tokens are the prompt has no effect.
     """
-    assert trainer.data.train is not None
     rows = []
     for row in trainer.data.train.dataset:
         without = ("row", "prompt_key", "prompt_cut", "completions_cut")
@@ -194,8 +190,7 @@ def test_the_records_of_a_run(run: AlignmentTrainer) -> None:
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    found: torch.Tensor = model.eval()(input_ids=torch.tensor([[0, 5, 6, 7, 8, 9]])).logits.float()
-    return found
+    return model.eval()(input_ids=torch.tensor([[0, 5, 6, 7, 8, 9]])).logits.float()
 
 
 def test_the_adapters_of_a_run(run: AlignmentTrainer, models: dict[str, str], tmp_path: Path) -> None:
@@ -224,18 +219,14 @@ def test_the_adapters_of_a_run(run: AlignmentTrainer, models: dict[str, str], tm
 def test_a_trained_reward_model_scores_completions_that_are_rows(models: dict[str, str], tmp_path: Path) -> None:
     """Adapters and head by way of an export, the scores in completions.jsonl, and its pairs as training data."""
     more = {"max_steps": 2, "learning_rate": 0.1, "use_peft": True}
-    trained = trainer_of("Reward", models, tmp_path / "a b", paired_rows(8), **more)
-    trained.train()
-    trained.save_model()
-    trained.close()
+    trained = train_and_close(trainer_of("Reward", models, tmp_path / "a b", paired_rows(8), **more), save=True)
     asked = {"user: ab": TURNS[:1], "user: ab\nassistant: ba": TURNS}  # the policy continues the second one
     rows = [{"prompt": prompt} for prompt in asked.values()] * 2
     with pytest.raises(ModelError, match="^reward_model_path: .*deepspeed-alignment export"):
         trainer_of("OnlineDPO", models, tmp_path / "no", rows, reward_model_path=str(trained.output_dir))
     export(trained.output_dir, tmp_path / "merged")
     online = trainer_of("OnlineDPO", models, tmp_path, rows, reward_model_path=str(tmp_path / "merged"), max_steps=1)
-    online.train()
-    online.close()
+    train_and_close(online)
     base = AutoModelForSequenceClassification.from_pretrained(models["classifier"])
     scoring = PeftModel.from_pretrained(base, trained.output_dir).eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")

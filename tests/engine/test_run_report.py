@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.helpers import STAGES, Acts, make_model, unpaired_rows
+from support.helpers import STAGES, Acts, make_model, train_and_close, unpaired_rows
 
 from alignment import KTOConfig, KTOTrainer
 from alignment.reporting.page import Page, Section, as_markdown, metrics_section, phases_section
@@ -55,9 +55,7 @@ def test_reports_that_cannot_be_written_cost_nothing(tmp_path: Path, capsys: pyt
     trainer = kto(tmp_path, max_steps=1)
     for name in ("report.md", "report.html"):
         trainer.add_callback(Acts("on_train_begin", 0, (tmp_path / "out" / name).mkdir))
-    trainer.train()
-    trainer.save_model()
-    trainer.close()
+    train_and_close(trainer, save=True)
     said = capsys.readouterr().out
     assert all(f"could not write {name}: IsADirectoryError: " in said for name in ("report.md", "report.html"))
     assert (tmp_path / "out" / "model.safetensors").is_file()
@@ -71,8 +69,7 @@ def test_a_run_ends_with_its_report(tmp_path: Path, capsys: pytest.CaptureFixtur
         logging_steps=1, eval_strategy="steps", disable_tqdm=True, deepspeed=STAGES["stage2"],
     )  # fmt: skip
     trainer = KTOTrainer(model=model, args=args, train_dataset=unpaired_rows(4), eval_dataset=unpaired_rows(2, seed=5))
-    trainer.train()
-    trainer.close()
+    train_and_close(trainer)
     text = (tmp_path / "out" / "report.md").read_text()
     assert text.rstrip() in capsys.readouterr().out
     assert "\n- Steps: 2 of 2\n" in text and "\n- Rows per step: 2\n" in text
@@ -129,7 +126,6 @@ def test_a_run_that_ends_early_leaves_a_report(
     trainer = kto(tmp_path)
     trainer.add_callback(Acts("on_step_end", 2, act))
     with pytest.raises(error):
-        trainer.train()
-    trainer.close()
+        train_and_close(trainer)
     page = (tmp_path / "out" / "report.html").read_text()
     assert [part for part in said if part not in page] == []

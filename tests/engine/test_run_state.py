@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from support.helpers import train_and_close
 from support.whole_runs import completions, logged, make, make_models
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -40,15 +41,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def state_of(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's state of the parts that all ranks share."""
-    state: dict[str, Any] = json.loads((folder / "run_state.json").read_text())
-    return state
+    return json.loads((folder / "run_state.json").read_text())
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in BRIEF else pytest.mark.ci) for m in METHODS])
 def test_a_fresh_trainer_resumes_from_any_step(method: str, models: dict[str, str], tmp_path: Path) -> None:
-    whole = make(method, models, tmp_path / "whole", **EVERY_STEP)
-    whole.train()
-    whole.close()
+    whole = train_and_close(make(method, models, tmp_path / "whole", **EVERY_STEP))
     # Within a log interval, at the end of an epoch, after an evaluation; all steps for the other methods.
     for step in (1, 3, 4) if method in BRIEF else range(1, STEPS):
         again = resumed(method, models, whole.output_dir, tmp_path / f"again {step}", step, **EVERY_STEP)
@@ -62,13 +60,7 @@ def test_a_fresh_trainer_resumes_from_any_step(method: str, models: dict[str, st
 
 
 def resumed(
-    method: str,
-    models: dict[str, str],
-    done: Path,
-    folder: Path,
-    step: int,
-    stop: Sequence[Any] = (),
-    **more: Any,
+    method: str, models: dict[str, str], done: Path, folder: Path, step: int, *callbacks: Any, **more: Any
 ) -> AlignmentTrainer:
     """Return a fresh trainer that was resumed from a step and finished, in a folder with later log lines."""
     random.seed(step)
@@ -77,12 +69,7 @@ def resumed(
     for path in checkpoints(folder / "out"):
         if path.name != f"checkpoint-{step}":
             shutil.rmtree(path)
-    trainer = make(method, models, folder, **more)
-    for callback in stop:
-        trainer.add_callback(callback)
-    trainer.train(resume_from_checkpoint="latest")
-    trainer.close()
-    return trainer
+    return train_and_close(make(method, models, folder, *callbacks, **more), resume_from_checkpoint="latest")
 
 
 class Stop(TrainerCallback):
@@ -96,13 +83,10 @@ class Stop(TrainerCallback):
 
 
 def test_an_epoch_that_a_callback_ended_stays_ended(models: dict[str, str], tmp_path: Path) -> None:
-    whole = make("KTO", models, tmp_path / "whole", **EVERY_STEP)
-    whole.add_callback(Stop("should_epoch_stop"))
-    whole.train()
-    whole.close()
+    whole = train_and_close(make("KTO", models, tmp_path / "whole", Stop("should_epoch_stop"), **EVERY_STEP))
     data = state_of(whole.output_dir / "checkpoint-2")["data"]
     assert (data["epoch"], data["step"]) == (1, 0)
-    again = resumed("KTO", models, whole.output_dir, tmp_path / "again", 2, [Stop("should_epoch_stop")], **EVERY_STEP)
+    again = resumed("KTO", models, whole.output_dir, tmp_path / "again", 2, Stop("should_epoch_stop"), **EVERY_STEP)
     assert logged(again) == logged(whole)
 
 
@@ -111,17 +95,12 @@ def test_a_run_that_a_callback_ended_stays_ended(
 ) -> None:
     """Whether it was killed before or after its message; it continues if requested."""
     rare = EVERY_STEP | {"logging_steps": 3}  # the summary has the metrics that were not due yet
-    stopped = make("KTO", models, tmp_path / "stopped", **rare)
-    stopped.add_callback(Stop("should_training_stop"))
-    stopped.train()
-    stopped.close()
+    stopped = train_and_close(make("KTO", models, tmp_path / "stopped", Stop("should_training_stop"), **rare))
     again = resumed("KTO", models, stopped.output_dir, tmp_path / "again", 2, **rare)
     assert again.state.global_step == 2 and logged(again) == logged(stopped)
     assert "rewards/chosen" in logged(again)[-1] and "train_loss" in logged(again)[-1]
     assert "a callback ended this run at step 2 of 6" in capsys.readouterr().out
-    whole = make("KTO", models, tmp_path / "whole", **rare)
-    whole.train()
-    whole.close()
+    whole = train_and_close(make("KTO", models, tmp_path / "whole", **rare))
     anyway = {**rare, "resume_anyway": True}
     further = resumed("KTO", models, stopped.output_dir, tmp_path / "further", 2, **anyway)
     assert logged(further)[-2:] == logged(whole)[-2:]
@@ -132,9 +111,7 @@ def test_a_run_resumes_from_a_rescued_checkpoint(
 ) -> None:
     """After a non-finite loss, the checkpoint is that of the last good step, and the window is repeated."""
     rare = {"save_strategy": "steps", "save_steps": 100}
-    whole = make("KTO", models, tmp_path / "whole", **rare)
-    whole.train()
-    whole.close()
+    whole = train_and_close(make("KTO", models, tmp_path / "whole", **rare))
     broken = make("KTO", models, tmp_path / "broken", **rare)
     update = TrainingLoop._update
 
@@ -147,8 +124,7 @@ def test_a_run_resumes_from_a_rescued_checkpoint(
     with monkeypatch.context() as patched:
         patched.setattr(TrainingLoop, "_update", failing)
         with pytest.raises(TrainingError, match="weights of step 4 are saved in checkpoint-4"):
-            broken.train()
-    broken.close()
+            train_and_close(broken)
     again = resumed("KTO", models, broken.output_dir, tmp_path / "again", 4, **rare)
     assert logged(again) == logged(whole)
 
@@ -258,8 +234,7 @@ def test_everything_a_step_changes_is_in_the_state(
         found(loop)
 
     monkeypatch.setattr(TrainingLoop, "_between_steps", then)
-    trainer.train()
-    trainer.close()
+    train_and_close(trainer)
     assert {"trainer.state.global_step", "random torch", "file log.jsonl", "loop.totals.tokens"} <= found.changed
     assert found.left == {}
 

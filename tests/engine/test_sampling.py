@@ -20,6 +20,7 @@ from transformers import BitsAndBytesConfig
 from alignment import CPOConfig, CPOTrainer, DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from alignment.cli.sampling import Sampled, rows_of, statistics_of, wilson
 from alignment.config.errors import OptionError
+from alignment.data.kinds.prompts import PromptRow
 from alignment.methods.online_dpo_options import SampleConfig
 from alignment.models.adapters.folder import write_training_base
 from alignment.models.tasks import CAUSAL_LM
@@ -87,7 +88,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 def test_rows_are_the_same_on_two_ranks_and_after_a_kill(ranks: RankServer, world: Path, tmp_path: Path) -> None:
     given = ("--prompts", "prompts.jsonl", "-n", 3, "--as", "pairs", "--chunk_size", 2, "--reward_funcs")
     whole = run(ranks, world, "sample", "policy", *given, "rewards.py:letters", "--out", tmp_path / "whole.jsonl")
-    run(ranks, world, "sample", "policy", *given, "rewards.py:letters", "--out", tmp_path / "two.jsonl", nproc=2)
+    stage3 = ("--deepspeed", ROOT / "ds_configs" / "zero3.json", "--ds3_gather_for_generation", "false")
+    two = ("rewards.py:letters", "--out", tmp_path / "two.jsonl", *stage3)
+    run(ranks, world, "sample", "policy", *given, *two, nproc=2)
     out, lives = tmp_path / "killed.jsonl", tmp_path / "lives"
     lives.write_text("3")
     killed = ("sample", "policy", *given, "rewards.py:deadly", "--out", out)
@@ -97,7 +100,7 @@ def test_rows_are_the_same_on_two_ranks_and_after_a_kill(ranks: RankServer, worl
     with journal.open("a") as file:
         file.write('{"metrics": {"objective')  # as a kill within a write leaves it
     lives.write_text("9")
-    assert "6 of 10 prompts are already sampled" in run(ranks, world, *killed, LIVES=str(lives)).stdout
+    assert ".jsonl: 6 of 10 prompts sampled" in run(ranks, world, *killed, LIVES=str(lives)).stdout
     assert lives.read_text() == "7"
     rows = out.read_text()
     assert rows == (tmp_path / "whole.jsonl").read_text() == (tmp_path / "two.jsonl").read_text()
@@ -106,31 +109,31 @@ def test_rows_are_the_same_on_two_ranks_and_after_a_kill(ranks: RankServer, worl
     (line,) = [line for line in whole.stdout.splitlines() if "whole.jsonl: " in line]
     assert f"{len(found)} rows of 10 prompts" in line and "mean reward " in line and "mean length " in line
     again = ("sample", "policy", *given, "rewards.py:deadly", "--threshold", "3", "--as", "unpaired", "--out", out)
-    assert "10 of 10 prompts are already sampled" in run(ranks, world, *again, LIVES="none").stdout
+    assert ".jsonl: 10 of 10 prompts sampled" in run(ranks, world, *again, LIVES="none").stdout
     other = ("sample", "policy", *given, "rewards.py:deadly", "--prompts", "chats.jsonl", "--out", out)
-    assert "0 of 8 prompts are already sampled" in run(ranks, world, *other, LIVES=str(lives)).stdout
+    assert ".jsonl: 0 of 8 prompts sampled" in run(ranks, world, *other, LIVES=str(lives)).stdout
 
 
 @pytest.mark.parametrize(
-    ("rows", "model", "config", "trainer"),
+    ("rows", "scored", "model", "config", "trainer"),
     [
-        ("unpaired", "adapter", KTOConfig, KTOTrainer),
-        ("pairs", "policy", DPOConfig, DPOTrainer),
-        ("pairs", "policy", CPOConfig, CPOTrainer),
-        ("completions", "adapter-4bit", SFTConfig, SFTTrainer),
+        ("unpaired", "--judge=rewards.py:first", "adapter", KTOConfig, KTOTrainer),
+        ("pairs", "--reward_model_path=classifier", "policy", DPOConfig, DPOTrainer),
+        ("pairs", "--reward_model_path=classifier", "policy", CPOConfig, CPOTrainer),
+        ("completions", "--dtype=float32", "adapter-4bit", SFTConfig, SFTTrainer),
     ],
 )
 def test_methods_train_on_the_rows(
-    ranks: RankServer, world: Path, tmp_path: Path, rows: str, model: str, config: Any, trainer: Any
+    ranks: RankServer, world: Path, tmp_path: Path, rows: str, scored: str, model: str, config: Any, trainer: Any
 ) -> None:
     out = tmp_path / "rows.jsonl"
-    scored = () if rows == "completions" else ("--reward_model_path", "classifier")
     # Text becomes the user's turn in the rows, too.
     prompts = ("prompts.jsonl", "--apply_chat_template") if trainer is CPOTrainer else ("chats.jsonl",)
-    given = ("-n", 2, "--as", rows, "--out", out, *scored, "--prompts", *prompts)
+    given = ("-n", 2, "--as", rows, "--out", out, scored, "--prompts", *prompts)
     done, found = run(ranks, world, "sample", model, *given), read(out)
     assert ("4-bit base weights" in done.stdout) == (model == "adapter-4bit")
     assert all(row["prompt"][0]["role"] == "user" for row in found) and len(found) >= 6
+    assert rows != "unpaired" or [row["label"] for row in found] == [row["score"] == 1.0 for row in found]
     assert ("score" in found[0]) == (rows == "unpaired")
     args = config(**options(tmp_path, max_steps=1, max_length=64, use_peft=False))
     trained = trainer(str(world / "policy"), args=args, train_dataset=found)
@@ -145,10 +148,9 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so 
 
 
 def made(rows: str, prompt: Any, scores: Any, outcome: Any, **more: Any) -> list[Any]:
-    given = {"reward_funcs": "a.py:f"} if scores else {"judge": "a.py:f"} if rows != "completions" else {}
-    settings = SampleConfig(rows=rows, num_generations=2, **given, **more)  # type: ignore[arg-type]
-    texts = ["aa", "b", "c"][: len(scores or "aa")]
-    return rows_of(Sampled(0, prompt, TEMPLATE, texts, [2, 1, 1], [True] * 3, scores, outcome, []), settings)
+    settings = SampleConfig(rows=rows, **{"reward_funcs": "a.py:f", **more})  # type: ignore[arg-type]
+    texts, source = ["aa", "b", "c"][: len(scores)], PromptRow(0, prompt, TEMPLATE, {})
+    return rows_of(Sampled(source, texts, [2, 1, 1], [True] * 3, scores, outcome, []), settings)
 
 
 def test_labels_pairs_and_completions() -> None:
@@ -158,15 +160,16 @@ def test_labels_pairs_and_completions() -> None:
     assert labels(made("unpaired", "p", [1.0, 3.0, 2.0], [1, 0])) == [False, True, "at the median"]
     assert labels(made("unpaired", "p", [1.0, 3.0, None], [1, 0])) == [False, True, "unscored"]
     assert labels(made("unpaired", "p", [1.0, 3.0, 2.0], [1, 0], threshold=2.0)) == [False, True, True]
-    assert labels(made("unpaired", "p", None, [1, 0])) == [False, True]
-    assert labels(made("unpaired", "p", None, "failed")) == ["failed"] * 2
+    assert labels(made("unpaired", "p", [0.0, 1.0], [1, 0])) == [False, True]
+    assert labels(made("unpaired", "p", [None, None], "failed")) == ["unscored"] * 2
     assert made("pairs", "p", [1.0, 3.0], [1, 0], min_margin=2.5) == ["margin below min_margin"]
     scores = {"chosen_score": 3.0, "rejected_score": 1.0}
     assert made("pairs", "p", [1.0, 3.0], [1, 0]) == [
         {"prompt": "p", "chosen": "b", "rejected": "aa", **COLUMNS, **scores}
     ]
-    assert made("pairs", "p", None, "identical") == ["identical"]
-    assert made("completions", "p", None, "unscored")[1] == {"prompt": "p", "completion": "b", **COLUMNS}
+    assert made("pairs", "p", [None, None], "identical") == ["identical"]
+    unscored = made("completions", "p", [None, None], "unscored", reward_funcs=None)
+    assert unscored[1] == {"prompt": "p", "completion": "b", **COLUMNS}
     continued = made("completions", CHAT, [1.0, None], "unscored")
     assert continued[0]["prompt"] == CHAT[:1] and continued[1]["score"] is None
     assert continued[0]["completion"] == [{"role": "assistant", "content": "so aa"}]
@@ -177,13 +180,11 @@ def test_wins_are_counted(ranks: RankServer, world: Path, tmp_path: Path) -> Non
     shutil.copytree(world / "other", tmp_path / "run")
     (tmp_path / "run" / "options.json").write_text(json.dumps({"model_name_or_path": str(world / "policy")}))
     given = (tmp_path / "run", "--prompts", "chats.jsonl", "--chunk_size", 2)
-    done = run(ranks, world, "compare", *given, "--json", "--reward_funcs", "rewards.py:letters", nproc=2)
-    result = json.loads((tmp_path / "run" / "comparison.json").read_text())
-    assert json.loads(done.ranks[0].stdout) == result
-    (one,) = result["comparisons"]
+    run(ranks, world, "compare", *given, "--reward_funcs", "rewards.py:letters", nproc=2)
+    (one,) = json.loads((tmp_path / "run" / "comparison.json").read_text())["comparisons"]
     scores = [[float(len(set(str([{"role": "assistant", "content": text}])))) for text in each["answers"]]
               for each in one["examples"]]  # fmt: skip
-    assert one["with"] == f"{world / 'policy'} (start)" and one["prompts"] == 8
+    assert one["with"] == str(world / "policy") and one["prompts"] == 8
     assert [each["scores"] for each in one["examples"]] == scores
     assert scores == sorted(scores, key=lambda pair: -abs(pair[0] - pair[1]))
     same = 8 - len(scores)  # answers that are equal are no examples
@@ -202,7 +203,8 @@ def test_wins_are_counted(ranks: RankServer, world: Path, tmp_path: Path) -> Non
         else:
             lengths = [[len(text) for text in each["answers"]] for each in one["examples"]
                        if "!" not in "".join(each["answers"])]  # fmt: skip
-            assert one["undecided"] == len(one["examples"]) - len(lengths)
+            decided = one["wins"] + one["ties"] + one["losses"]
+            assert one["prompts"] - decided == len(one["examples"]) - len(lengths)
             assert one["wins"] == sum(a > b for a, b in lengths)
 
 
@@ -215,15 +217,13 @@ def test_the_interval_solves_the_equation_of_the_score_test(rate: float, count: 
 def test_prompts_without_a_verdict_do_not_count() -> None:
     def answers(*texts: str) -> list[Sampled]:
         points = [[0.0, 1.0], [0.0, None], [0.0, 0.5], [0.0, 1.0]]
-        return [
-            Sampled(row, "p", {}, [text], [len(text)], [True], None, "", points[row]) for row, text in enumerate(texts)
-        ]
+        sources = [PromptRow(row, "p", {}, {}) for row in range(4)]
+        rest = [[[text], [len(text)], [True], [None], ""] for text in texts]
+        return [Sampled(source, *each, own) for source, each, own in zip(sources, rest, points)]
 
-    found = statistics_of(
-        answers("aaaa", "xy", "same", "only ours"), dict(enumerate(answers("aaab", "pqrs", "same"))), 1
-    )
-    assert (found["prompts"], found["wins"], found["ties"], found["undecided"]) == (3, 1, 1, 1)
-    assert found["win_rate"] == 0.75 and found["mean_rewards"] is None
+    found = statistics_of(answers("aaaa", "xy", "same", "only ours"), answers("aaab", "pqrs", "same"), 1)
+    assert (found["prompts"], found["wins"], found["ties"], found["losses"]) == (3, 1, 1, 0)
+    assert found["win_rate"] == 0.75 and found["mean_rewards"] == []
     assert [one["answers"][0] for one in found["examples"]] == ["xy", "aaaa"], "by length"
 
 
@@ -231,10 +231,9 @@ def test_prompts_without_a_verdict_do_not_count() -> None:
     ("given", "says"),
     [
         ({"rows": "pairs"}, "rows='pairs': needs scores; set reward_funcs"),
-        ({"rows": "pairs", "reward_funcs": "a:b", "num_generations": 1}, "compares the completions"),
         ({"rows": "pairs", "judge": "a:b"}, "num_generations=4: a judge compares two completions; set it to 2"),
         ({"threshold": 1.0, "reward_funcs": "a:b"}, "threshold=1.0: has an effect only with rows: unpaired"),
-        ({"min_margin": 1.0, "rows": "pairs", "judge": "a:b", "num_generations": 2}, "min_margin=1.0: has an effect"),
+        ({"min_margin": 1.0, "rows": "unpaired", "reward_funcs": "a:b"}, "min_margin=1.0: has an effect only with"),
     ],
 )
 def test_options_without_effect_are_refused(given: dict[str, Any], says: str) -> None:
@@ -252,9 +251,15 @@ def test_options_without_effect_are_refused(given: dict[str, Any], says: str) ->
         ("sample", "policy --prompts chats.jsonl --reward_model_path classifier-no-template", "no chat template"),
         ("sample", "policy --prompts prompts.jsonl --reward_model_path three-labels", "num_labels=3"),
         ("sample", "policy --prompts prompts.jsonl --out rewards.py", "was not written by sample"),
-        ("sample", "policy --prompts prompts.jsonl -n 2 --judge rewards.py:first", "a judge gives no scores to write"),
+        ("sample", "policy --prompts prompts.jsonl -n 1 --judge rewards.py:first", "completions of a prompt are"),
+        ("sample", "policy --prompts prompts.jsonl -n 1 --as pairs --reward_funcs a:b", "completions of a prompt are"),
+        (
+            "sample",
+            "policy --prompts prompts.jsonl --as pairs --min_margin 99 --reward_funcs rewards.py:letters",
+            "no rows are left",
+        ),
         ("compare", "policy --prompts prompts.jsonl", "nothing compares the answers"),
-        ("compare", "policy --prompts prompts.jsonl --judge rewards.py:first", "pass the models to compare it with"),
+        ("compare", "policy --prompts prompts.jsonl --judge rewards.py:first", "pass other models to compare it"),
     ],
 )
 def test_what_cannot_work_ends_with_one_line(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.helpers import STAGES, make_model, options, unpaired_rows
+from support.helpers import STAGES, make_model, options, train_and_close, unpaired_rows
 from support.oracle.dense import load, token_logps, wide_maths
 from support.oracle.distributions import distribution_metrics
 
@@ -22,9 +22,7 @@ def one_step(
 ) -> tuple[SFTTrainer, dict[str, float]]:
     size = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": steps}
     args = SFTConfig(**options(folder, **size, max_steps=1, max_grad_norm=0.0, **more))
-    trainer = SFTTrainer(model=model, args=args, train_dataset=rows)
-    trainer.train()
-    trainer.close()
+    trainer = train_and_close(SFTTrainer(model=model, args=args, train_dataset=rows))
     return trainer, trainer.state.log_history[0]
 
 
@@ -33,7 +31,6 @@ def test_against_float64(tmp_path: Path, stage: str) -> None:
     model = make_model(tmp_path / "model", "untied", seed=1)
     for micro, steps in ((8, 1), (2, 4), (1, 8)):
         trainer, found = one_step(model, tmp_path / f"{micro}", micro, steps, deepspeed=STAGES[stage])
-        assert trainer.data.train is not None
         rows = [trainer.data.train.dataset[number] for number in range(8)]
         policy = load(model)
         logps = torch.cat([token_logps(policy, row["prompt_ids"], row["completion_ids"]) for row in rows])

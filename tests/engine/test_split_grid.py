@@ -79,10 +79,7 @@ def load_weights(outcome: dict[str, Any]) -> Update:
 
 @pytest.fixture(scope="module")
 def found(
-    models: dict[str, str],
-    tmp_path_factory: pytest.TempPathFactory,
-    ranks: RankServer,
-    request: pytest.FixtureRequest,
+    models: dict[str, str], tmp_path_factory: pytest.TempPathFactory, ranks: RankServer, request: pytest.FixtureRequest
 ) -> Results:
     """Train the runs of the selected tests only."""
     return outcomes(selected_cases(request, _SAMPLED), models, tmp_path_factory.mktemp("sampled"), ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.helpers import Acts
+from support.helpers import Acts, train_and_close
 from support.whole_runs import completions, logged, make, make_models
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -39,6 +40,12 @@ SMALL_CHUNKS = {"rollout_batch_size": 1, "rollout_backend": "generate"}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def kto(models: dict[str, str], tmp_path: Path) -> Callable[..., AlignmentTrainer]:
+    """Create a trainer with the given callbacks and options; those of a test have the same folder."""
+    return functools.partial(make, "KTO", models, tmp_path, **RUN)
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +87,17 @@ def in_rollout(monkeypatch: pytest.MonkeyPatch, chunk: int) -> Callable[[], bool
     return lambda: count[0] == chunk
 
 
+def in_save(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Send a signal while a checkpoint is written."""
+    written = CheckpointWriter._write
+
+    def interrupted(self: CheckpointWriter, target: Path) -> None:
+        os.kill(os.getpid(), number)
+        written(self, target)
+
+    monkeypatch.setattr(CheckpointWriter, "_write", interrupted)
+
+
 def settings(method: str) -> dict[str, Any]:
     return {**RUN, **(SMALL_CHUNKS if method == "OnlineDPO" else {})}
 
@@ -91,34 +109,30 @@ def wholes(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
 
     def whole(method: str) -> AlignmentTrainer:
         if method not in made:
-            made[method] = make(method, models, tmp_path_factory.mktemp(method), **settings(method))
-            made[method].train()
-            made[method].close()
+            made[method] = train_and_close(make(method, models, tmp_path_factory.mktemp(method), **settings(method)))
         return made[method]
 
     return whole
 
 
-def stopped(trainer: AlignmentTrainer) -> RunStopped:
+def stopped(trainer: AlignmentTrainer, **how: Any) -> RunStopped:
     with pytest.raises(RunStopped) as caught:
-        trainer.train()
-    trainer.close()
+        train_and_close(trainer, **how)
     return caught.value
+
+
+def acting(event: str, step: int) -> Callable[[pytest.MonkeyPatch, AlignmentTrainer], None]:
+    return lambda _, trainer: trainer.add_callback(Acts(event, step, terminate))
 
 
 # The request, the resulting checkpoint, and what a resume does first.
 PLACES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch, AlignmentTrainer], Any], int, list[str]]] = {
-    "after-a-step": ("KTO", lambda _, t: t.add_callback(Acts("on_step_end", 2, terminate)), 2, []),
-    "before-a-step": ("KTO", lambda _, t: t.add_callback(Acts("on_step_begin", 2, terminate)), 2, []),
-    "between-micro-batches": ("KTO", lambda _, t: t.add_callback(Acts("on_substep_end", 4, terminate)), 4, []),
+    "after-a-step": ("KTO", acting("on_step_end", 2), 2, []),
+    "before-a-step": ("KTO", acting("on_step_begin", 2), 2, []),
+    "between-micro-batches": ("KTO", acting("on_substep_end", 4), 4, []),
     "in-an-evaluation": ("KTO", lambda patch, _: in_evaluation(patch, 1), 3, ["evaluate", "save"]),
     "in-the-last-evaluation": ("KTO", lambda patch, _: in_evaluation(patch, 2), 6, ["evaluate", "save"]),
-    "before-an-evaluation": (
-        "KTO",
-        lambda _, t: t.add_callback(Acts("on_epoch_end", 3, terminate)),
-        3,
-        ["evaluate", "save"],
-    ),
+    "before-an-evaluation": ("KTO", acting("on_epoch_end", 3), 3, ["evaluate", "save"]),
     "in-a-rollout": ("OnlineDPO", lambda patch, _: in_rollout(patch, 18), 1, []),
     "in-the-rollout-of-an-evaluation": ("OnlineDPO", lambda patch, _: in_rollout(patch, 30), 3, ["evaluate", "save"]),
 }
@@ -148,74 +162,52 @@ def test_stopping_at_any_point(
     saved = json.loads((trainer.output_dir / f"checkpoint-{step}" / "run_state.json").read_text())
     assert saved["boundary"]["due"] == due
     status = read_status(trainer.output_dir)
-    assert status is not None
-    assert (status.state, status.signal, status.step, status.checkpoint) == (
-        "preempted", "SIGTERM", step, f"checkpoint-{step}",
-    )  # fmt: skip
-    again = make(method, models, tmp_path, **settings(method))
-    again.train(resume_from_checkpoint="latest")
-    again.close()
+    assert (status.state, status.signal, status.step) == ("preempted", "SIGTERM", step)
+    assert status.checkpoint == f"checkpoint-{step}"
+    again = train_and_close(make(method, models, tmp_path, **settings(method)), resume_from_checkpoint="latest")
     assert logged(again) == logged(whole) and completions(again) == completions(whole)
     for file in ("model.safetensors", "optimizer-00001-of-00001.safetensors"):
         last = f"checkpoint-6/{file}"
         assert (again.output_dir / last).read_bytes() == (whole.output_dir / last).read_bytes()
     status = read_status(again.output_dir)
-    assert status is not None
     assert (status.state, status.signal, status.attempt) == ("finished", None, 2)
     assert status.resumed_from == f"checkpoint-{step}"
 
 
 def test_a_second_signal_does_not_interrupt_the_save(
-    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kto: Callable[..., AlignmentTrainer], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Launchers and schedulers send several signals, and the second may arrive during the save.
 
     A script that calls ``train()`` exits without a traceback, so the run itself prints how to resume.
     """
-    method, ask, step, _ = PLACES["between-micro-batches"]
-    written = CheckpointWriter._write
-
-    def interrupted(self: CheckpointWriter, target: Path) -> None:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        written(self, target)
-
-    monkeypatch.setattr(CheckpointWriter, "_write", interrupted)
-    trainer = make(method, models, tmp_path, **settings(method))
-    ask(monkeypatch, trainer)
-    error = stopped(trainer)
-    assert f"checkpoint-{step} is complete" in str(error)
-    last = f"checkpoint-{step} is complete; call train(resume_from_checkpoint=True) to resume\n"
+    in_save(monkeypatch, signal.SIGUSR1)
+    trainer = kto(Acts("on_substep_end", 4, terminate))
+    assert "checkpoint-4 is complete" in str(stopped(trainer))
+    last = "checkpoint-4 is complete; call train(resume_from_checkpoint=True) to resume\n"
     assert last in capsys.readouterr().out
-    assert [path.name for path in checkpoints(trainer.output_dir)] == [f"checkpoint-{step}"]
+    assert [path.name for path in checkpoints(trainer.output_dir)] == ["checkpoint-4"]
     status = read_status(trainer.output_dir)
-    assert status is not None and (status.state, status.signal) == ("preempted", "SIGTERM")
+    assert (status.state, status.signal) == ("preempted", "SIGTERM")
 
 
 @pytest.mark.ci
 def test_an_error_counts_although_a_stop_is_pending(
-    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kto: Callable[..., AlignmentTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = CheckpointWriter._write
-
-    def interrupted(self: CheckpointWriter, target: Path) -> None:
-        terminate()
-        written(self, target)
-
     def bad(self: BadSteps, loss: float) -> None:
         if len(self.state_dict()["losses"]) == 2:
             raise BadStep("too high", "loss spike")
 
-    monkeypatch.setattr(CheckpointWriter, "_write", interrupted)
+    in_save(monkeypatch, signal.SIGTERM)
     monkeypatch.setattr(BadSteps, "check", bad)
-    trainer = make("KTO", models, tmp_path, **RUN)
     with pytest.raises(TrainingError, match="too high. The weights of step 2 are saved in checkpoint-2$"):
-        trainer.train()
-    trainer.close()
+        train_and_close(kto())
 
 
 @pytest.mark.ci
 def test_a_signal_after_the_last_step_stops_the_next_call_only(
-    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kto: Callable[..., AlignmentTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the report, in the final result, and in a callback at the end."""
     written = trainer_module.write_report
@@ -225,11 +217,10 @@ def test_a_signal_after_the_last_step_stops_the_next_call_only(
         written(*args, **kwargs)
 
     monkeypatch.setattr(trainer_module, "write_report", interrupted)
-    trainer = make("KTO", models, tmp_path, **RUN)
-    trainer.add_callback(Acts("on_train_end", 6, terminate))
+    trainer = kto(Acts("on_train_end", 6, terminate))
     trainer.train()
     status = read_status(trainer.output_dir)
-    assert status is not None and (status.state, status.signal) == ("finished", None)
+    assert (status.state, status.signal) == ("finished", None)
     assert (trainer.output_dir / "report.md").exists()
     with pytest.raises(RunStopped, match="preempted by SIGTERM"):
         trainer.evaluate()
@@ -238,10 +229,8 @@ def test_a_signal_after_the_last_step_stops_the_next_call_only(
 
 
 @pytest.mark.ci
-def test_a_signal_while_the_model_loads(
-    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = make("KTO", models, tmp_path, **RUN)
+def test_a_signal_while_the_model_loads(kto: Callable[..., AlignmentTrainer], monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = kto()
     steps: list[int] = []
 
     def build(_: int) -> None:
@@ -255,7 +244,6 @@ def test_a_signal_while_the_model_loads(
     assert steps == [0] and REQUESTS.reason is None
     assert "preempted by SIGTERM in phase load; no training step was in progress" in str(error)
     status = read_status(trainer.output_dir)
-    assert status is not None
     assert (status.state, status.signal, status.error) == ("preempted", "SIGTERM", None)
 
 
@@ -275,17 +263,15 @@ class Counts(TrainerCallback, ExportableState):
 @pytest.mark.ci
 @pytest.mark.parametrize("step", [3, 4])
 def test_callbacks_are_notified_of_saves_as_in_an_uninterrupted_run(
-    step: int, models: dict[str, str], tmp_path: Path
+    step: int, kto: Callable[..., AlignmentTrainer]
 ) -> None:
     """The checkpoint of a stop does not count."""
     counts = Counts()
     for resumes in (False, True):
         counts = Counts()
-        trainer = make("KTO", models, tmp_path, **{**RUN, "save_steps": 2})
-        trainer.add_callback(counts)
+        trainer = kto(counts, save_steps=2)
         if resumes:
-            trainer.train(resume_from_checkpoint="latest")
-            trainer.close()
+            train_and_close(trainer, resume_from_checkpoint="latest")
         else:
             trainer.add_callback(Acts("on_step_end", step, terminate))
             stopped(trainer)
@@ -293,23 +279,22 @@ def test_callbacks_are_notified_of_saves_as_in_an_uninterrupted_run(
 
 
 @pytest.mark.ci
-def test_a_request_at_the_last_step_changes_nothing(models: dict[str, str], tmp_path: Path) -> None:
+def test_a_request_at_the_last_step_changes_nothing(kto: Callable[..., AlignmentTrainer]) -> None:
     """If no evaluation remains, the run is finished."""
-    trainer = make("KTO", models, tmp_path, **{**RUN, "eval_strategy": "no"})
+    trainer = kto(eval_strategy="no")
     trainer.pop_callback(EarlyStoppingCallback)
     trainer.add_callback(Acts("on_step_end", 6, terminate))
-    trainer.train()
-    trainer.close()
+    train_and_close(trainer)
     assert trainer.state.global_step == 6
 
 
 def test_a_stop_in_the_evaluation_of_the_second_set(
-    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kto: Callable[..., AlignmentTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A resume evaluates both sets, although the callbacks have heard of the first one."""
 
     def trainer() -> AlignmentTrainer:
-        made = make("KTO", models, tmp_path, **RUN)
+        made = kto()
         (data,) = made.data.eval.values()
         made.data.eval = {"": data, "b": data}
         return made
@@ -317,9 +302,7 @@ def test_a_stop_in_the_evaluation_of_the_second_set(
     with monkeypatch.context() as patch:
         in_evaluation(patch, 2)
         stopped(trainer())
-    resumed = trainer()
-    resumed.train(resume_from_checkpoint=True)
-    resumed.close()
+    resumed = train_and_close(trainer(), resume_from_checkpoint=True)
     names = {name for entry in resumed.state.log_history if entry["step"] == 3 for name in entry}
     assert {"eval_loss", "eval_b_loss"} <= names
 
@@ -347,37 +330,31 @@ def test_an_evaluation_of_a_callback_is_not_abandoned(event: str, models: dict[s
         made.add_callback(Evaluates(made, event, ask))
         return made
 
-    whole = trainer("whole", lambda: None)
-    whole.train()
-    whole.close()
+    whole = train_and_close(trainer("whole", lambda: None))
     halted = trainer("stopped", terminate)
     step = 3 if event == "on_optimizer_step" else 2
     assert f"after step {step}: checkpoint-{step} is complete" in str(stopped(halted))
-    again = make("KTO", models, tmp_path / "stopped", **RUN)
-    again.train(resume_from_checkpoint="latest")
-    again.close()
+    again = train_and_close(make("KTO", models, tmp_path / "stopped", **RUN), resume_from_checkpoint="latest")
     assert logged(again) == logged(whole)
     last = "checkpoint-6/model.safetensors"
     assert (again.output_dir / last).read_bytes() == (whole.output_dir / last).read_bytes()
 
 
-def test_a_reward_that_fails_in_a_callback_saves_nothing(models: dict[str, str], tmp_path: Path) -> None:
+def test_a_reward_that_fails_in_a_callback_saves_nothing(kto: Callable[..., AlignmentTrainer]) -> None:
     """In the middle of a step, the weights may be those of the next one."""
 
     def fail() -> None:
         raise RewardError("the judge is gone")
 
-    trainer = make("KTO", models, tmp_path, **RUN)
-    trainer.add_callback(Acts("on_optimizer_step", 2, fail))
+    trainer = kto(Acts("on_optimizer_step", 2, fail))
     with pytest.raises(TrainingError, match="^on_optimizer_step: the judge is gone$"):
-        trainer.train()
-    trainer.close()
+        train_and_close(trainer)
     assert not checkpoints(trainer.output_dir)
 
 
-def test_the_stop_file(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_stop_file(kto: Callable[..., AlignmentTrainer], capsys: pytest.CaptureFixture[str]) -> None:
     """It ends the run like Ctrl-C; a file from before the start is removed."""
-    trainer = make("KTO", models, tmp_path, **RUN)
+    trainer = kto()
     stop = trainer.output_dir / "STOP"
     stop.parent.mkdir(exist_ok=True)
     stop.touch()
@@ -386,39 +363,12 @@ def test_the_stop_file(models: dict[str, str], tmp_path: Path, capsys: pytest.Ca
     assert f"{stop}: removed, since it is from an earlier run" in capsys.readouterr().out
     assert (error.code, error.reason) == (130, StopReason.STOP)
     status = read_status(trainer.output_dir)
-    assert status is not None and (status.state, status.signal, status.step) == ("stopped", "STOP", 3)
+    assert (status.state, status.signal, status.step) == ("stopped", "STOP", 3)
 
 
 @pytest.mark.ci
-def test_a_requeued_job_obeys_the_stop_file(
-    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The user created the file while the job was queued; a file for another job is removed."""
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    trainer = make("KTO", models, tmp_path, **RUN)
-    trainer.add_callback(Acts("on_step_end", 2, terminate))
-    stopped(trainer)
-    stop = trainer.output_dir / "STOP"
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    for job, reason, left in (("17", StopReason.STOP, True), ("18", None, False)):
-        monkeypatch.setenv("SLURM_JOB_ID", job)
-        stop.touch()
-        trainer = make("KTO", models, tmp_path, **RUN)
-        if reason is None:
-            trainer.train(resume_from_checkpoint="latest")
-            trainer.close()
-        else:
-            with pytest.raises(RunStopped) as caught:
-                trainer.train(resume_from_checkpoint="latest")
-            trainer.close()
-            assert (caught.value.reason, trainer.state.global_step) == (reason, 2)
-        assert stop.exists() is left
-
-
-@pytest.mark.ci
-def test_a_run_that_saves_nothing(models: dict[str, str], tmp_path: Path) -> None:
-    trainer = make("KTO", models, tmp_path, save_strategy="no")
-    trainer.add_callback(Acts("on_step_end", 2, terminate))
+def test_a_run_that_saves_nothing(kto: Callable[..., AlignmentTrainer]) -> None:
+    trainer = kto(Acts("on_step_end", 2, terminate), save_strategy="no")
     assert "nothing was saved, because save_strategy is no" in str(stopped(trainer))
     assert not checkpoints(trainer.output_dir)
 
@@ -433,15 +383,13 @@ def test_a_request_before_the_first_step(
     assert "after step 0: no step was completed" in str(stopped(trainer))
 
 
-def test_signal_handlers_are_restored(models: dict[str, str], tmp_path: Path) -> None:
+def test_signal_handlers_are_restored(kto: Callable[..., AlignmentTrainer]) -> None:
     """A user's handler stays in place, and is called."""
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
-        trainer = make("KTO", models, tmp_path, max_steps=2)
-        trainer.add_callback(Acts("on_step_end", 1, lambda: os.kill(os.getpid(), signal.SIGUSR1)))
-        trainer.train()
-        trainer.close()
+        trainer = kto(Acts("on_step_end", 1, lambda: os.kill(os.getpid(), signal.SIGUSR1)), max_steps=2)
+        train_and_close(trainer)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert heard == [signal.SIGUSR1] and trainer.state.global_step == 2
@@ -449,17 +397,15 @@ def test_signal_handlers_are_restored(models: dict[str, str], tmp_path: Path) ->
 
 
 @pytest.mark.ci
-def test_attempts_without_progress_are_counted(models: dict[str, str], tmp_path: Path) -> None:
+def test_attempts_without_progress_are_counted(kto: Callable[..., AlignmentTrainer]) -> None:
     """Such a run fails before it saves a newer checkpoint than the one it resumed from."""
 
     def status(step: int, resumes: bool) -> RunStatus:
-        trainer = make("KTO", models, tmp_path, **{**RUN, "save_steps": 2})
-        trainer.add_callback(Acts("on_step_end", step, lambda: 1 / 0))
+        trainer = kto(Acts("on_step_end", step, lambda: 1 / 0), save_steps=2)
         with pytest.raises(ZeroDivisionError):
-            trainer.train(resume_from_checkpoint="latest" if resumes else None)
-        trainer.close()
+            train_and_close(trainer, resume_from_checkpoint="latest" if resumes else None)
         found = read_status(trainer.output_dir)
-        assert found is not None and found.state == "failed" and "division by zero" in str(found.error)
+        assert found.state == "failed" and "division by zero" in str(found.error)
         return found
 
     seen = [status(*each) for each in ((1, False), (1, True), (3, True), (3, True), (3, True), (5, True))]
@@ -470,19 +416,15 @@ def test_attempts_without_progress_are_counted(models: dict[str, str], tmp_path:
 
 @pytest.mark.ci
 def test_an_attempt_that_stops_immediately_makes_no_progress(
-    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kto: Callable[..., AlignmentTrainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first step takes longer than the attempt lasts, and the existing checkpoint is not its own."""
 
     def status(job: str, step: int, event: str) -> tuple[int, str]:
         monkeypatch.setenv("SLURM_JOB_ID", job)
-        trainer = make("KTO", models, tmp_path, **RUN)
-        trainer.add_callback(Acts(event, step, terminate))
-        with pytest.raises(RunStopped):
-            trainer.train(resume_from_checkpoint="latest")
-        trainer.close()
+        trainer = kto(Acts(event, step, terminate))
+        stopped(trainer, resume_from_checkpoint="latest")
         found = read_status(trainer.output_dir)
-        assert found is not None
         return found.stalled, found.checkpoint
 
     first = status("17", 2, "on_step_end")
@@ -490,17 +432,16 @@ def test_an_attempt_that_stops_immediately_makes_no_progress(
     assert first == (0, "checkpoint-2") and seen == [(1, "checkpoint-2"), (2, "checkpoint-2"), (1, "checkpoint-2")]
     assert status("18", 3, "on_step_end") == (0, "checkpoint-3")
     log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
-    found = read_status(tmp_path / "out")
-    assert found is not None and found.attempt == 5
+    assert read_status(tmp_path / "out").attempt == 5
     assert [line["attempt"] for line in log if line.get("event") == "resume"] == [5], "as counted in the log"
 
 
 @pytest.mark.ci
 def test_the_model_is_saved_before_the_final_evaluation(
-    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kto: Callable[..., AlignmentTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second Ctrl-C ends that evaluation after the weights were written."""
-    trainer = make("KTO", models, tmp_path, **{**RUN, "eval_strategy": "no"})
+    trainer = kto(eval_strategy="no")
     trainer.pop_callback(EarlyStoppingCallback)
 
     def interrupted() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.zero import parameter_offload
-from support.helpers import STAGES, make_model, options, paired_rows, unpaired_rows
+from support.helpers import STAGES, make_model, options, paired_rows, train_and_close, unpaired_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 import alignment.methods.cpo
@@ -22,8 +22,6 @@ import alignment.methods.kto
 from alignment import CPOConfig, CPOTrainer, DPOTrainer, KTOConfig, KTOTrainer
 from alignment.config.errors import OptionError, TrainingError
 from alignment.data.batching import Batch, MicroBatches, collate
-from alignment.data.kinds.unpaired import UnpairedBatch
-from alignment.references.engine import EngineReference
 from alignment.reporting.progress import Progress
 from alignment.training import run_engines
 from alignment.training.trainer import AlignmentTrainer
@@ -50,9 +48,7 @@ def cpo(paths: dict[str, str], folder: Path, rows: int = 8, evaluated: int = 0, 
 
 def trained(trainer: AlignmentTrainer) -> list[dict[str, Any]]:
     """Train, close the trainer, and return what it logged with a loss."""
-    trainer.train()
-    trainer.close()
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [entry for entry in train_and_close(trainer).state.log_history if "loss" in entry]
 
 
 def losses(entries: list[dict[str, Any]]) -> list[float]:
@@ -115,9 +111,7 @@ def test_no_sequence_is_longer_than_max_length(paths: dict[str, str], tmp_path: 
     args = KTOConfig(**options(tmp_path, max_length=24, per_device_train_batch_size=16))
     trainer = KTOTrainer(model=paths["policy"], args=args, train_dataset=rows)
     data, sampler = trainer.data.train, trainer.data.sampler
-    assert data is not None and sampler is not None
     (batch,) = MicroBatches(trainer.method.kind.collate, data.dataset, sampler.plan(0, 0), 0)
-    assert isinstance(batch, UnpairedBatch)
     whole = data.table.prompt + data.table.completions[:, 0]
     assert (
         whole.max() == batch.matched.inputs["input_ids"].shape[1] < 24 == batch.mismatched.inputs["input_ids"].shape[1]
@@ -168,7 +162,6 @@ def test_live_model_is_its_own_reference(paths: dict[str, str], tmp_path: Path, 
     assert trainer.processing_class is tokenizer, "under its older name"
     trainer.engines.build(6)
     models = trainer.engines.models
-    assert models is not None and isinstance(models.reference, EngineReference)
     batch = a_batch(paths["policy"])
     start = models.reference.engine.forward(batch).scores.clone()
     with torch.no_grad():
@@ -189,7 +182,6 @@ def test_a_reference_of_another_size_has_its_own_buffers(paths: dict[str, str], 
 
     def sizes(reference: Any) -> tuple[int, int]:
         plan = kto({**paths, "reference": reference}, tmp_path, ref_placement="sharded", deepspeed="zero3").planned
-        assert plan.engines.reference is not None
         both = (plan.engines.policy, plan.engines.reference.frozen.ds_config)
         policy, other = (config["zero_optimization"]["stage3_prefetch_bucket_size"] for config in both)
         return policy, other
@@ -204,7 +196,6 @@ def test_saved_folders_load_with_the_trained_weights(paths: dict[str, str], tmp_
     trainer = cpo(paths, tmp_path, 20, max_steps=5, deepspeed=STAGES[stage], **saving)
     output, folder = trainer.train(), trainer.output_dir
     batch = a_batch(paths["policy"])
-    assert trainer.engines.models is not None
     with torch.no_grad():
         expected = trainer.engines.models.policy.forward(batch).scores
     trainer.save_model()
@@ -231,7 +222,6 @@ def test_close_releases_every_engine(paths: dict[str, str], tmp_path: Path, stag
     placement = {"stage0": "replica", "stage2": "sharded"}.get(stage, "offload")
     trainer = kto(paths, tmp_path, max_steps=2, deepspeed=STAGES[stage], ref_placement=placement)
     trainer.train()
-    assert trainer.engines.models is not None and isinstance(trainer.engines.models.reference, EngineReference)
     engines = [trainer.engines.models.policy, trainer.engines.models.reference.engine]
     assert len(parameter_offload.FWD_MODULE_STACK) == sum(engine.partitioned for engine in engines)
     watched = [
@@ -328,7 +318,6 @@ def test_a_non_finite_loss_stops_before_the_update(
     monkeypatch.setattr(alignment.methods.kto, "kto_loss", poisoned)
     saving = {"save_strategy": "steps", "save_steps": 1}
     trainer = kto(paths, tmp_path, 12, num_train_epochs=1, deepspeed=STAGES[stage], **saving)
-    assert trainer.data.sampler is not None and trainer.data.train is not None
     plan = trainer.data.sampler.plan(0, 1)
     row = trainer.data.train.source_row(plan.micro_batches[1][0].rows[1])
     with pytest.raises(TrainingError, match=rf"nan.* non-finite loss: {row}\."):
@@ -349,7 +338,6 @@ def test_bf16_follows_fp32_and_keeps_fp32_masters(paths: dict[str, str], tmp_pat
         trainer = cpo(paths, tmp_path / f"{bf16}", max_steps=2, bf16=bf16, deepspeed=STAGES[stage])
         trainer.train()
         found[bf16] = losses(trainer.state.log_history[:2])
-        assert trainer.model is not None
         rotary = trainer.model.model.rotary_emb.inv_freq
         assert rotary.dtype == torch.float32
         torch.testing.assert_close(rotary, load(paths["policy"]).model.rotary_emb.inv_freq, rtol=0, atol=0)

@@ -10,16 +10,11 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from support.helpers import make_classifier, make_model, options, paired_rows, unpaired_rows
+from support.helpers import make_classifier, options, paired_rows, train_and_close, unpaired_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from alignment import CPOConfig, CPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 from alignment.config.errors import OptionError
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("surface") / "policy", "untied")
 
 
 class Hears(TrainerCallback):  # type: ignore[misc]
@@ -40,18 +35,18 @@ def copied(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
-def test_a_kto_run_as_seen_by_scripts(policy: str, tmp_path: Path) -> None:
+def test_a_kto_run_as_seen_by_scripts(base: str, tmp_path: Path) -> None:
     """The model is loaded once; one record per set; a second training."""
     rows, heard = unpaired_rows(9), Hears()
     args = KTOConfig(**options(tmp_path, max_steps=2, learning_rate=0.1, lr_scheduler_type="linear"))
     sets = {"a": rows[:3], "b": rows[:2]}
-    trainer = KTOTrainer(policy, None, args=args, train_dataset=rows, eval_dataset=sets, callbacks=[heard])
+    trainer = KTOTrainer(base, None, args=args, train_dataset=rows, eval_dataset=sets, callbacks=[heard])
     assert trainer.engines.models is None and trainer.optimizer is None and trainer.ref_model is None
     assert trainer.train_dataset.column_names == ["prompt_ids", "completion_ids", "label"]
     assert set(trainer.eval_dataset) == {"a", "b"} and len(trainer.eval_dataset["b"]) == 2
     before = copied(trainer)
     built = trainer.engines.models
-    assert built is not None and before.keys() == AutoModelForCausalLM.from_pretrained(policy).state_dict().keys()
+    assert built is not None and before.keys() == AutoModelForCausalLM.from_pretrained(base).state_dict().keys()
     trainer.train()
     assert trainer.engines.models is built, "training loaded the model again"
     assert all(not torch.equal(value, trainer.model.get_parameter(name)) for name, value in before.items())
@@ -79,14 +74,13 @@ def test_a_kto_run_as_seen_by_scripts(policy: str, tmp_path: Path) -> None:
     names = [json.loads(log.read_text().splitlines()[0])["run"] for log in logs]
     assert names[0] != names[1]
     with pytest.raises(OptionError, match="create a new trainer"):
-        trainer.train(resume_from_checkpoint=True)
-    trainer.close()
+        train_and_close(trainer, resume_from_checkpoint=True)
     for act in (trainer.train, lambda: trainer.model):
         with pytest.raises(OptionError, match="create a new trainer"):
             act()
 
 
-def test_accessing_the_model_does_not_affect_training(policy: str, tmp_path: Path) -> None:
+def test_accessing_the_model_does_not_affect_training(base: str, tmp_path: Path) -> None:
     """Adapters with dropout on a live model; the model is the PeftModel around it.
 
     A run whose model was accessed resumes from a checkpoint of one whose model was not.
@@ -97,7 +91,7 @@ def test_accessing_the_model_does_not_affect_training(policy: str, tmp_path: Pat
         more = {"disable_dropout": False, "save_strategy": "steps", "save_steps": 1}
         args = CPOConfig(**options(folder, max_steps=2) | more)
         lora = LoraConfig(r=2, lora_dropout=0.5, task_type="CAUSAL_LM")
-        model = AutoModelForCausalLM.from_pretrained(policy)
+        model = AutoModelForCausalLM.from_pretrained(base)
         trainer = CPOTrainer(model, args=args, train_dataset=paired_rows(6), peft_config=lora)
         before = copied(trainer) if read else {}
         trainer.train(str(tmp_path / "0" / "out" / "checkpoint-1") if found[1:] else None)
@@ -133,13 +127,13 @@ def test_a_reward_model_predicts_the_rewards_of_each_row(tmp_path: Path, capsys:
     assert trainer.engines.models is None
 
 
-def test_live_adapters_are_merged_under_new_ones(policy: str, tmp_path: Path, capsys: Any) -> None:
-    base = AutoModelForCausalLM.from_pretrained(policy)
-    live = get_peft_model(base, LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False))
+def test_live_adapters_are_merged_under_new_ones(base: str, tmp_path: Path, capsys: Any) -> None:
+    own = AutoModelForCausalLM.from_pretrained(base)
+    live = get_peft_model(own, LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False))
     merged = copy.deepcopy(live).merge_and_unload().state_dict()
     args = CPOConfig(**options(tmp_path))
     trainer = CPOTrainer(live, args=args, train_dataset=paired_rows(4), peft_config=LoraConfig(r=4))
     assert "default" in capsys.readouterr().out
-    assert trainer.planned.policy.merged and trainer.planned.policy.live is base
-    assert all(torch.equal(value, merged[name]) for name, value in base.state_dict().items())
+    assert trainer.planned.policy.merged and trainer.planned.policy.live is own
+    assert all(torch.equal(value, merged[name]) for name, value in own.state_dict().items())
     trainer.close()

@@ -57,7 +57,6 @@ def test_the_order_for_trl_is_the_order_of_our_steps(method: str, model: str, tm
     trainer = ours.build(job, Dataset.from_list(rows))
     order = ours.order(trainer, 3)
     assert sorted(order) == list(range(3 * batch)) and order != list(range(3 * batch))
-    assert trainer.data.sampler is not None and trainer.data.train is not None
     second = trainer.data.sampler.plan(0, 1).micro_batches[0][0].rows
     pair = ("chosen", -1)
     column, end = {"cpo": pair, "dpo": pair, "kto": ("completion", -1), "online_dpo": ("prompt", None)}[method]

@@ -6,14 +6,19 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -31,6 +36,7 @@ from alignment.checkpoint.manifest import Manifest, files_in, record_of
 from alignment.cli import chat as chat_command
 from alignment.cli import chat_session
 from alignment.cli.commands import main
+from alignment.models.adapters import merging
 from alignment.models.adapters.folder import write_training_base
 from alignment.models.tasks import CAUSAL_LM
 from tools.ranks.client import environment
@@ -79,11 +85,11 @@ def chat(
     return leaving.value.code, *capsys.readouterr()
 
 
-def speaker_of(folder: Path, **sampling: Any) -> chat_session.Speaker:
-    """The model of a folder, to call its methods."""
+def parsed(folder: Path, **sampling: Any) -> Namespace:
+    """The arguments of the command for the model of a folder."""
     given = chat_command._parser("da").parse_args([str(folder)])
     given.sampling = sampling
-    return chat_session.load_speakers(given)[0]
+    return given
 
 
 def answer(model: Any, tokenizer: Any, prompt: str) -> str:
@@ -141,9 +147,9 @@ def test_an_adapter_is_loaded_in_the_dtype_of_its_training(models: Path, tmp_pat
 def test_a_comparison_answers_with_the_start_and_the_same_seed(
     models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded, load = list[str](), trained_model.load_whole
+    loaded, load = list[str](), merging.load_whole
     monkeypatch.setattr(
-        trained_model, "load_whole", lambda path, *rest, **more: (loaded.append(path), load(path, *rest, **more))[1]
+        merging, "load_whole", lambda path, *rest, **more: (loaded.append(path), load(path, *rest, **more))[1]
     )
     alone = {kind: chat(capsys, monkeypatch, "hello\nyou\n", models / kind, *SHORT)[1] for kind in ("full", "adapter")}
     assert alone["full"] != alone["adapter"] and len(loaded) == 2
@@ -156,7 +162,7 @@ def test_a_comparison_answers_with_the_start_and_the_same_seed(
     assert {kind: found[0] for kind, found in texts.items()} == {
         kind: text[: len(texts[kind][0])] for kind, text in alone.items()
     }
-    assert len(err.splitlines()) == 3
+    assert len(err.splitlines()) == 2
     _, out, _ = chat(capsys, monkeypatch, "hello\n", models / "run", *GREEDY, "--compare")
     titles = [f"== {models / name} ==\n" for name in ("run/checkpoint-10", "full")]
     answers = [expected(models, kind, "hello") for kind in ("other", "full")]
@@ -193,14 +199,12 @@ def test_commands(models: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
         f"{start}{end}", f"{start}{end}", f"{start}assistant: \nuser: b\n{end}", f"system: x\nuser: c\n{end}"
     ]  # fmt: skip
     assert seeds[-4:] == [7, 8, 9, 10]
-    assert "(a new conversation)\n/reset " in said[0], "there is nothing to replace"
-    assert said[0].count("/regenerate  answer the last") == 2, "and after an unknown command"
+    assert said[0].count("/regenerate  answer the last") == 2, "nothing to answer again, and an unknown command"
 
 
 def test_ctrl_c_ends_an_answer_which_stays_in_the_conversation(
     models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speaker = speaker_of(models / "full", max_new_tokens=12, top_k=1)
     put, count = chat_session._Streamer.put, 0
 
     def interrupted(self: Any, value: Any) -> None:
@@ -211,26 +215,24 @@ def test_ctrl_c_ends_an_answer_which_stays_in_the_conversation(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(chat_session._Streamer, "put", interrupted)
-    monkeypatch.setattr(chat_session, "_lines", lambda with_terminal: iter(["hello", "x" * 100, "/quit"]))
-    chat_session.converse([speaker], 1, with_terminal=True)
+    lines = iter(["hello", "x" * 100, "and", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True, reconfigure=lambda errors: None))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    chat_session.chat(parsed(models / "full", max_new_tokens=12, top_k=1, seed=1))
     out, err = capsys.readouterr()
     begun = expected(models, "full", "hello")[:5]
-    assert out == f"{begun}\n" and speaker.turns == [
-        {"role": "user", "content": "hello"}, {"role": "assistant", "content": begun}
-    ]  # fmt: skip
-    assert err.splitlines()[-2:] == [  # the message that is too long is not kept
-        f"({models / 'full'}: the oldest turn is left out to fit 96 positions)",
-        f"error: 117 tokens leave no space for an answer; {models / 'full'} has 96",
-    ]
+    assert out == f"{begun}\n{expected(models, 'full', 'hello', begun, 'and')}\n", "without the refused message"
+    assert re.search(rf"error: \d+ tokens fill the positions of {models / 'full'}; use /reset\n$", err)
 
 
-def test_the_oldest_turns_give_way_to_the_answer(
+def test_an_answer_ends_at_the_last_position(
     models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = "a" * 40, "b" * 40
-    code, out, err = chat(capsys, monkeypatch, f"{first}\n{second}\n", models / "full", *GREEDY)
-    assert code == 0 and out.splitlines()[-1] == expected(models, "full", second)
-    assert err.splitlines()[1] == f"({models / 'full'}: the oldest turn is left out to fit 96 positions)"
+    message = "a" * 74  # 91 tokens with the template
+    code, out, err = chat(capsys, monkeypatch, f"{message}\nb\n", models / "full", *GREEDY)
+    assert code == 1 and out == expected(models, "full", message)[:5] + "\n"
+    assert err.endswith(f" tokens fill the positions of {models / 'full'}; use /reset\n")
 
 
 @pytest.mark.parametrize("template", [None, PLAIN])
@@ -244,13 +246,14 @@ def test_plain_text(
     given = () if template is None else ("--apply_chat_template", "false")
     code, out, err = chat(capsys, monkeypatch, "hello\nworld\n", folder, *GREEDY, *given)
     assert (code, out) == (0, "".join(f"{text}\n" for text in texts))
-    assert f"{folder}: without a chat template, each message is a prompt of its own" in err.splitlines()
+    assert err.endswith("; without a chat template, each message is a prompt of its own\n")
 
 
 def test_the_turn_of_a_template_ends_an_answer(models: Path, tmp_path: Path) -> None:
     char_tokenizer(template=CHATML).save_pretrained(shutil.copytree(models / "full", tmp_path / "turns"))
     ends = AutoTokenizer.from_pretrained(tmp_path / "turns").convert_tokens_to_ids(["</s>", "<|im_end|>"])
-    sampling = speaker_of(tmp_path / "turns", max_new_tokens=512, top_k=1, top_p=0.5).sampling
+    (speaker,) = chat_session._speakers(parsed(tmp_path / "turns", max_new_tokens=512, top_k=1, top_p=0.5))
+    sampling = speaker.sampling
     assert sampling == replace(sampling, eos_token_ids=tuple(ends), top_k=1, top_p=0.5, temperature=1.0)
 
 
@@ -260,8 +263,8 @@ def test_the_turn_of_a_template_ends_an_answer(models: Path, tmp_path: Path) -> 
         (("FOLDER/nothing",), "error: RUN: folder 'FOLDER/nothing' does not exist; set RUN to"),
         (("FOLDER",), "error: RUN: FOLDER contains no model: it has neither config.json nor adapter_config.json, and"),
         (("FOLDER/scores",), "error: RUN: FOLDER/scores is a reward model, which generates no text; pass a causal"),
-        (("FOLDER/both",), "error: RUN: FOLDER/both contains an adapter and a full model; move one of them"),
         (("FOLDER/full", "--compare"), "error: compare: FOLDER/full does not tell which model it was trained from;"),
+        (("FOLDER/moved", "--compare"), "error: start of FOLDER/moved (name it if the run was started in another"),
         (("FOLDER/full", "--compare", "FOLDER/x"), "error: compare: folder 'FOLDER/x' does not exist; set compare to"),
         (("FOLDER/full", "--top_p", "2"), "error: top_p='2': must be less than or equal to 1"),
         (
@@ -280,9 +283,9 @@ def test_refusals(
         (tmp_path / name).symlink_to(models / name)
     if "scores" in argv[0]:
         make_classifier(tmp_path / "scores")
-    if "both" in argv[0]:
-        shutil.copytree(models / "adapter", tmp_path / "both")
-        shutil.copytree(models / "full", tmp_path / "both", dirs_exist_ok=True)
+    if "moved" in argv[0]:
+        shutil.copytree(models / "full", tmp_path / "moved")
+        (tmp_path / "moved" / "options.json").write_text('{"model_name_or_path": "elsewhere/model"}')
     if "--base" in argv:
         make_model(tmp_path / "wide", "narrow")
     given = [each.replace("FOLDER", str(tmp_path)) for each in argv]
@@ -307,32 +310,41 @@ def test_a_terminal(models: Path, tmp_path: Path) -> None:
     env = environment(PYTHONPATH=str(ROOT), TERM="dumb")
     process = subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
-    seen = ""
+    seen = [""]  # what the terminal received after each input
 
-    def until(text: str, count: int = 1) -> None:
-        nonlocal seen
+    def until(there: Callable[[str], object]) -> None:
         deadline = time.monotonic() + 120
-        while seen.count(text) < count:
+        while not there(seen[-1]):
             assert time.monotonic() < deadline and process.poll() is None, seen
-            if select.select([ours], [], [], 1.0)[0]:
-                seen += os.read(ours, 4096).decode(errors="replace")
+            if select.select([ours], [], [], 0.1)[0]:
+                seen[-1] += os.read(ours, 4096).decode(errors="replace")
+
+    def prompted(text: str) -> bool:
+        """Whether readline waits for a line: the terminal passes each key on."""
+        return text.endswith("\r\n> ") and not termios.tcgetattr(ours)[3] & termios.ICANON
+
+    def send(given: bytes | None) -> None:
+        """Press these keys; None for Ctrl-C."""
+        seen.append("")
+        process.send_signal(signal.SIGINT) if given is None else os.write(ours, given)
 
     try:
-        until("> ")
-        os.write(ours, b"hello\n")
+        until(prompted)
+        send(b"hello\n")
+        until(lambda text: text and termios.tcgetattr(ours)[3] & termios.ICANON)  # readline has returned the line
         time.sleep(2)  # within an answer that takes a minute
-        process.send_signal(signal.SIGINT)
-        until("> ", 2)
-        os.write(ours, b"abc")
-        until("> abc")
-        time.sleep(1)  # until readline waits again
-        process.send_signal(signal.SIGINT)  # discards the line
-        until("> ", 3)
-        os.write(ours, b"/help\n")
-        until("/regenerate", 1)
-        os.write(ours, b"\x04")  # Ctrl-D
+        send(None)
+        until(prompted)
+        send(b"abc")
+        until(lambda text: text.endswith("abc"))
+        send(None)  # discards the line
+        until(prompted)
+        send(b"/help\n")
+        until(prompted)
+        assert "/regenerate" in seen[-1]
+        send(b"\x04")  # Ctrl-D
         assert process.wait(60) == 0
     finally:
         process.kill()
         os.close(ours)
-    assert "Traceback" not in seen and "Type a message." in seen
+    assert "Traceback" not in "".join(seen) and "Type a message" in seen[0]

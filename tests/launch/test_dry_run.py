@@ -105,6 +105,19 @@ def test_the_command_on_two_ranks_prints_once(folder: Path, tmp_path: Path, rank
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_checkpoint_of_a_resume_is_checked(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = arguments("kto", folder, tmp_path, "--resume_from_checkpoint", "latest")
+    assert exit_status(main, given) == 0
+    assert "resume_from_checkpoint: no checkpoint; the run would be a new one" in capfd.readouterr().out
+    damaged = tmp_path / "out" / "checkpoint-2" / "manifest.json"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text("{")
+    assert exit_status(main, given) == 1
+    assert str(damaged) in capfd.readouterr().err
+
+
 def test_long_texts_are_shortened_in_the_middle() -> None:
     assert _shortened("a" * 600) == "a" * 600
     assert _shortened("a" * 400 + "b" * 500) == f"{'a' * 300} … 300 characters omitted … {'b' * 300}"

@@ -23,7 +23,7 @@ from tools.ranks.client import environment
 from tools.ranks.process import wait_until
 from tools.signals.worker import Plan, Trail
 
-pytestmark = [pytest.mark.faults, pytest.mark.skipif(network.missing() is not None, reason=str(network.missing()))]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(network.missing() is not None, reason=str(network.missing()))]
 TRAIN, WORKER = ROOT / "launch" / "train.py", ROOT / "tools" / "signals" / "worker.py"
 PEER_TIMEOUT_S, MARGIN_S = 10, 6
 START_S, LAUNCHER_S = 240, 60  # on a busy machine

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from support.data_tokenizers import char_tokenizer
-from support.helpers import make_model, options, paired_rows
+from support.helpers import make_model, options, paired_rows, train_and_close
 from support.oracle.dense import load, token_logps
 
 from alignment import CPOConfig, SFTConfig, SFTTrainer
@@ -125,10 +125,8 @@ def test_a_loss_of_single_tokens(folder: Path, tmp_path: Path) -> None:
     found = []
     for cls in (SFTTrainer, ByTokenTrainer):
         args = SFTConfig(**options(tmp_path / cls.__name__, max_steps=2, optim="sgd", learning_rate=0.2))
-        trainer = cls(str(folder / "model"), args=args, train_dataset=rows)
-        trainer.train()
+        trainer = train_and_close(cls(str(folder / "model"), args=args, train_dataset=rows))
         found.append([(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history[:2]])
-        trainer.close()
     assert found[0][1][0] < found[0][0][0] - 0.01
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
 

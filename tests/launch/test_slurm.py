@@ -30,7 +30,7 @@ from tools.slurm.cluster import Cluster, why_not
 
 MISSING = why_not()
 pytestmark = [
-    pytest.mark.faults,
+    pytest.mark.slow,  # `make slurm`
     pytest.mark.skipif(MISSING is not None, reason=MISSING or ""),
     pytest.mark.usefixtures("launch"),  # to run it with the tests that start processes
 ]

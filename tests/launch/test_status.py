@@ -62,12 +62,19 @@ def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ]
     assert outcome(tmp_path / "lr-9") == 0 and "state       finished early" in capsys.readouterr().out
     (tmp_path / "lr-9b" / "status.json").write_text("{")
-    assert outcome(tmp_path) == 1 and capsys.readouterr().err.startswith(f"error: {tmp_path / 'lr-9b'}: status.json")
+    (tmp_path / "lr-10" / "log.jsonl").write_text("torn\n")
+    damaged = f"{tmp_path / 'lr-9b'}: status.json: cannot be read"
+    assert outcome(tmp_path) == 1
+    told = capsys.readouterr()
+    assert told.err.startswith(f"error: {damaged}")
+    assert f"\n{damaged}" in told.out and f"\n{tmp_path / 'lr-10'}: log.jsonl: 1 line cannot be read\n" in told.out
 
 
 def test_exit_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert outcome(tmp_path / "none") == 1
-    assert capsys.readouterr().err == f"error: {tmp_path / 'none'}: no such folder\n"
+    (tmp_path / "file").touch()
+    for name in ("none", "file"):
+        assert outcome(tmp_path / name) == 1
+        assert capsys.readouterr().err == f"error: {tmp_path / name}: no such folder\n"
     write_log(tmp_path, [start(), entry(4, 4, 4)])
     (tmp_path / "status.json").write_text('{"state": "runn')
     assert outcome(tmp_path) == 1
@@ -86,7 +93,6 @@ def test_following_by_lines(tmp_path: Path) -> None:
         follow = subprocess.Popen(
             [*COMMAND, str(tmp_path), "--follow", "--interval", "0.1"], stdout=subprocess.PIPE, text=True
         )
-        assert follow.stdout is not None
         assert f"running: {HOLDER}, phase start; 40 of 100 (40%), about 1 min 00 s left" in follow.stdout.readline()
         write_status(tmp_path, state="running", step=41)
         assert "41 of 100" in follow.stdout.readline()

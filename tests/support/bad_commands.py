@@ -131,7 +131,7 @@ MODEL = [
     ),
     Case(
         "no such adapter",
-        ("adapter_name_or_path: ", "the folder does not exist"),
+        ("adapter_name_or_path: ", "the folder contains no adapter_config.json; check the path"),
         {"adapter_name_or_path": "@nowhere"},
     ),
     Case("small embedding", (f"{TOKENS} tokens", f"vocab_size is {TOKENS - 5}", "resize"), model="small-embedding"),

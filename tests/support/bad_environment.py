@@ -72,7 +72,12 @@ FOLDERS = [
         command="alignment.cli.export",
     ),
     Case("folder: status of nothing", ("no such folder",), arguments=("@x",), command="alignment.cli.status"),
-    Case("folder: status of a device", ("Not a directory",), arguments=("/dev/null",), command="alignment.cli.status"),
+    Case(
+        "folder: status of a device",
+        ("/dev/null: no such",),
+        arguments=("/dev/null",),
+        command="alignment.cli.status",
+    ),
 ]
 
 MANIFESTS = [

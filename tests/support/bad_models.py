@@ -69,6 +69,11 @@ def adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
 
 
+def without_tokenizer(folder: Path) -> None:
+    for file in (*folder.glob("token*"), *folder.glob("*.jinja")):
+        file.unlink()
+
+
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
@@ -93,6 +98,7 @@ MODELS = [
 
 TOKENIZERS = [
     tokenizer("empty", written("tokenizer.json", ""), NO_TOKENIZER),
+    tokenizer("absent", without_tokenizer, NO_TOKENIZER),
     tokenizer("binary", written("tokenizer.json", bytes(range(256))), NO_TOKENIZER),
     tokenizer("without its model", changed("tokenizer.json", model=None), NO_TOKENIZER),
     tokenizer("configuration a list", written("tokenizer_config.json", "[]"), NO_TOKENIZER),

@@ -44,6 +44,9 @@ ONLINE = [
     ),
     online("no prompt", "@data.jsonl: missing column prompt", "Online DPO", "text", data=[{"text": "a"}] * 2),
     online("no reward model", "reward_model_path: folder '@none' does not exist", reward_model_path="@none"),
+    online(
+        "file without a function", "reward_funcs='@rewards.py'", "expected file.py:name", reward_funcs="@rewards.py"
+    ),
     online("language model as reward model", "reward_model_path", "score", "reward", reward_model_path="%good"),
     online("three labels", "reward_model_path", "num_labels=3", reward_model_path="%three-labels"),
     online(

@@ -37,6 +37,7 @@ YAML = [
     recipe("number of 5000 digits", "save_steps: " + "9" * 5000, "@recipe.yaml: cannot be read", "4300 digits"),
     recipe("null for a number", "learning_rate:\n", "learning_rate=None: must be a valid number"),
     recipe("truth for a number", "save_steps: yes\n", "save_steps=True: must be a valid number"),
+    recipe("recipe as a method", "method: simpo\n", "method='simpo': unknown method; it is a recipe", method=None),
     recipe("list of methods", "method: [kto]\n", "@recipe.yaml: method=", "unknown method", method=None),
     recipe("binary", bytes(range(256)), "@recipe.yaml: cannot be read ('utf-8' codec can't decode"),
     recipe("byte order mark and CRLF", b"\xef\xbb\xbfbetta: 0.1\r\n", "betta=0.1: unknown option"),

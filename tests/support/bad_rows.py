@@ -31,6 +31,7 @@ TEXTS = [
     rows("nested", '{"prompt": ' + "[" * DEEP + "]" * DEEP + "}\n", "@x.jsonl: cannot be read: maximum recursion"),
     rows("strings", '"hello"\n', "@x.jsonl, line 1: the row is 'hello' (a string)"),
     rows("lists", "[[1], [2]]", "@x.json, row 1: the row is [1] (a list)", file="x.json"),
+    rows("byte order mark alone", b"\xef\xbb\xbf", "@x.jsonl: contains no rows"),
     rows("empty list", "[]", "@x.json: contains no rows", file="x.json"),
     rows("torn Parquet", b"PAR1" + bytes(50), "@x.parquet: cannot be read", file="x.parquet"),
     rows("torn Arrow", b"ARROW1\0\0" + bytes(20), "@x.arrow: cannot be read", file="x.arrow"),
@@ -52,7 +53,8 @@ TEXTS = [
     rows(
         "an object of splits",
         '{\n"train": [{"prompt": "a"}]\n}',
-        "@x.json: the file is one object with the keys train; expected one object per line, a single list",
+        "@x.json: missing columns prompt, completion, label",
+        "columns: train",
         file="x.json",
     ),
     rows(
@@ -71,6 +73,13 @@ CONTENTS = [
         "".join(json.dumps({**LABELED, "label": label}) + "\n" for label in ("up", "down", "👍")),
         "row 1: label is 'up' (a string); expected true or false",
         "; set label_map, for example 'up=true,down=false,👍=true'",
+    ),
+    rows("row without a label", json.dumps({**LABELED, "label": ""}), "row 1: label is ''", "; remove rows without"),
+    rows(
+        "ratings",
+        "".join(json.dumps({**LABELED, "label": label}) + "\n" for label in range(3)),
+        "row 1: label is 0 (an integer)",
+        "; set label_map, for example '0=true|false,1=true|false,2=true|false'",
     ),
     rows(
         "many labels",
@@ -92,7 +101,7 @@ CONTENTS = [
     ),
     Case(
         "rows: turns without a template",
-        ("@data.jsonl: apply_chat_template=True: tokenizer ", "has no chat template; use an instruct model"),
+        ("@data.jsonl, row 1: the row is conversational, but", "has no chat template", "without apply_chat_template"),
         {"apply_chat_template": "true"},
         model="no-template",
     ),

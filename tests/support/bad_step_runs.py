@@ -79,8 +79,7 @@ def runs_of(case: Case, model: str) -> list[dict[str, Any]]:
 
 def outcome(folder: Path) -> dict[str, Any]:
     """Read the results of a run."""
-    found: dict[str, Any] = json.loads((folder / "outcome.json").read_text())
-    return found
+    return json.loads((folder / "outcome.json").read_text())
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -91,8 +90,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 def state_of(folder: Path, step: int = STEPS) -> dict[str, Any]:
     """Return the parts of a checkpoint that are shared by all ranks."""
-    found: dict[str, Any] = json.loads((folder / "out" / f"checkpoint-{step}" / "run_state.json").read_text())
-    return found
+    return json.loads((folder / "out" / f"checkpoint-{step}" / "run_state.json").read_text())
 
 
 def compared(history: Any) -> Any:

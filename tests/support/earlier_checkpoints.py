@@ -52,8 +52,7 @@ def machine() -> dict[str, str]:
 
 def earlier_machine() -> dict[str, str]:
     """Return :func:`machine` as it was where the checkpoints were written."""
-    found: dict[str, str] = json.loads((FOLDER / "machine.json").read_text())
-    return found
+    return json.loads((FOLDER / "machine.json").read_text())
 
 
 def _keep(folder: Path, target: Path) -> None:
@@ -76,8 +75,7 @@ def write() -> None:
     with tempfile.TemporaryDirectory() as folder:
         models = Path(folder) / "models"
         for make, name in ((make_model, "model"), (make_classifier, "classifier")):
-            config = Path(make(models / name, "narrow", seed=1, layers=1)) / "config.json"
-            config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.1}, indent=1))
+            make(models / name, "narrow", seed=1, layers=1, dropout=0.1)
         _keep(models, FOLDER / "models.zip")
         runs = runs_of(cases(), {name: str(models / name) for name in ("model", "classifier")})
         spec = Path(folder) / "spec.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import string
 from collections.abc import Callable
@@ -56,15 +57,21 @@ def tiny_config(kind: str, layers: int = 2) -> PretrainedConfig:
     return LlamaConfig(**common, tie_word_embeddings=kind == "tied")
 
 
-def make_model(folder: Path, kind: str = "tied", seed: int = 0, gain: float = 4.0, layers: int = 2) -> str:
+def make_model(
+    folder: Path, kind: str = "tied", seed: int = 0, gain: float = 4.0, layers: int = 2, dropout: float = 0.0
+) -> str:
     """Save a random model and its tokenizer in Hugging Face format; ``gain`` makes its predictions non-uniform."""
-    return _save_random(folder, AutoModelForCausalLM, tiny_config(kind, layers), seed, gain)
+    config = tiny_config(kind, layers)
+    config.attention_dropout = dropout
+    return _save_random(folder, AutoModelForCausalLM, config, seed, gain)
 
 
-def make_classifier(folder: Path, kind: str = "tied", seed: int = 0, labels: int = 1, layers: int = 2) -> str:
+def make_classifier(
+    folder: Path, kind: str = "tied", seed: int = 0, labels: int = 1, layers: int = 2, dropout: float = 0.0
+) -> str:
     """Save a random model with a score head: a reward model if it has one label."""
     config = tiny_config(kind, layers)
-    config.num_labels = labels
+    config.num_labels, config.attention_dropout = labels, dropout
     return _save_random(folder, AutoModelForSequenceClassification, config, seed, 4.0)
 
 
@@ -149,6 +156,18 @@ def exit_status(command: Callable[..., object], *arguments: Any) -> object:
     except SystemExit as leaving:
         return leaving.code
     raise AssertionError("the command did not exit")
+
+
+def train_and_close(trainer: Any, save: Path | bool = False, **how: Any) -> Any:
+    """Train with the arguments ``how``; close the trainer, also after an error, and return it.
+
+    Its model is saved to the folder ``save``, or if it is True, to the output folder.
+    """
+    with contextlib.closing(trainer):
+        trainer.train(**how)
+        if save:
+            trainer.save_model(None if save is True else save)
+    return trainer
 
 
 class Acts(TrainerCallback):

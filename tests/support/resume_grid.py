@@ -6,7 +6,6 @@ that only differ in that step share one uninterrupted run, which saves at each o
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -91,14 +90,10 @@ def whole_of(case: Combination) -> str:
 
 def make_models(folder: Path) -> dict[str, str]:
     """Create a model and a classifier with dropout."""
-    made = {
-        "model": make_model(folder / "model", "untied", seed=1, layers=1),
-        "classifier": make_classifier(folder / "classifier", "untied", seed=1, layers=1),
+    return {
+        "model": make_model(folder / "model", "untied", seed=1, layers=1, dropout=0.1),
+        "classifier": make_classifier(folder / "classifier", "untied", seed=1, layers=1, dropout=0.1),
     }
-    for path in made.values():
-        config = Path(path) / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.1}))
-    return made
 
 
 def runs_of(cases: list[Combination], models: dict[str, str]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, EarlyStoppingCallback
+from transformers import EarlyStoppingCallback
 
 import alignment
 from alignment.training.trainer import AlignmentTrainer
@@ -19,15 +19,10 @@ TIMES = ("runtime", "per_second")
 
 def make_models(folder: Path) -> dict[str, str]:
     """Create models with dropout, so that a random stream that is resumed at the wrong position changes the loss."""
-    paths = {
-        "policy": make_model(folder / "policy", seed=1),
-        "classifier": make_classifier(folder / "classifier", "untied", seed=1),
+    return {
+        "policy": make_model(folder / "policy", seed=1, dropout=0.3),
+        "classifier": make_classifier(folder / "classifier", "untied", seed=1, dropout=0.3),
     }
-    for path in paths.values():
-        config = AutoConfig.from_pretrained(path)
-        config.attention_dropout = 0.3
-        config.save_pretrained(path)
-    return paths
 
 
 def vowels(completions: list[str], **_: Any) -> list[float]:
@@ -40,7 +35,7 @@ def judge(prompts: list[Any], pairs: list[list[Any]]) -> list[int]:
     return [int(len(first) < len(second)) for first, second in pairs]
 
 
-def make(name: str, models: dict[str, str], folder: Path, **more: Any) -> AlignmentTrainer:
+def make(name: str, models: dict[str, str], folder: Path, *callbacks: Any, **more: Any) -> AlignmentTrainer:
     """Create a trainer whose run depends on all state that a restart could lose."""
     method, _, how = name.partition("-")
     given = options(
@@ -54,7 +49,7 @@ def make(name: str, models: dict[str, str], folder: Path, **more: Any) -> Alignm
         include_num_input_tokens_seen=True,
         **{"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **more},
     )
-    arguments: dict[str, Any] = {"callbacks": [EarlyStoppingCallback(early_stopping_patience=50)]}
+    arguments: dict[str, Any] = {"callbacks": [EarlyStoppingCallback(early_stopping_patience=50), *callbacks]}
     rows: Callable[..., list[dict[str, Any]]] = unpaired_rows if method in ("KTO", "SFT") else paired_rows
     if method == "OnlineDPO":
         del given["max_prompt_length"]
@@ -63,14 +58,13 @@ def make(name: str, models: dict[str, str], folder: Path, **more: Any) -> Alignm
         rows = lambda count, seed: [{"prompt": row["prompt"]} for row in paired_rows(count, seed)]  # noqa: E731
     if method == "SFT":
         rows = lambda count, seed: [{**r, "label": None} for r in unpaired_rows(count, seed)]  # noqa: E731
-    made: AlignmentTrainer = getattr(alignment, f"{method}Trainer")(
+    return getattr(alignment, f"{method}Trainer")(
         model=models["classifier" if method == "Reward" else "policy"],
         args=getattr(alignment, f"{method}Config")(**given),
         train_dataset=rows(12, 3),
         eval_dataset=rows(4, 4),
         **arguments,
     )
-    return made
 
 
 def logged(trainer: AlignmentTrainer) -> list[dict[str, Any]]:

@@ -63,7 +63,6 @@ def planned(
 
 def of(found: Adapters | None) -> Any:
     """Return the configuration of a plan."""
-    assert found is not None
     return found.config
 
 
@@ -302,11 +301,6 @@ def test_targets_of_fused_experts() -> None:
 
 
 # Injection: dtypes, what is trained, and the frozen copy -------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("models") / "model", "untied", seed=1)
 
 
 def made(base: str, seed: int = 3, dtype: torch.dtype = torch.float32, **config: Any) -> tuple[Any, Adapters]:

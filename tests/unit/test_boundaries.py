@@ -24,7 +24,6 @@ from alignment.config.deepspeed_keys import check_keys
 from alignment.config.errors import OptionError, setting
 from alignment.reporting.metrics import REWARDS, MetricSums, add_rewards, add_sides, means
 from alignment.run.ending import describe
-from alignment.run.retries import Retries
 from alignment.run.stop import REQUESTS, StopReason
 from alignment.training import callbacks, trainer
 from alignment.training.callbacks import Decision, Events
@@ -32,13 +31,19 @@ from alignment.training.callbacks import Decision, Events
 VALUES = st.sampled_from([0.0, 0.25, 0.5, 1.0, -1.0, math.nan, math.inf])
 
 
-@given(values=st.lists(VALUES, min_size=1, max_size=8), greater=st.booleans())
-def test_the_best_is_the_first_of_the_best_finite_values(values: list[float], greater: bool) -> None:
+@given(
+    values=st.lists(VALUES, min_size=1, max_size=8),
+    greater=st.booleans(),
+    metric=st.sampled_from(["loss", "eval_loss"]),
+)
+def test_the_best_is_the_first_of_the_best_finite_values(values: list[float], greater: bool, metric: str) -> None:
     state = TrainerState()
-    args = CPOConfig(output_dir="out", metric_for_best_model="loss", greater_is_better=greater)
+    args = CPOConfig(output_dir="out", metric_for_best_model=metric, greater_is_better=greater)
     best = BestModel(args, state)
     for state.global_step, value in enumerate(values, start=1):
-        best.improved({"eval_loss": value})
+        before = state.best_metric
+        better = before is None or (value > before if greater else value < before)
+        assert best.improved({"eval_loss": value, "eval_other": -1e9}) == (better and math.isfinite(value))
         best.saved(Path(f"checkpoint-{state.global_step}"))
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
@@ -123,25 +128,6 @@ def test_sums_and_counts_of_both_classes() -> None:
         "rewards/chosen": 1.5, "logps/chosen": -2.0, "kl": 0.5, "count/chosen": 2.0, "count/rejected": 0.0,
         "rewards/chosen_sum": 3.0, "rewards/rejected_sum": 0.0, "logps/chosen_sum": -4.0,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("pause", "pauses"),
-    [
-        (20.0, [20, 40, 80, 160, 300, 300]),
-        (150.0, [150, 300, 300, 300, 300, 300]),
-        (400.0, [400] * 6),
-        (0.25, [0.25, 0.5, 1, 2, 4, 8]),
-    ],
-)
-def test_pauses_double_up_to_five_minutes(pause: float, pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Further tests of pauses are in ``test_retries.py``."""
-    slept: list[float] = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    retries = Retries(6, pause)
-    for number, wanted in enumerate(pauses, start=1):
-        slept.clear()
-        assert retries.again("read", OSError("busy"), number) and sum(slept) == wanted and max(slept) <= 1
 
 
 # Resuming ------------------------------------------------------------------------------------------------------------

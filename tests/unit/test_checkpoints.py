@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 from pathlib import Path
@@ -14,35 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import TrainerState
 
-from alignment import CPOConfig
 from alignment.checkpoint import tensors as module
-from alignment.checkpoint.best import BestModel
 from alignment.checkpoint.folder import prune_checkpoints
 from alignment.checkpoint.manifest import FileRecord, Manifest, record_of
 from alignment.checkpoint.tensors import TensorFile, write_tensors
 from alignment.config.errors import CheckpointError
-
-
-@pytest.mark.parametrize(
-    ("metric", "values", "steps"),
-    [
-        ("loss", [3.0, 2.0, 2.0, 4.0, 1.0], [1, 2, 5]),
-        ("eval_loss", [math.nan, 3.0, math.inf, 2.0], [2, 4]),
-        ("rewards/accuracies", [0.5, 0.4, 0.5, 0.75], [1, 4]),
-    ],
-)
-def test_only_a_better_finite_value_is_an_improvement(metric: str, values: list[float], steps: list[int]) -> None:
-    args = CPOConfig(output_dir="out", metric_for_best_model=metric)
-    state = TrainerState()
-    best = BestModel(args, state)
-    improved = []
-    for state.global_step, value in enumerate(values, start=1):
-        if best.improved({f"eval_{metric.removeprefix('eval_')}": value, "eval_other": -1e9}):
-            improved.append(state.global_step)
-    assert improved == steps
-    assert state.best_global_step == steps[-1] and state.best_metric == values[steps[-1] - 1]
 
 
 @pytest.mark.parametrize("best", ["out", "link"])

@@ -93,6 +93,7 @@ OF_REWARDS: dict[str, Any] = {
         (KTOConfig, {"output_dir": ""}, "output_dir='': .*set a folder"),
         (KTOConfig, {"hang_timeout": 60, "hang_timeout_first": 59}, "hang_timeout_first="),
         (KTOConfig, {"max_bad_steps": 9}, "max_bad_steps="),
+        (KTOConfig, {"save_steps": 9, "save_strategy": "epoch"}, "save_steps=9.*set save_strategy: steps"),
         (KTOConfig, {"retries": 0, "retry_pause": 9}, "retry_pause="),
         (KTOConfig, {"log_level": "inof"}, "log_level='inof': .*did you mean 'info'"),
         (KTOConfig, {"column_map": {"promt": "x"}}, "column_map=.*did you mean 'prompt'"),
@@ -129,6 +130,7 @@ OF_REWARDS: dict[str, Any] = {
         (KTOConfig, {"rollout_batch_size": 4}, "rollout_batch_size=4: .*an option of method online_dpo, not of kto"),
         (OnlineDPOConfig, {"max_prompt_length": 4}, "max_prompt_length=4: .*an option of method kto"),
         (KTOConfig, {"zzz": 1}, "zzz=1: .*--help"),
+        (KTOConfig, {"method": "cpo"}, "method='cpo'"),
         (KTOConfig, {"sync_ref_model": True}, "sync_ref_model=True: "),
         (KTOConfig, {"activation_offloading": True}, "activation_offloading=True: "),
         (KTOConfig, {"auto_find_batch_size": True}, "auto_find_batch_size=True: "),
@@ -172,6 +174,7 @@ def test_every_default_of_the_feature_list() -> None:
     assert DPOConfig("out").losses == [("sigmoid", 1.0)]
     several = DPOConfig("out", loss_type=["sigmoid", "bco_pair", "sft"], label_smoothing=0.1)  # type: ignore[arg-type]
     assert several.losses == [("sigmoid", 1.0), ("bco_pair", 1.0), ("sft", 1.0)]
+    assert DPOConfig("out", loss_weights="0.5").loss_weights == [0.5]  # type: ignore[arg-type]
     weighted = DPOConfig("out", loss_type=["ipo", "sft"], loss_weights=[0.8, 0.2])  # type: ignore[arg-type]
     assert weighted.losses == [("ipo", 0.8), ("sft", 0.2)]
 

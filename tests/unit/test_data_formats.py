@@ -279,13 +279,13 @@ def test_labels_of_csv_files(tmp_path: Path) -> None:
 
 
 def test_labels_are_mapped(tmp_path: Path) -> None:
-    """The text of a value counts, without its case; booleans need no entry. The map is part of the data's key."""
-    given = ["Up", " down", 1, 0.0, True, "👎"]
+    """The text of a value counts, not its case; true and false need no entry. The map is part of the data's key."""
+    given = ["Up", " down", 1, 0.0, True, "👎", " True", "FALSE"]
     data = [{"prompt": "a", "completion": "b", "label": label} for label in given]
     for down in (False, True):
         label_map = {"up": True, "down": down, "1": True, "0": False, "👎": False}
         made = prepared(data, UNPAIRED, tmp_path, label_map=label_map).dataset
-        assert made["label"][:] == [True, down, True, False, True, False]
+        assert made["label"][:] == [True, down, True, False, True, False, True, False]
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -310,6 +310,7 @@ def test_strings_as_turns(tmp_path: Path) -> None:
     begun = {"prompt": [], "completion": TURNS[1:], "label": True}
     opened = texts([{**begun, "prompt": "", "completion": "c"}], None, tmp_path, apply_chat_template=True)
     assert opened == texts([begun], None, tmp_path) == [["assistant: ", "c\n</s>"]]
+    assert texts([said, {**said, "completion": ""}], None, tmp_path, apply_chat_template=True) == [[asked, " b\n</s>"]]
     with pytest.raises(DataError, match="^data, row 1: prompt is missing, so apply_chat_template"):
         texts([{"text": "a"}], None, tmp_path, COMPLETIONS, apply_chat_template=True)
 

@@ -97,22 +97,12 @@ def case(title: str, kind: Any, tokenizer: str, *rows: dict[str, Any], **column_
 
 def labeled(title: str, tokenizer: str, prompt: Any, completion: Any, **more: Any) -> Case:
     """A case with one desirable row."""
-    return case(title, UNPAIRED, tokenizer, {"prompt": prompt, "completion": completion, "label": True, **more})
+    return row(title, UNPAIRED, tokenizer, prompt=prompt, completion=completion, label=True, **more)
 
 
-def pair(title: str, tokenizer: str, kind: Any = PAIRS, **row: Any) -> Case:
-    """A case with one pair."""
-    return case(title, kind, tokenizer, row)
-
-
-def taught(title: str, tokenizer: str, kind: Any = COMPLETIONS, **row: Any) -> Case:
-    """A case with one row of SFT."""
-    return case(title, kind, tokenizer, row)
-
-
-def asked(title: str, tokenizer: str, prompt: Any, **more: Any) -> Case:
-    """A case with one prompt."""
-    return case(title, PROMPTS, tokenizer, {"prompt": prompt, **more})
+def row(title: str, kind: Any, tokenizer: str, **columns: Any) -> Case:
+    """A case with one row."""
+    return case(title, kind, tokenizer, columns)
 
 
 ALPACA = {"prompt": "instruction", "query": "input", "completion": "output", "label": "kto_tag"}
@@ -164,7 +154,7 @@ CASES = [
     labeled("KTO, chat_template_kwargs", "think block in every last answer", [USER], [GOOD], **NO_THINKING),
     labeled("KTO, generation prompt that is no prefix", "think block opened by the generation prompt", [USER], [GOOD]),
     case("KTO, messages and label", UNPAIRED, "ChatML", {"messages": [USER, BAD], "label": False}),
-    pair("KTO, a pair", "ChatML", UNPAIRED, **CHAT_PAIR),
+    row("KTO, a pair", UNPAIRED, "ChatML", **CHAT_PAIR),
     case(
         "KTO, labeled rows and pairs in one file", UNPAIRED, "no template, no BOS",
         {"prompt": U, "completion": " " + B, "label": False}, PLAIN_PAIR,
@@ -181,52 +171,55 @@ CASES = [
         "KTO, ShareGPT's calls of functions", UNPAIRED, "ChatML with tools",
         {"conversations": SHAREGPT_CALLS, "kto_tag": True}, **SHAREGPT,
     ),
-    pair("CPO, strings", "no template, no BOS", **PLAIN_PAIR),
-    pair("CPO, no prompt: it is what both begin with", "no template, BOS", chosen=f"{U} {A}", rejected=NO),
-    pair("CPO, no prompt, one answer begins the other", "no template, BOS", chosen=f"{NO} red", rejected=NO),
-    pair("CPO, Anthropic's HH texts", "no template, BOS", chosen=f"{HH} {A}", rejected=f"{HH} {B}"),
-    pair("CPO, messages", "ChatML", **CHAT_PAIR),
-    pair("CPO, messages", "ChatML that ends conversations with EOS", **CHAT_PAIR),
-    pair("CPO, messages without a prompt", "ChatML", **WHOLE_PAIR),
-    pair("CPO, single messages without a prompt", "ChatML", chosen=[GOOD], rejected=[BAD]),
-    pair("CPO, answers that repeat the prompt", "ChatML", prompt=[USER], **WHOLE_PAIR),
+    row("CPO, strings", PAIRS, "no template, no BOS", **PLAIN_PAIR),
+    row("CPO, no prompt: it is what both begin with", PAIRS, "no template, BOS", chosen=f"{U} {A}", rejected=NO),
+    row("CPO, no prompt, one answer begins the other", PAIRS, "no template, BOS", chosen=f"{NO} red", rejected=NO),
+    row("CPO, Anthropic's HH texts", PAIRS, "no template, BOS", chosen=f"{HH} {A}", rejected=f"{HH} {B}"),
+    row("CPO, messages", PAIRS, "ChatML", **CHAT_PAIR),
+    row("CPO, messages", PAIRS, "ChatML that ends conversations with EOS", **CHAT_PAIR),
+    row("CPO, messages without a prompt", PAIRS, "ChatML", **WHOLE_PAIR),
+    row("CPO, single messages without a prompt", PAIRS, "ChatML", chosen=[GOOD], rejected=[BAD]),
+    row("CPO, answers that repeat the prompt", PAIRS, "ChatML", prompt=[USER], **WHOLE_PAIR),
     case(
         "CPO, columns as LLaMA-Factory's ShareGPT files have them", PAIRS, "ChatML",
         SHAREGPT_PAIR, prompt="conversations",
     ),
-    taught("SFT, prompt and completion", "ChatML", **CHAT),
-    taught("SFT, a conversation", "ChatML", messages=[USER, GOOD]),
-    taught("SFT, text", "no template, BOS", text=A),
-    taught("SFT, text in another column", "no template, BOS", NAMED, said=A),
-    taught("SFT, the prompt too", "ChatML", Completions(completion_only=False), **CHAT),
-    taught("SFT, the last answer of a conversation", "ChatML", Completions(completion_only=True), messages=SEVERAL),
-    taught("SFT, ShareGPT's turns", "ChatML", conversations=SHAREGPT_TURNS),
-    taught("SFT, what the assistant says", "ChatML", ASSISTANT, messages=SEVERAL),
-    taught("SFT, what the assistant says", "ChatML that marks the assistant's turns", ASSISTANT, messages=SEVERAL),
-    taught("SFT, what the assistant says", "think block in every last answer", ASSISTANT, messages=SEVERAL),
-    taught("SFT, a conversation", "ChatML that ends conversations with EOS", messages=[USER, GOOD]),
-    taught("SFT, what the assistant says", "ChatML that ends conversations with EOS", ASSISTANT, messages=SEVERAL),
-    taught(
-        "SFT, what the assistant says in a completion of several turns", "ChatML", ASSISTANT,
+    row("SFT, prompt and completion", COMPLETIONS, "ChatML", **CHAT),
+    row("SFT, a conversation", COMPLETIONS, "ChatML", messages=[USER, GOOD]),
+    row("SFT, text", COMPLETIONS, "no template, BOS", text=A),
+    row("SFT, text in another column", NAMED, "no template, BOS", said=A),
+    row("SFT, the prompt too", Completions(completion_only=False), "ChatML", **CHAT),
+    row("SFT, the last answer of a conversation", Completions(completion_only=True), "ChatML", messages=SEVERAL),
+    row("SFT, ShareGPT's turns", COMPLETIONS, "ChatML", conversations=SHAREGPT_TURNS),
+    row("SFT, what the assistant says", ASSISTANT, "ChatML", messages=SEVERAL),
+    row("SFT, what the assistant says", ASSISTANT, "ChatML that marks the assistant's turns", messages=SEVERAL),
+    row("SFT, what the assistant says", ASSISTANT, "think block in every last answer", messages=SEVERAL),
+    row("SFT, a conversation", COMPLETIONS, "ChatML that ends conversations with EOS", messages=[USER, GOOD]),
+    row("SFT, what the assistant says", ASSISTANT, "ChatML that ends conversations with EOS", messages=SEVERAL),
+    row(
+        "SFT, what the assistant says in a completion of several turns", ASSISTANT, "ChatML",
         prompt=[USER, BAD, USER], completion=[GOOD, USER, BAD],
     ),
-    pair("Reward model, strings", "no template, no BOS", SCORED_PAIRS, **PLAIN_PAIR),
-    pair("Reward model, messages with a margin", "ChatML", SCORED_PAIRS, **WHOLE_PAIR, margin=0.5),
-    pair("Reward model, messages", "ChatML that ends conversations with EOS", SCORED_PAIRS, **WHOLE_PAIR),
-    asked("Online DPO, a string", "no template, no BOS", U),
-    asked("Online DPO, a string", "no template, BOS", U),
-    asked("Online DPO, empty prompt", "no template, BOS", ""),
-    asked("Online DPO, empty prompt and no BOS", "no template, no BOS", ""),
-    asked("Online DPO, messages", "ChatML", [USER]),
-    asked("Online DPO, messages", "ChatML that ends conversations with EOS", [USER]),
-    asked("Online DPO, one message that is not in a list", "ChatML that adds BOS", USER),
-    asked("Online DPO, empty list as prompt", "ChatML", []),
-    asked("Online DPO, the template's own system turn", "ChatML with a default system turn", [USER]),
-    asked("Online DPO, a completion to continue", "ChatML", [USER, said("assistant", "the cat")]),
-    asked("Online DPO, tools", "ChatML with tools", [USER], tools=[TOOL]),
-    asked("Online DPO, chat_template_kwargs", "think block in every last answer", [USER], **NO_THINKING),
-    asked("Online DPO, think block opened", "think block opened by the generation prompt", [USER]),
-    asked("Online DPO, other columns", "no template, no BOS", U, completion="red", label=True, system="a column"),
+    row("Reward model, strings", SCORED_PAIRS, "no template, no BOS", **PLAIN_PAIR),
+    row("Reward model, messages with a margin", SCORED_PAIRS, "ChatML", **WHOLE_PAIR, margin=0.5),
+    row("Reward model, messages", SCORED_PAIRS, "ChatML that ends conversations with EOS", **WHOLE_PAIR),
+    row("Online DPO, a string", PROMPTS, "no template, no BOS", prompt=U),
+    row("Online DPO, a string", PROMPTS, "no template, BOS", prompt=U),
+    row("Online DPO, empty prompt", PROMPTS, "no template, BOS", prompt=""),
+    row("Online DPO, empty prompt and no BOS", PROMPTS, "no template, no BOS", prompt=""),
+    row("Online DPO, messages", PROMPTS, "ChatML", prompt=[USER]),
+    row("Online DPO, messages", PROMPTS, "ChatML that ends conversations with EOS", prompt=[USER]),
+    row("Online DPO, one message that is not in a list", PROMPTS, "ChatML that adds BOS", prompt=USER),
+    row("Online DPO, empty list as prompt", PROMPTS, "ChatML", prompt=[]),
+    row("Online DPO, the template's own system turn", PROMPTS, "ChatML with a default system turn", prompt=[USER]),
+    row("Online DPO, a completion to continue", PROMPTS, "ChatML", prompt=[USER, said("assistant", "the cat")]),
+    row("Online DPO, tools", PROMPTS, "ChatML with tools", prompt=[USER], tools=[TOOL]),
+    row("Online DPO, chat_template_kwargs", PROMPTS, "think block in every last answer", prompt=[USER], **NO_THINKING),
+    row("Online DPO, think block opened", PROMPTS, "think block opened by the generation prompt", prompt=[USER]),
+    row(
+        "Online DPO, other columns", PROMPTS, "no template, no BOS",
+        prompt=U, completion="red", label=True, system="a column",
+    ),
     case(
         "Online DPO, columns with other names", PROMPTS, "ChatML",
         {"conversations": [turn("human", U)], "system": "say yes", "prompt": "not this", "answer": ["red"]},

@@ -135,9 +135,7 @@ def trainer_of(folder: Path, **options: Any) -> KTOTrainer:
         {"dataset_name": str(folder / "alpaca"), "weight": 1, "column_map": ALPACA, "test_split": "test"},
     ]
     given = {"dataset_mixture": mixture, "max_length": 96, "model_name_or_path": str(folder / "model"), **options}
-    trainer = build_trainer(KTOConfig(str(folder / "out"), **given))
-    assert isinstance(trainer, KTOTrainer)
-    return trainer
+    return build_trainer(KTOConfig(str(folder / "out"), **given))
 
 
 @pytest.mark.parametrize(("words", "expected"), [(200, 96), (40, None)])
@@ -161,7 +159,6 @@ def test_a_limit_keeps_the_proportions_of_unweighted_parts(tmp_path: Path, folde
     parts = [{"dataset_name": file, "test_split": "train"} for file in files]
     trainer = trainer_of(folder, dataset_mixture=parts, **{f"max_{role}_samples": 36})
     data = trainer.data.train if role == "train" else next(iter(trainer.data.eval.values()))
-    assert data is not None
     assert [part.report.rows_out for part in data.parts] == [30, 6]
     assert data.report.dropped == {NOT_DRAWN: 144} and "weight" not in data.report.summary()
 
@@ -182,12 +179,10 @@ def test_a_limit_takes_the_first_rows(folder: Path) -> None:
 def test_a_mixture_of_labeled_rows_pairs_and_other_columns(folder: Path) -> None:
     trainer = trainer_of(folder)
     data = trainer.data.train
-    assert data is not None
     assert [part.report.rows_out for part in data.parts] == [30, 20, 10]
     assert [Path(part.where).name for part in data.parts] == ["labeled.jsonl", "pairs.jsonl", "alpaca"]
     assert data.report.dropped == {NOT_DRAWN: 20, "chosen and rejected are identical": 2}
     assert (data.report.rows_in, len(data.dataset), len(data.table)) == (82, 60, 60)
-    assert data.table.labels is not None
     assert (data.report.desirable, data.report.undesirable) == (30, 30) == (data.table.labels.sum(), 30)
     decode = trainer.processing_class.decode
     assert decode(data.dataset[50]["prompt_ids"]) == "do 0"
@@ -207,6 +202,5 @@ def test_data_seed_determines_the_sampled_rows(folder: Path) -> None:
     rows = []
     for options in ({}, {}, {"seed": 7}, {"seed": 7, "data_seed": 42}):
         data = trainer_of(folder, **options).data.train
-        assert data is not None
         rows.append([data.source_row(row) for row in range(len(data.dataset))])
     assert rows[0] == rows[1] == rows[3] != rows[2]

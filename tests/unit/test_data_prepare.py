@@ -163,7 +163,7 @@ def test_the_number_of_processes_does_not_matter(tmp_path: Path, kind: Any) -> N
 @pytest.mark.parametrize("processes", [None, 2])
 def test_errors_in_workers_are_the_same(tmp_path: Path, processes: int | None) -> None:
     rows = [*KTO * 4, {"prompt": "x", "completion": "c", "label": None}]
-    with pytest.raises(DataError, match="^data, row 13: label is null; expected true or false$"):
+    with pytest.raises(DataError, match="^data, row 13: label is null; expected true or false; remove rows"):
         run(rows, UNPAIRED, tmp_path, num_proc=processes)
     assert list(tmp_path.iterdir()) == []
 

@@ -89,6 +89,7 @@ def test_folders(tmp_path: Path) -> None:
         ([ROWS[0], '{"score": NaN}'], "line 2: invalid JSON: NaN is not a JSON value"),
         ([ROWS[0], r'{"prompt": "\ud83d"}'], "line 2: a string contains an unpaired surrogate"),
         (["{", '"prompt": "p"', "}"], "line 1: invalid JSON: .*one object per line"),
+        ([ROWS[0], '{"a": {"b": 1, "b": 2}}'], "line 2: invalid JSON: an object with the keys b, b has one of them"),
     ],
 )
 def test_truncated_lines_are_named(tmp_path: Path, lines: list[Any], message: str) -> None:
@@ -99,7 +100,7 @@ def test_truncated_lines_are_named(tmp_path: Path, lines: list[Any], message: st
 def test_truncated_json_list_and_wrong_encoding(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_text('[\n{"prompt": "a"},\n{"prompt": "b"\n')
-    assert refused(str(path)).startswith(f"{path}, line 4: invalid JSON")
+    assert refused(str(path)).startswith(f"{path}, line 3: invalid JSON")
     latin = tmp_path / "latin.jsonl"
     latin.write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n')
     assert refused(str(latin)).startswith(f"{latin}, line 2: not UTF-8 text")

@@ -18,6 +18,7 @@ from torch.testing import assert_close
 from alignment.config.errors import OptionError
 from alignment.config.fields import option
 from alignment.methods.dpo_options import DPOConfig
+from alignment.methods.losses import check_values
 from alignment.objectives.dpo import LOSSES, ONLINE_LOSSES, dpo_loss
 from alignment.objectives.pairs import PairResult
 from alignment.objectives.table import NOT_NEGATIVE, Loss
@@ -236,9 +237,17 @@ def test_a_subclass_extends_the_table() -> None:
         ({"loss_type": "steep", "slope": -1}, r"^slope=-1.0: must be at least 0 with loss_type='steep'"),
         ({"slope": 2}, r"^slope=2.0: has no effect with loss_type='sigmoid'; .* one of steep$"),
         ({"loss_type": "steeep"}, r"^loss_type='steeep': unknown loss .* did you mean 'steep'\?$"),
+        ({"loss_type": "unread"}, r"^loss_type='unread': missing a required argument: 'slope'; .* its Loss reads$"),
     ):
         with pytest.raises(OptionError, match=said):
             Further("out", **options)
+
+
+def test_a_loss_has_one_value_per_pair() -> None:
+    check_values("own", torch.zeros(3), 3)
+    for losses in (torch.zeros(()), torch.zeros(1), torch.zeros(3, 1)):
+        with pytest.raises(OptionError, match=r"^loss_type='own': .* expected \(3,\)"):
+            check_values("own", losses, 3)
 
 
 @dataclass(kw_only=True)
@@ -248,5 +257,6 @@ class Further(DPOConfig):
     LOSSES: ClassVar[Mapping[str, Loss]] = {
         **DPOConfig.LOSSES,
         "steep": Loss(lambda c, r, beta, slope: (beta * slope * (r - c)).exp(), None, {"slope": NOT_NEGATIVE}),
+        "unread": Loss(lambda c, r, beta, slope: slope),
     }
     slope: float = option(1.0, "Slope of the loss.")

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +39,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (uploads, repository):
         monkeypatch.setattr(module, "tell", SAID.append)
         monkeypatch.setattr(module, "on_first_rank", lambda compute: compute())
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
     monkeypatch.setattr(uploads, "from_first_rank", lambda value: value)
     monkeypatch.setattr(uploads, "before_threads_end", lambda call: None)
 
@@ -88,17 +88,6 @@ def test_the_card_has_the_callers_additions(tmp_path: Path) -> None:
     assert not own_card(tmp_path)
     (tmp_path / "README.md").write_text("---\ntags:\n- x\n---\n- deepspeed-alignment\n")
     assert own_card(tmp_path)
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A fake Hub for this process."""
-    fake = FakeHub()
-    for name, value in {"ENDPOINT": fake.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
-        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
-    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
-    with fake.serving():
-        yield fake
 
 
 def prepared(folder: Path, retries: int = 0, **options: Any) -> Repository:
@@ -303,6 +292,7 @@ def test_an_upload_that_hangs_is_given_up(
     (said,) = SAID
     assert said.startswith("warning: push_to_hub: could not upload checkpoint-1 (given up after 0 s")
     hub.pause = 0.0
+    monkeypatch.setattr(uploads, "_LEAST_S", 60.0)
     run.save()  # by another thread
     run.uploads.wait()
     assert run.messages == [f"Training in progress, step {run.state.global_step}"]

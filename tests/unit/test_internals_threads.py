@@ -34,7 +34,6 @@ time.sleep(0.1)
 def test_a_pool_of_a_daemon_thread_does_not_hold_the_exit(leaves: bool) -> None:
     command = [sys.executable, "-c", SCRIPT.format(root=str(ROOT), leaves=leaves)]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert running.stdout is not None
     with running, running.stdout:
         assert running.stdout.readline() == "at work\n"
         try:

@@ -139,20 +139,11 @@ def test_kto_properties() -> None:
     policy, reference, labels, kl = kto_inputs()
     options = kto_defaults(desirable_weight=1.5, undesirable_weight=0.5)
     found = kto_loss(policy, reference, labels, kl, **options)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(5))
-    moved = kto_loss(policy[order], reference[order], labels[order], kl, **options)
-    assert_close(moved.losses, found.losses[order], rtol=0, atol=0)
-    assert_close(moved.rewards, found.rewards[order], rtol=0, atol=0)
-    shifted = kto_loss(policy - 8, reference - 8, labels, kl, **options)
-    assert_close(shifted.losses, found.losses, rtol=1e-12, atol=1e-14)
     tripled = kto_loss(policy, reference, labels, kl, **kto_defaults(desirable_weight=4.5, undesirable_weight=1.5))
     assert_close(tripled.losses, 3 * found.losses, rtol=1e-14, atol=0)
     assert_close(tripled.rewards, found.rewards, rtol=0, atol=0)
     only_good = kto_loss(policy, reference, labels, kl, **kto_defaults(undesirable_weight=0.0)).losses
     assert not only_good[~labels].any() and only_good[labels].all()
-    # With unit weights, the two labels of one row are complementary.
-    plain = [kto_loss(policy, reference, flags, kl, **kto_defaults()).losses for flags in (labels, ~labels)]
-    assert_close(plain[0] + plain[1], torch.ones_like(plain[0]), rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

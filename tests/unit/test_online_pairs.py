@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from support.judge_server import Answer, serving
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -26,6 +27,7 @@ from alignment.reporting.metrics import MetricSums, means
 from alignment.rewards.combined import Rewards
 from alignment.rewards.functions import FunctionReward
 from alignment.rewards.judges import Judge
+from alignment.rewards.llm_judge import LLMJudge
 from alignment.rollout.backend import Completion
 from alignment.training.data import PreparedData, PreparedPart
 
@@ -235,8 +237,31 @@ def test_a_judge_counts_wins_between_policies() -> None:
     ours = [group(0, "b", "z"), group(1, "a", "z"), group(2, "c", "z"), group(3, "?", "z")]
     theirs = [group(0, "a"), group(1, "b"), group(2, "c"), group(3, "a")]
     others = [FirstAnswer(one.texts[0], None) for one in theirs]
-    for seed in range(20):
-        assert ranker.wins(ours, [], others, seed) == [1.0, 0.0, 0.5, None]
+    for _ in ("once", "twice"):
+        for seed in range(20):
+            assert ranker.wins(ours, [], others, seed) == [1.0, 0.0, 0.5, None]
+        ranker.ask_twice()
+
+
+def of_trl(prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
+    """Prefers the first completion, or one at random if it may shuffle them."""
+    return np.random.randint(0, 1 + shuffle_order, len(prompts)).tolist()
+
+
+@pytest.mark.parametrize("kind", ["function", "TRL", "endpoint"])
+def test_a_judge_that_is_asked_twice_and_prefers_a_position_sees_ties(kind: str) -> None:
+    with serving(lambda text: Answer("0")) as server:
+        codes = {
+            "function": lambda prompts, pairs: [0] * len(pairs),
+            "TRL": of_trl,
+            "endpoint": LLMJudge("m", server.url),
+        }
+        ranker = JudgeRanker(Judge(codes[kind]))
+        groups = [group(row, "a", "z") for row in range(20)]
+        others = [FirstAnswer("b", None)] * 20
+        assert len(set(ranker.wins(groups, [], others, 0))) == (1 if kind == "endpoint" else 2)
+        ranker.ask_twice()
+        assert ranker.wins(groups, [], others, 0) == [0.5] * 20
 
 
 def test_every_window_and_rank_has_its_own_seeds() -> None:

@@ -32,7 +32,6 @@ def chosen(at: Situation, room: float, dtypes: DtypePlan = BF16, **more: int) ->
     """Return dtype, whether reduced once, and bytes per parameter, for a memory limit in bytes per parameter."""
     resident = gradients._resident(sizes(0, **more), at) / N
     plan = plan_gradients(sizes((resident + room) / 0.75, **more), dtypes, at)
-    assert plan is not None
     return plan.accumulate, plan.once, plan.device_bytes / N
 
 

@@ -15,14 +15,8 @@ from datasets.exceptions import DatasetGenerationError
 from support.data_tokenizers import char_tokenizer
 from transformers import TrainingArguments
 
-from alignment import (
-    DPOConfig,
-    KTOConfig,
-    OnlineDPOConfig,
-    OnlineDPOTrainer,
-    SFTConfig,
-)
-from alignment.config.checks import check_command_line, without_counterparts
+from alignment import DPOConfig, KTOConfig, OnlineDPOConfig, OnlineDPOTrainer, SFTConfig
+from alignment.config.checks import without_counterparts
 from alignment.config.deepspeed import load_deepspeed_config, policy_config
 from alignment.config.dtypes import plan_dtypes
 from alignment.config.errors import DataError, ModelError, OptionError
@@ -68,14 +62,6 @@ def test_options_next_to_those_that_are_refused() -> None:
     assert tiny.losses == [("sigmoid", 1.0), ("sft", 1e-9)]
     assert DPOConfig("out", loss_type=None).loss_type == "sigmoid"  # type: ignore[arg-type]
     assert DPOConfig("out", loss_type=["hinge"]).loss_type == "hinge"  # type: ignore[arg-type]
-
-
-def test_a_command_needs_a_model_and_data() -> None:
-    for given, missing in (({}, "model_name_or_path"), ({"model_name_or_path": "m"}, "dataset_name")):
-        with pytest.raises(OptionError, match=f"^{missing} is required; set it to a f"):
-            check_command_line(KTOConfig("out", **given))
-    for given in ({"dataset_name": "d"}, {"dataset_mixture": ["d"]}):
-        check_command_line(KTOConfig("out", model_name_or_path="m", **given))
 
 
 @pytest.mark.parametrize(

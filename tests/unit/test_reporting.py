@@ -105,8 +105,14 @@ def test_the_rest_is_what_no_log_has_taken() -> None:
     assert history.rest() == {}
 
 
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "draws_bars", lambda disabled: not disabled)
+
+
+@pytest.mark.usefixtures("terminal")
 def test_progress_shows_the_newest_metrics(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = Progress(3, "kto", True, CPU)
+    bar = Progress(3, "kto", False, CPU)
     bar.advance({"loss": 0.12345, "kl": 2.0, "rewards/margins": -1.5, "logps/chosen": -3.0}, tokens=100)
     bar.advance({"loss": 0.5, "rewards/accuracies": 0.75}, tokens=50)
     say("step 2: a note")
@@ -159,14 +165,16 @@ def test_a_line_of_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_line_of_an_evaluation() -> None:
-    metrics = {"eval_a_loss": 0.123456789, "eval_a_rewards/margins": 1.0, "eval_b_kl": 3.0, "eval_a_runtime": 2.0}
-    line = evaluation_line(5, 120, "eval_a", metrics, 63.0)
+    metrics = {"eval_a_loss": 0.123456789, "eval_a_rewards/margins": 1.0, "eval_b_kl": 3.0}
+    metrics |= {"eval_a_runtime": 63.0, "eval_b_runtime": 2.0}
+    line = evaluation_line(5, 120, "eval_a", metrics)
     assert line == "step   5/120, eval_a: loss 0.1235, margin 1, 1 min 03 s"
-    assert evaluation_line(0, 0, "eval_b", metrics, 2.0) == "eval_b: kl 3, 2.0 s"
+    assert evaluation_line(0, 0, "eval_b", metrics) == "eval_b: kl 3, 2.0 s"
 
 
+@pytest.mark.usefixtures("terminal")
 def test_consumed_items_update_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = Progress(7, "eval", True, CPU)
+    bar = Progress(7, "eval", False, CPU)
     items = bar.watch(["a", "b"], 2)
     assert [*items, items[0]] == ["a", "b", "a"] and len(items) == 2
     with pytest.raises(IndexError):

@@ -113,7 +113,7 @@ def test_valid_return_values(returned: Any) -> None:
     assert [type(value) for value in found] == [float, float, type(None)]
 
 
-SPAN = "rows.jsonl, row 1 to rows.jsonl, row 2"
+SPAN = "rows.jsonl, row 1; rows.jsonl, row 2"
 
 
 @pytest.mark.parametrize(
@@ -432,8 +432,8 @@ def test_conversations_are_passed_unchanged_or_as_text_with_trls_signature(trls:
 
 @pytest.mark.parametrize(
     ("returned", "place"),
-    [([0], "row 0 to"), (0, "row 0 to"), ([0, 2], "row 1;"), ([0, True], "row 1;"), ([0.0, 1], "row 0;"),
-     ([None, 1], "row 0;"), (["A", "B"], "row 0;")],
+    [([0], "row 0; rows.jsonl, row 1"), (0, "row 0; rows.jsonl, row 1"), ([0, 2], "row 1;"), ([0, True], "row 1;"),
+     ([0.0, 1], "row 0;"), ([None, 1], "row 0;"), (["A", "B"], "row 0;")],
 )  # fmt: skip
 def test_invalid_verdicts(returned: Any, place: str) -> None:
     with pytest.raises(RewardError, match=f"returned .* rows.jsonl, {place}"):
@@ -454,7 +454,7 @@ def test_an_exception_names_judge_line_and_rows(judge: Any, kind: type) -> None:
         verdicts(judge, [["a", "b"], ["c", "d"]])
     said, where = str(caught.value), f"(test_rewards.py, line {judge.__code__.co_firstlineno + 1})"
     assert said.startswith(f"judge {judge.__name__!r} raised {kind.__name__}: ") and f"{where} while judging" in said
-    assert "row 0 to rows.jsonl, row 1" in said and isinstance(caught.value.__cause__, kind)
+    assert "row 0; rows.jsonl, row 1" in said and isinstance(caught.value.__cause__, kind)
 
 
 @pytest.mark.parametrize(

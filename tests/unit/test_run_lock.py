@@ -69,7 +69,6 @@ def test_a_living_process_is_not_disturbed(stopped: bool, other: subprocess.Pope
 
 def test_forked_workers_neither_hold_nor_release_the_lock(tmp_path: Path) -> None:
     process = driver("fork", tmp_path)
-    assert process.stdout is not None
     worker = int(process.stdout.readline())
     try:
         assert process.stdout.readline() == "held\n"

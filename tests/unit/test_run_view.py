@@ -48,9 +48,12 @@ def test_lines_that_are_no_json_are_counted_and_passed_over(tmp_path: Path) -> N
     nested = b'{"num_tokens": ' + b"[" * 9000 + b"]" * 9000 + b"}"
     write_log(tmp_path, [start(), entry(1, 1, 1)])
     with (tmp_path / "log.jsonl").open("ab") as file:
-        file.write(b'\xff\xfe torn\n\n[1, 2]\n{"num_tokens": }\n' + nested + b'\n{"st')
+        file.write(b'\xff\xfe torn\n\n[1, 2]\n{"num_tokens": }\n' + nested + b"\n")
+        for damage in ({"step": "2"}, {"num_tokens": None}, {"time": "soon"}, {"time": 5}):
+            file.write(json.dumps(entry(2, 2, 2) | damage).encode() + b"\n")
+        file.write(b'{"loss": 3.0}\n{"st')
     found = read_run(tmp_path)
-    assert found.problems == ["log.jsonl: 4 lines cannot be read"]
+    assert found.problems == ["log.jsonl: 9 lines cannot be read"]
     assert (found.metrics, found.status.step) == ({"loss": 1.0}, 1), "the newest that can be read"
 
 

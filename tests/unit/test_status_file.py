@@ -14,12 +14,6 @@ from alignment.run.status_file import RunStatus, StatusFile, fail_in_place_of, r
 from tools.ranks.process import wait_until
 
 
-def found(folder: Path) -> RunStatus:
-    read = read_status(folder)
-    assert read is not None
-    return read
-
-
 def test_a_status_has_one_key_per_line(tmp_path: Path) -> None:
     assert read_status(tmp_path) is None
     file = StatusFile(tmp_path, RunStatus(job="17", restarts=2))
@@ -45,8 +39,8 @@ def test_no_step_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert spent < 0.2, step
         time.sleep(0.005)
     assert len(synced) >= 2
-    wait_until(lambda: found(tmp_path).step == 199, 10)
-    assert (found(tmp_path).state, found(tmp_path).phase) == ("running", "train")
+    wait_until(lambda: read_status(tmp_path).step == 199, 10)
+    assert (read_status(tmp_path).state, read_status(tmp_path).phase) == ("running", "train")
     file.close()
 
 
@@ -62,7 +56,7 @@ def test_an_unresponsive_disk_loses_only_the_update(tmp_path: Path, monkeypatch:
     assert time.monotonic() - begin < 2 and read_status(tmp_path) is None
     answers.set()
     wait_until(lambda: (read_status(tmp_path) or RunStatus()).state == "preempted", 10)
-    assert (found(tmp_path).step, found(tmp_path).signal) == (3, "SIGTERM")
+    assert (read_status(tmp_path).step, read_status(tmp_path).signal) == (3, "SIGTERM")
 
 
 def test_a_disk_that_cannot_be_written_loses_only_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +75,7 @@ def test_the_end_does_not_overwrite_a_later_attempt(tmp_path: Path) -> None:
     later = StatusFile(tmp_path, RunStatus(host="n1", pid=18, started="now"))
     later.close()
     file.update(state="finished")
-    assert found(tmp_path) == later.status
+    assert read_status(tmp_path) == later.status
 
 
 @pytest.mark.parametrize("content", ["{", '{"state": "running", "pid": "17"}', '{"state": "gone"}'])
@@ -92,7 +86,7 @@ def test_the_end_replaces_a_damaged_file(content: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         read_status(tmp_path)
     file.update(state="finished")
-    assert found(tmp_path) == file.status
+    assert read_status(tmp_path) == file.status
 
 
 def test_a_status_is_written_for_a_rank_that_was_killed(tmp_path: Path) -> None:
@@ -100,10 +94,10 @@ def test_a_status_is_written_for_a_rank_that_was_killed(tmp_path: Path) -> None:
     file.close()
     for host, pid in (("n1", 18), ("n2", 17)):
         fail_in_place_of(tmp_path, host, pid, "rank 0 was killed")
-    assert found(tmp_path).state == "running", "it belongs to a later attempt"
+    assert read_status(tmp_path).state == "running", "it belongs to a later attempt"
     fail_in_place_of(tmp_path, "n1", 17, "rank 0 was killed")
-    failed = found(tmp_path)
+    failed = read_status(tmp_path)
     assert (failed.state, failed.error, failed.step) == ("failed", "rank 0 was killed", 4)
     fail_in_place_of(tmp_path, "n1", 17, "once more")
-    assert found(tmp_path) == failed
+    assert read_status(tmp_path) == failed
     fail_in_place_of(tmp_path / "absent", "n1", 17, "nowhere")

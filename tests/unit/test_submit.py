@@ -156,6 +156,7 @@ def test_options_of_jobs_and_methods_do_not_overlap() -> None:
         ("--seeds 1-2 --use_peft --merged_output_dir m", "merged_output_dir='m'"),
         ("--overwrite_output_dir true", "overwrite_output_dir=True"),
         ("--save_strategy no", "save_strategy='no'"),
+        ("--dry_run", "dry_run=True"),
         ("--push_to_hub --hub_token hf_mine", "--hub_token=<hidden>"),
         ("--bata 1", "bata='1'"),
         ("--dataset_name no.csv", "no.csv: file or folder does not exist"),

@@ -41,7 +41,7 @@ def look(output_dir: Path) -> Look:
         best = json.loads((folders[-1] / _STATE).read_text())["best_model_checkpoint"]
         if best is not None and Path(best).name not in [folder.name for folder in folders]:
             problems.append(f"{folders[-1].name}: its best checkpoint, {Path(best).name}, is missing")
-    for path in sorted(output_dir.glob("*.json*")):
+    for path in sorted(output_dir.glob("[!.]*.json*")):
         # Only the last line of a log may be incomplete.
         lines = path.read_text().splitlines(keepends=True) if path.suffix == ".jsonl" else [f"{path.read_text()}\n"]
         if not all(_is_json(line) for line in lines if line.endswith("\n")):

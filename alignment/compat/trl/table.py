@@ -44,10 +44,8 @@ REMOVED: dict[str, str] = {
     **dict.fromkeys(("grad_accum", "accumulation_steps"), "set gradient_accumulation_steps"),
     **dict.fromkeys(("max_seq_len", "seq_len", "seq_length", "cutoff_len"), "set max_length"),
     **dict.fromkeys(("resume", "checkpoint"), "set resume_from_checkpoint, to latest or a checkpoint"),
-    "lora": "set use_peft",
-    "qlora": "set use_peft and load_in_4bit",
+    **dict.fromkeys(("lora", "qlora"), "set use_peft, and load_in_4bit for QLoRA"),
     **dict.fromkeys(("data", "dataset", "data_path", "train_file"), "set dataset_name"),
-    "output": "set output_dir",
     "rewind_windows": "runs no longer return to a checkpoint; remove it, and set on_bad_step: skip",
 }
 

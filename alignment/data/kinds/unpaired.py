@@ -96,6 +96,5 @@ UNPAIRED = Unpaired()
 
 def _label(row: Row, where: str) -> dict[str, list[bool]]:
     if type(row["label"]) is not bool:
-        kind = DataError if row["label"] is None else LabelError
-        raise kind(f"{where}: label is {show(row['label'])}; expected true or false")
+        raise LabelError(f"{where}: label is {show(row['label'])}; expected true or false")
     return {"label": [row["label"]]}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from alignment.internals.transformers import loading
 from alignment.models.adapters.folder import AdapterFolder
 from alignment.models.adapters.record import PREFIX, kind_of, unsupported, with_initialization
 from alignment.models.loading import load_whole
-from alignment.models.quantization import is_packed
+from alignment.models.quantization import Quantization, is_packed, prepare_quantized
 from alignment.models.source import read_config
+from alignment.models.tasks import CAUSAL_LM
 from alignment.run.activity import ACTIVITY
 
 _NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -81,29 +83,46 @@ def load_base(
     Raises:
         ModelError: the model cannot be loaded, or weights are missing.
     """
-    arguments: dict[str, Any] = {"revision": adapter.revision} if adapter.revision else {}
-    dtype: torch.dtype | str = "auto"
-    quantized = adapter.quantization is not None or _quantized_by(config) is not None
-    if quantized:
-        # Quantize on the CPU even if a GPU is available: it may round differently, and the export would depend on it.
-        arguments["device_map"] = {"": "cpu"}
-    if adapter.quantization is not None and _quantized_by(config) is None:
-        arguments["quantization_config"] = BitsAndBytesConfig.from_dict(dict(adapter.quantization))
-        dtype = trained_dtype(adapter) or torch.bfloat16
-    own = [key.replace(".base_layer.", ".") for key in adapter.shapes]  # may be missing from the checkpoint
-    model = load_whole(adapter.base, adapter.task, dtype, trust_remote_code, own, **arguments)
+    stored = _quantized_by(config) is not None
+    quantization = None if stored else adapter.quantization
+    dtype = "auto" if quantization is None else trained_dtype(adapter) or torch.bfloat16
+    source = adapter.base, adapter.revision, config, quantization
+    # Quantize on the CPU even if a GPU is available: it may round differently, and the export would depend on it.
+    model = load_extended(*source, dtype, trust_remote_code, torch.device("cpu"), adapter)
     narrow = model.config.dtype in (torch.bfloat16, torch.float16)
     kept = {name for name, one in model.named_parameters() if narrow and one.dtype == torch.float32}
-    if quantized:
+    if stored or quantization is not None:
         packed = [f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ in
                   ("Linear4bit", "Linear8bitLt")]  # fmt: skip
         kept -= {*packed}  # even if their storage dtype is fp32
         # Do not run 4-bit layers before this: on CPUs with AVX512-BF16, a forward pass may repack their weights.
         model = model.dequantize(dtype=torch.promote_types(model.config.dtype, target))
+    return model, kept
+
+
+def load_extended(
+    path: str, revision: str | None, config: PretrainedConfig, quantization: Mapping[str, Any] | None,
+    dtype: torch.dtype | str, trust_remote_code: bool, device: torch.device, adapter: AdapterFolder | None,
+) -> PreTrainedModel:  # fmt: skip
+    """Load a model for an adapter, if any, with as many embeddings as ``config``; see :func:`check_match`.
+
+    Its checkpoint may lack tensors that the adapter contains.
+
+    Raises:
+        ModelError: the model cannot be loaded, or other weights are missing.
+    """
+    arguments: dict[str, Any] = {"device_map": {"": device}, "revision": revision or "main"}
+    if quantization is not None:
+        arguments["quantization_config"] = BitsAndBytesConfig.from_dict(dict(quantization))
+    task, shapes = (CAUSAL_LM, {}) if adapter is None else (adapter.task, adapter.shapes)
+    own = [key.replace(".base_layer.", ".") for key in shapes]
+    model = load_whole(path, task, dtype, trust_remote_code, own, **arguments)
+    if isinstance(found := getattr(model.config, "quantization_config", None), BitsAndBytesConfig):
+        prepare_quantized(model, Quantization(found))
     rows = config.get_text_config().vocab_size
     if model.config.get_text_config().vocab_size != rows:
         model.resize_token_embeddings(rows, mean_resizing=False)
-    return model, kept
+    return model
 
 
 def trained_dtype(adapter: AdapterFolder) -> torch.dtype | None:

@@ -80,7 +80,6 @@ class Recorder(TrainerCallback):
 
     def _save(self, step: int) -> None:
         plan, folder = self.trainer.planned.engines, self.folder / f"step-{step}"
-        assert plan.adapters is not None
         first = self.trainer.is_world_process_zero()
         write_adapters(self.model, plan.adapters, plan.source, None, folder, first_rank=first)
 

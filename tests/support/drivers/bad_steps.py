@@ -120,10 +120,9 @@ def made(run: dict[str, Any], folder: Path, **more: Any) -> AlignmentTrainer:
     if run["method"] == "OnlineDPO":
         more["reward_funcs"] = vowels
     args = getattr(alignment, f"{run['method']}Config")(output_dir=str(folder / "out"), **run["args"])
-    trainer: AlignmentTrainer = getattr(alignment, f"{run['method']}Trainer")(
+    return getattr(alignment, f"{run['method']}Trainer")(
         model=run["model"], args=args, train_dataset=run["train"], **more
     )
-    return trainer
 
 
 def train(run: dict[str, Any], folder: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.helpers import STAGES, options, paired_rows, unpaired_rows
+from support.helpers import STAGES, options, paired_rows, train_and_close, unpaired_rows
 from support.tiny_adapters import lora
 
 import alignment
@@ -48,11 +48,8 @@ def train(folder: Path, case: dict[str, Any], samples: bool) -> list[dict[str, A
         eval_dataset=rows_of(method),
         peft_config=lora() if case.get("lora") else None,
     )
-    trainer.train()
-    trainer.save_model()
-    trainer.close()
-    log: list[dict[str, Any]] = trainer.state.log_history
-    return log
+    train_and_close(trainer, save=True)
+    return trainer.state.log_history
 
 
 def main() -> None:

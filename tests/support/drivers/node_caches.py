@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import datasets
-from support.helpers import options, unpaired_rows
+from support.helpers import options, train_and_close, unpaired_rows
 
 import alignment
 from alignment.config.errors import DataError
@@ -41,11 +41,9 @@ def trained(folder: Path, cache: Path, model: str, rows: Callable[[], Any], **mo
             trainer = alignment.KTOTrainer(model, args=args, train_dataset=rows())
         except DataError as error:
             return {"error": str(error), "tokenized": len(tokenized)}
-        trainer.train()
-        assert trainer.data.train is not None
+        train_and_close(trainer)
         files = {Path(file["filename"]).parts[-5] for file in trainer.data.train.dataset.cache_files}
         logged = [{key: entry[key] for key in ("loss", "grad_norm")} for entry in trainer.state.log_history[:2]]
-        trainer.close()
     return {"tokenized": len(tokenized), "log": logged, "cache": sorted(files), "left": sorted(os.listdir(cache))}
 
 

@@ -15,7 +15,7 @@ from unittest import mock
 
 from support.drivers.canned import LONGEST
 from support.drivers.runs import canned
-from support.helpers import options, paired_rows
+from support.helpers import options, paired_rows, train_and_close
 
 from alignment import OnlineDPOConfig, OnlineDPOTrainer
 from alignment.cli.guarded import guarded
@@ -60,8 +60,7 @@ def train(folder: Path, model: str, flaky: Flaky) -> None:
     trainer = OnlineDPOTrainer(
         model, args=OnlineDPOConfig(**given), reward_funcs=flaky.score, train_dataset=Part("train_dataset", flaky.rows)
     )
-    trainer.train()
-    trainer.close()
+    train_and_close(trainer)
     Path(f"{folder}-{rank()}.json").write_text(json.dumps(trainer.state.log_history))
 
 

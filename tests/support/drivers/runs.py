@@ -38,7 +38,6 @@ def canned(engine: RolloutEngine, request: RolloutRequest) -> list[list[Completi
 
 def windows(trainer: AlignmentTrainer) -> list[list[dict[str, Any]]]:
     """Record the rows of every window trained on, with token ids, and the partner as an index into the window."""
-    assert trainer.data.sampler is not None and trainer.data.train is not None
     result = []
     for number in range(trainer.state.global_step):
         plan = trainer.data.sampler.plan(*divmod(number, trainer.data.sampler.steps_per_epoch))

@@ -18,7 +18,7 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from support.oracle.dense import Row, cpo_objective, dpo_objective, kto_objective
+from support.oracle.dense import Row, cpo_objective, dpo_objective, kto_objective, reward_objective
 from support.oracle.wide import wide_maths, widen
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
@@ -201,12 +201,7 @@ def _sft(policy: nn.Module, reference: nn.Module, rows: Sequence[Row], task: Tas
 def _reward(policy: nn.Module, reference: nn.Module, rows: Sequence[Row], task: Task) -> Objective:
     chosen, rejected = _rewards(policy, [*_sides(rows, "chosen"), *_sides(rows, "rejected")]).chunk(2)
     margins = torch.tensor([row["margin"] for row in rows], dtype=torch.float64)
-    losses = (1 + (rejected - chosen + margins).exp()).log() + task.center * (chosen + rejected).square()
-    return losses.mean(), {
-        "rewards/chosen": float(chosen.detach().mean()),
-        "rewards/rejected": float(rejected.detach().mean()),
-        "rewards/accuracies": float((chosen > rejected).double().mean()),
-    }
+    return reward_objective(chosen, rejected, margins, task.center)
 
 
 def _rewards(policy: nn.Module, sequences: Sequences) -> Tensor:

@@ -152,7 +152,6 @@ def dpo_objective(
     parts = []
     for name, weight in zip(names, options.loss_weights or [1.0] * len(names), strict=True):
         if name == "sft":
-            assert lengths is not None
             parts.append(weight * -policy[0].sum() / sum(lengths[0]))
             continue
         c, r = good, bad
@@ -205,6 +204,22 @@ def dpo_term(name: str, good: Tensor, bad: Tensor, options: DPOOptions) -> Tenso
         share = torch.sigmoid(beta * gap / options.discopop_tau)
         return (1 - share) * softplus(-beta * gap) + share * torch.exp(-beta * gap)
     raise ValueError(f"loss_type {name!r} is not a loss of DPO")
+
+
+def reward_objective(
+    chosen: Tensor, rejected: Tensor, margins: Tensor, center: float
+) -> tuple[Tensor, dict[str, float]]:
+    """Compute the Bradley-Terry loss and metrics of a window from (P,) scores; ``center``: of their sums."""
+    losses = (1 + (rejected - chosen + margins).exp()).log() + center * (chosen + rejected).square()
+    loss, good, bad = losses.mean(), chosen.detach(), rejected.detach()
+    return loss, {
+        "loss": float(loss.detach()),
+        "rewards/chosen": float(good.mean()),
+        "rewards/rejected": float(bad.mean()),
+        "rewards/margins": float((good - bad).mean()),
+        "rewards/accuracies": float((good > bad).double().mean()),
+        "mean_reward": float(torch.cat([good, bad]).mean()),
+    }
 
 
 def _preference(gap: Tensor, options: CPOOptions) -> Tensor:

@@ -13,7 +13,15 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from support.oracle.dense import CPOOptions, DPOOptions, KTOOptions, cpo_objective, dpo_objective, kto_objective
+from support.oracle.dense import (
+    CPOOptions,
+    DPOOptions,
+    KTOOptions,
+    cpo_objective,
+    dpo_objective,
+    kto_objective,
+    reward_objective,
+)
 from support.oracle.pairs import Prompt, pairs_of
 from support.oracle.rows import Example, Refused, Setting, examples
 from support.oracle.wide import wide_maths
@@ -205,16 +213,7 @@ def reward(rows: Sequence[Example], policy: Any, o: Setting) -> Metrics:
             scores.append(policy.score(states[0, -1])[0])
     better, worse = torch.stack(scores).chunk(2)
     margins = torch.tensor([row.margin for row in rows], dtype=torch.float64)
-    losses = (1 + (worse - better + margins).exp()).log()
-    losses = losses + (o["center_rewards_coefficient"] or 0.0) * (better + worse) ** 2
-    return {
-        "loss": float(losses.mean()),
-        "rewards/chosen": float(better.mean()),
-        "rewards/rejected": float(worse.mean()),
-        "rewards/margins": float((better - worse).mean()),
-        "rewards/accuracies": float((better > worse).double().mean()),
-        "mean_reward": float(torch.stack(scores).mean()),
-    }
+    return reward_objective(better, worse, margins, o["center_rewards_coefficient"] or 0.0)[1]
 
 
 def window_of(

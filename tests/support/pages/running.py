@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from support.pages.blocks import ROOT, Block
@@ -103,12 +102,6 @@ class PageRun:
         self._python: subprocess.Popen[bytes] | None = None
         self._python_output = folder.parent / f"{folder.name}.python"
         self._pieces = 0
-
-    def __enter__(self) -> PageRun:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stop the interpreter."""
