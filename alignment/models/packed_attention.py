@@ -93,7 +93,7 @@ def packed_attention(
             begin = 0 if sliding_window is None else max(0, first + 1 - sliding_window)
             part = queries, keys[:, :, begin:last], values[:, :, begin:last]
             mask = None if causal else _mask(range(first, last), range(begin, last), sliding_window, query.device)
-            if plain:
+            if plain and mask is not None:
                 attended = _plain(*part, mask, scaling, dropout, softcap, s_aux)
             else:
                 attended = F.scaled_dot_product_attention(
@@ -117,15 +117,14 @@ def _mask(queries: range, keys: range, window: int | None, device: torch.device)
 
 
 def _plain(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, dropout: float,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, dropout: float,
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Attention with a soft cap or sinks, which SDPA does not have."""
     logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    if mask is not None:
-        logits = logits.masked_fill(~mask, -math.inf)
+    logits = logits.masked_fill(~mask, -math.inf)
     if sinks is not None:
         logits = torch.cat([logits, sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], 3)
     weights = F.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32)).to(query.dtype)

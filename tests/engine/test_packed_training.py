@@ -11,18 +11,19 @@ from support.data_tokenizers import char_tokenizer
 from support.helpers import STAGES, make_model, options, paired_rows
 from transformers import AutoModelForCausalLM, FalconConfig
 
-from alignment import CPOConfig, CPOTrainer
+from alignment import CPOConfig, CPOTrainer, SFTConfig, SFTTrainer
 from alignment.config.errors import OptionError
 from alignment.engines import scoring
+from alignment.training.trainer import AlignmentTrainer
 
 
-def make_trainer(model: str, folder: Path, stage: str = "stage2", **more: Any) -> CPOTrainer:
+def make_trainer(model: str, folder: Path, stage: str = "stage2", **more: Any) -> AlignmentTrainer:
     sgd = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_steps": 1, "max_length": 64}
     args = CPOConfig(**options(folder, **sgd, deepspeed=STAGES[stage], **more))
     return CPOTrainer(model=model, args=args, train_dataset=paired_rows(8))
 
 
-def shapes(trainer: CPOTrainer) -> list[tuple[int, ...]]:
+def shapes(trainer: AlignmentTrainer) -> list[tuple[int, ...]]:
     """Train, and return the shape of the token IDs of each forward pass of the decoder after its checks."""
     found: list[tuple[int, ...]] = []
     trainer.engines.build(1)
@@ -45,6 +46,16 @@ def test_a_micro_batch_is_one_row_without_the_second_prompt(tmp_path: Path) -> N
     assert most - 2 * len(rows) <= sum(tokens for _, tokens in found) <= most, (
         "completions may begin with equal tokens"
     )
+
+
+def test_a_pack_is_one_row(tmp_path: Path) -> None:
+    """The sequences of SFT's packs, which do not attend to each other."""
+    args = SFTConfig(**options(tmp_path / "out", deepspeed=STAGES["stage2"], max_steps=1, packing=True, max_length=64))
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in paired_rows(24)]
+    trainer = SFTTrainer(model=make_model(tmp_path / "model"), args=args, train_dataset=rows)
+    assert trainer.data.train is not None and trainer.data.train.packs is not None and trainer.data.sampler is not None
+    sizes, plan = trainer.data.train.packs.tokens, trainer.data.sampler.plan(0, 0)
+    assert shapes(trainer) == [(1, int(sizes[list(micro[0].rows)].sum())) for micro in plan.micro_batches]
 
 
 @pytest.mark.parametrize("why", ["its own", "another rank's"])
