@@ -24,7 +24,10 @@ CASES: dict[str, dict[str, Any]] = {
         **EVALUATED, "logging_steps": 0.3, "eval_steps": 0.25, "save_strategy": "steps", "save_steps": 0.45,
         "warmup_steps": 0.15, "num_train_epochs": 1.5,
     },
-    "epochs": {"logging_strategy": "epoch", "eval_strategy": "epoch", "save_strategy": "epoch", "max_steps": 8},
+    "epochs": {
+        "logging_strategy": "epoch", "eval_strategy": "epoch", "save_strategy": "epoch", "save_steps": 500,
+        "max_steps": 8,
+    },
     "no log": {**EVALUATED, "eval_delay": 5, "logging_strategy": "no", "logging_first_step": True},
     "the best": {**EVALUATED, "eval_steps": 1, "save_strategy": "best", "logging_steps": 4, "num_train_epochs": 1.5},
     "late, in epochs": {"eval_strategy": "epoch", "eval_delay": 1.5, "save_strategy": "best"},
