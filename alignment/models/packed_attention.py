@@ -25,11 +25,18 @@ try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # torch before 2.10
     varlen_attn = None
+flash_attn_varlen_func: Callable[..., Any] | None
+try:
+    from flash_attn import flash_attn_varlen_func  # type: ignore[no-redef]
+except ImportError:
+    flash_attn_varlen_func = None
 
 PACKED = "packed"
 _QUERIES = 1024  # maximum number of queries of one mask
 _ROPE = ("dynamic", "longrope")  # types that depend on the longest position of a row
 _LAYERS = ("full_attention", "sliding_attention")
+_OF_TORCH = {"window_size", "scale", "enable_gqa"}
+_OF_FLASH_ATTENTION = {"window_size", "softmax_scale", "causal", "softcap"}
 
 
 class CannotPack(Exception):
@@ -76,8 +83,8 @@ def packed_attention(
         raise CannotPack("its layers do not pass on the layout of the sequences")
     if attention_mask is not None or more.get("position_bias") is not None or more.get("is_causal") is False:
         raise CannotPack("its attention is not causal, or has biases of its own")
-    if softcap is None and s_aux is None and not dropout and _flash_supports(query, value):
-        return _flash(query, key, value, layout, scaling, sliding_window), None
+    if s_aux is None and not dropout and _flash_supports(query, value, softcap):
+        return _flash(query, key, value, layout, scaling, sliding_window, softcap), None
     plain, groups = softcap is not None or s_aux is not None, query.shape[1] // key.shape[1]
     if groups > 1 and (plain or query.is_cuda):  # there, no fast kernel has both a mask and shared keys
         key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
@@ -131,35 +138,37 @@ def _plain(
     return F.dropout(weights[..., : key.shape[2]], dropout, dropout > 0) @ value
 
 
-def _flash_supports(query: Tensor, value: Tensor) -> bool:
-    """Return whether torch has a kernel for sequences of varying lengths, with sliding windows and grouped keys."""
-    if varlen_attn is None or not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+def _flash_supports(query: Tensor, value: Tensor, softcap: float | None) -> bool:
+    """Return whether there is a kernel for sequences of varying lengths, with sliding windows and grouped keys.
+
+    It is torch's, or with a soft cap that of FlashAttention 2, if that is installed.
+    """
+    function, names = (varlen_attn, _OF_TORCH) if softcap is None else (flash_attn_varlen_func, _OF_FLASH_ATTENTION)
+    if function is None or not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
         return False
-    known = {"window_size", "scale", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+    known = names <= inspect.signature(function).parameters.keys()
     capable = torch.cuda.get_device_capability(query.device) >= (8, 0)
     return known and capable and query.shape[-1] == value.shape[-1] <= 256
 
 
 def _flash(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None, window: int | None
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None, window: int | None,
+    softcap: float | None,
+) -> Tensor:  # fmt: skip
     """Attention on a GPU in one call, in which queries are aligned with the last keys of their piece."""
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     if layout.keys is not None:
         key, value = key.index_select(0, layout.keys), value.index_select(0, layout.keys)
-    assert varlen_attn is not None
-    found: Tensor = varlen_attn(
-        query,
-        key,
-        value,
-        layout.cu_seqlens,
-        layout.cu_seqlens_k,
-        max(piece.stop - piece.start for piece in layout.pieces),
-        max(piece.keys for piece in layout.pieces),
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    most = max(piece.stop - piece.start for piece in layout.pieces), max(piece.keys for piece in layout.pieces)
+    given = query, key, value, layout.cu_seqlens, layout.cu_seqlens_k, *most
+    seen = (-1 if window is None else window - 1, 0)
+    if softcap is None:
+        assert varlen_attn is not None
+        grouped = query.shape[1] != key.shape[1]
+        found: Tensor = varlen_attn(*given, scale=scaling, window_size=seen, enable_gqa=grouped)
+    else:
+        assert flash_attn_varlen_func is not None
+        found = flash_attn_varlen_func(*given, softmax_scale=scaling, causal=True, window_size=seen, softcap=softcap)
     return found[None]
 
 

@@ -212,7 +212,7 @@ def test_the_adapters_of_a_run(run: AlignmentTrainer, models: dict[str, str], tm
     export(run.output_dir, tmp_path / "merged", ExportOptions(dtype="float32"))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     wide = AutoModelForCausalLM.from_pretrained(models["policy"])
-    assert (logits(merged) - logits(PeftModel.from_pretrained(wide, run.output_dir))).abs().max() < 1e-5
+    assert (logits(merged) - logits(PeftModel.from_pretrained(wide, run.output_dir))).abs().max() < 1e-4
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == MARKED
 
 

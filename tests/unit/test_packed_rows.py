@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +145,9 @@ def test_a_reward_model_reads_the_ends_of_sequences(tmp_path: Path) -> None:
 def plain_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, *most: int, **more: Any
 ) -> Tensor:
-    """torch's ``varlen_attn`` in plain operations: queries are aligned with the last keys of their sequence."""
-    assert most == (int(cu_q.diff().max()), int(cu_k.diff().max())) and more["enable_gqa"]
+    """The functions of torch and FlashAttention in plain operations: queries are aligned with the last keys."""
+    assert most == (int(cu_q.diff().max()), int(cu_k.diff().max())) and more.get("enable_gqa", more.get("causal"))
+    cap = more.get("softcap", math.inf)
     assert cu_q.dtype == cu_k.dtype == torch.int32
     left, right = more["window_size"]
     groups, found = query.shape[1] // key.shape[1], []
@@ -154,23 +157,33 @@ def plain_varlen(
         k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
         distance = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
         seen = (distance >= -right) & (distance <= (left if left >= 0 else k.shape[1]))
-        weights = (q @ k.transpose(1, 2) * more["scale"]).masked_fill(~seen, -torch.inf).softmax(-1)
+        logits = q @ k.transpose(1, 2) * more.get("scale", more.get("softmax_scale"))
+        logits = logits if cap == math.inf else torch.tanh(logits / cap) * cap
+        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
         found.append((weights @ v).transpose(0, 1))
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("kind", ["tied", "sliding"])
+@pytest.mark.parametrize("kind", ["tied", "sliding", "capped"])
 def test_the_path_of_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's function replaced by plain operations; a window that is off by one token changes the scores."""
+    """With the libraries' functions replaced by plain operations; a window that is one token too long is seen."""
     torch.manual_seed(0)
     scorer = CompletionScorer(AutoModelForCausalLM.from_config(config(kind)))
     batch = collate(sequences(40), 99, groups=[(0, 2), (1, 3)])
     expected = outcome(scorer, batch)
-    monkeypatch.setattr(packed_attention, "_flash_supports", lambda query, value: True)
-    monkeypatch.setattr(packed_attention, "varlen_attn", plain_varlen)
+    monkeypatch.setattr(packed_attention, "_flash_supports", lambda query, value, softcap: True)
+    taken: dict[str, int] = Counter()
+    for name in ("varlen_attn", "flash_attn_varlen_func"):
+
+        def plain(*given: Any, name: str = name, **more: Any) -> Tensor:
+            taken[name] += 1
+            return plain_varlen(*given, **more)
+
+        monkeypatch.setattr(packed_attention, name, plain)
     for share in (True, False):
         for found, value in zip(outcome(scorer, batch.packed(share)), expected, strict=True):
             assert (found - value).norm() <= 1e-5 * value.norm() + 1e-6
+    assert [*taken] == ["flash_attn_varlen_func" if kind == "capped" else "varlen_attn"]
 
 
 @pytest.mark.parametrize(
