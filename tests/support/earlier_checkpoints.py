@@ -38,6 +38,7 @@ def unpacked(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     with zipfile.ZipFile(FOLDER / "models.zip") as archive:
         archive.extractall(folder / "models")
     run = runs_of([case], {name: str(folder / "models" / name) for name in ("model", "classifier")})[0]
+    run["args"]["pack"] = "false"  # that version padded rows, whose dropout is drawn in another order
     with zipfile.ZipFile(FOLDER / f"{label(case)}.zip") as archive:
         archive.extractall(folder / run["name"] / "whole")
     return run
