@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import alignment  # noqa: E402
 from alignment.engines import launch_env  # noqa: E402
+from alignment.models import packed_attention  # noqa: E402
 from alignment.training.loop import TrainingLoop  # noqa: E402
 from alignment.training.window import WindowPass  # noqa: E402
 
@@ -90,6 +91,7 @@ def start_device() -> None:
         (torch.cuda, replaced),
         (type(get_accelerator()), accelerator),
         (launch_env, {"_accelerator": lambda use_cpu: "cpu"}),
+        (packed_attention, {"varlen_attn": None}),  # a kernel without a version for the host
     ):
         mock.patch.multiple(owner, **values).start()
     KERNELS.impl("mm.dtype", lambda left, right, dtype: left.to(dtype) @ right.to(dtype), "CUDA")
