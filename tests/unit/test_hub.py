@@ -322,7 +322,7 @@ print("at the end", flush=True)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("hangs_at", "xet"), [(None, 0), ("PUT", 0), ("/preupload/", 1), ("xet-write-token", 1)])
+@pytest.mark.parametrize(("hangs_at", "xet"), [(None, 0), ("PUT", 0), ("xet-write-token", 1)])
 def test_the_interpreter_waits_for_an_upload_that_ends_and_not_for_one_that_hangs(
     hangs_at: str | None, xet: int, hub: FakeHub, tmp_path: Path
 ) -> None:
