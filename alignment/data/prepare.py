@@ -288,9 +288,9 @@ class RowMapper:
 def _label_remedy(dataset: Dataset, known: Mapping[str, bool]) -> str:
     """Return what to set for labels that are not ``known``, if any: a ``label_map`` for the values of the dataset."""
     values = {value_text(value): None for value in dataset["label"] if isinstance(value, (str, bool, int, float))}
-    if not all(values) or None in dataset["label"]:
+    unknown = [value for value in values if value and value.lower() not in known]
+    if not unknown and ("" in values or None in dataset["label"]):
         return "; remove rows without a label, or fill it in"
-    unknown = [value for value in values if value.lower() not in known]
     if len(unknown) > _MOST_LABELS:
         return f"; the column has {len(values)} different values; map them to true and false, or set label_map"
     proposal = {label: value_text(meaning) for label, meaning in known.items() if label not in LABELS}

@@ -74,6 +74,12 @@ CONTENTS = [
         "row 1: label is 'up' (a string); expected true or false",
         "; set label_map, for example 'up=true,down=false,👍=true'",
     ),
+    rows(
+        "labels of words, and a row without",
+        "".join(json.dumps({**LABELED, "label": label}) + "\n" for label in ("up", "down", None)),
+        "row 1: label is 'up'",
+        "; set label_map, for example 'up=true,down=false'",
+    ),
     rows("row without a label", json.dumps({**LABELED, "label": ""}), "row 1: label is ''", "; remove rows without"),
     rows(
         "ratings",
